@@ -143,32 +143,24 @@ class Batch:
 class RankDataset(ABC):
     """The rows of one rank, as the training loop reads them.
 
-    Attributes:
-        varies: Whether as many rows may take more memory in one batch than in another: ragged and sparse ones, and what
-            `preprocess` returns.
+    `varies` says that as many rows may take more memory in one batch than in another: ragged and sparse ones, and what
+    `preprocess` returns.
     """
 
     varies: bool = False
 
     @abstractmethod
     def epoch(self, epoch: int, *, min_rows: int = 1, first: int = 0) -> Generator[Batch]:
-        """Yields this rank's part of every global batch of an epoch, in the order of the steps.
+        """Yields this rank's part of every global batch of an epoch (from 0), in step order, from step `first` on.
 
-        Closing the generator ends the thread that reads ahead.
-
-        Args:
-            epoch: Number of the epoch, from 0.
-            min_rows: Minimum rows of a part's inputs; smaller parts are filled up.
-            first: The first step to yield, from 0.
+        Parts of less than `min_rows` are filled up. Closing the generator ends the thread that reads ahead.
         """
 
     @abstractmethod
     def validation(self, size: int, *, batches: int = 0) -> Generator[Batch]:
-        """Yields this rank's validation rows in batches; close the generator as that of `epoch`.
+        """Yields this rank's validation rows, at most `size` in a batch; close the generator as that of `epoch`.
 
-        Args:
-            size: Most rows of a batch.
-            batches: Minimum number of batches; those without rows hold a placeholder row of weight zero.
+        There are at least `batches`; those without rows hold a placeholder row of weight zero.
         """
 
     @abstractmethod
@@ -194,13 +186,9 @@ def count_tokens(named: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
 
 
 def micro_batches(batch: Batch, parts: int, *, min_rows: int) -> list[Batch]:
-    """Splits a rank's part of a step into `parts` micro-batches.
+    """Splits a rank's part of a step into `parts` micro-batches of at least `min_rows`.
 
-    Args:
-        batch: The rank's part of the step.
-        parts: Number of micro-batches. If rows are too few, the last micro-batches hold placeholder rows of weight
-            zero.
-        min_rows: Minimum rows of a micro-batch.
+    If rows are too few, the last micro-batches hold placeholder rows of weight zero.
     """
     if parts == 1:
         return [batch]
@@ -228,14 +216,9 @@ def padding(batches: Sequence[Batch]) -> tuple[int, int]:
 
 
 def cut(tensor: torch.Tensor, start: int, end: int, lengths: torch.Tensor | None = None) -> torch.Tensor:
-    """Returns rows `start` to `end` of an input of any layout; torch cannot slice jagged and sparse tensors.
+    """Returns rows `start` to before `end` of an input of any layout; torch cannot slice jagged and sparse tensors.
 
-    Args:
-        tensor: All rows.
-        start: The first row.
-        end: The row after the last.
-        lengths: Elements of each row of a jagged or sparse input, as in `Batch.lengths`; `None` reads them from the
-            tensor.
+    `lengths` are as in `Batch.lengths`; `None` reads them from the tensor.
     """
     nested, sparse = tensor.is_nested, tensor.layout == torch.sparse_csr
     if not nested and not sparse:
@@ -265,11 +248,7 @@ def rebuilt(
 ) -> torch.Tensor:
     """Applies `change` to the components of a tensor, and returns a tensor of the same layout made of the results.
 
-    Args:
-        tensor: A strided, sparse CSR or jagged tensor.
-        change: Applied to each component.
-        lengths: Elements of each row of a jagged tensor, int64 of shape `(rows,)` on the CPU; `None` reads them from
-            the tensor.
+    The tensor is strided, sparse CSR or jagged; `lengths` as in `Batch.lengths`, `None` reads them from the tensor.
     """
     first, *more = (change(part) for part in components(tensor))
     if tensor.layout is torch.sparse_csr:

@@ -41,20 +41,17 @@ C = TypeVar("C")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Configuration of the training loop, besides the recipe and the data.
+    """Configuration of the training loop, besides the recipe and the data; each value is checked.
 
     Attributes:
         task: What the labels mean; decides label dtype and validation metrics.
         batch_size: Rows of one optimizer step over all ranks together.
-        epochs: Passes over the training rows.
         seed: Seed of the initial weights, of the sampling and of each rank's generators.
         shuffle: Whether each epoch shuffles the rows anew; otherwise they stay in key order.
         shuffle_block: Rows of a shuffled block. Its rows are adjacent in key order, and each epoch trains them within
             as many steps; 1 shuffles single rows.
-        strategy: How the ranks share the work.
         strategy_params: Options of the strategy; `train.strategies.registry` checks them.
-        accumulation_steps: Number of micro-batches into which a rank splits its rows of a step; their gradients are
-            summed.
+        accumulation_steps: Number of micro-batches into which a rank splits its rows of a step.
         micro_batch_size: Most rows of a micro-batch, instead of `accumulation_steps`; "auto" finds what fits the memory
             of the ranks' devices.
         clip_norm: Largest norm of the gradient of all parameters; a larger gradient is scaled down.
@@ -64,12 +61,11 @@ class TrainConfig:
         schedule_interval: Whether the scheduler steps after each "step" or each "epoch".
         warmup_steps: Steps over which the learning rate rises linearly to the scheduled one.
         reference_batch_size: Batch size that the learning rate was chosen for; turns on the linear scaling rule.
-        validation_interval: Epochs or steps from one validation to the next; the end is always validated.
+        validation_interval: Epochs or steps (`validation_unit`) between validations; the end is always validated.
         validation_batch_size: Validation rows in a rank's forward pass; `None` takes about as many as training does, at
             most 4,096.
-        validation_unit: Unit of `validation_interval`, "epoch" or "step".
-        patience: Validations in a row without a better one after which training ends, with the
-            weights of the best one; `None` trains all epochs and keeps the last weights.
+        patience: Validations in a row without a better one after which training ends, with the weights of the best one;
+            `None` trains all epochs and keeps the last weights.
         best_metric: The metric of a validation by which one is better than another.
         best_mode: Whether the smallest value is the best ("min") or the largest ("max"); "auto" goes by the name.
         best_delta: A validation is better than the best so far by more than this.
@@ -77,16 +73,11 @@ class TrainConfig:
         ema_decay: Decay of an exponential moving average of the weights; validation and the result use the average.
         non_finite: Whether a NaN or infinite loss is an "error", or its step is left out ("skip").
         deterministic: Whether non-deterministic torch operations are errors.
-        compile: Whether the module is compiled.
-        channels_last: Whether 4-D inputs and weights use torch's `channels_last` memory format.
         sync_batch_norm: Whether batch normalisation computes its statistics over the rows of all ranks.
-        unused_parameters: Whether some parameters may get no gradient in a step. The ranks then
-            search for them after each forward pass, which costs time.
+        unused_parameters: Whether some parameters may get no gradient in a step. The ranks then search for them after
+            each forward pass, which costs time.
         model_folder: An absolute path, under which the ranks write the model, and none of them ever holds all of it;
             `None` to return the model.
-
-    Raises:
-        ConfigError: A value is out of range.
     """
 
     task: Task = "generic"
@@ -188,14 +179,7 @@ class TrainConfig:
             raise ConfigError("classWeights are all zero", hint="give some class a weight", param="classWeights")
 
     def check_classes(self, classes: int | None) -> None:
-        """Checks that there is one class weight per class.
-
-        Args:
-            classes: Number of classes in the module's output, `None` if labels are not classes.
-
-        Raises:
-            ConfigError: The numbers differ.
-        """
+        """Refuses class weights that are not one per class of the module's output; `None` if labels are not classes."""
         weights = self.class_weights
         if weights is not None and weights != "balanced" and len(weights) != classes:
             raise ConfigError(
@@ -207,20 +191,16 @@ class TrainConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Where and how often checkpoints are saved.
+    """Where and how often checkpoints are saved; each value is checked.
 
     Attributes:
         directory: A path or URL that every rank can write, on any file system that fsspec supports.
-        interval: Epochs or steps from one checkpoint to the next.
-        unit: Unit of `interval`, "epoch" or "step".
+        interval: Epochs or steps (`unit`) from one checkpoint to the next.
         keep: Number of latest checkpoints to keep; the one of the best validation is kept in addition.
         owner: Identifies the fit; another fit cannot write into the directory at the same time.
         restart: Number of earlier starts of the fit.
         job: Settings that identify the training, by name; a training with other settings cannot resume from its
             checkpoints.
-
-    Raises:
-        ConfigError: A value is out of range.
     """
 
     directory: str
@@ -244,9 +224,6 @@ class StorageConfig:
     Attributes:
         kind: "memory", "disk", or "auto": in memory if all rows fit the budget, otherwise on disk.
         budget: MB of memory for a rank's rows with "disk" and "auto".
-
-    Raises:
-        ConfigError: A value is out of range.
     """
 
     kind: Literal["memory", "disk", "auto"] = "memory"
@@ -258,21 +235,13 @@ class StorageConfig:
 
 
 def at_least(param: str, value: float, least: float) -> None:
-    """Checks that a number is finite and at least `least`.
-
-    Raises:
-        ConfigError: The value is too small, NaN or infinite.
-    """
+    """Refuses a number that is not finite, or not at least `least`."""
     if not math.isfinite(value) or value < least:
         raise ConfigError(f"{param} must be at least {least}, got {value}", param=param)
 
 
 def rows_or_auto(param: str, value: int | str) -> None:
-    """Checks that a number of rows is at least 1, or "auto".
-
-    Raises:
-        ConfigError: It is neither.
-    """
+    """Refuses a number of rows that is neither at least 1 nor "auto"."""
     if not isinstance(value, str):
         at_least(param, value, 1)
     elif value != "auto":
@@ -280,21 +249,13 @@ def rows_or_auto(param: str, value: int | str) -> None:
 
 
 def above(param: str, value: float, bound: float) -> None:
-    """Checks that a number is finite and above `bound`.
-
-    Raises:
-        ConfigError: The value is too small, NaN or infinite.
-    """
+    """Refuses a number that is not finite, or not above `bound`."""
     if not math.isfinite(value) or value <= bound:
         raise ConfigError(f"{param} must be above {bound}, got {value}", param=param)
 
 
 def one_of(param: str, value: str, valid: tuple[str, ...]) -> None:
-    """Checks that a name is a valid one.
-
-    Raises:
-        ConfigError: The name is unknown; the hint names the nearest valid one.
-    """
+    """Refuses an unknown name; the hint names the nearest valid one."""
     if value not in valid:
         raise ConfigError(f"{param} {value!r} is unknown", hint=nearest(str(value), valid), param=param)
 
@@ -310,16 +271,10 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def from_dict(kind: type[C], values: Mapping[str, Any], *, where: str = "") -> C:
-    """Builds a configuration dataclass from a mapping; unknown keys are errors.
+    """Builds a configuration dataclass from a mapping.
 
-    Args:
-        kind: The dataclass to build.
-        values: Field values by name.
-        where: The section of the file the values come from, for the error message.
-
-    Raises:
-        ConfigError: A key is unknown (the hint names the nearest valid one), one is missing, or a
-            value has the wrong type.
+    A `ConfigError` names unknown keys (with the nearest valid one), missing ones, and values of the wrong type; `where`
+    is the section of the file that they come from.
     """
     fields = {field.name: field for field in dataclasses.fields(kind) if field.init}  # type: ignore[arg-type]
     prefix = f"{where}." if where else ""

@@ -29,9 +29,7 @@ _SMALL = 1 << 20  # numbers that are drawn for a check
 class Deferred:
     """A module on the device "meta", whose parts `materialise` makes real.
 
-    Attributes:
-        module: The module.
-        saved: Values by name, in place of those of `reset_parameters`.
+    `saved` has values by name, in place of those of `reset_parameters`.
     """
 
     def __init__(self, module: nn.Module, saved: Mapping[str, torch.Tensor] | None = None, *, seed: int = 0) -> None:
@@ -57,8 +55,7 @@ class Deferred:
     def materialise(self, part: nn.Module) -> None:
         """Gives those tensors of a part that have none their values, on the CPU; tied ones stay tied.
 
-        Raises:
-            ModuleError: One is neither saved nor set by `reset_parameters`.
+        A `ModuleError` names one that is neither saved nor set by `reset_parameters`.
         """
         trim()  # what an earlier part has left, between the shards that were kept of it
         for below in part.modules():

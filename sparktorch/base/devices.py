@@ -145,10 +145,8 @@ def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def jagged(values: torch.Tensor, offsets: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """Returns a jagged nested tensor with known minimum and maximum lengths; torch would wait for the device for them.
 
-    Args:
-        values: All elements, of shape `(elements, ...)`.
-        offsets: Start of each row and end of the last one, int64 of shape `(rows + 1,)`, on the same device.
-        lengths: Number of elements of each row, int64 of shape `(rows,)`, on the CPU.
+    `offsets` are the start of each row and the end of the last one, int64 of shape `(rows + 1,)` on the device of the
+    values; `lengths` are int64 on the CPU.
     """
     known: dict[str, Any] = {"min_seqlen": int(lengths.min()), "max_seqlen": int(lengths.max())} if len(lengths) else {}
     return torch.nested.nested_tensor_from_jagged(values, offsets, **known)
@@ -157,9 +155,7 @@ def jagged(values: torch.Tensor, offsets: torch.Tensor, lengths: torch.Tensor) -
 def download(tensors: Mapping[str, torch.Tensor], *, copy: bool = False) -> dict[str, torch.Tensor]:
     """Returns tensors on the CPU, by the same names; the host waits once per device, not once per tensor.
 
-    Args:
-        tensors: Tensors by name.
-        copy: Whether to copy tensors that are on the CPU already.
+    With `copy`, tensors that are on the CPU already are copied.
     """
     # Non-blocking copies to the CPU go to pinned memory.
     found = {name: tensor.to("cpu", copy=copy, non_blocking=not tensor.is_cpu) for name, tensor in tensors.items()}

@@ -92,10 +92,7 @@ def given_back(least: int) -> Iterator[None]:
 
     glibc keeps blocks of up to 32 MiB for later ones, and often cannot use them: torch asks for aligned memory, which a
     freed block of the same size does not hold. Ranks that gather parameters, and free them again, grow by several times
-    the model. A block of one's own costs the time to map it, which may double that of a step.
-
-    Args:
-        least: Size in bytes.
+    the model. Mapping each block anew may double the time of a step.
     """
     call = _function("mallopt")
     if call is not None and least < _LARGEST:

@@ -25,11 +25,7 @@ SHIPPING_HINT = (
 
 
 def load_object(path: str) -> Any:
-    """Imports `"package.module:attribute"`.
-
-    Raises:
-        ModuleError: The path does not have this form, or cannot be imported.
-    """
+    """Imports `"package.module:attribute"`; a `ModuleError` says why it cannot."""
     name, _, attribute = path.partition(":")
     if not name or not attribute:
         raise ModuleError(f"{path!r} is not an import path", hint="write it as 'package.module:Name'")

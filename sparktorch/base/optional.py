@@ -11,11 +11,7 @@ __all__ = ["optuna", "pillow", "transformers"]
 
 
 def pillow() -> Any:
-    """Returns Pillow's module `PIL.Image`.
-
-    Raises:
-        ConfigError: It is not installed.
-    """
+    """Returns Pillow's module `PIL.Image`; a `ConfigError` says that it is not installed."""
     try:
         return importlib.import_module("PIL.Image")
     except ImportError as error:
@@ -26,11 +22,7 @@ def pillow() -> Any:
 
 
 def optuna() -> Any:
-    """Returns Optuna's module.
-
-    Raises:
-        ConfigError: It is not installed.
-    """
+    """Returns Optuna's module; a `ConfigError` says that it is not installed."""
     try:
         return importlib.import_module("optuna")
     except ImportError as error:
@@ -41,11 +33,7 @@ def optuna() -> Any:
 
 
 def transformers() -> Any:
-    """Returns Hugging Face's module.
-
-    Raises:
-        ConfigError: It is not installed.
-    """
+    """Returns Hugging Face's module; a `ConfigError` says that it is not installed."""
     try:
         return importlib.import_module("transformers")
     except ImportError as error:

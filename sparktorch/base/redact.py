@@ -19,9 +19,7 @@ _SECRET = re.compile(
 def shown(value: Any, name: object = "") -> str:
     """Returns a value as text: classes and functions by name, no addresses, and `***` for secrets.
 
-    Args:
-        value: The value.
-        name: Its name; text under the name of a secret, such as "hf_token", is one.
+    Text under the `name` of a secret, such as "hf_token", is one.
     """
     if isinstance(value, str | bytes) and _SECRET.search(str(name)):
         return "'***'"

@@ -39,11 +39,7 @@ def _is_saved(dtype: torch.dtype) -> bool:
 
 
 def check_state(state: Mapping[str, object]) -> None:
-    """Checks that safetensors can store a state dict.
-
-    Raises:
-        ModuleError: An entry is not a dense tensor, or of a dtype that safetensors lacks; names the entry.
-    """
+    """Refuses state dicts that safetensors cannot store: a `ModuleError` names an entry that is no dense tensor."""
     for name, value in state.items():
         if isinstance(value, torch.Tensor) and (value.is_quantized or not _is_saved(value.dtype)):
             raise ModuleError(
@@ -61,10 +57,9 @@ def check_state(state: Mapping[str, object]) -> None:
 
 
 def check_returned(module: nn.Module) -> None:
-    """Checks that each entry of a state dict can be given to its tensor again, without `load_state_dict`.
+    """Refuses state dicts whose entries are not those of a module's parameters and buffers, or lack a parameter.
 
-    Raises:
-        ModuleError: It has an entry of no parameter or buffer, nor extra state; or lacks a parameter.
+    So each entry can be given to its tensor again, without `load_state_dict`.
     """
     state = module.state_dict(keep_vars=True)
     own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}

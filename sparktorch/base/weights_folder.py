@@ -24,22 +24,15 @@ _SINGLE = "model.safetensors"
 class WeightsFolder(Mapping[str, torch.Tensor]):
     """Tensors by name, which are mapped into memory when they are asked for: processes of a host share their pages.
 
-    A parameter that a module has under several names is saved under the first one.
-
-    Attributes:
-        path: The folder, on a file system that is mounted wherever it is read.
-        token: What the training that wrote it has put into the index; empty for any.
+    A parameter that a module has under several names is saved under the first one. The folder is on a file system that
+    is mounted wherever it is read. `token` is what the training that wrote it has put into the index; empty for any.
     """
 
     path: str
     token: str = ""
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Returns a tensor, on the CPU; changes to it are not written.
-
-        Raises:
-            PersistenceError: The folder cannot be read.
-        """
+        """Returns a tensor, on the CPU; changes to it are not written."""
         file = self._files[name]
         with self._reading():
             tensor: torch.Tensor = self._opened(file).get_tensor(name)
@@ -60,8 +53,7 @@ class WeightsFolder(Mapping[str, torch.Tensor]):
     def delete(self) -> None:
         """Deletes the files of the training that wrote the folder, and the folder, unless there are others in it.
 
-        Raises:
-            PersistenceError: No training of ours wrote it, or it cannot be read or deleted.
+        A `PersistenceError` says that no training of ours wrote it, or that it cannot be read or deleted.
         """
         if not self.token:
             raise PersistenceError(f"{self.path} was written by no fit", hint="delete it yourself", param="modelDir")

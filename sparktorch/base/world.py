@@ -13,7 +13,6 @@ class World:
 
     Attributes:
         rank: This rank, `0 <= rank < world_size`.
-        world_size: Number of ranks.
         local_rank: This rank's index among the ranks on its host.
         local_size: Number of the job's ranks on its host.
         host: The host as the cluster manager names it.

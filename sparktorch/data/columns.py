@@ -66,23 +66,16 @@ class TensorSpec:
     """One column as one argument of `forward`.
 
     Attributes:
-        name: Column name in the encoding.
-        column: Column name in the user's DataFrame.
-        dtype: Dtype of the tensor.
+        name: Column name in the encoding; `column` is the user's.
         shape: Shape of one row, `()` for a scalar; for ragged rows, shape of one element.
         kind: Encoded type: numbers and (nested) lists of numbers, ML vectors, bytes, or any type.
-        layout: Layout of the tensor that `forward` gets.
-        lists: Length of the lists on each level, if it differs from `shape`; for ragged rows, from the second level
-            on.
+        lists: Length of the lists on each level, if it differs from `shape`; for ragged rows, from the second level on.
         sources: The user's columns, if several scalar ones are packed into this one.
-        places: Indices of `sources` among the user's columns; empty if they follow one another, after the columns of
-            the specs before.
+        places: Indices of `sources` among the user's columns; empty if they follow those of the specs before.
         fill: Replacement for nulls and NaN; `None` leaves them unfit.
         limit: Maximum number of elements in a ragged row, the rest is cut off; `None` for no limit.
-        pad: Padding value of ragged rows.
         resize: Whether images of another size are resized; otherwise they are an error.
-        sql: Spark SQL type of a column of kind "any". It is passed to `preprocess`; `dtype`, `shape` and `layout` do
-            not apply.
+        sql: Spark SQL type of a column of kind "any", for `preprocess`; `dtype`, `shape` and `layout` do not apply.
     """
 
     name: str
@@ -149,18 +142,11 @@ class InputOptions:
     """The user's options for input columns; mappings are by column name.
 
     Attributes:
-        shapes: Shape of one row.
-        layouts: Layout of the tensor that `forward` gets.
-        dtypes: Dtype of the tensor.
         limits: Maximum number of elements in a ragged row; the rest is cut off.
-        pads: Padding value of ragged rows.
         assemble: Whether all scalar columns are packed into one tensor.
         fill: Replacement for nulls and NaN; `None` for none.
         drop: Whether rows with a null, NaN or infinity are dropped.
         as_they_are: Whether columns without options here are passed unchanged to `preprocess`.
-
-    Raises:
-        ConfigError: A shape has no axes or an axis below 1, a layout or dtype is unknown, or a limit is below 1.
     """
 
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -187,11 +173,7 @@ class InputOptions:
             at_least(f"maxLengths[{name!r}]", limit, 1)
 
     def check_names(self, columns: Sequence[str]) -> None:
-        """Checks that options name input columns only.
-
-        Raises:
-            ConfigError: An option names another column; the hint gives the nearest input column.
-        """
+        """Refuses options of other than input columns; the hint gives the nearest one."""
         for param, values in self._by_param().items():
             for name in values:
                 if name not in columns:
@@ -218,16 +200,13 @@ class Columns:
     """The columns of a training set.
 
     Attributes:
-        inputs: One spec per argument of `forward`, in order.
-        label: The label; `None` for a training set without one.
         classes: Number of classes the labels index, `None` when labels are not classes.
         ignored: The label that the loss leaves out of its mean, which no row may have; `None` if it leaves none out.
         weight: The column of sample weights, float32, or `None`.
         validation: The boolean column that marks validation rows, or `None`.
         drop_nulls: Whether rows with a null, NaN or infinity are dropped; otherwise they are an error.
-        preprocess: Makes the arguments of `forward` from the inputs; `None` if the inputs are the arguments.
-        keyed: Whether row keys cover all columns. Otherwise they cover the columns that are not digestible, if any, and
-            the ranks add a digest of the others.
+        keyed: Whether row keys cover all columns. Otherwise they cover those that are not digestible, if any, and the
+            ranks add a digest of the others.
         folds: Whether an int column has the fold of each row in a cross-validation.
         carried: The user's numeric columns that evaluators compare with predictions; encoded as doubles.
     """

@@ -18,12 +18,7 @@ Function = Callable[..., Mapping[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class StepContext:
-    """Epoch and seed of the step that rows are taken for.
-
-    Attributes:
-        epoch: Number of the epoch, from 0; `None` in validation and scoring.
-        seed: Seed of the generator that `preprocess` gets.
-    """
+    """Epoch (`None` in validation and scoring) and seed of the step that rows are taken for."""
 
     epoch: int | None
     seed: int
@@ -36,11 +31,7 @@ EVALUATION = StepContext(None, 0)
 class Preprocess:
     """Makes the arguments of `forward` from the input columns, by the user's callable.
 
-    Attributes:
-        function: The callable.
-        names: Names of the input columns, as the callable gets them.
-        arguments: Names of the tensors that it returns, in the order of the arguments of `forward`; `None` until
-            it has run on the sample row.
+    `arguments` names the tensors that it returns, in the order of `forward`; `None` until it has run on the sample row.
     """
 
     function: Function
@@ -59,14 +50,8 @@ class Preprocess:
     ) -> dict[str, torch.Tensor]:
         """Returns the callable's tensors by name, in the order of `arguments`.
 
-        Args:
-            columns: For each column a tuple: its values, and its mask if it is padded.
-            rows: Number of rows.
-            context: Epoch and seed.
-
-        Raises:
-            ModuleError: The callable did not return a dict of tensors with `rows` rows, or returned other names than
-                for the sample row.
+        Each column is a tuple of its values, and its mask if it is padded. A `ModuleError` refuses what is no dict of
+        tensors with `rows` rows, and other names than for the sample row.
         """
         named = {
             name: column if len(column) > 1 else column[0] for name, column in zip(self.names, columns, strict=True)
@@ -99,11 +84,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def check_signature(function: Any) -> None:
-    """Checks that `function` can be called as `function(columns, epoch=..., generator=...)`.
-
-    Raises:
-        ConfigError: It is not callable, or lacks these parameters.
-    """
+    """Refuses a `function` that cannot be called as `function(columns, epoch=..., generator=...)`."""
     try:
         parameters = set(inspect.signature(function).parameters)
     except (TypeError, ValueError):

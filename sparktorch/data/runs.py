@@ -13,12 +13,7 @@ __all__ = ["Runs"]
 
 @dataclass(frozen=True)
 class Runs:
-    """Row numbers, as runs of consecutive rows.
-
-    Attributes:
-        starts: First row of each run, int64 of shape `(runs,)`.
-        stops: One past the last row of each run, int64 of shape `(runs,)`.
-    """
+    """Row numbers, as runs of consecutive rows: int64 `starts` and, one past the last row of each, `stops`."""
 
     starts: npt.NDArray[np.int64]
     stops: npt.NDArray[np.int64]

@@ -64,12 +64,7 @@ class RowStorage(Protocol):
         ...
 
     def spool(self, dtype: npt.DTypeLike, shape: tuple[int, ...] = ()) -> Spool:
-        """Returns an empty spool.
-
-        Args:
-            dtype: Dtype of the elements.
-            shape: Shape of one row.
-        """
+        """Returns an empty spool of elements of `dtype`, and of rows of `shape`."""
         ...
 
     def close(self) -> None:
@@ -96,11 +91,7 @@ class OnDisk:
     on_disk = True
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        """Creates the file in `directory`.
-
-        Raises:
-            ClusterError: The directory is not writable.
-        """
+        """Creates the file in `directory`; a `ClusterError` says that it is not writable."""
         self._directory = os.fspath(directory)
         self._spools: list[_FileSpool] = []
         self._file = _open(self._directory)
@@ -123,22 +114,14 @@ class OnDisk:
         return start
 
     def write(self, values: memoryview, place: int, room: int) -> int:
-        """Writes at most `room` bytes at file position `place`; returns the number of bytes written, up to 1 GiB.
-
-        Raises:
-            ClusterError: They cannot be written.
-        """
+        """Writes at most `room` bytes at file position `place`; returns the number of bytes written, up to 1 GiB."""
         try:
             return os.pwrite(self._file.fileno(), values[: min(room, _MOST_AT_ONCE)], place)
         except OSError as error:
             raise self.unwritable(error, len(values)) from error
 
     def read(self, into: memoryview, place: int) -> int:
-        """Reads bytes at file position `place`; returns the number of bytes read, up to 1 GiB.
-
-        Raises:
-            ClusterError: They cannot be read.
-        """
+        """Reads bytes at file position `place`; returns the number of bytes read, up to 1 GiB."""
         try:
             done = os.preadv(self._file.fileno(), [into[:_MOST_AT_ONCE]], place)
             if not done:
@@ -319,16 +302,11 @@ class _MovingSpool:
 
 
 def local_directory(local_rank: int = 0) -> str:
-    """Returns the directory for a rank's files: one of the executor's local directories.
+    """Returns the directory for a rank's files: one of the executor's local directories, another for each local rank.
 
-    Spark passes them to Python workers in `SPARK_LOCAL_DIRS`: those of `spark.local.dir`, or on YARN and
-    Kubernetes those that the cluster sets instead. Outside of Spark, the system's temporary directory is used.
-
-    Args:
-        local_rank: Index of the rank on its host; spreads ranks over several disks.
-
-    Raises:
-        ClusterError: No local directory is writable.
+    Spark passes them to Python workers in `SPARK_LOCAL_DIRS`: those of `spark.local.dir`, or on YARN and Kubernetes
+    those that the cluster sets instead. Outside of Spark, it is the system's temporary directory. A `ClusterError` says
+    that none is writable.
     """
     given = [path for path in os.environ.get("SPARK_LOCAL_DIRS", "").split(",") if path]
     usable = [path for path in given if os.path.isdir(path) and os.access(path, os.W_OK)]

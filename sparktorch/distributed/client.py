@@ -48,12 +48,7 @@ class PeerFailure(Exception):  # noqa: N818 - control flow between ranks, no use
 
 @dataclass(frozen=True)
 class Order:
-    """A task for the ranks of a pool.
-
-    Attributes:
-        number: Number of the task in its pool, from 0.
-        content: The pickled task.
-    """
+    """A pickled task for the ranks of a pool, and its number there, from 0."""
 
     number: int
     content: bytes
@@ -67,11 +62,8 @@ class Client:
     ) -> None:
         """Opens the rank's connection to the store; heartbeats use a second one.
 
-        Args:
-            open_store: Connects to the store.
-            world: This rank's place.
-            console: Captures what the rank logs and prints.
-            patience: Seconds without a heartbeat from the driver after which the rank ends its process.
+        `console` captures what the rank logs and prints. After `patience` seconds without a heartbeat from the driver,
+        the rank ends its process.
         """
         self.store = open_store()
         self._open_store = open_store
@@ -162,25 +154,17 @@ class Client:
     def collect(self, topic: str, *, patience: float | None = None) -> list[dict[str, Any]]:
         """Waits until every rank has posted under a topic; returns the objects in rank order.
 
-        Args:
-            topic: The topic, as given to `post`.
-            patience: Seconds without a heartbeat from a rank after which to give up; `None` sets no limit.
-
-        Raises:
-            Cancelled: The driver cancelled while waiting.
-            PeerFailure: A rank failed, or stopped sending heartbeats, while waiting.
+        Raises `Cancelled` if the driver cancels, and `PeerFailure` if a rank fails or sends no heartbeat for `patience`
+        seconds (`None` sets no limit).
         """
         keys = [f"{topic}/{rank}" for rank in range(self._world.world_size)]
         self._wait(keys, patience)
         return [json.loads(raw) for raw in self.store.multi_get(keys)]
 
     def orders(self) -> Iterator[Order]:
-        """Yields the tasks that the driver sends to the ranks of a pool, until it ends the pool.
+        """Yields the tasks that the driver sends to the ranks of a pool, until it ends or cancels (`Cancelled`) it.
 
         Meanwhile this rank counts as waiting: the client of the task tells of its progress.
-
-        Raises:
-            Cancelled: The driver cancelled the pool.
         """
         for number in itertools.count():
             self._wait([f"order/{number}"])
@@ -207,11 +191,8 @@ class Client:
     def told_to_stop(self, epoch: int) -> bool:
         """Returns whether the driver ends the training after that epoch, counted from 1.
 
-        Waits for the driver's verdict, which is the same in every rank; without `await_verdicts`, it is no.
-
-        Raises:
-            Cancelled: The driver cancelled while waiting.
-            PeerFailure: A rank failed while waiting.
+        Waits for the driver's decision, which is the same in every rank; without `await_verdicts`, it is no. Raises
+        `Cancelled` or `PeerFailure`, as `collect` does.
         """
         if not self._judged:
             return False
@@ -335,9 +316,8 @@ class Client:
     def _tell_who_is_silent(self, *, first: bool, look: bool) -> None:
         """Reports dead ranks to the driver before this rank exits: once one task ends, Spark kills all others.
 
-        Args:
-            first: Whether this rank failed first. The first one looks for silent ranks; the others wait for its report.
-            look: Whether a dead peer may have caused this rank's error, as for a broken connection.
+        The rank that failed `first` looks for silent ranks; the others wait for its report. `look` says that a dead
+        peer may have caused this rank's error, as for a broken connection.
         """
         if first:
             self._set(self.store, "silent", {"ranks": self._silent_peers() if look else []})

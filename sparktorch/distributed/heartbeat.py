@@ -109,13 +109,7 @@ class Heart:
 
 @dataclass
 class Pulse(Generic[R]):
-    """When a rank last sent a heartbeat and last made progress.
-
-    Attributes:
-        beat: When its heartbeat last changed, in seconds of `time.monotonic`.
-        moved: When the heartbeat's progress fields last changed, on the same clock.
-        record: Its last heartbeat.
-    """
+    """A rank's last heartbeat, when it last changed, and when its progress last changed, by `time.monotonic`."""
 
     beat: float
     moved: float
@@ -159,14 +153,7 @@ class Pulses(Generic[R]):
 
 
 def alive(ranks: set[int], seconds: float, beat_of: Callable[[int], Any], ended: Callable[[int], bool]) -> set[int]:
-    """Returns the ranks that send a heartbeat or end within `seconds` from now.
-
-    Args:
-        ranks: The ranks to look at.
-        seconds: The most seconds to wait.
-        beat_of: Returns a rank's last heartbeat.
-        ended: Returns whether a rank has ended.
-    """
+    """Returns those of the ranks that send a heartbeat or end within `seconds` from now."""
     before, found, deadline = {rank: beat_of(rank) for rank in ranks}, set[int](), time.monotonic() + seconds
     while found < ranks and time.monotonic() < deadline:
         time.sleep(_LOOK_SECONDS)

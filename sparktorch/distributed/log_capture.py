@@ -20,12 +20,7 @@ Line = tuple[int, str]  # level, as in `logging`, and text
 
 
 class LogCapture:
-    """Captures this process's log records and printed lines; printed lines have the level `INFO`.
-
-    Attributes:
-        level: Lowest level of the log records that are captured.
-        paused: Whether nothing is captured, because another one does.
-    """
+    """Captures this process's log records from `level` on, and printed lines, which have the level `INFO`."""
 
     def __init__(self, level: int = logging.WARNING) -> None:
         """Takes the lowest level of log records to capture; `INFO` and above are always captured."""

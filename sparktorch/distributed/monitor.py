@@ -68,14 +68,8 @@ class Monitor:
     ) -> None:
         """Starts the timeouts.
 
-        Args:
-            server: The driver's store; `None` if a rank hosts it, and there is nothing to watch.
-            world_size: Number of ranks.
-            observer: Receives progress and epoch records.
-            patience: How long ranks may take to start, and may make no progress.
-            log_level: Lowest level of the ranks' log lines to show.
-            is_starved: Returns whether no task of the job runs, and no other job of this process holds slots.
-            running: Whether the ranks' processes run already, as those of a pool do.
+        `is_starved` returns whether no task of the job runs, and no other job of this process holds slots; `running`
+        says that the ranks' processes run already, as those of a pool do.
         """
         self.server = server
         self.world_size = world_size
@@ -91,9 +85,8 @@ class Monitor:
     def look(self) -> None:
         """Forwards new reports and checks the heartbeats.
 
-        Raises:
-            ClusterError: The ranks got no slots in time.
-            RankStalledError: A rank makes no progress, or has not started in time.
+        Raises a `ClusterError` if the ranks got no slots in time, and a `RankStalledError` if one makes no progress or
+        has not started in time.
         """
         if self.server is None:
             return

@@ -62,18 +62,9 @@ def process_group(
 ) -> Iterator[None]:
     """Context with the default process group open over `store`; a single rank gets none unless `lone`.
 
-    Reused Python workers keep module state: a group that an earlier job left open is closed first.
-
-    Args:
-        world: This rank's place.
-        store: The store that all ranks have connected to.
-        timeout: How long a collective may wait for the other ranks.
-        lone: Whether to open a group for a single rank, too.
-        report: Called with the block's exception before the group is closed: closing may block, or raise another
-            exception, while an NCCL collective hangs.
-
-    Raises:
-        ClusterError: NCCL cannot be set up between the ranks.
+    Reused Python workers keep module state: a group that an earlier job left open is closed first. `timeout` is how
+    long a collective may wait. `report` is called with the block's exception before the group is closed: closing may
+    block, or raise another exception, while an NCCL collective hangs.
     """
     if world.world_size == 1 and not lone:
         yield
@@ -110,12 +101,7 @@ def process_group(
 
 
 def abandon(error: BaseException, report: Callable[[BaseException], object]) -> None:
-    """Reports an error, and closes the default process group without waiting for its peers.
-
-    Args:
-        error: Why it is closed.
-        report: Called with it, before.
-    """
+    """Reports an error, and closes the default process group without waiting for its peers."""
     if isinstance(error, Exception):
         with suppress(Exception):  # the store may be gone, too
             report(error)
@@ -150,9 +136,7 @@ def set_up_error(error: BaseException) -> ClusterError | None:
 def subgroup(world: World, groups: list[list[int]]) -> dist.ProcessGroup:
     """Returns this rank's group of several, which all ranks open at once, each its own.
 
-    Args:
-        world: This rank's place.
-        groups: The ranks of each group, ascending; every rank is in one of them.
+    `groups` has the ranks of each group, ascending; every rank is in one of them.
     """
     (own,) = (ranks for ranks in groups if world.rank in ranks)
     with opening(world):
@@ -179,12 +163,7 @@ def collectives_begun() -> int | None:
 
 
 def sum_over_ranks(values: torch.Tensor, world: World) -> torch.Tensor:
-    """Returns the element-wise sum of `values` over all ranks, on the CPU.
-
-    Args:
-        values: A float64 tensor, of the same shape on every rank.
-        world: This rank's place; a single rank sends nothing.
-    """
+    """Returns the element-wise sum of float64 `values` of one shape over all ranks, on the CPU."""
     return _reduced(values, world, dist.ReduceOp.SUM)
 
 

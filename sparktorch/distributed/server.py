@@ -27,12 +27,9 @@ class ControlServer:
     """The store of one attempt, seen from the driver."""
 
     def __init__(self, bind: str, advertise: str, *, beside: ControlServer | None = None) -> None:
-        """Starts the store, and a thread that sends the driver's heartbeat.
+        """Starts the store at the local address `bind`, and a thread that sends the driver's heartbeat.
 
-        Args:
-            bind: The local address to listen on.
-            advertise: The name or address by which executors reach it.
-            beside: Shares the store of this server, under the token of its next task, instead of starting one.
+        Executors reach it at `advertise`. `beside` shares the store of that server, under the token of its next task.
         """
         self._server: dist.TCPStore
         self._server, port = host_store(bind) if beside is None else (beside._server, beside.rendezvous.port)
@@ -199,11 +196,7 @@ class ControlServer:
         return all(self.ended(rank) or self._store.check([f"error/{rank}"]) for rank in range(world_size))
 
     def results(self, world_size: int) -> list[tuple[dict[str, Any], bytes]]:
-        """Returns and deletes `(meta, payload)` of each rank of a pool's task, in rank order.
-
-        Raises:
-            ClusterError: A value was written without the attempt's token.
-        """
+        """Returns and deletes `(meta, payload)` of each rank of a pool's task, in rank order."""
         found = []
         for rank in range(world_size):
             result = json.loads(self._store.get(f"result/{rank}"))

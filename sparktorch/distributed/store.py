@@ -43,11 +43,7 @@ class SealedStore(dist.PrefixStore):
         super().set(key, self._seal(key, content) + content)  # type: ignore[arg-type]  # torch takes bytes as well
 
     def get(self, key: str) -> bytes:
-        """Returns a value after checking its signature.
-
-        Raises:
-            ClusterError: The value was written without the attempt's token.
-        """
+        """Returns a value; a `ClusterError` says that it was written without the attempt's token."""
         return self._opened(key, super().get(key))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
@@ -76,11 +72,8 @@ class SealedStore(dist.PrefixStore):
 class Rendezvous:
     """Address and token of one attempt's store.
 
-    Attributes:
-        host: Name or address of the store's host, as the ranks reach it.
-        port: Its TCP port.
-        prefix: The attempt's random token. Key prefix and signatures are derived from it, which keeps out ranks of
-            other attempts and strangers.
+    Key prefix and signatures are derived from `prefix`, the random token, which keeps out ranks of other attempts and
+    strangers.
     """
 
     host: str

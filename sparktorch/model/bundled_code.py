@@ -20,14 +20,9 @@ def fingerprints(folder: Path) -> dict[str, str]:
 
 
 def check_code(code: Mapping[str, str], used: Iterable[Any]) -> None:
-    """Checks that classes and functions of a model come from files as they were saved with it.
+    """Refuses classes and functions whose file, or that of a base class, is not as it was saved with the model.
 
-    Args:
-        code: The model's code, as from `fingerprints`.
-        used: The classes and functions.
-
-    Raises:
-        PersistenceError: The file of one, or of a base class, has other content.
+    `code` is the model's, as from `fingerprints`.
     """
     parts = {getattr(part, "__module__", None) for one in used for part in getattr(one, "__mro__", (one,))}
     for name in sorted(code.keys() & parts):

@@ -52,9 +52,7 @@ class ExportError(Exception):
 class Program:
     """An exported module; called like a module class, it returns the module.
 
-    Attributes:
-        archive: The `.pt2` archive.
-        parameters: Names of the parameters in the state dict; the other entries are buffers.
+    `archive` is the `.pt2` archive. Entries of the state dict that `parameters` does not name are buffers.
     """
 
     archive: bytes
@@ -66,14 +64,9 @@ class Program:
 
 
 def export_program(module: nn.Module, inputs: Inputs) -> Program:
-    """Exports a module in evaluation mode, for any number of rows.
+    """Exports a module on the CPU in evaluation mode, for any number of rows.
 
-    Args:
-        module: The module, on the CPU.
-        inputs: Specs of the arguments of `forward`.
-
-    Raises:
-        ExportError: The graph cannot be captured, or gives other results than the module.
+    An `ExportError` says that the graph cannot be captured, or gives other results than the module.
     """
     state = _sorted(module.state_dict())
     arguments = example_inputs(inputs)
@@ -90,15 +83,7 @@ def export_program(module: nn.Module, inputs: Inputs) -> Program:
 
 
 def export_whole(module: nn.Module, inputs: Inputs) -> bytes:
-    """Returns the `.pt2` archive of a module with its weights; the program takes the inputs only.
-
-    Args:
-        module: The module in evaluation mode, on the CPU.
-        inputs: Specs of the arguments of `forward`.
-
-    Raises:
-        ExportError: The graph cannot be captured.
-    """
+    """Returns the `.pt2` archive of a module on the CPU, with its weights; the program takes the inputs only."""
     arguments = example_inputs(inputs)
     shapes: Any = _any_rows(inputs)
     if any(p.kind is p.VAR_POSITIONAL for p in inspect.signature(module.forward).parameters.values()):
@@ -115,13 +100,8 @@ def example_inputs(
 ) -> tuple[torch.Tensor, ...]:
     """Returns example arguments of `forward`: noise for floats, zeros for integers (which may be indices).
 
-    Args:
-        inputs: Specs of the arguments.
-        rows: Number of rows.
-        longest: Length of padded rows.
-
-    Raises:
-        ExportError: An input is jagged or sparse, which `torch.export` cannot capture.
+    Padded rows have the length `longest`. An `ExportError` refuses jagged and sparse inputs, which `torch.export`
+    cannot capture.
     """
     made: list[torch.Tensor] = []
     for spec in inputs:
@@ -165,11 +145,7 @@ def _quiet_export() -> Iterator[None]:
 
 
 def check_archive(archive: bytes) -> None:
-    """Checks that an archive is nothing but a graph of torch's own operators.
-
-    Raises:
-        ExportError: Loading it would unpickle something, or evaluate something else.
-    """
+    """Refuses archives that are more than a graph of torch's own operators, before one is unpickled or evaluated."""
     try:
         with zipfile.ZipFile(io.BytesIO(archive)) as records:
             for record in records.infolist():
@@ -257,11 +233,7 @@ class _ExportedModule(nn.Module):
         return self._run[0](_sorted(self.state_dict()), inputs)
 
     def train(self, mode: bool = True) -> _ExportedModule:
-        """Refuses training mode: the graph is that of evaluation mode.
-
-        Raises:
-            ModuleError: `mode` is true.
-        """
+        """Refuses training mode: the graph is that of evaluation mode."""
         if mode:
             raise ModuleError(
                 "this module was loaded from its exported graph, which is that of evaluation mode",

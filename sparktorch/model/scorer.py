@@ -56,8 +56,8 @@ class Scorer:
         Args:
             trained: The trained module.
             device: Torch device.
-            batch_size: Most rows per call of the module; "auto" begins with `first_batch_size`, and halves them
-                where the device's memory is full, for later calls, too.
+            batch_size: Most rows per call of the module; "auto" begins with `first_batch_size`, and halves them where
+                the device's memory is full, for later calls, too.
             precision: "bf16" and "fp16" run the module under autocast.
             compiled: Whether to compile the module with `torch.compile`.
             thresholds: One per class of a classifier: predicts the class with the largest probability / threshold.
@@ -83,18 +83,10 @@ class Scorer:
     def score_arrow(
         self, columns: Sequence[pa.Array], names: Sequence[str], *, invalid: Invalid = "error"
     ) -> list[pa.Array]:
-        """Scores one Arrow array per input.
+        """Scores one Arrow array per input, or one per source column where inputs are packed; returns one per name.
 
-        Args:
-            columns: One array per input, of equal length; or one per source column, where inputs are packed.
-            names: Names of the results to return, as in `score`.
-            invalid: "keep" gives rows with a null null results, and "skip" also those with NaN or infinity.
-
-        Returns:
-            One array per name.
-
-        Raises:
-            ColumnError: A row is null, and `invalid` is "error"; or it has another shape than the model was fitted on.
+        `names` are as in `score`. The `invalid` "keep" gives rows with a null null results, and "skip" also those with
+        NaN or infinity; "error" refuses them.
         """
         inputs = self._inputs(columns)
         rows = None if invalid == "error" else present(inputs, self._trained.inputs, finite=invalid == "skip")
@@ -112,13 +104,9 @@ class Scorer:
     def score(self, columns: Sequence[pa.Array]) -> dict[str, Array]:
         """Scores one Arrow array per input.
 
-        Returns:
-            For a classifier, `scores` and `probability` of shape `(rows, classes)` and `prediction` of shape
-            `(rows,)`, all float64; the scores of two classes sum to 0, and `prediction` is NaN if a score is NaN. For a
-            regressor, `prediction`, float64. Otherwise one array per output name, or `prediction` for a single output.
-
-        Raises:
-            ColumnError: A row is null, or has another shape than the model was fitted on.
+        Returns for a classifier `scores` and `probability` of shape `(rows, classes)` and `prediction` of shape
+        `(rows,)`, all float64; the scores of two classes sum to 0, and `prediction` is NaN if a score is NaN. For a
+        regressor, `prediction`, float64. Otherwise one array per output name, or `prediction` for a single output.
         """
         return self._score(self._inputs(columns))
 
@@ -180,12 +168,7 @@ class Scorer:
         return {name: np.empty((0, *shape), dtype) for name, shape in shapes.items()}
 
     def _in_parts(self, rows: int, arguments: Callable[[int, int], tuple[torch.Tensor, ...]]) -> dict[str, Array]:
-        """Scores rows, at most the batch size at a time.
-
-        Args:
-            rows: Number of rows.
-            arguments: Returns the arguments of `forward` for the rows from a first to before a last one.
-        """
+        """Scores rows, at most the batch size at a time, with the arguments from a first to before a last row."""
         parts: list[dict[str, Array]] = []
         done, size = 0, _even(rows, self._batch_size)
         while not parts or done < rows:

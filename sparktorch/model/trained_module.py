@@ -62,9 +62,7 @@ class TrainedModule:
         source: The module's class, factory, import path or instance, or its exported graph.
         params: Keyword arguments of the class or factory.
         weights: The state dict as a safetensors file, of adapters without the frozen base; or the folder that has it.
-        inputs: One spec per input column.
         outputs: Specs of what `forward` returns.
-        task: Meaning of the outputs.
         preprocess: Makes the arguments of `forward` from the inputs; `None` if the inputs are the arguments.
         arguments: Specs of the arguments of `forward` that `preprocess` makes; `None` without it.
         returned: Names under which `preprocess` returns them, in the order of `arguments`.
@@ -95,10 +93,8 @@ class TrainedModule:
     def build(self, state: Mapping[str, torch.Tensor] | None = None) -> nn.Module:
         """Returns the module with its trained weights, or with `state`, in evaluation mode, on the CPU.
 
-        Weights in a folder are mapped into memory, which the processes of a host share until they change it.
-
-        Raises:
-            PersistenceError: This process has imported one of its classes from another version of the model's `code`.
+        Weights in a folder are mapped into memory, which the processes of a host share until they change it. A
+        `PersistenceError` says that this process has imported one of its classes from another version of `code`.
         """
         self._check_code()
         module = self._built(state)
@@ -147,9 +143,8 @@ class TrainedModule:
     def save(self, directory: Path, *, allow_pickle: bool = False) -> None:
         """Writes the module into an existing directory.
 
-        Raises:
-            PersistenceError: `allow_pickle` is not set, and the code needs it: the module has no import path or
-                parameters that are not JSON, and its graph cannot be exported; or `preprocess` has no import path.
+        Without `allow_pickle`, a `PersistenceError` refuses code that needs it: the module has no import path, or
+        parameters that are not JSON, and its graph cannot be exported; or `preprocess` has no import path.
         """
         form = {**self._describe(), "module": self._save_code(directory, allow_pickle)}
         exported = "program" in form["module"] and not isinstance(self.source, Program)
@@ -214,17 +209,11 @@ class TrainedModule:
 
     @classmethod
     def load(cls, directory: Path, *, allow_pickle: bool = False, code: Path | None = None) -> TrainedModule:
-        """Reads a module from a directory that `save` wrote.
+        """Reads a module from a directory that `save` wrote; `code` is the folder of the modules saved with it, if any.
 
-        Args:
-            directory: The directory.
-            allow_pickle: Whether pickled code may be run.
-            code: The folder of the modules that were saved with it, if any.
-
-        Raises:
-            PersistenceError: The directory holds no module, or one of a newer format; or this process has imported
-                another version of its class. Or `allow_pickle` is not set, and loading could run arbitrary code:
-                pickled code, a factory that is no `nn.Module` class, or a graph with other operators than torch's own.
+        A `PersistenceError` says that there is none, that its format is newer, or that this process has imported
+        another version of its class. Without `allow_pickle`, it also refuses whatever could run arbitrary code: pickled
+        code, a factory that is no `nn.Module` class, or a graph with other operators than torch's own.
         """
         try:
             form = json.loads((directory / "module.json").read_text())

@@ -28,12 +28,7 @@ class ColumnNames:
     """
 
     def __init__(self, schema: T.StructType, case_sensitive: Callable[[], bool]) -> None:
-        """Sets the columns.
-
-        Args:
-            schema: Schema of the DataFrame.
-            case_sensitive: Returns whether names that differ only in case are different; called only if needed.
-        """
+        """Takes a schema; `case_sensitive` says whether names differ only in case, and is called only if needed."""
         self.schema = schema
         self._case_sensitive = cache(case_sensitive)
         self._top = _by_lower(schema)
@@ -58,19 +53,11 @@ class ColumnNames:
         return None
 
     def type_of(self, name: str) -> T.DataType:
-        """Returns the type of a column.
-
-        Raises:
-            ColumnError: No column has this name, or more than one.
-        """
+        """Returns the type of a column; refuses names of none, or of several."""
         return self._resolved(name)[1]
 
     def column(self, name: str) -> Column:
-        """Returns the expression for a column.
-
-        Raises:
-            ColumnError: No column has this name, or more than one.
-        """
+        """Returns the expression for a column; refuses names of none, or of several."""
         (top, *fields), _ = self._resolved(name)
         column = quoted(top)
         for field in fields:
@@ -78,11 +65,7 @@ class ColumnNames:
         return column
 
     def sql(self, name: str) -> str:
-        """Returns the quoted name of a column in SQL.
-
-        Raises:
-            ColumnError: No column has this name, or more than one.
-        """
+        """Returns the quoted name of a column in SQL; refuses names of none, or of several."""
         return ".".join(map(quoted_name, self._resolved(name)[0]))
 
     def _resolved(self, name: str) -> tuple[list[str], T.DataType]:

@@ -68,11 +68,8 @@ def gives_profiles() -> bool:
 def on_barrier(data: DataFrame | RDD[Any], function: Batches, schema: str, profile: ResourceProfile | None) -> Collect:
     """Returns a callable that runs a function in one barrier task per partition, and collects the resulting rows.
 
-    Args:
-        data: DataFrame, or RDD, with one partition per task.
-        function: Maps the record batches of a partition, or the elements, to the record batches of its result.
-        schema: Schema of the result, as a DDL string.
-        profile: Resource profile of the tasks, `None` for the session's default.
+    `function` maps the record batches or elements of a partition to record batches of `schema`, a DDL string. `profile`
+    is the tasks' resource profile, `None` for the session's default.
     """
     if isinstance(data, RDD):
 
@@ -109,11 +106,7 @@ def ml_session(spark: SparkSession) -> Any:
 
 
 def to_vector(column: Column) -> Column:
-    """Returns an array column as ML vectors.
-
-    Raises:
-        ConfigError: The session cannot make ML vectors: Spark Connect before 4.0.
-    """
+    """Returns an array column as ML vectors, which Spark Connect cannot make before 4.0."""
     if _BEFORE_4_0 and type(column).__module__.startswith("pyspark.sql.connect"):
         raise ConfigError(
             f"on Spark Connect, pyspark {__version__} makes no ML vectors",
@@ -194,10 +187,8 @@ def arrow_udf(
 ) -> Any:
     """Returns a UDF that maps batches of columns to batches of results.
 
-    Args:
-        score: The function, from Arrow arrays, one per column, to an Arrow array.
-        kind: SQL type of the result.
-        inputs: Specs of the columns; a packed input may be given as its source columns.
+    `score` gets Arrow arrays, one per column; `kind` is the SQL type of the result. A packed input may be given as its
+    source columns.
     """
 
     # Spark reads the kind of UDF from these annotations; with one input, it passes arrays instead of tuples.
@@ -243,11 +234,7 @@ def from_pandas(batch: Any, inputs: Sequence[TensorSpec]) -> tuple[pa.Array, ...
 
 
 def _in_order(batch: Any, inputs: Sequence[TensorSpec]) -> tuple[Any, ...]:
-    """Returns the columns of a batch spec by spec: one per spec, or the user's columns, which SQL gives in their order.
-
-    Raises:
-        ColumnError: There are fewer or more.
-    """
+    """Returns the columns of a batch spec by spec: one per spec, or the user's columns, in the order that SQL gives."""
     columns = batch if isinstance(batch, tuple) else (batch,)
     places = places_of(inputs)
     if len(columns) == len(places):

@@ -156,15 +156,7 @@ def to_dataframe(rdd: RDD[Any], schema: T.StructType | str | None = None) -> Dat
 
 
 def dataframe_of(data: Any, caller: str) -> DataFrame:
-    """Returns a DataFrame as it is, and that of an RDD.
-
-    Args:
-        data: What a user gave.
-        caller: The function that takes it, for the message.
-
-    Raises:
-        ConfigError: It is something else.
-    """
+    """Returns a DataFrame as it is, and that of an RDD; the message about anything else names the caller."""
     found = to_dataframe(data) if is_rdd(data) else data
     if not hasattr(found, "sparkSession"):
         kind = f"{type(data).__module__.partition('.')[0]}'s {type(data).__name__}"

@@ -46,17 +46,12 @@ CHUNK_BYTES = 64 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Scoring:
-    """Options of scoring.
+    """Options of scoring; those not explained here are as for `Scorer`, `invalid` as for `Scorer.score_arrow`.
 
     Attributes:
-        batch_size: As for `Scorer`.
         device: "cpu"; or an accelerator's type, such as "cuda": the device that Spark assigned to the task, otherwise
             one of the machine's; or "auto": the device that Spark assigned, in local mode otherwise one of the
             machine's, otherwise the CPU.
-        precision: As for `Scorer`.
-        compiled: As for `Scorer`.
-        invalid: As for `Scorer.score_arrow`.
-        thresholds: As for `Scorer`.
     """
 
     batch_size: int | str = 2048
@@ -76,16 +71,11 @@ def scoring_udf(
     struct: bool = True,
     stream: bool = False,
 ) -> Any:
-    """Returns a UDF over the module's inputs.
+    """Returns a UDF over the module's inputs; the module is sent to the session's executors.
 
-    Args:
-        spark: The session that uses the UDF; the module is sent to its executors.
-        trained: The trained module.
-        results: For each result of `Scorer.score` to return, by name, its SQL type, or "vector".
-        scoring: Options of scoring.
-        struct: Whether the UDF returns a struct with a field per result, to be read with `result_column`; otherwise it
-            returns the only result. Vectors are returned as arrays.
-        stream: Whether the UDF scores a stream.
+    `results` has, for each result of `Scorer.score` to return, its SQL type, or "vector". If `struct`, the UDF returns
+    a struct with a field per result, to be read with `result_column`; otherwise the only result. Vectors are returned
+    as arrays.
     """
     names = list(results)
     sent, local = send(spark, trained, stream=stream), is_local(spark)
@@ -112,13 +102,9 @@ def result_column(scored: Column, name: str, kind: str) -> Column:
 def rows_for_udf(dataset: DataFrame, columns: Sequence[Column]) -> DataFrame:
     """Returns the DataFrame in a form that Python UDFs accept; adds a filter that is always true if needed.
 
-    From 4.2 on, Spark passes the batches of a columnar source unchanged to Python UDFs. It has no Arrow type
-    for ML vectors and strings with a collation, and fails with UNSUPPORTED_DATATYPE if the DataFrame has
-    such columns. A filter converts the batches to rows.
-
-    Args:
-        dataset: The user's DataFrame.
-        columns: The columns that the UDF uses.
+    From 4.2 on, Spark passes the batches of a columnar source unchanged to Python UDFs. It has no Arrow type for ML
+    vectors and strings with a collation, and fails with UNSUPPORTED_DATATYPE if the used `columns` have such ones. A
+    filter converts the batches to rows.
     """
     schema = dataset.schema.json()
     if not ('"type":"udt"' in schema or "__COLLATIONS" in schema):
@@ -144,12 +130,8 @@ def take_rows_in_sql(spark: SparkSession) -> None:
 def without_invalid(dataset: DataFrame, columns: Sequence[Column], specs: Sequence[TensorSpec]) -> DataFrame:
     """Returns the rows whose inputs neither are nor hold null, NaN or infinity; inputs that the model fills are exempt.
 
-    Spark cannot read numbers in bytes: those rows are `found_in_python`.
-
-    Args:
-        dataset: The user's DataFrame.
-        columns: Expressions that encode the inputs.
-        specs: Specs of the inputs.
+    Spark cannot read numbers in bytes: those rows are `found_in_python`. `columns` are expressions that encode the
+    inputs.
     """
     kinds = [field.dataType for field in dataset.select(*columns).schema]
     found = [unfit(spec, kind, c) for c, kind, spec in zip(columns, kinds, specs, strict=True) if spec.fill is None]
@@ -236,11 +218,8 @@ def _scorer(sent: Sent, scoring: Scoring, local: bool) -> Scorer:
 def device_of(context: TaskContext | None, device: Device, local: bool) -> str:
     """Returns the torch device of this task: the GPU that Spark assigned, or one of the machine's, by process id.
 
-    Args:
-        context: Context of the task.
-        device: The requested device.
-        local: Whether Spark runs in local mode. Otherwise "auto" uses no GPU that Spark has not assigned: other jobs
-            may use it, and each process on it needs memory for a CUDA context and a copy of the module.
+    Outside of Spark's `local` mode, "auto" uses no GPU that Spark has not assigned: other jobs may use it, and each
+    process on it needs memory for a CUDA context and a copy of the module.
     """
     gpus = context.resources().get("gpu") if context else None
     if device == "auto" and gpus is None and not local:

@@ -34,11 +34,8 @@ def is_local(spark: SparkSession) -> bool:
 def setting(spark: SparkSession, name: str, default: str = "") -> str:
     """Returns a Spark setting as Spark would read it.
 
-    Args:
-        spark: The session.
-        name: The setting's name.
-        default: Returned if the setting is hidden, or is not set and has no default that a session can see. Spark SQL's
-            settings have such defaults, those of Spark core have not.
+    `default` stands for a setting that is hidden, or has no value that a session can see: Spark SQL's settings have
+    visible defaults, those of Spark core have not.
     """
     try:
         value = spark.conf.get(name, None)  # without `None`, a Connect server logs unset names as errors
@@ -63,14 +60,9 @@ def java_version(spark: SparkSession) -> str | None:
 
 
 def slots(spark: SparkSession, profile: Any = None) -> int | None:
-    """Returns how many tasks can run at once, counted as in Spark's own check of barrier stages.
+    """Returns how many tasks of a Java resource profile can run at once, counted as in Spark's check of barrier stages.
 
-    Args:
-        spark: The session.
-        profile: Java resource profile of the tasks, `None` for the default one.
-
-    Returns:
-        The number of slots, or `None` if the session does not tell (Connect, unless the master is `local[n]`).
+    It is `None` if the session does not tell (Connect, unless the master is `local[n]`).
     """
     if is_connect(spark):
         local = re.fullmatch(r"local\[(\d+)(?:,\d+)?\]", setting(spark, "spark.master"))
@@ -101,12 +93,7 @@ def cancel_tasks(spark: SparkSession, tag: str) -> None:
 
 
 def running_tasks(spark: SparkSession, tag: str) -> int | None:
-    """Returns the number of running tasks of the jobs with a tag; `None` if there is no job yet, or on Connect.
-
-    Args:
-        spark: The session.
-        tag: The tag, as given to `tag_tasks`.
-    """
+    """Returns the number of running tasks of the jobs with a tag; `None` if there is no job yet, or on Connect."""
     if is_connect(spark):
         return None
     tracker: Any = spark.sparkContext._jsc.sc().statusTracker()
@@ -119,9 +106,7 @@ def running_tasks(spark: SparkSession, tag: str) -> int | None:
 def driver_address(spark: SparkSession) -> tuple[str, str] | None:
     """Returns the address to bind on this machine, and the name or address at which executors reach it.
 
-    Returns:
-        `(bind, advertise)`, or `None` if this process is a Connect client on another machine than the driver,
-        which executors may not reach.
+    It is `None` if this process is a Connect client on another machine than the driver, which executors may not reach.
     """
     if is_connect(spark) and not _is_loopback(str(spark.client.host)):
         return None

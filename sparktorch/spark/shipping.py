@@ -71,23 +71,12 @@ class Sent:
 def send(spark: SparkSession, value: object, *, stream: bool = False) -> Sent:
     """Sends a value to the executors: with the tasks if it is small, otherwise once to each executor.
 
-    The files of a Connect session do not reach the tasks of its streams: those get values of any size with the
-    tasks.
+    The files of a Connect session do not reach the tasks of its streams (`stream`): those get values of any size with
+    the tasks. A value is sent once per Connect session or SparkContext, if it supports weak references; later changes
+    are not sent. A SparkContext frees it, on the driver and on the executors, once the value and all DataFrames, SQL
+    functions and jobs that load it are gone. A Connect server keeps it until the session ends.
 
-    A value is sent once per Connect session or SparkContext, if it supports weak references. A SparkContext frees it,
-    on the driver and on the executors, once the value and all DataFrames, SQL functions and jobs that load it are
-    gone. A Connect server keeps it until the session ends.
-
-    Args:
-        spark: The session whose tasks load the value.
-        value: Any value that cloudpickle can pickle. Later changes to it are not sent.
-        stream: Whether the tasks are those of a stream.
-
-    Returns:
-        The handle that the tasks call `load` on. Keep a reference to it until Spark has pickled the tasks' function.
-
-    Raises:
-        ShippingError: The value cannot be pickled.
+    Tasks call `load` on the handle. Keep a reference to it until Spark has pickled the tasks' function.
     """
     with _lock:
         for folder in _code:
@@ -114,11 +103,7 @@ def add_code(folder: Path) -> None:
 
 
 def pickled(value: object) -> bytes:
-    """Returns a value as cloudpickle writes it.
-
-    Raises:
-        ShippingError: It cannot be pickled.
-    """
+    """Returns a value as cloudpickle writes it; a `ShippingError` says why it cannot."""
     try:
         content: bytes = cloudpickle.dumps(value)  # type: ignore[no-untyped-call]
     except Exception as error:

@@ -50,12 +50,7 @@ class Outbox:
     """
 
     def __init__(self, connect: Callable[[], MlflowClient], open_run: Callable[[MlflowClient], str | None]) -> None:
-        """Starts the thread.
-
-        Args:
-            connect: Makes the client.
-            open_run: Returns the id of the run to log to; `None` to log nothing.
-        """
+        """Starts the thread; `connect` makes the client, `open_run` returns the run's id, or `None` to log nothing."""
         self.run_id: str | None = None
         self._connect = connect
         self._open_run = open_run
@@ -83,15 +78,10 @@ class Outbox:
         self._put(sample for sample in samples if sample.name not in self._refused)
 
     def close(self, seconds: float = _CLOSE_SECONDS) -> bool:
-        """Closes the queue, and waits until all is sent or MLflow turns out to be unreachable.
+        """Closes the queue, waits until all is sent or MLflow turns out to be unreachable; returns whether all is sent.
 
-        The thread goes on sending the rest in the background.
-
-        Args:
-            seconds: How long to wait for a delivery, before the server is asked whether it is there.
-
-        Returns:
-            Whether all entries have been sent.
+        The thread goes on sending the rest in the background. `seconds` is how long to wait for a delivery, before the
+        server is asked whether it is there.
         """
         with self._changed:
             tried = self._attempts

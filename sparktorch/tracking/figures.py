@@ -24,11 +24,7 @@ def preload(*, classes: bool) -> None:
 
 
 def loss_curve(history: list[dict[str, Any]]) -> Figure:
-    """Draws the losses of training and validation by epoch.
-
-    Args:
-        history: `TrainingSummary.history`.
-    """
+    """Draws the losses of training and validation by epoch, from `TrainingSummary.history`."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -47,12 +43,7 @@ def loss_curve(history: list[dict[str, Any]]) -> Figure:
 
 
 def confusion_matrix(counts: list[list[int]], labels: Sequence[str] = ()) -> Figure:
-    """Draws a confusion matrix.
-
-    Args:
-        counts: Validation rows by class (row) and predicted class (column).
-        labels: Name of each class; without them, classes have numbers.
-    """
+    """Draws validation rows by class (row) and predicted class (column); without labels, classes have numbers."""
     import numpy as np
     from matplotlib.figure import Figure
     from sklearn.metrics import ConfusionMatrixDisplay

@@ -194,11 +194,7 @@ def _write_columns(model: TorchModelBase, data: Path) -> dict[str, str]:
 
 
 def _check_place(path: str, code: Iterable[str]) -> None:
-    """Checks that the target directory is not inside the code that is copied into it.
-
-    Raises:
-        PersistenceError: It is.
-    """
+    """Refuses a target directory inside the code that is copied into it."""
     for root in code if isinstance(code, list) else ():  # MLflow refuses anything else
         if Path(path).resolve().is_relative_to(Path(root).resolve()):
             raise PersistenceError(

@@ -28,10 +28,8 @@ __all__ = ["PyFuncModel"]
 def _load_pyfunc(path: str, model_config: Mapping[str, Any] | None = None) -> PyFuncModel:
     """Loads the model that `sparktorch.tracking.save_model` wrote; MLflow calls this.
 
-    Args:
-        path: The folder with the model's files.
-        model_config: The argument of `mlflow.pyfunc.load_model`; `device` is a torch device or "auto", which means
-            MLFLOW_DEFAULT_PREDICTION_DEVICE if set, else a GPU if there is one, else the CPU.
+    The `device` of `model_config` is a torch device or "auto": MLFLOW_DEFAULT_PREDICTION_DEVICE if set, else a GPU if
+    there is one, else the CPU.
     """
     from mlflow.environment_variables import MLFLOW_ALLOW_PICKLE_DESERIALIZATION, MLFLOW_DEFAULT_PREDICTION_DEVICE
 
@@ -56,12 +54,9 @@ class PyFuncModel:
     def __init__(self, trained: TrainedModule, settings: dict[str, Any], device: str) -> None:
         """Builds the module.
 
-        Args:
-            trained: The module.
-            settings: `inputs`, the input columns in order; `outputs`, the output column of each field
-                of `Scorer.score`; `invalid`, as for `Scorer.score_arrow`; `thresholds` of the classes, if set.
-                Models of older versions have `keep_null`, whether a row with a null gets null results.
-            device: The torch device to score on.
+        Of `settings`, `inputs` are the input columns in order, `outputs` the output column of each field of
+        `Scorer.score`, `invalid` is as for `Scorer.score_arrow`, and `thresholds` are those of the classes, if set.
+        Models of older versions have `keep_null`, whether a row with a null gets null results.
         """
         self._trained = trained
         self._inputs: list[str] = settings["inputs"]
@@ -138,11 +133,7 @@ def _holds_none(row: Any) -> bool:
 
 
 def _arrow(values: Any, spec: TensorSpec, name: str) -> pa.Array:
-    """Converts a pandas column or NumPy array to Arrow as Spark would send it.
-
-    Raises:
-        ColumnError: The rows have another shape than in the fit.
-    """
+    """Converts a pandas column or NumPy array to Arrow as Spark would send it; refuses other shapes than in the fit."""
     if spec.kind == "any":
         # The scorer converts numbers, also those that the type cannot hold.
         kind = None if spec.sql in NUMBERS else arrow_type(spec.sql)

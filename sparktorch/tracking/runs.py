@@ -27,11 +27,7 @@ _taken: set[str] = set()  # runs that a fit, or the fits of a cross-validation, 
 class ActiveRun:
     """A run that was active in a thread.
 
-    Attributes:
-        uri: The tracking URI of its store.
-        experiment_id: Its experiment.
-        run_id: The run.
-        taken: Whether another fit or autologging has logged its Params to it.
+    `uri` is that of its store; `taken` says that another fit or autologging has logged its Params to it.
     """
 
     uri: str
@@ -62,7 +58,6 @@ class Target:
         own: Whether the fit gets a new run; otherwise it logs to `parent`.
         elsewhere: Whether `parent` was active in another thread; it may have ended before the fit began.
         asked: Whether Params or autologging ask for a run, even without `parent`.
-        tags: Tags of a new run.
     """
 
     name: str
@@ -175,15 +170,9 @@ def autologging() -> Autologging | None:
 
 
 def choose(estimator: Params, caller: ActiveRun | None, autologs: Autologging | None) -> Target | None:
-    """Decides where a fit in this thread is logged.
+    """Decides where a fit in this thread is logged; `None` if it is not.
 
-    Args:
-        estimator: The estimator.
-        caller: The run that was active in the thread that copied the estimator.
-        autologs: The settings of autologging.
-
-    Returns:
-        The run; `None` if the fit is not logged.
+    `caller` is the run that was active in the thread that copied the estimator.
     """
     experiment, name = (
         estimator.getOrDefault(param) if estimator.isDefined(param) else None

@@ -80,12 +80,8 @@ def column_type(spec: TensorSpec) -> Any:
 def _mlflow_type(kind: pa.DataType, *, wide: bool = False) -> Any:
     """Returns MLflow's type for an Arrow type; integers narrower than 32 bits become `integer`.
 
-    Args:
-        kind: The Arrow type.
-        wide: Whether to use 64-bit types for all numbers: inside structs the values are Python numbers.
-
-    Raises:
-        ValueError: MLflow has no such type.
+    With `wide`, numbers have 64 bits: inside structs the values are Python numbers. A `ValueError` says that there is
+    no such type.
     """
     from mlflow.types.schema import Array, DataType, Object, Property
 

@@ -21,11 +21,9 @@ class SystemMetrics:
     """
 
     def __init__(self, run_id: str | None, log: Callable[[dict[str, float], int], None]) -> None:
-        """Prepares to measure.
+        """Prepares to measure for a run that existed before the fit, or a new one (`None`).
 
-        Args:
-            run_id: The run, if it existed before the fit; `None` for a new one.
-            log: Called with the values of each measurement by name, and its number.
+        `log` is called with the values of each measurement by name, and its number.
         """
         self._run_id = run_id
         self._log = log

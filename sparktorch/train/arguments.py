@@ -15,13 +15,7 @@ __all__ = ["Arguments"]
 
 @dataclass(frozen=True)
 class Arguments:
-    """What a module is called with.
-
-    Attributes:
-        values: All arguments, flattened.
-        spec: How they were nested.
-        places: Which of them are tensors with rows.
-    """
+    """What a module is called with: all values, flattened, how they were nested, and which are tensors with rows."""
 
     values: list[Any]
     spec: Any

@@ -104,11 +104,7 @@ _HOOKS = ("on_fit_start", "on_epoch_start", "on_step_end", "on_validation_end", 
 
 
 def check_callback(callback: Any) -> None:
-    """Checks that a value is a callback.
-
-    Raises:
-        ConfigError: It is not an instance of `Callback`, or its `ranks` is unknown.
-    """
+    """Refuses a value that is no `Callback`, or whose `ranks` is unknown."""
     if not isinstance(callback, Callback):
         given = f"the class {callback.__qualname__}" if isinstance(callback, type) else f"a {type(callback).__name__}"
         raise ConfigError(
@@ -128,21 +124,12 @@ class Callbacks:
         self._hooks = {name: [callback for callback in here if _overridden(callback, name)] for name in _HOOKS}
 
     def call(self, hook: str, *arguments: Any) -> None:
-        """Calls a hook of every callback, in their order.
-
-        Raises:
-            RankError: A callback raised; names the hook.
-        """
+        """Calls a hook of every callback, in their order; an exception becomes a `RankError` that names the hook."""
         for callback in self._hooks[hook]:
             self._call(callback, hook, arguments)
 
     def add_to(self, record: dict[str, Any]) -> None:
-        """Calls `on_epoch_end`, which may add numbers to the epoch's record.
-
-        Raises:
-            RankError: A callback raised.
-            ConfigError: A callback put a value into the record that is not a number.
-        """
+        """Calls `on_epoch_end`, which may add numbers to the epoch's record, and nothing else."""
         before = dict(record)
         self.call("on_epoch_end", record)
         for name in [name for name, value in record.items() if name not in before or value is not before[name]]:
@@ -176,8 +163,7 @@ class Callbacks:
     def ask_to_stop(self, module_asked: bool | None) -> bool:
         """Returns whether a callback or the module has requested a stop in any rank; a collective, if any can.
 
-        Args:
-            module_asked: Whether the module of this rank has requested it; `None` if it never does.
+        `module_asked` is whether the module of this rank has; `None` if it never does.
         """
         if not self._all and module_asked is None:
             return False

@@ -127,10 +127,7 @@ def _copies(tensor: torch.Tensor, ranks: int) -> int:
 def gradients_by_copies(module: nn.Module, ranks: int, plain: int = 1) -> dict[int, list[torch.Tensor]]:
     """Returns this rank's parts of a module's gradients, by how many of all ranks have the same part.
 
-    Args:
-        module: The module.
-        ranks: Number of all ranks.
-        plain: How many have the same plain tensor.
+    `plain` is how many have the same plain tensor.
     """
     found: dict[int, list[torch.Tensor]] = {}
     for parameter in module.parameters():
@@ -145,13 +142,9 @@ def mesh_of_training(
 ) -> DeviceMesh:
     """Returns a mesh that equals none of an earlier training of this process, in which this may have been another rank.
 
-    torch caches what it does with `DTensor`s by mesh, and would give them an earlier one's groups and offsets.
-
-    Args:
-        groups: This rank's group along each dimension.
-        device: The type of the ranks' devices.
-        ranks: All ranks, of a shape with a size for each dimension.
-        names: Names of the dimensions; those of the mesh have a number behind an underscore.
+    torch caches what it does with `DTensor`s by mesh, and would give them an earlier one's groups and offsets. `groups`
+    are this rank's along each dimension, and `ranks` all ranks, of a shape with a size for each. The names of the
+    mesh's dimensions have a number behind an underscore.
     """
     with suppress(ImportError, AttributeError):  # private to torch; without it, what was cached stays in memory
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache

@@ -42,16 +42,12 @@ class Engine:
     """Module, loss, optimizer and schedule of a rank, under the strategy that connects the ranks.
 
     Attributes:
-        strategy: How the ranks share the work.
         module: The module as the strategy has wrapped it.
         unwrapped: The user's module.
         base: The frozen base of its adapters, which is neither saved nor returned; `None` without adapters.
-        optimizer: Optimizer of this rank's parameters.
-        schedule: Learning-rate schedule.
         scaler: Loss scaler, enabled in fp16 only.
         own: What the module brings to its training.
         training_step: The user's training step, `None` if the recipe has a loss instead.
-        loss: That loss, on the rank's device.
         watch: Raises on losses that are not finite; `None` if their steps are skipped.
         min_rows: Minimum rows of a batch in training.
         split: The micro-batches of each step.
@@ -72,13 +68,8 @@ class Engine:
     ) -> None:
         """Builds everything; the same seed gives the same initial weights in every rank.
 
-        Args:
-            recipe: What is trained.
-            config: How it is trained.
-            world: This rank's place; with more than one rank, the process group is open.
-            steps: Number of steps in an epoch.
-            built: The module, built without values; `None` to build it.
-            example: Returns a batch of this rank.
+        With more than one rank, the process group is open. `steps` is the number of steps in an epoch, `built` the
+        module without values, if it is built already, and `example` returns a batch of this rank.
         """
         self._config, self._world = config, world
         device = torch.device(world.device)
@@ -136,14 +127,9 @@ class Engine:
     def step(self, batch: Batch, scale: float, step: int, *, measured: bool = False) -> torch.Tensor | None:
         """Takes one optimizer step.
 
-        Args:
-            batch: This rank's part of the global batch.
-            scale: Factor of the batch's loss sum, as from `step_scales`.
-            step: Number of the step in its epoch, from 0.
-            measured: Whether to measure the gradient norm even if that needs an extra pass over the gradients.
-
-        Returns:
-            The sum of this rank's weighted losses, a scalar tensor; `None` if all ranks have skipped the step.
+        Returns the sum of this rank's weighted losses, a scalar tensor; `None` if all ranks have skipped the step.
+        `scale` is the factor of the batch's loss sum, as from `step_scales`; `step` counts in the epoch, from 0. If
+        `measured`, the gradient norm is measured even if that needs an extra pass over the gradients.
         """
         config = self._config
         self.own.before_zero_grad(self.optimizer)

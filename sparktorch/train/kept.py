@@ -20,11 +20,10 @@ __all__ = ["Kept"]
 class Kept:
     """Records what autograd keeps of a batch.
 
-    Attributes:
-        found: Bytes: all of them as "". `NAME:in` and `NAME:out` are those of a part's inputs and output, `NAME:within`
-            what is kept while it computes, but for its inputs, and `NAME:more` those of its inputs that are not kept.
-            `NAME:begun` is what a linear layer or attention begins: within attention, and from the output of a linear
-            layer on until the next one.
+    `found` has bytes: all of them as "". `NAME:in` and `NAME:out` are those of a part's inputs and output,
+    `NAME:within` what is kept while it computes, but for its inputs, and `NAME:more` those of its inputs that are not
+    kept. `NAME:begun` is what a linear layer or attention begins: within attention, and from the output of a linear
+    layer on until the next one.
     """
 
     def __init__(self, engine: Engine, batch: Batch) -> None:

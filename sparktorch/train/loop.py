@@ -70,29 +70,22 @@ def train(
     classes: int | None = None,
     checkpointer: Checkpointer | None = None,
 ) -> Outcome:
-    """Trains a model on the rows of all ranks.
+    """Trains a model on the rows of all ranks; with more than one, the process group is open.
 
-    The gradient of a step is that of the mean loss over the global batch, weighted by the sample
-    weights: every rank sums the weighted losses of its rows and divides by the weight of the whole
-    batch. A rank without rows in a step takes part with placeholder rows of weight zero, because its
-    peers wait for it in the all-reduce.
+    The gradient of a step is that of the mean loss over the global batch, weighted by the sample weights: every rank
+    sums the weighted losses of its rows and divides by the weight of the whole batch. A rank without rows in a step
+    takes part with placeholder rows of weight zero, because its peers wait for it in the all-reduce.
 
     Args:
         dataset: This rank's rows.
         recipe: What is trained.
         config: How it is trained.
-        world: This rank's place; with more than one rank, the process group is open.
+        world: This rank's place.
         client: Receives the training's progress.
         steps: Number of steps in an epoch.
         validation_rows: The most validation rows of any rank; 0 turns validation off.
         classes: Number of classes the labels index, `None` when labels are not classes.
         checkpointer: Saves checkpoints, and knows the one to resume from; `None` for neither.
-
-    Raises:
-        ColumnError: All rows have the weight 0.
-        ModuleError: A loss is not finite, or an operation cannot be deterministic.
-        RankError: A callback raised.
-        PeerFailure: Another rank's loss is not finite.
     """
     with reproducible(config, torch.device(world.device)), explained(config):
         run = _Run(dataset, recipe, config, world, client, steps, validation_rows, classes or 0, checkpointer)
@@ -138,13 +131,10 @@ def train(
 
 @dataclass(frozen=True)
 class _Epoch:
-    """The current epoch of a rank.
+    """The current epoch of a rank, from 0.
 
-    Attributes:
-        number: Number of the epoch, from 0.
-        weights: Weight of every step over all ranks, float64 of shape `(steps,)`.
-        scales: Factor of a rank's loss sum in each step.
-        started: Start by `time.perf_counter`; in a resumed epoch, earlier by the seconds before its checkpoint.
+    `weights` are those of every step over all ranks, float64 of shape `(steps,)`, and `scales` the factors of a rank's
+    loss sums. `started` is by `time.perf_counter`; in a resumed epoch, earlier by the seconds before its checkpoint.
     """
 
     number: int
@@ -154,15 +144,7 @@ class _Epoch:
 
 
 class _Run:
-    """The objects of a training in one rank, and the parts of its loop.
-
-    Attributes:
-        engine: Module, optimizer and schedule.
-        context: The context that is passed to callbacks.
-        callbacks: This rank's callbacks.
-        validation: Evaluates the model; `None` without validation rows.
-        progress: Epoch counters and results.
-    """
+    """The objects of a training in one rank, and the parts of its loop."""
 
     def __init__(
         self,
@@ -221,11 +203,7 @@ class _Run:
 
     @contextmanager
     def begin(self, epoch: int) -> Iterator[tuple[_Epoch, Iterator[tuple[int, Batch]]]]:
-        """Context for the remaining steps of an epoch; yields the epoch, and its steps with this rank's batches.
-
-        Raises:
-            ColumnError: All rows have the weight 0.
-        """
+        """Context for the remaining steps of an epoch; yields the epoch, and its steps with this rank's batches."""
         counters, engine = self.progress.counters, self.engine
         self._client.enter("training", epoch=epoch + 1, step=counters.taken)
         started = time.perf_counter() - counters.seconds

@@ -30,15 +30,6 @@ def check_loss(engine: Engine, config: TrainConfig, world: World, dataset: RankD
     """Checks on a few rows that a loss which is one number is the mean of their losses; every rank calls it.
 
     The module is in evaluation mode. A loss that draws random numbers is not compared.
-
-    Args:
-        engine: Has the module, and the loss or training step.
-        config: Says how many rows a forward pass may have.
-        world: This rank's place.
-        dataset: This rank's rows.
-
-    Raises:
-        ModuleError: It is not.
     """
     step, loss = engine.training_step, engine.loss
     if loss is not None and loss.rowwise:

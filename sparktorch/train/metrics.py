@@ -37,16 +37,10 @@ class Metrics:
     """The additional metrics of a validation, in one rank."""
 
     def __init__(self, metrics: Mapping[str, Any], task: Task, device: str) -> None:
-        """Builds the metrics.
+        """Builds the metrics by name, and refuses those that torchmetrics cannot make.
 
-        Args:
-            metrics: Metrics by name. A value is a class name in torchmetrics, a factory, an import path, a mapping
-                with one of these under "name" and its parameters, or an instance.
-            task: What the labels mean.
-            device: The device that computes them.
-
-        Raises:
-            ConfigError: torchmetrics is missing, or a metric is unknown or does not take its parameters.
+        A value is a class name in torchmetrics, a factory, an import path, a mapping with one of these under "name" and
+        its parameters, or an instance.
         """
         self._task = task
         self._metrics = {name: _build(name, value).to(device) for name, value in metrics.items()}
@@ -74,11 +68,7 @@ class Metrics:
         return found
 
     def check(self) -> None:
-        """Checks that the states of all metrics can be reduced over ranks.
-
-        Raises:
-            ConfigError: A state cannot be reduced; names the metric and the state.
-        """
+        """Refuses metrics with a state that cannot be reduced over ranks, by name."""
         from torchmetrics.utilities import dim_zero_cat, dim_zero_mean
 
         for name, metric in self._metrics.items():
@@ -103,20 +93,10 @@ def has_metric(name: str, task: Task, metrics: Iterable[str]) -> bool:
 def try_metrics(
     metrics: Mapping[str, Any], task: Task, classes: int | None, output: Any, label: torch.Tensor | None
 ) -> dict[str, Any]:
-    """Computes the metrics of a few rows, on the driver.
+    """Computes the metrics of a few rows, on the driver; refuses one that cannot be built or computed, by name.
 
-    Args:
-        metrics: As for `Metrics`.
-        task: What the labels mean.
-        classes: Number of a classifier's classes, `None` for other tasks.
-        output: What the module returned, as from `align`.
-        label: As from `align`.
-
-    Returns:
-        The metrics; a classifier's have `task` and `num_classes` filled in if they take these parameters.
-
-    Raises:
-        ConfigError: A metric cannot be built or computed; names the metric.
+    `output` and `label` are as from `align`. Returns the metrics; a classifier's have `task` and `num_classes` filled
+    in if they take these parameters.
     """
     complete = {}
     for name, value in metrics.items():

@@ -57,11 +57,7 @@ class ModelFolder:
         self._new = self._path.with_name(f".{self._token}.{secrets.token_hex(4)}")
 
     def check(self) -> None:
-        """Checks that rank 0 can write, and that all ranks see it; removes what an earlier attempt has begun.
-
-        Raises:
-            PersistenceError: They do not, or rank 0 cannot.
-        """
+        """Checks that rank 0 can write, and that all ranks see it; removes what an earlier attempt has begun."""
         own = secrets.randbits(50) if self._world.is_main else 0
         mark = self._mark(own)
         try:
@@ -95,24 +91,17 @@ class ModelFolder:
         return self._path.with_name(f".{self._token}.mark-{number}")
 
     def write(self, tensors: Mapping[str, torch.Tensor]) -> WeightsFolder:
-        """Writes the model; see `_fill`.
-
-        Raises:
-            PersistenceError: Rank 0 cannot.
-        """
+        """Writes the model; see `_fill`."""
         with self._published():
             self._fill(tensors)
         self._wait()
         return WeightsFolder(str(self._path), self._token)
 
     def _fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Writes the files and their index.
+        """Writes the files and their index, from this rank's share, as `Strategy.shares` returns it.
 
         The ranks that have a tensor gather it, one at a time, and the first of them sends it to rank 0, which holds a
         file at a time, of about half its share of the model.
-
-        Args:
-            tensors: This rank's share, as `Strategy.shares` returns it.
         """
         world, known = self._world, self._known(tensors)
         files = list(self._files({name: each.nbytes for name, each in known.items()}))
@@ -181,11 +170,7 @@ class ModelFolder:
 
     @contextmanager
     def _published(self) -> Iterator[None]:
-        """Context in which rank 0 writes the files; then they get their place, or none is left.
-
-        Raises:
-            PersistenceError: Rank 0 cannot.
-        """
+        """Context in which rank 0 writes the files; then they get their place, or none is left."""
         from safetensors import SafetensorError
 
         if not self._world.is_main:

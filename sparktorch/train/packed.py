@@ -23,23 +23,14 @@ class Packed(_StridedShard):
 
     @classmethod
     def of(cls, blocks: int, mesh: DeviceMesh) -> Packed:
-        """Returns the placement along a dimension of a mesh, of whose other dimensions one may shard.
-
-        Args:
-            blocks: Number of weights that lie one behind the other.
-            mesh: The part of the mesh that divides the blocks.
-        """
+        """Returns the placement of `blocks` weights along a mesh dimension, of whose other dimensions one may shard."""
         root = mesh._get_root_mesh()
         names = root.mesh_dim_names or ()
         sharded = any(name.startswith("shard") and root.size(i) > 1 for i, name in enumerate(names))
         return cls(0, split_factor=-blocks if sharded else blocks)
 
     def _split_tensor(self, tensor: torch.Tensor, num_chunks: int, **options: Any) -> Any:
-        """Splits a tensor as the ranks have it; gathers and offsets ask for that.
-
-        Raises:
-            ModuleError: Its rows are sharded, too.
-        """
+        """Splits a tensor as the ranks have it, for gathers and offsets; refuses rows that are sharded, too."""
         if self.split_factor < 0:
             raise ModuleError(
                 "torch does not know the order of the rows of attention's packed projections, which are divided by "

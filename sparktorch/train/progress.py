@@ -25,7 +25,6 @@ class EpochCounters:
         norms: Gradient norm of each step before clipping, float32 of shape `(steps,)`; NaN if it was not measured.
             `None` in checkpoints of earlier versions.
         taken: Steps taken, skipped ones included.
-        rows: Rows in these steps.
         waited: Seconds spent waiting for rows.
         seconds: Seconds that the epoch had taken when its last checkpoint was saved.
         validating: Seconds spent in validation.
@@ -79,7 +78,6 @@ class Progress:
     """Counters and results of a training, in one rank.
 
     Attributes:
-        counters: Counters of the current epoch.
         history: Records of the finished epochs.
         best: The best validation, and how many have followed it.
         confusion: Confusion matrix of the weights that the training would return now, `None` without one.
@@ -170,12 +168,8 @@ class Progress:
     ) -> None:
         """Restores the progress from the states of ranks, whose number may have changed.
 
-        The counters of each old rank go to one new rank.
-
-        Args:
-            main: Result of `state` in the old rank 0; may have further keys.
-            states: Results of `state` in the old ranks whose counters go to this rank.
-            weights: The best weights.
+        The counters of each old rank go to one new rank: `states` are the results of `state` in the old ranks for this
+        one, and `main` that of the old rank 0, which may have further keys. `weights` are the best ones.
         """
         self.best.load_state_dict(main["best"], weights)
         self.confusion, self.validated_step = main["confusion"], main["validated_step"]

@@ -33,14 +33,9 @@ class Split:
     """
 
     def __init__(self, config: TrainConfig, world: World, *, steps: int, min_rows: int, together: bool) -> None:
-        """Takes the configuration and the rank's place.
+        """Takes the configuration, the rank's place, and the number of steps in an epoch.
 
-        Args:
-            config: Names the size or the number of micro-batches.
-            world: This rank's place.
-            steps: Number of steps in an epoch.
-            min_rows: Minimum rows of a micro-batch.
-            together: Whether all ranks need the same number of micro-batches.
+        A micro-batch has at least `min_rows`; `together` says that all ranks need the same number of micro-batches.
         """
         self._world, self._min_rows, self._together = world, min_rows, together
         self._steps, self._count = steps, config.accumulation_steps
@@ -73,9 +68,7 @@ class Split:
     def fits(self, step: int, *, full: bool) -> bool:
         """Returns whether no rank's device was full in a step; otherwise makes micro-batches smaller. A collective.
 
-        Args:
-            step: The step, from 0.
-            full: Whether this rank's device was full.
+        `full` says whether this rank's device was.
         """
         rows = int(self._largest[step])
         most = int(max_over_ranks(torch.tensor([rows * full]), self._world))

@@ -61,11 +61,7 @@ class TrainingState:
         return repr((self._config.strategy, sorted(self._config.strategy_params.items())))
 
     def check(self) -> None:
-        """Checks that a checkpoint can store all values of the state.
-
-        Raises:
-            PersistenceError: The schedule, the optimizer or a callback holds another value; names its path.
-        """
+        """Refuses schedules, optimizers and callbacks whose state a checkpoint cannot store, by the value's path."""
         for name, value in self._rest().items():
             storable(value, name)
 
@@ -150,11 +146,7 @@ class TrainingState:
     ) -> dict[str, torch.Tensor]:
         """Loads the parts of tensors that this rank needs; returns the best weights: its share, or rank 0's of all.
 
-        Args:
-            store: Holds the checkpoint.
-            manifest: Manifest of the checkpoint.
-            own: Name prefix of the rank-specific tensors that this rank resumes from.
-            best: Whether the checkpoint holds the best weights.
+        `own` is the name prefix of the rank-specific tensors that this rank resumes from.
         """
         engine, wanted, shares = self._engine, self._tensors(), dict[str, torch.Tensor]()
         if best and self._config.model_folder:

@@ -49,15 +49,8 @@ class Validation:
     ) -> None:
         """Prepares the evaluation.
 
-        Args:
-            shard: This rank's rows.
-            engine: Calls the module.
-            recipe: Names the additional metrics.
-            config: Says what the labels mean.
-            world: This rank's place.
-            reporter: Counts every batch as progress.
-            rows: The most validation rows of any rank.
-            classes: Number of classes the labels index, 0 when labels are not classes.
+        `reporter` counts every batch as progress; `rows` are the most validation rows of any rank, and `classes` 0 when
+        labels are not classes.
         """
         self._shard, self._engine, self._world, self._task = shard, engine, world, config.task
         self._reporter = reporter
@@ -82,9 +75,8 @@ class Validation:
     def run(self, module: nn.Module) -> tuple[dict[str, float], torch.Tensor | None]:
         """Evaluates the module; the ranks exchange sums and metric states, not means.
 
-        Returns:
-            The metrics, and the confusion matrix, int64 of shape `(classes, classes)`; `None` without classes, or with
-            too many.
+        Returns the metrics, and the confusion matrix, int64 of shape `(classes, classes)`; `None` without classes, or
+        with too many.
         """
         own = self._engine.own
         means = self._engine.new_means("val_")
@@ -192,11 +184,7 @@ def rows_at_a_time(config: TrainConfig, ranks: int, micro_batch_size: int | None
 
     Validation keeps the activations of one layer, training those of all layers. Rows that fit in training therefore fit
     in validation. Small batches without micro-batches are enlarged up to eight times, to 64 rows at most.
-
-    Args:
-        config: Sets the number, or the training batch that it is derived from.
-        ranks: Number of ranks that share a batch.
-        micro_batch_size: Most rows of a micro-batch, given or found; `None` if it is not limited.
+    `micro_batch_size` is `None` if it is not limited.
     """
     if config.validation_batch_size is not None:
         return config.validation_batch_size
@@ -209,8 +197,7 @@ def rows_at_a_time(config: TrainConfig, ranks: int, micro_batch_size: int | None
 class Best:
     """The weights of the best validation, and the number of validations since then.
 
-    Attributes:
-        state: These weights, `None` before the first validation. On ranks other than 0 it may be an empty dict.
+    `state` is these weights, `None` before the first validation; on ranks other than 0 it may be an empty dict.
     """
 
     def __init__(self, config: TrainConfig) -> None:
@@ -228,12 +215,8 @@ class Best:
     def offer(self, metrics: Mapping[str, Any], state: Callable[[], dict[str, torch.Tensor]]) -> bool:
         """Returns whether training would return the current weights now: the best, or without patience the last.
 
-        Args:
-            metrics: Metrics of the validation.
-            state: Returns a copy of the weights; called in all ranks or in none.
-
-        Raises:
-            ConfigError: They lack the one that says which is the best.
+        `state` returns a copy of the weights; it is called in all ranks or in none. Refuses metrics without the one
+        that says which is the best.
         """
         loss = self._config.judged(metrics)
         if loss is None and (name := self._config.needs_metric) is not None:

@@ -23,11 +23,7 @@ class Weights:
     """
 
     def __init__(self, engine: Engine, config: TrainConfig, world: World) -> None:
-        """Takes the engine; checks the folder, if there is one.
-
-        Raises:
-            PersistenceError: Ranks cannot write the folder, or do not share it.
-        """
+        """Takes the engine; checks that the ranks share the folder and can write it, if there is one."""
         self._engine = engine
         self.average: MovingAverage | None = None
         if config.ema_decay is not None:
@@ -46,8 +42,7 @@ class Weights:
     def result(self, best: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor] | WeightsFolder:
         """Returns the best weights, or the current ones if none were kept, or the folder that holds them now.
 
-        Args:
-            best: What `copied` returned.
+        `best` is what `copied` returned.
         """
         if self._folder is None:
             return self._whole(copy=False) if best is None else best

@@ -38,14 +38,7 @@ def run_on_partition(
 ) -> RankResult:
     """Runs a user's function on the rows of one partition, as one rank.
 
-    Args:
-        batches: The partition's record batches, under the encoded names of `job.columns`.
-        world: This rank's place.
-        job: The function, and how its rows are read.
-        client: Connects the rank to the driver and to the other ranks.
-
-    Raises:
-        RankError: What it returned cannot be pickled.
+    The batches have the encoded names of `job.columns`. A `RankError` says that the result cannot be pickled.
     """
     with leaving_none_of(world.device), held(batches, world, job.rows, client) as rows:
         if rows.imbalanced:
@@ -67,11 +60,7 @@ def run_function(batches: Iterable[pa.RecordBatch], *, world: World, job: Functi
 def run_on_elements(elements: Iterable[Any], *, world: World, job: FunctionJob, client: Client) -> RankResult:
     """Runs a user's function on the elements of a partition of an RDD, as one rank.
 
-    Args:
-        elements: The partition's elements.
-        world: This rank's place.
-        job: The function, called with an iterator over the elements and its context.
-        client: Connects the rank to the driver and to the other ranks.
+    It is called with an iterator over the elements and its context.
     """
     own = client.moving(elements)
     with leaving_none_of(world.device), _ready((), world), _group(world, job, client):
@@ -88,18 +77,9 @@ def run_script_in_rank(
     source: str,
     arguments: Sequence[str],
 ) -> RankResult:
-    """Runs a script that torchrun could start, in one rank.
+    """Runs a script that torchrun could start, in one rank; the batches are read to the end and ignored.
 
-    Args:
-        batches: Read to the end and ignored.
-        world: This rank's place.
-        client: Connects the rank to the driver and to the other ranks.
-        path: Path of the script on the driver.
-        source: Its text.
-        arguments: Its arguments.
-
-    Raises:
-        RankError: It has ended with an exit status that is not 0.
+    `path` is that on the driver, `source` its text. A `RankError` says that the exit status is not 0.
     """
     with leaving_none_of(world.device), _ready(batches, world), torchrun_environment(world, client, hosts_store=True):
         client.enter("running")

@@ -30,7 +30,7 @@ def score_fold(
     weight: str | None = None,
     limit: int,
 ) -> RankResult:
-    """Scores the rows of a fold, those marked for validation included.
+    """Scores the rows of a fold, those marked for validation included, by a module that was trained without it.
 
     Args:
         rows: This rank's rows.
@@ -45,7 +45,8 @@ def score_fold(
 
     Returns:
         Its payload is an Arrow stream with the carried columns and the results, one row per row of the fold, or those
-        that differ, with their weights last; it is empty if this rank has no row of the fold, or too many: `beyond`.
+            that differ, with their weights last; it is empty if this rank has no row of the fold, or too many:
+            `beyond`.
     """
     client.enter("scoring")
     trained, weights = trained.unpacked()

@@ -44,28 +44,12 @@ _SPLIT, _PLACE, _KEYS = "rows", "split by their position", "split by their keys"
 class HeldRows:
     """The rows of one rank, read and checked, and known to the other ranks.
 
-    Attributes:
-        imbalanced: Whether the rows are to be split by position: the ranks have too different numbers of them, or those
-            of the training that goes on were.
-        rows: Number of this rank's training rows.
-        world: This rank's place, with its device.
+    `imbalanced` says that they are to be split by position: the ranks have too different numbers of rows, or those of
+    the training that goes on were split so.
     """
 
     def __init__(self, batches: Iterable[pa.RecordBatch], world: World, job: RowsJob, client: Client) -> None:
-        """Reads the rows, and waits until the other ranks have read theirs.
-
-        Args:
-            batches: The partition's record batches, under the encoded names of `job.columns`.
-            world: This rank's place.
-            job: How the rows are read.
-            client: Connects the rank to the driver and to the other ranks.
-
-        Raises:
-            ColumnError: The rows cannot be trained on.
-            ClusterError: The rows do not fit on disk.
-            PeerFailure: Another rank failed.
-            Cancelled: The driver cancelled.
-        """
+        """Reads the rows, whose columns `job.columns` names, and waits until the other ranks have read theirs."""
         clock = _Clock()
         # The first optimizer of a process imports torch._dynamo, which takes most of a second: do it while rows arrive.
         threading.Thread(target=_import_dynamo, daemon=True).start()
@@ -128,13 +112,7 @@ class HeldRows:
     def together(self, job: GroupJob, client: Client, *, without: int | None = None) -> Iterator[RowsGroup]:
         """Context in which the ranks work on their rows together: rows placed, checkpoints found, process group open.
 
-        Args:
-            job: What to do; what it says of the rows is what they were read with.
-            client: Connects the rank to the driver and to the other ranks.
-            without: The fold to leave out; `None` for none.
-
-        Raises:
-            ColumnError: There are no rows to train on.
+        What `job` says of the rows is what they were read with; `without` is the fold to leave out.
         """
         shard, world, peers = self._shard, self.world, self._peers_without(without)
         shard.leave_out(without)
@@ -227,12 +205,9 @@ class RowsGroup:
     Attributes:
         shard: This rank's rows, placed.
         world: Its place among the ranks that work together; an independent rank is alone.
-        config: Its configuration.
-        plan: Its sampling plan.
         alone: Whether each rank works by itself.
         validation_rows: The most validation rows of any rank.
         fingerprint: Identifies the training rows of all ranks.
-        checkpointer: Saves checkpoints; `None` for none.
         seconds: Seconds by phase, complete when the context has ended.
     """
 
@@ -250,11 +225,7 @@ class RowsGroup:
 def find_checkpoint(job: GroupJob, known: Mapping[str, Any], world: World, client: Client) -> Checkpointer | None:
     """Returns the checkpointer of a job, which knows the checkpoint to resume from; `None` without checkpoints.
 
-    Args:
-        job: Says where and how often to save.
-        known: What identifies the training besides the `job` of its checkpoint configuration.
-        world: This rank's place.
-        client: Connects the rank to the driver and to the other ranks.
+    `known` is what identifies the training besides the `job` of its checkpoint configuration.
     """
     config = job.checkpoint
     if config is None:

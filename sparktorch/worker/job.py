@@ -20,15 +20,8 @@ __all__ = ["FunctionJob", "GroupJob", "RankResult", "RowsJob", "TrainJob"]
 class RowsJob:
     """How a rank reads its rows; see `GroupJob`.
 
-    Attributes:
-        columns: Which columns become which tensors.
-        storage: Where a rank keeps its rows.
-        placeholder: The placeholder row of a rank without rows.
-        by_key: Whether training orders rows by their row keys.
-        by_length: Whether the rows of a step are sorted by the length of the first ragged input.
-        by_place: Whether row keys differ between equal rows.
-        max_imbalance: Largest share by which a rank's rows may exceed the mean.
-        checkpoint: Where there may be a training to go on with; `None` for none.
+    `by_length` sorts the rows of a step by the length of the first ragged input. `checkpoint` is where there may be a
+    training to go on with.
     """
 
     columns: Columns
@@ -47,13 +40,9 @@ class GroupJob:
 
     Attributes:
         needs_group: Whether a single rank has a process group, too.
-        columns: Which columns become which tensors.
-        config: Sampling, strategy and numerics.
         max_imbalance: Largest share by which a rank's rows may exceed the mean. Above it, the ranks stop and ask for a
             better split; `None` accepts any split.
-        checkpoint: Where and how often checkpoints are saved; `None` saves none.
         placeholder: One row of the training set, the placeholder row of ranks without rows.
-        storage: Where a rank keeps its rows.
         by_key: Whether training orders rows by their row keys; otherwise by their position in the partitions.
         by_place: Whether the row's position in the source is mixed into its key, so that equal rows have other keys.
         collective_seconds: Seconds that a rank waits for the others in a collective.
@@ -94,11 +83,7 @@ class GroupJob:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainJob(GroupJob):
-    """What ranks need to train a model.
-
-    Attributes:
-        recipe: What is trained.
-    """
+    """What ranks need to train a model."""
 
     recipe: Recipe
 
@@ -110,13 +95,7 @@ class TrainJob(GroupJob):
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionJob(GroupJob):
-    """What ranks need to run a user's function.
-
-    Attributes:
-        function: Called in each rank with its `RunContext` and the arguments.
-        arguments: Further positional arguments.
-        keywords: Keyword arguments.
-    """
+    """What ranks need to run a user's function, which is called with its `RunContext` and the arguments."""
 
     needs_group = True  # loops by hand use it
 

@@ -24,13 +24,8 @@ def place(
 ) -> tuple[World, TrainConfig, SamplingPlan]:
     """Gives this rank's rows their positions in the global order, and applies class weights.
 
-    Returns:
-        The world of the ranks that train one model together, in which an independent rank is alone; this rank's
-        configuration; its sampling plan.
-
-    Raises:
-        ColumnError: There are no rows to train on.
-        ConfigError: No row is marked for the validation that early stopping needs.
+    Returns the world of the ranks that train one model together, in which an independent rank is alone, this rank's
+    configuration, and its sampling plan.
     """
     config, counts = job.config, [peer["rows"] for peer in peers]
     strategy, options = strategy_for(config.strategy, config.strategy_params)
@@ -66,11 +61,7 @@ def place(
 def _weigh_classes(shard: Shard, weights: Sequence[float] | str | None, classes: int, client: Client | None) -> None:
     """Multiplies row weights by class weights; "balanced" gives all classes the same total weight over the ranks.
 
-    Args:
-        shard: This rank's rows.
-        weights: Class weights, "balanced" or `None`.
-        classes: Number of classes.
-        client: Connects the ranks whose rows are balanced together; `None` for this rank alone.
+    `client` connects the ranks whose rows are balanced together; `None` for this rank alone.
     """
     if isinstance(weights, str):
         own = shard.weight_by_class(classes)

@@ -41,20 +41,9 @@ class Task(Protocol):
 def train_partition(batches: Iterable[pa.RecordBatch], *, world: World, job: TrainJob, client: Client) -> RankResult:
     """Trains on one partition as one rank.
 
-    Every rank first reads and checks its shard. Once all ranks have confirmed this through the store, they open the
-    process group. A bad row is therefore an error that names its column, never a hang.
-
-    Args:
-        batches: The partition's record batches, under the wire names of `job.columns`.
-        world: This rank's place.
-        job: What to train and how.
-        client: Connects the rank to the driver and to the other ranks.
-
-    Raises:
-        ColumnError: The rows cannot be trained on.
-        ClusterError: The rows do not fit on disk.
-        PeerFailure: Another rank failed before training began.
-        Cancelled: The driver cancelled the fit.
+    Every rank first reads and checks its rows, under the encoded names of `job.columns`. Once all ranks have confirmed
+    this through the store, they open the process group. A bad row is therefore an error that names its column, never a
+    hang.
     """
     with leaving_none_of(world.device):
         return _train(batches, world, job, client)
@@ -71,18 +60,6 @@ def serve(batches: Iterable[pa.RecordBatch], *, world: World, job: RowsJob, clie
     """Holds the rows of one partition, and runs one task after another on them until the driver ends the pool.
 
     Each task has a client, heartbeats and errors of its own. A task that raises ends alone.
-
-    Args:
-        batches: The partition's record batches, under the encoded names of `job.columns`.
-        world: This rank's place.
-        job: How the rows are read.
-        client: Connects the rank to the driver and to the other ranks.
-
-    Raises:
-        ColumnError: The rows cannot be trained on.
-        ClusterError: The rows do not fit on disk.
-        PeerFailure: Another rank failed before all had read their rows.
-        Cancelled: The driver cancelled the pool.
     """
     with leaving_none_of(world.device):
         return _serve(batches, world, job, client)
@@ -102,14 +79,9 @@ def _serve(batches: Iterable[pa.RecordBatch], world: World, job: RowsJob, client
 def train_held(
     rows: HeldRows, *, client: Client, job: TrainJob, judged: bool, without: int | None = None
 ) -> RankResult:
-    """Trains on the rows of a pool's rank.
+    """Trains on the rows of a pool's rank, but for those of the fold `without`.
 
-    Args:
-        rows: The rows.
-        client: Connects the rank to the driver and to the other ranks.
-        job: What to train and how.
-        judged: Whether the driver may end the training after an epoch.
-        without: The fold whose rows are left out.
+    If `judged`, the driver may end the training after an epoch.
     """
     if judged:
         client.await_verdicts()
@@ -157,17 +129,9 @@ def try_in_rank(
     run: Callable[..., DryRunResult],
     config: TrainConfig,
 ) -> RankResult:
-    """Runs the dry run in a rank, on its device.
+    """Runs the dry run in a rank, on its device; the batches are read to the end and ignored.
 
-    Args:
-        batches: Read to the end and ignored.
-        world: This rank's place.
-        client: Connects the rank to the driver.
-        run: The dry run, called with `device`.
-        config: The training's configuration, for hints on saving device memory.
-
-    Raises:
-        ClusterError: The device's memory is full.
+    The configuration is for hints on saving device memory.
     """
     for _ in batches:  # Spark does not reuse a worker that leaves input unread
         pass

@@ -28,13 +28,9 @@ __all__ = ["run_script", "torchrun_environment"]
 def torchrun_environment(world: World, client: Client, *, hosts_store: bool = False) -> Iterator[None]:
     """Context with the environment variables of torchrun, after which the process is as before.
 
-    See `torch/distributed/elastic/agent/server/local_elastic_agent.py` and `torch/distributed/rendezvous.py`.
-
-    Args:
-        world: This rank's place.
-        client: Exchanges hosts with the other ranks.
-        hosts_store: Whether rank 0 hosts a store at `MASTER_ADDR` and `MASTER_PORT`, as torchrun's agent does:
-            `init_process_group` without arguments then joins the ranks.
+    See `torch/distributed/elastic/agent/server/local_elastic_agent.py` and `torch/distributed/rendezvous.py`. If
+    `hosts_store`, rank 0 hosts a store at `MASTER_ADDR` and `MASTER_PORT`, as torchrun's agent does:
+    `init_process_group` without arguments then joins the ranks.
     """
     address, store = world.address or "127.0.0.1", None
     offer = {"host": world.host, "address": address, "port": "0", "id": uuid.uuid4().hex}
@@ -75,14 +71,9 @@ def run_script(
 ) -> None:
     """Runs a script as `python path arguments` would, in this process.
 
-    Args:
-        path: Its path on the driver. If this host has its folder, too, the script can import the modules in it.
-        source: Its text.
-        arguments: Its arguments.
-        report: Called with an exception of the script before its process group is closed.
-
-    Raises:
-        RankError: It has ended with an exit status that is not 0.
+    `path` is that on the driver, and `source` its text. If this host has its folder, too, the script can import the
+    modules in it. `report` is called with an exception of the script before its process group is closed; a `RankError`
+    says that the exit status is not 0.
     """
     with tempfile.TemporaryDirectory(prefix="sparktorch-") as folder:
         name, file = path.name, Path(folder, path.name)

@@ -34,11 +34,7 @@ _FLOATS = ("float16", "float32", "float64")
 
 
 class RowFilter:
-    """Removes rows that cannot be trained on, and counts them.
-
-    Attributes:
-        dropped: Number of rows removed so far.
-    """
+    """Removes rows that cannot be trained on, and counts them in `dropped`."""
 
     def __init__(self, columns: Columns) -> None:
         """Sets the columns; their `drop_nulls` says whether `close` raises for unfit rows."""
@@ -50,9 +46,7 @@ class RowFilter:
     def rows_of(self, batch: pa.RecordBatch, *, first_row: int) -> pa.RecordBatch:
         """Returns the rows of a batch that hold no null, NaN or infinity, nor a null in the validation column.
 
-        Args:
-            batch: Record batch of encoded columns.
-            first_row: Row number of its first row, for messages.
+        `first_row` is the row number of its first row, for messages.
         """
         unfit: Mask | None = None
         for spec in self._columns.tensors:
@@ -71,25 +65,16 @@ class RowFilter:
         return batch.filter(pa.array(~unfit))
 
     def placed(self, error: ColumnError, *, first_row: int) -> ColumnError:
-        """Returns an error whose row number counts removed rows, too.
-
-        Args:
-            error: Error about the batch that `rows_of` returned last; its `row` counts kept rows from `first_row` on.
-            first_row: Row number of that batch's first row.
-        """
+        """Returns an error about the batch that `rows_of` returned last, with a row number that counts removed rows."""
         where = dict(error.where)
         if self._through is not None and "row" in where:
             where["row"] = first_row + int(self._through[where["row"] - first_row])
         return ColumnError(error.what, hint=error.hint, **where)
 
     def close(self, *, sample: bool = False) -> None:
-        """Reports unfit rows, after the last batch.
+        """Raises a `ColumnError` about unfit rows, with count and first rows, unless `drop_nulls` is set.
 
-        Args:
-            sample: Whether the first row alone was looked at.
-
-        Raises:
-            ColumnError: Rows were unfit, and `drop_nulls` is not set; with column, count and first rows.
+        With `sample`, the first row alone was looked at.
         """
         if self._columns.drop_nulls or not self._found:
             return
@@ -243,17 +228,7 @@ def _marked(array: pa.Array, mask_of: Callable[[pa.Array], Mask | None]) -> Mask
 
 
 def refuse_nulls(array: pa.Array, spec: TensorSpec, first_row: int, per_row: int = 1) -> None:
-    """Checks that a column has no nulls.
-
-    Args:
-        array: The column, or the elements of its rows.
-        spec: Spec of the column.
-        first_row: Row number of the first row.
-        per_row: Number of elements in a row.
-
-    Raises:
-        ColumnError: There are nulls; with their count and the first row.
-    """
+    """Refuses nulls in a column, or in the elements of its rows, `per_row` of them each."""
     if not array.null_count:
         return
     first = int(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))[0])
@@ -276,19 +251,9 @@ def refuse_lengths(
     unit: str = "values",
     among: npt.NDArray[np.bool_] | None = None,
 ) -> None:
-    """Checks that all lists hold `length` values.
+    """Refuses lists that do not hold `length` values.
 
-    Args:
-        lengths: Length of each list.
-        spec: Spec of the column.
-        length: Expected length.
-        first_row: Row number of the first row.
-        per_row: Number of lists in a row.
-        unit: What a list holds, for the message.
-        among: Mask of the lists to check; `None` for all.
-
-    Raises:
-        ColumnError: Lists have another length; with the number of such rows and the first of them.
+    `per_row` is the number of lists in a row, `unit` what a list holds, `among` a mask of the lists to check.
     """
     differs = lengths != length
     wrong = np.flatnonzero(differs if among is None else differs & among)
@@ -312,11 +277,7 @@ def refuse_lengths(
 
 
 def check_finite(values: npt.NDArray[Any], spec: TensorSpec) -> None:
-    """Checks that values are finite.
-
-    Raises:
-        ColumnError: Values are NaN or infinite; with the number of such rows.
-    """
+    """Refuses values that are NaN or infinite, with the number of such rows."""
     if values.dtype.kind != "f" or np.isfinite(values).all():
         return
     bad = ~np.isfinite(values.reshape(len(values), -1)).all(axis=1)
@@ -329,11 +290,9 @@ def check_finite(values: npt.NDArray[Any], spec: TensorSpec) -> None:
 
 
 def check_labels(values: npt.NDArray[Any], columns: Columns) -> npt.NDArray[Any]:
-    """Checks labels and, where they are classes, returns them as int64.
+    """Refuses labels that are not finite or that the loss leaves out, and of classes those that are none.
 
-    Raises:
-        ColumnError: A label is not finite, or one that the loss leaves out; or, of classes, it is not a whole number in
-            `[0, classes)`.
+    Returns classes as int64, in `[0, classes)`.
     """
     spec = columns.label
     assert spec is not None
@@ -360,11 +319,7 @@ def check_labels(values: npt.NDArray[Any], columns: Columns) -> npt.NDArray[Any]
 
 
 def _refuse_ignored(values: npt.NDArray[Any], columns: Columns) -> None:
-    """Checks that no label is one that the loss leaves out: no rank knows how many a batch has, to divide by the rest.
-
-    Raises:
-        ColumnError: One is.
-    """
+    """Refuses labels that the loss leaves out: no rank knows how many a batch has, to divide by the rest."""
     if columns.ignored is None or values.dtype.kind == "f" or columns.label is None:
         return
     rows = np.unique(np.nonzero(values == columns.ignored)[0]).size
@@ -379,11 +334,7 @@ def _refuse_ignored(values: npt.NDArray[Any], columns: Columns) -> None:
 
 
 def check_weights(values: npt.NDArray[Any], spec: TensorSpec) -> None:
-    """Checks sample weights.
-
-    Raises:
-        ColumnError: Weights are negative, NaN or infinite; with the number of such rows.
-    """
+    """Refuses sample weights that are negative, NaN or infinite, with the number of such rows."""
     check_finite(values, spec)
     if (values < 0).any():
         raise ColumnError(

@@ -33,11 +33,7 @@ class _NoTypeError(Exception):
 
 
 def arrow_type(sql: str) -> pa.DataType:
-    """Returns the Arrow type of a Spark SQL type, such as `array<struct<a:int,b:string>>`.
-
-    Raises:
-        ValueError: `preprocess` does not support columns of this type.
-    """
+    """Returns the Arrow type of a Spark SQL type; a `ValueError` says that `preprocess` does not support it."""
     try:
         kind, rest = _first(sql)
     except _NoTypeError:

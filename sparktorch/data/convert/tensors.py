@@ -35,16 +35,8 @@ Array = npt.NDArray[Any]
 def to_numpy(array: pa.Array, spec: TensorSpec, *, first_row: int = 0) -> Array:
     """Converts one Arrow column to an array of shape `(rows, *spec.shape)` and dtype `spec.dtype`.
 
-    The result may share the Arrow buffer and be read-only.
-
-    Args:
-        array: A primitive column; nested lists of the lengths `spec.levels`; ML vectors as structs of size,
-            indices and values; or bytes.
-        spec: Spec of the column.
-        first_row: Row number of the batch's first row, for messages.
-
-    Raises:
-        ColumnError: A row has another shape than the spec; or, without `spec.fill`, a row is or holds a null.
+    The column is primitive; nested lists of the lengths `spec.levels`; ML vectors as structs of size, indices and
+    values; or bytes. The result may share the Arrow buffer and be read-only.
     """
     if spec.fill is None:
         refuse_nulls(array, spec, first_row)
@@ -57,16 +49,7 @@ def to_numpy(array: pa.Array, spec: TensorSpec, *, first_row: int = 0) -> Array:
 
 
 def numbers(values: pa.Array, spec: TensorSpec, first_row: int) -> Array:
-    """Converts elements of rows to `spec.dtype`; nulls and NaN become `spec.fill`, if it is set.
-
-    Args:
-        values: Primitive values, `spec.width` per row.
-        spec: Spec of the column.
-        first_row: Row number of the first row, for messages.
-
-    Raises:
-        ColumnError: A value is null, and `spec.fill` is not set.
-    """
+    """Converts elements of rows, `spec.width` each, to `spec.dtype`; nulls and NaN become `spec.fill`, if it is set."""
     if spec.fill is None:
         refuse_nulls(values, spec, first_row, max(1, spec.width))
     elif values.null_count:
@@ -141,14 +124,10 @@ def _nulled(array: pa.Array, fits: npt.NDArray[np.bool_]) -> pa.Array:
 
 
 def ragged(array: pa.Array, spec: TensorSpec, *, first_row: int = 0) -> tuple[Array, npt.NDArray[np.int64]]:
-    """Converts lists of unequal length.
+    """Converts lists of unequal length; with `spec.fill`, a null row is empty, otherwise it is refused.
 
-    Returns:
-        The concatenated elements of all rows, of shape `(elements, *spec.shape)`, and the number of elements
-        of each row, int64 of shape `(rows,)`. With `spec.fill`, a null row is empty.
-
-    Raises:
-        ColumnError: An inner list has another length than the spec; or, without `spec.fill`, a row is or holds a null.
+    Returns the concatenated elements of all rows, of shape `(elements, *spec.shape)`, and the number of elements of
+    each row, int64 of shape `(rows,)`.
     """
     if spec.fill is None:
         refuse_nulls(array, spec, first_row)
@@ -169,11 +148,7 @@ def ragged(array: pa.Array, spec: TensorSpec, *, first_row: int = 0) -> tuple[Ar
 
 
 def vector_rows(array: pa.StructArray, spec: TensorSpec, *, first_row: int = 0) -> VectorRows:
-    """Returns the values, indices and lengths of ML vectors, dense or sparse.
-
-    Raises:
-        ColumnError: A row has another size than `spec.width`; or, without `spec.fill`, is null.
-    """
+    """Returns the values, indices and lengths of ML vectors, dense or sparse, of size `spec.width`."""
     if spec.fill is None:
         refuse_nulls(array, spec, first_row)
     valid = array.is_valid().to_numpy(zero_copy_only=False)
@@ -199,14 +174,7 @@ def vector_rows(array: pa.StructArray, spec: TensorSpec, *, first_row: int = 0) 
 
 @dataclass(frozen=True)
 class VectorRows:
-    """Values, indices and lengths of ML vectors.
-
-    Attributes:
-        values: Concatenated values of all rows, of shape `(values,)`.
-        indices: Concatenated indices of the sparse rows, int32.
-        lengths: Number of values of each row, int64 of shape `(rows,)`.
-        sparse: Whether a row is sparse, bool of shape `(rows,)`.
-    """
+    """Concatenated values of ML vectors, int32 indices of sparse ones, and by row the number of values and `sparse`."""
 
     values: Array
     indices: npt.NDArray[np.int32]
@@ -224,11 +192,7 @@ class VectorRows:
 
 
 def fitting(column: pa.Array, spec: TensorSpec) -> pa.Array:
-    """Returns a column after a check of its type: SQL functions can be called with columns of any type.
-
-    Raises:
-        ColumnError: The type does not fit the input.
-    """
+    """Returns a column after a check of its type: SQL functions can be called with columns of any type."""
     kind = column.type
     while pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
         kind = kind.value_type
@@ -291,11 +255,7 @@ def _from_bytes(array: pa.Array, spec: TensorSpec, first_row: int) -> Array:
 
 
 def byte_rows(array: pa.Array) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
-    """Returns the offsets of rows, int64 of shape `(rows + 1,)`, and their concatenated bytes.
-
-    Args:
-        array: Binary or string column without nulls.
-    """
+    """Returns the offsets of binary or string rows without nulls, int64 of shape `(rows + 1,)`, and their bytes."""
     wide = pa.types.is_large_binary(array.type) or pa.types.is_large_string(array.type)
     _, places, content = array.buffers()
     if not len(array) or content is None:

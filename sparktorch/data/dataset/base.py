@@ -29,14 +29,9 @@ _AHEAD_ROWS = 1 << 15  # from this size on, ordering an epoch takes longer than 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The steps in which a rank trains its rows.
+    """The steps in which a rank trains its rows: `rows` of them, from position `first` on, by the plan of all ranks.
 
-    Attributes:
-        plan: Sampling plan of all ranks.
-        first: Position of the rank's first row.
-        rows: Number of the rank's rows.
-        epochs: Number of epochs.
-        seeded: Whether each step has a seed of its own, for `preprocess`.
+    With `seeded`, each step has a seed of its own, for `preprocess`.
     """
 
     plan: SamplingPlan
@@ -65,8 +60,6 @@ class Shard(RankDataset):
     """The rows of one rank: training rows addressed by position, validation rows in key order.
 
     Attributes:
-        rows: Number of training rows.
-        validation_rows: Number of validation rows.
         dropped: Number of rows dropped because of a null, NaN or infinity.
         fingerprint: Sum of the keys of the training rows, modulo 2**64; independent of their order.
         bytes: Size of the rows in bytes.

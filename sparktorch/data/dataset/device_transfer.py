@@ -20,14 +20,10 @@ _COPIED_AHEAD = 2  # batches: one is copied while another one waits
 
 
 def moved(batches: Generator[Batch], device: torch.device) -> Generator[Batch]:
-    """Returns CPU batches on a device, at most two of them in advance.
+    """Returns CPU batches on a device, at most two of them in advance; for the CPU, `batches` itself.
 
-    A thread copies them from pinned memory on a stream of its own. The training's stream waits for its batch; the host
-    does not.
-
-    Args:
-        batches: Batches on the CPU; closed in the thread when the returned generator is closed.
-        device: Device of the returned batches; for the CPU, `batches` is returned.
+    A thread copies them from pinned memory on a stream of its own, and closes `batches` when the returned generator is
+    closed. The training's stream waits for its batch; the host does not.
     """
     return batches if device.type == "cpu" else _moved(batches, device)
 

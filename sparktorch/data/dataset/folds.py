@@ -21,8 +21,7 @@ class Folds:
     """The folds of a rank's rows, in order of arrival.
 
     Attributes:
-        counts: For each fold, its training rows, validation rows, and the sum of the keys of its training rows modulo
-            2**64.
+        counts: For each fold, its training rows, validation rows, and the sum of its training rows' keys modulo 2**64.
         nulls: Number of nulls in the carried columns.
     """
 
@@ -34,13 +33,7 @@ class Folds:
         self.nulls = 0
 
     def append(self, rows: pa.RecordBatch, keys: npt.NDArray[np.int64], held_out: npt.NDArray[np.bool_]) -> None:
-        """Appends the folds of a batch.
-
-        Args:
-            rows: The batch, with an int column of folds.
-            keys: Its row keys.
-            held_out: Which of its rows are marked for validation.
-        """
+        """Appends the folds of a batch, from its int column; `held_out` are its rows that are marked for validation."""
         folds = np.array(rows.column(FOLD))  # a copy: it does not keep the batch
         self._folds.append(folds)
         for name, parts in self._carried.items():

@@ -27,12 +27,7 @@ _DEVICE_SHARE = 0.25  # of an accelerator's free memory, for rows
 
 @dataclass(frozen=True)
 class _Order:
-    """The order of a rank's rows in one epoch.
-
-    Attributes:
-        index: Row numbers sorted by step, those of a step by position; of shape `(rows,)`.
-        ends: End of each step in `index`, int64 of shape `(steps,)`.
-    """
+    """One epoch's row numbers, sorted by step and within a step by position, and the end of each step in them."""
 
     index: torch.Tensor
     ends: Int64

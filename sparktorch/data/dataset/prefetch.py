@@ -16,15 +16,9 @@ T = TypeVar("T")
 def ahead(items: Generator[T], depth: int, *, size: Callable[[T], int] = lambda _: 0, most: int = 0) -> Generator[T]:
     """Yields the items of a generator that runs in a thread, at most `depth` items ahead.
 
-    The thread starts when the first item is requested. It has ended when this generator ends: exhausted, closed, or
-    by an exception of `items`, which is raised again here.
-
-    Args:
-        items: Runs in the thread, and is closed there.
-        depth: Most items that wait to be taken.
-        size: Returns the size of an item.
-        most: Limit of the total size of waiting items, assuming that the next one is as large as the last; one item is
-            always made.
+    The thread starts when the first item is requested, and closes `items`. It has ended when this generator ends:
+    exhausted, closed, or by an exception of `items`, which is raised again here. `most` limits the total size of
+    waiting items, assuming that the next one is as large as the last; one item is always made.
     """
     made: deque[tuple[T, int]] = deque()
     changed = threading.Condition()

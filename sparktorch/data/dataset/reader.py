@@ -46,14 +46,9 @@ def read_shard(
         storage: Row storage; by default in memory.
         budget: Memory for rows from disk, in bytes.
         by_key: Whether the positions of the rows follow their keys; otherwise, their order of arrival. On disk, rows
-            that arrive in the order of their positions, validation rows last, are read in runs. Other rows are read
-            one by one and need 4 bytes of memory each.
+            that arrive in the order of their positions, validation rows last, are read in runs; others one by one, with
+            4 bytes of memory each.
         by_length: Whether the rows of a step are sorted by the length of the first ragged input.
-
-    Raises:
-        ColumnError: A row cannot be trained on; names column, count and first row.
-        ClusterError: There is no space on disk.
-        ConfigError: A row on disk is larger than `budget`.
     """
     storage = storage or InMemory()
     fields = {spec.name: _field(spec, columns, storage) for spec in columns.tensors}
@@ -127,9 +122,8 @@ def _digests(rows: pa.RecordBatch, columns: Columns) -> RowDigests | None:
 def balanced(sums: Sequence[float]) -> list[float]:
     """Returns the class weights that balance the classes: `rows / (classes * rows of the class)`.
 
-    Args:
-        sums: Number of rows, or sum of their weights, by class. Classes without rows are not counted; their weight
-            is 1, the mean over all rows.
+    `sums` has the number of rows, or the sum of their weights, by class. Classes without rows are not counted; their
+    weight is 1, the mean over all rows.
     """
     present = sum(1 for count in sums if count)
     return [sum(sums) / (present * count) if count else 1.0 for count in sums]

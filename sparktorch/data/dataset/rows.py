@@ -21,23 +21,10 @@ __all__ = ["Rows", "StoredRows"]
 
 
 class Rows:
-    """Tensors of equal length, addressed by row number.
-
-    Attributes:
-        device: Device of the rows and of the batches.
-        count: Number of rows.
-        last: Number of the row that fills up batches that are too small.
-    """
+    """Tensors of equal length, addressed by row number; row `last` fills up batches that are too small."""
 
     def __init__(self, fields: Mapping[str, Field], columns: Columns, count: int, *, by_length: bool = False) -> None:
-        """Sets the rows.
-
-        Args:
-            fields: Finished fields on the CPU, by encoded column name.
-            columns: Which columns became which tensors.
-            count: Number of rows.
-            by_length: Whether the rows of a batch are sorted by the length of the first ragged input.
-        """
+        """Takes finished fields on the CPU; `by_length` sorts each batch by the length of the first ragged input."""
         ragged = [found for found in (fields[spec.name] for spec in columns.inputs) if isinstance(found, Ragged)]
         self._sorted_by = ragged[0] if ragged and by_length else None
         self._inputs = tuple(fields[spec.name] for spec in columns.inputs)
@@ -75,13 +62,7 @@ class Rows:
         self._here = label, weight, weight if self._loss_weight is self._weight else loss_weight
 
     def take(self, index: torch.Tensor, *, min_rows: int = 0, context: StepContext = EVALUATION) -> Batch:
-        """Returns a batch of rows.
-
-        Args:
-            index: Row numbers, int64 of shape `(rows,)`, on the CPU.
-            min_rows: Fewest rows of the inputs; smaller batches are filled up with row `last`.
-            context: Epoch and seed of the step.
-        """
+        """Returns the batch of the rows `index`, int64 on the CPU; row `last` fills it up to `min_rows`."""
         rows = len(index)
         if self._sorted_by is not None:  # so that micro-batches hold rows of about the same length
             index = index[self._sorted_by.lengths(index).argsort(stable=True)]
@@ -148,7 +129,6 @@ class StoredRows:
         bytes: Size of the rows in bytes, without the placeholder row.
         decodes: Whether taking rows decodes them or runs `preprocess`, instead of only copying them.
         varies: As for `RankDataset`.
-        on_disk: Whether the rows are on disk.
     """
 
     def __init__(
@@ -161,16 +141,7 @@ class StoredRows:
         size: int,
         by_length: bool,
     ) -> None:
-        """Sets the rows.
-
-        Args:
-            fields: Filled fields, by encoded column name.
-            columns: Which columns became which tensors.
-            storage: Row storage of the fields.
-            count: Number of rows, the placeholder row included.
-            size: Size of the rows in bytes, without the placeholder row.
-            by_length: Whether the rows of a batch are sorted by the length of the first ragged input.
-        """
+        """Takes filled fields; `count` includes the placeholder row, and `size`, in bytes, does not."""
         self.columns, self.count, self.bytes = columns, count, size
         self.decodes = columns.preprocess is not None or any(fields[spec.name].decodes for spec in columns.inputs)
         self.varies = columns.preprocess is not None or any(fields[spec.name].uneven for spec in columns.inputs)

@@ -234,11 +234,7 @@ def _bitmap(valid: Mask) -> pa.Buffer | None:
 
 
 def _node(kind: pa.DataType, spec: TensorSpec, storage: RowStorage) -> _Node:
-    """Returns an empty node for a type.
-
-    Raises:
-        ColumnError: The type is not supported.
-    """
+    """Returns an empty node for a type, or refuses it."""
     if pa.types.is_struct(kind):
         return _Structs(kind, spec, storage)
     if _is_list(kind):

@@ -50,16 +50,9 @@ class Field(ABC):
 
     @abstractmethod
     def append(self, column: pa.Array, *, first_row: int = 0, digests: RowDigests | None = None) -> None:
-        """Checks and stores the rows of a batch.
+        """Checks and stores the rows of a batch; adds the column to the row digests, if it is `TensorSpec.digestible`.
 
-        Args:
-            column: The batch's column.
-            first_row: Row number of its first row, for messages.
-            digests: Row digests of the batch to add the column to; only for a column that is
-                `TensorSpec.digestible`.
-
-        Raises:
-            ColumnError: A row cannot be trained on; names column, count and first row.
+        A `ColumnError` names column, count and first row; `first_row` is the batch's first row number.
         """
 
     @abstractmethod
@@ -89,9 +82,7 @@ class Field(ABC):
     def take(self, index: torch.Tensor, here: torch.Tensor | None = None) -> tuple[Any, ...]:
         """Returns rows as `forward` or `preprocess` gets them, without synchronising host and device.
 
-        Args:
-            index: Row numbers, int64 of shape `(rows,)`, on the CPU.
-            here: Copy of `index` on the device of the rows, if there is one.
+        `index` has row numbers, int64 on the CPU, and `here` is its copy on the device of the rows, if there is one.
         """
 
     def part(self, start: int, stop: int) -> tuple[Any, ...]:
@@ -100,11 +91,7 @@ class Field(ABC):
 
 
 class Dense(Field):
-    """Rows of equal shape: one tensor of shape `(rows, *spec.shape)`.
-
-    Attributes:
-        values: All rows, after `finish`.
-    """
+    """Rows of equal shape: after `finish`, one tensor `values` of shape `(rows, *spec.shape)`."""
 
     values: torch.Tensor
 
@@ -116,14 +103,7 @@ class Dense(Field):
         *,
         dtype: npt.DTypeLike | None = None,
     ) -> None:
-        """Creates an empty field.
-
-        Args:
-            spec: Spec of the column.
-            storage: Storage of the rows.
-            check: Validates values, and returns them as they are to be stored.
-            dtype: Dtype of the stored rows; by default `spec.dtype`.
-        """
+        """Creates an empty field of `dtype`, by default the spec's; `check` returns values as they are to be stored."""
         self._spec, self._check = spec, check
         self._dtype = np.dtype(dtype or spec.dtype)
         self._spool = storage.spool(self._dtype, spec.shape)
@@ -258,11 +238,7 @@ class Vectors(Field):
 
 
 class Ragged(Field):
-    """Rows of unequal length: padded with a mask, or one jagged nested tensor.
-
-    Attributes:
-        padded: Whether rows are padded; otherwise they are jagged.
-    """
+    """Rows of unequal length: padded with a mask, or one jagged nested tensor."""
 
     def __init__(self, spec: TensorSpec, storage: RowStorage) -> None:
         """Creates an empty field."""
@@ -302,10 +278,8 @@ class Ragged(Field):
     def take(self, index: torch.Tensor, here: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         """Returns the rows, with a mask if they are padded.
 
-        Returns:
-            Padded: the elements, of shape `(rows, longest, *spec.shape)`, and the mask, bool of shape
-            `(rows, longest)`, true at positions that hold data. Jagged: a nested tensor of shape
-            `(rows, j, *spec.shape)`.
+        Padded: the elements, of shape `(rows, longest, *spec.shape)`, and the mask, bool of shape `(rows, longest)`,
+        true at positions that hold data. Jagged: a nested tensor of shape `(rows, j, *spec.shape)`.
         """
         on_host = self.lengths(index)
         elements, row, place, lengths = self._elements.take(index)

@@ -99,9 +99,6 @@ class Images(Field):
         """Returns one tensor of shape `(rows, *spec.shape)`: uint8, or float32 between 0 and 1.
 
         Images are decoded on the CPU and copied to the device as uint8.
-
-        Raises:
-            ColumnError: An image cannot be decoded.
         """
         rows = index.tolist()
         pixels = np.empty((len(rows), *self._shape), np.uint8)
@@ -167,16 +164,9 @@ class Images(Field):
 
 
 def image_size(data: bytes | Pixels, spec: TensorSpec, *, row: int = 0) -> tuple[int, int]:
-    """Returns height and width of an encoded image in pixels, from its header.
+    """Returns height and width of a JPEG or PNG file in pixels, from its header.
 
-    Args:
-        data: A JPEG or PNG file.
-        spec: Spec of its column, for messages.
-        row: Its row number, for messages.
-
-    Raises:
-        ColumnError: The data is neither JPEG nor PNG, or has more than 8 bits per channel.
-        ConfigError: Pillow is not installed.
+    A `ColumnError` refuses other data, and more than 8 bits per channel.
     """
     try:
         with pillow().open(_file(data), formats=_FORMATS) as image:

@@ -59,11 +59,10 @@ class Elements:
     """The elements of all rows of a column.
 
     Attributes:
-        values: Concatenated elements of all rows, of shape `(elements, *shape)`, after `finish` or `read`; on the
-            device of the rows.
+        values: Elements of all rows, `(elements, *shape)`, after `finish` or `read`; on the device of the rows.
         starts: First element of each row, int64 of shape `(rows,)`, on the CPU.
-        lengths: Number of elements of each row, int64 of shape `(rows,)`; on the CPU, so that tensor sizes are known
-            without synchronising with a device.
+        lengths: Elements of each row, int64 of shape `(rows,)`; on the CPU, so that tensor sizes are known without
+            synchronising with a device.
     """
 
     values: torch.Tensor
@@ -71,13 +70,7 @@ class Elements:
     lengths: torch.Tensor
 
     def __init__(self, dtype: npt.DTypeLike, storage: RowStorage, shape: tuple[int, ...] = ()) -> None:
-        """Creates storage without rows.
-
-        Args:
-            dtype: Dtype of the elements.
-            storage: Storage of the rows.
-            shape: Shape of one element.
-        """
+        """Creates storage without rows, for elements of `shape`."""
         self._values = storage.spool(dtype, shape)
         self._offsets = Offsets(storage)
 
@@ -87,12 +80,7 @@ class Elements:
         return self._values.nbytes + self._offsets.nbytes
 
     def append(self, values: npt.NDArray[Any], lengths: npt.NDArray[np.int64]) -> None:
-        """Appends rows.
-
-        Args:
-            values: Concatenated elements of the rows, of shape `(elements, *shape)`.
-            lengths: Number of elements of each row, int64 of shape `(rows,)`.
-        """
+        """Appends rows, as elements of shape `(elements, *shape)` and the int64 number of elements of each row."""
         self._values.append(values)
         self._offsets.append(lengths)
 
@@ -118,15 +106,10 @@ class Elements:
         self.lengths = torch.from_numpy(np.diff(borders))
 
     def take(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns the elements of rows.
+        """Returns the elements of the rows `index`, int64 on the CPU.
 
-        Args:
-            index: Row numbers, int64 of shape `(rows,)`, on the CPU.
-
-        Returns:
-            The elements, of shape `(elements, *shape)`; for each element the position of its row in `index`, and its
-            position in the row, int64 of shape `(elements,)`; and the number of elements of each row, int64 of shape
-            `(rows,)`. All are on the device of the rows.
+        They have the shape `(elements, *shape)`. With them come, as int64, the position of each element's row in
+        `index`, its position in the row, and the number of elements of each row. All are on the device of the rows.
         """
         where, row, place, lengths = self.locate(index)
         return self.values[where], row, place, lengths

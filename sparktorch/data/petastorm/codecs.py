@@ -47,24 +47,14 @@ ARROW_TYPES = {
 
 
 class Values(NamedTuple):
-    """The decoded values of the non-null rows.
-
-    Attributes:
-        flat: All elements, row after row, in C order; of shape `(elements,)`.
-        shapes: Shape of each row's array, int64 of shape `(rows, dimensions)`.
-    """
+    """The elements of non-null rows, row after row in C order, and each row's shape, int64 `(rows, dimensions)`."""
 
     flat: Array
     shapes: npt.NDArray[np.int64]
 
 
 class Place(NamedTuple):
-    """The source of values, for checks and messages.
-
-    Attributes:
-        field: Field of the values.
-        rows: Row number of each value in the partition, int64.
-    """
+    """The source of values, for checks and messages: their field, and int64 row numbers in the partition."""
 
     field: UnischemaField
     rows: npt.NDArray[np.int64]
@@ -78,11 +68,7 @@ class Place(NamedTuple):
         )
 
     def check(self, index: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
-        """Checks the dtype and shape of one value.
-
-        Raises:
-            ColumnError: They are not those of the field.
-        """
+        """Refuses a value whose dtype or shape is not that of the field."""
         wanted = self.field.shape
         fits = len(shape) == len(wanted) and all(
             size in (None, found) for size, found in zip(wanted, shape, strict=True)
@@ -124,14 +110,7 @@ class Blobs:
 
 
 class _Header(NamedTuple):
-    """The header of a `.npy` file.
-
-    Attributes:
-        size: Length of the header in bytes.
-        shape: Shape of the array.
-        fortran: Whether the array is stored in Fortran order.
-        dtype: Dtype of the array.
-    """
+    """The header of a `.npy` file; `size` is its length in bytes."""
 
     size: int
     shape: tuple[int, ...]
@@ -177,11 +156,7 @@ def _decode_ndarrays(blobs: Blobs, place: Place) -> Values:
 
 
 def _head(blobs: Blobs, index: int, place: Place) -> _Header:
-    """Returns the header of one `.npy` file.
-
-    Raises:
-        ColumnError: The header is corrupt, or does not match the field or the length of the file.
-    """
+    """Returns the header of one `.npy` file, or refuses it if corrupt, or not that of the field and file length."""
     start, end = blobs.bounds[index : index + 2]
     lead = blobs.data[start : min(start + 10, end)].tobytes()
     if len(lead) < 10 or lead[:7] != b"\x93NUMPY\x01":
@@ -254,8 +229,7 @@ def _sizes(shape: tuple[int, ...]) -> npt.NDArray[np.int64]:
 def native(values: Array, place: Place) -> Array:
     """Returns the values in the dtype of their Arrow type: native byte order, uint64 as int64, float16 as float32.
 
-    Raises:
-        ColumnError: A uint64 value is larger than 2**63 - 1.
+    A `ColumnError` refuses a uint64 value above 2**63 - 1.
     """
     if values.dtype.kind == "u" and values.dtype.itemsize == 8:
         if (values > np.uint64(2**63 - 1)).any():

@@ -29,17 +29,10 @@ _INT32_MAX = 2**31 - 1
 
 
 def schema_in(common_metadata: bytes) -> tuple[tuple[UnischemaField, ...], frozenset[str]]:
-    """Returns the fields of a data set, and which of them are columns of its files.
+    """Returns all fields of a data set, in the order of the Unischema, and the names of its files' columns.
 
-    Args:
-        common_metadata: The content of the file `_common_metadata`.
-
-    Returns:
-        All fields, in the order of the Unischema, and the names of the files' columns. A field without such a
-        column is a partition column.
-
-    Raises:
-        DatasetError: The file is not Parquet, holds no Unischema, or holds one that `read_unischema` refuses.
+    `common_metadata` is the content of `_common_metadata`. A field without such a column is a partition column. A
+    `DatasetError` says that there is no Unischema, or one that `read_unischema` refuses.
     """
     try:
         found = pq.read_metadata(pa.BufferReader(common_metadata))
@@ -60,8 +53,8 @@ class Decoder:
 
     Attributes:
         encoded: Fields to decode; other columns pass unchanged.
-        layout: `nested` makes lists, nested once per dimension. `flat` makes one list of all values in C order;
-            a shape of several dimensions, one of them `None`, adds a column `NAME_shape`.
+        layout: `nested` makes lists, nested once per dimension. `flat` makes one list of all values in C order; a shape
+            of several dimensions, one of them `None`, adds a column `NAME_shape`.
         batch_bytes: Approximate size of a decoded batch in bytes; a batch has at least one row.
     """
 
@@ -70,12 +63,7 @@ class Decoder:
     batch_bytes: int = 32 << 20
 
     def check(self) -> None:
-        """Checks that every field can be decoded; reads no rows.
-
-        Raises:
-            DatasetError: A field has a dtype without a column type, is no valid image, or would lose precision in
-                Pillow.
-        """
+        """Refuses fields that cannot be decoded, with a `DatasetError`; reads no rows."""
         for field in self.encoded:
             if field.dtype not in ARROW_TYPES:
                 raise DatasetError(
@@ -106,11 +94,7 @@ class Decoder:
         )
 
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Yields decoded record batches of about `batch_bytes` each.
-
-        Raises:
-            ColumnError: A value is corrupt or does not match the schema; names column and row.
-        """
+        """Yields decoded batches of about `batch_bytes`; a `ColumnError` names column and row of a corrupt value."""
         first_row, rows = 0, _FIRST_ROWS
         for batch in batches:
             start = 0
@@ -165,15 +149,9 @@ def _lists(values: pa.Array, lengths: npt.NDArray[np.int64], present: npt.NDArra
 def reader_batches(reader: Iterable[Any], columns: Columns, *, key: str) -> Iterator[pa.RecordBatch]:
     """Converts the batches of Petastorm's readers and loaders to record batches for `worker.train_partition`.
 
-    Args:
-        reader: Iterable of batches by column: the named tuples of `make_batch_reader`, or the dictionaries of
-            the loader that `SparkDatasetConverter.make_torch_dataloader` opens.
-        columns: Which columns become which tensors.
-        key: Name of the int64 column with the row keys, which identify and order rows, for example Spark's
-            `xxhash64` of the other columns.
-
-    Raises:
-        ColumnError: A column is missing.
+    `reader` yields named tuples of `make_batch_reader`, or dictionaries of
+    `SparkDatasetConverter.make_torch_dataloader`. The int64 column `key` identifies and orders rows, for example
+    Spark's `xxhash64` of the other columns.
     """
     names = {spec.name: spec.column for spec in columns.tensors}
     names |= {VALIDATION: columns.validation} if columns.validation else {}

@@ -76,12 +76,9 @@ class UnischemaField:
     """One field of a data set: a column of its Parquet files, or a partition column.
 
     Attributes:
-        name: Name of the field.
-        dtype: NumPy dtype name of the values, or one of `bool`, `str`, `bytes`, `datetime64`, `Decimal`,
-            `object`.
+        dtype: NumPy dtype name of the values, or one of `bool`, `str`, `bytes`, `datetime64`, `Decimal`, `object`.
         shape: Shape of one row's value; `None` for a dimension that varies between rows.
-        codec: Storage format of values: `plain` for Parquet values, `ndarray` for `.npy` files, `compressed`
-            for `.npz` files, `image` for image files.
+        codec: `plain` for Parquet values, `ndarray` for `.npy` files, `compressed` for `.npz`, `image` for images.
         image_format: `PNG` or `JPEG`, as Pillow names them; empty for other codecs.
     """
 
@@ -97,13 +94,9 @@ class UnischemaField:
 
 
 def read_unischema(pickled: bytes) -> tuple[UnischemaField, ...]:
-    """Returns the fields of a pickled Unischema, in its order.
+    """Returns the fields of a Unischema that petastorm 0.4 or newer pickled, in its order.
 
-    Args:
-        pickled: A Unischema as petastorm 0.4 or newer pickles it, in any pickle protocol.
-
-    Raises:
-        DatasetError: The pickle is no Unischema, or names anything else, such as a custom codec or code to run.
+    A `DatasetError` refuses pickles of anything else, such as a custom codec or code to run.
     """
     try:
         root = _Unpickler(io.BytesIO(pickled), encoding="utf-8").load()

@@ -43,12 +43,6 @@ def mix(value: UInt64) -> UInt64:
     """The splitmix64 finaliser, a bijection on 64-bit words.
 
     Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
-
-    Args:
-        value: uint64 words of any shape.
-
-    Returns:
-        uint64 words of the same shape.
     """
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -96,15 +90,7 @@ def argsort(keys: UInt64) -> Int64:
 
 
 def by_step(steps: Numbers, count: int) -> tuple[Numbers, Int64]:
-    """Returns the stable order that sorts `steps`, and where each step ends in it.
-
-    Args:
-        steps: Step numbers less than `count`.
-        count: Number of steps.
-
-    Returns:
-        Indices into `steps`, and int64 ends of shape `(count,)`.
-    """
+    """Returns the stable order that sorts `steps`, and where each of `count` steps ends in it, int64 `(count,)`."""
     size = max(_CHUNK_ROWS, count)
     parts = [steps[start : start + size] for start in range(0, len(steps), size)]
     ends = np.cumsum(sum((np.bincount(part, minlength=count) for part in parts), np.zeros(count, np.int64)))
@@ -119,16 +105,9 @@ def by_step(steps: Numbers, count: int) -> tuple[Numbers, Int64]:
 
 
 def rank_of_key(key: Int64, world_size: int) -> Int64:
-    """Returns the rank that holds each row: the key space cut into equal parts.
+    """Returns the rank that holds each row: the space of int64 keys, read as unsigned, cut into equal parts.
 
     Spark evaluates the same expression when it repartitions the rows.
-
-    Args:
-        key: int64 row keys of shape `(rows,)`, read as unsigned.
-        world_size: Number of ranks.
-
-    Returns:
-        int64 ranks of shape `(rows,)`.
     """
     top = (key.view(np.uint64) >> np.uint64(33)).astype(np.int64)
     return (top * world_size) >> 31
@@ -143,8 +122,8 @@ class SamplingPlan:
         batch_size: Rows of a global batch, `B`.
         seed: Seed of the order.
         shuffle: Whether every epoch has its own order; otherwise batches follow the positions.
-        block: Number of consecutive positions trained within as many steps, `k`. The blocks of a stratum are
-            put in a pseudo-random order, then the rows within each block; 1 orders single rows.
+        block: Number of consecutive positions trained within as many steps, `k`. The blocks of a stratum are put in a
+            pseudo-random order, then the rows within each block; 1 orders single rows.
     """
 
     rows: int
@@ -168,18 +147,10 @@ class SamplingPlan:
         return np.dtype(np.int32 if self.rows < 1 << 31 else np.int64)
 
     def steps_of(self, lo: int, hi: int, epoch: int) -> Numbers:
-        """Returns the step at which each of the positions `[lo, hi)` is trained in that epoch.
+        """Returns the step at which each of the positions `[lo, hi)` is trained in that epoch, int32 if that suffices.
 
-        The result depends only on the plan and the arguments: a rank computes its own part, strata
-        shared with its neighbours included, without communication.
-
-        Args:
-            lo: First position.
-            hi: One past the last position.
-            epoch: Number of the epoch, from 0.
-
-        Returns:
-            Steps of shape `(hi - lo,)`, int32 if that suffices, otherwise int64.
+        The result depends only on the plan and the arguments: a rank computes its own part, strata shared with its
+        neighbours included, without communication.
         """
         if lo >= hi:
             return np.empty(0, self._dtype)
@@ -234,14 +205,7 @@ class RankOrder:
     """
 
     def __init__(self, plan: SamplingPlan, lo: int, hi: int, epoch: int) -> None:
-        """Orders the blocks.
-
-        Args:
-            plan: Sampling plan.
-            lo: First position of the rank.
-            hi: One past its last position.
-            epoch: Number of the epoch, from 0.
-        """
+        """Orders the blocks of the positions `[lo, hi)`."""
         self._plan, self._lo, self._hi, self.epoch = plan, lo, hi, epoch
         self.windows = -(-plan.steps // plan.block)
         if not plan.shuffle or lo >= hi:
@@ -278,13 +242,9 @@ class RankOrder:
         return np.argsort(draw, axis=1, kind="stable").astype(np.int32)
 
     def window(self, number: int) -> tuple[Int64, Int64]:
-        """Returns the rank's rows in steps `[number * block, (number + 1) * block)`.
+        """Returns the rank's rows in steps `[number * block, (number + 1) * block)`, and these steps, both int64.
 
-        Args:
-            number: Number of the window, from 0.
-
-        Returns:
-            int64 positions of shape `(rows,)`, ascending within each block, and their int64 steps.
+        Positions ascend within each block.
         """
         plan, block = self._plan, self._plan.block
         if self._lo >= self._hi:

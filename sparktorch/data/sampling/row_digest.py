@@ -29,12 +29,7 @@ class RowDigests:
         self._sums = keys.copy()
 
     def add(self, name: str, values: npt.NDArray[Any]) -> None:
-        """Adds a column of numbers.
-
-        Args:
-            name: Name of the column, which determines the weights.
-            values: Values of shape `(rows, *shape)`.
-        """
+        """Adds a column of numbers, of shape `(rows, *shape)`; its name determines the weights."""
         words = _words(values)
         weights = _weights(name, np.arange(words.shape[1]))
         self._sums += np.einsum("ij,j->i", words, weights, dtype=np.uint64, casting="unsafe")
@@ -44,11 +39,8 @@ class RowDigests:
     ) -> None:
         """Adds a column of sparse rows; explicit zeros do not change the digest.
 
-        Args:
-            name: Name of the column, which determines the weights.
-            values: Concatenated elements of all rows, of shape `(elements, *shape)`.
-            places: Position of each element in its row, of shape `(elements,)`.
-            lengths: Number of elements of each row, int64 of shape `(rows,)`.
+        `values` are the elements of all rows, of shape `(elements, *shape)`, and `places` their positions in their
+        rows.
         """
         words = _words(values)
         count = words.shape[1]

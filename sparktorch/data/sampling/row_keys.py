@@ -18,12 +18,7 @@ class RowKeys:
     """The keys of the rows in order of arrival, and which rows are held out for validation."""
 
     def __init__(self, storage: RowStorage, *, by_key: bool) -> None:
-        """Starts without rows.
-
-        Args:
-            storage: Storage of the keys.
-            by_key: Whether positions follow the keys; otherwise they follow the order of arrival.
-        """
+        """Starts without rows; without `by_key`, positions follow the order of arrival instead of the keys."""
         self._keys, self._marks = storage.spool(np.int64), storage.spool(np.bool_)
         self._by_key = by_key
         self._last = (False, 0)

@@ -43,15 +43,7 @@ _COLLECTIVE_SECONDS = 1800.0
 def train_with_restarts(
     frame: Frame, trial: DryRunResult, request: Request, report: FitReport, run: Attempt
 ) -> Results:
-    """Runs the training. If a rank is lost, runs it again from the last checkpoint.
-
-    Args:
-        frame: The encoded rows.
-        trial: The result of the dry run.
-        request: The configuration of the fit.
-        report: Notified of progress.
-        run: Runs one attempt: `one_job`, or in a pool of ranks.
-    """
+    """Runs the training by `run` (`one_job`, or in a pool of ranks); after a lost rank, again from its checkpoint."""
     job = TrainJob(
         columns=replace(frame.columns, classes=trial.classes, ignored=trial.ignored),
         recipe=replace(request.recipe, metrics=trial.metrics),
@@ -88,14 +80,7 @@ def of_request(request: JobRequest) -> dict[str, Any]:
 
 
 def with_restarts(spark: SparkSession, job: J, request: R, run: Callable[[J, R], Results]) -> Results:
-    """Runs a job. If a rank is lost, runs it again, from its last checkpoint if it has one.
-
-    Args:
-        spark: The session.
-        job: What the ranks do.
-        request: The configuration of the job.
-        run: Runs one attempt.
-    """
+    """Runs a job by `run`. If a rank is lost, runs it again, from its last checkpoint if it has one."""
     try:
         now, lost = request, []
         for restart in range(request.max_restarts):
@@ -130,13 +115,7 @@ def _unless_lost(run: Callable[[], Results], number: int, request: JobRequest) -
 def _with_slots_left(spark: SparkSession, request: R, lost: list[str]) -> R:
     """Waits for lost executors to come back; returns the request for as many ranks as there are slots.
 
-    Args:
-        spark: The session.
-        request: The original request.
-        lost: Tags of the failed attempts.
-
-    Raises:
-        ClusterError: There are fewer slots than `min_workers`.
+    `lost` has the tags of the failed attempts. A `ClusterError` says that there are fewer slots than `min_workers`.
     """
     launch, least = replace(request.launch, tag=new_tag()), request.min_workers
     found = settled_slots(spark, launch.world_size, launch.profile, settle=_COMEBACK_SECONDS, lost=lost)
@@ -166,12 +145,6 @@ def partitioned(frame: Frame, job: J, request: JobRequest, start: Callable[[Data
     """Starts a job on the rows, one partition per rank. If equal rows make the ranks too uneven, splits by position.
 
     A training that goes on is split as it was when it began: the ranks read that from its checkpoint.
-
-    Args:
-        frame: The encoded rows.
-        job: What the ranks do.
-        request: The configuration of the fit.
-        start: Starts the job with partitioned rows.
     """
     ranks = request.launch.world_size
     in_order = job.storage.kind != "memory"  # sorted rows on disk can be read sequentially in training order

@@ -36,11 +36,7 @@ _VALID = {
 
 
 def check_params(p: Values) -> None:
-    """Checks the Params of an estimator, one by one and in combination.
-
-    Raises:
-        ConfigError: A Param is missing or out of range, or two Params exclude each other.
-    """
+    """Checks the Params of an estimator, one by one and in combination."""
     brings_loss = p["trainingStep"] or p.brings_its_training or has_own_loss(p["module"])
     for name in ("module", "loss"):
         if p[name] is None and not (name == "loss" and brings_loss):
@@ -59,11 +55,7 @@ def check_params(p: Values) -> None:
 
 
 def check_job(p: Values) -> None:
-    """Checks the Params of a job: columns, workers, timeouts, batches and storage.
-
-    Raises:
-        ConfigError: A Param is out of range, or two Params exclude each other.
-    """
+    """Checks the Params of a job: columns, workers, timeouts, batches and storage."""
     at_least("numWorkers", p["numWorkers"], 1)
     at_least("maxRestarts", p["maxRestarts"], 0)
     for name in ("startTimeout", "stallTimeout", "driverTimeout"):
@@ -75,11 +67,7 @@ def check_job(p: Values) -> None:
 
 
 def check_scoring(p: Values) -> None:
-    """Checks the Params of scoring.
-
-    Raises:
-        ConfigError: One of them is out of range.
-    """
+    """Checks the Params of scoring."""
     rows_or_auto("predictBatchSize", p["predictBatchSize"])
     one_of("handleInvalid", p["handleInvalid"], ("error", "keep", "skip"))
     one_of("predictPrecision", p["predictPrecision"], ("fp32", "bf16", "fp16"))
@@ -88,11 +76,7 @@ def check_scoring(p: Values) -> None:
 
 
 def check_thresholds(instance: Params, classes: int | None) -> None:
-    """Checks that `thresholds`, if set, has one value per class.
-
-    Raises:
-        ConfigError: It has more or fewer.
-    """
+    """Checks that `thresholds`, if set, has one value per class."""
     if classes is None or not instance.hasParam("thresholds") or not instance.isDefined("thresholds"):
         return
     thresholds = instance.getOrDefault("thresholds")
@@ -107,13 +91,7 @@ def check_thresholds(instance: Params, classes: int | None) -> None:
 def check_new_columns(estimator: EstimatorParams, dataset: DataFrame, outputs: int) -> None:
     """Checks that the model will add columns that the DataFrame of the fit has not, each under a name of its own.
 
-    Args:
-        estimator: Its Params become the model's.
-        dataset: The rows to train on.
-        outputs: Number of tensors that the module returns.
-
-    Raises:
-        ColumnError, ConfigError: As from `check_outputs`.
+    `outputs` is the number of tensors that the module returns.
     """
     several = estimator.hasParam("outputCols") and (estimator.isDefined("outputCols") or outputs > 1)
     names = [estimator.getOrDefault(name) for name in _OUTPUTS if estimator.hasParam(name)]
@@ -123,16 +101,7 @@ def check_new_columns(estimator: EstimatorParams, dataset: DataFrame, outputs: i
 
 
 def check_outputs(columns: ColumnNames, names: Sequence[str]) -> None:
-    """Checks the names of a model's output columns.
-
-    Args:
-        columns: The columns of the DataFrame.
-        names: The names.
-
-    Raises:
-        ColumnError: The DataFrame has such a column.
-        ConfigError: Two are the same name to Spark.
-    """
+    """Refuses output columns that the DataFrame has, and two that have the same name to Spark."""
     taken = [name for name in names if columns.called(name)]
     if taken:
         raise ColumnError(
@@ -150,11 +119,7 @@ def check_outputs(columns: ColumnNames, names: Sequence[str]) -> None:
 
 
 def check_param_names(instance: Params, names: Iterable[str]) -> None:
-    """Refuses names that are not Params of the instance.
-
-    Raises:
-        ConfigError: A name is unknown; the hint suggests the nearest Param.
-    """
+    """Refuses names that are not Params of the instance; the hint suggests the nearest Param."""
     valid = [param.name for param in instance.params]
     for name in names:
         if name not in valid:
@@ -162,22 +127,14 @@ def check_param_names(instance: Params, names: Iterable[str]) -> None:
 
 
 def check_restarts(p: Values) -> None:
-    """Checks that the strategy supports the checkpoints and restarts that the Params ask for.
-
-    Raises:
-        ConfigError: The strategy cannot resume from a checkpoint, or with fewer workers; or `minWorkers` is invalid.
-    """
+    """Checks that the strategy supports the checkpoints and restarts that the Params ask for."""
     if p["minWorkers"] is not None:
         at_least("minWorkers", p["minWorkers"], 1)
     refuse(RESTARTS, p)
 
 
 def check_best_metric(config: TrainConfig, recipe: Recipe) -> None:
-    """Checks that validations will have the metric of early stopping, as far as that is known before one.
-
-    Raises:
-        ConfigError: They will not.
-    """
+    """Checks that validations will have the metric of early stopping, as far as that is known before one."""
     name = config.needs_metric
     if name in (None, "val_loss") or has_metric(name, config.task, recipe.metrics) or recipe.steps_itself:
         return

@@ -37,14 +37,7 @@ __all__ = ["first_inputs", "first_label", "one_rank", "try_out"]
 def try_out(frame: Frame, request: Request, in_worker: Callable[..., Results]) -> tuple[Frame, DryRunResult]:
     """Runs module and loss on the first row; returns the result, and the frame with the tensor names of `preprocess`.
 
-    Args:
-        frame: Holds the first row.
-        request: The recipe, and whether to run on the driver or in a worker.
-        in_worker: Runs a body in a worker; see `one_rank`.
-
-    Raises:
-        ModuleError: The module, loss or optimizer cannot be built or does not fit the columns.
-        ConfigError: Parameter names, optimizer options or metrics are invalid.
+    `in_worker` runs a body in a worker, if the request asks for it; see `one_rank`.
     """
     frame, inputs = first_inputs(frame)
     label = first_label(frame)
@@ -62,14 +55,9 @@ def try_out(frame: Frame, request: Request, in_worker: Callable[..., Results]) -
 
 
 def first_inputs(frame: Frame) -> tuple[Frame, dict[str, torch.Tensor]]:
-    """Checks the first row, and makes its inputs; returns the frame with the tensor names of `preprocess`, and them.
+    """Checks the first row, and makes its inputs.
 
-    Returns:
-        The frame, and two rows of each tensor by a name for messages.
-
-    Raises:
-        ModuleError: `preprocess` fails.
-        ColumnError: The row cannot be trained on.
+    Returns the frame with the tensor names of `preprocess`, and two rows of each tensor by a name for messages.
     """
     screen = RowFilter(replace(frame.columns, drop_nulls=False))
     screen.rows_of(frame.sample, first_row=0)
@@ -131,8 +119,7 @@ def _twice(field: Field, column: pa.Array) -> tuple[Any, ...]:
 def _preprocessed(preprocess: Preprocess, columns: list[tuple[Any, ...]]) -> dict[str, torch.Tensor]:
     """Calls `preprocess` on the first row, as in scoring and then as in training; returns the latter's tensors.
 
-    Raises:
-        ModuleError: The callable fails, or returns other tensors in training than in scoring.
+    A `ModuleError` says that it returns other tensors in training than in scoring.
     """
     try:
         return preprocess.returning(preprocess(columns, 2))(columns, 2, StepContext(0, 0))

@@ -51,11 +51,7 @@ def can_hold(request: Request, spark: SparkSession) -> bool:
 
 
 def check_holdable(request: Request, spark: SparkSession) -> None:
-    """Refuses fits whose ranks cannot hold rows.
-
-    Raises:
-        ConfigError: Executors do not reach the driver, or the strategy gives every rank all rows.
-    """
+    """Refuses fits whose ranks cannot hold rows: executors do not reach the driver, or every rank gets all rows."""
     found = _obstacle(request, spark)
     if found is not None:
         what, hint, param = found

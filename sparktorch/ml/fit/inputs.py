@@ -22,12 +22,7 @@ _INSTEAD = {"featuresCol": "inputCols", "labelCol": "labelCols"}  # the Param th
 
 
 def preprocess_of(params: EstimatorParams) -> Any:
-    """Returns the `preprocess` callable, or `None` if it is not set.
-
-    Raises:
-        ConfigError: Its signature is wrong, or it cannot be shipped to the ranks.
-        ModuleError: Its import path does not exist.
-    """
+    """Returns the `preprocess` callable, or `None` if it is not set; refuses one that cannot be called or shipped."""
     if not params.isSet("preprocess"):
         return None
     function = params.getPreprocess()
@@ -39,17 +34,7 @@ def preprocess_of(params: EstimatorParams) -> Any:
 
 
 def check_ships(value: Any, name: str, *, param: str, hint: str) -> None:
-    """Checks that a value can be sent to the ranks, with Spark's cloudpickle.
-
-    Args:
-        value: The value.
-        name: Its name in the message.
-        param: The Param that it comes from.
-        hint: The advice in the message.
-
-    Raises:
-        ConfigError: The value cannot be pickled.
-    """
+    """Checks that a value can be sent to the ranks, with Spark's cloudpickle; the message gives `param` and `hint`."""
     try:
         cloudpickle.dumps(value)  # type: ignore[no-untyped-call]  # pyspark's is untyped
     except Exception as error:
@@ -81,9 +66,7 @@ def input_names(instance: Any) -> list[str]:
 def naming_params(instance: Any, *, fits: bool = True) -> Iterator[None]:
     """Context that adds, to an error about a column, the Param that names the column, if it is only one.
 
-    Args:
-        instance: An estimator or a model.
-        fits: Whether columns besides the inputs are read, too.
+    With `fits`, columns besides the inputs are read, too.
     """
     try:
         yield

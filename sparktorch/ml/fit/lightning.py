@@ -49,9 +49,8 @@ _REFUSED = (
 def check_lightning(p: Values) -> None:
     """Checks a LightningModule, and that no Param names what it brings.
 
-    Raises:
-        ConfigError: A Param is set that contradicts it; names the Param.
-        ModuleError: It has methods that a fit cannot honour, or lacks some; names the method.
+    A `ConfigError` names a Param that contradicts it, a `ModuleError` a method that it lacks or that a fit cannot
+    honour.
     """
     refuse(_REFUSED, p)
     check_class(p.source, validated=p.validated)

@@ -37,7 +37,6 @@ class Fit:
 
     Attributes:
         estimator: The estimator, or the Params of `run`.
-        spark: The session.
         callers: What `callers` returned when the estimator was copied.
         columns: The training columns, once the DataFrame has been checked; `None` also for a run without one.
         kind: What it is: the class of the estimator, or "run".
@@ -84,9 +83,8 @@ class FitListener(Protocol):
 class FitReport:
     """Passes the events of one fit to the progress bar and the listeners.
 
-    Attributes:
-        judge: Called with the record of each epoch; returns whether training ends there. `None` trains all epochs. Only
-            ranks that hold their rows ask it.
+    `judge` is called with the record of each epoch, and returns whether training ends there; `None` trains all epochs.
+    Only ranks that hold their rows ask it.
     """
 
     def __init__(
@@ -101,13 +99,7 @@ class FitReport:
     ) -> None:
         """Creates the report; entering its block creates the listeners.
 
-        Args:
-            fit: The fit.
-            rows_per_step: Rows of a step, for the rate.
-            show: Whether to show a progress bar.
-            title: What the bar says before the figures.
-            stays: Whether the bar stays on the screen after the fit.
-            judge: See the attribute.
+        `title` is what the bar says before the figures; `stays` keeps the bar on the screen after the fit.
         """
         self._title, self._stays, self.judge = title, stays, judge
         self._fit = fit

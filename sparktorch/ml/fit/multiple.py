@@ -45,11 +45,7 @@ class _Models(Iterator[tuple[int, Any]]):
         finalize(self, work.cancel).atexit = False
 
     def __next__(self) -> tuple[int, Any]:
-        """Returns the next model once it is trained.
-
-        Raises:
-            SparkTorchError: This fit failed.
-        """
+        """Returns the next model once it is trained, or raises the error of its fit."""
         try:
             with self._lock:
                 index = self._taken
@@ -64,11 +60,7 @@ class _Models(Iterator[tuple[int, Any]]):
 
 
 class _Work:
-    """The fits, in a thread of their own.
-
-    Attributes:
-        count: Number of fits.
-    """
+    """The fits, in a thread of their own."""
 
     def __init__(self, estimators: list[Any], dataset: DataFrame | PreparedData, requests: list[Request]) -> None:
         self.count = len(estimators)
@@ -196,11 +188,7 @@ def _parts(group: list[int], all_at_once: bool) -> list[list[int]]:
 
 
 def _check_checkpoints(requests: Sequence[Request]) -> None:
-    """Refuses fits that would write their checkpoints into the same directory.
-
-    Raises:
-        ConfigError: Two fits have the same one.
-    """
+    """Refuses fits that would write their checkpoints into the same directory."""
     seen = set()
     for request in requests:
         directory = None if request.checkpoint is None else request.checkpoint.directory

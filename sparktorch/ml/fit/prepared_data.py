@@ -45,13 +45,7 @@ _all: WeakSet[PreparedData] = WeakSet()  # of this process
 
 
 class Source(Protocol):
-    """Where a fit's rows come from.
-
-    Attributes:
-        dataset: The rows.
-        title: What the progress bar says before the figures.
-        bar_stays: Whether the bar stays on the screen after the fit.
-    """
+    """Where a fit's rows come from, and what its progress bar says before the figures, and whether it stays."""
 
     dataset: DataFrame
     title: str
@@ -120,12 +114,8 @@ class PreparedData:
     ) -> None:
         """Reads nothing yet; see `TorchEstimatorBase.prepare`.
 
-        Args:
-            estimator: The rows that it needs are read.
-            task: What the labels mean.
-            dataset: The rows.
-            idle_timeout: Seconds without a fit after which the ranks end.
-            gives_way: Whether `make_room` may end idle ranks.
+        The rows are those that `estimator` needs. The ranks end after `idle_timeout` seconds without a fit, and
+        `make_room` may end them when idle if they give way.
         """
         self.gives_way, self._busy = gives_way, False
         self.dataset, self.title, self.bar_stays = dataset, "fit", True
@@ -177,8 +167,7 @@ class PreparedData:
     ) -> tuple[Request, Frame, DryRunResult]:
         """Runs all checks that need no training job; returns what the training needs.
 
-        Raises:
-            ConfigError: It is closed, or the estimator needs other rows.
+        A `ConfigError` says that it is closed, or that the estimator needs other rows.
         """
         with self._lock:
             try:
@@ -208,8 +197,7 @@ class PreparedData:
     def attempt(self, frame: Frame, job: TrainJob, request: Request, report: FitReport) -> Results:
         """Trains in the ranks; starts them if they do not run, or hold other rows than the job needs.
 
-        Raises:
-            ConfigError: It was cancelled meanwhile: what is lost in that way does not start again.
+        A `ConfigError` says that it was cancelled meanwhile: what is lost in that way does not start again.
         """
         with self._lock:
             self._busy = True
@@ -330,13 +318,7 @@ def _in_pool(pool: RankPool, report: FitReport, body: Callable[..., RankResult])
 
 
 def make_room(spark: SparkSession, count: int, *, without: PreparedData | None = None) -> None:
-    """Makes idle ranks of this process free their slots if fewer than `count` are free.
-
-    Args:
-        spark: The session.
-        count: Number of slots that a job needs.
-        without: Rows that stay.
-    """
+    """Makes idle ranks of this process, but for those of `without`, free their slots if fewer than `count` are free."""
     holding = [held for held in list(_all) if held is not without and held.slots_held]
     total = slots(spark) if holding else None
     if total is None:
@@ -357,15 +339,7 @@ def _with_profile(request: R, spark: SparkSession) -> R:
 def launchable(request: R, spark: SparkSession, preflight: str, without: PreparedData | None = None) -> R:
     """Returns a request with its resource profile, once the cluster is checked for it, and idle ranks have made room.
 
-    Args:
-        request: The configuration.
-        spark: The session.
-        preflight: "full" also checks the executors.
-        without: Rows whose ranks stay.
-
-    Raises:
-        ClusterError: The cluster cannot run the job.
-        ConfigError: An option of the strategy does not suit the workers' devices.
+    The preflight "full" also checks the executors. Ranks of `without` stay.
     """
     request = _with_profile(request, spark)
     launch = request.launch

@@ -43,10 +43,7 @@ class JobRequest:
     """What the job of a fit, or of `run`, is to be like.
 
     Attributes:
-        config: How it trains: batches, strategy, numerics.
-        launch: The barrier job: ranks, devices, timeouts.
         split: "key" to split rows by key, "keep" to keep the partitions.
-        storage: Where each worker keeps its rows.
         checkpoint: Where and how often to save the training state; `None` for no checkpoints.
         max_restarts: The most restarts after a lost rank.
         min_workers: The fewest ranks for a restart; `None` for all.
@@ -65,23 +62,14 @@ class JobRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Request(JobRequest):
-    """The configuration of a fit.
-
-    Attributes:
-        recipe: What is trained.
-        dry_run: Where the dry run happens, on the "driver" or in a "worker".
-    """
+    """The configuration of a fit; the dry run happens on the "driver" or in a "worker"."""
 
     recipe: Recipe
     dry_run: str
 
 
 def translate(estimator: EstimatorParams, task: Task) -> Request:
-    """Checks the Params and translates them.
-
-    Raises:
-        ConfigError: A Param is missing or out of range.
-    """
+    """Checks the Params and translates them."""
     estimator = estimator.completed()  # type: ignore[attr-defined]  # what all estimators have
     p = Values(estimator)
     check_params(p)
@@ -109,11 +97,7 @@ def _new_folder(directory: str) -> str:
 
 
 def translate_run(params: RunParams, function: Any) -> JobRequest:
-    """Checks the Params of `run` and translates them.
-
-    Raises:
-        ConfigError: A Param is out of range.
-    """
+    """Checks the Params of `run` and translates them."""
     p = Values(params)
     check_job(p)
     named = repr(function) if isinstance(function, str) else name_of(function)  # its code decides itself what resumes

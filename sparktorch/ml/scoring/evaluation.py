@@ -224,17 +224,10 @@ class RegressionSummary(_Summary):
 def evaluate_classifier(
     model: ClassificationModelParams, transform: Transform, dataset: DataFrame, *, classes: int
 ) -> ClassificationSummary:
-    """Scores the rows and compares with the labels.
+    """Scores the rows and compares with the labels; all output columns of the model have names.
 
-    Args:
-        model: The Params of the model; all its output columns have names.
-        transform: The model's `transform`.
-        dataset: The rows, with a column of true classes.
-        classes: Number of classes of the model.
-
-    Raises:
-        ColumnError: A column is missing or not numeric, or a row has no weight, no prediction, or a label that is not a
-            class of the model.
+    A `ColumnError` refuses columns that are missing or not numeric, and rows without weight or prediction, or with a
+    label that is not a class of the model.
     """
     binary, many = classes == 2, classes > _MATRIX_CLASSES
     score = [quoted(model.getProbabilityCol()).alias("score")] if binary else []
@@ -266,16 +259,7 @@ def evaluate_classifier(
 
 
 def evaluate_regressor(model: RegressionModelParams, transform: Transform, dataset: DataFrame) -> RegressionSummary:
-    """Scores the rows and compares with the labels.
-
-    Args:
-        model: The Params of the model; its output column has a name, and is a number.
-        transform: The model's `transform`.
-        dataset: The rows, with a column of true values.
-
-    Raises:
-        ColumnError: A column is missing or not numeric, or a row has no weight, prediction or label.
-    """
+    """Scores the rows and compares with the labels; the model's output column has a name, and is a number."""
     with _compared(model, transform, dataset, kept=True) as (predictions, rows):
         found = _described(model, predictions, rows.agg(*_totals()).collect())
         evaluator = RegressionEvaluator(weightCol="weight")
@@ -309,12 +293,8 @@ def _compared(
 ) -> Iterator[tuple[DataFrame, DataFrame]]:
     """Yields two DataFrames: the output of `transform`, and its `label`, `prediction` and `weight` as double.
 
-    Args:
-        model: The Params of the model.
-        transform: The model's `transform`.
-        dataset: The rows.
-        more: Further columns of the second DataFrame.
-        kept: Whether to persist the second DataFrame until the block ends, so that several jobs score once.
+    `more` are further columns of the second, which is persisted until the block ends if `kept`, so that jobs score
+    once.
     """
     names, weight = ColumnNames.of(dataset), _weight_column(model)
     for name in (model.getLabelCol(), *([weight] if weight else [])):
@@ -350,11 +330,7 @@ def _weight_column(model: ClassificationModelParams | RegressionModelParams) -> 
 def _described(
     model: ClassificationModelParams | RegressionModelParams, predictions: DataFrame, totals: list[Row]
 ) -> dict[str, Any]:
-    """Returns the fields of all summaries.
-
-    Raises:
-        ColumnError: There are no rows, a row has no label, valid weight or prediction, or all weights are 0.
-    """
+    """Returns the fields of all summaries, from rows that have labels, weights and predictions."""
     label, weight = model.getLabelCol(), _weight_column(model)
     rows = sum(row["rows"] for row in totals)
     if not rows:
@@ -386,11 +362,7 @@ def _of(groups: list[Row], name: str) -> Floats:
 
 
 def _check_classes(groups: list[Row], classes: int, column: str) -> None:
-    """Checks that all labels are classes of the model.
-
-    Raises:
-        ColumnError: One is not; the message names it.
-    """
+    """Refuses a label that is not a class of the model, by its name."""
     bad = [group["least"] for group in groups if group["class"] == _UNKNOWN]
     if bad:
         raise ColumnError(

@@ -29,21 +29,11 @@ _scorers: WeakKeyDictionary[Any, tuple[Scoring, Scorer]] = WeakKeyDictionary()
 def score_row(
     model: Any, trained: TrainedModule, inputs: Sequence[TensorSpec], scoring: Scoring, row: Any, names: Sequence[str]
 ) -> list[Any]:
-    """Scores one row.
+    """Scores one row: the value of the only input column, or a `Row` or mapping with the input columns.
 
-    Args:
-        model: The model; its scorer is cached as long as it lives.
-        trained: The trained module.
-        inputs: The input specs of the model, with the column names of its Params.
-        scoring: Scoring options; device "auto" means the CPU here.
-        row: The value of the only input column, or a `Row` or mapping with the input columns.
-        names: Which results to return, as `Scorer.score` names them.
-
-    Returns:
-        A number, or (nested) lists of numbers, per name; `None` for a row that `scoring.invalid` keeps or skips.
-
-    Raises:
-        ColumnError: An input is missing, or has another type or shape than in the fit.
+    Returns, for each of `names` as in `Scorer.score`, a number or (nested) lists of numbers; `None` for a row that
+    `scoring.invalid` keeps or skips. The model's scorer is cached as long as it lives. Device "auto" means the CPU
+    here.
     """
     columns = columns_of(row, inputs)
     known = _scorers.get(model)
@@ -107,13 +97,7 @@ def _key(fields: Mapping[str, Any], name: str) -> str | None:
 
 
 def _column(value: Any, spec: TensorSpec, name: str) -> pa.Array:
-    """Returns a value as an Arrow array of length one.
-
-    Args:
-        value: The value.
-        spec: The input that the value belongs to.
-        name: The column of the value.
-    """
+    """Returns a value as an Arrow array of length one."""
     if isinstance(value, Vector):
         if spec.kind not in ("number", "vector"):
             raise ColumnError(

@@ -65,9 +65,8 @@ _PLAIN = (T.StringType, T.BinaryType, T.DateType, T.TimestampType, T.TimestampNT
 def plan_inputs(columns: ColumnNames, names: Sequence[str], options: InputOptions) -> list[TensorSpec]:
     """Returns one spec per input; lengths and sizes that only the sample row shows are 0.
 
-    Raises:
-        ColumnError: A column is missing or has a type that cannot become a tensor.
-        ConfigError: An option does not fit its column's type.
+    A `ColumnError` refuses columns that are missing or cannot become a tensor, a `ConfigError` options that do not fit
+    them.
     """
     options.check_names(names)
     numbers = (at for at, name in enumerate(names) if options.assemble and isinstance(columns.type_of(name), NUMERIC))
@@ -250,13 +249,7 @@ def _either(names: Iterable[str]) -> str:
 
 
 def exact(columns: ColumnNames, spec: TensorSpec, wire: Column) -> Column:
-    """Returns an encoded column that raises an error for whole numbers that packing as float32 would round.
-
-    Args:
-        columns: Columns of the DataFrame.
-        spec: Spec of the encoded column.
-        wire: Expression of the encoded column.
-    """
+    """Returns an encoded column that raises an error for whole numbers that packing as float32 would round."""
     wide = [name for name in spec.sources if _is_wide(columns.type_of(name))]
     if spec.dtype != "float32" or not wide:
         return wire
@@ -349,11 +342,7 @@ def _vector(column: Column, dtype: str) -> Column:
 
 
 def input_columns(dataset: DataFrame, specs: Sequence[TensorSpec]) -> list[Column]:
-    """Returns the encoded input columns of a fitted model, one per spec.
-
-    Raises:
-        ColumnError: A column is missing or has another type than the model was fitted on.
-    """
+    """Returns the encoded input columns of a fitted model, one per spec; refuses other types than those of the fit."""
     columns = ColumnNames.of(dataset)
     for spec in specs:
         for name in spec.sources or (spec.column,):

@@ -31,16 +31,7 @@ _LOOKED_AT = (1, 64, 4096)
 
 
 def first_row(data: DataFrame, columns: Columns, *, filled: bool) -> pa.RecordBatch:
-    """Returns the sample row, the first usable row, as a record batch.
-
-    Args:
-        data: Encoded columns.
-        columns: Specs of the columns.
-        filled: Whether the ranks fill nulls in the inputs.
-
-    Raises:
-        ColumnError: There is no usable row.
-    """
+    """Returns the sample row, the first usable row, as a record batch; `filled` says that ranks fill null inputs."""
     schema = data.schema
     conditions = []
     for spec in columns.tensors:  # labels and weights are never filled
@@ -91,17 +82,9 @@ def _timed(kind: T.DataType) -> bool:
 
 
 def _unfit(spec: TensorSpec, kind: T.DataType, *, drop: bool) -> Column | None:
-    """Returns a condition that is true for values unusable in the sample row.
+    """Returns a condition, never null, that is true for values unusable in the sample row; `None` if all are usable.
 
-    They are those that the ranks drop or reject, and those that do not show the column's shape.
-
-    Args:
-        spec: Spec of the column.
-        kind: Spark type of the encoded column.
-        drop: Whether the ranks drop or reject rows with a null, NaN or infinity.
-
-    Returns:
-        A condition that is never null; `None` if every value is usable.
+    They are those that the ranks `drop` or reject, and those that do not show the column's shape.
     """
     column = F.col(spec.name)
     shapeless = 0 in spec.levels
@@ -123,12 +106,7 @@ def _without_lists(column: Column, kind: T.DataType) -> Column:
 
 
 def measured(spec: TensorSpec, sample: pa.RecordBatch) -> TensorSpec:
-    """Returns the spec with the lengths and sizes that the sample row shows; the ranks check every row.
-
-    Raises:
-        ColumnError: The sample row is null or empty but needed for lengths, or does not hold as many values as
-            `inputShapes` says.
-    """
+    """Returns the spec with the lengths and sizes that the sample row shows; the ranks check every row."""
     if spec.sources or not spec.levels:
         return _shaped(spec, ())
     value = sample.column(spec.name)[0].as_py()

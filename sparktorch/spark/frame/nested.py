@@ -22,12 +22,8 @@ Within = Callable[[Column], list[Column]]
 def hashed(spec: TensorSpec, kind: T.DataType) -> list[Column]:
     """Returns the expressions of an encoded column that the row key hashes.
 
-    Spark's hash ignores list boundaries and nulls. Where only those distinguish rows, list sizes and null
-    flags are hashed, too.
-
-    Args:
-        spec: Spec of the column.
-        kind: Spark type of the encoded column.
+    Spark's hash ignores list boundaries and nulls. Where only those distinguish rows, list sizes and null flags are
+    hashed, too.
     """
     column = F.col(spec.name)
     free = spec.kind == "any"  # its lists may have any lengths, on any level
@@ -48,10 +44,7 @@ def hashed(spec: TensorSpec, kind: T.DataType) -> list[Column]:
 def unfit(spec: TensorSpec, kind: T.DataType, column: Column | None = None) -> Column:
     """Returns a condition that is true for values that are or hold a null, NaN or infinity; it is never null.
 
-    Args:
-        spec: Spec of the column.
-        kind: Spark type of the encoded column.
-        column: Expression that encodes the column; by default the column named `spec.name`.
+    `column` encodes the values; by default it is the column named `spec.name`.
     """
     column = F.col(spec.name) if column is None else column
     if spec.kind in ("number", "vector") and isinstance(kind, T.StructType):  # dense vectors have a null size
@@ -78,11 +71,7 @@ def _within(
 ) -> list[Column]:
     """Returns the columns that `found` gives for a value, and then for its fields or elements, recursively.
 
-    Args:
-        value: The value.
-        kind: Spark type of the value.
-        found: Returns the columns for one value, without its fields or elements.
-        joined: Combines the columns for the elements of a list into one column.
+    `joined` combines the columns for the elements of a list into one column.
     """
     columns = found(value, kind)
     if isinstance(kind, T.StructType):

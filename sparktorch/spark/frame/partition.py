@@ -20,14 +20,11 @@ _PLACE = "place"
 
 
 def split(data: DataFrame, parts: int, *, by_place: bool = False, in_order: bool = False) -> DataFrame:
-    """Repartitions the rows so that partition r holds the r-th part of the key space.
+    """Repartitions encoded rows with their keys so that partition r holds the r-th part of the key space.
 
-    Args:
-        data: Encoded columns, including the row key.
-        parts: Number of partitions, the world size.
-        by_place: Whether to mix each row's position in the source into its key first, for data with many equal
-            rows, which have equal keys. The split then depends on the partitioning of the source.
-        in_order: Whether to sort the rows of each partition by key, validation rows last.
+    `by_place` mixes each row's position in the source into its key first, for data with many equal rows, which have
+    equal keys. The split then depends on the partitioning of the source. `in_order` sorts the rows of each partition by
+    key, validation rows last.
     """
     if by_place:
         data = data.withColumn(KEY, F.xxhash64(F.col(KEY), F.monotonically_increasing_id()))
@@ -36,13 +33,7 @@ def split(data: DataFrame, parts: int, *, by_place: bool = False, in_order: bool
 
 
 def split_into_folds(data: DataFrame, parts: int, *, in_order: bool = False) -> DataFrame:
-    """Copies every row to every partition, marked for validation in the one that `split` would put it into.
-
-    Args:
-        data: Encoded columns, including the row key.
-        parts: Number of partitions, the world size.
-        in_order: Whether to sort the rows of each partition, as `split` does.
-    """
+    """Copies every row to every partition, marked for validation in the one that `split` would put it into."""
     part = _part(parts)
     copies = data.withColumn(_COPY, F.explode(F.sequence(F.lit(0), F.lit(parts - 1)))).withColumn(
         VALIDATION, part == F.col(_COPY)
@@ -52,16 +43,9 @@ def split_into_folds(data: DataFrame, parts: int, *, in_order: bool = False) -> 
 
 
 def keep(data: DataFrame, parts: int) -> DataFrame:
-    """Returns the rows in their present partitions, after a check of the number of partitions.
+    """Returns the rows in their present partitions, after a check that there are `parts` of them.
 
     Counting partitions runs the shuffles that produce them, but reads no rows.
-
-    Args:
-        data: Encoded columns.
-        parts: Required number of partitions, the world size.
-
-    Raises:
-        ConfigError: The DataFrame has more or fewer partitions.
     """
     found = _partitions(data)
     if found != parts:
@@ -76,12 +60,7 @@ def keep(data: DataFrame, parts: int) -> DataFrame:
 
 
 def moved_as_they_are(data: DataFrame, parts: int) -> DataFrame:
-    """Shuffles the rows of each partition, in their order, to the partition of the same number.
-
-    Args:
-        data: Encoded columns.
-        parts: Number of partitions of `data`.
-    """
+    """Shuffles the rows of each of `parts` partitions, in their order, to the partition of the same number."""
     return repartition_by_id(data.withColumn(_PLACE, F.spark_partition_id()), parts, F.col(_PLACE)).drop(_PLACE)
 
 

@@ -36,13 +36,7 @@ _NOTHING_ASKED = InputOptions()
 
 @dataclass(frozen=True)
 class Frame:
-    """An encoded DataFrame, with its sample row.
-
-    Attributes:
-        data: Encoded columns.
-        columns: Specs of the columns, with lengths and sizes from the sample row.
-        sample: The sample row as a record batch.
-    """
+    """An encoded DataFrame, the specs of its columns, with lengths and sizes from the sample row, and that row."""
 
     data: DataFrame
     columns: Columns
@@ -79,10 +73,6 @@ def prepare(
         keyed: Whether row keys cover all columns; otherwise they leave out digestible ones, see `Columns.keyed`.
         fold: Name of an int column with the fold of each row, which is not part of its key.
         carried: Names of numeric columns that go with the rows, which are not part of their keys.
-
-    Raises:
-        ColumnError: A column is missing or has a type that cannot be trained on, or there is no usable row.
-        ConfigError: An option does not fit its column's type.
     """
     names = ColumnNames.of(dataset)
     specs = plan_inputs(names, inputs, options)

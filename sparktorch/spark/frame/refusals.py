@@ -63,13 +63,7 @@ def no_tensor(kind: T.DataType, name: str) -> ColumnError:
 
 
 def as_numbers(kind: T.DataType, sql: str, dtype: str = "double") -> str:
-    """Returns the hint for numbers as text, or lists of them; empty for other types.
-
-    Args:
-        kind: Type of the column.
-        sql: The column in SQL.
-        dtype: SQL type of the numbers.
-    """
+    """Returns the hint for numbers as text, or lists of them, by the column in SQL; empty for other types."""
     while isinstance(kind, T.ArrayType):
         kind, dtype = kind.elementType, f"array<{dtype}>"
     return f"numbers as text: cast({sql} as {dtype})" if isinstance(kind, T.StringType) else ""

@@ -37,8 +37,6 @@ class Launch:
     """How the ranks are launched.
 
     Attributes:
-        world_size: Number of ranks.
-        device: Device to train on.
         rendezvous: Host of the store: the driver, rank 0, or "auto": the driver if executors can reach it, otherwise
             rank 0.
         profile: Resource profile of the tasks, `None` for the session's default.
@@ -59,20 +57,11 @@ class Launch:
 def run_ranks(
     data: DataFrame | RDD[Any], body: Body, launch: Launch, observer: Observer
 ) -> list[tuple[dict[str, Any], bytes]]:
-    """Runs `body` once per partition, in barrier tasks, and returns the results of the ranks.
+    """Runs `body` once per partition, in barrier tasks, and returns `(meta, payload)` of each rank, in rank order.
 
-    Args:
-        data: DataFrame, or RDD, with one partition per rank.
-        body: Called in each rank with its record batches or elements, its `World` and its `Client`.
-        launch: How the ranks are launched.
-        observer: Notified of progress while the job runs.
-
-    Returns:
-        `(meta, payload)` of each rank, in the order of ranks.
-
-    Raises:
-        SparkTorchError: A rank failed: the root cause, with rank, host and the rank's traceback.
-        KeyboardInterrupt: Raised again after the job was cancelled.
+    `body` is called in each rank with its record batches or elements, its `World` and its `Client`. If a rank fails,
+    the root cause is raised, with rank, host and the rank's traceback. A `KeyboardInterrupt` cancels the job, and is
+    raised again.
     """
     spark = session_of(data)
     with ExitStack() as stack:
@@ -107,9 +96,7 @@ def run_ranks(
 def control_server(spark: SparkSession, launch: Launch) -> ControlServer | None:
     """Returns the driver's store for a job; `None` if rank 0 hosts it.
 
-    Raises:
-        ConfigError: The driver is to host it, and executors do not reach this process.
-        ClusterError: The driver's address is none of this machine.
+    A `ConfigError` says that the driver is to host it, and that executors do not reach this process.
     """
     if launch.rendezvous == "rank0":
         return None
@@ -139,11 +126,7 @@ def unshippable(error: ShippingError) -> ModuleError:
 
 
 def plan(data: DataFrame | RDD[Any], body: Body, launch: Launch, rendezvous: Rendezvous | None) -> Collect:
-    """Returns a callable that runs `body` in the barrier tasks, and collects their results.
-
-    Raises:
-        ModuleError: The body cannot be pickled.
-    """
+    """Returns a callable that runs `body` in the barrier tasks, and collects their results."""
     try:
         sent = send(session_of(data), body)
     except ShippingError as error:

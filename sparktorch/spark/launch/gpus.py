@@ -22,19 +22,10 @@ TASK_AMOUNT = "spark.task.resource.gpu.amount"
 
 
 def gpu_profile(spark: SparkSession, device: Device, world_size: int) -> ResourceProfile | None:
-    """Returns the resource profile that gives every rank one whole GPU, if one is needed.
+    """Returns the resource profile that gives every rank one whole GPU.
 
-    Args:
-        spark: The session.
-        device: The requested device.
-        world_size: Number of ranks.
-
-    Returns:
-        A profile of task resources, or `None` if the session's task resources already give each task a GPU, if no
-        GPU is used, or in local mode.
-
-    Raises:
-        ClusterError: A GPU was requested but there is none, or pyspark is too old for resource profiles of DataFrames.
+    It is `None` if the session's task resources already give each task a GPU, if no GPU is used, or in local mode. A
+    `ClusterError` says that there is no GPU, or that pyspark is too old for resource profiles of DataFrames.
     """
     if device == "cpu":
         return None
@@ -84,17 +75,7 @@ def on_cpus(spark: SparkSession, device: Device, world_size: int) -> bool:
 
 
 def choose_device(device: Device, addresses: Sequence[str], *, local_rank: int, local_size: int) -> str:
-    """Returns the torch device of one rank; runs in the rank.
-
-    Args:
-        device: The requested device.
-        addresses: GPU addresses that Spark gave this task; empty if none.
-        local_rank: Index of this rank on its host.
-        local_size: Number of ranks on its host.
-
-    Raises:
-        ClusterError: torch cannot use the requested or assigned GPU.
-    """
+    """Returns the torch device of one rank, from the GPU addresses that Spark gave its task; runs in the rank."""
     kind = accelerator() if device == "auto" else device
     count = device_count(kind)
     if device == "cpu" or (device == "auto" and not addresses and count < local_size):
@@ -111,17 +92,10 @@ def choose_device(device: Device, addresses: Sequence[str], *, local_rank: int, 
 
 
 def device_index(address: str, visible: str | None) -> int:
-    """Returns torch's index of the device at one of Spark's GPU addresses.
+    """Returns torch's index of the device at one of Spark's GPU addresses, an index or UUID.
 
-    Spark counts all devices of the machine. If a variable such as `CUDA_VISIBLE_DEVICES` hides some, torch counts only
-    the visible ones.
-
-    Args:
-        address: A device index or UUID, as the discovery script printed it.
-        visible: Value of that variable, `None` if not set.
-
-    Raises:
-        ClusterError: The address is hidden, or is no index although the variable is not set.
+    Spark counts all devices of the machine. If a variable such as `CUDA_VISIBLE_DEVICES` hides some (`visible` is its
+    value), torch counts only the visible ones.
     """
     if not visible:
         if address.isdigit():

@@ -55,22 +55,14 @@ class RankPool:
     """The driver's side of a pool; the ranks run `sparktorch.worker.serve`.
 
     Each task has a store of its own, for progress, errors and results: what a rank reports late disturbs no later task.
-    A rank that raises ends its task. A rank that dies or stalls ends the pool.
-
-    Attributes:
-        facts: What each rank tells of its rows, in rank order.
+    A rank that raises ends its task. A rank that dies or stalls ends the pool. `facts` is what each rank tells of its
+    rows, in rank order.
     """
 
     def __init__(self, data: DataFrame, body: Body, launch: Launch) -> None:
-        """Opens the store; `start` starts the job.
+        """Opens the store; `start` starts the job, in which `body` reads a rank's rows and carries out tasks.
 
-        Args:
-            data: DataFrame with one partition per rank.
-            body: Reads a rank's rows and carries out what the driver sends.
-            launch: How the ranks are launched.
-
-        Raises:
-            ClusterError: The executors reach no store on the driver.
+        A `ClusterError` says that the executors reach no store on the driver.
         """
         spark, self._launch = data.sparkSession, launch
         server = control_server(spark, launch)
@@ -101,12 +93,7 @@ class RankPool:
     def start(self) -> Results | None:
         """Starts the job, and waits until all ranks hold their rows.
 
-        Returns:
-            `None`; the ranks' results if the job has ended instead, because the ranks had too different numbers of
-            rows.
-
-        Raises:
-            SparkTorchError: A rank failed, or there were no slots.
+        Returns the ranks' results if the job has ended instead, because the ranks had too different numbers of rows.
         """
         self._job.start()
         try:
@@ -129,16 +116,10 @@ class RankPool:
     def run(self, task: Callable[..., Any], observer: Observer | None = None, judge: Judge | None = None) -> Results:
         """Runs a task in all ranks; returns their results, in rank order.
 
-        Args:
-            task: Called in each rank with its rows and its client; see `sparktorch.worker.Task`.
-            observer: Notified of progress while the task runs.
-            judge: Called with the record of each epoch; returns whether training ends there. The ranks wait for it, if
-                their task asks for verdicts.
-
-        Raises:
-            SparkTorchError: A rank failed: the root cause. After an error other than `RankLostError` and
-                `RankStalledError`, the pool can run other tasks.
-            KeyboardInterrupt: Raised again after the pool was cancelled.
+        `task` is called in each rank with its rows and its client; see `sparktorch.worker.Task`. `judge` gets the
+        record of each epoch, and returns whether training ends there; the ranks wait for it, if their task asks for
+        verdicts. After an error other than `RankLostError` and `RankStalledError`, the pool can run other tasks. A
+        `KeyboardInterrupt` cancels the pool, and is raised again.
         """
         size = self._launch.world_size
         observer = observer or _NoObserver()

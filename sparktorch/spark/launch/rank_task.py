@@ -69,13 +69,9 @@ class RankTask:
     ) -> None:
         """Sets what all ranks share.
 
-        Args:
-            world_size: Number of ranks.
-            device: The devices of the ranks.
-            rendezvous: The store where ranks meet; without one, rank 0 hosts it.
-            log_level: Which records of the ranks' logs the driver gets.
-            patience: Seconds without a heartbeat from the driver after which a rank ends its process.
-            streamed: Whether Spark's JVM sends the rows as an Arrow stream; elements of an RDD come from Python.
+        Without a `rendezvous`, rank 0 hosts the store. After `patience` seconds without a heartbeat from the driver, a
+        rank ends its process. `streamed` rows come from Spark's JVM as an Arrow stream; elements of an RDD come from
+        Python.
         """
         self._world_size = world_size
         self._device = device
@@ -123,11 +119,7 @@ class RankTask:
 
 
 def unbroken(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Yields the batches of a stream from Spark.
-
-    Raises:
-        StreamBrokenError: The stream ends before its end.
-    """
+    """Yields the batches of a stream from Spark; raises `StreamBrokenError` if the stream breaks off."""
     try:
         yield from batches
     except (pa.ArrowInvalid, OSError, EOFError) as error:  # no memory for them is this rank's own failure
@@ -162,11 +154,7 @@ def _meet_at_rank0(context: BarrierTaskContext, world: World) -> tuple[Rendezvou
 
 
 def _reach(rendezvous: Rendezvous, world: World) -> None:
-    """Checks that the store can be reached; torch alone would retry for a minute, whatever the reason.
-
-    Raises:
-        RankError: The store cannot be reached.
-    """
+    """Raises a `RankError` if the store cannot be reached; torch alone would retry for a minute, whatever the cause."""
     try:
         socket.create_connection((rendezvous.host, rendezvous.port), timeout=_REACH_SECONDS).close()
     except OSError as error:
@@ -198,8 +186,8 @@ def _chunks(rank: int, result: Result) -> Iterator[pa.RecordBatch]:
 def assemble(rows: Iterable[Row], world_size: int) -> list[tuple[dict[str, Any], bytes]]:
     """Joins the chunks of all ranks; returns `(meta, payload)` of each rank, in the order of ranks.
 
-    Raises:
-        ClusterError: Chunks are missing: Spark ends the rows without an error where its JVM has no memory for them.
+    A `ClusterError` says that chunks are missing: Spark ends the rows without an error where its JVM has no memory for
+    them.
     """
     heads: dict[int, dict[str, Any]] = {}
     parts: dict[int, list[bytearray]] = {rank: [] for rank in range(world_size)}

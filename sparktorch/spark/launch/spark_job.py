@@ -25,12 +25,9 @@ def new_tag() -> str:
 
 
 class Job:
-    """A Spark job, run in a thread of its own.
+    """A Spark job, run in a thread of its own: its collected `rows` once it is done, or its `error`.
 
-    Attributes:
-        rows: The collected rows, once the job is done.
-        error: The exception of a failed job.
-        idle: Whether its tasks wait for work: they hold slots that are not freed by waiting.
+    `idle` says that its tasks wait for work: they hold slots that are not freed by waiting.
     """
 
     def __init__(self, spark: SparkSession, collect: Collect, tag: str) -> None:

@@ -31,13 +31,7 @@ _PATIENCE = 10.0  # seconds without a heartbeat of a rank whose share is missing
 
 @dataclass(frozen=True)
 class Position:
-    """How far a training is.
-
-    Attributes:
-        step: Optimizer steps taken since it began.
-        epoch: The epoch it is in, from 0.
-        step_in_epoch: Steps taken in that epoch.
-    """
+    """How far a training is: steps of the optimizer since it began, its epoch from 0, and steps taken in that."""
 
     step: int = 0
     epoch: int = 0
@@ -50,7 +44,6 @@ class Checkpointer:
     If a share cannot be written, the driver logs a warning, and the training goes on without that checkpoint.
 
     Attributes:
-        store: The checkpoints.
         start: Manifest of the checkpoint to resume from; `None` starts from the beginning.
         seconds: Seconds by activity. `checkpoint_copy` (copying shares) and `checkpoint_wait` (waiting for the previous
             share) block the training; `checkpoint_write` (writing shares) runs in parallel to it.
@@ -70,7 +63,9 @@ class Checkpointer:
     ) -> None:
         """Finds the checkpoint to resume from, with the directory's lease held by rank 0; every rank calls it.
 
-        Checkpoints of another fit's finished training are removed, unless this one is to train it for more epochs.
+        Checkpoints of another fit's finished training are removed, unless this one is to train it for more epochs. A
+        `PersistenceError` says that another fit writes there, that the checkpoints cannot go on to these epochs, or
+        that the ranks do not share the directory.
 
         Args:
             config: Where and how often to save.
@@ -81,11 +76,6 @@ class Checkpointer:
             best_delta: A checkpoint is better than the best so far if its loss is smaller by more than this.
             claim_seconds: Seconds between renewals of the lease.
             seen_seconds: Seconds until a network file system shows what another host has written.
-
-        Raises:
-            PersistenceError: Another fit writes there, the checkpoints belong to another training or cannot go on to
-                these epochs, or the directory cannot be written or is not the same on this rank's host as on rank 0's.
-            ClusterError: The directory cannot be reached.
         """
         self._config, self._job, self._world, self._client = config, job, world, client
         self._fixed, self._claim_seconds, self._seen_seconds = fixed, claim_seconds, seen_seconds
@@ -181,15 +171,10 @@ class Checkpointer:
         return position.step % self._config.interval == 0
 
     def save(self, position: Position, share: Share, loss: float | None) -> None:
-        """Starts to write a share, after waiting for the previous one to be written.
+        """Starts to write a share, which nobody else may change, after waiting for the previous one to be written.
 
-        Args:
-            position: How far the training is.
-            share: This rank's share of the state; nobody else may change it.
-            loss: What `TrainConfig.judged` says of the last validation, `None` without one.
-
-        Raises:
-            PersistenceError: Another fit, or a later attempt of this one, has taken over the lease.
+        `loss` is what `TrainConfig.judged` says of the last validation. A `PersistenceError` says that another fit, or
+        a later attempt of this one, has taken over the lease.
         """
         # Only the main threads of ranks are in step: a step's first manifest could cover a second share of the step.
         assert position.step > self._step, f"step {position.step} is saved after step {self._step}"

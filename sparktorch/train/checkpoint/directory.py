@@ -24,22 +24,12 @@ _WRITE_BYTES = 64 << 20
 
 
 class Directory:
-    """Files by name under one URL; a name may contain a folder, but cannot lead out of the directory.
-
-    Attributes:
-        url: The URL as the user gave it.
-        is_local: Whether it is on a local file system.
-    """
+    """Files by name under one URL; a name may contain a folder, but cannot lead out of the directory."""
 
     def __init__(self, url: str, moved: Callable[[], object] = lambda: None) -> None:
-        """Opens the directory, which need not exist.
+        """Opens the directory, which need not exist; `moved` is called for every few MB, which count as progress.
 
-        Args:
-            url: URL of the directory.
-            moved: Called for every few MB read or written, which count as progress.
-
-        Raises:
-            PersistenceError: The file system is unknown, or its package is not installed.
+        A `PersistenceError` says that the file system is unknown, or its package is not installed.
         """
         import fsspec  # slow to import, and needed for checkpoints only
         from fsspec.implementations.local import LocalFileSystem
@@ -53,18 +43,11 @@ class Directory:
         self._root = root.rstrip("/")
 
     def put(self, name: str, content: bytes, *, new: bool = False) -> None:
-        """Writes a file atomically; replaces a file of the same name.
+        """Writes a file atomically, and creates its folder; replaces a file of the same name.
 
-        On remote file systems, a file of more than 64 MB may be truncated if writing fails.
-
-        Args:
-            name: Name of the file; its folder is created.
-            content: Content of the file.
-            new: Refuse to replace a file. A file system that cannot guarantee this may replace it nevertheless.
-
-        Raises:
-            FileExistsError: The file exists, and `new` is set.
-            OSError: The file cannot be written; some file systems raise other exceptions.
+        On remote file systems, a file of more than 64 MB may be truncated if writing fails. A `new` file raises
+        `FileExistsError` instead of replacing one; a file system that cannot guarantee this may replace it
+        nevertheless. Some file systems raise other exceptions than `OSError`.
         """
         path = self._path(name)
         if self.is_local:
@@ -79,12 +62,7 @@ class Directory:
             self._fs.pipe_file(path, content)
 
     def read(self, name: str) -> bytes:
-        """Returns the content of a file.
-
-        Raises:
-            FileNotFoundError: The file does not exist.
-            ClusterError: The directory cannot be reached.
-        """
+        """Returns the content of a file; a `ClusterError` says that the directory cannot be reached."""
         with self._reaching():
             content: bytes = self._fs.cat_file(self._path(name))
             return content
@@ -113,11 +91,7 @@ class Directory:
             return bool(self._fs.exists(self._path(name)))
 
     def names(self) -> list[str]:
-        """Returns the names of files and folders; none where the directory does not exist.
-
-        Raises:
-            ClusterError: The directory cannot be reached.
-        """
+        """Returns the names of files and folders; none where the directory does not exist."""
         with self._reaching():
             self._fs.invalidate_cache()
             if not self._fs.isdir(self._root):
@@ -156,11 +130,7 @@ class Directory:
         return True
 
     def _path(self, name: str) -> str:
-        """Returns the path of a file.
-
-        Raises:
-            FileNotFoundError: A link, or the name itself, leads out of the directory.
-        """
+        """Returns the path of a file; a link, or a name, that leads out of the directory is a `FileNotFoundError`."""
         path = f"{self._root}/{name}"
         if self.is_local and os.path.realpath(path) != f"{os.path.realpath(self._root)}/{name}":
             raise FileNotFoundError(errno.ENOENT, "a link, or a name that leads elsewhere", path)

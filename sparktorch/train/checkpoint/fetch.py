@@ -20,22 +20,10 @@ _GAP_BYTES = 1 << 20  # reading a gap of this size costs less than a second requ
 
 
 def fetch_tensors(directory: Directory, name: str, target: Path, size: int, needs: Needs) -> None:
-    """Makes a safetensors file available under a local path, with its header and the needed tensors.
+    """Makes a safetensors file of `size` bytes available at the local path `target`, with header and needed tensors.
 
     Other tensors are holes of a sparse file, which take no space. A file that is local already is linked, because
     readers map it into memory and read only what they need.
-
-    Args:
-        directory: The directory that has the file.
-        name: Name of the file.
-        target: The local path.
-        size: Size of the file in bytes.
-        needs: Returns whether a part of a tensor is needed.
-
-    Raises:
-        PersistenceError: It is not a safetensors file.
-        FileNotFoundError: The file does not exist.
-        ClusterError: The directory cannot be reached.
     """
     if directory.is_local:
         directory.fetch(name, target)

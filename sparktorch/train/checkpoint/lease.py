@@ -26,18 +26,10 @@ class Lease:
     """
 
     def __init__(self, directory: Directory, owner: str, attempt: str = "", restart: int = 0) -> None:
-        """Acquires the lease.
+        """Acquires the lease of a fit's attempt; of attempts with as many starts (`restart`) before, the last gets it.
 
-        Args:
-            directory: The directory to write into.
-            owner: Identifies the fit.
-            attempt: Identifies the fit's attempt.
-            restart: Number of earlier starts of the fit. Of attempts with the same number, the latest gets the lease.
-
-        Raises:
-            PersistenceError: Another fit holds a lease that has not expired, or a later attempt of this fit holds one.
-            ClusterError: The directory cannot be reached.
-            OSError: The lease cannot be written; some file systems raise other exceptions.
+        A `PersistenceError` says that another fit holds one that has not expired, or a later attempt holds one. Some
+        file systems raise other exceptions than `OSError` when writing fails.
         """
         self._directory, self._owner, self._attempt, self._restart = directory, owner, attempt, restart
         there = _read(self._directory)
@@ -59,23 +51,12 @@ class Lease:
         self._write()
 
     def renew(self) -> None:
-        """Renews the lease.
-
-        Raises:
-            PersistenceError: Another fit, or a later attempt of this one, holds the lease.
-            ClusterError: The directory cannot be reached.
-            OSError: The lease cannot be written; some file systems raise other exceptions.
-        """
+        """Renews the lease; a `PersistenceError` says that another fit, or a later attempt of this one, holds it."""
         self.check()
         self._write()
 
     def check(self) -> None:
-        """Checks that nobody else holds the lease.
-
-        Raises:
-            PersistenceError: Another fit, or a later attempt of this one, holds the lease.
-            ClusterError: The directory cannot be reached.
-        """
+        """Checks that nobody else holds the lease, otherwise raises a `PersistenceError`."""
         there = _read(self._directory)
         if not there or (there["owner"], there["attempt"]) == (self._owner, self._attempt):
             return

@@ -64,13 +64,9 @@ class Share:
 def snapshot(tensors: Mapping[str, torch.Tensor], rest: dict[str, Any], saves: Callable[[str], bool]) -> Share:
     """Copies a rank's share of the state, so that it can be written while the training goes on.
 
-    Args:
-        tensors: Tensors by name; of sharded tensors, this rank's shards are copied.
-        rest: The rest of the state: numbers, strings, tensors, and lists and dicts of them.
-        saves: Returns whether this rank saves the unsharded tensor of a name.
-
-    Raises:
-        PersistenceError: `rest` contains another type.
+    Of sharded tensors, this rank's shards are copied; `saves` says whether this rank saves the unsharded tensor of a
+    name. A `PersistenceError` refuses other types in `rest` than numbers, strings, tensors, and lists and dicts of
+    them.
     """
     started = time.perf_counter()
     kept: list[dict[str, torch.Tensor]] = []
@@ -100,13 +96,11 @@ class Manifest:
     Attributes:
         step: Optimizer steps taken since the training began.
         epoch: The epoch it is in, from 0.
-        step_in_epoch: Steps taken in that epoch.
         world_size: Number of ranks that wrote it.
         job: Settings that identify the training; a training with other settings may not resume from it.
         loss: What `TrainConfig.judged` says of the last validation; `None` without one.
         files: Size in bytes and SHA-256 of each file, by name.
         attempt: The attempt that wrote it.
-        format: Version of the file format.
     """
 
     step: int
@@ -128,15 +122,9 @@ class CheckpointStore:
     """
 
     def __init__(self, url: str, attempt: str = "", moved: Callable[[], object] = lambda: None) -> None:
-        """Opens the directory, which need not exist.
+        """Opens the directory, which need not exist; `moved` is called for every few MB, which count as progress.
 
-        Args:
-            url: URL of the directory.
-            attempt: Identifies this attempt in the names of its folders, in hexadecimal.
-            moved: Called for every few MB read or written, which count as progress.
-
-        Raises:
-            PersistenceError: The file system is unknown, or its package is not installed.
+        `attempt`, in hexadecimal, identifies this attempt in the names of its folders.
         """
         self.directory = Directory(url, moved)
         self._attempt = attempt
@@ -212,10 +200,8 @@ class CheckpointStore:
     def keep(self, steps: set[int], *, before: int | None = None, attempts: set[str] | None = None) -> None:
         """Removes incomplete checkpoints, and all that are not of the given steps.
 
-        Args:
-            steps: The steps to keep.
-            before: Remove only checkpoints of earlier steps, because ranks may be writing later ones.
-            attempts: Remove only checkpoints of these attempts, because a newer one may have started.
+        It removes only those `before` a step, because ranks may be writing later ones, and only those of `attempts`,
+        because a newer one may have started.
         """
         for step, attempt in self._found():
             if (before is not None and step >= before) or (attempts is not None and attempt not in attempts):
@@ -244,9 +230,7 @@ class CheckpointStore:
     def read_manifest(self, step: int, attempt: str = "") -> Manifest:
         """Returns the manifest of a checkpoint.
 
-        Raises:
-            PersistenceError: It is missing, damaged, or names files that cannot belong to it.
-            ClusterError: The directory cannot be reached.
+        A `PersistenceError` says that it is missing, damaged, or names files that cannot belong to it.
         """
         where = f"{self.directory.url}/{_folder(step, attempt)}/{_MANIFEST}"
         try:
@@ -273,13 +257,7 @@ class CheckpointStore:
     def local(self, manifest: Manifest, needs: Needs = lambda *_: True) -> Iterator[Path]:
         """Context with a local directory that has the tensor files of a checked checkpoint, and no others.
 
-        Args:
-            manifest: Manifest of the checkpoint.
-            needs: Returns whether a part of a tensor will be read.
-
-        Raises:
-            PersistenceError: A file is not a safetensors file.
-            ClusterError: The directory cannot be reached.
+        `needs` returns whether a part of a tensor will be read.
         """
         with tempfile.TemporaryDirectory(prefix="sparktorch-") as folder:
             for name, found in manifest.files.items():
@@ -291,9 +269,7 @@ class CheckpointStore:
     def read_rest(self, manifest: Manifest, rank: int) -> dict[str, Any]:
         """Returns the rest of a rank's state, besides named tensors.
 
-        Raises:
-            PersistenceError: The file contains other types than numbers, strings, tensors, and lists and dicts of them.
-            ClusterError: The directory cannot be reached.
+        A `PersistenceError` refuses other types than numbers, strings, tensors, and lists and dicts of them.
         """
         name = f"rank-{rank:05d}.pt"
         content = self.directory.read(f"{_folder(manifest.step, manifest.attempt)}/{name}")
@@ -304,12 +280,7 @@ class CheckpointStore:
         return rest
 
     def check(self, manifest: Manifest) -> None:
-        """Compares the files of a checkpoint with its manifest.
-
-        Raises:
-            PersistenceError: A file is missing, truncated or changed.
-            ClusterError: The directory cannot be reached.
-        """
+        """Compares the files of a checkpoint with its manifest; a `PersistenceError` says what differs."""
         for name, wanted in manifest.files.items():
             what = f"{name} of the checkpoint at step {manifest.step}"
             try:

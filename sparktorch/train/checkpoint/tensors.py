@@ -38,11 +38,9 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 
 
 def named_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Returns the tensors of module and optimizer by name, without copying them.
+    """Returns the tensors of module and optimizer by name, sharded or not, without copying them.
 
-    Args:
-        module: The user's module; its parameters may be sharded.
-        optimizer: The optimizer of its parameters; of a `ZeroRedundancyOptimizer`, only this rank's share counts.
+    Of a `ZeroRedundancyOptimizer`, only this rank's share counts.
     """
     found = {f"module.{name}": value.detach() for name, value in module.state_dict().items()}
     names = parameter_names(module)
@@ -56,12 +54,9 @@ def named_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
 def own_buffers(module: nn.Module, *, main: bool) -> dict[str, torch.Tensor]:
     """Returns the buffers of this rank that rank 0's `named_tensors` does not cover, by name, without copying them.
 
-    These are the non-persistent buffers and, on ranks other than 0, the persistent ones. Non-persistent buffers that no
-    file can hold (sparse, quantised, complex128) are left out: the module's constructor makes them again.
-
-    Args:
-        module: The user's module. Each rank has its own buffers, such as running statistics of its rows.
-        main: Whether this is rank 0.
+    Each rank has its own buffers, such as running statistics of its rows. These are the non-persistent ones and, on
+    ranks other than the `main` one, 0, the persistent ones. Non-persistent buffers that no file can hold (sparse,
+    quantised, complex128) are left out: the module's constructor makes them again.
     """
     persistent = module.state_dict().keys()
     return {
@@ -96,11 +91,7 @@ def load_extra_state(module: nn.Module, values: Mapping[str, torch.Tensor]) -> N
 
 
 def needed_parts(wanted: Mapping[str, torch.Tensor]) -> Callable[[str, list[int], list[int]], bool]:
-    """Returns a function that tells whether a saved part of a tensor overlaps this rank's part.
-
-    Args:
-        wanted: The tensors to fill, by name, sharded or not.
-    """
+    """Returns a function that tells whether a saved part of a tensor overlaps this rank's part of a wanted one."""
     parts = {name: local_parts(tensor) for name, tensor in wanted.items()}
 
     def needs(name: str, first: list[int], shape: list[int]) -> bool:
@@ -169,12 +160,8 @@ def forget_optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer, 
 def storable(value: Any, path: str) -> Any:
     """Returns a value in a form that a checkpoint can store: NumPy's numbers become Python's.
 
-    Args:
-        value: Numbers, strings, bytes, tensors, and lists, tuples, sets and dicts of them.
-        path: Path of the value in the state, for the message.
-
-    Raises:
-        PersistenceError: The value contains another type; names its path.
+    A `PersistenceError` names the path of a value that is none of numbers, strings, bytes, tensors, and lists, tuples,
+    sets and dicts of them.
     """
     kind = type(value)
     if isinstance(value, np.generic):
@@ -197,20 +184,11 @@ def storable(value: Any, path: str) -> Any:
 
 
 def load_tensors(directory: Path, wanted: Mapping[str, torch.Tensor]) -> set[str]:
-    """Fills tensors, sharded or not, from the files of a directory.
+    """Fills tensors, sharded or not, from the files of a directory; returns the names of the tensors in the files.
 
-    Every rank reads independently, and only the parts it needs.
-
-    Args:
-        directory: Has safetensors files in the layout of `torch.distributed.checkpoint`.
-        wanted: The tensors to fill, by name.
-
-    Returns:
-        The names of the tensors in the files.
-
-    Raises:
-        PersistenceError: A tensor's shape differs from the saved one, or the files lack a tensor that is not the
-            optimizer's.
+    Every rank reads independently, and only the parts it needs. The files have the layout of
+    `torch.distributed.checkpoint`. A `PersistenceError` names a tensor of another shape, or one that they lack and is
+    not the optimizer's.
     """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader

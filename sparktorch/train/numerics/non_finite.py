@@ -33,25 +33,16 @@ class LossWatch:
         self._at_once = torch.device(world.device).type == "cpu" if at_once is None else at_once
 
     def check(self, loss: torch.Tensor) -> None:
-        """Checks a loss at once if that does not wait for a device.
-
-        Raises:
-            ModuleError: The loss is not finite.
-        """
+        """Raises a `ModuleError` for a loss that is not finite at once, if that does not wait for a device."""
         if self._at_once and not math.isfinite(value := loss.item()):
             raise _stopped(value)
 
     def look_back(self, losses: torch.Tensor, steps: int, *, now: bool = False) -> None:
         """Checks the losses since the last check, every few dozen steps; every rank calls it after each step.
 
-        Args:
-            losses: This rank's losses of the epoch, shape `(steps of the epoch,)`.
-            steps: Number of steps of the epoch that were taken.
-            now: Whether to check now; the same on all ranks.
-
-        Raises:
-            ModuleError: The first loss that is not finite is this rank's.
-            PeerFailure: The first loss that is not finite is another rank's.
+        `losses` are this rank's of the epoch, of shape `(steps of the epoch,)`, of which `steps` were taken; `now` is
+        the same on all ranks. Raises a `ModuleError` if the first loss that is not finite is this rank's, and a
+        `PeerFailure` if it is another rank's.
         """
         if self._at_once or (steps % _LOOK_STEPS and steps < len(losses) and not now):
             return
@@ -84,10 +75,7 @@ def _stopped(loss: float, *, step: int | None = None) -> ModuleError:
 def all_finite(loss: torch.Tensor, module: nn.Module, world: World) -> bool:
     """Returns whether loss and gradients are finite in every rank; a collective, called by every rank.
 
-    Args:
-        loss: This rank's loss, a scalar.
-        module: Holds the gradients of a step; each rank checks its own shards of sharded ones.
-        world: This rank's place.
+    Each rank checks its own shards of sharded gradients.
     """
     gradients = [local(p.grad) for p in module.parameters() if p.grad is not None]
     dense = [part._values() if part.is_sparse else part for part in gradients]

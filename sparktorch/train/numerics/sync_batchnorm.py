@@ -35,15 +35,9 @@ def has_batch_norm(module: nn.Module) -> bool:
 def synchronise(module: nn.Module, presence: Presence, *, compiled: bool = False) -> None:
     """Makes the module's batch normalisation use the statistics of all ranks' rows in training.
 
-    It replaces only `forward`; class, parameters, buffers and their names stay.
-
-    Args:
-        module: The module to change in place.
-        presence: The engine updates it before each step.
-        compiled: Whether the module will be compiled, which needs a graph break at each collective.
-
-    Raises:
-        ModuleError: A batch normalisation has its own `forward`.
+    It replaces only `forward`, in place; class, parameters, buffers and their names stay. The engine updates `presence`
+    before each step. A `compiled` module needs a graph break at each collective. A batch normalisation with a `forward`
+    of its own is refused.
     """
     forward = torch.compiler.disable(_forward) if compiled else _forward  # type: ignore[no-untyped-call]
     for name, part in module.named_modules():

@@ -34,10 +34,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 def explained(config: TrainConfig) -> Iterator[None]:
     """Context that replaces errors that a Param has caused by errors that name the Param.
 
-    Raises:
-        ModuleError: The module has an operation that cannot be deterministic.
-        ClusterError: There is no compiler for `compile`, cuBLAS was started without a workspace, or the device's memory
-            is full.
+    They are operations that cannot be deterministic, a missing compiler for `compile`, cuBLAS without a workspace, and
+    full device memory.
     """
     try:
         yield
