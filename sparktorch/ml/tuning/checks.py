@@ -65,7 +65,8 @@ def check_numbers(trials: int, timeout: float | None, workers: int, parallelism:
     Raises:
         ConfigError: One of them is out of range.
     """
-    for name, value in (("trials", trials), ("workersPerTrial", workers), ("parallelism", parallelism or 1)):
+    sizes = {"trials": trials, "workersPerTrial": workers, "parallelism": 1 if parallelism is None else parallelism}
+    for name, value in sizes.items():
         if not isinstance(value, int):
             raise ConfigError(f"{name} must be a whole number, got {value!r}", param=name)
         at_least(name, value, 1)
@@ -117,13 +118,6 @@ def valid_one(base: Any, space: Space, metric: str) -> tuple[Any, Request]:
 def groups_of(spark: SparkSession, request: Request, workers: int, parallelism: int | None, left: int) -> int:
     """Returns how many groups of ranks train side by side: as many as there are slots for, if it is not given.
 
-    Args:
-        spark: The session.
-        request: The configuration of a trial.
-        workers: Number of ranks of a group.
-        parallelism: The number of groups that is asked for.
-        left: Number of trials to run.
-
     Raises:
         ConfigError: There are too few slots.
     """
@@ -143,33 +137,32 @@ def groups_of(spark: SparkSession, request: Request, workers: int, parallelism: 
     return min(parallelism or (found or workers) // workers, left)
 
 
-def open_study(
-    estimator: Any,
-    space: Space,
-    metric: str,
-    *,
-    direction: str,
-    sampler: Any,
-    pruner: Any,
-    storage: Any,
-    name: str | None,
-) -> Any:
+def open_study(tuner: Any, estimator: Any, space: Space, metric: str, direction: str) -> Any:
     """Returns the study of a search, the one that its storage holds if there is one of that name.
 
     Raises:
         ConfigError: The sampler or pruner is none, the storage is given without a name, or its study is of another
             metric, direction or space.
     """
-    module = optuna()
-    if storage is not None and not name:
+    module, storage = optuna(), tuner.storage
+    if storage is not None and not tuner.studyName:
         raise ConfigError(
             "storage is given without studyName", hint="a search goes on with the study of that name", param="studyName"
         )
-    if sampler is None:
-        sampler = module.samplers.TPESampler(seed=estimator.getSeed())
+    known = space.distributions and "epochs" not in space.distributions
+    pruners = {
+        None: module.pruners.NopPruner,
+        "asha": module.pruners.SuccessiveHalvingPruner,
+        "hyperband": lambda: module.pruners.HyperbandPruner(max_resource=estimator.getEpochs() if known else "auto"),
+    }
+    pruner = pruners[tuner.pruner]() if tuner.pruner in pruners else tuner.pruner
+    sampler = module.samplers.TPESampler(seed=estimator.getSeed()) if tuner.sampler is None else tuner.sampler
+    if not isinstance(pruner, module.pruners.BasePruner):
+        hint = "it is 'asha', 'hyperband', one of optuna.pruners, or None"
+        raise ConfigError(f"pruner is {tuner.pruner!r}", hint=hint, param="pruner")
     if not isinstance(sampler, module.samplers.BaseSampler):
         raise ConfigError(f"sampler is {sampler!r}", hint="it is one of optuna.samplers, or None", param="sampler")
-    pruner, given = _pruner(estimator, space, pruner), {"study_name": name, "direction": direction}
+    given = {"study_name": tuner.studyName, "direction": direction}
     with quiet():
         try:
             study = module.create_study(storage=storage, sampler=sampler, pruner=pruner, load_if_exists=True, **given)
@@ -179,22 +172,6 @@ def open_study(
     _check_study(study, space, metric, direction)
     study.set_user_attr(_METRIC, metric)
     return study
-
-
-def _pruner(estimator: Any, space: Space, given: Any) -> Any:
-    pruners = optuna().pruners
-    if given is None:
-        return pruners.NopPruner()
-    if given == "asha":
-        return pruners.SuccessiveHalvingPruner()
-    if given == "hyperband":
-        known = space.distributions and "epochs" not in space.distributions
-        return pruners.HyperbandPruner(max_resource=estimator.getEpochs() if known else "auto")
-    if isinstance(given, pruners.BasePruner):
-        return given
-    raise ConfigError(
-        f"pruner is {given!r}", hint="it is 'asha', 'hyperband', one of optuna.pruners, or None", param="pruner"
-    )
 
 
 def _check_study(study: Any, space: Space, metric: str, direction: str) -> None:
@@ -207,21 +184,20 @@ def _check_study(study: Any, space: Space, metric: str, direction: str) -> None:
             hint="give another studyName",
             param="studyName",
         )
+    compatible = optuna().distributions.check_distribution_compatibility
     for trial in study.get_trials(deepcopy=False) if space.distributions else ():
-        for name in space.distributions.keys() | trial.distributions.keys():
-            before, now = trial.distributions.get(name), space.distributions.get(name)
-            try:
-                if before is None or now is None:
-                    if trial.state.name == "COMPLETE":
-                        raise ValueError(f"it was {before}, and is {now}")
-                else:
-                    optuna().distributions.check_distribution_compatibility(before, now)
-            except ValueError as error:
-                raise ConfigError(
-                    f"{given} chose {name!r} from another space: {error}",
-                    hint="give the same space, or another studyName",
-                    param=name,
-                ) from error
+        before, now = trial.distributions, space.distributions
+        try:
+            if trial.state.name == "COMPLETE" and before.keys() != now.keys():
+                raise ValueError(f"it had {sorted(before)}")
+            for name in before.keys() & now.keys():
+                compatible(before[name], now[name])
+        except ValueError as error:
+            raise ConfigError(
+                f"{given} chose from another space: {error}",
+                hint="give the same space, or another studyName",
+                param="studyName",
+            ) from error
 
 
 def _check_rows(first: Request, other: Request, values: dict[str, Any]) -> None:

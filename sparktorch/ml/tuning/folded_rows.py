@@ -56,15 +56,7 @@ class FoldedRows(PreparedData):
         carried: Sequence[str],
         weight: str | None,
     ) -> None:
-        """Reads nothing yet.
-
-        Args:
-            validator: Says what the folds are.
-            estimator: The rows that it needs are read.
-            dataset: The user's rows.
-            carried: Numeric columns that evaluators need.
-            weight: The column by whose sums equal scores are sent as one; `None` if each is sent.
-        """
+        """Reads nothing yet; equal scores are sent as one, with the sum of the column `weight`, unless it is `None`."""
         self._carried, self._folds, self._column = carried, validator.getNumFolds(), validator.getFoldCol()
         self._weight, name = weight, f"{validator.uid}_fold".replace(".", "_")
         data = _with_folds(dataset, name, self._folds, validator.getSeed(), self._column)
@@ -91,13 +83,8 @@ class FoldedRows(PreparedData):
     def score(self, model: TorchModelBase, fold: int, results: Mapping[str, str]) -> pa.Table:
         """Scores a fold, as `transform` does; if a rank is lost, reads the rows and scores again, up to `maxRestarts`.
 
-        Args:
-            model: The model, with the Params of the scoring.
-            fold: The fold.
-            results: The results of the scorer to return, see `Scorer.score`, with the name of the column of each.
-
-        Returns:
-            The carried columns and the results, one row per row of the fold; or each row that differs, and its weight.
+        The table has the carried columns and the results, named as asked for, with one row per row of the fold; or each
+        row that differs, and its weight.
 
         Raises:
             NotInOnePass: The driver does not take so many scores.

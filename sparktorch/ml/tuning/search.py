@@ -75,16 +75,7 @@ class Search:
     _bar: tqdm[Any]
 
     def __init__(self, estimator: Any, space: Space, study: Any, *, metric: str, trials: int, named: bool) -> None:
-        """Begins nothing yet.
-
-        Args:
-            estimator: Is copied for each trial.
-            space: What trials set.
-            study: The study.
-            metric: Its name.
-            trials: Number of trials of the study, those of earlier runs included.
-            named: Whether each trial is logged in a run of its own, and gives it a name.
-        """
+        """Takes how many trials the study is to have, and whether each is logged in a run that is named for it."""
         self._estimator, self._space, self._study = estimator, space, study
         self.metric, self._trials, self._named = metric, trials, named
         earlier = study.get_trials(deepcopy=False)
@@ -94,19 +85,13 @@ class Search:
         self._best: int | None = None
         self._lock = threading.Lock()
         self._hopeless = _HOPELESS
-        self._causes: list[Exception] = []
-        self._ended = 0
+        self._cause: Exception | None = None
+        self._ended = self._failed = 0
         self._fatal: Exception | None = None
         self._stopped = False
 
     def run(self, groups: list[PreparedData], spark: SparkSession, *, timeout: float | None, show: bool) -> None:
-        """Runs trials until the budget is used up.
-
-        Args:
-            groups: The rows, one for each trial that runs at a time; all are closed in the end.
-            spark: The session.
-            timeout: Seconds after which no trial begins.
-            show: Whether to show the progress.
+        """Runs trials, one at a time on each group, until the budget is used up, and closes the groups.
 
         Raises:
             SparkTorchError: All trials have failed: the first cause; or no record of an epoch has the metric.
@@ -137,8 +122,8 @@ class Search:
                 raise
             finally:
                 pool.shutdown(wait=not self._stopped)
-        if self._causes and len(self._causes) == self._ended and not self._known:
-            raise self._causes[0]
+        if self._cause is not None and self._failed == self._ended and not self._known:
+            raise self._cause
 
     def _work(self, group: PreparedData, timeout: float | None) -> None:
         """Lets Optuna run trials on a group; its loop ends when no trial is left, or the sampler knows no other."""
@@ -178,7 +163,7 @@ class Search:
             if not self._stopped:
                 _LOG.warning("trial %d failed: %s", trial.number, cause)
             trial.set_user_attr(CAUSE, "the search was interrupted" if self._stopped else cause)
-            self._causes.append(error)
+            self._cause = self._cause or error
             raise
         finally:
             trial.set_user_attr(EPOCHS, 0 if judge is None else judge.epochs)
@@ -202,8 +187,9 @@ class Search:
             model = None if unneeded is None else self.models.pop(unneeded, None)
             self._bar.update()
             self._ended += 1
-            if len(self._causes) == self._ended >= self._hopeless:
-                self._fatal = self._causes[0]
+            self._failed += trial.state.name == "FAIL"
+            if self._failed == self._ended >= self._hopeless:
+                self._fatal = self._cause
             if self.left and not self._stopped:
                 self.left -= 1
             else:

@@ -129,8 +129,7 @@ class TorchTuner(Estimator[TorchTunerModel]):
         dataset = first.dataset  # that of an RDD
         spark = dataset.sparkSession
         groups = groups_of(spark, request, workers, self.parallelism, self.trials)
-        given = {"sampler": self.sampler, "pruner": self.pruner, "storage": self.storage, "name": self.studyName}
-        study = open_study(base, space, metric, direction=direction, **given)
+        study = open_study(self, base, space, metric, direction)
         named = bool(callers()) or base.isSet("mlflowExperiment")
         search = Search(base, space, study, metric=metric, trials=self.trials, named=named)
         if search.left:

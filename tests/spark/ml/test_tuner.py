@@ -173,7 +173,7 @@ def test_a_study_is_resumed_and_its_best_trial_fitted_again(
         assert "other Params than" not in caplog.text
         tuner(rates, **stored, estimator=regressor(epochs=1)).fit(frame)
         assert "has other Params than then" in caplog.text
-    with pytest.raises(ConfigError, match="chose 'learningRate' from another space"):
+    with pytest.raises(ConfigError, match="chose from another space"):
         tuner([0.05], **stored).fit(frame)
     with pytest.raises(ConfigError, match="to minimize 'loss', and this search to maximize 'rows_per_second'"):
         tuner(rates, **stored, metric="rows_per_second").fit(frame)

@@ -1,4 +1,4 @@
-"""Searches delete the models that they do not return, also those that end by an error, and never under a lock."""
+"""Searches run as many trials as asked for, and delete the models that they do not return, never under a lock."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def searching(*losses: float | Callable[[], float]) -> Search:
     return Search(estimator, space, optuna.create_study(), metric="loss", trials=len(losses), named=False)
 
 
-def run(found: Search) -> None:
-    found.run([Group()], MagicMock(), timeout=None, show=False)  # type: ignore[list-item]
+def run(found: Search, groups: int = 1) -> None:
+    found.run([Group() for _ in range(groups)], MagicMock(), timeout=None, show=False)  # type: ignore[misc]
 
 
 def interrupted() -> float:
@@ -110,3 +110,23 @@ def test_a_trial_that_ends_after_its_search_leaves_no_model(discarded: list[Any]
     found._work(Group(), None)  # type: ignore[arg-type]
     assert found.models == {}
     assert [model.loss for model in discarded] == [1.0]
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3])
+def test_groups_together_run_as_many_trials_as_asked_for(discarded: list[Any], groups: int) -> None:
+    found = searching(*(float(loss) for loss in range(7)))
+    run(found, groups)
+    assert [trial.state.name for trial in found._study.trials] == ["COMPLETE"] * 7
+    assert [model.bestModel.loss for model in found.models.values()] == [0.0]  # type: ignore[attr-defined]
+    assert sorted(model.loss for model in discarded) == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+
+
+@pytest.mark.usefixtures("discarded")
+def test_a_search_ends_once_its_first_five_trials_have_failed() -> None:
+    def fails() -> float:
+        raise ArithmeticError("planted")
+
+    found = searching(*[fails] * 9)
+    with pytest.raises(ArithmeticError, match="planted"):
+        run(found)
+    assert [trial.state.name for trial in found._study.trials] == ["FAIL"] * 5
