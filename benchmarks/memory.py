@@ -30,8 +30,8 @@ from sparktorch.base.batch import Batch
 from sparktorch.base.config import TrainConfig
 from sparktorch.base.world import World
 from sparktorch.train.checkpoint.tensors import own_optimizer
-from sparktorch.train.dtensor import local
 from sparktorch.train.recipe.recipe import Recipe
+from sparktorch.train.sharding.dtensor import local
 from sparktorch.train.strategies.registry import build_strategy
 
 LAYERS, WIDTH = 8, 1024

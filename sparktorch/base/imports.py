@@ -1,13 +1,13 @@
-"""Import paths of objects, `"package.module:Name"`."""
+"""Import paths of objects, `"package.module:Name"`, and packages that not every user has."""
 
 from __future__ import annotations
 
 import importlib
 from typing import Any
 
-from sparktorch.errors import ModuleError, nearest
+from sparktorch.errors import ConfigError, ModuleError, nearest
 
-__all__ = ["MOVED", "SHIPPING_HINT", "import_path", "load_object"]
+__all__ = ["MOVED", "SHIPPING_HINT", "import_path", "load_object", "optuna", "pillow", "transformers"]
 
 # Modules by the names that saved models and estimators of earlier versions have for them.
 MOVED = {
@@ -52,3 +52,27 @@ def import_path(value: Any) -> str | None:
         return path if load_object(path) is value else None
     except ModuleError:
         return None
+
+
+def pillow() -> Any:
+    """Returns Pillow's module `PIL.Image`; a `ConfigError` says that it is not installed."""
+    return _optional("PIL.Image", "images are decoded by Pillow", "images", "on the executors too")
+
+
+def optuna() -> Any:
+    """Returns Optuna's module; a `ConfigError` says that it is not installed."""
+    return _optional("optuna", "the trials of a search are chosen by Optuna", "search", "on the driver alone")
+
+
+def transformers() -> Any:
+    """Returns Hugging Face's module; a `ConfigError` says that it is not installed."""
+    what = "models in folders and configurations are made by transformers"
+    return _optional("transformers", what, "huggingface", "on the executors too")
+
+
+def _optional(name: str, what: str, extra: str, where: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        hint = f"pip install sparktorch-estimator[{extra}], {where}"
+        raise ConfigError(f"{what}, which is not installed", hint=hint) from error

@@ -33,7 +33,7 @@ from sparktorch.ml.summary import TrainingSummary
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.frame.prepare import Frame
 from sparktorch.spark.rdd import dataframe_of
-from sparktorch.train.plan import Plan
+from sparktorch.train.plan.memory import Plan
 from sparktorch.train.recipe.dry_run import DryRunResult
 
 if TYPE_CHECKING:

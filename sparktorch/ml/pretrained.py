@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from sparktorch.base.config import at_least
-from sparktorch.base.optional import transformers
+from sparktorch.base.imports import transformers
 from sparktorch.errors import ConfigError, ModuleError
 from sparktorch.ml.classification import TorchClassificationModel, TorchClassifier
 from sparktorch.ml.fit.prepared_data import Source

@@ -12,7 +12,7 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import types as T
 from pyspark.sql.pandas.types import from_arrow_type
 
-from sparktorch.base.optional import pillow
+from sparktorch.base.imports import pillow
 from sparktorch.data.petastorm.decoder import Decoder, Layout, schema_in
 from sparktorch.data.petastorm.unischema import UnischemaField
 from sparktorch.errors import ConfigError, DatasetError, nearest

@@ -17,8 +17,8 @@ from sparktorch.base.deferred import Deferred
 from sparktorch.base.devices import let_go
 from sparktorch.base.world import World
 from sparktorch.errors import ModuleError
-from sparktorch.train.dtensor import whole
 from sparktorch.train.huggingface.models import call, model_in
+from sparktorch.train.micro_batches import Split
 from sparktorch.train.numerics.channels_last import channels_last
 from sparktorch.train.numerics.determinism import generators_state, set_generators_state, untouched_generators
 from sparktorch.train.numerics.non_finite import LossWatch, all_finite
@@ -29,7 +29,7 @@ from sparktorch.train.recipe.loss import Loss, Means, Sums, TrainingStep, full_p
 from sparktorch.train.recipe.lr_schedule import Schedule
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.recipe.task import align, autocast, prediction, rows_of
-from sparktorch.train.split import Split
+from sparktorch.train.sharding.dtensor import whole
 from sparktorch.train.strategies.base import Strategy
 from sparktorch.train.strategies.registry import build_strategy
 

@@ -21,7 +21,7 @@ from sparktorch.base.weights_folder import INDEX, WeightsFolder
 from sparktorch.base.world import World
 from sparktorch.distributed.process_group import sum_over_ranks
 from sparktorch.errors import PersistenceError
-from sparktorch.train.dtensor import unadvised, whole
+from sparktorch.train.sharding.dtensor import unadvised, whole
 
 __all__ = ["ModelFolder"]
 

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 import torch
 
 from sparktorch.base.devices import upload
-from sparktorch.base.optional import pillow
+from sparktorch.base.imports import pillow
 from sparktorch.data.columns import TensorSpec
 from sparktorch.data.convert.checks import refuse_nulls
 from sparktorch.data.convert.tensors import byte_rows

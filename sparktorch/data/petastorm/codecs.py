@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from sparktorch.base.optional import pillow
+from sparktorch.base.imports import pillow
 from sparktorch.data.petastorm.unischema import UnischemaField
 from sparktorch.errors import ColumnError
 

@@ -10,13 +10,13 @@ from pyspark.sql import DataFrame
 from sparktorch.base.config import TrainConfig, above, at_least, one_of, rows_or_auto
 from sparktorch.errors import ColumnError, ConfigError, nearest, refuse
 from sparktorch.ml.fit.inputs import check_ships
-from sparktorch.ml.fit.lightning import check_lightning
-from sparktorch.ml.fit.refusals import COLUMNS, FIT, JOB, RESTARTS, SCORING
+from sparktorch.ml.fit.refusals import COLUMNS, FIT, JOB, LIGHTNING, RESTARTS, SCORING
 from sparktorch.ml.fit.values import Values
 from sparktorch.ml.params.mixins import EstimatorParams
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.train.callbacks import check_callback
 from sparktorch.train.huggingface.models import MODEL_LOSS, has_own_loss
+from sparktorch.train.lightning import check_class
 from sparktorch.train.metrics import has_metric
 from sparktorch.train.recipe.recipe import Recipe
 
@@ -42,7 +42,8 @@ def check_params(p: Values) -> None:
         if p[name] is None and not (name == "loss" and brings_loss):
             raise ConfigError(f"{name} is not set", hint=f"pass {name}=... to the constructor", param=name)
     if p.brings_its_training:
-        check_lightning(p)
+        refuse(LIGHTNING, p)
+        check_class(p.source, validated=p.validated)
     above("learningRate", p["learningRate"], 0)
     one_of("dryRun", p["dryRun"], ("driver", "worker"))
     check_job(p)

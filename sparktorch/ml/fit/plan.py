@@ -16,7 +16,7 @@ from sparktorch.ml.fit.inputs import naming_params
 from sparktorch.ml.fit.translate import translate
 from sparktorch.ml.params.mixins import EstimatorParams
 from sparktorch.spark.frame.prepare import prepare
-from sparktorch.train.plan import Plan, plan
+from sparktorch.train.plan.memory import Plan, plan
 from sparktorch.train.recipe.dry_run import dry_run
 from sparktorch.train.strategies.registry import check_device
 

@@ -7,7 +7,7 @@ import os
 from sparktorch.base.devices import is_kind
 from sparktorch.errors import Refusal
 
-__all__ = ["COLUMNS", "FIT", "JOB", "MODEL_FOLDER", "RESTARTS", "SCORING"]
+__all__ = ["COLUMNS", "FIT", "JOB", "LIGHTNING", "MODEL_FOLDER", "RESTARTS", "SCORING"]
 
 _MARK = "mark some with validationIndicatorCol"
 _ONE = "leave one of them out"
@@ -189,5 +189,39 @@ MODEL_FOLDER = (
         lambda p: p.is_instance,
         "modelDir is set, and module is an instance, which this process holds already",
         "pass a class or function that makes the module, and its arguments as moduleParams",
+    ),
+)
+
+# A LightningModule brings its loss, optimizer and schedule, which Params must not name.
+_BROUGHT = {
+    "loss": "training_step returns it",
+    "lossParams": "training_step computes the loss",
+    "trainingStep": "the module has its own training_step",
+    "optimizer": "configure_optimizers returns it",
+    "optimizerParams": "configure_optimizers returns the optimizer",
+    "learningRate": "configure_optimizers sets it",
+    "parameterGroups": "configure_optimizers makes the groups",
+    "scheduler": "configure_optimizers returns it",
+    "schedulerParams": "configure_optimizers returns the scheduler",
+    "schedulerInterval": "it is the 'interval' that configure_optimizers returns",
+    "warmupSteps": "return a scheduler with a warm-up, such as SequentialLR",
+    "referenceBatchSize": "scale the learning rate in configure_optimizers",
+}
+
+LIGHTNING = (
+    *(
+        Refusal(
+            name,
+            lambda p, name=name: p.is_set(name),  # type: ignore[misc]
+            f"{name} is set, and the module is a LightningModule, which brings its own",
+            f"leave it out: {why}",
+        )
+        for name, why in _BROUGHT.items()
+    ),
+    Refusal(
+        "microBatchSize",
+        lambda p: p["microBatchSize"] == "auto",
+        "microBatchSize is 'auto', which may repeat a step, and with it the hooks of a LightningModule",
+        "set microBatchSize to a number, or set accumulationSteps",
     ),
 )

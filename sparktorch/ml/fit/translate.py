@@ -16,7 +16,6 @@ from sparktorch.errors import ConfigError, refuse
 from sparktorch.ml.fit.checks import check_best_metric, check_job, check_params, check_restarts
 from sparktorch.ml.fit.identity import described
 from sparktorch.ml.fit.inputs import input_names, input_options, preprocess_of
-from sparktorch.ml.fit.lightning import lightning_recipe
 from sparktorch.ml.fit.refusals import MODEL_FOLDER
 from sparktorch.ml.fit.values import Values
 from sparktorch.ml.params.declare import ParamSpec
@@ -28,6 +27,8 @@ from sparktorch.spark.launch.barrier_job import Launch
 from sparktorch.train.checkpoint.store import CheckpointStore
 from sparktorch.train.huggingface.folder import opened
 from sparktorch.train.huggingface.models import MODEL_LOSS
+from sparktorch.train.lightning import LightningRecipe, without_trainer
+from sparktorch.train.metrics import has_metric
 from sparktorch.train.recipe.lookup import name_of
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.registry import check_loop, check_strategy, check_workers
@@ -176,8 +177,24 @@ def _shuffle_block(p: Values) -> int:
 def _recipe(p: Values, config: TrainConfig) -> Recipe:
     module, fields = _module(p), _fields(p, "recipe", _EVERY)
     if p.brings_its_training:
-        return lightning_recipe(p, module, fields, config)
+        return _lightning_recipe(p, module, fields, config)
     return Recipe(**{**module, **fields, **_loss(p)})
+
+
+def _lightning_recipe(
+    p: Values, module: dict[str, Any], fields: dict[str, Any], config: TrainConfig
+) -> LightningRecipe:
+    """Returns the recipe of a fit, of what the Param `module` and other Params give as fields of it."""
+    return LightningRecipe(
+        **{**module, "module": without_trainer(module["module"])},
+        **fields,
+        stage="fit",
+        loss=None,
+        epochs=p["epochs"],
+        accumulation=p["accumulationSteps"],
+        validates=p.validated,
+        needs_metric=None if has_metric(config.best_metric, config.task, p["metrics"]) else config.needs_metric,
+    )
 
 
 def _loss(p: Values) -> dict[str, Any]:

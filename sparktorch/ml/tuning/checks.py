@@ -11,7 +11,7 @@ from pyspark.ml.util import MetaAlgorithmReadWrite
 from pyspark.sql import SparkSession
 
 from sparktorch.base.config import above, at_least, one_of, smaller_is_better
-from sparktorch.base.optional import optuna
+from sparktorch.base.imports import optuna
 from sparktorch.errors import ConfigError, SparkTorchError, nearest
 from sparktorch.ml.estimator import TorchEstimatorBase
 from sparktorch.ml.fit.holdable import rows_of

@@ -14,7 +14,7 @@ from pyspark.sql import SparkSession
 from tqdm.auto import tqdm
 
 from sparktorch.base.config import TrainConfig
-from sparktorch.base.optional import optuna
+from sparktorch.base.imports import optuna
 from sparktorch.errors import ConfigError, nearest
 from sparktorch.ml.fit.prepared_data import PreparedData
 from sparktorch.ml.fit.translate import config_of

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from sparktorch.base.optional import optuna
+from sparktorch.base.imports import optuna
 from sparktorch.errors import ConfigError
 from sparktorch.ml.fit.checks import check_param_names
 from sparktorch.ml.params.mixins import EstimatorParams

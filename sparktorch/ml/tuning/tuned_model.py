@@ -12,7 +12,7 @@ from pyspark.ml import Model
 from pyspark.ml.util import MLWritable, MLWriter
 from pyspark.sql import DataFrame
 
-from sparktorch.base.optional import optuna
+from sparktorch.base.imports import optuna
 from sparktorch.base.weights_folder import WeightsFolder
 from sparktorch.errors import PersistenceError
 

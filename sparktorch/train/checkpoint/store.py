@@ -32,7 +32,7 @@ from sparktorch.train.checkpoint.directory import Directory
 from sparktorch.train.checkpoint.fetch import Needs, fetch_tensors, foreign
 from sparktorch.train.checkpoint.lease import Lease, holds, release
 from sparktorch.train.checkpoint.tensors import storable
-from sparktorch.train.dtensor import first_copy, local_parts
+from sparktorch.train.sharding.dtensor import first_copy, local_parts
 
 __all__ = ["CheckpointStore", "Manifest", "Share", "read_tensors", "snapshot"]
 

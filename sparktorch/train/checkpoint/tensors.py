@@ -14,7 +14,7 @@ from torch import nn
 
 from sparktorch.base.state_dict import WRAPPER, extra_states
 from sparktorch.errors import PersistenceError
-from sparktorch.train.dtensor import local_parts
+from sparktorch.train.sharding.dtensor import local_parts
 
 __all__ = [
     "OPTIMIZER",

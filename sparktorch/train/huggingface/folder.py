@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from sparktorch.base.imports import import_path
-from sparktorch.base.optional import transformers
+from sparktorch.base.imports import import_path, transformers
 from sparktorch.base.state_dict import pack_state
 from sparktorch.base.weights_folder import WeightsFolder, is_weights_folder
 from sparktorch.errors import ModuleError, PersistenceError, SparkTorchError, nearest

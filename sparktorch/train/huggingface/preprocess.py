@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import pyarrow as pa
 import torch
 
-from sparktorch.base.optional import pillow, transformers
+from sparktorch.base.imports import pillow, transformers
 from sparktorch.errors import ModuleError
 from sparktorch.train.huggingface.folder import stamp
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from sparktorch.train.dtensor import local, sharded_like
+from sparktorch.train.sharding.dtensor import local, sharded_like
 
 __all__ = ["MovingAverage"]
 

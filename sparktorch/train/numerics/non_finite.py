@@ -11,7 +11,7 @@ from torch import nn
 from sparktorch.base.world import World
 from sparktorch.distributed.client import PeerFailure
 from sparktorch.errors import ModuleError
-from sparktorch.train.dtensor import local
+from sparktorch.train.sharding.dtensor import local
 
 __all__ = ["LossWatch", "all_finite"]
 

@@ -11,10 +11,10 @@ from torch.utils import _pytree as pytree
 
 from sparktorch.base.batch import Batch
 from sparktorch.errors import ModuleError, Refusal, line_of_user
-from sparktorch.train.arguments import Arguments
 from sparktorch.train.numerics.determinism import untouched_generators
 from sparktorch.train.pipeline.cut import Cut
 from sparktorch.train.pipeline.stage import HOW
+from sparktorch.train.recipe.arguments import Arguments
 
 __all__ = ["SETTINGS", "check_equal", "check_inputs", "check_parts", "check_rows", "is_fake"]
 

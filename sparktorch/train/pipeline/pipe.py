@@ -17,12 +17,12 @@ from torch.utils import _pytree as pytree
 
 from sparktorch.base.devices import is_host
 from sparktorch.errors import ModuleError
-from sparktorch.train.arguments import Arguments
-from sparktorch.train.dtensor import whole
 from sparktorch.train.numerics.determinism import untouched_generators
 from sparktorch.train.pipeline.checks import check_rows
 from sparktorch.train.pipeline.cut import Cut
 from sparktorch.train.pipeline.stage import Output, Stage
+from sparktorch.train.recipe.arguments import Arguments
+from sparktorch.train.sharding.dtensor import whole
 
 __all__ = ["MicroLoss", "Pipe"]
 

@@ -12,10 +12,10 @@ from torch.utils import _pytree as pytree
 
 from sparktorch.base.batch import Batch
 from sparktorch.errors import ModuleError, SparkTorchError
-from sparktorch.train.arguments import Arguments
 from sparktorch.train.numerics.determinism import untouched_generators
 from sparktorch.train.pipeline.checks import check_rows, is_fake
 from sparktorch.train.pipeline.stage import bare
+from sparktorch.train.recipe.arguments import Arguments
 from sparktorch.train.recipe.loss import Sums
 
 __all__ = ["MicroLosses", "arguments_of", "check_step", "stand_in"]

@@ -20,9 +20,9 @@ from sparktorch.base.devices import download
 from sparktorch.base.imports import load_object
 from sparktorch.base.world import World
 from sparktorch.errors import Refusal
-from sparktorch.train.dtensor import mesh_of_training
 from sparktorch.train.recipe.loss import Sums
 from sparktorch.train.recipe.recipe import Recipe
+from sparktorch.train.sharding.dtensor import mesh_of_training
 
 __all__ = ["Job", "Step", "Strategy", "needs_optimizer_class"]
 

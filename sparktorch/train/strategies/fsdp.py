@@ -20,9 +20,9 @@ from sparktorch.base.devices import download, is_host
 from sparktorch.base.host_memory import available_bytes, given_back
 from sparktorch.distributed.process_group import attach
 from sparktorch.errors import ConfigError, Refusal
-from sparktorch.train.dtensor import local, unviewed, whole
 from sparktorch.train.huggingface.models import without_caches
 from sparktorch.train.recipe.recipe import Recipe
+from sparktorch.train.sharding.dtensor import local, unviewed, whole
 from sparktorch.train.sharding.same_calls import SameCalls
 from sparktorch.train.sharding.same_parameters import SameParameters
 from sparktorch.train.sharding.units import (

@@ -23,7 +23,9 @@ from sparktorch.base.batch import Batch
 from sparktorch.base.devices import is_host
 from sparktorch.distributed.process_group import subgroup
 from sparktorch.errors import ConfigError, Refusal
-from sparktorch.train.dtensor import (
+from sparktorch.train.huggingface.models import MODEL_LOSS, arguments, gets_row_labels, without_caches
+from sparktorch.train.recipe.recipe import Recipe
+from sparktorch.train.sharding.dtensor import (
     divide_gradients,
     gradients_by_copies,
     local,
@@ -33,8 +35,6 @@ from sparktorch.train.dtensor import (
     unadvised,
     undivided,
 )
-from sparktorch.train.huggingface.models import MODEL_LOSS, arguments, gets_row_labels, without_caches
-from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.sharding.units import check_optimizer
 from sparktorch.train.strategies.fsdp import Zero3
 from sparktorch.train.strategies.mesh_options import MeshOptions, Sizes

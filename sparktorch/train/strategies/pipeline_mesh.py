@@ -19,17 +19,17 @@ from torch import nn
 from sparktorch.base.batch import Batch
 from sparktorch.base.devices import seed
 from sparktorch.distributed.process_group import subgroup, sum_over_ranks
-from sparktorch.train.arguments import Arguments
 from sparktorch.train.checkpoint.tensors import OPTIMIZER
-from sparktorch.train.dtensor import part_of, unadvised
 from sparktorch.train.huggingface.models import arguments
 from sparktorch.train.pipeline.checks import SETTINGS, check_equal, check_inputs, check_parts
 from sparktorch.train.pipeline.cut import Cut
 from sparktorch.train.pipeline.pipe import Pipe
 from sparktorch.train.pipeline.stage import Stage
 from sparktorch.train.pipeline.step import MicroLosses, arguments_of, check_step, stand_in
+from sparktorch.train.recipe.arguments import Arguments
 from sparktorch.train.recipe.loss import Sums
 from sparktorch.train.recipe.recipe import Recipe
+from sparktorch.train.sharding.dtensor import part_of, unadvised
 from sparktorch.train.sharding.units import check_checkpointing, units
 from sparktorch.train.strategies.base import Step
 from sparktorch.train.strategies.mesh import Mesh

@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from sparktorch.errors import ModuleError
-from sparktorch.train.dtensor import TENSOR, local, undivided
 from sparktorch.train.numerics.determinism import seed_all, untouched_generators
+from sparktorch.train.sharding.dtensor import TENSOR, local, undivided
 from sparktorch.train.tensor_parallel.row_exchange import RowExchange
 
 __all__ = ["Comparison", "in_evaluation"]

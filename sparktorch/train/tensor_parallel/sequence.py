@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from sparktorch.errors import ConfigError
-from sparktorch.train.dtensor import unviewed
+from sparktorch.train.sharding.dtensor import unviewed
 from sparktorch.train.tensor_parallel.gathered_linear import POSITIONS, as_part, is_part
 from sparktorch.train.tensor_parallel.sharded_attention import drawn_apart
 

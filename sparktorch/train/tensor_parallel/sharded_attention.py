@@ -39,7 +39,7 @@ def shard_heads(part: nn.MultiheadAttention, mesh: DeviceMesh, *, recompute_allg
     """
     from torch.distributed.tensor import DTensor, Shard
 
-    from sparktorch.train.packed import Packed
+    from sparktorch.train.sharding.packed import Packed
 
     rank, ranks = mesh.get_local_rank(), mesh.size()
     for name, parameter in list(part.named_parameters(recurse=False)):

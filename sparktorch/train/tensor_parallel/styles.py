@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from sparktorch.errors import ConfigError, ModuleError, nearest
-from sparktorch.train.dtensor import local, unviewed
+from sparktorch.train.sharding.dtensor import local, unviewed
 from sparktorch.train.tensor_parallel.gathered_linear import POSITIONS, ColwiseLinear
 from sparktorch.train.tensor_parallel.sequence import LAYERS, linear_layers, norms_of, shard_sequence
 from sparktorch.train.tensor_parallel.sharded_attention import PROJECTION, shard_heads

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from sparktorch.base.config import CheckpointConfig
 from sparktorch.base.world import World
 from sparktorch.errors import ConfigError
-from sparktorch.train.dtensor import part_of
+from sparktorch.train.sharding.dtensor import part_of
 from sparktorch.train.strategies.fsdp import ShardingOptions, Zero3
 from sparktorch.train.strategies.mesh import Mesh, MeshOptions
 from sparktorch.train.strategies.registry import workers_for

@@ -16,10 +16,10 @@ from sparktorch.base.batch import Batch
 from sparktorch.base.config import TrainConfig
 from sparktorch.base.world import World
 from sparktorch.errors import ConfigError, ModuleError
-from sparktorch.train.dtensor import whole
 from sparktorch.train.huggingface.folder import opened
-from sparktorch.train.plan import plan
+from sparktorch.train.plan.memory import plan
 from sparktorch.train.recipe.recipe import Recipe
+from sparktorch.train.sharding.dtensor import whole
 from sparktorch.train.strategies.registry import build_strategy, check_module
 from sparktorch.train.tensor_parallel.styles import check_plan
 from tests.dist.strategies.test_strategies import TABLE, job_for, plain

@@ -18,10 +18,10 @@ from sparktorch.base.config import TrainConfig
 from sparktorch.base.world import World
 from sparktorch.errors import ConfigError
 from sparktorch.train.checkpoint.tensors import own_optimizer
-from sparktorch.train.dtensor import local
 from sparktorch.train.pipeline.cut import Cut
-from sparktorch.train.plan import Need, Plan, plan
+from sparktorch.train.plan.memory import Need, Plan, plan
 from sparktorch.train.recipe.recipe import Recipe
+from sparktorch.train.sharding.dtensor import local
 from sparktorch.train.strategies.registry import build_strategy, check_module
 from sparktorch.train.tensor_parallel.styles import check_plan
 from tests.support.attention_nets import Encoder

@@ -24,9 +24,9 @@ from sparktorch.base.config import CheckpointConfig, TrainConfig
 from sparktorch.base.world import World
 from sparktorch.data.columns import VALIDATION
 from sparktorch.errors import ConfigError
-from sparktorch.train.dtensor import TENSOR, local, mesh_of_training, whole
-from sparktorch.train.plan import plan
+from sparktorch.train.plan.memory import plan
 from sparktorch.train.recipe.recipe import Recipe
+from sparktorch.train.sharding.dtensor import TENSOR, local, mesh_of_training, whole
 from sparktorch.train.strategies.registry import check_module, check_strategy
 from sparktorch.train.tensor_parallel.styles import SUMMED, check_plan, shard_layers
 from sparktorch.worker import TrainJob

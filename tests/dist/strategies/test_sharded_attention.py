@@ -19,8 +19,8 @@ from sparktorch.base.batch import Batch
 from sparktorch.base.config import CheckpointConfig
 from sparktorch.base.world import World
 from sparktorch.errors import ConfigError, ModuleError
-from sparktorch.train.dtensor import TENSOR, local, local_parts, mesh_of_training, whole
 from sparktorch.train.recipe.recipe import Recipe
+from sparktorch.train.sharding.dtensor import TENSOR, local, local_parts, mesh_of_training, whole
 from sparktorch.train.strategies.mesh import Mesh, MeshOptions
 from sparktorch.train.strategies.registry import check_module
 from sparktorch.train.tensor_parallel.styles import check_plan, shard_layers

@@ -21,9 +21,9 @@ from sparktorch.base.config import CheckpointConfig
 from sparktorch.base.world import World
 from sparktorch.data.columns import VALIDATION
 from sparktorch.errors import ConfigError, ModuleError
-from sparktorch.train.dtensor import TENSOR, local, mesh_of_training, step_apart, whole
 from sparktorch.train.huggingface.folder import opened
 from sparktorch.train.recipe.recipe import Recipe
+from sparktorch.train.sharding.dtensor import TENSOR, local, mesh_of_training, step_apart, whole
 from sparktorch.train.strategies.registry import build_strategy, check_module, check_strategy
 from sparktorch.train.tensor_parallel.styles import check_plan, shard_layers
 from sparktorch.worker import TrainJob

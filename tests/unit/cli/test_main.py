@@ -13,7 +13,7 @@ import pytest
 from sparktorch.cli.main import main
 from sparktorch.cli.table import print_table
 from sparktorch.spark.checks.findings import Finding
-from sparktorch.train.plan import Need, Plan
+from sparktorch.train.plan.memory import Need, Plan
 from tests.support.proxy import free_port
 
 

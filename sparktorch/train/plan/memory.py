@@ -24,12 +24,12 @@ from sparktorch.base.batch import Batch
 from sparktorch.base.config import Precision, TrainConfig
 from sparktorch.base.world import World
 from sparktorch.errors import ConfigError, SparkTorchError
-from sparktorch.train.arguments import Arguments
 from sparktorch.train.checkpoint.tensors import create_optimizer_state, own_optimizer
 from sparktorch.train.engine import Engine
 from sparktorch.train.huggingface.models import arguments
-from sparktorch.train.kept import Kept
 from sparktorch.train.pipeline.cut import Cut
+from sparktorch.train.plan.activations import Activations
+from sparktorch.train.recipe.arguments import Arguments
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.fsdp import units
 from sparktorch.train.strategies.mesh_options import MeshOptions
@@ -206,7 +206,7 @@ class _Measured:
         self._module = engine.unwrapped
         self._parameters = dict(self._module.named_parameters())
         engine.training_mode()
-        less, more = (Kept(engine, _rows_of(self._first, rows)).found for rows in (_ROWS, 2 * _ROWS))
+        less, more = (Activations(engine, _rows_of(self._first, rows)).found for rows in (_ROWS, 2 * _ROWS))
         self._kept = Counter({name: (more[name] - less[name]) // _ROWS for name in more})  # of a row
         self._once = max(0, 2 * less[""] - more[""])  # of any rows, such as the weights as autocast has them
         create_optimizer_state(engine.optimizer)

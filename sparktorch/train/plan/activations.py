@@ -14,10 +14,10 @@ from sparktorch.base.batch import Batch
 from sparktorch.train.engine import Engine
 from sparktorch.train.tensor_parallel.styles import DIVIDED
 
-__all__ = ["Kept"]
+__all__ = ["Activations"]
 
 
-class Kept:
+class Activations:
     """Records what autograd keeps of a batch.
 
     `found` has bytes: all of them as "". `NAME:in` and `NAME:out` are those of a part's inputs and output,

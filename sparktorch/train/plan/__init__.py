@@ -1,0 +1,1 @@
+"""What a training takes of a worker: memory, and bytes sent."""
