@@ -19,7 +19,7 @@ _SECRET = re.compile(
 def shown(value: Any, name: object = "") -> str:
     """Returns a value as text: classes and functions by name, no addresses, and `***` for secrets.
 
-    Text under the `name` of a secret, such as "hf_token", is one.
+    Text counts as a secret under a `name` such as "hf_token".
     """
     if isinstance(value, str | bytes) and _SECRET.search(str(name)):
         return "'***'"

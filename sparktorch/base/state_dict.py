@@ -39,7 +39,7 @@ def _is_saved(dtype: torch.dtype) -> bool:
 
 
 def check_state(state: Mapping[str, object]) -> None:
-    """Refuses state dicts that safetensors cannot store: a `ModuleError` names an entry that is no dense tensor."""
+    """Refuses, by name, entries of a state dict that are no dense tensors, or whose dtype safetensors lacks."""
     for name, value in state.items():
         if isinstance(value, torch.Tensor) and (value.is_quantized or not _is_saved(value.dtype)):
             raise ModuleError(

@@ -173,7 +173,7 @@ class InputOptions:
             at_least(f"maxLengths[{name!r}]", limit, 1)
 
     def check_names(self, columns: Sequence[str]) -> None:
-        """Refuses options of other than input columns; the hint gives the nearest one."""
+        """Refuses options for names that are no input column; the hint gives the nearest one."""
         for param, values in self._by_param().items():
             for name in values:
                 if name not in columns:

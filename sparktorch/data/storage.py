@@ -302,11 +302,11 @@ class _MovingSpool:
 
 
 def local_directory(local_rank: int = 0) -> str:
-    """Returns the directory for a rank's files: one of the executor's local directories, another for each local rank.
+    """Returns the directory for a rank's files: one of the executor's local directories.
 
-    Spark passes them to Python workers in `SPARK_LOCAL_DIRS`: those of `spark.local.dir`, or on YARN and Kubernetes
-    those that the cluster sets instead. Outside of Spark, it is the system's temporary directory. A `ClusterError` says
-    that none is writable.
+    `local_rank` spreads the ranks of a host over several disks. Spark passes the directories to Python workers in
+    `SPARK_LOCAL_DIRS`: those of `spark.local.dir`, or on YARN and Kubernetes those that the cluster sets instead.
+    Outside of Spark, it is the system's temporary directory. A `ClusterError` says that none is writable.
     """
     given = [path for path in os.environ.get("SPARK_LOCAL_DIRS", "").split(",") if path]
     usable = [path for path in given if os.path.isdir(path) and os.access(path, os.W_OK)]

@@ -28,7 +28,7 @@ class ColumnNames:
     """
 
     def __init__(self, schema: T.StructType, case_sensitive: Callable[[], bool]) -> None:
-        """Takes a schema; `case_sensitive` says whether names differ only in case, and is called only if needed."""
+        """Takes a schema; `case_sensitive`, called only if needed, says whether case distinguishes names."""
         self.schema = schema
         self._case_sensitive = cache(case_sensitive)
         self._top = _by_lower(schema)
@@ -53,11 +53,11 @@ class ColumnNames:
         return None
 
     def type_of(self, name: str) -> T.DataType:
-        """Returns the type of a column; refuses names of none, or of several."""
+        """Returns the type of a column; refuses a name that no column has, or several."""
         return self._resolved(name)[1]
 
     def column(self, name: str) -> Column:
-        """Returns the expression for a column; refuses names of none, or of several."""
+        """Returns the expression for a column; refuses a name that no column has, or several."""
         (top, *fields), _ = self._resolved(name)
         column = quoted(top)
         for field in fields:
@@ -65,7 +65,7 @@ class ColumnNames:
         return column
 
     def sql(self, name: str) -> str:
-        """Returns the quoted name of a column in SQL; refuses names of none, or of several."""
+        """Returns the quoted name of a column in SQL; refuses a name that no column has, or several."""
         return ".".join(map(quoted_name, self._resolved(name)[0]))
 
     def _resolved(self, name: str) -> tuple[list[str], T.DataType]:

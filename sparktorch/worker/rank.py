@@ -41,9 +41,20 @@ class Task(Protocol):
 def train_partition(batches: Iterable[pa.RecordBatch], *, world: World, job: TrainJob, client: Client) -> RankResult:
     """Trains on one partition as one rank.
 
-    Every rank first reads and checks its rows, under the encoded names of `job.columns`. Once all ranks have confirmed
-    this through the store, they open the process group. A bad row is therefore an error that names its column, never a
-    hang.
+    Every rank first reads and checks its rows. Once all ranks have confirmed this through the store, they open the
+    process group. A bad row is therefore an error that names its column, never a hang.
+
+    Args:
+        batches: The partition's record batches, under the encoded names of `job.columns`.
+        world: This rank's place.
+        job: What to train and how.
+        client: Connects the rank to the driver and to the other ranks.
+
+    Raises:
+        ColumnError: The rows cannot be trained on.
+        ClusterError: The rows do not fit on disk.
+        PeerFailure: Another rank failed before training began.
+        Cancelled: The driver cancelled the fit.
     """
     with leaving_none_of(world.device):
         return _train(batches, world, job, client)

@@ -228,7 +228,7 @@ def _marked(array: pa.Array, mask_of: Callable[[pa.Array], Mask | None]) -> Mask
 
 
 def refuse_nulls(array: pa.Array, spec: TensorSpec, first_row: int, per_row: int = 1) -> None:
-    """Refuses nulls in a column, or in the elements of its rows, `per_row` of them each."""
+    """Refuses nulls in a column, or in the elements of its rows, each of which has `per_row` elements."""
     if not array.null_count:
         return
     first = int(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))[0])
@@ -277,7 +277,7 @@ def refuse_lengths(
 
 
 def check_finite(values: npt.NDArray[Any], spec: TensorSpec) -> None:
-    """Refuses values that are NaN or infinite, with the number of such rows."""
+    """Refuses values that are NaN or infinite; the error has the number of such rows."""
     if values.dtype.kind != "f" or np.isfinite(values).all():
         return
     bad = ~np.isfinite(values.reshape(len(values), -1)).all(axis=1)
@@ -290,9 +290,9 @@ def check_finite(values: npt.NDArray[Any], spec: TensorSpec) -> None:
 
 
 def check_labels(values: npt.NDArray[Any], columns: Columns) -> npt.NDArray[Any]:
-    """Refuses labels that are not finite or that the loss leaves out, and of classes those that are none.
+    """Refuses labels that are not finite or that the loss leaves out.
 
-    Returns classes as int64, in `[0, classes)`.
+    Where labels are classes, they must be whole numbers in `[0, classes)`, and are returned as int64.
     """
     spec = columns.label
     assert spec is not None
@@ -334,7 +334,7 @@ def _refuse_ignored(values: npt.NDArray[Any], columns: Columns) -> None:
 
 
 def check_weights(values: npt.NDArray[Any], spec: TensorSpec) -> None:
-    """Refuses sample weights that are negative, NaN or infinite, with the number of such rows."""
+    """Refuses sample weights that are negative, NaN or infinite; the error has the number of such rows."""
     check_finite(values, spec)
     if (values < 0).any():
         raise ColumnError(

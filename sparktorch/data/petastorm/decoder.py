@@ -149,9 +149,15 @@ def _lists(values: pa.Array, lengths: npt.NDArray[np.int64], present: npt.NDArra
 def reader_batches(reader: Iterable[Any], columns: Columns, *, key: str) -> Iterator[pa.RecordBatch]:
     """Converts the batches of Petastorm's readers and loaders to record batches for `worker.train_partition`.
 
-    `reader` yields named tuples of `make_batch_reader`, or dictionaries of
-    `SparkDatasetConverter.make_torch_dataloader`. The int64 column `key` identifies and orders rows, for example
-    Spark's `xxhash64` of the other columns.
+    Args:
+        reader: Iterable of batches by column: the named tuples of `make_batch_reader`, or the dictionaries of the
+            loader that `SparkDatasetConverter.make_torch_dataloader` opens.
+        columns: Which columns become which tensors.
+        key: Name of the int64 column with the row keys, which identify and order rows, for example Spark's `xxhash64`
+            of the other columns.
+
+    Raises:
+        ColumnError: A column is missing.
     """
     names = {spec.name: spec.column for spec in columns.tensors}
     names |= {VALIDATION: columns.validation} if columns.validation else {}

@@ -45,7 +45,7 @@ _all: WeakSet[PreparedData] = WeakSet()  # of this process
 
 
 class Source(Protocol):
-    """Where a fit's rows come from, and what its progress bar says before the figures, and whether it stays."""
+    """Where a fit's rows come from; `title` is what its progress bar says, which stays on the screen if `bar_stays`."""
 
     dataset: DataFrame
     title: str

@@ -230,7 +230,7 @@ class EstimatorParams(HasFeaturesCol, HasInputCols, HasLabelCol, HasPredictionCo
     shuffleBlock: Param[int]
     def getShuffleBlock(self) -> int: ...
     def setShuffleBlock(self, value: int) -> Self:
-        """Sets the value of `shuffleBlock`: number of neighbouring rows, by key, that an epoch trains within as many steps, so that they are read from disk at once; 1, as with storage 'memory', shuffles single rows; 32 if it is not set otherwise (> 0)."""
+        """Sets the value of `shuffleBlock`: shuffle in blocks of this many neighbours (by key), so that a block is one disk read; an epoch trains a block within as many steps; 1, as with storage 'memory', shuffles single rows; 32 if it is not set otherwise (> 0)."""
     def setSeed(self, value: int) -> Self:
         """Sets the value of `seed`: seed of the initial weights, the sampling and each worker's generators."""
     strategy: Param[str]
@@ -519,7 +519,7 @@ class GenericParams(EstimatorParams, HasOutputCols):
             storage: Where a worker keeps its rows: in 'memory', on 'disk' in Spark's local directories, or 'auto': in memory as far as memoryBudget goes, and else on disk.
             memoryBudget: MB of memory that the rows of one worker may take, with storage 'disk' or 'auto' (> 0).
             shuffle: Whether every epoch draws its batches anew.
-            shuffleBlock: Number of neighbouring rows, by key, that an epoch trains within as many steps, so that they are read from disk at once; 1, as with storage 'memory', shuffles single rows; 32 if it is not set otherwise (> 0).
+            shuffleBlock: Shuffle in blocks of this many neighbours (by key), so that a block is one disk read; an epoch trains a block within as many steps; 1, as with storage 'memory', shuffles single rows; 32 if it is not set otherwise (> 0).
             seed: Seed of the initial weights, the sampling and each worker's generators.
             strategy: How the workers share the work: 'ddp'; 'zero1', 'zero2' and 'zero3' divide optimizer state, gradients and parameters among them, 'mesh' within groups of them, and layers; 'localSGD', 'parameterServer', 'independent'.
             strategyParams: Options of the strategy, as docs/training.md lists them.
@@ -713,7 +713,7 @@ class ClassifierParams(EstimatorParams, HasProbabilityCol, HasRawPredictionCol, 
             storage: Where a worker keeps its rows: in 'memory', on 'disk' in Spark's local directories, or 'auto': in memory as far as memoryBudget goes, and else on disk.
             memoryBudget: MB of memory that the rows of one worker may take, with storage 'disk' or 'auto' (> 0).
             shuffle: Whether every epoch draws its batches anew.
-            shuffleBlock: Number of neighbouring rows, by key, that an epoch trains within as many steps, so that they are read from disk at once; 1, as with storage 'memory', shuffles single rows; 32 if it is not set otherwise (> 0).
+            shuffleBlock: Shuffle in blocks of this many neighbours (by key), so that a block is one disk read; an epoch trains a block within as many steps; 1, as with storage 'memory', shuffles single rows; 32 if it is not set otherwise (> 0).
             seed: Seed of the initial weights, the sampling and each worker's generators.
             strategy: How the workers share the work: 'ddp'; 'zero1', 'zero2' and 'zero3' divide optimizer state, gradients and parameters among them, 'mesh' within groups of them, and layers; 'localSGD', 'parameterServer', 'independent'.
             strategyParams: Options of the strategy, as docs/training.md lists them.
@@ -905,7 +905,7 @@ class RegressorParams(EstimatorParams):
             storage: Where a worker keeps its rows: in 'memory', on 'disk' in Spark's local directories, or 'auto': in memory as far as memoryBudget goes, and else on disk.
             memoryBudget: MB of memory that the rows of one worker may take, with storage 'disk' or 'auto' (> 0).
             shuffle: Whether every epoch draws its batches anew.
-            shuffleBlock: Number of neighbouring rows, by key, that an epoch trains within as many steps, so that they are read from disk at once; 1, as with storage 'memory', shuffles single rows; 32 if it is not set otherwise (> 0).
+            shuffleBlock: Shuffle in blocks of this many neighbours (by key), so that a block is one disk read; an epoch trains a block within as many steps; 1, as with storage 'memory', shuffles single rows; 32 if it is not set otherwise (> 0).
             seed: Seed of the initial weights, the sampling and each worker's generators.
             strategy: How the workers share the work: 'ddp'; 'zero1', 'zero2' and 'zero3' divide optimizer state, gradients and parameters among them, 'mesh' within groups of them, and layers; 'localSGD', 'parameterServer', 'independent'.
             strategyParams: Options of the strategy, as docs/training.md lists them.
@@ -1112,7 +1112,7 @@ class TextClassifierParams(ClassifierParams):
             storage: Where a worker keeps its rows: in 'memory', on 'disk' in Spark's local directories, or 'auto': in memory as far as memoryBudget goes, and else on disk.
             memoryBudget: MB of memory that the rows of one worker may take, with storage 'disk' or 'auto' (> 0).
             shuffle: Whether every epoch draws its batches anew.
-            shuffleBlock: Number of neighbouring rows, by key, that an epoch trains within as many steps, so that they are read from disk at once; 1, as with storage 'memory', shuffles single rows; 32 if it is not set otherwise (> 0).
+            shuffleBlock: Shuffle in blocks of this many neighbours (by key), so that a block is one disk read; an epoch trains a block within as many steps; 1, as with storage 'memory', shuffles single rows; 32 if it is not set otherwise (> 0).
             seed: Seed of the initial weights, the sampling and each worker's generators.
             strategy: How the workers share the work: 'ddp'; 'zero1', 'zero2' and 'zero3' divide optimizer state, gradients and parameters among them, 'mesh' within groups of them, and layers; 'localSGD', 'parameterServer', 'independent'.
             strategyParams: Options of the strategy, as docs/training.md lists them.
@@ -1298,7 +1298,7 @@ class ImageClassifierParams(ClassifierParams):
             storage: Where a worker keeps its rows: in 'memory', on 'disk' in Spark's local directories, or 'auto': in memory as far as memoryBudget goes, and else on disk.
             memoryBudget: MB of memory that the rows of one worker may take, with storage 'disk' or 'auto' (> 0).
             shuffle: Whether every epoch draws its batches anew.
-            shuffleBlock: Number of neighbouring rows, by key, that an epoch trains within as many steps, so that they are read from disk at once; 1, as with storage 'memory', shuffles single rows; 32 if it is not set otherwise (> 0).
+            shuffleBlock: Shuffle in blocks of this many neighbours (by key), so that a block is one disk read; an epoch trains a block within as many steps; 1, as with storage 'memory', shuffles single rows; 32 if it is not set otherwise (> 0).
             seed: Seed of the initial weights, the sampling and each worker's generators.
             strategy: How the workers share the work: 'ddp'; 'zero1', 'zero2' and 'zero3' divide optimizer state, gradients and parameters among them, 'mesh' within groups of them, and layers; 'localSGD', 'parameterServer', 'independent'.
             strategyParams: Options of the strategy, as docs/training.md lists them.
@@ -1438,7 +1438,7 @@ class RunParams(HasFeaturesCol, HasInputCols, HasLabelCol, HasWeightCol, HasVali
             storage: Where a worker keeps its rows: in 'memory', on 'disk' in Spark's local directories, or 'auto': in memory as far as memoryBudget goes, and else on disk.
             memoryBudget: MB of memory that the rows of one worker may take, with storage 'disk' or 'auto' (> 0).
             shuffle: Whether every epoch draws its batches anew.
-            shuffleBlock: Number of neighbouring rows, by key, that an epoch trains within as many steps, so that they are read from disk at once; 1, as with storage 'memory', shuffles single rows; 32 if it is not set otherwise (> 0).
+            shuffleBlock: Shuffle in blocks of this many neighbours (by key), so that a block is one disk read; an epoch trains a block within as many steps; 1, as with storage 'memory', shuffles single rows; 32 if it is not set otherwise (> 0).
             seed: Seed of the initial weights, the sampling and each worker's generators.
             strategy: How the workers share the work: 'ddp'; 'zero1', 'zero2' and 'zero3' divide optimizer state, gradients and parameters among them, 'mesh' within groups of them, and layers; 'localSGD', 'parameterServer', 'independent'.
             strategyParams: Options of the strategy, as docs/training.md lists them.
@@ -1539,7 +1539,7 @@ class RunParams(HasFeaturesCol, HasInputCols, HasLabelCol, HasWeightCol, HasVali
     shuffleBlock: Param[int]
     def getShuffleBlock(self) -> int: ...
     def setShuffleBlock(self, value: int) -> Self:
-        """Sets the value of `shuffleBlock`: number of neighbouring rows, by key, that an epoch trains within as many steps, so that they are read from disk at once; 1, as with storage 'memory', shuffles single rows; 32 if it is not set otherwise (> 0)."""
+        """Sets the value of `shuffleBlock`: shuffle in blocks of this many neighbours (by key), so that a block is one disk read; an epoch trains a block within as many steps; 1, as with storage 'memory', shuffles single rows; 32 if it is not set otherwise (> 0)."""
     def setSeed(self, value: int) -> Self:
         """Sets the value of `seed`: seed of the initial weights, the sampling and each worker's generators."""
     strategy: Param[str]

@@ -268,9 +268,9 @@ STORAGE = (
 SAMPLING = (
     P("shuffle", "bool", True, "whether every epoch draws its batches anew", field="config.shuffle", compared=True),
     P("shuffleBlock", "int", None,
-      "number of neighbouring rows, by key, that an epoch trains within as many steps, so that they are read "
-      "from disk at once; 1, as with storage 'memory', shuffles single rows; 32 if it is not set otherwise (> "
-      "0)", compared=True),
+      "shuffle in blocks of this many neighbours (by key), so that a block is one disk read; an epoch trains a block "
+      "within as many steps; 1, as with storage 'memory', shuffles single rows; 32 if it is not set otherwise (> 0)",
+      compared=True),
     P("seed", "int", 0, "seed of the initial weights, the sampling and each worker's generators",
       field="config.seed", compared=True, shared=HasSeed),
 )

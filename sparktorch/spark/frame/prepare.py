@@ -36,7 +36,7 @@ _NOTHING_ASKED = InputOptions()
 
 @dataclass(frozen=True)
 class Frame:
-    """An encoded DataFrame, the specs of its columns, with lengths and sizes from the sample row, and that row."""
+    """An encoded DataFrame with its specs, whose lengths and sizes come from the sample row, and that row."""
 
     data: DataFrame
     columns: Columns

@@ -54,9 +54,9 @@ def named_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
 def own_buffers(module: nn.Module, *, main: bool) -> dict[str, torch.Tensor]:
     """Returns the buffers of this rank that rank 0's `named_tensors` does not cover, by name, without copying them.
 
-    Each rank has its own buffers, such as running statistics of its rows. These are the non-persistent ones and, on
-    ranks other than the `main` one, 0, the persistent ones. Non-persistent buffers that no file can hold (sparse,
-    quantised, complex128) are left out: the module's constructor makes them again.
+    Each rank has its own buffers, such as running statistics of its rows. These are the non-persistent ones and, if the
+    rank is not `main` (rank 0), the persistent ones. Non-persistent buffers that no file can hold (sparse, quantised,
+    complex128) are left out: the module's constructor makes them again.
     """
     persistent = module.state_dict().keys()
     return {
