@@ -90,6 +90,27 @@ def test_attention_and_scores_that_are_divided_train_as_on_cpus_and_wait_for_not
         close(state, trained(job, ranks=2, device="cpu")[0])
 
 
+class Native(nn.Module):
+    """A pair of layers with something between them that the host cannot compute, as kernels of GPUs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.device.type == "cpu":
+            raise NotImplementedError("no kernel for the host")
+        out: torch.Tensor = self.last(torch.tanh(self.first(x))).squeeze(-1)
+        return out
+
+
+def test_a_plan_of_a_module_that_fails_on_the_host_is_not_compared() -> None:
+    params = {"tensor": 2, "plan": {"first": "colwise", "last": "rowwise"}}
+    recipe = {"module": Native, "module_params": {}, "optimizer": "SGD"}
+    state, _ = trained(job_of(validated=True, strategy="mesh", strategy_params=params, recipe=recipe), ranks=2)
+    assert all(value.isfinite().all() for value in state.values())
+
+
 class Sequences(nn.Module):
     """Layers whose positions two ranks have not equally many of."""
 

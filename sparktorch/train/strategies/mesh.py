@@ -9,10 +9,14 @@ parameters without the network between hosts, which carries 1/`shard` of the gra
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
+<<<<<<< HEAD
 from typing import Any, ClassVar
+=======
+from typing import Any, TypeVar
+>>>>>>> h3-tensor
 
 import torch
 import torch.distributed as dist
@@ -49,6 +53,8 @@ from sparktorch.train.tensor_parallel.styles import (
 )
 
 __all__ = ["Mesh", "MeshOptions"]
+
+C = TypeVar("C")
 
 _log = logging.getLogger(__name__)
 
@@ -184,20 +190,26 @@ class Mesh(Zero3[MeshOptions]):
         """Divides layers, and shards what is left of each rank's parameters, in place."""
         if self.exchanges_rows:
             exchange = RowExchange(self._sharing, self._device)
-            rows = self._few_rows(module)
-            comparison = Comparison(module, *rows, self._sharing, exchange) if rows else None
+            group = self._sharing
+            comparison = self._undivided(module, lambda args, kwargs: Comparison(module, args, kwargs, group, exchange))
             exchange.attach(module, self._divide_layers(module, self._styles(module)))
             if comparison is not None:
                 comparison.check(module.to(self._device), partial(self._complete, module))
         return super().prepare(module)
 
-    def _few_rows(self, module: nn.Module) -> tuple[Any, Any] | None:
-        """Returns what a module is called with for a few rows; `None` if it has no values, or no rows are known."""
+    def _undivided(self, module: nn.Module, compare: Callable[[Any, Any], C]) -> C | None:
+        """Calls `compare` with a few rows before layers are divided; returns `None` if no values or rows are known."""
         if self._sizes.tensor == 1 or self.example is None or any(p.is_meta for p in module.parameters()):
             return None
         args, kwargs = arguments(self.together(self.example().slice(0, 2)), without_caches(module))
         kwargs.pop("labels", None)  # with which a model of transformers computes a loss, too
-        return args, kwargs
+        try:
+            return compare(args, kwargs)
+        except Exception as error:
+            if is_host(self._device):
+                raise
+            _log.warning("the plan is not compared with the undivided module, which fails on the host: %s", error)
+            return None
 
     def _styles(self, module: nn.Module) -> dict[str, str]:
         """Returns the style of each layer that is divided, and warns of those that could be but for their sizes."""

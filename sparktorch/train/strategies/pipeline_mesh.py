@@ -94,7 +94,8 @@ class PipelineMesh(Mesh):
         own = range(group.rank(), options.stages, group.size())
         stages = [cut.stage(number) for number in own]
         aliases = cut.aliases(stages)
-        comparisons = self._comparisons(module, cut, dict(zip(own, stages, strict=True)))
+        by_number = dict(zip(own, stages, strict=True))
+        comparisons = self._undivided(module, lambda *given: self._comparisons(module, cut, by_number, *given)) or {}
         cut.keep(own)
         self._divide_layers(module, styles)
         for stage, comparison in comparisons.items():
@@ -117,13 +118,12 @@ class PipelineMesh(Mesh):
         self._exchange.attach(self._pipe)
         return self._pipe
 
-    def _comparisons(self, module: nn.Module, cut: Cut, own: dict[int, Stage]) -> dict[Stage, Comparison]:
-        """Returns what this rank's stages compute of a few rows before their layers are divided, if they will be."""
-        rows = self._few_rows(module)
-        if rows is None:
-            return {}
+    def _comparisons(
+        self, module: nn.Module, cut: Cut, own: dict[int, Stage], args: Any, kwargs: Any
+    ) -> dict[Stage, Comparison]:
+        """Returns what this rank's stages compute of a few rows before their layers are divided."""
         exchange, found = RowExchange(self._sharing, self._device), dict[Stage, Comparison]()
-        given = Arguments.of(*exchange.before(module, *rows))
+        given = Arguments.of(*exchange.before(module, args, kwargs))
         exchange.restore()
         inputs = {str(place): tensor for place, tensor in enumerate(given.tensors)}
         passed: Sequence[torch.Tensor] = ()

@@ -69,9 +69,14 @@ class Comparison:
             for name, p in module.named_parameters()
             if p.requires_grad
         ]
-        self._outputs = _passed(module, of_all_rows)
-        for hook in hooks:
-            hook.remove()
+        try:
+            self._outputs = _passed(module, of_all_rows)
+        except Exception:
+            self._reset(module)
+            raise
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def check(self, module: nn.Module, complete: Callable[[], None]) -> None:
         """Calls the module, whose layers are divided now, and which exchanges rows itself.
@@ -99,15 +104,18 @@ class Comparison:
         dist.all_reduce(squares, group=self._group)  # of parts; others have no need of it
         total = dict(zip(sorted(norms), squares.sqrt().tolist(), strict=True))
         largest = max(map(float, self._norms.values()), default=0.0)
-        with torch.no_grad():
-            for name in self._zeros:
-                local(module.get_parameter(name)).zero_()
+        self._reset(module)
         for name, parameter in module.named_parameters():
             found = float(norms.get(name, 0.0)) if undivided(parameter, TENSOR) else total.get(name, 0.0)
             wanted = float(self._norms.get(name, 0.0))
             parameter.grad = None
             if abs(found - wanted) > self._tolerance * wanted + 1e-4 * largest:
                 raise _differs(module, f"has another gradient of {name!r} than the undivided one")
+
+    @torch.no_grad()
+    def _reset(self, module: nn.Module) -> None:
+        for name in self._zeros:
+            local(module.get_parameter(name)).zero_()
 
     def _close(self, one: torch.Tensor, other: torch.Tensor) -> bool:
         one, other = one.nan_to_num(), other.nan_to_num()
@@ -131,12 +139,15 @@ def in_evaluation(module: nn.Module) -> Iterator[None]:
     modes = {part: part.training for part in module.modules()}
     buffers = {buffer: buffer.clone() for buffer in module.buffers()}
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    cudnn: Any = torch.backends.cudnn  # whose recurrent layers have no gradients in evaluation
+    enabled, cudnn.enabled = cudnn.enabled, False
     module.eval()
     try:
         with untouched_generators(device), torch.compiler.set_stance("force_eager"):
             seed_all(0)
             yield
     finally:
+        cudnn.enabled = enabled
         for part, mode in modes.items():
             part.training = mode
         with torch.no_grad():
