@@ -12,11 +12,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
-<<<<<<< HEAD
-from typing import Any, ClassVar
-=======
-from typing import Any, TypeVar
->>>>>>> h3-tensor
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
