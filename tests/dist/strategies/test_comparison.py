@@ -1,0 +1,98 @@
+"""Plans that compute something else than the undivided module are found, and others are let through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from sparktorch.base.world import World
+from sparktorch.errors import ModuleError
+from sparktorch.train.dtensor import TENSOR, divide_gradients, mesh_of_training
+from sparktorch.train.tensor_parallel.comparison import Comparison
+from sparktorch.train.tensor_parallel.row_exchange import RowExchange
+from sparktorch.train.tensor_parallel.styles import check_plan, shard_layers
+from tests.support.ranks import in_group
+
+PAIR = {"fc1": "colwise", "fc2": "rowwise"}
+
+
+class Between(nn.Module):
+    """A function between two layers."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor], width: int = 8) -> None:
+        super().__init__()
+        self.function = function
+        self.fc1, self.fc2, self.fc3 = nn.Linear(5, 8), nn.Linear(width, 8), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.fc3(self.fc2(self.function(self.fc1(x)))).squeeze(-1)
+        return out
+
+
+class Force(Between):
+    """Takes a gradient in its forward pass, and draws numbers, which are the same in all ranks."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            x = (x + torch.randn_like(x)).detach().requires_grad_()
+            energy = super().forward(x)
+            return energy + torch.autograd.grad(energy.sum(), x, retain_graph=True)[0].sum(1)
+
+
+class ByKeyword(Between):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.fc2(self.fc1(input=x))
+        return out
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, str], bool]] = {
+    "tanh": (partial(Between, torch.tanh), PAIR, False),
+    "dropout": (partial(Between, lambda h: nn.functional.dropout(h.sigmoid(), training=False)), PAIR, False),
+    "heads of a size": (partial(Between, lambda h: h.view(len(h), -1, 2).softmax(-1).flatten(1)), PAIR, False),
+    "gathered": (partial(Between, nn.functional.normalize), {"fc1": "colwise_gather_output"}, False),
+    "force": (partial(Force, torch.tanh), PAIR, False),
+    "half": (lambda: Between(torch.tanh).bfloat16(), PAIR, False),
+    "softmax": (partial(Between, lambda h: h.softmax(-1)), PAIR, True),
+    "normalised": (partial(Between, nn.functional.normalize), PAIR, True),
+    "a number of heads": (partial(Between, lambda h: h.view(len(h), 2, -1).softmax(-1).flatten(1)), PAIR, True),
+    "scaled by the width": (partial(Between, lambda h: h / h.shape[-1] ** 0.5), PAIR, True),
+    "glu": (partial(Between, nn.functional.glu, 4), PAIR, True),
+    "no partner": (partial(Between, torch.tanh), {"fc1": "colwise"}, True),
+    "by keyword": (partial(ByKeyword, torch.tanh), PAIR, True),
+}
+
+
+def compared(world: World) -> dict[str, str]:
+    """What is said of each plan; an empty text if nothing is."""
+    group: Any = dist.group.WORLD
+    mesh = mesh_of_training([group], "cpu", torch.arange(2), [TENSOR])
+    said = {}
+    for name, (make, plan, _) in CASES.items():
+        torch.manual_seed(0)
+        module = make()
+        x = torch.randn(2, 5).to(next(module.parameters()).dtype) * (world.rank + 1)
+        before = {name: value.clone() for name, value in module.state_dict().items()}
+        exchange = RowExchange(group, torch.device("cpu"))
+        comparison = Comparison(module, (x,), {}, group, exchange)
+        shard_layers(module, mesh, check_plan(module, plan, 2), lambda part: None)
+        exchange.attach(module)
+        said[name] = ""
+        try:
+            comparison.check(module, partial(divide_gradients, module))
+            assert torch.equal(module.get_parameter("fc3.bias"), before["fc3.bias"])
+            assert module.training
+            assert all(parameter.grad is None for parameter in module.parameters())
+        except ModuleError as error:
+            said[name] = str(error)
+    return said
+
+
+def test_plans_that_compute_something_else_are_refused_and_right_ones_taken() -> None:
+    for said in in_group(2, compared):
+        assert {name: bool(error) for name, error in said.items()} == {n: refused for n, (*_, refused) in CASES.items()}
+        assert all("with its layers divided" in error for error in said.values() if error)
