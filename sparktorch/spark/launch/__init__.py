@@ -1,1 +1,6 @@
 """The barrier job and its tasks, the ranks."""
+
+import os
+
+# Else torch writes native traces into the log of a rank that the driver has given up. It reads this on its import.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -12,7 +12,7 @@ from torch import nn
 
 from sparktorch.base.world import World
 from sparktorch.errors import ModuleError
-from sparktorch.train.dtensor import TENSOR, divide_gradients, mesh_of_training
+from sparktorch.train.sharding.dtensor import TENSOR, divide_gradients, mesh_of_training
 from sparktorch.train.tensor_parallel.comparison import Comparison
 from sparktorch.train.tensor_parallel.row_exchange import RowExchange
 from sparktorch.train.tensor_parallel.styles import check_plan, shard_layers
