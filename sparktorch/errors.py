@@ -27,6 +27,7 @@ __all__ = [
     "Refusal",
     "SparkTorchError",
     "UnusedParameterError",
+    "counted",
     "failure_in",
     "line_of_user",
     "nearest",
@@ -206,6 +207,11 @@ def line_of_user(error: BaseException) -> str:
         else:
             of_user = text
     return of_user or of_libraries
+
+
+def counted(count: int, one: str, many: str) -> str:
+    """Returns a count and what is counted, in the singular or the plural."""
+    return f"{count} {one if count == 1 else many}"
 
 
 def nearest(name: str, valid: Iterable[str], otherwise: str = "") -> str:

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from sparktorch.data.columns import LABEL, VALIDATION, Columns, TensorSpec
-from sparktorch.errors import ColumnError
+from sparktorch.errors import ColumnError, counted
 
 __all__ = [
     "RowFilter",
@@ -79,9 +79,9 @@ class RowFilter:
         if self._columns.drop_nulls or not self._found:
             return
         (_, column, what), (count, rows) = next(iter(self._found.items()))
-        said = f"column {column!r} has {count} rows with null values"
+        said = f"column {column!r} has {counted(count, 'row', 'rows')} with null values"
         if what != "null":
-            said = f"{count} rows of column {column!r} are {what}"
+            said = counted(count, f"row of column {column!r} is {what}", f"rows of column {column!r} are {what}")
         shown = ", ".join(map(str, rows)) + (", ..." if count > len(rows) else "")
         raise ColumnError(
             f"the first row holds {what} values in column {column!r}, and others were not looked at yet"
@@ -268,7 +268,8 @@ def refuse_lengths(
     elif lists:
         hint += f", or fit with inputLayouts={{{spec.column!r}: 'padded'}} or 'jagged'"
     raise ColumnError(
-        f"{inner}{rows.size} rows of column {spec.column!r} do not hold {length} {unit}; "
+        f"{inner}{counted(rows.size, 'row', 'rows')} of column {spec.column!r} "
+        f"{'does' if rows.size == 1 and per_row == 1 else 'do'} not hold {length} {unit}; "
         f"the first has {int(lengths[wrong[0]])}",
         hint=hint,
         column=spec.column,
@@ -283,7 +284,11 @@ def check_finite(values: npt.NDArray[Any], spec: TensorSpec) -> None:
     bad = ~np.isfinite(values.reshape(len(values), -1)).all(axis=1)
     if bad.any():
         raise ColumnError(
-            f"{int(bad.sum())} rows of column {spec.column!r} are NaN or infinite",
+            counted(
+                int(bad.sum()),
+                f"row of column {spec.column!r} is NaN or infinite",
+                f"rows of column {spec.column!r} are NaN or infinite",
+            ),
             hint="drop or fill them before fit",
             column=spec.column,
         )
@@ -303,8 +308,8 @@ def check_labels(values: npt.NDArray[Any], columns: Columns) -> npt.NDArray[Any]
     bad = (values < 0) | (values >= columns.classes) | (values != np.floor(values))
     if bad.any():
         raise ColumnError(
-            f"{int(bad.sum())} labels in column {spec.column!r} are not classes 0 ... "
-            f"{columns.classes - 1}, for example {values[bad][0]:g}",
+            counted(int(bad.sum()), f"label in column {spec.column!r} is", f"labels in column {spec.column!r} are")
+            + f" not among classes 0 ... {columns.classes - 1}, for example {values[bad][0]:g}",
             hint=f"the module returns {columns.classes} scores a row: index the labels with "
             "StringIndexer, or give the module as many outputs as there are classes (numLabels, if it is a folder)"
             + f"; handleInvalid='keep' of StringIndexer gives unseen labels {columns.classes}: use 'skip'"
@@ -322,14 +327,15 @@ def _refuse_ignored(values: npt.NDArray[Any], columns: Columns) -> None:
     """Refuses labels that the loss leaves out: no rank knows how many a batch has, to divide by the rest."""
     if columns.ignored is None or values.dtype.kind == "f" or columns.label is None:
         return
-    rows = np.unique(np.nonzero(values == columns.ignored)[0]).size
+    rows, name = np.unique(np.nonzero(values == columns.ignored)[0]).size, columns.label.column
     if rows:
         raise ColumnError(
-            f"{rows} rows of column {columns.label.column!r} hold {columns.ignored}, the ignore_index of the loss, and "
-            "the mean over a batch would still be divided by them",
+            counted(rows, f"row of column {name!r} holds", f"rows of column {name!r} hold")
+            + f" {columns.ignored}, the ignore_index of the loss, and the mean over a batch would still be divided by "
+            "their number",
             hint="filter them out, or give them another label and, by weightCol, the weight 0; of several labels in "
             "a row, let loss be a function that returns the mean of those that count, and weightCol their number",
-            column=columns.label.column,
+            column=name,
         )
 
 

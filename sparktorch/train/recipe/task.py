@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from sparktorch.base.config import Precision, Task
-from sparktorch.errors import ModuleError
+from sparktorch.errors import ModuleError, counted
 
 __all__ = [
     *("align", "autocast", "check_rows", "classes_in", "correct", "each_tensor", "predicted", "prediction", "rows_of"),
@@ -46,7 +46,8 @@ def check_rows(output: torch.Tensor, rows: int) -> None:
     """
     if output.dim() == 0 or len(output) != rows:
         raise ModuleError(
-            f"forward returned {f'{len(output)} rows' if output.dim() else 'a scalar'} for {rows} rows",
+            f"forward returned {counted(len(output), 'row', 'rows') if output.dim() else 'a scalar'} for "
+            f"{counted(rows, 'row', 'rows')}",
             hint="return one row for each row of the input, in the same order; squeeze() drops the axis of rows, too, "
             "where a batch has one row: squeeze(-1) does not",
             param="module",

@@ -33,9 +33,9 @@ def job_for(table: Table, **recipe: Any) -> TrainJob:
 @pytest.mark.parametrize(
     ("name", "value", "column", "message"),
     [
-        (LABEL, 7.0, "target", "1 labels in column 'target' are not classes 0 ... 2"),
+        (LABEL, 7.0, "target", "1 label in column 'target' is not among classes 0 ... 2"),
         (WEIGHT, -1.0, "importance", "1 weights in column 'importance' are negative"),
-        ("x0", np.nan, "features", "1 rows of column 'features' are NaN"),
+        ("x0", np.nan, "features", "1 row of column 'features' is NaN"),
     ],
 )
 def test_a_bad_row_is_an_error_with_rank_and_column_before_training_begins(

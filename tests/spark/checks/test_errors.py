@@ -158,7 +158,7 @@ def test_a_frame_of_validation_rows_only_is_refused(frame: DataFrame) -> None:
 @pytest.mark.parametrize(
     ("column", "value", "says"),
     [
-        ("label", "3", ["labels in column 'label' are not classes 0 ... 2", "for example 3", "3 scores a row"]),
+        ("label", "3", ["labels in column 'label' are not among classes 0 ... 2", "for example 3", "3 scores a row"]),
         ("label", "1", ["rows of column 'label' hold 1, the ignore_index of the loss", "the weight 0"]),
         ("weight", "-2", ["weights in column 'weight' are negative"]),
         ("features", "null", ["'features' has", "null values"]),

@@ -297,7 +297,7 @@ def test_what_cannot_become_a_tensor_is_refused_on_the_driver(
 
 def test_vectors_of_another_length_are_refused_by_the_ranks(spark: SparkSession, rows: DataFrame) -> None:
     spark.udf.register("sparse_of_7", lambda row: Vectors.sparse(7, [(6, 1.0)]), VectorUDT())
-    with pytest.raises(ColumnError, match="1 rows of column 'sparse' do not hold 6 values") as caught:
+    with pytest.raises(ColumnError, match="1 row of column 'sparse' does not hold 6 values") as caught:
         fit(rows.withColumn("sparse", F.expr("if(id = 9, sparse_of_7(plain), sparse)")), "sparse", numWorkers=1)
     assert caught.value.where["column"] == "sparse"
 

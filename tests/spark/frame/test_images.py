@@ -93,7 +93,7 @@ def test_files_that_sparks_image_source_cannot_read_are_nulls(
         Image.fromarray(image).save(tmp_path / f"{number:02}.png")
     (tmp_path / "broken.png").write_bytes(b"no image")
     data = spark.read.format("image").load(str(tmp_path)).withColumn("target", F.lit(0.5)).withColumn("id", F.lit(1))
-    with pytest.raises(ColumnError, match="column 'image' has 1 rows with null values"):
+    with pytest.raises(ColumnError, match="column 'image' has 1 row with null values"):
         fit(data, "image")
     fitted = fit(data, "image", nullPolicy="drop")
     assert (fitted.summary.rows, fitted.summary.droppedRows) == (ROWS, 1)

@@ -113,7 +113,7 @@ def test_a_callable_gets_numbers_of_the_type_of_the_fit(values: list[object], sq
 
 
 @pytest.mark.parametrize(
-    ("bad", "said"), [(None, "column 'b' has 1 rows with null values"), (NAN, "1 rows of column 'b' are NaN")]
+    ("bad", "said"), [(None, "column 'b' has 1 row with null values"), (NAN, "1 row of column 'b' is NaN")]
 )
 def test_of_packed_columns_the_one_that_is_unfit_is_named(bad: float | None, said: str) -> None:
     pair = spec(sources=("a", "b"), shape=(2,))
@@ -133,5 +133,5 @@ def test_a_row_that_is_unfit_in_a_column_named_twice_counts_once() -> None:
     for inputs in (twice, (spec(name="x2", sources=("x", "x"), shape=(2,)),)):
         screen = RowFilter(Columns(inputs=inputs))
         screen.rows_of(batch, first_row=0)
-        with pytest.raises(ColumnError, match="column 'x' has 1 rows with null values"):
+        with pytest.raises(ColumnError, match="column 'x' has 1 row with null values"):
             screen.close()

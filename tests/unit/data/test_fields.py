@@ -172,7 +172,7 @@ def test_what_is_null_is_filled() -> None:
             pa.list_(pa.list_(pa.float32())),
             [[[1, 2], [3]], [[4], [5, 6], [7, 8]]],
             1,
-            "1 rows of column 'c' do not hold 2 values; the first has 3",
+            "1 row of column 'c' does not hold 2 values; the first has 3",
         ),
 
     ],
@@ -211,7 +211,7 @@ def test_rows_that_are_unfit_are_left_out_and_counted_once() -> None:
     assert passed == [[1.0, 3.0], [], [6.0]]
     assert screen.dropped == 3
     _, screen = screened(batches, *specs, drop=False)
-    with pytest.raises(ColumnError, match=r"column 'c' has 1 rows with null values; in the order .* arrived: 1"):
+    with pytest.raises(ColumnError, match=r"column 'c' has 1 row with null values; in the order .* arrived: 1"):
         screen.close()
     _, screen = screened(batches, specs[1], drop=False)
     with pytest.raises(ColumnError, match=r"column 'd' has 2 rows with null values; .*: 1, 3") as caught:

@@ -139,7 +139,7 @@ def test_rows_that_do_not_say_whether_they_are_held_out_are_for_the_null_policy(
     batch = table.batches()[0]
     flags = batch.column(VALIDATION).take([None, 0, 1])
     batches = [replaced(batch, VALIDATION, flags)]
-    with pytest.raises(ColumnError, match=f"column '{table.columns.validation}' has 1 rows with null values") as caught:
+    with pytest.raises(ColumnError, match=f"column '{table.columns.validation}' has 1 row with null values") as caught:
         read_shard(batches, table.columns)
     assert caught.value.where["row"] == 0
     shard = read_shard(batches, replace(table.columns, drop_nulls=True))
@@ -161,7 +161,7 @@ def test_a_bad_row_is_counted_with_those_that_were_left_out_before_it() -> None:
     vectors = pa.array([[1.0, 2.0], None, [None, 1.0], [3.0, 4.0], [5.0]], pa.list_(pa.float32()))
     batch = pa.RecordBatch.from_pydict({"x0": vectors, KEY: pa.array(range(5), pa.int64())})
     spec = TensorSpec(name="x0", column="c", dtype="float32", shape=(2,))
-    with pytest.raises(ColumnError, match="1 rows of column 'c' do not hold 2 values") as caught:
+    with pytest.raises(ColumnError, match="1 row of column 'c' does not hold 2 values") as caught:
         read_shard([batch.slice(0, 1), batch], Columns(inputs=(spec,), drop_nulls=True))
     assert caught.value.where == {"column": "c", "row": 5}
 

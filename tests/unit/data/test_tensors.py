@@ -75,7 +75,7 @@ def test_dense_and_sparse_vectors_mix_in_a_column_and_in_a_slice_of_it() -> None
         (lists([1, 2], None, [3, 4]), PAIR, 1, "column 'position' has 1 null values"),
         (lists([1, 2], [3, None], [None, 4]), PAIR, 1, "column 'position' has 2 null values"),
         (lists([1, 2], [3, None]).slice(1), PAIR, 0, "column 'position' has 1 null values"),
-        (lists([1, 2], [3]), PAIR, 1, "1 rows of column 'position' do not hold 2 values; the first has 1"),
+        (lists([1, 2], [3]), PAIR, 1, "1 row of column 'position' does not hold 2 values; the first has 1"),
         # The total fits two values a row: reshaping alone would shift values between rows.
         (lists([1, 2], [3], [4, 5, 6]), PAIR, 1, "2 rows of column 'position' do not hold 2 values; the first has 1"),
         (lists([1, 2, 3], []), PAIR, 0, "2 rows of column 'position' do not hold 2 values; the first has 3"),
@@ -119,7 +119,7 @@ def test_finite_values_pass_whatever_their_sum(values: np.ndarray) -> None:
 def test_labels_that_are_no_classes_are_refused_with_an_example(label: float, shown: str) -> None:
     with pytest.raises(ColumnError) as caught:
         check_labels(np.array([0.0, label, 1.0]), CLASSES)
-    assert caught.value.what == f"1 labels in column 'kind' are not classes 0 ... 2, for example {shown}"
+    assert caught.value.what == f"1 label in column 'kind' is not among classes 0 ... 2, for example {shown}"
     assert caught.value.where == {"column": "kind"}
     assert "StringIndexer" in caught.value.hint
     assert ("use 'skip'" in caught.value.hint) == (label == 3)  # as StringIndexer keeps labels that it has not seen
@@ -143,7 +143,7 @@ def test_labels_that_the_loss_leaves_out_are_refused_because_it_is_divided_by_al
         assert check_labels(labels, replace(columns, ignored=1)) is labels
         return
     with pytest.raises(
-        ColumnError, match=f"^{rows} rows of column '.*' hold 1, the ignore_index of the loss"
+        ColumnError, match=f"^{rows} rows? of column '.*' holds? 1, the ignore_index of the loss"
     ) as caught:
         check_labels(labels, replace(columns, ignored=1))
     assert "weightCol" in caught.value.hint
@@ -151,7 +151,7 @@ def test_labels_that_the_loss_leaves_out_are_refused_because_it_is_divided_by_al
 
 @pytest.mark.parametrize("columns", [CLASSES, NUMBERS])
 def test_a_nan_label_is_refused(columns: Columns) -> None:
-    with pytest.raises(ColumnError, match=r"1 rows of column '(kind|price)' are NaN"):
+    with pytest.raises(ColumnError, match=r"1 row of column '(kind|price)' is NaN"):
         check_labels(np.array([0.0, np.nan], np.float64), columns)
 
 
@@ -159,7 +159,7 @@ def test_weights_are_zero_or_more() -> None:
     check_weights(np.array([0, 0.5, 3], np.float32), SCALAR)
     with pytest.raises(ColumnError, match="2 weights in column 'age' are negative"):
         check_weights(np.array([-1, 0.5, -3], np.float32), SCALAR)
-    with pytest.raises(ColumnError, match="1 rows of column 'age' are NaN"):
+    with pytest.raises(ColumnError, match="1 row of column 'age' is NaN"):
         check_weights(np.array([np.nan, 1], np.float32), SCALAR)
 
 

@@ -123,5 +123,5 @@ class Squeezing(Score):
 def test_a_module_whose_batch_of_one_row_loses_its_rows_is_told(trained: TrainedModule, task: Task) -> None:
     scorer = Scorer(replace(trained, source=Squeezing, task=task), batch_size=10)
     assert len(scorer.score_arrays([X[:2]])["prediction"]) == 2
-    with pytest.raises(ModuleError, match=r"forward returned a scalar for 1 rows(?s:.*)squeeze\(-1\)"):
+    with pytest.raises(ModuleError, match=r"forward returned a scalar for 1 row(?s:.*)squeeze\(-1\)"):
         scorer.score_arrays([X[:1]])

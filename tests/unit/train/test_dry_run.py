@@ -334,5 +334,5 @@ class First(Score):
 
 
 def test_rows_that_a_module_loses_are_no_failure_of_the_loss() -> None:
-    with pytest.raises(ModuleError, match=r"forward returned 1 rows for 2 rows .*\n.*one row for each row"):
+    with pytest.raises(ModuleError, match=r"forward returned 1 row for 2 rows .*\n.*one row for each row"):
         trial(First, "MSELoss", "regression", FEATURES)
