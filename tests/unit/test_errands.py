@@ -53,7 +53,7 @@ def text_of(*paths: str) -> str:
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_strategy_is_documented_and_in_the_suites(name: str) -> None:
-    page = text_of("docs/training.md")
+    page = text_of("docs/strategies.md", "docs/model_parallel.md")
     assert f'| `"{name}"` |' in page
     assert f"'{name}'" in PARAMS["strategy"].doc
     for option in dataclasses.fields(STRATEGIES[name].options_type):

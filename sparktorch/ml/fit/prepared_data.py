@@ -170,10 +170,7 @@ class PreparedData:
         A `ConfigError` says that it is closed, or that the estimator needs other rows.
         """
         with self._lock:
-            try:
-                return self._checked(estimator, task, report)
-            finally:  # not only by `attempt`: what comes before that may raise
-                self._wait_for_more()
+            return self._checked(estimator, task, report)
 
     def _checked(
         self, estimator: EstimatorParams, task: Task, report: FitReport

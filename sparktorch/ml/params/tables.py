@@ -282,7 +282,7 @@ STRATEGY = (
       "'independent'",
       field="config.strategy", compared=False),
     P("strategyParams", "dict[str, Any]", {},
-      "options of the strategy, as docs/training.md lists them", field="config.strategy_params", compared=False),
+      "options of the strategy, as docs/strategies.md lists them", field="config.strategy_params", compared=False),
     P("numWorkers", "int", 1,
       "number of barrier tasks, the world size (> 0)", field="launch.world_size", compared=False),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -105,6 +106,25 @@ def test_models_that_nobody_can_take_are_not_trained(spark: SparkSession, frame:
     until(lambda: (tmp_path / "marks" / "pids").exists(), seconds=20, what="the second fit began")
     del models
     gc.collect()
+    assert within(30, lambda: spark.range(3).count()) == 3
+
+
+def test_an_interrupt_of_who_waits_for_a_model_ends_the_fits(
+    spark: SparkSession, frame: DataFrame, tmp_path: Path
+) -> None:
+    estimator = regressor(numWorkers=3)
+    slow = Fault("slow", tmp_path / "marks", seconds=1.0)
+    models = estimator.fitMultiple(frame, [{estimator.callbacks: [slow], estimator.epochs: 100}, {}])
+
+    def interrupt() -> None:
+        until(lambda: (tmp_path / "marks" / "pids").exists(), seconds=40, what="the first fit began")
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        next(models)
+    thread.join()
     assert within(30, lambda: spark.range(3).count()) == 3
 
 
