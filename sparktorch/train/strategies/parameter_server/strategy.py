@@ -81,16 +81,8 @@ class ParameterServer(Strategy[ParameterServerOptions]):
             lambda job: job.config.precision == "fp16",
             "a worker skips a step whose gradient overflows",
         ),
-        _asks(
-            "nonFiniteLoss 'skip'",
-            lambda job: job.config.non_finite == "skip",
-            "workers leave out the same steps",
-        ),
-        _asks(
-            "syncBatchNorm",
-            lambda job: job.config.sync_batch_norm,
-            "workers wait for each other in every forward pass",
-        ),
+        _asks("nonFiniteLoss 'skip'", lambda job: job.config.non_finite == "skip", "workers leave out the same steps"),
+        _asks("syncBatchNorm", lambda job: job.config.sync_batch_norm, "workers wait for each other in forward passes"),
         _asks(
             "deterministic",
             lambda job: job.config.deterministic and job.options.staleness != 0,
