@@ -20,10 +20,6 @@ __all__ = ["Collectives", "Reduction"]
 Reduction = Literal["sum", "mean", "product", "min", "max"]
 V = TypeVar("V")
 
-_REDUCIBLE = {  # by all backends
-    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8),
-    *(torch.uint8, torch.complex64, torch.complex128),
-}
 _CALL_BYTES = 512  # torch's longest shapes take less than half
 
 
@@ -93,8 +89,7 @@ class Collectives:
         part = self._room(call, own)
         if self.world_size > 1:
             dist.broadcast(_bytes(part), source)
-        found: V = call.value(part)
-        return found
+        return call.value(part)  # type: ignore[no-any-return]
 
     def scatter(self, values: Sequence[V] | None = None, source: int = 0) -> V:
         """Returns this rank's one of the values of one rank.
@@ -107,19 +102,12 @@ class Collectives:
         if self.rank == source and len(own) != self.world_size:
             failed = f"scatter got {len(own)} values in its source, rank {source}, for {self.world_size} ranks"
         self._compare(f"scatter({self._of(source)})", *own, failed=failed)
+        if self.rank != source:
+            return self._receive(source)  # type: ignore[no-any-return]
         for rank, value in enumerate(own):
             if rank != source:
-                dist.send(_Call.of("scatter", value).packed(), rank)
-                dist.send(_bytes(_tensor(value)), rank)
-        if self.rank == source:
-            call = _Call.of("scatter", own[source])
-            part = self._room(call, own[source])
-        else:
-            dist.recv(packed := torch.empty(_CALL_BYTES, dtype=torch.uint8), source)
-            part = self._room(call := _Call.unpacked(packed))
-            dist.recv(_bytes(part), source)
-        found: V = call.value(part)
-        return found
+                _send(value, rank)
+        return _copy(own[source])
 
     def gather(self, value: V, target: int = 0) -> list[V] | None:
         """Returns the values of all ranks, in rank order, in one rank; `None` in the others.
@@ -128,15 +116,11 @@ class Collectives:
             value: This rank's value; shapes and dtypes may differ between ranks.
             target: The rank that gets them.
         """
-        calls = self._compare(f"gather({self._of(target)})", value)
+        self._compare(f"gather({self._of(target)})", value)
         if self.rank != target:
-            dist.send(_bytes(_tensor(value)), target)
+            _send(value, target)
             return None
-        parts = [self._room(call, value if rank == target else None) for rank, call in enumerate(calls)]
-        for rank, part in enumerate(parts):
-            if rank != target:
-                dist.recv(_bytes(part), rank)
-        return [call.value(part) for call, part in zip(calls, parts, strict=True)]
+        return [_copy(value) if rank == target else self._receive(rank) for rank in range(self.world_size)]
 
     def _of(self, rank: int) -> str:
         if not 0 <= rank < self.world_size:
@@ -146,14 +130,7 @@ class Collectives:
     def _compare(
         self, name: str, *values: Any, failed: str | None = None, wait: timedelta | None = None
     ) -> list[_Call]:
-        """Exchanges what the ranks call a collective with; raises if it is another one, or if one cannot go on.
-
-        Args:
-            name: The collective, and what has to be equal besides.
-            values: This rank's values; the first one is described to the others.
-            failed: Why this rank cannot go on.
-            wait: How long the other ranks may take, `None` for as long as in other collectives.
-        """
+        """Exchanges what the ranks call a collective with, `wait` long; raises if they differ, or one has `failed`."""
         error: Exception | None = None if failed is None else ValueError(failed)
         try:
             own = ([] if error else [_Call.of(name, value) for value in values]) or [_Call(name, "nothing")]
@@ -175,38 +152,40 @@ class Collectives:
         """Returns a copy of this rank's own value, or an empty tensor for the value of another rank."""
         if value is not None:
             return _tensor(value).clone()
-        return torch.empty(
-            call.shape, dtype=getattr(torch, call.dtype), device="cpu" if call.host else self._world.device
-        )
+        device = "cpu" if call.host else self._world.device
+        return torch.empty(call.shape, dtype=getattr(torch, call.dtype), device=device)
+
+    def _receive(self, source: int) -> Any:
+        """Returns what `_send` sends."""
+        dist.recv(packed := torch.empty(_CALL_BYTES, dtype=torch.uint8), source)
+        part = self._room(call := _Call.unpacked(packed))
+        dist.recv(_bytes(part), source)
+        return call.value(part)
 
     def _reduced(self, name: str, value: V, op: Reduction) -> V:
         if op not in get_args(Reduction):
             raise ValueError(f"op must be one of {get_args(Reduction)}, got {op!r}")
-        operation = getattr(dist.ReduceOp, "SUM" if op == "mean" else op.upper())
         tensor, size = _tensor(value), self.world_size
         whole = not (tensor.is_floating_point() or tensor.is_complex())
-        if op == "mean" and whole:
-            raise TypeError(f"op='mean' is for floating-point values, got {tensor.dtype}")
-        if tensor.dtype is torch.bool and op not in ("min", "max"):
-            raise TypeError(f"op={op!r} is for numbers, got torch.bool: take 'max' for any, 'min' for all, or int64")
+        if (op == "mean" and whole) or (tensor.dtype is torch.bool and op not in ("min", "max")):
+            raise TypeError(f"op={op!r} does not go together with {tensor.dtype}: convert it; for bool take min or max")
         calls = self._compare(f"{name}({op})", value)
         if len({call.layout for call in calls}) > 1:
             raise ValueError(f"{name} needs equal dtypes and shapes: {_listed(map(str, calls))}")
-        if tensor.dtype not in _REDUCIBLE or (op == "mean" and tensor.dtype.itemsize < 4):  # its sum would overflow
-            total = tensor.to(torch.int64 if whole else torch.float32)
-        else:
-            total = tensor.clone()
+        # No backend reduces all integers, and a half-precision sum may overflow.
+        wide = torch.int64 if whole else torch.float32 if tensor.dtype.itemsize < 4 else tensor.dtype
+        total = tensor.to(wide, copy=True)
+        operation = getattr(dist.ReduceOp, "SUM" if op == "mean" else op.upper())
         if name == "all_reduce" and size > 1:
             dist.all_reduce(total, operation)
         elif name == "reduce_scatter":
             if not total.dim() or len(total) % size:
                 raise ValueError(f"{name} got shape {tuple(total.shape)}, whose first axis {size} ranks cannot share")
-            wide, total = total, total[: len(total) // size].clone()
+            every, total = total, total[: len(total) // size].clone()
             if size > 1:
                 scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-                scatter(total, wide, operation)
-        found: V = calls[self.rank].value((total / size if op == "mean" else total).to(tensor.dtype))
-        return found
+                scatter(total, every, operation)
+        return calls[self.rank].value((total / size if op == "mean" else total).to(tensor.dtype))  # type: ignore[no-any-return]
 
 
 class _Call(NamedTuple):
@@ -222,8 +201,7 @@ class _Call(NamedTuple):
     def of(cls, name: str, value: Any) -> _Call:
         tensor = _tensor(value)
         kind = "tensor" if isinstance(value, torch.Tensor) else "array" if isinstance(value, np.ndarray) else "number"
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        return cls(name, kind, dtype, tuple(tensor.shape), is_host(tensor.device))
+        return cls(name, kind, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), is_host(tensor.device))
 
     def packed(self) -> torch.Tensor:
         """Returns it as bytes, as many for each call: one collective exchanges them, and nothing is unpickled."""
@@ -256,6 +234,17 @@ def _exchanged(own: _Call, ranks: int, wait: timedelta | None) -> list[_Call]:
         options.timeout = wait
     group.allgather([parts], [packed], options).wait()
     return [_Call.unpacked(part) for part in parts]
+
+
+def _send(value: Any, target: int) -> None:
+    """Sends a value, after what it is."""
+    dist.send(_Call.of("send", value).packed(), target)
+    dist.send(_bytes(_tensor(value)), target)
+
+
+def _copy(value: V) -> V:
+    """Returns a new value of the same kind."""
+    return _Call.of("copy", value).value(_tensor(value).clone())  # type: ignore[no-any-return]
 
 
 def _tensor(value: Any) -> torch.Tensor:

@@ -62,37 +62,27 @@ def diagnose(answers: Sequence[ExecutorReport], expected: Expected) -> list[Find
     gpus = f"{given} tasks have one each, and torch sees them" if given else "none: ranks train on the CPU"
     if not given and any(answer.cuda for answer in answers):
         gpus = "Spark gives none, torch sees enough: ranks of a machine take its GPUs in order"
-    memory = min(answer.shared_memory or 0 for answer in executors)
-    disk = min((free for answer in executors for free in answer.disks.values() if free is not None), default=0)
-    driver = f"from all executors ({len(executors)}), on a socket of this job"
+    driver = "not needed: rank 0 hosts the store, not this process"
+    if expected.driver:
+        driver = f"from all executors ({len(executors)}), on a socket of this job"
     peers, directory = f"all {len(answers)} tasks reach their neighbours", expected.checkpoint_dir
     if any(answer.peers is None for answer in answers):
         peers = "not needed: one task, or one machine"
-    checks = {
-        "packages": (
-            _packages(executors, expected),
-            f"Python {executors[0].python}, and versions that go with the driver's: {names}",
-        ),
-        "driver-reachable": (
-            _driver(executors, expected),
-            driver if expected.driver else "not needed: rank 0 hosts the store, not this process",
-        ),
-        "peers-reachable": (_peers(answers), peers),
-        "host-names": (
-            _names(hosts, executors, expected),
-            "none resolves to a loopback address" if len(hosts) > 1 else "one machine",
-        ),
-        "gpu-addresses": (_gpus(answers, expected), "" if expected.device == "cpu" else gpus),
-        "shared-memory": (_shared_memory(hosts), f"/dev/shm has {_size(memory)} free or more"),
-        "local-disk": (_disks(executors), f"{_size(disk)} free or more under the local directories"),
-        "placement": ([], _placement(answers)),
-        "checkpoint-dir": (
-            _checkpoints(answers, directory),
-            f"{len(answers)} tasks wrote, read and deleted a file in {directory}" if directory else "",
-        ),
-    }
+    python = f"Python {executors[0].python}, and versions that go with the driver's: {names}"
+    kept = f"{len(answers)} tasks wrote, read and deleted a file in {directory}" if directory else ""
+    loopback = "none resolves to a loopback address" if len(hosts) > 1 else "one machine"
     findings = []
-    for check, (problems, fine) in checks.items():
+    for check, problems, fine in (
+        ("packages", _packages(executors, expected), python),
+        ("driver-reachable", _driver(executors, expected), driver),
+        ("peers-reachable", _peers(answers), peers),
+        ("host-names", _names(hosts, executors, expected), loopback),
+        ("gpu-addresses", _gpus(answers, expected), "" if expected.device == "cpu" else gpus),
+        ("shared-memory", _shared_memory(hosts), "/dev/shm has room"),
+        ("local-disk", _disks(executors), "the local directories have room"),
+        ("placement", (), _placement(answers)),
+        ("checkpoint-dir", _checkpoints(answers, directory), kept),
+    ):
         findings += list(problems) or ([ok(check, fine)] if fine else [])
     return findings
 

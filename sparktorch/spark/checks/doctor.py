@@ -43,14 +43,7 @@ for _module in (probe, addresses):  # executors may lack this package
 def check_all(
     spark: SparkSession, launch: Launch, checkpoint_dir: str | None = None, seconds: float = _SECONDS
 ) -> list[Finding]:
-    """Checks the settings, then the executors.
-
-    Args:
-        spark: The session.
-        launch: How a fit would launch its ranks; its `profile` is determined here.
-        checkpoint_dir: Checkpoint directory of a fit, `None` for none.
-        seconds: Timeout for the executors' reports, in seconds.
-    """
+    """Checks the settings, then the executors, whose reports may take some `seconds`."""
     profile, finding = gpus(spark, launch.device, launch.world_size)
     findings = [*switches(spark), finding]
     if launch.rendezvous != "rank0" and not is_connect(spark):
@@ -71,13 +64,7 @@ def check_executors(
     """Checks the executors with one short barrier job, under the conditions of a fit.
 
     The job has one task per slot, to reach every executor. If other jobs run or slots cannot be counted, it
-    has one task per rank.
-
-    Args:
-        spark: The session.
-        launch: How a fit would launch its ranks, with their profile.
-        checkpoint_dir: As in `check_all`; a file is written there, and removed.
-        seconds: As in `check_all`.
+    has one task per rank. A file is written in the checkpoint directory, and removed.
     """
     token, names, tasks = secrets.token_hex(16), _executor_hosts(spark), _tasks(spark, launch)
     with ExitStack() as stack:

@@ -52,14 +52,8 @@ def answer(
 ) -> Iterator[Any]:
     """Yields a record batch of one row: the executor report of this task, as JSON.
 
-    Args:
-        batches: Ignored.
-        token: Token that the driver and the other tasks send to every connection.
-        driver: Host and port at which executors reach the driver; `None` if rank 0 hosts the store.
-        checkpoint_dir: Directory to write to, `None` for none.
-        names: Host names to resolve, besides this host's own.
-        gpus: Whether to ask torch for GPUs.
-        meet: Whether to check the other tasks' sockets and files, too; adds two barriers of about one second each.
+    The driver and the other tasks send `token` to every connection. With `meet`, the other tasks' sockets and files are
+    checked, too, which adds two barriers of about one second each.
     """
     import pyarrow as pa
     from pyspark import BarrierTaskContext
@@ -84,12 +78,15 @@ def answer(
         "shared_memory": _free("/dev/shm"),
         "disks": {path: _free(path) for path in [*local, tempfile.gettempdir()]},
         "gpus": given.addresses if given else [],  # by Spark
-        **(_gpus() if gpus else {"cuda": None, "cuda_visible_devices": None, "gpu_uuids": []}),
+        **{"cuda": None, "cuda_visible_devices": None, "gpu_uuids": []},
+        **(_gpus() if gpus else {}),
+        **{"peers": None, "files": None},
     }
     trial = WriteTrial(checkpoint_dir, f".sparktorch-doctor-{token}", rank) if checkpoint_dir else None
     facts["checkpoint"] = problem(trial.write) if trial else None
     try:
-        facts.update(_met(context, facts["host"], token, driver, trial) if meet else {"peers": None, "files": None})
+        if meet:
+            facts["peers"], facts["files"] = _met(context, facts["host"], token, driver, trial)
     finally:
         if trial:
             problem(trial.remove)
@@ -130,11 +127,7 @@ def digest_of(package: str) -> str:
 
 
 def within(seconds: float, call: Callable[[], Any]) -> Any:
-    """Runs `call` in a thread and returns its result, or raises its exception.
-
-    Raises:
-        TimeoutError: The call took longer than `seconds`; it goes on in its thread.
-    """
+    """Returns the result of a call in a thread; raises its exception, or a `TimeoutError` if it goes on."""
     outcome = concurrent.futures.Future[Any]()
 
     def run() -> None:
@@ -213,11 +206,11 @@ def _free(path: str) -> int | None:
 
 def _gpus() -> dict[str, Any]:
     """Returns what a rank would see of the machine's accelerators, and their UUIDs in the order of `nvidia-smi`."""
-    found: dict[str, Any] = {"cuda": None, "cuda_visible_devices": None, "gpu_uuids": []}
+    found: dict[str, Any] = {}
     with suppress(Exception):  # without torch or this package, that is what is reported
         from sparktorch.base.devices import accelerator, device_count, visible_devices
 
-        found["cuda"], found["cuda_visible_devices"] = device_count(), visible_devices(accelerator() or "cuda")
+        found = {"cuda": device_count(), "cuda_visible_devices": visible_devices(accelerator() or "cuda")}
     with suppress(OSError, subprocess.SubprocessError):
         command = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]
         listed = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=True)
@@ -229,17 +222,13 @@ class WriteTrial:
     """A test file of this task in the checkpoint directory, or in its nearest existing parent directory."""
 
     def __init__(self, url: str, name: str, rank: int) -> None:
-        """Sets the checkpoint directory, the prefix of the file name and the rank; writes nothing."""
+        """Takes the directory and the name without the rank; writes nothing."""
         self._url, self._name, self._rank = url, name, rank
         self._fs: Any = None
         self._root = ""
 
     def write(self) -> None:
-        """Writes the file and reads it back.
-
-        Raises:
-            OSError: The content differs.
-        """
+        """Writes the file and reads it back."""
         import fsspec
         from fsspec.implementations.local import LocalFileSystem
 
@@ -272,8 +261,8 @@ class WriteTrial:
 
 def _met(
     context: Any, host: str, token: str, driver: tuple[str, int] | None, trial: WriteTrial | None
-) -> dict[str, Any]:
-    """Returns which other tasks cannot be reached (`peers`), and which ranks' files are visible (`files`)."""
+) -> tuple[dict[str, str], list[int] | None]:
+    """Returns which other tasks cannot be reached, and which ranks' files are visible."""
     rank, bind = context.partitionId(), address_towards(driver[0]) if driver else host
     failed: dict[str, str] = {}
     files: list[int] | None = None
@@ -292,4 +281,4 @@ def _met(
         with suppress(Exception):
             files = within(_STORAGE_SECONDS, trial.ranks) if trial else None
         context.barrier()
-    return {"peers": failed, "files": files}
+    return failed, files

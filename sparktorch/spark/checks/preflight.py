@@ -44,15 +44,9 @@ _OFF = {
 def check_cluster(
     spark: SparkSession, world_size: int, profile: ResourceProfile | None = None, *, longest: float = _PROMISED_SECONDS
 ) -> None:
-    """Checks for conditions under which Spark would refuse the job late, hang, or run it incorrectly.
+    """Refuses a barrier job that Spark would refuse late, hang, or run incorrectly.
 
-    It waits for a cluster that is still starting, see `settled_slots`.
-
-    Args:
-        spark: The session.
-        world_size: Number of barrier tasks.
-        profile: Resource profile of the tasks.
-        longest: Most seconds to wait for slots.
+    It waits for a cluster that is still starting, at most `longest` seconds, see `settled_slots`.
 
     Raises:
         ClusterError: A check failed; with the setting to change.
@@ -106,17 +100,9 @@ def enough_slots(
     all_of_them: bool = False,
     longest: float = _PROMISED_SECONDS,
 ) -> tuple[Finding, int | None]:
-    """Checks that all ranks can run at once.
+    """Checks that all ranks can run at once; returns the finding, and the number of slots, `None` if unknown.
 
-    Args:
-        spark: The session.
-        world_size: Number of ranks.
-        profile: Resource profile of the tasks.
-        all_of_them: Whether to wait until no more slots appear, even if there are enough.
-        longest: Most seconds to wait for enough slots.
-
-    Returns:
-        The finding, and the number of slots, `None` if unknown.
+    With `all_of_them` it waits until no more slots appear, even if there are enough.
     """
     there = settled_slots(spark, world_size, profile, longest=longest)
     if all_of_them and there is not None and there >= world_size:
@@ -157,15 +143,7 @@ def _why_no_executor(spark: SparkSession) -> str:
 
 
 def check_result_size(spark: SparkSession, model_bytes: int) -> None:
-    """Checks that the driver accepts a model of this size as the result of a job.
-
-    Args:
-        spark: The session.
-        model_bytes: Size of the model's parameters and buffers in bytes.
-
-    Raises:
-        ClusterError: The model is larger than `spark.driver.maxResultSize`.
-    """
+    """Refuses a model that is larger, in bytes, than what the driver accepts as the result of a job."""
     given = re.fullmatch(r"(\d+)([kmgtp]?)b?", setting(spark, "spark.driver.maxResultSize", "1g").strip().lower())
     limit = int(given[1]) << 10 * " kmgtp".index(given[2] or " ") if given else 0
     if limit and model_bytes > limit:
@@ -188,13 +166,15 @@ def settled_slots(
 ) -> int | None:
     """Returns the number of slots once there are enough or no more are expected; `None` if unknown.
 
+    By default, more are expected for ten minutes after the last new slot if the session's settings promise enough, for
+    two seconds if they promise too few, and if they say nothing until the session is a minute old. The first slot gets
+    at least a minute.
+
     Args:
         spark: The session.
         wanted: Number of slots that is enough.
         profile: Resource profile of the tasks.
-        settle: Seconds without a new slot after which no more are expected. Default: ten minutes if the session's
-            settings promise enough slots, two seconds if they promise too few. If they say nothing, two seconds once
-            the session is a minute old. The first slot gets at least a minute.
+        settle: Seconds after the last new slot, in place of the default.
         longest: Most seconds to wait.
         lost: Tags of jobs that have ended. Their tasks may still hold slots, if a host is cut off or a process is
             stopped, until Spark gives up the executor; such slots do not count.
@@ -205,18 +185,21 @@ def settled_slots(
         count = slots(spark, java_profile)
         return None if count is None else count - sum(running_tasks(spark, tag) or 0 for tag in lost)
 
+    def patience(there: int) -> float:
+        if settle is not None and there > 0:
+            return settle
+        if promised is not None and promised >= wanted:
+            return _PROMISED_SECONDS
+        age = 0 if there <= 0 else time.time() - spark.sparkContext.startTime / 1000
+        return _SETTLE_SECONDS if promised is not None and there > 0 else max(_SETTLE_SECONDS, _STARTING_SECONDS - age)
+
     there = free()
     if there is None or is_local(spark):
         return there
-    begun = grown = time.monotonic()
-    warn_at = begun + _WARN_SECONDS
     promised = _promised_slots(spark, wanted, gpu_each=profile is not None)
-    while there < wanted and (now := time.monotonic()) < begun + longest:
-        waited = now - grown
-        if waited >= (
-            settle if settle is not None and there > 0 else _patience(spark, wanted, there, promised, waited)
-        ):
-            break
+    begun = time.monotonic()
+    until, warn_at = begun + patience(there), begun + _WARN_SECONDS
+    while there < wanted and (now := time.monotonic()) < min(until, begun + longest):
         if now > warn_at:
             warn_at = now + _PROMISED_SECONDS
             if there > 0:
@@ -225,21 +208,9 @@ def settled_slots(
                 _LOG.warning("no executor has come yet: %s", _why_no_executor(spark))
         time.sleep(0.1)
         before, there = there, free() or 0
-        if there > before:
-            grown = time.monotonic()
+        if there != before:
+            until = time.monotonic() + patience(there)
     return there
-
-
-def _patience(spark: SparkSession, wanted: int, there: int, promised: int | None, waited: float) -> float:
-    """Returns for how many seconds after the last new slot, which came `waited` seconds ago, more are expected."""
-    if promised is not None and promised >= wanted:
-        return _PROMISED_SECONDS
-    if there <= 0:
-        return _STARTING_SECONDS
-    if promised is not None:
-        return _SETTLE_SECONDS
-    age = time.time() - waited - spark.sparkContext.startTime / 1000
-    return max(_SETTLE_SECONDS, _STARTING_SECONDS - age)
 
 
 def _promised_slots(spark: SparkSession, wanted: int, *, gpu_each: bool) -> int | None:

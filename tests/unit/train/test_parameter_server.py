@@ -160,7 +160,6 @@ def test_whoever_waits_learns_of_a_failure() -> None:
     ("recipe", "config", "message", "param"),
     [
         ({"optimizer": lambda parameters, lr: None}, {}, "optimizer is no class", "optimizer"),
-        ({"optimizer": "SparseAdam"}, {}, "SparseAdam takes no such", "optimizer"),
         ({}, {"precision": "fp16"}, "^precision.* does not go together with strategy", "precision"),
         ({}, {"non_finite": "skip"}, "^nonFiniteLoss.* does not go together with strategy", "nonFiniteLoss"),
         (

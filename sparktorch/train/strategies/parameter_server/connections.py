@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import secrets
 import socket
-import threading
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 
 import torch
 import torch.distributed as dist
@@ -22,7 +21,6 @@ __all__ = ["Connection", "connect"]
 _CONNECT_SECONDS = 60
 _HELLO_SECONDS = 5
 _TOKEN_BYTES = 16
-_PLACE_BYTES = 256
 # A connection to a host that has vanished fails after a minute and a half.
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
 
@@ -39,81 +37,53 @@ class Connection:
             if hasattr(socket, name):
                 end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         self._end = end
-        self._closing = threading.Lock()
 
     def send(self, message: torch.Tensor) -> None:
-        """Sends a uint8 tensor in host memory.
-
-        Raises:
-            DistNetworkError: The connection is closed.
-        """
+        """Sends a uint8 tensor in host memory; raises a `DistNetworkError` if the connection is closed."""
         try:
             self._end.sendall(message.numpy().data)
         except OSError as error:
             raise dist.DistNetworkError(f"Connection closed by peer: {error}") from error
 
     def receive(self, message: torch.Tensor) -> None:
-        """Waits for a message and fills a uint8 tensor in host memory with it.
-
-        Raises:
-            DistNetworkError: The connection is closed.
-        """
+        """Waits for a message, as `send` sends it, and fills a uint8 tensor in host memory with it."""
         left = message.numpy().data
-        while left:
-            try:
+        try:
+            while left:
                 count = self._end.recv_into(left)
-            except OSError as error:
-                raise dist.DistNetworkError(f"Connection closed by peer: {error}") from error
-            if not count:
-                raise dist.DistNetworkError("Connection closed by peer")
-            left = left[count:]
+                if not count:
+                    raise ConnectionError("end of file")
+                left = left[count:]
+        except OSError as error:
+            raise dist.DistNetworkError(f"Connection closed by peer: {error}") from error
 
     def shut(self) -> None:
         """Shuts the connection down: its thread gets an error if it waits, and must close the connection."""
-        with self._closing, suppress(OSError):  # closed already
+        with suppress(OSError):  # closed already
             self._end.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Closes the connection; only this ends a peer's `send` that waits for buffer space."""
-        with self._closing:
-            self._end.close()
+        self._end.close()
 
 
 def connect(world: World, servers: Sequence[int]) -> tuple[dict[int, Connection], dict[int, Connection]]:
     """Connects every rank with every server but itself; each rank calls it, with the default group open.
 
-    Args:
-        world: This rank's place.
-        servers: The ranks that host a server.
-
     Returns:
         This rank's connections to servers, and its connections to the ranks that it serves, each by rank.
     """
-    token = secrets.token_bytes(_TOKEN_BYTES)
-    listener: socket.socket | None = None
-    place = ""
-    if world.rank in servers:
-        family = socket.AF_INET6 if ":" in world.address else socket.AF_INET
-        listener = socket.create_server((world.address, 0), family=family, backlog=world.world_size)
+    token, serves = secrets.token_bytes(_TOKEN_BYTES), world.rank in servers
+    family = socket.AF_INET6 if ":" in world.address else socket.AF_INET
+    places = [""] * world.world_size
+    with closing(socket.socket(family)) as listener:
+        if serves:
+            listener.bind((world.address, 0))
+            listener.listen(world.world_size)
         place = f"{world.address or socket.gethostname()} {listener.getsockname()[1]} {token.hex()}"
-    try:
-        places = _exchange(place, world)
+        dist.all_gather_object(places, place)
         ups = {server: _call(places[server], world.rank) for server in servers if server != world.rank}
-        downs = {} if listener is None else _accept(listener, token, world.world_size - 1)
-    finally:
-        if listener is not None:
-            listener.close()
-    return ups, downs
-
-
-def _exchange(text: str, world: World) -> list[str]:
-    """Returns the ASCII texts of all ranks, in rank order."""
-    mine = torch.zeros(_PLACE_BYTES, dtype=torch.uint8)
-    mine[: len(text)] = torch.tensor(list(text.encode("ascii")), dtype=torch.uint8)
-    mine = mine.to(world.device)
-    every = [torch.empty_like(mine) for _ in range(world.world_size)]
-    dist.all_gather(every, mine)
-    return [bytes(one.tolist()).rstrip(b"\0").decode("ascii") for one in every]
+        return ups, _accept(listener, token, world.world_size - 1) if serves else {}
 
 
 def _call(place: str, rank: int) -> Connection:

@@ -47,20 +47,10 @@ def write_numbers(groups: Iterable[dict[str, Any]], numbers: Sequence[float]) ->
 
 
 class Message:
-    """A message buffer in host memory: numbers and gradients on the way to a server, parameters on the way back.
-
-    Attributes:
-        bytes: The whole buffer, uint8 of shape `(bytes,)`.
-    """
+    """A message buffer in host memory: numbers and gradients on the way to a server, parameters on the way back."""
 
     def __init__(self, like: Sequence[torch.Tensor], numbers: int, *, pinned: bool = False) -> None:
-        """Allocates the buffer.
-
-        Args:
-            like: Tensors with the shapes and dtypes of its tensors.
-            numbers: Number of float64 values besides the tensors.
-            pinned: Whether to pin the memory, for copies from and to a device.
-        """
+        """Allocates `bytes`, the buffer, for tensors like some and float64 numbers; pinned for a device's copies."""
         count = 1 + len(like) + numbers
         end = _round_up(8 * count)
         starts = []
@@ -123,23 +113,14 @@ class ParameterShare:
 
     With staleness 0, the server waits for the gradients of all ranks and makes one update with their
     mean. Otherwise, each push is an update at once, with 1/N of the learning rate for N ranks: N small
-    optimizer steps replace a large one. Each gradient is an estimate of the whole batch's.
-
-    Attributes:
-        failure: The error of a thread that serves a rank, `None` without one.
+    optimizer steps replace a large one. Each gradient is an estimate of the whole batch's. `failure` is the error
+    of a thread that serves a rank.
     """
 
     def __init__(
         self, masters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer, *, ranks: int, staleness: int | None
     ) -> None:
-        """Takes the parameters to serve.
-
-        Args:
-            masters: The parameters, on the CPU.
-            optimizer: The optimizer that updates them.
-            ranks: Number of ranks that push.
-            staleness: Steps that a rank may be ahead of the slowest; `None` does not bound it.
-        """
+        """Takes the parameters to serve, on the CPU, their optimizer, and the bound, `None` for none."""
         self.failure: BaseException | None = None
         self._masters, self._optimizer, self._staleness = masters, optimizer, staleness
         self._changed = threading.Condition()
@@ -150,12 +131,7 @@ class ParameterShare:
         self._stale: list[int] = []
 
     def push(self, rank: int, frame: Message) -> None:
-        """Takes a rank's gradients, waits until the rank may take its next step, and returns the parameters.
-
-        Args:
-            rank: The rank that pushes.
-            frame: Contains the gradients, and on return the parameters.
-        """
+        """Takes a rank's gradients, waits until it may take its next step, and fills the frame with parameters."""
         try:
             with self._changed:
                 self._clock[rank] += 1

@@ -76,27 +76,13 @@ class ParameterServer(Strategy[ParameterServerOptions]):
     options_type = ParameterServerOptions
     refusals = (
         needs_optimizer_class("server"),
-        Refusal(
-            "optimizer",
-            lambda job: job.optimizer in ("SparseAdam", torch.optim.SparseAdam),
-            "strategy 'parameterServer' sends dense gradients, and SparseAdam takes no such",
-            "use Adam, or strategy='ddp'",
-        ),
         _asks(
             "precision 'fp16'",
             lambda job: job.config.precision == "fp16",
             "a worker skips a step whose gradient overflows",
         ),
-        _asks(
-            "nonFiniteLoss 'skip'",
-            lambda job: job.config.non_finite == "skip",
-            "workers leave out the same steps",
-        ),
-        _asks(
-            "syncBatchNorm",
-            lambda job: job.config.sync_batch_norm,
-            "workers wait for each other in every forward pass",
-        ),
+        _asks("nonFiniteLoss 'skip'", lambda job: job.config.non_finite == "skip", "workers leave out the same steps"),
+        _asks("syncBatchNorm", lambda job: job.config.sync_batch_norm, "workers wait for each other in forward passes"),
         _asks(
             "deterministic",
             lambda job: job.config.deterministic and job.options.staleness != 0,
@@ -171,7 +157,8 @@ class ParameterServer(Strategy[ParameterServerOptions]):
 
     def metrics(self) -> dict[str, float]:
         """Returns the mean and the largest staleness of an epoch's pushes, as from `ParameterShare.take_staleness`."""
-        stale = [] if self._exchange is None else self._exchange.take_staleness()
+        share = None if self._exchange is None else self._exchange.share
+        stale = [] if share is None else share.take_staleness()
         counts = torch.zeros(2 + self._world.world_size, dtype=torch.float64)
         counts[0], counts[1], counts[2 + self._world.rank] = sum(stale), len(stale), max(stale, default=0)
         total, pushes, *most = sum_over_ranks(counts, self._world).tolist()
@@ -201,15 +188,8 @@ class _Exchange:
         *,
         numbers: int,
     ) -> None:
-        """Connects to the other servers and to the ranks that this rank serves.
-
-        Args:
-            world: This rank's place.
-            shares: The rank of each server, and this rank's copies of that server's parameters.
-            share: The share that this rank serves, `None` if it hosts no server.
-            numbers: Number of float64 values in each push.
-        """
-        self._world, self._share = world, share
+        """Takes each server's rank with this rank's copies of its parameters, and the share that this rank serves."""
+        self._world, self.share = world, share
         self._parameters = dict(shares)
         pinned = not is_host(world.device)
         self._frames = {server: Message(own, numbers, pinned=pinned) for server, own in shares}
@@ -233,38 +213,33 @@ class _Exchange:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         found = error
-        if found is None:
-            try:
-                for server, line in self._ups.items():
-                    self._frames[server].end()
-                    line.send(self._frames[server].bytes)
-            except dist.DistError as gone:
-                found = gone
+        try:
+            for server, line in self._ups.items() if error is None else ():
+                self._frames[server].end()
+                line.send(self._frames[server].bytes)
+        except dist.DistError as gone:
+            found = gone
         if found is not None:
             self._stop(found)
         for thread in self._threads:
             thread.join()
         for line in self._ups.values():
             line.close()
-        if self._share is not None:
-            found = self._share.failure
+        if self.share is not None:
+            found = self.share.failure
         if found not in (None, error) and isinstance(error, RuntimeError | None):
             raise found  # an existing error is of a collective whose peers left because of this one
 
     def step(self, groups: list[dict[str, Any]]) -> None:
-        """Pushes the gradients to all servers and sets the parameters to what they reply.
-
-        Args:
-            groups: The parameter groups, for their changing options.
-        """
+        """Pushes the gradients and the groups' options to all servers, and sets the parameters to what they reply."""
         numbers = read_numbers(groups)
         for server, frame in self._frames.items():
             frame.push(numbers, [parameter.grad for parameter in self._parameters[server]])
         wait_for(self._world.device)  # once for all gradients' copies to the host
         for server, line in self._ups.items():
             line.send(self._frames[server].bytes)
-        if self._share is not None:
-            self._share.push(self._world.rank, self._frames[self._world.rank])
+        if self.share is not None:
+            self.share.push(self._world.rank, self._frames[self._world.rank])
         for server, line in self._ups.items():
             line.receive(self._frames[server].bytes)
         for server, frame in self._frames.items():
@@ -275,24 +250,20 @@ class _Exchange:
         dist.barrier()
         wait_for(self._world.device)  # the device may still copy from the frames
         for server, frame in self._frames.items():
-            if server == self._world.rank and self._share is not None:
-                self._share.read(frame)
+            if server == self._world.rank and self.share is not None:
+                self.share.read(frame)
             dist.broadcast(frame.bytes, server)
             frame.load(self._parameters[server])
 
-    def take_staleness(self) -> list[int]:
-        """Returns the staleness of each push to this rank's server since the last call."""
-        return [] if self._share is None else self._share.take_staleness()
-
     def _serve(self, peer: int, line: Connection, frame: Message) -> None:
         """Answers one rank's pushes until its last message."""
-        assert self._share is not None
+        assert self.share is not None
         try:
             while True:
                 line.receive(frame.bytes)
                 if frame.last:
                     return
-                self._share.push(peer, frame)
+                self.share.push(peer, frame)
                 line.send(frame.bytes)
         except BaseException as error:
             self._stop(error)
@@ -301,7 +272,7 @@ class _Exchange:
 
     def _stop(self, error: BaseException) -> None:
         """Wakes the threads that wait for a reply, in this rank and in others, with an error."""
-        if self._share is not None:
-            self._share.fail(error)
+        if self.share is not None:
+            self.share.fail(error)
         for line in (*self._ups.values(), *self._downs.values()):
             line.shut()
