@@ -344,7 +344,11 @@ def check_weights(values: npt.NDArray[Any], spec: TensorSpec) -> None:
     check_finite(values, spec)
     if (values < 0).any():
         raise ColumnError(
-            f"{int((values < 0).sum())} weights in column {spec.column!r} are negative",
+            counted(
+                int((values < 0).sum()),
+                f"weight in column {spec.column!r} is negative",
+                f"weights in column {spec.column!r} are negative",
+            ),
             hint="sample weights must be zero or more",
             column=spec.column,
         )

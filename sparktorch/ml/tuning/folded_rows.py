@@ -15,7 +15,7 @@ from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
 from sparktorch.data.columns import carried_name
-from sparktorch.errors import ColumnError
+from sparktorch.errors import ColumnError, counted
 from sparktorch.ml.fit.attempts import with_restarts
 from sparktorch.ml.fit.listeners import FitReport
 from sparktorch.ml.fit.prepared_data import PreparedData
@@ -120,7 +120,7 @@ class FoldedRows(PreparedData):
             sizes.update({int(fold): rows for fold, rows in fact["folds"].items()})
         if sizes[_OUT_OF_RANGE]:
             raise ColumnError(
-                f"Fold number must be in range [0, {self._folds}), which it is not in {sizes[_OUT_OF_RANGE]} rows",
+                f"Fold number must be in range [0, {self._folds}), which it is not in {counted(sizes[_OUT_OF_RANGE], 'row', 'rows')}",
                 hint="set numFolds, or correct the column that foldCol names",
             )
         if any(fact["storage"] == "disk" for fact in facts):

@@ -34,7 +34,7 @@ def job_for(table: Table, **recipe: Any) -> TrainJob:
     ("name", "value", "column", "message"),
     [
         (LABEL, 7.0, "target", "1 label in column 'target' is not among classes 0 ... 2"),
-        (WEIGHT, -1.0, "importance", "1 weights in column 'importance' are negative"),
+        (WEIGHT, -1.0, "importance", "1 weight in column 'importance' is negative"),
         ("x0", np.nan, "features", "1 row of column 'features' is NaN"),
     ],
 )

@@ -202,7 +202,7 @@ def test_a_rank_that_is_lost_while_it_scores_is_restarted(rows: DataFrame, tmp_p
 
 
 def test_folds_that_are_none_are_refused(rows: DataFrame) -> None:
-    with pytest.raises(ColumnError, match=r"Fold number must be in range \[0, 2\), which it is not in \d+ rows"):
+    with pytest.raises(ColumnError, match=r"Fold number must be in range \[0, 2\), which it is not in \d+ rows?"):
         search(TorchCrossValidator, regressor(), RegressionEvaluator(labelCol="target"), foldCol="fold").fit(rows)
     with pytest.raises(ValueError, match="The validation data at fold 3 is empty"):
         search(

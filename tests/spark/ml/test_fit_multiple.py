@@ -124,7 +124,8 @@ def test_an_interrupt_of_who_waits_for_a_model_ends_the_fits(frame: DataFrame, t
         next(models)
     thread.join()
     until(models._work._over.is_set, seconds=60, what="the fits are over")
-    assert not (tmp_path / "second").exists()  # PySpark's own handler of interrupts has ended the first one's job
+    # PySpark's own handler of interrupts has ended the job of the first one.
+    assert not (tmp_path / "second" / "pids").exists()
 
 
 def slow_to_build(marks: Path) -> torch.nn.Module:
