@@ -120,7 +120,8 @@ class FoldedRows(PreparedData):
             sizes.update({int(fold): rows for fold, rows in fact["folds"].items()})
         if sizes[_OUT_OF_RANGE]:
             raise ColumnError(
-                f"Fold number must be in range [0, {self._folds}), which it is not in {counted(sizes[_OUT_OF_RANGE], 'row', 'rows')}",
+                f"Fold number must be in range [0, {self._folds}), which it is not in "
+                f"{counted(sizes[_OUT_OF_RANGE], 'row', 'rows')}",
                 hint="set numFolds, or correct the column that foldCol names",
             )
         if any(fact["storage"] == "disk" for fact in facts):
