@@ -240,7 +240,7 @@ class EstimatorParams(HasFeaturesCol, HasInputCols, HasLabelCol, HasPredictionCo
     strategyParams: Param[dict[str, Any]]
     def getStrategyParams(self) -> dict[str, Any]: ...
     def setStrategyParams(self, value: dict[str, Any]) -> Self:
-        """Sets the value of `strategyParams`: options of the strategy, as docs/training.md lists them."""
+        """Sets the value of `strategyParams`: options of the strategy, as docs/strategies.md lists them."""
     numWorkers: Param[int]
     def getNumWorkers(self) -> int: ...
     def setNumWorkers(self, value: int) -> Self:
@@ -522,7 +522,7 @@ class GenericParams(EstimatorParams, HasOutputCols):
             shuffleBlock: Shuffle in blocks of this many neighbours (by key), so that a block is one disk read; an epoch trains a block within as many steps; 1, as with storage 'memory', shuffles single rows; 32 if it is not set otherwise (> 0).
             seed: Seed of the initial weights, the sampling and each worker's generators.
             strategy: How the workers share the work: 'ddp'; 'zero1', 'zero2' and 'zero3' divide optimizer state, gradients and parameters among them, 'mesh' within groups of them, and layers; 'localSGD', 'parameterServer', 'independent'.
-            strategyParams: Options of the strategy, as docs/training.md lists them.
+            strategyParams: Options of the strategy, as docs/strategies.md lists them.
             numWorkers: Number of barrier tasks, the world size (> 0).
             device: 'auto', 'cpu' or a type of accelerator, such as 'cuda', for training and for scoring; auto takes one per task where there are any.
             rendezvous: Who hosts the store at which workers meet: 'auto', 'driver' or 'rank0'.
@@ -716,7 +716,7 @@ class ClassifierParams(EstimatorParams, HasProbabilityCol, HasRawPredictionCol, 
             shuffleBlock: Shuffle in blocks of this many neighbours (by key), so that a block is one disk read; an epoch trains a block within as many steps; 1, as with storage 'memory', shuffles single rows; 32 if it is not set otherwise (> 0).
             seed: Seed of the initial weights, the sampling and each worker's generators.
             strategy: How the workers share the work: 'ddp'; 'zero1', 'zero2' and 'zero3' divide optimizer state, gradients and parameters among them, 'mesh' within groups of them, and layers; 'localSGD', 'parameterServer', 'independent'.
-            strategyParams: Options of the strategy, as docs/training.md lists them.
+            strategyParams: Options of the strategy, as docs/strategies.md lists them.
             numWorkers: Number of barrier tasks, the world size (> 0).
             device: 'auto', 'cpu' or a type of accelerator, such as 'cuda', for training and for scoring; auto takes one per task where there are any.
             rendezvous: Who hosts the store at which workers meet: 'auto', 'driver' or 'rank0'.
@@ -908,7 +908,7 @@ class RegressorParams(EstimatorParams):
             shuffleBlock: Shuffle in blocks of this many neighbours (by key), so that a block is one disk read; an epoch trains a block within as many steps; 1, as with storage 'memory', shuffles single rows; 32 if it is not set otherwise (> 0).
             seed: Seed of the initial weights, the sampling and each worker's generators.
             strategy: How the workers share the work: 'ddp'; 'zero1', 'zero2' and 'zero3' divide optimizer state, gradients and parameters among them, 'mesh' within groups of them, and layers; 'localSGD', 'parameterServer', 'independent'.
-            strategyParams: Options of the strategy, as docs/training.md lists them.
+            strategyParams: Options of the strategy, as docs/strategies.md lists them.
             numWorkers: Number of barrier tasks, the world size (> 0).
             device: 'auto', 'cpu' or a type of accelerator, such as 'cuda', for training and for scoring; auto takes one per task where there are any.
             rendezvous: Who hosts the store at which workers meet: 'auto', 'driver' or 'rank0'.
@@ -1115,7 +1115,7 @@ class TextClassifierParams(ClassifierParams):
             shuffleBlock: Shuffle in blocks of this many neighbours (by key), so that a block is one disk read; an epoch trains a block within as many steps; 1, as with storage 'memory', shuffles single rows; 32 if it is not set otherwise (> 0).
             seed: Seed of the initial weights, the sampling and each worker's generators.
             strategy: How the workers share the work: 'ddp'; 'zero1', 'zero2' and 'zero3' divide optimizer state, gradients and parameters among them, 'mesh' within groups of them, and layers; 'localSGD', 'parameterServer', 'independent'.
-            strategyParams: Options of the strategy, as docs/training.md lists them.
+            strategyParams: Options of the strategy, as docs/strategies.md lists them.
             numWorkers: Number of barrier tasks, the world size (> 0).
             device: 'auto', 'cpu' or a type of accelerator, such as 'cuda', for training and for scoring; auto takes one per task where there are any.
             rendezvous: Who hosts the store at which workers meet: 'auto', 'driver' or 'rank0'.
@@ -1301,7 +1301,7 @@ class ImageClassifierParams(ClassifierParams):
             shuffleBlock: Shuffle in blocks of this many neighbours (by key), so that a block is one disk read; an epoch trains a block within as many steps; 1, as with storage 'memory', shuffles single rows; 32 if it is not set otherwise (> 0).
             seed: Seed of the initial weights, the sampling and each worker's generators.
             strategy: How the workers share the work: 'ddp'; 'zero1', 'zero2' and 'zero3' divide optimizer state, gradients and parameters among them, 'mesh' within groups of them, and layers; 'localSGD', 'parameterServer', 'independent'.
-            strategyParams: Options of the strategy, as docs/training.md lists them.
+            strategyParams: Options of the strategy, as docs/strategies.md lists them.
             numWorkers: Number of barrier tasks, the world size (> 0).
             device: 'auto', 'cpu' or a type of accelerator, such as 'cuda', for training and for scoring; auto takes one per task where there are any.
             rendezvous: Who hosts the store at which workers meet: 'auto', 'driver' or 'rank0'.
@@ -1441,7 +1441,7 @@ class RunParams(HasFeaturesCol, HasInputCols, HasLabelCol, HasWeightCol, HasVali
             shuffleBlock: Shuffle in blocks of this many neighbours (by key), so that a block is one disk read; an epoch trains a block within as many steps; 1, as with storage 'memory', shuffles single rows; 32 if it is not set otherwise (> 0).
             seed: Seed of the initial weights, the sampling and each worker's generators.
             strategy: How the workers share the work: 'ddp'; 'zero1', 'zero2' and 'zero3' divide optimizer state, gradients and parameters among them, 'mesh' within groups of them, and layers; 'localSGD', 'parameterServer', 'independent'.
-            strategyParams: Options of the strategy, as docs/training.md lists them.
+            strategyParams: Options of the strategy, as docs/strategies.md lists them.
             numWorkers: Number of barrier tasks, the world size (> 0).
             device: 'auto', 'cpu' or a type of accelerator, such as 'cuda', for training and for scoring; auto takes one per task where there are any.
             rendezvous: Who hosts the store at which workers meet: 'auto', 'driver' or 'rank0'.
@@ -1549,7 +1549,7 @@ class RunParams(HasFeaturesCol, HasInputCols, HasLabelCol, HasWeightCol, HasVali
     strategyParams: Param[dict[str, Any]]
     def getStrategyParams(self) -> dict[str, Any]: ...
     def setStrategyParams(self, value: dict[str, Any]) -> Self:
-        """Sets the value of `strategyParams`: options of the strategy, as docs/training.md lists them."""
+        """Sets the value of `strategyParams`: options of the strategy, as docs/strategies.md lists them."""
     numWorkers: Param[int]
     def getNumWorkers(self) -> int: ...
     def setNumWorkers(self, value: int) -> Self:
