@@ -9,6 +9,7 @@ from pyspark.sql import DataFrame
 
 from sparktorch.base.config import TrainConfig, above, at_least, one_of, rows_or_auto
 from sparktorch.errors import ColumnError, ConfigError, nearest, refuse
+from sparktorch.ml.fit.code_version import check_version
 from sparktorch.ml.fit.inputs import check_ships
 from sparktorch.ml.fit.refusals import COLUMNS, FIT, JOB, LIGHTNING, RESTARTS, SCORING
 from sparktorch.ml.fit.values import Values
@@ -41,6 +42,7 @@ def check_params(p: Values) -> None:
     for name in ("module", "loss"):
         if p[name] is None and not (name == "loss" and brings_loss):
             raise ConfigError(f"{name} is not set", hint=f"pass {name}=... to the constructor", param=name)
+    check_version(p.source)
     if p.brings_its_training:
         refuse(LIGHTNING, p)
         check_class(p.source, validated=p.validated)

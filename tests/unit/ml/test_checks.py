@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +14,7 @@ from pyspark.sql import types as T
 from sparktorch import TorchClassifier, TorchEstimator, TorchRegressor
 from sparktorch.errors import ColumnError, ConfigError, SparkTorchError
 from sparktorch.ml.fit.checks import check_new_columns
+from sparktorch.ml.fit.code_version import check_version
 
 SCHEMA = T.StructType().add("features", T.ArrayType(T.FloatType())).add("prediction", T.DoubleType())
 
@@ -43,3 +47,30 @@ def test_output_columns_that_are_left_out_or_not_named_yet_are_none() -> None:
     check(TorchClassifier(predictionCol="", probabilityCol="", rawPredictionCol=""))
     check(TorchEstimator(outputCols=["a", "b"]), 2)
     check(TorchEstimator(), 2)  # setOutputCols of the model names them
+
+
+NET = """
+from torch import nn
+class Net(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) + {0}
+"""
+
+
+def test_a_module_that_was_edited_between_two_fits_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    file = tmp_path / "edited_net.py"
+
+    def again(text: str) -> Any:
+        file.write_text(text)
+        importlib.invalidate_caches()
+        return importlib.reload(importlib.import_module("edited_net")).Net
+
+    check_version(again(NET.format(1)))
+    check_version(again("# a comment" + NET.format(1)))
+    changed = again(NET.format(2))
+    for source in (changed, "edited_net:Net", changed(2, 1)):
+        with pytest.raises(ConfigError, match="module 'edited_net' has other code than in an earlier fit"):
+            check_version(source)
+    check_version(str(tmp_path))  # a folder
