@@ -16,8 +16,6 @@ from sparktorch.errors import ConfigError, ModuleError
 __all__ = ["check_version"]
 
 _first: dict[tuple[str, str], dict[str, bytes]] = {}  # by application and module: the code of its first fit
-    tuple[str, str], dict[str, bytes]
-] = {}  # code of modules as they were first fitted, by application and name
 
 
 def check_version(source: Any) -> None:
