@@ -170,7 +170,10 @@ class PreparedData:
         A `ConfigError` says that it is closed, or that the estimator needs other rows.
         """
         with self._lock:
-            return self._checked(estimator, task, report)
+            try:
+                return self._checked(estimator, task, report)
+            finally:  # the time may have run out meanwhile, and what raises here starts no attempt
+                self._wait_for_more()
 
     def _checked(
         self, estimator: EstimatorParams, task: Task, report: FitReport

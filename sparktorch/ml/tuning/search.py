@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from copy import copy
 from functools import partial
 from typing import Any
@@ -30,6 +31,7 @@ _HOPELESS = 5  # failures without a success, or two for each group if there are 
 _LONGEST_CAUSE = 2000
 _LOOK_SECONDS = 0.1  # in which an interrupt that sends no signal is noticed
 _END_SECONDS = 20.0
+_asking = threading.Lock()
 
 
 class _Judge:
@@ -53,8 +55,9 @@ class _Judge:
         value = record.get(self._metric)
         if isinstance(value, int | float):
             self._reported = True
-            self._trial.report(value, self.epochs)
-            self.pruned = self.epochs < self._last and self._trial.should_prune()
+            with _asking:  # some pruners begin with lists that all trials share
+                self._trial.report(value, self.epochs)
+                self.pruned = self.epochs < self._last and self._trial.should_prune()
             return self.pruned
         unvalidated = self._metric.startswith("val_") and "val_loss" not in record
         if unvalidated or self._reported or (self._varies and self.epochs < self._last):
@@ -99,14 +102,13 @@ class Search:
         """
         shown: dict[str, Any] = {"total": self._trials, "initial": self._trials - self.left, "disable": not show}
         self._hopeless = max(_HOPELESS, 2 * len(groups))
-        pool = ThreadPoolExecutor(len(groups), "sparktorch-search")
         running: set[Future[None]] = set()
         self._bar = tqdm(**shown, desc="search", unit="trial", dynamic_ncols=True, position=0)
         with quiet(), self._bar:
             self.left -= len(groups)  # each begins with one
             try:
                 for group in groups:
-                    running.add(pool.submit(inheriting(spark, partial(self._work, group, timeout))))
+                    running.add(_begun(inheriting(spark, partial(self._work, group, timeout))))
                 while running:
                     done, running = wait(running, _LOOK_SECONDS, FIRST_EXCEPTION)
                     for ended in done:
@@ -120,8 +122,6 @@ class Search:
                     discard(model.bestModel)
                 self.models.clear()
                 raise
-            finally:
-                pool.shutdown(wait=not self._stopped)
         if self._cause is not None and self._failed == self._ended and not self._known:
             raise self._cause
 
@@ -212,3 +212,19 @@ def value_of(history: list[dict[str, Any]], metric: str, config: TrainConfig) ->
     if config.patience is not None:
         known = [{**record, **found} for found, record in improvements(history, config) if metric in record] or known
     return float(known[-1][metric]) if known else None
+
+
+def _begun(work: Callable[[], None]) -> Future[None]:
+    """Starts work in a thread that does not hold up the interpreter's exit."""
+    future: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+
+    threading.Thread(target=run, name="sparktorch-search", daemon=True).start()
+    return future

@@ -34,7 +34,10 @@ def configured(module: Any) -> Configured:
         ModuleError: It returned something that a fit cannot use; what Lightning's Trainer cannot use raises its errors.
     """
     read: Any = import_module(f"{base_of(type(module)).__module__.rpartition('.')[0]}.optimizer")
-    optimizers, given, monitor = read._configure_optimizers(module.configure_optimizers())
+    returned = module.configure_optimizers()
+    if isinstance(returned, dict) and returned.get("lr_scheduler", ...) is None:
+        returned = {name: value for name, value in returned.items() if name != "lr_scheduler"}
+    optimizers, given, monitor = read._configure_optimizers(returned)
     found = read._configure_schedulers_automatic_opt(given, monitor)
     read._validate_optimizers_attached(optimizers, found)
     read._validate_scheduler_api(found, module)

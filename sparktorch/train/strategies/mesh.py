@@ -38,7 +38,7 @@ from sparktorch.train.sharding.dtensor import (
 from sparktorch.train.sharding.units import check_optimizer
 from sparktorch.train.strategies.fsdp import Zero3
 from sparktorch.train.strategies.mesh_options import MeshOptions, Sizes
-from sparktorch.train.tensor_parallel.comparison import Comparison
+from sparktorch.train.tensor_parallel.comparison import Comparison, check_gradients
 from sparktorch.train.tensor_parallel.row_exchange import RowExchange, check_parts_within
 from sparktorch.train.tensor_parallel.styles import (
     OWN_ROWS,
@@ -74,6 +74,7 @@ class Mesh(Zero3[MeshOptions]):
         ),
     )
     _summed: Sequence[nn.Module] = ()
+    _compared = False  # with the undivided module
     _compared_step = False
     _whole: nn.Module | None = None  # has the shapes of all parameters where this rank has those of some layers only
 
@@ -189,13 +190,16 @@ class Mesh(Zero3[MeshOptions]):
             group = self._sharing
             comparison = self._undivided(module, lambda args, kwargs: Comparison(module, args, kwargs, group, exchange))
             exchange.attach(module, self._divide_layers(module, self._styles(module)))
-            if comparison is not None:
-                comparison.check(module.to(self._device), partial(self._complete, module))
+            self._compared = comparison is not None and comparison.check(
+                module.to(self._device), partial(self._complete, module)
+            )
         return super().prepare(module)
 
     def _undivided(self, module: nn.Module, compare: Callable[[Any, Any], C]) -> C | None:
         """Calls `compare` with a few rows before layers are divided; returns `None` if no values or rows are known."""
         if self._sizes.tensor == 1 or self.example is None or any(p.is_meta for p in module.parameters()):
+            return None
+        if self._options.cpu_offload and not is_host(self._device):  # the device may not hold its part at once
             return None
         args, kwargs = arguments(self.together(self.example().slice(0, 2)), without_caches(module))
         kwargs.pop("labels", None)  # with which a model of transformers computes a loss, too
@@ -246,6 +250,9 @@ class Mesh(Zero3[MeshOptions]):
         """Completes the gradients of divided layers, and those that ranks which share them have computed in parts."""
         if self._sizes.tensor > 1:
             self._complete(module)
+            if not self._compared:
+                self._compared = True
+                check_gradients(module, part_of(self._ranks, "tensor").get_group())
 
     def _complete(self, module: nn.Module) -> None:
         divide_gradients(module)

@@ -98,8 +98,11 @@ class PipelineMesh(Mesh):
         comparisons = self._undivided(module, lambda *given: self._comparisons(module, cut, by_number, *given)) or {}
         cut.keep(own)
         self._divide_layers(module, styles)
-        for stage, comparison in comparisons.items():
+        compared = [
             comparison.check(stage.to(self._device), partial(self._complete, module))
+            for stage, comparison in comparisons.items()
+        ]
+        self._compared = bool(compared) and all(compared)
         for stage in stages:
             present = {type(part).__name__ for part in stage.modules()}
             classes = [name for name in options.wrap_classes if name in present]

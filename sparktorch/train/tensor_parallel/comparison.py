@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -17,8 +18,9 @@ from sparktorch.train.numerics.determinism import seed_all, untouched_generators
 from sparktorch.train.sharding.dtensor import TENSOR, local, undivided
 from sparktorch.train.tensor_parallel.row_exchange import RowExchange
 
-__all__ = ["Comparison", "in_evaluation"]
+__all__ = ["Comparison", "check_gradients", "in_evaluation"]
 
+_MASKS = 1e4  # what is beyond may stand for minus infinity
 _TOLERANCE = 1e-2  # of the largest number: wrong plans make differences of its own size
 
 
@@ -50,6 +52,7 @@ class Comparison:
             for name in self._zeros:
                 floats[name].uniform_(-0.1, 0.1)
         self._norms: dict[str, torch.Tensor] = {}
+        self._drawn = False
 
         def keep(name: str, parameter: Any) -> None:
             self._norms[name] = torch.linalg.vector_norm(parameter.grad)
@@ -59,7 +62,10 @@ class Comparison:
             every = (args, kwargs) if exchange is None else exchange.before(module, args, kwargs)
             try:
                 args_of_all, kwargs_of_all = pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, every)
-                return module(*args_of_all, **kwargs_of_all)
+                before = torch.get_rng_state()
+                returned = module(*args_of_all, **kwargs_of_all)
+                self._drawn = not torch.equal(before, torch.get_rng_state())
+                return returned
             finally:
                 if exchange is not None:
                     exchange.restore()
@@ -78,16 +84,24 @@ class Comparison:
             for hook in hooks:
                 hook.remove()
 
-    def check(self, module: nn.Module, complete: Callable[[], None]) -> None:
+    def check(self, module: nn.Module, complete: Callable[[], None]) -> bool:
         """Calls the module, whose layers are divided now, and which exchanges rows itself.
+
+        It says nothing of modules that draw numbers in evaluation, or return nothing there that has a gradient.
 
         Args:
             module: The module, on the device of its arguments.
             complete: Completes the gradients of this rank.
 
+        Returns:
+            Whether the module was compared; the same in all ranks.
+
         Raises:
             ModuleError: It fails, or returns something else, or its gradients are others.
         """
+        if self._drawn or not self._norms:
+            self._reset(module)
+            return False
         try:
             outputs = _passed(module, lambda: module(*self._args, **self._kwargs))
             complete()
@@ -96,31 +110,66 @@ class Comparison:
         except Exception as error:
             raise _differs(module, f"fails: {type(error).__name__}: {error}") from error
         own = self._exchange.own if self._exchange is not None else torch.Tensor.detach
-        expected = [own(output) for output in self._outputs]
-        if len(outputs) != len(expected) or not all(map(self._close, outputs, expected)):
+        pairs = zip(outputs, self._outputs, strict=False)
+        if len(outputs) != len(self._outputs) or not all(self._close(one, own(other), other) for one, other in pairs):
             raise _differs(module, "returns something else than the undivided one")
         norms = {n: torch.linalg.vector_norm(local(p.grad)) for n, p in module.named_parameters() if p.grad is not None}
         squares = torch.stack([norms[name].float().square() for name in sorted(norms)])
         dist.all_reduce(squares, group=self._group)  # of parts; others have no need of it
         total = dict(zip(sorted(norms), squares.sqrt().tolist(), strict=True))
-        largest = max(map(float, self._norms.values()), default=0.0)
+        largest = max((float(norm) for norm in self._norms.values() if norm.isfinite()), default=0.0)
         self._reset(module)
         for name, parameter in module.named_parameters():
             found = float(norms.get(name, 0.0)) if undivided(parameter, TENSOR) else total.get(name, 0.0)
             wanted = float(self._norms.get(name, 0.0))
             parameter.grad = None
-            if abs(found - wanted) > self._tolerance * wanted + 1e-4 * largest:
+            if math.isfinite(wanted) and not abs(found - wanted) <= self._tolerance * wanted + 1e-4 * largest:
                 raise _differs(module, f"has another gradient of {name!r} than the undivided one")
+        return True
 
     @torch.no_grad()
     def _reset(self, module: nn.Module) -> None:
         for name in self._zeros:
             local(module.get_parameter(name)).zero_()
 
-    def _close(self, one: torch.Tensor, other: torch.Tensor) -> bool:
-        one, other = one.nan_to_num(), other.nan_to_num()
-        far = (one - other).abs()
-        return one.shape == other.shape and not (far > self._tolerance * other.abs().max()).any()
+    def _close(self, one: torch.Tensor, other: torch.Tensor, of_all: torch.Tensor) -> bool:
+        """Whether outputs of this rank's rows are equal, but for rounding beside those of all rows."""
+        if one.shape != other.shape or not torch.equal(one.isfinite(), other.isfinite()):
+            return False
+        one, other, sizes = one.nan_to_num(), other.nan_to_num(), of_all[_usual(of_all)].abs()
+        scale = other.abs().clamp(min=float(sizes.max()) if sizes.numel() else 0.0)
+        return not ((one - other).abs() > self._tolerance * scale).any()
+
+
+def check_gradients(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Compares gradients of what is not divided between the ranks that share layers, where no module was compared."""
+    named = [(n, p.grad) for n, p in module.named_parameters() if p.grad is not None and undivided(p, TENSOR)]
+    if not named:
+        return
+    far, sizes = [], []
+    for _, gradient in named:
+        own = local(gradient).float()
+        mean = own.clone()
+        dist.all_reduce(mean, group=group)
+        mean /= group.size()
+        far.append((own - mean).norm())
+        sizes.append(mean.norm())
+    distances, norms = torch.stack(far), torch.stack(sizes)
+    dist.all_reduce(distances, dist.ReduceOp.MAX, group=group)
+    wrong = distances > _TOLERANCE * norms + 1e-5 * norms.max()
+    if wrong.any():
+        name = named[int(wrong.nonzero()[0])][0]
+        raise ModuleError(
+            f"the gradient of {name!r} differs between ranks that share layers: it is used with a divided output",
+            hint=f"add {name.rpartition('.')[0]!r}: 'sum_gradients' to strategyParams.plan, or gather the output",
+            param="strategyParams",
+        )
+
+
+def _usual(values: torch.Tensor) -> torch.Tensor:
+    """Returns where values are no masks, such as -inf or -1e9: up to a bound, or all finite ones if none is."""
+    usual = values.detach().abs() <= _MASKS
+    return usual if usual.any() else values.detach().isfinite()
 
 
 def _differs(module: nn.Module, what: str) -> ModuleError:
@@ -160,7 +209,7 @@ def _passed(module: nn.Module, call: Callable[[], Any]) -> list[torch.Tensor]:
     with in_evaluation(module), torch.enable_grad():
         leaves = [leaf for leaf in pytree.tree_leaves(call()) if isinstance(leaf, torch.Tensor)]
         outputs = [leaf for leaf in leaves if leaf.is_floating_point() or leaf.is_complex()]
-        losses = [output.abs().float().square().sum() for output in outputs if output.requires_grad]
+        losses = [output[_usual(output)].abs().float().square().sum() for output in outputs if output.requires_grad]
         if losses:
             torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
     return [output.detach().cpu() for output in outputs]

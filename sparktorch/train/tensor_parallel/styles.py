@@ -237,6 +237,8 @@ def _obstacle(module: nn.Module, name: str, style: str, size: int) -> str:
         only = " and ".join(f"nn.{kind.__name__}" for kind in kinds)
         own = f"{type(part).__module__}.{type(part).__qualname__}"
         return f"a {own}, and {style!r} divides only {only}, no subclass"
+    if style != HEADS and ({n for n, _ in part.named_parameters()} - {"weight", "bias"} or list(part.buffers())):
+        return "which has other parameters or buffers than those of its class"
     if style == HEADS:
         if part.bias_k is not None or part.add_zero_attn:
             return "with add_bias_kv or add_zero_attn, whose keys and values belong to no input"

@@ -180,7 +180,7 @@ def test_one_row_is_scored_without_a_job_as_spark_and_transform_score_it(
             np.testing.assert_allclose(found.toArray(), getattr(threefold, method)(values).toArray(), atol=1e-5)
     assert not tracker.getJobIdsForGroup("single rows")
     spark.sparkContext.setLocalProperty("spark.jobGroup.id", None)  # type: ignore[arg-type]
-    with pytest.raises(ColumnError, match="do not hold 5 values"):
+    with pytest.raises(ColumnError, match="not hold 5 values"):
         ours.predict([1.0, 2.0])
     with pytest.raises(ColumnError, match="has 1 null values"):
         ours.predict([1.0, 2.0, None, 4.0, 5.0])
