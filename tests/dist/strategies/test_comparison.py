@@ -10,12 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from sparktorch.base.config import TrainConfig
 from sparktorch.base.world import World
 from sparktorch.errors import ModuleError
 from sparktorch.train.sharding.dtensor import TENSOR, divide_gradients, mesh_of_training
+from sparktorch.train.strategies.registry import build_strategy
 from sparktorch.train.tensor_parallel.comparison import Comparison
 from sparktorch.train.tensor_parallel.row_exchange import RowExchange
 from sparktorch.train.tensor_parallel.styles import check_plan, shard_layers
+from tests.support.nets import Gated
 from tests.support.ranks import in_group
 
 PAIR = {"fc1": "colwise", "fc2": "rowwise"}
@@ -50,17 +53,27 @@ class ByKeyword(Between):
         return out
 
 
+class Masked(Between):
+    """Returns scores beside what stands for minus infinity."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        return torch.stack([out, torch.full_like(out, -1e9), torch.full_like(out, -torch.inf)], 1)
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, str], bool]] = {
     "tanh": (partial(Between, torch.tanh), PAIR, False),
     "dropout": (partial(Between, lambda h: nn.functional.dropout(h.sigmoid(), training=False)), PAIR, False),
     "heads of a size": (partial(Between, lambda h: h.view(len(h), -1, 2).softmax(-1).flatten(1)), PAIR, False),
     "gathered": (partial(Between, nn.functional.normalize), {"fc1": "colwise_gather_output"}, False),
     "force": (partial(Force, torch.tanh), PAIR, False),
+    "masked": (partial(Masked, torch.tanh), PAIR, False),
     "half": (lambda: Between(torch.tanh).bfloat16(), PAIR, False),
     "softmax": (partial(Between, lambda h: h.softmax(-1)), PAIR, True),
     "normalised": (partial(Between, nn.functional.normalize), PAIR, True),
     "a number of heads": (partial(Between, lambda h: h.view(len(h), 2, -1).softmax(-1).flatten(1)), PAIR, True),
     "scaled by the width": (partial(Between, lambda h: h / h.shape[-1] ** 0.5), PAIR, True),
+    "softmax, masked": (partial(Masked, lambda h: h.softmax(-1)), PAIR, True),
     "glu": (partial(Between, nn.functional.glu, 4), PAIR, True),
     "no partner": (partial(Between, torch.tanh), {"fc1": "colwise"}, True),
     "by keyword": (partial(ByKeyword, torch.tanh), PAIR, True),
@@ -96,3 +109,23 @@ def test_plans_that_compute_something_else_are_refused_and_right_ones_taken() ->
     for said in in_group(2, compared):
         assert {name: bool(error) for name, error in said.items()} == {n: refused for n, (*_, refused) in CASES.items()}
         assert all("with its layers divided" in error for error in said.values() if error)
+
+
+def steps_without_a_comparison(world: World) -> str:
+    """What the first step says of a parameter that sees a part of the columns in each rank."""
+    config = TrainConfig(strategy="mesh", strategy_params={"tensor": 2, "plan": PAIR})
+    strategy = build_strategy(config, world)  # no rows are known, as in loops of users
+    torch.manual_seed(0)
+    module = strategy.prepare(Gated())
+    module(torch.randn(4, 5)).square().sum().backward()
+    try:
+        strategy.before_step(module)
+    except ModuleError as error:
+        return str(error)
+    return ""
+
+
+def test_without_a_comparison_the_first_step_compares_the_gradients_of_ranks_that_share_layers() -> None:
+    for said in in_group(2, steps_without_a_comparison):
+        assert "the gradient of 'act.weight' differs between ranks that share layers" in said
+        assert "add 'act': 'sum_gradients'" in said
