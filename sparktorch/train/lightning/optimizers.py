@@ -47,6 +47,8 @@ def configured(module: Any) -> Configured:
         hint = "give one optimizer several parameter groups; sparktorch.run trains with a loop of your own"
     elif isinstance(optimizers[0], torch.optim.LBFGS):
         what, hint = "LBFGS, which computes the loss several times in a step", "choose another one"
+    elif any(each.frequency < 1 for each in found):
+        what, hint = "a scheduler with a frequency below 1", "set it to the epochs or steps between its steps"
     elif any(each.reduce_on_plateau and each.interval == "step" for each in found):
         what, hint = "a ReduceLROnPlateau that looks at its metric after each step", "set its interval to 'epoch'"
     if what:
