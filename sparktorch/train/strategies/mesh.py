@@ -74,7 +74,7 @@ class Mesh(Zero3[MeshOptions]):
         ),
     )
     _summed: Sequence[nn.Module] = ()
-    _compared = False  # with the undivided module
+    _compared = False  # with the undivided module, or gradients between ranks
     _compared_step = False
     _whole: nn.Module | None = None  # has the shapes of all parameters where this rank has those of some layers only
 
