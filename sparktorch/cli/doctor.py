@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
 
 import pyspark
 
@@ -60,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
     except NoSessionError as error:
         findings = [error.finding]
     if options.json:
-        report = {**about, "status": worst(findings), "findings": [finding.to_dict() for finding in findings]}
+        report = {**about, "status": worst(findings), "findings": [asdict(finding) for finding in findings]}
         print(json.dumps(report, indent=2))
     else:
         print_table(findings, f"sparktorch {about['sparktorch']} on Spark {about['spark']}, {about['master']}")

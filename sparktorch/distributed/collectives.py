@@ -103,11 +103,15 @@ class Collectives:
             failed = f"scatter got {len(own)} values in its source, rank {source}, for {self.world_size} ranks"
         self._compare(f"scatter({self._of(source)})", *own, failed=failed)
         if self.rank != source:
-            return self._receive(source)  # type: ignore[no-any-return]
+            dist.recv(packed := torch.empty(_CALL_BYTES, dtype=torch.uint8), source)
+            part = self._room(call := _Call.unpacked(packed))
+            dist.recv(_bytes(part), source)
+            return call.value(part)  # type: ignore[no-any-return]
         for rank, value in enumerate(own):
             if rank != source:
-                _send(value, rank)
-        return _copy(own[source])
+                dist.send(_Call.of("scatter", value).packed(), rank)
+                dist.send(_bytes(_tensor(value)), rank)
+        return _Call.of("scatter", own[source]).value(_tensor(own[source]).clone())  # type: ignore[no-any-return]
 
     def gather(self, value: V, target: int = 0) -> list[V] | None:
         """Returns the values of all ranks, in rank order, in one rank; `None` in the others.
@@ -116,11 +120,15 @@ class Collectives:
             value: This rank's value; shapes and dtypes may differ between ranks.
             target: The rank that gets them.
         """
-        self._compare(f"gather({self._of(target)})", value)
+        calls = self._compare(f"gather({self._of(target)})", value)
         if self.rank != target:
-            _send(value, target)
+            dist.send(_bytes(_tensor(value)), target)
             return None
-        return [_copy(value) if rank == target else self._receive(rank) for rank in range(self.world_size)]
+        parts = [self._room(call, value if rank == target else None) for rank, call in enumerate(calls)]
+        for rank, part in enumerate(parts):
+            if rank != target:
+                dist.recv(_bytes(part), rank)
+        return [call.value(part) for call, part in zip(calls, parts, strict=True)]
 
     def _of(self, rank: int) -> str:
         if not 0 <= rank < self.world_size:
@@ -154,13 +162,6 @@ class Collectives:
             return _tensor(value).clone()
         device = "cpu" if call.host else self._world.device
         return torch.empty(call.shape, dtype=getattr(torch, call.dtype), device=device)
-
-    def _receive(self, source: int) -> Any:
-        """Returns what `_send` sends."""
-        dist.recv(packed := torch.empty(_CALL_BYTES, dtype=torch.uint8), source)
-        part = self._room(call := _Call.unpacked(packed))
-        dist.recv(_bytes(part), source)
-        return call.value(part)
 
     def _reduced(self, name: str, value: V, op: Reduction) -> V:
         if op not in get_args(Reduction):
@@ -234,17 +235,6 @@ def _exchanged(own: _Call, ranks: int, wait: timedelta | None) -> list[_Call]:
         options.timeout = wait
     group.allgather([parts], [packed], options).wait()
     return [_Call.unpacked(part) for part in parts]
-
-
-def _send(value: Any, target: int) -> None:
-    """Sends a value, after what it is."""
-    dist.send(_Call.of("send", value).packed(), target)
-    dist.send(_bytes(_tensor(value)), target)
-
-
-def _copy(value: V) -> V:
-    """Returns a new value of the same kind."""
-    return _Call.of("copy", value).value(_tensor(value).clone())  # type: ignore[no-any-return]
 
 
 def _tensor(value: Any) -> torch.Tensor:

@@ -17,13 +17,12 @@ from pyspark.sql import SparkSession
 
 from sparktorch.distributed import addresses
 from sparktorch.spark.checks import executor_probe as probe
-from sparktorch.spark.checks.diagnose import ExecutorReport, Expected, diagnose
-from sparktorch.spark.checks.findings import Finding, found
+from sparktorch.spark.checks.findings import ExecutorReport, Expected, Finding, diagnose, found
 from sparktorch.spark.checks.preflight import descriptors, enough_slots, gpus, switches
 from sparktorch.spark.compat import on_barrier, uses_pandas
 from sparktorch.spark.launch.barrier_job import Launch
 from sparktorch.spark.launch.spark_job import Job, new_tag
-from sparktorch.spark.session import driver_address, is_connect, is_local, setting, slots
+from sparktorch.spark.session import driver_address, is_connect, is_local, slots
 
 __all__ = ["check_all", "check_executors"]
 
@@ -66,7 +65,7 @@ def check_executors(
     The job has one task per slot, to reach every executor. If other jobs run or slots cannot be counted, it
     has one task per rank. A file is written in the checkpoint directory, and removed.
     """
-    token, names, tasks = secrets.token_hex(16), _executor_hosts(spark), _tasks(spark, launch)
+    token, tasks = secrets.token_hex(16), _tasks(spark, launch)
     with ExitStack() as stack:
         try:
             driver = _listen(spark, launch, token, stack)
@@ -77,7 +76,6 @@ def check_executors(
             token=token,
             driver=driver,
             checkpoint_dir=checkpoint_dir,
-            names=sorted(names),
             gpus=launch.device != "cpu",
             meet=tasks > 1 and not is_local(spark),
         )
@@ -104,7 +102,6 @@ def check_executors(
         packages=probe.packages(),
         pandas=uses_pandas(),
         driver=driver[0] if driver else None,
-        executors=names,
         towards=addresses.address_towards,
         device=launch.device,
         world_size=launch.world_size,
@@ -112,15 +109,6 @@ def check_executors(
     )
     answers = (ExecutorReport(**json.loads(row[0])) for row in job.rows)
     return diagnose(sorted(answers, key=lambda answer: answer.rank), expected)
-
-
-def _executor_hosts(spark: SparkSession) -> frozenset[str]:
-    """Returns the host names of the executors in Spark; empty in local mode, and on Connect, where they are unknown."""
-    if is_connect(spark) or is_local(spark):
-        return frozenset()
-    context: Any = spark.sparkContext._jsc.sc()
-    hosts = {str(info.host()) for info in context.statusTracker().getExecutorInfos()}
-    return frozenset(hosts - {setting(spark, "spark.driver.host")})  # the list includes the driver
 
 
 def _listen(spark: SparkSession, launch: Launch, token: str, stack: ExitStack) -> tuple[str, int] | None:

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -30,13 +30,13 @@ from sparktorch.distributed.addresses import address_towards, host_of
 
 __all__ = [
     *("ANSWER_SCHEMA", "WriteTrial", "answer", "digest_of", "failure_to_reach", "greeting", "package", "packages"),
-    *("problem", "resolved", "within"),
+    *("problem", "within"),
 ]
 
 ANSWER_SCHEMA = "answer string"
 
 _IMPORTED = ("torch", "numpy", "pyarrow", "safetensors", "sparktorch")
-_SECONDS = 5.0  # for a name or a connection
+_SECONDS = 5.0  # for a connection
 _STORAGE_SECONDS = 30.0
 
 
@@ -46,7 +46,6 @@ def answer(
     token: str,
     driver: tuple[str, int] | None,
     checkpoint_dir: str | None,
-    names: Sequence[str],
     gpus: bool,
     meet: bool,
 ) -> Iterator[Any]:
@@ -61,7 +60,7 @@ def answer(
     for _ in batches:  # Spark does not reuse a worker that leaves input unread
         pass
     context: Any = BarrierTaskContext.get()
-    rank, own = context.partitionId(), socket.gethostname()
+    rank = context.partitionId()
     executor = context.getTaskInfos()[rank].address
     given = context.resources().get("gpu")
     local = [path for path in os.environ.get("SPARK_LOCAL_DIRS", "").split(",") if path]
@@ -72,8 +71,6 @@ def answer(
         "python": platform.python_version(),
         "executable": sys.executable,
         "packages": packages(),
-        "hostname": own,
-        "names": resolved({*names, own}),  # addresses by name
         "driver": failure_to_reach(*driver, token) if driver else None,
         "shared_memory": _free("/dev/shm"),
         "disks": {path: _free(path) for path in [*local, tempfile.gettempdir()]},
@@ -149,20 +146,6 @@ def problem(call: Callable[[], Any]) -> str | None:
     except Exception as error:  # a file system may raise anything
         return f"{type(error).__name__}: {error}"
     return None
-
-
-def resolved(names: Iterable[str]) -> dict[str, str]:
-    """Returns the addresses of the names that resolve; stops at a timeout, for example without a name server."""
-    found: dict[str, str] = {}
-
-    def resolve() -> None:
-        for name in names:
-            with suppress(OSError, UnicodeError):
-                found[name] = socket.gethostbyname(name)
-
-    with suppress(TimeoutError):
-        within(_SECONDS, resolve)
-    return dict(found)
 
 
 @contextmanager

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from sparktorch.spark.checks.diagnose import FLOORS, ExecutorReport, Expected, diagnose
-from sparktorch.spark.checks.findings import Finding
+from sparktorch.spark.checks.findings import FLOORS, ExecutorReport, Expected, Finding, diagnose
 from tests.support.programs import ROOT
 
 PACKAGES = {
@@ -29,8 +28,6 @@ def answer(rank: int = 0, **facts: Any) -> ExecutorReport:
         "python": "3.11.7",
         "executable": "/opt/python",
         "packages": PACKAGES,
-        "hostname": f"node{rank}",
-        "names": {},
         "driver": None,
         "shared_memory": 8 * GIB,
         "disks": {"/data": 90 * GIB},
@@ -62,24 +59,9 @@ def test_where_all_is_well_each_check_says_so_once() -> None:
     checks = [finding.check for finding in found]
     assert len(set(checks)) == len(checks)
     assert set(checks) == {
-        *("packages", "driver-reachable", "peers-reachable", "host-names", "gpu-addresses"),
-        *("shared-memory", "local-disk", "placement", "checkpoint-dir"),
+        *("packages", "driver-reachable", "peers-reachable", "gpu-addresses"),
+        *("shared-memory", "local-disk", "checkpoint-dir"),
     }
-
-
-@pytest.mark.parametrize(
-    ("hosts", "says"),
-    [
-        ("aabb", "a 2, b 2; groups of strategy 'mesh' of 2 lie on one host"),
-        ("aaab", "a 3, b 1; groups of strategy 'mesh' of workers (shard, tensor) lie on several hosts"),
-        ("aaaa", None),
-    ],
-)
-def test_how_many_workers_of_a_group_lie_on_one_host_is_told(hosts: str, says: str | None) -> None:
-    answers = [answer(rank, host=host) for rank, host in enumerate(hosts)]
-    found = diagnose(answers, Expected(packages=PACKAGES, driver="10.0.1.1", world_size=4))
-    told = [finding.found for finding in found if finding.check == "placement"]
-    assert told == ([] if says is None else [f"tasks by host: {says}"])
 
 
 @pytest.mark.parametrize(
@@ -143,22 +125,6 @@ def test_the_address_on_the_way_to_the_executor_is_what_to_set() -> None:
     (found,) = problems(answer(driver="refused"), towards=lambda host: f"towards-{host}")
     assert (found.setting, found.value) == ("spark.driver.host", "towards-10.0.0.0")
     assert "such as towards-10.0.0.0" in found.advice
-
-
-@pytest.mark.parametrize(("executors", "status"), [({"elsewhere"}, "warning"), ({"node0"}, "failure")])
-def test_a_name_that_means_the_machine_itself_is_fatal_where_spark_uses_it(executors: set[str], status: str) -> None:
-    names = {"node0": "127.0.1.1", "node1": "10.0.0.1"}
-    found, *others = problems(answer(0, names=names), answer(1, names=names), executors=frozenset(executors))
-    assert (found.check, found.status, found.where) == ("host-names", status, {"host": "10.0.0.0"})
-    assert "'node0' resolves to 127.0.1.1" in found.found
-    assert ("is what Spark calls an executor" in found.found) == (status == "failure")
-    assert (found.setting, found.value) == ("/etc/hosts", "10.0.0.0 node0")
-    assert [other.where for other in others] == [{"host": "10.0.0.1"}]
-
-
-def test_on_one_machine_a_loopback_name_is_as_good_as_any() -> None:
-    same = {"host": "10.0.0.0", "names": {"node0": "127.0.1.1"}}
-    assert not problems(answer(0, **same), answer(1, **same))
 
 
 def test_one_gpu_in_two_hands_is_found_by_its_uuid() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import asdict
 
 import pytest
 
@@ -21,7 +22,7 @@ FATAL = Finding(
 
 def test_a_finding_has_the_same_keys_whatever_it_says() -> None:
     for finding in (FINE, DOUBTFUL, FATAL):
-        form = json.loads(json.dumps(finding.to_dict()))
+        form = json.loads(json.dumps(asdict(finding)))
         assert list(form) == ["check", "status", "found", "where", "setting", "value", "hint"]
         assert Finding(**form) == finding
 
