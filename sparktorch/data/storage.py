@@ -8,13 +8,13 @@ The file is unlinked: no other process can truncate it, and the kernel frees it 
 from __future__ import annotations
 
 import errno
+import math
 import mmap
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,7 @@ import numpy.typing as npt
 from sparktorch.data.runs import Runs
 from sparktorch.errors import ClusterError
 
-__all__ = ["InMemory", "OnDisk", "RowStorage", "Spool", "WithinBudget", "local_directory"]
+__all__ = ["RowStorage", "Spool", "local_directory"]
 
 Array = npt.NDArray[Any]
 
@@ -34,103 +34,117 @@ _MOST_AT_ONCE = 1 << 30  # bytes: macOS refuses 2 GiB
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-class Spool(Protocol):
-    """Append-only storage for rows of one dtype and shape."""
+class RowStorage:
+    """Keeps rows in memory up to a budget; once they exceed it, all of them go to disk.
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes appended so far."""
-        ...
+    On disk they are in an unlinked file, which the kernel frees when the process ends.
+    """
 
-    def append(self, values: Array) -> None:
-        """Appends an array of shape `(rows, *shape)`, which may be read-only; copies it."""
-        ...
+    def __init__(self, directory: str | os.PathLike[str] = "", *, budget: float = math.inf) -> None:
+        """Sets the directory of the file and the budget, in bytes; without one, rows are on disk from the start.
 
-    def finish(self) -> Array:
-        """Returns all rows as one writable array of shape `(rows, *shape)`; can be called once."""
-        ...
-
-    def read(self, runs: Runs) -> Array:
-        """Returns a copy of the rows in `runs`, in their order; can be called repeatedly, but not after `finish`."""
-        ...
-
-
-class RowStorage(Protocol):
-    """Creates spools in memory or on disk."""
+        A `ClusterError` says that the directory is not writable.
+        """
+        self._directory, self._budget = os.fspath(directory), budget
+        self._spools: list[Spool] = []
+        self._held = 0
+        self._disk = None if budget else _Disk(self._directory)
 
     @property
     def on_disk(self) -> bool:
         """Whether the appended rows are on disk."""
-        ...
+        return self._disk is not None
 
     def spool(self, dtype: npt.DTypeLike, shape: tuple[int, ...] = ()) -> Spool:
         """Returns an empty spool of elements of `dtype`, and of rows of `shape`."""
-        ...
-
-    def close(self) -> None:
-        """Frees the rows on disk."""
-        ...
-
-
-class InMemory:
-    """Keeps rows in memory."""
-
-    on_disk = False
-
-    def spool(self, dtype: npt.DTypeLike, shape: tuple[int, ...] = ()) -> Spool:
-        """Returns an empty spool; see `RowStorage.spool`."""
-        return _MemorySpool(np.dtype(dtype), shape)
-
-    def close(self) -> None:
-        """Does nothing: the arrays free their memory themselves."""
-
-
-class OnDisk:
-    """Keeps rows in an unlinked file, which the kernel frees when the process ends."""
-
-    on_disk = True
-
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
-        """Creates the file in `directory`; a `ClusterError` says that it is not writable."""
-        self._directory = os.fspath(directory)
-        self._spools: list[_FileSpool] = []
-        self._file = _open(self._directory)
-        self._end = 0
-
-    @property
-    def written(self) -> int:
-        """Bytes of all rows."""
-        return sum(spool.nbytes for spool in self._spools)
-
-    def spool(self, dtype: npt.DTypeLike, shape: tuple[int, ...] = ()) -> _FileSpool:
-        """Returns an empty spool; see `RowStorage.spool`."""
-        spool = _FileSpool(self, np.dtype(dtype), shape)
+        spool = Spool(self, np.dtype(dtype), shape)
+        if self._disk is not None:
+            spool.move(self._disk)
         self._spools.append(spool)
         return spool
 
+    def appended(self, size: int) -> None:
+        """Counts `size` appended bytes; moves all rows to disk once they exceed the budget."""
+        self._held += size
+        if self._disk is None and self._held > self._budget:
+            self._disk = _Disk(self._directory)
+            for spool in self._spools:
+                spool.move(self._disk)
+
+    def close(self) -> None:
+        """Frees the rows on disk."""
+        if self._disk is not None:
+            self._disk.file.close()
+
+
+class Spool:
+    """Append-only storage for rows of one dtype and shape, in memory or on disk."""
+
+    def __init__(self, owner: RowStorage, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+        self._owner, self._dtype, self._shape = owner, dtype, shape
+        self._rows: _MemoryRows | _FileRows = _MemoryRows(dtype, shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes appended so far."""
+        return self._rows.nbytes
+
+    def append(self, values: Array) -> None:
+        """Appends an array of shape `(rows, *shape)`, which may be read-only; copies it."""
+        before = self.nbytes
+        self._rows.append(values)
+        self._owner.appended(self.nbytes - before)
+
+    def finish(self) -> Array:
+        """Returns all rows as one writable array of shape `(rows, *shape)`; can be called once."""
+        return self._rows.finish()
+
+    def read(self, runs: Runs) -> Array:
+        """Returns a copy of the rows in `runs`, in their order; can be called repeatedly, but not after `finish`."""
+        return self._rows.read(runs)
+
+    def move(self, disk: _Disk) -> None:
+        """Moves the rows from memory to disk."""
+        rows, self._rows = self._rows.finish(), _FileRows(disk, self._dtype, self._shape)
+        self._rows.append(rows)
+
+
+class _Disk:
+    """An unlinked file, and where its next extent begins."""
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+        self.file = _open(directory)
+        self.written = self._end = 0
+
     def extent(self, size: int) -> int:
-        """Reserves `size` bytes of the file for a spool and returns their start; uses no disk space until written."""
+        """Reserves `size` bytes of the file and returns their start; uses no disk space until written."""
         start, self._end = self._end, self._end + size
         return start
 
     def write(self, values: memoryview, place: int, room: int) -> int:
         """Writes at most `room` bytes at file position `place`; returns the number of bytes written, up to 1 GiB."""
         try:
-            return os.pwrite(self._file.fileno(), values[: min(room, _MOST_AT_ONCE)], place)
+            done = os.pwrite(self.file.fileno(), values[: min(room, _MOST_AT_ONCE)], place)
         except OSError as error:
-            raise self.unwritable(error, len(values)) from error
+            raise self._unwritable(error, len(values)) from error
+        self.written += done
+        return done
 
     def read(self, into: memoryview, place: int) -> int:
         """Reads bytes at file position `place`; returns the number of bytes read, up to 1 GiB."""
         try:
-            done = os.preadv(self._file.fileno(), [into[:_MOST_AT_ONCE]], place)
+            done = os.preadv(self.file.fileno(), [into[:_MOST_AT_ONCE]], place)
             if not done:
                 raise OSError(errno.EIO, f"the last {len(into)} bytes of some rows are missing")
         except OSError as error:
-            raise self.unreadable(error) from error
+            raise ClusterError(
+                f"cannot read the rows of this worker back from {self._directory!r}: {error.strerror}",
+                hint="the disk is failing, or something has cut the file off: look at the host's kernel log",
+            ) from error
         return done
 
-    def unwritable(self, error: OSError, size: int) -> ClusterError:
+    def _unwritable(self, error: OSError, size: int) -> ClusterError:
         """Returns the error for `size` bytes that could not be written."""
         hint = (
             "free space there, or start the session with spark.local.dir (on YARN yarn.nodemanager.local-dirs) on a "
@@ -145,56 +159,8 @@ class OnDisk:
             hint=hint,
         )
 
-    def unreadable(self, error: OSError) -> ClusterError:
-        """Returns the error for rows that could not be read back."""
-        return ClusterError(
-            f"cannot read the rows of this worker back from {self._directory!r}: {error.strerror}",
-            hint="the disk is failing, or something has cut the file off: look at the host's kernel log",
-        )
 
-    def close(self) -> None:
-        """Closes the file, which frees it."""
-        self._file.close()
-
-
-class WithinBudget:
-    """Keeps rows in memory up to a budget; once they exceed it, all of them spill to disk."""
-
-    def __init__(self, budget: int, directory: str | os.PathLike[str]) -> None:
-        """Sets the budget, in bytes, and the directory to spill to."""
-        self._budget, self._directory = budget, directory
-        self._disk: OnDisk | None = None
-        self._spools: list[_MovingSpool] = []
-        self._held = 0
-
-    @property
-    def on_disk(self) -> bool:
-        """Whether the budget has been exceeded."""
-        return self._disk is not None
-
-    def spool(self, dtype: npt.DTypeLike, shape: tuple[int, ...] = ()) -> Spool:
-        """Returns an empty spool; see `RowStorage.spool`."""
-        spool = _MovingSpool(self, np.dtype(dtype), shape)
-        if self._disk is not None:
-            spool.move(self._disk)
-        self._spools.append(spool)
-        return spool
-
-    def appended(self, size: int) -> None:
-        """Counts `size` appended bytes; spills all rows to disk once they exceed the budget."""
-        self._held += size
-        if self._disk is None and self._held > self._budget:
-            self._disk = OnDisk(self._directory)
-            for spool in self._spools:
-                spool.move(self._disk)
-
-    def close(self) -> None:
-        """Closes the file, if rows have spilled."""
-        if self._disk is not None:
-            self._disk.close()
-
-
-class _MemorySpool:
+class _MemoryRows:
     """Copies rows into anonymous memory that grows by remapping pages, or by a copy where the system cannot remap.
 
     With remapping, memory never holds all rows twice.
@@ -232,10 +198,10 @@ class _MemorySpool:
         return np.ndarray((self._rows, *self._shape), self._dtype, self._memory)
 
 
-class _FileSpool:
+class _FileRows:
     """Rows in extents of a file, each twice as large as the one before."""
 
-    def __init__(self, disk: OnDisk, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+    def __init__(self, disk: _Disk, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
         self._disk, self._dtype, self._shape = disk, dtype, shape
         self._row = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
         self._extents: list[int] = []
@@ -273,34 +239,6 @@ class _FileSpool:
         return self._extents[number] + at - first, size - (at - first)
 
 
-class _MovingSpool:
-    """A spool in memory that can spill to disk."""
-
-    def __init__(self, owner: WithinBudget, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
-        self._owner, self._dtype, self._shape = owner, dtype, shape
-        self._spool: _MemorySpool | _FileSpool = _MemorySpool(dtype, shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self._spool.nbytes
-
-    def append(self, values: Array) -> None:
-        before = self.nbytes
-        self._spool.append(values)
-        self._owner.appended(self.nbytes - before)
-
-    def finish(self) -> Array:
-        return self._spool.finish()
-
-    def read(self, runs: Runs) -> Array:
-        return self._spool.read(runs)
-
-    def move(self, disk: OnDisk) -> None:
-        assert isinstance(self._spool, _MemorySpool)
-        rows, self._spool = self._spool.finish(), disk.spool(self._dtype, self._shape)
-        self._spool.append(rows)
-
-
 def local_directory(local_rank: int = 0) -> str:
     """Returns the directory for a rank's files: one of the executor's local directories.
 
@@ -315,11 +253,7 @@ def local_directory(local_rank: int = 0) -> str:
             f"no local directory of Spark's can be written to: {', '.join(given)}",
             hint="start the session with spark.local.dir at a directory that executors may write to",
         )
-    return _nth(usable, local_rank) or tempfile.gettempdir()
-
-
-def _nth(paths: Sequence[str], index: int) -> str:
-    return paths[index % len(paths)] if paths else ""
+    return usable[local_rank % len(usable)] if usable else tempfile.gettempdir()
 
 
 def _mapped(size: int) -> mmap.mmap:

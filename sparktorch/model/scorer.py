@@ -22,7 +22,7 @@ from sparktorch.data.convert.tensors import fitting, held, packed, to_arrow
 from sparktorch.data.fields.base import Field
 from sparktorch.data.fields.registry import field_of
 from sparktorch.data.preprocess import Preprocess
-from sparktorch.data.storage import InMemory
+from sparktorch.data.storage import RowStorage
 from sparktorch.errors import ColumnError
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.train.huggingface.models import call
@@ -146,7 +146,7 @@ class Scorer:
         rows = len(inputs[0])
         fields = []
         for column, spec in zip(inputs, self._trained.inputs, strict=True):
-            field = field_of(spec, InMemory())
+            field = field_of(spec, RowStorage())
             field.append(column)
             field.finish()
             if self._preprocess is None and not self._searches:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import fsspec
 import pyarrow as pa
@@ -12,31 +12,16 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import types as T
 from pyspark.sql.pandas.types import from_arrow_type
 
+from sparktorch.base.config import one_of
 from sparktorch.base.imports import pillow
+from sparktorch.data.petastorm.codecs import ARROW_TYPES
 from sparktorch.data.petastorm.decoder import Decoder, Layout, schema_in
 from sparktorch.data.petastorm.unischema import UnischemaField
-from sparktorch.errors import ConfigError, DatasetError, nearest
+from sparktorch.errors import DatasetError
 from sparktorch.spark.column_names import quoted
 from sparktorch.spark.session import is_connect
 
 __all__ = ["read_petastorm"]
-
-# Spark types of scalar fields, by dtype. Fields of other dtypes keep the type that they have in the files.
-_SCALAR_TYPES: dict[str, T.DataType] = {
-    "bool": T.BooleanType(),
-    "int8": T.ByteType(),
-    "uint8": T.ShortType(),
-    "int16": T.ShortType(),
-    "uint16": T.IntegerType(),
-    "int32": T.IntegerType(),
-    "uint32": T.LongType(),
-    "int64": T.LongType(),
-    "uint64": T.LongType(),
-    "float16": T.FloatType(),
-    "float32": T.FloatType(),
-    "float64": T.DoubleType(),
-    "str": T.StringType(),
-}
 
 
 def read_petastorm(
@@ -76,11 +61,11 @@ def read_petastorm(
         ConfigError: A name in `columns` or `undecoded`, or the layout, is unknown; or there are images to decode
             but no Pillow.
     """
-    if layout not in ("nested", "flat"):
-        raise ConfigError(f"layout={layout!r} is none", hint="use 'nested' or 'flat'", param="layout")
+    one_of("layout", layout, get_args(Layout))
     fields, stored = schema_in(_common_metadata(spark, path))
-    _check_names("columns", columns or (), fields)
-    _check_names("undecoded", undecoded, fields)
+    for param, names in (("columns", columns or ()), ("undecoded", undecoded)):
+        for name in names:
+            one_of(param, name, tuple(field.name for field in fields))
     chosen = [field for field in fields if columns is None or field.name in columns]
     decoder = Decoder(
         encoded=tuple(field for field in chosen if field.codec != "plain" and field.name not in undecoded),
@@ -89,7 +74,7 @@ def read_petastorm(
     decoder.check()
     if any(field.codec == "image" for field in decoder.encoded) and not is_connect(spark):
         pillow()  # fails early, if driver and executors have the same packages
-    data = _read(spark, path, fields, stored, needed=chosen)
+    data = _read(spark, path, fields, stored)
     if where is not None:
         data = data.where(where)
     data = data.select(*(_scalar(data, field) for field in chosen))
@@ -143,18 +128,9 @@ def _read(
     path: str,
     fields: Sequence[UnischemaField],
     stored: frozenset[str],
-    *,
-    needed: Sequence[UnischemaField],
 ) -> DataFrame:
     """Reads the Parquet files; partition columns of dtype str are read as strings."""
     data = spark.read.parquet(path)
-    missing = [field.name for field in needed if field.name not in data.columns]
-    if missing:
-        raise DatasetError(
-            f"the schema has a field {missing[0]!r} that the files of {path} have not",
-            hint="leave it out with columns=[...]",
-            field=missing[0],
-        )
     # Spark infers the types of partition columns, and reads "007" as a number.
     guessed = {
         field.name
@@ -169,10 +145,9 @@ def _read(
 
 def _scalar(data: DataFrame, field: UnischemaField) -> Column:
     column = quoted(field.name)
-    kind = _SCALAR_TYPES.get(field.dtype)
-    if field.codec != "plain" or field.shape or kind is None or data.schema[field.name].dataType == kind:
-        return column
-    return column.cast(kind).alias(field.name)
+    if field.codec != "plain" or field.shape or field.dtype not in ARROW_TYPES or field.dtype == "bytes":
+        return column  # the type that it has in the files
+    return column.cast(from_arrow_type(ARROW_TYPES[field.dtype])).alias(field.name)
 
 
 def _decoded(data: DataFrame, fields: Sequence[UnischemaField], decoder: Decoder) -> DataFrame:
@@ -183,18 +158,5 @@ def _decoded(data: DataFrame, fields: Sequence[UnischemaField], decoder: Decoder
             schema.add(field.name, data.schema[field.name].dataType)
             continue
         for name, kind in decoder.columns(field).items():
-            if name in schema.names or (name != field.name and name in data.columns):
-                raise DatasetError(
-                    f"the shapes of field {field.name!r} need a column {name!r}, which is there already",
-                    hint="leave one out with columns=[...], or use layout='nested'",
-                    field=field.name,
-                )
             schema.add(name, from_arrow_type(kind))
     return data.mapInArrow(decoder, schema)
-
-
-def _check_names(param: str, names: Sequence[str], fields: Sequence[UnischemaField]) -> None:
-    known = [field.name for field in fields]
-    for name in names:
-        if name not in known:
-            raise ConfigError(f"the data set has no field {name!r}", hint=nearest(name, known), param=param)

@@ -24,7 +24,7 @@ from sparktorch.data.dataset.base import Shard
 from sparktorch.data.dataset.in_memory import InMemoryShard
 from sparktorch.data.dataset.reader import read_shard
 from sparktorch.data.sampling.plan import SamplingPlan
-from sparktorch.data.storage import InMemory, OnDisk, RowStorage, WithinBudget, local_directory
+from sparktorch.data.storage import RowStorage, local_directory
 from sparktorch.distributed.client import Client
 from sparktorch.distributed.os_memory import forget_peaks, peaks
 from sparktorch.distributed.process_group import process_group
@@ -251,9 +251,9 @@ def _read(batches: Iterable[pa.RecordBatch], world: World, job: RowsJob, client:
 def _row_storage(storage: StorageConfig, world: World) -> RowStorage:
     """Returns the storage for a rank's rows; on disk, it uses Spark's local directories."""
     if storage.kind == "memory":
-        return InMemory()
+        return RowStorage()
     directory = local_directory(world.local_rank)
-    return OnDisk(directory) if storage.kind == "disk" else WithinBudget(storage.budget * 10**6, directory)
+    return RowStorage(directory, budget=0 if storage.kind == "disk" else storage.budget * 10**6)
 
 
 def _by_place(config: CheckpointConfig | None, client: Client) -> bool | None:

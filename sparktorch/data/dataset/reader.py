@@ -20,7 +20,7 @@ from sparktorch.data.fields.base import Dense, Field
 from sparktorch.data.fields.registry import field_of
 from sparktorch.data.sampling.row_digest import RowDigests
 from sparktorch.data.sampling.row_keys import RowKeys
-from sparktorch.data.storage import InMemory, RowStorage
+from sparktorch.data.storage import RowStorage
 from sparktorch.errors import ColumnError, ConfigError
 
 __all__ = ["balanced", "read_shard"]
@@ -50,7 +50,7 @@ def read_shard(
             4 bytes of memory each.
         by_length: Whether the rows of a step are sorted by the length of the first ragged input.
     """
-    storage = storage or InMemory()
+    storage = storage or RowStorage()
     fields = {spec.name: _field(spec, columns, storage) for spec in columns.tensors}
     try:
         row_keys = RowKeys(storage, by_key=by_key)

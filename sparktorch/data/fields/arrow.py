@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 from abc import ABC, abstractmethod
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,9 +22,6 @@ from sparktorch.data.sampling.row_digest import RowDigests
 from sparktorch.data.storage import RowStorage
 from sparktorch.errors import ColumnError
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 __all__ = ["ArrowColumn"]
 
 Mask = npt.NDArray[np.bool_]
@@ -37,17 +33,12 @@ class ArrowColumn(Field):
     """An unconverted column: taken as NumPy if it holds numbers, booleans, dates or timestamps, otherwise as Arrow."""
 
     decodes = True
+    rows: pa.Array
 
     def __init__(self, spec: TensorSpec, storage: RowStorage) -> None:
         """Creates an empty field; the first batch sets its type."""
-        self._spec, self._storage = spec, storage
-        self._node: _Node | None = None
-        self._rows: pa.Array = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the rows appended so far."""
-        return 0 if self._node is None else self._node.nbytes
+        super().__init__(spec)
+        self._storage = storage
 
     def append(self, column: pa.Array, *, first_row: int = 0, digests: RowDigests | None = None) -> None:
         """Checks and stores the rows of a batch; see `Field.append`."""
@@ -58,42 +49,32 @@ class ArrowColumn(Field):
             column = column.fill_null(pa.scalar(fill).cast(column.type))
             if pa.types.is_floating(column.type):
                 column = pc.if_else(pc.is_nan(column), pa.scalar(fill, column.type), column)
-        if self._node is None:
-            self._node = _node(column.type, self._spec, self._storage)
-        self._node.append(column)
+        self._node_of(column.type).append(column)
 
     def stand_in(self) -> None:
         """Appends an empty value as the placeholder row."""
-        if self._node is None:
-            self._node = _node(pa.string(), self._spec, self._storage)
-        self._node.append(pa.array([_empty(self._node.type)], self._node.type))
-
-    def finish(self) -> None:
-        """Ends appending."""
-        self._rows = self._held.finish()
-
-    def read(self, runs: Runs) -> Self:
-        """Returns a finished field of the rows in `runs`, copied into memory."""
-        found = copy.copy(self)
-        found._rows = self._held.read(runs)
-        return found
+        node = self._node_of(pa.string())
+        node.append(pa.array([_empty(node.type)], node.type))
 
     def take(self, index: torch.Tensor, here: torch.Tensor | None = None) -> tuple[Any, ...]:
         """Returns one array, NumPy or Arrow depending on the type; null dates and timestamps are `NaT`.
 
         It has one of Arrow's large types, with 64-bit offsets, where 32-bit offsets do not suffice.
         """
-        column = self._rows.take(pa.array(index.numpy()))
+        column = self.rows.take(pa.array(index.numpy()))
         if pa.types.is_primitive(column.type):
             return (column.to_numpy(zero_copy_only=False),)
         with suppress(pa.ArrowInvalid):  # too long for 32-bit offsets
-            column = column.cast(self._held.type)
+            column = column.cast(self._node_of(None).type)
         return (column,)
 
-    @property
-    def _held(self) -> _Node:
-        assert self._node is not None
-        return self._node
+    def _node_of(self, kind: pa.DataType) -> _Node:
+        """Returns the node that stores the rows, which the first batch's type decides."""
+        if "rows" not in self._parts:
+            self._parts["rows"] = _node(kind, self._spec, self._storage)
+        node = self._parts["rows"]
+        assert isinstance(node, _Node)
+        return node
 
 
 class _Node(ABC):

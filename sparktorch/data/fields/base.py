@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ import torch
 from sparktorch.base.devices import jagged, upload
 from sparktorch.data.columns import TensorSpec
 from sparktorch.data.convert.tensors import ragged, to_numpy, vector_rows
-from sparktorch.data.fields.offsets import Elements
+from sparktorch.data.fields.offsets import Elements, ElementSpool
 from sparktorch.data.runs import Runs
 from sparktorch.data.sampling.row_digest import RowDigests
 from sparktorch.data.storage import RowStorage
@@ -27,6 +27,23 @@ if TYPE_CHECKING:
 __all__ = ["Dense", "Field", "Ragged", "Vectors"]
 
 Array = npt.NDArray[Any]
+
+
+class Stored(Protocol):
+    """What rows are appended to: a spool, or several."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows appended so far."""
+        ...
+
+    def finish(self) -> Any:
+        """Ends appending, and returns all rows."""
+        ...
+
+    def read(self, runs: Runs) -> Any:
+        """Returns a copy of the rows in `runs`; can be called repeatedly, but not after `finish`."""
+        ...
 
 
 class Field(ABC):
@@ -41,12 +58,16 @@ class Field(ABC):
     decodes: bool = False
     arguments: int = 1
     uneven: bool = False
-    _device = torch.device("cpu")
+
+    def __init__(self, spec: TensorSpec, **parts: Stored) -> None:
+        """Takes what rows are appended to: once they are read, they are attributes of the same names."""
+        self._spec, self._parts = spec, parts
+        self._device = torch.device("cpu")
 
     @property
-    @abstractmethod
     def nbytes(self) -> int:
         """Bytes of the rows appended so far."""
+        return sum(part.nbytes for part in self._parts.values())
 
     @abstractmethod
     def append(self, column: pa.Array, *, first_row: int = 0, digests: RowDigests | None = None) -> None:
@@ -59,20 +80,28 @@ class Field(ABC):
     def stand_in(self) -> None:
         """Appends a placeholder row of zeros, with which a rank without rows joins collectives."""
 
-    @abstractmethod
     def finish(self) -> None:
         """Ends appending."""
+        self._hold({name: part.finish() for name, part in self._parts.items()})
 
     def to(self, device: torch.device) -> None:
-        """Moves finished rows to a device if they are tensors; `take` then returns its tensors there."""
+        """Moves finished rows to a device unless they are decoded; `take` then returns its tensors there."""
         self._device = device
+        if not self.decodes:
+            self._hold({name: getattr(self, name).to(device) for name in self._parts})
 
-    @abstractmethod
     def read(self, runs: Runs) -> Self:
         """Returns a finished field of the rows in `runs`, copied into memory.
 
         It can be called repeatedly, but not after `finish`.
         """
+        found = copy.copy(self)
+        found._hold({name: part.read(runs) for name, part in self._parts.items()})
+        return found
+
+    def _hold(self, rows: Mapping[str, Any]) -> None:
+        for name, held in rows.items():
+            setattr(self, name, torch.from_numpy(held) if isinstance(held, np.ndarray) else held)
 
     def lengths(self, index: torch.Tensor) -> torch.Tensor:
         """Returns the number of elements of rows, int64 of shape `(rows,)` on the CPU; only for `uneven` fields."""
@@ -104,14 +133,9 @@ class Dense(Field):
         dtype: npt.DTypeLike | None = None,
     ) -> None:
         """Creates an empty field of `dtype`, by default the spec's; `check` returns values as they are to be stored."""
-        self._spec, self._check = spec, check
-        self._dtype = np.dtype(dtype or spec.dtype)
+        self._check, self._dtype = check, np.dtype(dtype or spec.dtype)
         self._spool = storage.spool(self._dtype, spec.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the rows appended so far."""
-        return self._spool.nbytes
+        super().__init__(spec, values=self._spool)
 
     def append(self, column: pa.Array, *, first_row: int = 0, digests: RowDigests | None = None) -> None:
         """Checks and stores the rows of a batch; see `Field.append`."""
@@ -123,21 +147,6 @@ class Dense(Field):
     def stand_in(self) -> None:
         """Appends a placeholder row of zeros."""
         self._spool.append(np.zeros((1, *self._spec.shape), self._dtype))
-
-    def finish(self) -> None:
-        """Ends appending."""
-        self.values = torch.from_numpy(self._spool.finish())
-
-    def to(self, device: torch.device) -> None:
-        """Moves the rows to a device."""
-        super().to(device)
-        self.values = self.values.to(device)
-
-    def read(self, runs: Runs) -> Self:
-        """Returns a finished field of the rows in `runs`, copied into memory."""
-        found = copy.copy(self)
-        found.values = torch.from_numpy(self._spool.read(runs))
-        return found
 
     def take(self, index: torch.Tensor, here: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         """Returns one tensor of shape `(rows, *spec.shape)`."""
@@ -151,19 +160,17 @@ class Dense(Field):
 class Vectors(Field):
     """ML vectors, stored dense or sparse as each row arrives: one tensor, dense or `torch.sparse_csr`."""
 
+    values: Elements
+    indices: Elements
+
     def __init__(self, spec: TensorSpec, storage: RowStorage) -> None:
         """Creates an empty field."""
-        self._spec = spec
-        self._values = Elements(spec.dtype, storage)
-        self._indices = Elements(np.int32, storage)  # a dense row has none
+        self._values = ElementSpool(spec.dtype, storage)
+        self._indices = ElementSpool(np.int32, storage)  # a dense row has none
+        super().__init__(spec, values=self._values, indices=self._indices)
         self.uneven = spec.layout == "sparse_csr"
         if self.uneven:
             _hush_sparse_csr()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the rows appended so far."""
-        return self._values.nbytes + self._indices.nbytes
 
     def append(self, column: pa.Array, *, first_row: int = 0, digests: RowDigests | None = None) -> None:
         """Checks and stores the rows of a batch, vectors or lists; see `Field.append`."""
@@ -185,39 +192,24 @@ class Vectors(Field):
         """Appends a placeholder row of zeros."""
         self._append_dense(np.zeros((1, self._spec.width), self._spec.dtype))
 
-    def finish(self) -> None:
-        """Ends appending."""
-        self._values.finish()
-        self._indices.finish()
-
-    def to(self, device: torch.device) -> None:
-        """Moves the rows to a device."""
-        super().to(device)
-        self._values.to(device)
-        self._indices.to(device)
-
-    def read(self, runs: Runs) -> Self:
-        """Returns a finished field of the rows in `runs`, copied into memory."""
-        found = copy.copy(self)
-        found._values, found._indices = self._values.read(runs), self._indices.read(runs)
-        return found
-
     def lengths(self, index: torch.Tensor) -> torch.Tensor:
         """Returns the number of stored values of each row, int64 of shape `(rows,)` on the CPU."""
-        return self._values.lengths[index]
+        return self.values.lengths[index]
 
     def take(self, index: torch.Tensor, here: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         """Returns one tensor of shape `(rows, *spec.shape)`, or a `torch.sparse_csr` one of shape `(rows, width)`."""
         width, shape = self._spec.width, (len(index), *self._spec.shape)
-        if not len(self._indices.values) and self._spec.layout == "dense" and self._whole:
+        every, sparse = self.values.values, self.indices.values
+        whole = len(every) == len(self.values.lengths) * width  # every row holds all its values
+        if not len(sparse) and self._spec.layout == "dense" and whole:
             here = upload(index, self._device) if here is None else here
-            return (self._values.values.view(-1, width).index_select(0, here).view(shape),)
-        where, row, place, lengths = self._values.locate(index)
-        values = self._values.values[where]
-        if len(self._indices.values) == len(self._values.values):  # all rows are sparse
-            place = self._indices.values[where].long()
-        elif len(self._indices.values):  # mixed: overwrite the positions of sparse rows by their stored indices
-            places, row_of_place, at, _ = self._indices.take(index)
+            return (every.view(-1, width).index_select(0, here).view(shape),)
+        where, row, place, lengths = self.values.locate(index)
+        values = every[where]
+        if len(sparse) == len(every):  # all rows are sparse
+            place = sparse[where].long()
+        elif len(sparse):  # mixed: overwrite the positions of sparse rows by their stored indices
+            places, row_of_place, at, _ = self.indices.take(index)
             place[(lengths.cumsum(0) - lengths)[row_of_place] + at] = places.long()
         if self._spec.layout == "sparse_csr":
             ends = _ends(lengths)
@@ -225,11 +217,6 @@ class Vectors(Field):
         dense = values.new_zeros(len(index), width)
         dense[row, place] = values
         return (dense.view(shape),)
-
-    @property
-    def _whole(self) -> bool:
-        """Whether every row holds all its values."""
-        return len(self._values.values) == len(self._values.lengths) * self._spec.width
 
     def _append_dense(self, rows: Array) -> None:
         lengths = np.full(len(rows), self._spec.width, np.int64)
@@ -240,17 +227,14 @@ class Vectors(Field):
 class Ragged(Field):
     """Rows of unequal length: padded with a mask, or one jagged nested tensor."""
 
+    rows: Elements
+
     def __init__(self, spec: TensorSpec, storage: RowStorage) -> None:
         """Creates an empty field."""
-        self._spec = spec
-        self._elements = Elements(spec.dtype, storage, spec.shape)
+        self._elements = ElementSpool(spec.dtype, storage, spec.shape)
+        super().__init__(spec, rows=self._elements)
         self.padded = spec.layout == "padded"
         self.arguments, self.uneven = 1 + self.padded, True
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the rows appended so far."""
-        return self._elements.nbytes
 
     def append(self, column: pa.Array, *, first_row: int = 0, digests: RowDigests | None = None) -> None:
         """Checks and stores the rows of a batch; see `Field.append`."""
@@ -260,21 +244,6 @@ class Ragged(Field):
         """Appends a placeholder row of one zero."""
         self._elements.append(np.zeros((1, *self._spec.shape), self._spec.dtype), np.ones(1, np.int64))
 
-    def finish(self) -> None:
-        """Ends appending."""
-        self._elements.finish()
-
-    def to(self, device: torch.device) -> None:
-        """Moves the rows to a device."""
-        super().to(device)
-        self._elements.to(device)
-
-    def read(self, runs: Runs) -> Self:
-        """Returns a finished field of the rows in `runs`, copied into memory."""
-        found = copy.copy(self)
-        found._elements = self._elements.read(runs)
-        return found
-
     def take(self, index: torch.Tensor, here: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         """Returns the rows, with a mask if they are padded.
 
@@ -282,7 +251,7 @@ class Ragged(Field):
         true at positions that hold data. Jagged: a nested tensor of shape `(rows, j, *spec.shape)`.
         """
         on_host = self.lengths(index)
-        elements, row, place, lengths = self._elements.take(index)
+        elements, row, place, lengths = self.rows.take(index)
         if self._spec.layout == "jagged":
             return (jagged(elements, _ends(lengths), on_host),)
         longest = max(1, int(on_host.max())) if len(index) else 1
@@ -293,7 +262,7 @@ class Ragged(Field):
 
     def lengths(self, index: torch.Tensor) -> torch.Tensor:
         """Returns the number of elements of each row, int64 of shape `(rows,)`, on the CPU."""
-        return self._elements.lengths[index]
+        return self.rows.lengths[index]
 
 
 def _ends(lengths: torch.Tensor) -> torch.Tensor:

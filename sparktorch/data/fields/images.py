@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import io
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,14 +18,10 @@ from sparktorch.data.columns import TensorSpec
 from sparktorch.data.convert.checks import refuse_nulls
 from sparktorch.data.convert.tensors import byte_rows
 from sparktorch.data.fields.base import Field
-from sparktorch.data.fields.offsets import Elements
-from sparktorch.data.runs import Runs
+from sparktorch.data.fields.offsets import Elements, ElementSpool
 from sparktorch.data.sampling.row_digest import RowDigests
 from sparktorch.data.storage import RowStorage
 from sparktorch.errors import ColumnError
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = ["Images", "black_image", "image_size"]
 
@@ -45,20 +40,16 @@ class Images(Field):
     """
 
     decodes = True
+    files: Elements
+    dims: torch.Tensor
 
     def __init__(self, spec: TensorSpec, storage: RowStorage) -> None:
         """Creates an empty field."""
-        self._spec = spec
-        self._bytes = Elements(np.uint8, storage)
-        self._sizes = storage.spool(np.int32, (3,))
+        self._bytes, self._sizes = ElementSpool(np.uint8, storage), storage.spool(np.int32, (3,))
+        super().__init__(spec, files=self._bytes, dims=self._sizes)
         self._channels_first, self._shape = _axes(spec)
         # Its threads start with the first step, and end with this field and the fields that `read` returned.
         self._pool = ThreadPoolExecutor(max(1, torch.get_num_threads()), "sparktorch-decode")
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the rows appended so far."""
-        return self._bytes.nbytes + self._sizes.nbytes
 
     def append(self, column: pa.Array, *, first_row: int = 0, digests: RowDigests | None = None) -> None:
         """Checks the size of each image and stores the rows; see `Field.append`."""
@@ -84,17 +75,6 @@ class Images(Field):
         self._bytes.append(np.zeros(int(np.prod(self._shape)), np.uint8), np.array([np.prod(self._shape)]))
         self._sizes.append(np.array([self._shape], np.int32))
 
-    def finish(self) -> None:
-        """Ends appending."""
-        self._bytes.finish()
-        self._dims = self._sizes.finish()
-
-    def read(self, runs: Runs) -> Self:
-        """Returns a finished field of the rows in `runs`, copied into memory."""
-        found = copy.copy(self)
-        found._bytes, found._dims = self._bytes.read(runs), self._sizes.read(runs)
-        return found
-
     def take(self, index: torch.Tensor, here: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         """Returns one tensor of shape `(rows, *spec.shape)`: uint8, or float32 between 0 and 1.
 
@@ -102,7 +82,7 @@ class Images(Field):
         """
         rows = index.tolist()
         pixels = np.empty((len(rows), *self._shape), np.uint8)
-        null = (self._dims[rows] == _NULL).all(axis=1)
+        null = (self.dims[index] == _NULL).all(dim=1)
 
         def decode(place: int) -> None:
             pixels[place] = 0 if null[place] else self._pixels(rows[place])
@@ -120,16 +100,16 @@ class Images(Field):
             images = images.to(torch.float32).div_(255)
         if null.any():
             assert self._spec.fill is not None
-            images[torch.from_numpy(null).to(self._device)] = self._spec.fill
+            images[null.to(self._device)] = self._spec.fill
         return (images,)
 
     def _pixels(self, row: int) -> Any:
         """Returns the decoded image of a row, uint8 of shape `(height, width, channels)`."""
-        start, length = int(self._bytes.starts[row]), int(self._bytes.lengths[row])
-        data: Pixels = self._bytes.values.numpy()[start : start + length]
+        start, length = int(self.files.starts[row]), int(self.files.lengths[row])
+        data: Pixels = self.files.values.numpy()[start : start + length]
         height, width, channels = self._shape
         try:
-            image = _opened(data, self._dims[row])
+            image = _opened(data, self.dims[row].numpy())
             if self._spec.resize and image.format == "JPEG":
                 image.draft(None, (width, height))  # the JPEG decoder scales down, which is faster
             image = image.convert(_MODES[channels])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,10 +13,7 @@ from sparktorch.base.devices import upload
 from sparktorch.data.runs import Runs
 from sparktorch.data.storage import RowStorage
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-__all__ = ["Elements", "Offsets"]
+__all__ = ["ElementSpool", "Elements", "Offsets"]
 
 Int64 = npt.NDArray[np.int64]
 
@@ -55,19 +52,8 @@ class Offsets:
         return np.concatenate([[0], np.cumsum(lengths)]), Runs(borders[first], borders[last])
 
 
-class Elements:
-    """The elements of all rows of a column.
-
-    Attributes:
-        values: Elements of all rows, `(elements, *shape)`, after `finish` or `read`; on the device of the rows.
-        starts: First element of each row, int64 of shape `(rows,)`, on the CPU.
-        lengths: Elements of each row, int64 of shape `(rows,)`; on the CPU, so that tensor sizes are known without
-            synchronising with a device.
-    """
-
-    values: torch.Tensor
-    starts: torch.Tensor
-    lengths: torch.Tensor
+class ElementSpool:
+    """Rows of elements of one dtype and shape, appended to in pieces."""
 
     def __init__(self, dtype: npt.DTypeLike, storage: RowStorage, shape: tuple[int, ...] = ()) -> None:
         """Creates storage without rows, for elements of `shape`."""
@@ -84,26 +70,39 @@ class Elements:
         self._values.append(values)
         self._offsets.append(lengths)
 
-    def finish(self) -> None:
-        """Ends appending."""
-        self.values = torch.from_numpy(self._values.finish())
-        self._place(self._offsets.finish())
+    def finish(self) -> Elements:
+        """Ends appending, and returns all rows."""
+        return Elements.of(self._values.finish(), self._offsets.finish())
 
-    def to(self, device: torch.device) -> None:
-        """Moves the elements to a device, after `finish`."""
-        self.values = self.values.to(device)
-
-    def read(self, runs: Runs) -> Self:
+    def read(self, runs: Runs) -> Elements:
         """Returns the rows in `runs`, copied into memory; can be called repeatedly, but not after `finish`."""
-        found = copy.copy(self)
         borders, held = self._offsets.read(runs)
-        found.values = torch.from_numpy(self._values.read(held))
-        found._place(borders)
-        return found
+        return Elements.of(self._values.read(held), borders)
 
-    def _place(self, borders: Int64) -> None:
-        self.starts = torch.from_numpy(borders[:-1])
-        self.lengths = torch.from_numpy(np.diff(borders))
+
+@dataclass(frozen=True)
+class Elements:
+    """The elements of all rows of a column.
+
+    Attributes:
+        values: Elements of all rows, `(elements, *shape)`, on the device of the rows.
+        starts: First element of each row, int64 of shape `(rows,)`, on the CPU.
+        lengths: Elements of each row, int64 of shape `(rows,)`; on the CPU, so that tensor sizes are known without
+            synchronising with a device.
+    """
+
+    values: torch.Tensor
+    starts: torch.Tensor
+    lengths: torch.Tensor
+
+    @classmethod
+    def of(cls, values: npt.NDArray[Any], borders: Int64) -> Elements:
+        """Returns the rows of concatenated elements, from where each begins and the last one ends."""
+        return cls(*map(torch.from_numpy, (values, borders[:-1], np.diff(borders))))
+
+    def to(self, device: torch.device) -> Elements:
+        """Returns the rows on a device."""
+        return replace(self, values=self.values.to(device))
 
     def take(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns the elements of the rows `index`, int64 on the CPU.

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sparktorch.data.columns import KEY, VALIDATION, Columns
-from sparktorch.data.petastorm.codecs import ARROW_TYPES, DECODE, Blobs, Place, native
+from sparktorch.data.petastorm.codecs import ARROW_TYPES, decoded
 from sparktorch.data.petastorm.unischema import UnischemaField, read_unischema
 from sparktorch.errors import ColumnError, DatasetError
 
@@ -25,7 +25,6 @@ SHAPE_SUFFIX = "_shape"
 
 _UNISCHEMA_KEY = b"dataset-toolkit.unischema.v1"
 _FIRST_ROWS = 64
-_INT32_MAX = 2**31 - 1
 
 
 def schema_in(common_metadata: bytes) -> tuple[tuple[UnischemaField, ...], frozenset[str]]:
@@ -65,20 +64,11 @@ class Decoder:
     def check(self) -> None:
         """Refuses fields that cannot be decoded, with a `DatasetError`; reads no rows."""
         for field in self.encoded:
-            if field.dtype not in ARROW_TYPES:
-                raise DatasetError(
-                    f"{field.describe()} cannot become a column",
-                    hint="leave it out with columns=[...]",
-                    field=field.name,
-                )
-            if field.codec == "image" and (field.dtype not in ("uint8", "uint16") or len(field.shape) not in (2, 3)):
-                raise DatasetError(f"{field.describe()} is no image of Petastorm's", field=field.name)
-            if field.codec == "image" and field.dtype == "uint16" and len(field.shape) == 3:
-                raise DatasetError(
-                    f"{field.describe()} is an image of 16-bit colours, which Pillow reads as 8-bit ones",
-                    hint="read it undecoded with undecoded=[...], or leave it out with columns=[...]",
-                    field=field.name,
-                )
+            colours = field.codec == "image" and len(field.shape) == 3
+            if field.dtype not in ARROW_TYPES or (colours and field.dtype == "uint16"):
+                what = "is of 16-bit colours, which Pillow reads as 8-bit ones" if colours else "cannot become a column"
+                hint = "read it undecoded with undecoded=[...], or leave it out with columns=[...]"
+                raise DatasetError(f"{field.describe()} {what}", hint=hint, field=field.name)
 
     def columns(self, field: UnischemaField) -> dict[str, pa.DataType]:
         """Returns the Arrow types of the columns that a field becomes, by column name."""
@@ -99,11 +89,11 @@ class Decoder:
         for batch in batches:
             start = 0
             while start < batch.num_rows:
-                decoded = self._decode(batch.slice(start, rows), first_row)
-                start += decoded.num_rows
-                first_row += decoded.num_rows
-                rows = max(1, self.batch_bytes * decoded.num_rows // max(1, decoded.nbytes))
-                yield decoded
+                found = self._decode(batch.slice(start, rows), first_row)
+                start += found.num_rows
+                first_row += found.num_rows
+                rows = max(1, self.batch_bytes * found.num_rows // max(1, found.nbytes))
+                yield found
 
     def _decode(self, batch: pa.RecordBatch, first_row: int) -> pa.RecordBatch:
         fields = {field.name: field for field in self.encoded}
@@ -115,22 +105,18 @@ class Decoder:
 
     def _column(self, column: pa.Array, field: UnischemaField, first_row: int) -> dict[str, pa.Array]:
         present = column.is_valid().to_numpy(zero_copy_only=False)
-        place = Place(field, first_row + np.flatnonzero(present))
-        values, shapes = DECODE[field.codec](Blobs.of(column, present), place)
-        flat = pa.array(native(values, place), ARROW_TYPES[field.dtype])
+        flat, shapes = decoded(column, field, first_row)
         if not field.shape:
-            nothing = pa.nulls(1, flat.type)
-            index = np.where(present, np.cumsum(present) - 1, len(flat))
-            return {field.name: pa.concat_arrays([flat, nothing]).take(pa.array(index))}
+            return {field.name: flat.take(pa.array(np.cumsum(present) - 1, mask=~present))}
         if self.layout == "nested":
             for axis in range(len(field.shape) - 1, 0, -1):
                 flat = _lists(flat, np.repeat(shapes[:, axis], shapes[:, :axis].prod(axis=1)), None)
             return {field.name: _lists(flat, shapes[:, 0], present)}
-        decoded = {field.name: _lists(flat, shapes.prod(axis=1), present)}
+        found = {field.name: _lists(flat, shapes.prod(axis=1), present)}
         if len(self.columns(field)) > 1:
             sizes = pa.array(shapes.reshape(-1), pa.int32())
-            decoded[field.name + SHAPE_SUFFIX] = _lists(sizes, np.full(len(shapes), shapes.shape[1]), present)
-        return decoded
+            found[field.name + SHAPE_SUFFIX] = _lists(sizes, np.full(len(shapes), shapes.shape[1]), present)
+        return found
 
 
 def _lists(values: pa.Array, lengths: npt.NDArray[np.int64], present: npt.NDArray[np.bool_] | None) -> pa.ListArray:
@@ -140,8 +126,7 @@ def _lists(values: pa.Array, lengths: npt.NDArray[np.int64], present: npt.NDArra
         spread[present] = lengths
         lengths = spread
     offsets = np.concatenate([[0], np.cumsum(lengths)])
-    if offsets[-1] > _INT32_MAX:
-        raise ColumnError(f"a batch of rows holds {offsets[-1]} values; Arrow's lists end at {_INT32_MAX}")
+    assert offsets[-1] <= np.iinfo(np.int32).max, "a batch has about `batch_bytes`"
     mask = None if present is None or present.all() else np.append(~present, False)
     return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32), mask=mask), values)
 
@@ -163,11 +148,8 @@ def reader_batches(reader: Iterable[Any], columns: Columns, *, key: str) -> Iter
     names |= {VALIDATION: columns.validation} if columns.validation else {}
     for batch in reader:
         found = batch._asdict() if hasattr(batch, "_asdict") else batch
-        missing = sorted({*names.values(), key} - found.keys())
-        if missing:
-            raise ColumnError(
-                f"the reader has no column {missing[0]!r}; it has {', '.join(sorted(found))}", column=missing[0]
-            )
+        for name in sorted({*names.values(), key} - found.keys()):
+            raise ColumnError(f"the reader has no column {name!r}; it has {', '.join(sorted(found))}", column=name)
         arrays = {wire: _rows(found[name]) for wire, name in names.items()}
         arrays[KEY] = _rows(found[key])
         yield pa.RecordBatch.from_arrays(list(arrays.values()), names=list(arrays))

@@ -22,28 +22,15 @@ Codec = Literal["plain", "ndarray", "compressed", "image"]
 
 _NUMBERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64")
 _NUMBER_ALIASES = ("half", "single", "double", "intc", "int_", "uintc", "uint", "longlong", "ulonglong")
-_OTHER_DTYPES = {
-    "numpy.bool_": "bool",
-    "numpy.bool": "bool",
-    "builtins.bool": "bool",
-    "builtins.int": "int64",
-    "builtins.float": "float64",
-    "numpy.str_": "str",
-    "numpy.unicode_": "str",
-    "builtins.str": "str",
-    "builtins.unicode": "str",
-    "numpy.bytes_": "bytes",
-    "numpy.string_": "bytes",
-    "builtins.bytes": "bytes",
-    "numpy.datetime64": "datetime64",
-    "numpy.object_": "object",
-    "builtins.object": "object",
-    "decimal.Decimal": "Decimal",
-}
 _DTYPES = {
     **{f"numpy.{name}": name for name in _NUMBERS},
     **{f"numpy.{name}": np.dtype(name).name for name in _NUMBER_ALIASES},
-    **_OTHER_DTYPES,
+    **dict.fromkeys(("numpy.bool_", "numpy.bool", "builtins.bool"), "bool"),
+    **dict.fromkeys(("numpy.str_", "numpy.unicode_", "builtins.str", "builtins.unicode"), "str"),
+    **dict.fromkeys(("numpy.bytes_", "numpy.string_", "builtins.bytes"), "bytes"),
+    **dict.fromkeys(("numpy.object_", "builtins.object"), "object"),
+    **{"builtins.int": "int64", "builtins.float": "float64"},
+    **{"numpy.datetime64": "datetime64", "decimal.Decimal": "Decimal"},
 }
 _CODECS: dict[str, Codec] = {
     "petastorm.codecs.ScalarCodec": "plain",
@@ -154,10 +141,8 @@ def _field(record: Any) -> UnischemaField:
     if path != _FIELD or len(args) < 3:
         raise ValueError("a field is no UnischemaField")
     name, dtype, shape, codec = (*args, None)[:4]
-    if not isinstance(name, str):
-        raise ValueError("a field's name is no string")
-    if not isinstance(shape, tuple) or not all(size is None or type(size) is int for size in shape):
-        raise ValueError(f"the shape of field {name!r} is none")
+    if not isinstance(name, str) or any(size is not None and type(size) is not int for size in shape):
+        raise ValueError(f"the name or the shape of field {name!r} is none")
     codec_path, _, state = _opened(codec) if codec is not None else ("", (), None)
     kind: Codec = _CODECS[codec_path] if codec_path else "plain"
     return UnischemaField(
@@ -165,7 +150,7 @@ def _field(record: Any) -> UnischemaField:
         dtype=_dtype(dtype, name),
         shape=shape,
         codec=kind,
-        image_format=_image_format(state, name) if kind == "image" else "",
+        image_format=_image_format(state) if kind == "image" else "",
     )
 
 
@@ -195,12 +180,5 @@ def _is_code(text: Any) -> bool:
     return isinstance(text, str) and re.fullmatch(r"[a-zA-Z]\d*", text) is not None
 
 
-def _image_format(state: Any, field: str) -> str:
-    name = state["_image_codec"].lstrip(".").lower()
-    if name not in _FORMATS:
-        raise DatasetError(
-            f"the images of field {field!r} are of the format {name!r}",
-            hint="PNG and JPEG are read; leave the field out with columns=[...]",
-            field=field,
-        )
-    return _FORMATS[name]
+def _image_format(state: Any) -> str:
+    return _FORMATS[state["_image_codec"].lstrip(".").lower()]  # Petastorm has no others

@@ -14,7 +14,7 @@ from sparktorch.data.convert.checks import RowFilter
 from sparktorch.data.fields.base import Dense, Field
 from sparktorch.data.fields.registry import field_of
 from sparktorch.data.preprocess import Preprocess, StepContext
-from sparktorch.data.storage import InMemory
+from sparktorch.data.storage import RowStorage
 from sparktorch.distributed.monitor import Observer
 from sparktorch.errors import ModuleError, SparkTorchError
 from sparktorch.ml.fit.translate import Request
@@ -63,7 +63,7 @@ def first_inputs(frame: Frame) -> tuple[Frame, dict[str, torch.Tensor]]:
     screen.rows_of(frame.sample, first_row=0)
     screen.close(sample=True)
     preprocess = frame.columns.preprocess
-    taken = [_twice(field_of(spec, InMemory()), frame.sample.column(spec.name)) for spec in frame.columns.inputs]
+    taken = [_twice(field_of(spec, RowStorage()), frame.sample.column(spec.name)) for spec in frame.columns.inputs]
     inputs: dict[str, torch.Tensor] = {}
     if preprocess is not None:
         made = _preprocessed(preprocess, taken)
@@ -81,7 +81,7 @@ def first_label(frame: Frame) -> torch.Tensor | None:
     """Returns the label of the first row twice, or `None` without a label column."""
     if frame.columns.label is None:
         return None
-    (label,) = _twice(Dense(frame.columns.label, InMemory()), frame.sample.column(frame.columns.label.name))
+    (label,) = _twice(Dense(frame.columns.label, RowStorage()), frame.sample.column(frame.columns.label.name))
     return label  # type: ignore[no-any-return]
 
 

@@ -16,7 +16,7 @@ from sparktorch.data.convert.checks import RowFilter
 from sparktorch.data.fields.base import Field
 from sparktorch.data.fields.registry import field_of
 from sparktorch.data.runs import Runs
-from sparktorch.data.storage import InMemory, OnDisk
+from sparktorch.data.storage import RowStorage
 from sparktorch.errors import ColumnError
 
 VECTOR = pa.struct({"size": pa.int32(), "indices": pa.list_(pa.int32()), "values": pa.list_(pa.float32())})
@@ -31,7 +31,7 @@ def spec_of(**more: Any) -> TensorSpec:
 
 def filled(spec: TensorSpec, *batches: pa.Array) -> Field:
     """Returns a finished field of batches that are slices of longer ones."""
-    field = field_of(spec, InMemory())
+    field = field_of(spec, RowStorage())
     for batch in batches:
         field.append(pa.concat_arrays([batch, batch, batch]).slice(len(batch), len(batch)))
     field.finish()
@@ -42,7 +42,7 @@ class FromDisk:
     """A field on disk, whose rows are read when they are asked for."""
 
     def __init__(self, spec: TensorSpec, *batches: pa.Array) -> None:
-        storage = OnDisk(tempfile.gettempdir())
+        storage = RowStorage(tempfile.gettempdir(), budget=0)
         self._field = field_of(spec, storage)
         for batch in batches:
             self._field.append(pa.concat_arrays([batch, batch, batch]).slice(len(batch), len(batch)))
@@ -181,7 +181,7 @@ def test_a_row_that_does_not_fit_is_named(
     spec: TensorSpec, kind: pa.DataType, rows: list[Any], row: int, message: str
 ) -> None:
     with pytest.raises(ColumnError) as caught:
-        field_of(spec, InMemory()).append(pa.array(rows, kind), first_row=1_000)
+        field_of(spec, RowStorage()).append(pa.array(rows, kind), first_row=1_000)
     assert message in caught.value.what
     assert caught.value.where["row"] == 1_000 + row
 

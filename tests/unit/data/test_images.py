@@ -14,7 +14,7 @@ from PIL import Image
 
 from sparktorch.data.columns import TensorSpec
 from sparktorch.data.fields.images import Images, black_image
-from sparktorch.data.storage import InMemory
+from sparktorch.data.storage import RowStorage
 from sparktorch.errors import ColumnError, ConfigError
 
 HEIGHT, WIDTH = 5, 7
@@ -44,7 +44,7 @@ def as_struct(pixels: np.ndarray) -> dict[str, Any]:
 
 
 def taken(spec: TensorSpec, column: pa.Array, index: list[int] | None = None) -> torch.Tensor:
-    field = Images(spec, InMemory())
+    field = Images(spec, RowStorage())
     field.append(column)
     field.finish()
     (images,) = field.take(torch.arange(len(column)) if index is None else torch.tensor(index))
@@ -133,7 +133,7 @@ def test_a_missing_image_is_filled() -> None:
 )
 def test_what_is_no_image_is_named_before_training(column: pa.Array, message: str) -> None:
     with pytest.raises(ColumnError) as caught:
-        Images(spec_of(), InMemory()).append(column, first_row=40)
+        Images(spec_of(), RowStorage()).append(column, first_row=40)
     assert message in caught.value.what
     assert caught.value.where == {"column": "photo", "row": 41}
     assert caught.value.hint
@@ -149,12 +149,12 @@ def test_a_file_that_breaks_off_is_an_error_when_it_is_decoded() -> None:
 def test_without_pillow_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "PIL.Image", None)
     with pytest.raises(ConfigError, match="Pillow, which is not installed") as caught:
-        Images(spec_of(), InMemory()).append(pa.array([b"x"], pa.binary()))
+        Images(spec_of(), RowStorage()).append(pa.array([b"x"], pa.binary()))
     assert "[images]" in caught.value.hint
 
 
 def test_a_rank_without_rows_stands_in_with_black() -> None:
-    field = Images(spec_of(), InMemory())
+    field = Images(spec_of(), RowStorage())
     field.stand_in()
     field.finish()
     assert field.take(torch.tensor([0]))[0].sum() == 0

@@ -22,7 +22,7 @@ from sparktorch.data.fields.arrow import ArrowColumn
 from sparktorch.data.preprocess import Preprocess, StepContext, check_signature
 from sparktorch.data.runs import Runs
 from sparktorch.data.sampling.plan import SamplingPlan
-from sparktorch.data.storage import InMemory, OnDisk
+from sparktorch.data.storage import RowStorage
 from sparktorch.errors import ColumnError, ConfigError, ModuleError, PersistenceError
 from sparktorch.model.scorer import Scorer
 from sparktorch.model.trained_module import TrainedModule
@@ -59,8 +59,8 @@ def test_columns_of_any_type_come_back_as_they_are(kind: str, data: st.DataObjec
     rows = data.draw(st.lists(values, min_size=1, max_size=8))
     index = np.array(data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=9)), np.int64)
     column = pa.array(rows, arrow)
-    memory = ArrowColumn(TEXT, InMemory())
-    storage = OnDisk(tempfile.gettempdir())
+    memory = ArrowColumn(TEXT, RowStorage())
+    storage = RowStorage(tempfile.gettempdir(), budget=0)
     disk = ArrowColumn(TEXT, storage)
     for field in (memory, disk):
         field.append(pa.concat_arrays([column, column]).slice(len(rows)))
@@ -79,7 +79,7 @@ def test_columns_of_any_type_come_back_as_they_are(kind: str, data: st.DataObjec
 
 @pytest.mark.slow
 def test_more_than_two_gib_of_text_are_taken_as_large_text() -> None:
-    field = ArrowColumn(TEXT, InMemory())
+    field = ArrowColumn(TEXT, RowStorage())
     field.append(pa.array(["a" * (1 << 26), "b"]))
     field.finish()
     (found,) = field.take(torch.tensor([0] * 33 + [1]))
@@ -92,7 +92,7 @@ def test_more_than_two_gib_of_text_are_taken_as_large_text() -> None:
 
 def test_numbers_are_filled_and_text_is_left_to_the_callable() -> None:
     def column(kind: pa.DataType, *rows: Any) -> Any:
-        field = ArrowColumn(TensorSpec(name="x", column="c", dtype="float32", kind="any", fill=3), InMemory())
+        field = ArrowColumn(TensorSpec(name="x", column="c", dtype="float32", kind="any", fill=3), RowStorage())
         field.append(pa.array(rows, kind))
         field.finish()
         return field.part(0, len(rows))[0]
@@ -109,7 +109,7 @@ def test_numbers_are_filled_and_text_is_left_to_the_callable() -> None:
         assert found.tolist() == rows
     assert np.isnat(column(pa.timestamp("us", "UTC"), None, dt.datetime(2026, 1, 2))).tolist() == [True, False]
     with pytest.raises(ColumnError, match="column 'text' has 1 null values"):
-        ArrowColumn(TEXT, InMemory()).append(pa.array([None, "a"]))
+        ArrowColumn(TEXT, RowStorage()).append(pa.array([None, "a"]))
 
 
 def returns(value: Any) -> Any:
@@ -172,7 +172,7 @@ def batch_of(rows: int, **more: pa.Array) -> pa.RecordBatch:
 
 def batches(function: Any, epoch: int, *, seed: int = 1, disk: bool = False) -> list[torch.Tensor]:
     columns = Columns(inputs=(TEXT,), preprocess=Preprocess(function, ["text"]))
-    storage = OnDisk(tempfile.gettempdir()) if disk else InMemory()
+    storage = RowStorage(tempfile.gettempdir(), budget=0) if disk else RowStorage()
     shard = read_shard([batch_of(20)], columns, storage=storage)
     shard.place(0, SamplingPlan(rows=20, batch_size=6, seed=seed, shuffle=False))
     found = [batch.inputs[0] for batch in shard.epoch(epoch)]

@@ -23,7 +23,7 @@ from sparktorch.data.dataset.rows import Rows, StoredRows
 from sparktorch.data.preprocess import Preprocess
 from sparktorch.data.runs import Runs
 from sparktorch.data.sampling.plan import SamplingPlan
-from sparktorch.data.storage import InMemory, OnDisk
+from sparktorch.data.storage import RowStorage
 from sparktorch.errors import ColumnError, ConfigError
 from tests.support.frames import Table, replaced
 
@@ -42,7 +42,7 @@ def shard_of(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
         if request.param == "disk, in order":
             held_out = table.arrays.get(VALIDATION, np.zeros(len(table), np.bool_))
             table = table.take(np.lexsort((table.arrays[KEY].view(np.uint64), held_out)))
-        storage = InMemory() if request.param == "memory" else OnDisk(tmp_path)
+        storage = RowStorage() if request.param == "memory" else RowStorage(tmp_path, budget=0)
         shard = read_shard(table.batches(size=30), table.columns, storage=storage, **options)
         shard.place(first, plan or SamplingPlan(rows=shard.rows, batch_size=20, seed=3))
         made.append(shard)
@@ -232,7 +232,9 @@ def test_batches_from_disk_are_those_from_memory_to_the_last_bit(
     table = Table.random(403, classes=3, weighted=weighted, validated=True)
     shards = [
         read_shard(table.batches(size=30), table.columns),
-        read_shard(table.batches(size=30), table.columns, storage=OnDisk(tmp_path), budget=max(budget, 40)),
+        read_shard(
+            table.batches(size=30), table.columns, storage=RowStorage(tmp_path, budget=0), budget=max(budget, 40)
+        ),
     ]
     for shard in shards:
         plan = SamplingPlan(rows=700, batch_size=20, seed=3, shuffle=shuffle, block=8)
@@ -279,7 +281,7 @@ def test_no_more_rows_are_read_at_a_time_than_the_budget_has_room_for(
         return load(stored, runs, inputs=inputs)  # type: ignore[no-any-return]
 
     monkeypatch.setattr(StoredRows, "load", load)
-    shard = read_shard(table.batches(), table.columns, storage=OnDisk(tmp_path), budget=budget)
+    shard = read_shard(table.batches(), table.columns, storage=RowStorage(tmp_path, budget=0), budget=budget)
     shard.place(0, SamplingPlan(rows=2_000, batch_size=20, block=8))
     assert sum(batch.rows for batch in shard.epoch(0)) == 2_000
     assert max(found.count for found in loaded) == rows + 1  # and the last row, to fill up with
@@ -290,14 +292,14 @@ def test_no_more_rows_are_read_at_a_time_than_the_budget_has_room_for(
 def test_a_row_larger_than_the_budget_is_refused(tmp_path: Path) -> None:
     table = Table.random(50)
     with pytest.raises(ConfigError, match=r"a row takes 0\.0 MB, more than the 0\.0 MB") as caught:
-        read_shard(table.batches(), table.columns, storage=OnDisk(tmp_path), budget=20)
+        read_shard(table.batches(), table.columns, storage=RowStorage(tmp_path, budget=0), budget=20)
     assert "memoryBudget" in str(caught.value)
 
 
 def test_positions_are_the_places_of_the_rows_where_they_keep_them(tmp_path: Path) -> None:
     table = Table.random(100, validated=True)
     trained = rows_of(table.take(~table.arrays[VALIDATION]))
-    for storage in (InMemory(), OnDisk(tmp_path)):
+    for storage in (RowStorage(), RowStorage(tmp_path, budget=0)):
         shard = read_shard(table.batches(size=30), table.columns, storage=storage, by_key=False)
         shard.place(0, SamplingPlan(rows=shard.rows, batch_size=7, shuffle=False))
         assert [row for batch in shard.epoch(0) for row in rows_in(batch)] == trained
@@ -321,7 +323,7 @@ def test_no_more_is_decoded_ahead_than_the_budget_has_room_for(
     spec = TensorSpec(name="x0", column="n", dtype="float32", kind="any", sql="bigint")
     batch = pa.RecordBatch.from_pydict({"x0": pa.array(range(400)), KEY: pa.array(np.arange(400) << 40)})
     columns = Columns(inputs=(spec,), preprocess=Preprocess(widened, ["n"]))
-    storage = OnDisk(tmp_path) if disk else InMemory()
+    storage = RowStorage(tmp_path, budget=0) if disk else RowStorage()
     shard = read_shard([batch], columns, storage=storage, budget=int(2 * room * part))
     shard.place(0, SamplingPlan(rows=400, batch_size=20, block=8, shuffle=False))
     with closing(shard.epoch(0)) as batches:

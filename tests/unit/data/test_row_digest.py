@@ -13,7 +13,7 @@ from sparktorch.data.columns import KEY, LABEL, VALIDATION, TensorSpec
 from sparktorch.data.dataset.reader import read_shard
 from sparktorch.data.fields.base import Vectors
 from sparktorch.data.sampling.row_digest import RowDigests
-from sparktorch.data.storage import InMemory
+from sparktorch.data.storage import RowStorage
 from tests.support.frames import Table, record_batches
 
 MASK = 2**64 - 1
@@ -95,7 +95,7 @@ def test_a_vector_has_the_same_digest_dense_and_sparse() -> None:
 
     def digests_of(*rows: dict[str, Any]) -> list[int]:
         found = RowDigests(np.zeros(len(rows), np.uint64))
-        Vectors(spec, InMemory()).append(pa.array(rows, VECTOR), digests=found)
+        Vectors(spec, RowStorage()).append(pa.array(rows, VECTOR), digests=found)
         return list(found.finish())
 
     expected = digests_of(dense(0, 1.5, 0, -2), dense(3, 0, 0, 0), dense(0, 0, 0, 0))

@@ -19,15 +19,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparktorch.data.runs import Runs
-from sparktorch.data.storage import InMemory, OnDisk, RowStorage, WithinBudget, local_directory
+from sparktorch.data.storage import RowStorage, local_directory
 from sparktorch.errors import ClusterError
 from tests.support.programs import run_python
 
 KINDS: dict[str, Callable[[Path], RowStorage]] = {
-    "memory": lambda folder: InMemory(),
-    "disk": OnDisk,
-    "within the budget": lambda folder: WithinBudget(10**6, folder),
-    "beyond the budget": lambda folder: WithinBudget(100, folder),
+    "memory": lambda folder: RowStorage(),
+    "disk": lambda folder: RowStorage(folder, budget=0),
+    "within the budget": lambda folder: RowStorage(folder, budget=10**6),
+    "beyond the budget": lambda folder: RowStorage(folder, budget=100),
 }
 
 
@@ -62,7 +62,7 @@ def test_rows_keep_their_order_in_memory_that_grows(
     parts = [draw.integers(0, 255, (rows, 1 << 20), np.uint8) for rows in (20, 0, 31, 1, 20)]
     whole = np.concatenate(parts)
     for found in ("finished", "read"):
-        storage = WithinBudget(budget, tmp_path)
+        storage = RowStorage(tmp_path, budget=budget)
         spool = storage.spool(np.uint8, (1 << 20,))
         for part in parts:
             spool.append(part)
@@ -120,7 +120,7 @@ def test_runs_hold_the_rows_they_are_of(rows: list[int]) -> None:
 
 
 def test_a_budget_is_for_all_spools_together(tmp_path: Path) -> None:
-    storage = WithinBudget(100, tmp_path)
+    storage = RowStorage(tmp_path, budget=100)
     first, second = storage.spool(np.uint8), storage.spool(np.uint8)
     first.append(np.zeros(60, np.uint8))
     second.append(np.ones(40, np.uint8))
@@ -134,7 +134,7 @@ def test_a_budget_is_for_all_spools_together(tmp_path: Path) -> None:
 def test_spools_that_grow_by_turns_beyond_their_extents_share_one_file(tmp_path: Path) -> None:
     draw = np.random.default_rng(0)
     before = len(os.listdir("/proc/self/fd"))
-    storage = OnDisk(tmp_path)
+    storage = RowStorage(tmp_path, budget=0)
     spools = [storage.spool(np.uint8, (7,)) for _ in range(3)]
     parts = [[draw.integers(0, 255, (rows, 7), np.uint8) for rows in (1, 149_796, 9, 700_000, 0, 5)] for _ in spools]
     for turn in zip(*parts, strict=True):
@@ -146,15 +146,17 @@ def test_spools_that_grow_by_turns_beyond_their_extents_share_one_file(tmp_path:
         whole = np.concatenate(rows)
         assert (spool.read(Runs.of(index)) == whole[index]).all()
         assert (spool.finish() == whole).all()
-    assert os.fstat(storage._file.fileno()).st_blocks * 512 < 1.1 * storage.written
+    disk: Any = storage._disk
+    assert os.fstat(disk.file.fileno()).st_blocks * 512 < 1.1 * disk.written
     storage.close()
 
 
 def test_a_full_disk_is_named_with_what_was_to_go_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    storage = OnDisk(tmp_path)
+    storage = RowStorage(tmp_path, budget=0)
     storage.spool(np.float32).append(np.zeros(500_000, np.float32))
-    with open("/dev/full", "wb", buffering=0) as full, storage._file:
-        monkeypatch.setattr(storage, "_file", full)
+    disk: Any = storage._disk
+    with open("/dev/full", "wb", buffering=0) as full, disk.file:
+        monkeypatch.setattr(disk, "file", full)
         with pytest.raises(ClusterError, match=r"do not fit into '.*': 2\.0 MB are there, 4\.0 MB come next") as caught:
             storage.spool(np.uint8).append(np.zeros(4_000_000, np.uint8))
     assert str(tmp_path) in str(caught.value)
@@ -163,10 +165,11 @@ def test_a_full_disk_is_named_with_what_was_to_go_there(tmp_path: Path, monkeypa
 
 
 def test_a_file_that_was_cut_off_is_an_error_and_not_a_signal(tmp_path: Path) -> None:
-    storage = OnDisk(tmp_path)
+    storage = RowStorage(tmp_path, budget=0)
     spool = storage.spool(np.int64)
     spool.append(np.arange(10))
-    os.ftruncate(storage._file.fileno(), 72)
+    disk: Any = storage._disk
+    os.ftruncate(disk.file.fileno(), 72)
     assert spool.read(Runs.of(np.arange(9))).tolist() == list(range(9))
     with pytest.raises(ClusterError, match=r"cannot read the rows of this worker back from .*8 bytes"):
         spool.read(Runs.of(np.arange(10)))
@@ -176,8 +179,8 @@ def test_a_file_that_was_cut_off_is_an_error_and_not_a_signal(tmp_path: Path) ->
 def test_a_process_that_is_killed_leaves_no_file(tmp_path: Path) -> None:
     script = (
         "import os, signal, sys, numpy as np\n"
-        "from sparktorch.data.storage import OnDisk\n"
-        "spool = OnDisk(sys.argv[1]).spool(np.uint8)\n"
+        "from sparktorch.data.storage import RowStorage\n"
+        "spool = RowStorage(sys.argv[1], budget=0).spool(np.uint8)\n"
         "spool.append(np.zeros(1 << 20, np.uint8))\n"
         "print(os.listdir(sys.argv[1]), flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
