@@ -15,7 +15,7 @@ from pyspark.sql import functions as F
 import sparktorch
 from sparktorch.base.config import from_dict, one_of
 from sparktorch.base.imports import load_object
-from sparktorch.errors import ConfigError, nearest
+from sparktorch.errors import ConfigError
 from sparktorch.spark.column_names import quoted
 
 __all__ = ["DataSection", "EstimatorSection", "JobConfig", "ScoreSection", "TrackingSection", "read_job"]
@@ -59,12 +59,9 @@ class DataSection:
         return (reader.schema(self.schema) if self.schema else reader).load(self.path)
 
     def stream(self, spark: SparkSession) -> DataFrame:
-        """Returns existing rows and those that arrive later, as a streaming DataFrame.
+        """Returns existing rows and those that arrive later, as a streaming DataFrame; refuses those of a function.
 
         The columns are those of `schema`, or else of the existing data.
-
-        Raises:
-            ConfigError: The rows come from a function.
         """
         if self.path is None:
             raise ConfigError(
@@ -93,19 +90,12 @@ class EstimatorSection:
 
     def __post_init__(self) -> None:
         one_of("estimator.kind", self.kind, _ESTIMATORS)
-        valid = [param.name for param in getattr(sparktorch, self.kind)().params]
+        valid = tuple(param.name for param in getattr(sparktorch, self.kind)().params)
         for name in self.params:
-            if name not in valid:
-                raise ConfigError(
-                    f"unknown key estimator.params.{name}", hint=nearest(name, valid), section="estimator.params"
-                )
+            one_of("estimator.params", name, valid)
 
     def build(self) -> Estimator[Any]:
-        """Returns the estimator.
-
-        Raises:
-            ConfigError: A Param has a value of the wrong type.
-        """
+        """Returns the estimator; a `ConfigError` refuses a Param's value of the wrong type."""
         try:
             estimator: Estimator[Any] = getattr(sparktorch, self.kind)(**self.params)
         except TypeError as error:
@@ -174,11 +164,7 @@ class JobConfig:
 
     @property
     def scoring(self) -> ScoreSection:
-        """The section `score`.
-
-        Raises:
-            ConfigError: There is none.
-        """
+        """The section `score`; a `ConfigError` says that there is none."""
         if self.score is None:
             raise ConfigError("missing key score", hint="score: {output: PATH} says where scored rows go")
         return self.score
@@ -198,17 +184,11 @@ _SECTIONS: dict[str, type[Any]] = {
 
 
 def read_job(path: str | os.PathLike[str]) -> JobConfig:
-    """Reads a job file.
-
-    Raises:
-        ConfigError: The file is not a YAML mapping, or has an unknown, missing or mistyped key.
-    """
+    """Reads a job file; a `ConfigError` refuses what is no YAML mapping, and unknown, missing and mistyped keys."""
     try:
-        values = yaml.safe_load(Path(path).read_text())
+        values = _mapping(yaml.safe_load(Path(path).read_text()), os.fspath(path))
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"cannot read {os.fspath(path)}: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{os.fspath(path)} holds no mapping")
     sections: dict[str, Any] = {}
     for name, kind in _SECTIONS.items():
         if name in values:

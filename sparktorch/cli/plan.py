@@ -13,7 +13,7 @@ import traceback
 from pyspark.errors import PySparkException
 
 from sparktorch.cli.job_file import read_job
-from sparktorch.cli.session import NoSessionError, add_session_arguments, count, figure, session
+from sparktorch.cli.session import add_session_arguments, count, figure, session
 from sparktorch.errors import SparkTorchError
 
 __all__ = ["HELP", "add_arguments", "run"]
@@ -45,9 +45,6 @@ def run(options: argparse.Namespace) -> int:
         with session(options, "sparktorch plan", quiet=True) as spark:
             training, _ = job.data.split(job.data.load(spark))
             found = estimator.plan(training, memory=options.memory)  # type: ignore[attr-defined]  # which all have
-    except NoSessionError as error:
-        print(f"{error.finding.found}\n  -> {error.finding.advice}", file=sys.stderr)
-        return 2
     except (SparkTorchError, PySparkException) as error:
         print(error, file=sys.stderr)
         return 2

@@ -11,7 +11,7 @@ import argparse
 import logging
 import sys
 
-from sparktorch.cli.session import NoSessionError, add_session_arguments, count, session
+from sparktorch.cli.session import add_session_arguments, count, session
 from sparktorch.errors import SparkTorchError
 from sparktorch.ml.run import run_script
 
@@ -47,8 +47,6 @@ def run(options: argparse.Namespace) -> int:
                 stallTimeout=options.stall_timeout,
                 logLevel=options.log_level,
             )
-    except NoSessionError as error:
-        print(f"{error.finding.found}\n  -> {error.finding.advice}", file=sys.stderr)
     except SparkTorchError as error:
         print(error, file=sys.stderr)
     else:
@@ -65,12 +63,6 @@ def _print_lines_of_ranks() -> None:
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    for action in _options()._actions:
-        parser._add_action(action)
-
-
-def _options() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(add_help=False)
     add_session_arguments(parser)
     parser.add_argument("--workers", type=count, default=1, metavar="N", help="number of ranks (default: 1)")
     parser.add_argument("--device", default="auto", help="'auto' (default), 'cpu' or a type of accelerator")
@@ -83,4 +75,3 @@ def _options() -> argparse.ArgumentParser:
     parser.add_argument(
         "--log-level", default="INFO", help="from which level on ranks' output is shown; prints are INFO (default)"
     )
-    return parser

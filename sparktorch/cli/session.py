@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from pyspark.sql import SparkSession
 
+from sparktorch.errors import ClusterError
 from sparktorch.spark.checks.findings import Finding
 from sparktorch.spark.session import is_connect
 
@@ -57,11 +58,11 @@ def figure(text: str) -> float:
     raise argparse.ArgumentTypeError(f"expected a number above 0, without its unit, got {text!r}")
 
 
-class NoSessionError(Exception):
+class NoSessionError(ClusterError):
     """No session could be started; `finding` says why."""
 
     def __init__(self, finding: Finding) -> None:
-        super().__init__(finding.found)
+        super().__init__(finding.found, hint=finding.advice)
         self.finding = finding
 
 
@@ -100,11 +101,7 @@ def session(options: argparse.Namespace, name: str, *, quiet: bool = False) -> I
 
 
 def _knock(url: str) -> None:
-    """Connects once to the server of an `sc://` URL. A Connect client would retry for minutes.
-
-    Raises:
-        OSError: The server does not answer.
-    """
+    """Connects once to the server of an `sc://` URL: a Connect client would retry for minutes."""
     place = urlsplit(url)
     if place.scheme == "sc" and place.hostname:
         with socket.create_connection((place.hostname, place.port or 15002), timeout=10):

@@ -87,7 +87,7 @@ class Client:
         Inside it, the process exits when the driver is gone or has cancelled the fit.
         """
         stop = threading.Event()
-        heart = Heart(self, self._world.rank, self._open_store, self._patience)
+        heart = Heart(self.beat, self._world.rank, self._open_store, self._patience)
         thread = threading.Thread(target=heart.run, args=(stop,), name="sparktorch-heart", daemon=True)
         self.beat(self.store)
         thread.start()

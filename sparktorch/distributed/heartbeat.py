@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Generic, Protocol, TypeVar
@@ -36,14 +36,6 @@ class OpenStore(Protocol):
         ...
 
 
-class Beating(Protocol):
-    """An object that can send heartbeats; see `sparktorch.distributed.client.Client`."""
-
-    def beat(self, store: dist.Store) -> None:
-        """Sends a heartbeat."""
-        ...
-
-
 class Heart:
     """Two threads: one sends a rank's heartbeats and log lines, one ends the process when the driver is gone.
 
@@ -51,8 +43,9 @@ class Heart:
     minutes.
     """
 
-    def __init__(self, client: Beating, rank: int, open_store: OpenStore, patience: float) -> None:
-        self._client, self._rank, self._open_store, self._patience = client, rank, open_store, patience
+    def __init__(self, beat: Callable[[dist.Store], object], rank: int, open_store: OpenStore, patience: float) -> None:
+        """Takes what sends a heartbeat."""
+        self._send, self._rank, self._open_store, self._patience = beat, rank, open_store, patience
         self._owner = threading.get_ident()
         self._driver: bytes | None = None
         self._heard = 0
@@ -79,7 +72,7 @@ class Heart:
         store = self._open()
         while store is not None and not stop.wait(_BEAT_SECONDS):
             try:
-                self._client.beat(store)
+                self._send(store)
                 self._answer(store)
                 if store.check(["cancel"]):
                     break
@@ -116,40 +109,28 @@ class Pulse(Generic[R]):
     record: R
 
 
-class Pulses(Generic[R]):
+class Pulses(dict[int, Pulse[R]]):
     """The last heartbeat of each rank, and when it last changed."""
 
     def __init__(self, moves: Callable[[R], Any] = lambda record: record) -> None:
         """Takes a function that returns the progress fields of a heartbeat, by default all of it."""
+        super().__init__()
         self._moves = moves
-        self._seen: dict[int, Pulse[R]] = {}
-
-    def __len__(self) -> int:
-        return len(self._seen)
-
-    def __contains__(self, rank: int) -> bool:
-        return rank in self._seen
-
-    def __getitem__(self, rank: int) -> Pulse[R]:
-        return self._seen[rank]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._seen)
 
     def note(self, rank: int, record: R, *, at: float | None = None) -> None:
         """Records a rank's heartbeat, seen at time `at` of `time.monotonic`, by default now."""
         now = time.monotonic() if at is None else at
-        last = self._seen.get(rank)
+        last = self.get(rank)
         if last is None:
-            self._seen[rank] = Pulse(now, now, record)
+            self[rank] = Pulse(now, now, record)
             return
         beat = last.beat if last.record == record else now
         moved = last.moved if self._moves(last.record) == self._moves(record) else now
-        self._seen[rank] = Pulse(beat, moved, record)
+        self[rank] = Pulse(beat, moved, record)
 
     def silence(self, rank: int) -> float:
         """Returns the seconds since a rank's heartbeat last changed."""
-        return time.monotonic() - self._seen[rank].beat
+        return time.monotonic() - self[rank].beat
 
 
 def alive(ranks: set[int], seconds: float, beat_of: Callable[[int], Any], ended: Callable[[int], bool]) -> set[int]:

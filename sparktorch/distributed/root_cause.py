@@ -25,7 +25,6 @@ _DEATH = (
     r"exited unexpectedly|ExecutorLostFailure|Executor heartbeat timed out|exit code|worker crashed|Connection reset"
     r"|FetchFailed"
 )
-_JVM_GONE = r"Connection refused|Answer from Java side is empty"  # what py4j says
 _FIRST = r"barrier task \w+\(\d+, (\d+)\) finished unsuccessfully"  # stage and partition, which is the rank
 _MEMORY = r"OOMKilled|exceeding (?:physical |virtual )?memory limits"
 _EXECUTOR = r"ExecutorLostFailure \(executor (\S+) (.*)\)(?: Reason: (.*))?"
@@ -36,6 +35,29 @@ _ALIVE_SECONDS = 1.2  # more than two heartbeats
 _MORE_MEMORY = (
     "give the executors more memory outside of the JVM (spark.executor.memoryOverhead), or lower batchSize, or set "
     "microBatchSize"
+)
+
+# What Spark says where no rank could: pattern, error, text, hint.
+_TOLD_BY_SPARK: tuple[tuple[str, type[SparkTorchError], str, str], ...] = (
+    (
+        _EXECUTOR + "|exited unexpectedly|FetchFailed",
+        RankLostError,
+        "a worker or its executor was lost before it could say so",
+        "it was killed, crashed, or its host is cut off; see the executors' logs, and Spark's message below",
+    ),
+    (
+        "TaskResultLost",
+        ClusterError,
+        "Spark has lost what a rank returned",
+        f"if a JVM had no memory left: {JVM_MEMORY_HINT}",
+    ),
+    ("OutOfMemoryError: Java heap space", ClusterError, "Spark's JVM has no memory left", JVM_MEMORY_HINT),
+    (
+        "Connection refused|Answer from Java side is empty",  # what py4j says
+        ClusterError,
+        "the driver's JVM has ended during the job",
+        f"its log says why. If it had no memory left: {JVM_MEMORY_HINT}",
+    ),
 )
 
 
@@ -161,40 +183,17 @@ def _from_message(message: str) -> SparkTorchError:
     raised = re.search(r"Traceback \(most recent call last\):\n(?:.*\n)*?(\w[\w.]*: .*)\n", message)
     broken = re.search(r"StreamBrokenError: (.*)", message)
     if broken is not None:
-        return ClusterError(
-            f"the rows that Spark sends to a rank broke off: {broken[1]}",
-            hint="the log of its executor says why",
-            trace=message,
-        )
-    if raised is None and re.search(_EXECUTOR + "|exited unexpectedly|FetchFailed", message):
-        return RankLostError(
-            "a worker or its executor was lost before it could say so",
-            hint="it was killed, crashed, or its host is cut off; see the executors' logs, and Spark's message below",
-            trace=message,
-        )
-    if raised is None and "TaskResultLost" in message:
-        return ClusterError(
-            "Spark has lost what a rank returned", hint=f"if a JVM had no memory left: {JVM_MEMORY_HINT}", trace=message
-        )
-    if raised is None and "OutOfMemoryError: Java heap space" in message:
-        return ClusterError("Spark's JVM has no memory left", hint=JVM_MEMORY_HINT, trace=message)
-    if raised is None and re.search(_JVM_GONE, message):
-        return ClusterError(
-            "the driver's JVM has ended during the job",
-            hint=f"its log says why. If it had no memory left: {JVM_MEMORY_HINT}",
-            trace=message,
-        )
+        what = f"the rows that Spark sends to a rank broke off: {broken[1]}"
+        return ClusterError(what, hint="the log of its executor says why", trace=message)
     if raised is None:
+        for pattern, kind, what, hint in _TOLD_BY_SPARK:
+            if re.search(pattern, message):
+                return kind(what, hint=hint, trace=message)
         return ClusterError("the barrier job failed", trace=message)
     if "DistNetworkError" in raised[1]:
-        return ClusterError(
-            f"a rank did not reach the store at which the ranks meet: {raised[1].partition(': ')[2]}",
-            hint=UNREACHED_HINT,
-        )
+        what = f"a rank did not reach the store at which the ranks meet: {raised[1].partition(': ')[2]}"
+        return ClusterError(what, hint=UNREACHED_HINT)
     missing = re.match(r"(?:ModuleNotFoundError|ImportError): (.*)", raised[1])
     if missing is None:
         return RankError(f"a rank could not start: {raised[1]}", trace=raised[0])
-    return ClusterError(
-        f"the Python of the executors cannot start a rank: {missing[1]}",
-        hint=SHIP_HINT,
-    )
+    return ClusterError(f"the Python of the executors cannot start a rank: {missing[1]}", hint=SHIP_HINT)

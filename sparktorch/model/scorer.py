@@ -23,7 +23,6 @@ from sparktorch.data.fields.base import Field
 from sparktorch.data.fields.registry import field_of
 from sparktorch.data.preprocess import Preprocess
 from sparktorch.data.storage import RowStorage
-from sparktorch.errors import ColumnError
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.train.huggingface.models import call
 from sparktorch.train.numerics.determinism import tf32_allowed
@@ -128,11 +127,6 @@ class Scorer:
         """Returns one array per input, given one per input or one per source column."""
         specs = self._trained.inputs
         names = [name for spec in specs for name in spec.sources or (spec.column,)]
-        if len(columns) not in (len(specs), len(names)):
-            raise ColumnError(
-                f"the model takes {len(names)} columns, and got {len(columns)}",
-                hint=f"give it {', '.join(names)}, in this order",
-            )
         if len(columns) != len(names):
             return [held(fitting(column, spec), spec) for column, spec in zip(columns, specs, strict=True)]
         rest, inputs = list(columns), []

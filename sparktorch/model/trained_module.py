@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -50,8 +49,6 @@ _PREPROCESS = "preprocess.pkl"
 _IN_PIPELINE = "for the stages of a pipeline, spark.conf.set('spark.sparktorch.allowPickle', 'true'); in "
 _IN_PIPELINE += "sparktorch.tracking, allow_pickle=True"
 _OPT_IN = f".read().option('allowPickle', 'true').load(path); {_IN_PIPELINE}"
-
-Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,16 +175,8 @@ class TrainedModule:
                 raise ExportError("its configuration makes another model, and a graph takes no arguments by name")
             return _write_program(export_program(self.build(), self.takes), directory)
         except ExportError as error:
-            if allow_pickle:
-                import cloudpickle  # imported here: scoring does not need it
-
-                (directory / _PICKLE).write_bytes(cloudpickle.dumps((self.source, params)))
-                return {"pickle": _PICKLE}
-            raise PersistenceError(
-                f"{why}, and torch.export cannot capture its graph: {error}",
-                hint="put the class into a module file, or allow pickled code with "
-                f".write().option('allowPickle', 'true'); {_IN_PIPELINE}",
-            ) from error
+            why += f", and torch.export cannot capture its graph: {error}"
+            return _write_pickle(directory / _PICKLE, (self.source, params), why, allow_pickle)
 
     def _save_preprocess(self, directory: Path, allow_pickle: bool) -> dict[str, Any]:
         """Writes the callable to a file if it needs one; returns its entry in `module.json`."""
@@ -196,16 +185,8 @@ class TrainedModule:
         path = import_path(self.preprocess)
         if path is not None:
             return {"path": path}
-        if not allow_pickle:
-            raise PersistenceError(
-                f"preprocess {_named(self.preprocess)} has no import path that works outside this session",
-                hint="put it into a module file, or allow pickled code with "
-                f".write().option('allowPickle', 'true'); {_IN_PIPELINE}",
-            )
-        import cloudpickle
-
-        (directory / _PREPROCESS).write_bytes(cloudpickle.dumps(self.preprocess))
-        return {"pickle": _PREPROCESS}
+        why = f"preprocess {_named(self.preprocess)} has no import path that works outside this session"
+        return _write_pickle(directory / _PREPROCESS, self.preprocess, why, allow_pickle)
 
     @classmethod
     def load(cls, directory: Path, *, allow_pickle: bool = False, code: Path | None = None) -> TrainedModule:
@@ -233,7 +214,9 @@ class TrainedModule:
             outputs=tuple(OutputSpec(spec["name"], tuple(spec["shape"])) for spec in form["outputs"]),
             task=form["task"],
             preprocess=_load_preprocess(directory, form.get("preprocess"), allow_pickle),
-            arguments=_arguments(form.get("arguments")),
+            arguments=tuple(ArgumentSpec(**{**spec, "shape": tuple(spec["shape"])}) for spec in form["arguments"])
+            if "arguments" in form
+            else None,
             returned=tuple(form["returned"]) if "returned" in form else None,
             labels=tuple(form.get("labels", ())),
             seed=form.get("seed", 0),
@@ -261,6 +244,17 @@ class TrainedModule:
         }
 
 
+def _write_pickle(file: Path, value: object, why: str, allow_pickle: bool) -> dict[str, Any]:
+    """Pickles code for which there is no other way, if that is allowed; returns its entry in `module.json`."""
+    if not allow_pickle:
+        allowed = f".write().option('allowPickle', 'true'); {_IN_PIPELINE}"
+        raise PersistenceError(why, hint=f"put it into a module file, or allow pickled code with {allowed}")
+    import cloudpickle  # imported here: scoring does not need it
+
+    file.write_bytes(cloudpickle.dumps(value))
+    return {"pickle": file.name}
+
+
 def _write_program(program: Program, directory: Path) -> dict[str, Any]:
     (directory / _GRAPH).write_bytes(program.archive)
     return {"program": _GRAPH, "parameters": list(program.parameters)}
@@ -270,30 +264,21 @@ def _load_code(directory: Path, how: Mapping[str, Any], allow_pickle: bool) -> t
     """Returns the source and parameters that `_save_code` wrote."""
     if "path" in how:
         made_by = load_object(how["path"])
-        if not (allow_pickle or (isinstance(made_by, type) and issubclass(made_by, nn.Module))):
-            raise PersistenceError(
-                f"the model is made by {how['path']}, which is no nn.Module class, and loading it calls that",
-                hint=f"if you trust where it comes from: {_OPT_IN}",
-            )
+        if not (isinstance(made_by, type) and issubclass(made_by, nn.Module)):
+            what = f"the model is made by {how['path']}, which is no nn.Module class, and loading it calls that"
+            _require_trust(what, allow_pickle)
         return how["path"], how["params"]
     if "program" in how:
         program = Program((directory / _GRAPH).read_bytes(), tuple(how["parameters"]))
-        if not allow_pickle:
-            try:
-                check_archive(program.archive)
-            except ExportError as error:
-                raise PersistenceError(
-                    f"the model's exported graph could run code of its own when it is loaded: {error}",
-                    hint=f"if you trust where it comes from: {_OPT_IN}",
-                ) from error
+        try:
+            check_archive(program.archive)
+        except ExportError as error:
+            what = f"the model's exported graph could run code of its own when it is loaded: {error}"
+            _require_trust(what, allow_pickle)
         return program, {}
-    if allow_pickle:
-        source, params = pickle.loads((directory / _PICKLE).read_bytes())
-        return source, params
-    raise PersistenceError(
-        "the model's code was pickled, and loading a pickle runs whatever is in it",
-        hint=f"if you trust where it comes from: {_OPT_IN}",
-    )
+    _require_trust("the model's code was pickled, and loading a pickle runs whatever is in it", allow_pickle)
+    source, params = pickle.loads((directory / _PICKLE).read_bytes())
+    return source, params
 
 
 def _load_preprocess(directory: Path, how: Mapping[str, Any] | None, allow_pickle: bool) -> Function | None:
@@ -307,21 +292,17 @@ def _load_preprocess(directory: Path, how: Mapping[str, Any] | None, allow_pickl
                 raise PersistenceError(f"the model's preprocess is made by {how['path']}, which loading does not call")
             function = function(**how["params"])
         check_signature(function)  # scoring calls it: refuse functions that are no `preprocess`
-    elif allow_pickle:
-        function = pickle.loads((directory / _PREPROCESS).read_bytes())
     else:
-        raise PersistenceError(
-            "the model's preprocess was pickled, and loading a pickle runs whatever is in it",
-            hint=f"if you trust where it comes from: {_OPT_IN}",
-        )
+        _require_trust("the model's preprocess was pickled, and loading a pickle runs whatever is in it", allow_pickle)
+        function = pickle.loads((directory / _PREPROCESS).read_bytes())
     found: Function = function
     return found
 
 
-def _arguments(forms: Sequence[Mapping[str, Any]] | None) -> tuple[ArgumentSpec, ...] | None:
-    if forms is None:
-        return None
-    return tuple(ArgumentSpec(f["name"], f["dtype"], tuple(f["shape"]), f["layout"]) for f in forms)
+def _require_trust(what: str, allow_pickle: bool) -> None:
+    """Refuses a model that could run arbitrary code, unless the caller allows it."""
+    if not allow_pickle:
+        raise PersistenceError(what, hint=f"if you trust where it comes from: {_OPT_IN}")
 
 
 def _is_json(value: Any) -> bool:

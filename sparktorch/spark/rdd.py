@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import groupby, islice
 from typing import Any
 
 import numpy as np
@@ -171,8 +172,6 @@ def _made(data: Any) -> str:
         return "spark.read.parquet(it), or as its format is"
     if data is None:
         return "pass the rows; a function that returns none may be what made it"
-    if hasattr(type(data), "agg") and "Group" in type(data).__name__:
-        return "aggregate the groups first, by agg(...)"
     return "it.to_spark()" if type(data).__module__.startswith("pyspark.pandas") else "spark.createDataFrame(it)"
 
 
@@ -221,30 +220,18 @@ def _tensors(
 
 def _resized(batches: Iterable[pa.RecordBatch], size: int | None) -> Iterator[pa.RecordBatch]:
     """Yields the rows in batches of a size; only rows on both sides of a border are copied."""
-    if size is None:
-        yield from batches
-        return
     held: list[pa.RecordBatch] = []
-    count = 0
     for batch in batches:
-        start = 0
-        while count + batch.num_rows - start >= size:
-            taken = size - count
-            held.append(batch.slice(start, taken))
-            yield _joined(held)
-            held, count, start = [], 0, start + taken
-        if start < batch.num_rows:
-            held.append(batch.slice(start))
-            count += batch.num_rows - start
+        if size is None:
+            yield batch
+            continue
+        rows = pa.Table.from_batches([*held, batch])
+        whole = rows.num_rows - rows.num_rows % size
+        for start in range(0, whole, size):
+            yield from rows.slice(start, size).combine_chunks().to_batches()
+        held = rows.slice(whole).to_batches()
     if held:
-        yield _joined(held)
-
-
-def _joined(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
-    if len(batches) == 1:
-        return batches[0]
-    columns = [pa.concat_arrays(columns) for columns in zip(*(batch.columns for batch in batches), strict=True)]
-    return pa.RecordBatch.from_arrays(columns, schema=batches[0].schema)
+        yield from pa.Table.from_batches(held).combine_chunks().to_batches()
 
 
 def _tensor(values: Any) -> torch.Tensor:
@@ -255,20 +242,9 @@ def _tensor(values: Any) -> torch.Tensor:
 
 def _packed(schema: pa.Schema, elements: Iterable[Any]) -> Iterator[bytes]:
     """Yields the elements of a partition as Arrow record batches, without their schema."""
-    rows: list[Any] = []
-    for element in elements:
-        if _is_batch(element):
-            if rows:
-                yield _record_batch(rows, schema).serialize().to_pybytes()
-            rows = []
-            yield _record_batch([element], schema).serialize().to_pybytes()
-            continue
-        rows.append(element)
-        if len(rows) == _ROWS:
-            yield _record_batch(rows, schema).serialize().to_pybytes()
-            rows = []
-    if rows:
-        yield _record_batch(rows, schema).serialize().to_pybytes()
+    for batched, several in groupby(elements, _is_batch):
+        while some := list(islice(several, 1 if batched else _ROWS)):
+            yield _record_batch(some, schema).serialize().to_pybytes()
 
 
 def _is_batch(element: Any) -> bool:

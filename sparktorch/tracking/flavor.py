@@ -8,13 +8,12 @@ graph, `data/model.pt2` holds it for MLflow's own `pytorch` flavour.
 from __future__ import annotations
 
 import importlib
-import inspect
 import json
 import logging
 import os
 import tempfile
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +38,7 @@ _LOG = logging.getLogger(__name__)
 
 FLAVOR_NAME = "sparktorch"
 _DATA = "sparktorch"
+_CONDA, _PYTHON = "conda.yaml", "python_env.yaml"
 
 
 def log_model(
@@ -77,12 +77,6 @@ def log_model(
             f"log_model() takes a fitted model of sparktorch's, and got {type(model).__name__}; "
             "mlflow.spark.log_model logs a whole pipeline"
         )
-    # Check first: an error inside `Model.log` would leave a model without files in MLflow.
-    known = inspect.signature(save_model).parameters.keys() | inspect.signature(Model.log).parameters.keys()
-    for argument in kwargs:
-        if argument not in known:
-            raise TypeError(f"log_model() got an unexpected keyword argument {argument!r}")
-    _check_environment(kwargs)
     info: ModelInfo = Model.log(
         artifact_path=None,
         name=name,
@@ -136,16 +130,12 @@ def save_model(
     from mlflow.models import Model
     from mlflow.models.model import MLMODEL_FILE_NAME
     from mlflow.models.utils import _save_example
+    from mlflow.utils.environment import _process_conda_env, _process_pip_requirements, _validate_env_arguments
     from mlflow.utils.model_utils import _validate_and_copy_code_paths, _validate_and_prepare_target_save_path
 
     from sparktorch.ml.persistence import write_local
 
-    environment: dict[str, Any] = {
-        "conda_env": conda_env,
-        "pip_requirements": pip_requirements,
-        "extra_pip_requirements": extra_pip_requirements,
-    }
-    _check_environment(environment)
+    _validate_env_arguments(conda_env, pip_requirements, extra_pip_requirements)
     trained = sparktorch_model.trained
     with _code_of(trained.source, trained.preprocess) as own:
         _check_place(path, own if code_paths is None else code_paths)
@@ -162,7 +152,6 @@ def save_model(
     if metadata is not None:
         mlflow_model.metadata = metadata
     _save_example(mlflow_model, zeros_for(sparktorch_model) if input_example is None else input_example, path)
-    files = {"conda_env": "conda.yaml", "python_env": "python_env.yaml"}
     # The serving machine may differ from the cluster, so the Param `device` does not apply there.
     pyfunc.add_to_model(
         mlflow_model,
@@ -170,13 +159,18 @@ def save_model(
         data=_DATA,
         code=code,
         model_config={"device": "auto"},
-        **files,
+        conda_env=_CONDA,
+        python_env=_PYTHON,
     )
     mlflow_model.add_flavor(FLAVOR_NAME, version=sparktorch.__version__, data=_DATA, code=code)
     if pytorch and isinstance(sparktorch_model.trained.weights, bytes):  # a graph would hold those in a folder
         _add_pytorch(mlflow_model, sparktorch_model, Path(path), code)
     mlflow_model.save(os.path.join(path, MLMODEL_FILE_NAME))
-    _write_environment(Path(path), files, requirements(trained) if conda_env is None else [], **environment)
+    if conda_env is None:
+        environment = _process_pip_requirements(requirements(trained), pip_requirements, extra_pip_requirements)
+    else:
+        environment = _process_conda_env(conda_env)
+    _write_environment(Path(path), *environment)
 
 
 def _write_columns(model: TorchModelBase, data: Path) -> dict[str, str]:
@@ -280,34 +274,13 @@ def _add_pytorch(mlflow_model: Model, model: TorchModelBase, path: Path, code: s
     mlflow_model.add_flavor("pytorch", model_data="data", pytorch_version=str(torch.__version__), code=code)
 
 
-def _check_environment(arguments: Mapping[str, Any]) -> None:
-    """Refuses more than one of the arguments that set the environment."""
-    from mlflow.utils.environment import _validate_env_arguments
-
-    names = ("conda_env", "pip_requirements", "extra_pip_requirements")
-    _validate_env_arguments(*map(arguments.get, names))
-
-
-def _write_environment(
-    path: Path,
-    files: Mapping[str, str],
-    needed: list[str],
-    *,
-    conda_env: dict[str, Any] | str | None,
-    pip_requirements: list[str] | str | None,
-    extra_pip_requirements: list[str] | str | None,
-) -> None:
+def _write_environment(path: Path, conda: dict[str, Any], listed: list[str], constraints: list[str] | None) -> None:
     """Writes the environment files of MLflow's own flavours."""
     import yaml
-    from mlflow.utils.environment import _process_conda_env, _process_pip_requirements, _PythonEnv
+    from mlflow.utils.environment import _PythonEnv
 
-    if conda_env is None:
-        found = _process_pip_requirements(needed, pip_requirements, extra_pip_requirements)
-    else:
-        found = _process_conda_env(conda_env)
-    environment, listed, constraints = found
-    (path / files["conda_env"]).write_text(yaml.safe_dump(environment, default_flow_style=False))
+    (path / _CONDA).write_text(yaml.safe_dump(conda, default_flow_style=False))
     (path / "requirements.txt").write_text("\n".join(listed) + "\n")
     if constraints:
         (path / "constraints.txt").write_text("\n".join(constraints) + "\n")
-    _PythonEnv.current().to_yaml(str(path / files["python_env"]))
+    _PythonEnv.current().to_yaml(str(path / _PYTHON))

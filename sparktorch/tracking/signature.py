@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 
 from sparktorch.data.columns import TensorSpec, plain_names
-from sparktorch.data.convert.sql_types import arrow_type
+from sparktorch.data.convert.sql_types import arrow_type, empty_value
 from sparktorch.data.fields.images import black_image
 
 if TYPE_CHECKING:
@@ -109,23 +108,10 @@ def _zeros(spec: TensorSpec) -> Any:
         kind = arrow_type(spec.sql)
         if pa.types.is_primitive(kind):
             return np.zeros(2, "datetime64[us]" if pa.types.is_temporal(kind) else kind.to_pandas_dtype())
-        return [_nothing(kind), _nothing(kind)]
+        return [empty_value(kind)] * 2
     if spec.kind == "binary":
         size = spec.width * np.dtype(spec.dtype).itemsize
         return [black_image(spec) if spec.layout == "image" else bytes(size)] * 2
     shape = () if spec.sources else (1, *spec.levels) if spec.ragged else spec.shape
     zeros = np.zeros((2, *shape), spec.dtype)
     return zeros.tolist() if shape else zeros
-
-
-def _nothing(kind: pa.DataType) -> Any:
-    """Returns the empty value of a type: 0, an empty string or list."""
-    if pa.types.is_struct(kind):
-        return {field.name: _nothing(field.type) for field in kind}
-    if pa.types.is_list(kind):
-        return []
-    if pa.types.is_temporal(kind):
-        return datetime(1970, 1, 1)
-    if pa.types.is_primitive(kind):
-        return kind.to_pandas_dtype()(0).item()
-    return b"" if pa.types.is_binary(kind) else ""

@@ -279,19 +279,17 @@ def refuse_lengths(
 
 def check_finite(values: npt.NDArray[Any], spec: TensorSpec) -> None:
     """Refuses values that are NaN or infinite; the error has the number of such rows."""
-    if values.dtype.kind != "f" or np.isfinite(values).all():
-        return
-    bad = ~np.isfinite(values.reshape(len(values), -1)).all(axis=1)
-    if bad.any():
-        raise ColumnError(
-            counted(
-                int(bad.sum()),
-                f"row of column {spec.column!r} is NaN or infinite",
-                f"rows of column {spec.column!r} are NaN or infinite",
-            ),
-            hint="drop or fill them before fit",
-            column=spec.column,
-        )
+    if values.dtype.kind == "f" and not np.isfinite(values).all():
+        bad = ~np.isfinite(values.reshape(len(values), -1)).all(axis=1)
+        _refuse(bad, "row{s} of column {column!r} {is_} NaN or infinite", "drop or fill them before fit", spec.column)
+
+
+def _refuse(bad: npt.NDArray[np.bool_], what: str, hint: str, column: str) -> None:
+    """Refuses rows, if there are any; `{s}`, `{is_}` and `{holds}` in `what` depend on their number."""
+    count = int(bad.sum())
+    if count:
+        words = {"s": "", "is_": "is", "holds": "holds"} if count == 1 else {"s": "s", "is_": "are", "holds": "hold"}
+        raise ColumnError(f"{count} {what.format(column=column, **words)}", hint=hint, column=column)
 
 
 def check_labels(values: npt.NDArray[Any], columns: Columns) -> npt.NDArray[Any]:
@@ -307,17 +305,16 @@ def check_labels(values: npt.NDArray[Any], columns: Columns) -> npt.NDArray[Any]
         return values
     bad = (values < 0) | (values >= columns.classes) | (values != np.floor(values))
     if bad.any():
-        raise ColumnError(
-            counted(int(bad.sum()), f"label in column {spec.column!r} is", f"labels in column {spec.column!r} are")
-            + f" not among classes 0 ... {columns.classes - 1}, for example {values[bad][0]:g}",
-            hint=f"the module returns {columns.classes} scores a row: index the labels with "
-            "StringIndexer, or give the module as many outputs as there are classes (numLabels, if it is a folder)"
-            + f"; handleInvalid='keep' of StringIndexer gives unseen labels {columns.classes}: use 'skip'"
-            * bool(values.max() == columns.classes)
-            + "; leave rows out that have no class, or give them any and the weight 0 in weightCol"
-            * bool(values.min() < 0),
-            column=spec.column,
+        hint = (
+            f"the module returns {columns.classes} scores a row: index the labels with StringIndexer, or give the "
+            "module as many outputs as there are classes (numLabels, if it is a folder)"
         )
+        if values.max() == columns.classes:
+            hint += f"; handleInvalid='keep' of StringIndexer gives unseen labels {columns.classes}: use 'skip'"
+        if values.min() < 0:
+            hint += "; leave rows out that have no class, or give them any and the weight 0 in weightCol"
+        of = f"not among classes 0 ... {columns.classes - 1}, for example {values[bad][0]:g}"
+        _refuse(bad, "label{s} in column {column!r} {is_} " + of, hint, spec.column)
     values = values.astype(np.int64)
     _refuse_ignored(values, columns)
     return values
@@ -325,30 +322,20 @@ def check_labels(values: npt.NDArray[Any], columns: Columns) -> npt.NDArray[Any]
 
 def _refuse_ignored(values: npt.NDArray[Any], columns: Columns) -> None:
     """Refuses labels that the loss leaves out: no rank knows how many a batch has, to divide by the rest."""
-    if columns.ignored is None or values.dtype.kind == "f" or columns.label is None:
+    if columns.ignored is None or values.dtype.kind == "f" or columns.label is None or not len(values):
         return
-    rows, name = np.unique(np.nonzero(values == columns.ignored)[0]).size, columns.label.column
-    if rows:
-        raise ColumnError(
-            counted(rows, f"row of column {name!r} holds", f"rows of column {name!r} hold")
-            + f" {columns.ignored}, the ignore_index of the loss, and the mean over a batch would still be divided by "
-            "their number",
-            hint="filter them out, or give them another label and, by weightCol, the weight 0; of several labels in "
-            "a row, let loss be a function that returns the mean of those that count, and weightCol their number",
-            column=name,
-        )
+    _refuse(
+        (values == columns.ignored).reshape(len(values), -1).any(axis=1),
+        "row{s} of column {column!r} {holds} "
+        f"{columns.ignored}, the ignore_index of the loss, and the mean over a batch would still be divided by their "
+        "number",
+        "filter them out, or give them another label and, by weightCol, the weight 0; of several labels in a row, let "
+        "loss be a function that returns the mean of those that count, and weightCol their number",
+        columns.label.column,
+    )
 
 
 def check_weights(values: npt.NDArray[Any], spec: TensorSpec) -> None:
     """Refuses sample weights that are negative, NaN or infinite; the error has the number of such rows."""
     check_finite(values, spec)
-    if (values < 0).any():
-        raise ColumnError(
-            counted(
-                int((values < 0).sum()),
-                f"weight in column {spec.column!r} is negative",
-                f"weights in column {spec.column!r} are negative",
-            ),
-            hint="sample weights must be zero or more",
-            column=spec.column,
-        )
+    _refuse(values < 0, "weight{s} in column {column!r} {is_} negative", "weights must be zero or more", spec.column)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from datetime import datetime
+from typing import Any
 
 import pyarrow as pa
 
-__all__ = ["NUMBERS", "arrow_type"]
+__all__ = ["NUMBERS", "arrow_type", "empty_value"]
 
 NUMBERS = ("tinyint", "smallint", "int", "bigint", "float", "double")
 
@@ -26,6 +28,19 @@ _PLAIN = {
     "timestamp": pa.timestamp("us"),
     "timestamp_ntz": pa.timestamp("us"),
 }
+
+
+def empty_value(kind: pa.DataType) -> Any:
+    """Returns the empty value of an Arrow type: 0, an empty string or list, or the first day of 1970."""
+    if pa.types.is_struct(kind):
+        return {field.name: empty_value(field.type) for field in kind}
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return []
+    if pa.types.is_temporal(kind):
+        return datetime(1970, 1, 1)
+    if pa.types.is_primitive(kind):
+        return kind.to_pandas_dtype()(0).item()
+    return b"" if pa.types.is_binary(kind) or pa.types.is_large_binary(kind) else ""
 
 
 class _NoTypeError(Exception):

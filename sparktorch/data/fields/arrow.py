@@ -14,6 +14,7 @@ import torch
 
 from sparktorch.data.columns import TensorSpec
 from sparktorch.data.convert.checks import refuse_nulls
+from sparktorch.data.convert.sql_types import empty_value
 from sparktorch.data.convert.tensors import byte_rows
 from sparktorch.data.fields.base import Field
 from sparktorch.data.fields.offsets import Offsets
@@ -54,7 +55,7 @@ class ArrowColumn(Field):
     def stand_in(self) -> None:
         """Appends an empty value as the placeholder row."""
         node = self._node_of(pa.string())
-        node.append(pa.array([_empty(node.type)], node.type))
+        node.append(pa.array([empty_value(node.type)], node.type))
 
     def take(self, index: torch.Tensor, here: torch.Tensor | None = None) -> tuple[Any, ...]:
         """Returns one array, NumPy or Arrow depending on the type; null dates and timestamps are `NaT`.
@@ -233,14 +234,3 @@ def _node(kind: pa.DataType, spec: TensorSpec, storage: RowStorage) -> _Node:
 
 def _is_list(kind: pa.DataType) -> bool:
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
-
-
-def _empty(kind: pa.DataType) -> Any:
-    """Returns an empty value of a type: 0, an empty string or list, or null for dates and timestamps."""
-    if pa.types.is_primitive(kind):
-        return pa.scalar(0).cast(kind).as_py() if not pa.types.is_temporal(kind) else None
-    if pa.types.is_struct(kind):
-        return {field.name: _empty(field.type) for field in kind}
-    if _is_list(kind):
-        return []
-    return b"" if pa.types.is_binary(kind) or pa.types.is_large_binary(kind) else ""

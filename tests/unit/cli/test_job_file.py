@@ -65,7 +65,7 @@ def test_the_estimator_is_built_with_its_params(tmp_path: Path) -> None:
         ("nmae", "x", "unknown key nmae", "did you mean 'name'?"),
         ("data.pth", "x", "unknown key data.pth", "did you mean 'path'?"),
         ("score.data", {"path": "in", "pth": 1}, "unknown key score.data.pth", "did you mean 'path'?"),
-        ("estimator.params.batchsize", 3, "unknown key estimator.params.batchsize", "did you mean 'batchSize'?"),
+        ("estimator.params.batchsize", 3, "estimator.params 'batchsize' is unknown", "did you mean 'batchSize'?"),
         ("estimator.kind", "TorchClasifier", "estimator.kind 'TorchClasifier' is unknown", "'TorchClassifier'?"),
         ("name", ..., "missing key name", ""),
         ("score.output", ..., "missing key score.output", ""),

@@ -287,7 +287,6 @@ def test_two_scores_are_centred_which_changes_neither_probabilities_nor_predicti
     [
         ([pa.array(["a", "b"])], "column 'features' is string, but the model was fitted on"),
         ([pa.array([1.0, 2.0])], "column 'features' is double, but the model was fitted on"),
-        ([to_arrow(X), to_arrow(SCALE)], "the model takes 1 columns, and got 2"),
     ],
 )
 def test_columns_that_an_sql_function_was_not_made_for_are_named(columns: list[pa.Array], says: str) -> None:
