@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
-from sparktorch.errors import ConfigError, nearest
+from sparktorch.errors import ConfigError, Refusal, nearest, refuse
 
 __all__ = [
     "INITIAL_WEIGHTS",
@@ -39,41 +39,54 @@ _TASKS = ("classification", "regression", "generic")
 C = TypeVar("C")
 
 
+_REFUSED = (
+    Refusal(
+        "classWeights",
+        lambda p: p.class_weights is not None and p.task != "classification",
+        "classWeights are given, but the labels are no classes",
+    ),
+    Refusal(
+        "classWeights",
+        lambda p: p.class_weights is not None and not any(p.class_weights),
+        "classWeights are all zero",
+        "give some class a weight",
+    ),
+    Refusal(
+        "emaDecay",
+        lambda p: p.ema_decay is not None and not 0 < p.ema_decay < 1,
+        "emaDecay must be between 0 and 1, got {p.ema_decay}",
+    ),
+    Refusal(
+        "syncBatchNorm",
+        lambda p: p.sync_batch_norm and (p.micro_batch_size is not None or p.accumulation_steps != 1),
+        "syncBatchNorm takes the rows of all workers together, and micro-batches keep them apart",
+        "leave out accumulationSteps and microBatchSize, or syncBatchNorm",
+    ),
+    Refusal(
+        "microBatchSize",
+        lambda p: p.micro_batch_size is not None and p.accumulation_steps != 1,
+        "accumulationSteps and microBatchSize are both set",
+        "set one of them",
+    ),
+)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """Configuration of the training loop, besides the recipe and the data; each value is checked.
 
+    The values are those of the Params of like names (docs/params.md). Of other names are:
+
     Attributes:
-        task: What the labels mean; decides label dtype and validation metrics.
-        batch_size: Rows of one optimizer step over all ranks together.
-        seed: Seed of the initial weights, of the sampling and of each rank's generators.
-        shuffle: Whether each epoch shuffles the rows anew; otherwise they stay in key order.
         shuffle_block: Rows of a shuffled block. Its rows are adjacent in key order, and each epoch trains them within
             as many steps; 1 shuffles single rows.
-        strategy_params: Options of the strategy; `train.strategies.registry` checks them.
-        accumulation_steps: Number of micro-batches into which a rank splits its rows of a step.
-        micro_batch_size: Most rows of a micro-batch, instead of `accumulation_steps`; "auto" finds what fits the memory
-            of the ranks' devices.
         clip_norm: Largest norm of the gradient of all parameters; a larger gradient is scaled down.
         clip_value: Largest absolute value of a gradient's element; larger elements are clipped.
-        precision: "bf16" and "fp16" run the module under autocast; the weights stay float32. "tf32" lets CUDA multiply
-            float32 matrices in TF32, and equals "fp32" on other devices.
-        schedule_interval: Whether the scheduler steps after each "step" or each "epoch".
-        warmup_steps: Steps over which the learning rate rises linearly to the scheduled one.
-        reference_batch_size: Batch size that the learning rate was chosen for; turns on the linear scaling rule.
-        validation_interval: Epochs or steps (`validation_unit`) between validations; the end is always validated.
-        validation_batch_size: Validation rows in a rank's forward pass; `None` takes about as many as training does, at
-            most 4,096.
         patience: Validations in a row without a better one after which training ends, with the weights of the best one;
             `None` trains all epochs and keeps the last weights.
-        best_metric: The metric of a validation by which one is better than another.
-        best_mode: Whether the smallest value is the best ("min") or the largest ("max"); "auto" goes by the name.
-        best_delta: A validation is better than the best so far by more than this.
+        best_metric: The metric of a validation by which one is better than another, `best_mode` whether the smallest
+            value is the best ("min") or the largest ("max"), and `best_delta` by how much it is better at least.
         class_weights: Factors of the row weights, one per class, or "balanced"; `None` for none.
-        ema_decay: Decay of an exponential moving average of the weights; validation and the result use the average.
-        non_finite: Whether a NaN or infinite loss is an "error", or its step is left out ("skip").
-        deterministic: Whether non-deterministic torch operations are errors.
-        sync_batch_norm: Whether batch normalisation computes its statistics over the rows of all ranks.
         unused_parameters: Whether some parameters may get no gradient in a step. The ranks then search for them after
             each forward pass, which costs time.
         model_folder: An absolute path, under which the ranks write the model, and none of them ever holds all of it;
@@ -115,18 +128,18 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         one_of("task", self.task, _TASKS)
-        at_least("batchSize", self.batch_size, 1)
-        at_least("epochs", self.epochs, 1)
-        at_least("shuffleBlock", self.shuffle_block, 1)
         one_of("precision", self.precision, _PRECISIONS)
         one_of("schedulerInterval", self.schedule_interval, ("step", "epoch"))
         one_of("validationUnit", self.validation_unit, ("epoch", "step"))
         one_of("nonFiniteLoss", self.non_finite, ("error", "skip"))
         one_of("earlyStoppingMode", self.best_mode, ("auto", "min", "max"))
-        at_least("earlyStoppingMinDelta", self.best_delta, 0)
-        at_least("accumulationSteps", self.accumulation_steps, 1)
-        at_least("validationInterval", self.validation_interval, 1)
         for name, value, least in (
+            ("batchSize", self.batch_size, 1),
+            ("epochs", self.epochs, 1),
+            ("shuffleBlock", self.shuffle_block, 1),
+            ("earlyStoppingMinDelta", self.best_delta, 0),
+            ("accumulationSteps", self.accumulation_steps, 1),
+            ("validationInterval", self.validation_interval, 1),
             ("warmupSteps", self.warmup_steps, 0),
             ("validationBatchSize", self.validation_batch_size, 1),
             ("earlyStoppingPatience", self.patience, 1),
@@ -139,19 +152,9 @@ class TrainConfig:
         for name, bound in (("gradientClipNorm", self.clip_norm), ("gradientClipValue", self.clip_value)):
             if bound is not None:
                 above(name, bound, 0)
-        self._check_class_weights()
-        if self.ema_decay is not None and not 0 < self.ema_decay < 1:
-            raise ConfigError(f"emaDecay must be between 0 and 1, got {self.ema_decay}", param="emaDecay")
-        if self.sync_batch_norm and (self.micro_batch_size is not None or self.accumulation_steps != 1):
-            raise ConfigError(
-                "syncBatchNorm takes the rows of all workers together, and micro-batches keep them apart",
-                hint="leave out accumulationSteps and microBatchSize, or syncBatchNorm",
-                param="syncBatchNorm",
-            )
-        if self.micro_batch_size is not None and self.accumulation_steps != 1:
-            raise ConfigError(
-                "accumulationSteps and microBatchSize are both set", hint="set one of them", param="microBatchSize"
-            )
+        for weight in self.class_weights if isinstance(self.class_weights, tuple) else ():
+            at_least("classWeights", float(weight), 0)
+        refuse(_REFUSED, self)
 
     @property
     def needs_metric(self) -> str | None:
@@ -164,19 +167,6 @@ class TrainConfig:
             return None
         least = smaller_is_better(self.best_metric) if self.best_mode == "auto" else self.best_mode == "min"
         return float(metrics[self.best_metric]) * (1 if least else -1)
-
-    def _check_class_weights(self) -> None:
-        weights = self.class_weights
-        if weights is None:
-            return
-        if self.task != "classification":
-            raise ConfigError("classWeights are given, but the labels are no classes", param="classWeights")
-        if weights == "balanced":
-            return
-        for weight in weights:
-            at_least("classWeights", float(weight), 0)
-        if not any(weights):
-            raise ConfigError("classWeights are all zero", hint="give some class a weight", param="classWeights")
 
     def check_classes(self, classes: int | None) -> None:
         """Refuses class weights that are not one per class of the module's output; `None` if labels are not classes."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -189,29 +189,23 @@ def _check_fill(name: str, fill: float | None, dtype: str, *, hint: str) -> None
 def _check_options(name: str, kind: T.DataType, sort: str, layout: str, dtype: str, options: InputOptions) -> None:
     """Checks that layout, dtype, lengths and shape suit the column's type."""
     said = f"column {name!r} is {kind.simpleString()}"
-    if layout not in _LAYOUTS[sort]:
-        raise ConfigError(
-            f"{said}, which cannot be {layout!r}", hint=f"it can be {_either(_LAYOUTS[sort])}", param="inputLayouts"
-        )
-    if not dtype:
-        raise ConfigError(
-            f"{said}, and nothing says what its bytes are",
-            hint=f"set inputDtypes={{{name!r}: 'float32'}}, or another",
-            param="inputDtypes",
-        )
     possible = {"binary": (dtype,), "vector": ("float32", "float64")}.get(sort, tuple(_SQL_TYPES))
-    if layout == "image":
-        possible = ("float32", "uint8")
-    if dtype not in possible:
-        raise ConfigError(f"{said}, which cannot become {dtype}", hint=f"use {_either(possible)}", param="inputDtypes")
-    if layout not in ("padded", "jagged") and name in options.limits:
-        raise ConfigError(
-            f"maxLengths names {name!r}, whose rows all have the same length",
-            hint=f"set inputLayouts={{{name!r}: 'padded'}}, if they do not",
-            param="maxLengths",
-        )
-    if layout != "padded" and name in options.pads:
-        raise ConfigError(f"padValues names {name!r}, which is not padded", param="padValues")
+    possible = ("float32", "uint8") if layout == "image" else possible
+    for param, value, valid in (("inputLayouts", layout, _LAYOUTS[sort]), ("inputDtypes", dtype, possible)):
+        if value not in valid:
+            hint = f"it can be {' or '.join(map(repr, valid))}"
+            raise ConfigError(f"{said}, which cannot be {value!r}", hint=hint, param=param)
+    if not dtype:
+        hint = f"set inputDtypes={{{name!r}: 'float32'}}, or another"
+        raise ConfigError(f"{said}, and nothing says what its bytes are", hint=hint, param="inputDtypes")
+    for param, given, suits in (
+        ("maxLengths", options.limits, layout in ("padded", "jagged")),
+        ("padValues", options.pads, layout == "padded"),
+        ("inputShapes", options.shapes, layout != "sparse_csr"),
+    ):
+        if name in given and not suits:
+            hint = f"leave it out, or set inputLayouts={{{name!r}: 'padded'}}" if sort == "list" else "leave it out"
+            raise ConfigError(f"{param} names {name!r}, whose layout is {layout!r}", hint=hint, param=param)
     shape = options.shapes.get(name, (3, 0, 0))
     if layout == "image" and (len(shape) != 3 or (shape[0] not in _CHANNELS and shape[2] not in _CHANNELS)):
         raise ConfigError(
@@ -219,8 +213,6 @@ def _check_options(name: str, kind: T.DataType, sort: str, layout: str, dtype: s
             hint="an image is [channels, height, width] or [height, width, channels], with 1, 3 or 4 channels",
             param="inputShapes",
         )
-    if layout == "sparse_csr" and name in options.shapes:
-        raise ConfigError(f"inputShapes names {name!r}, and sparse rows have no shape", param="inputShapes")
 
 
 def _element(kind: T.DataType) -> tuple[T.DataType, int]:
@@ -242,10 +234,6 @@ def _is_image(kind: T.DataType) -> bool:
 
 def _is_file(kind: T.DataType) -> bool:
     return isinstance(kind, T.StructType) and set(_FILE_FIELDS) <= set(kind.names)
-
-
-def _either(names: Iterable[str]) -> str:
-    return " or ".join(map(repr, names))
 
 
 def exact(columns: ColumnNames, spec: TensorSpec, wire: Column) -> Column:
