@@ -16,7 +16,7 @@ from sparktorch.data.columns import TensorSpec
 from sparktorch.data.convert.checks import refuse_nulls
 from sparktorch.data.convert.sql_types import empty_value
 from sparktorch.data.convert.tensors import byte_rows
-from sparktorch.data.fields.base import Field
+from sparktorch.data.fields.base import Field, Sized
 from sparktorch.data.fields.offsets import Offsets
 from sparktorch.data.runs import Runs
 from sparktorch.data.sampling.row_digest import RowDigests
@@ -81,14 +81,15 @@ class ArrowColumn(Field):
 class _Node(ABC):
     """Rows of one Arrow type, stored as the buffers of one array with 64-bit offsets."""
 
-    def __init__(self, kind: pa.DataType, storage: RowStorage) -> None:
+    def __init__(self, kind: pa.DataType, storage: RowStorage, *parts: Sized) -> None:
         self.type = kind
         self._valid = storage.spool(np.bool_)
+        self._parts = self._valid, *parts
 
     @property
     def nbytes(self) -> int:
         """Bytes of the rows appended so far."""
-        return self._valid.nbytes
+        return sum(part.nbytes for part in self._parts)
 
     def append(self, column: pa.Array) -> None:
         """Stores the rows of a batch."""
@@ -111,15 +112,10 @@ class _Fixed(_Node):
     """Numbers, booleans, dates and timestamps."""
 
     def __init__(self, kind: pa.DataType, storage: RowStorage) -> None:
-        super().__init__(kind, storage)
         self._storage = pa.int64() if kind.bit_width == 64 else pa.int32()
         self._viewed = pa.types.is_temporal(kind)
-        dtype = (self._storage if self._viewed else kind).to_pandas_dtype()
-        self._values = storage.spool(dtype)
-
-    @property
-    def nbytes(self) -> int:
-        return super().nbytes + self._values.nbytes
+        self._values = storage.spool((self._storage if self._viewed else kind).to_pandas_dtype())
+        super().__init__(kind, storage, self._values)
 
     def append(self, column: pa.Array) -> None:
         super().append(column)
@@ -137,14 +133,10 @@ class _Bytes(_Node):
     """Strings and binary values."""
 
     def __init__(self, kind: pa.DataType, storage: RowStorage) -> None:
-        super().__init__(kind, storage)
         self._offsets, self._content = Offsets(storage), storage.spool(np.uint8)
+        super().__init__(kind, storage, self._offsets, self._content)
         text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
         self._large = pa.large_string() if text else pa.large_binary()
-
-    @property
-    def nbytes(self) -> int:
-        return super().nbytes + self._offsets.nbytes + self._content.nbytes
 
     def append(self, column: pa.Array) -> None:
         super().append(column)
@@ -163,13 +155,8 @@ class _Lists(_Node):
     """Lists, also nested."""
 
     def __init__(self, kind: pa.ListType | pa.LargeListType, spec: TensorSpec, storage: RowStorage) -> None:
-        super().__init__(kind, storage)
-        self._offsets = Offsets(storage)
-        self._inner = _node(kind.value_type, spec, storage)
-
-    @property
-    def nbytes(self) -> int:
-        return super().nbytes + self._offsets.nbytes + self._inner.nbytes
+        self._offsets, self._inner = Offsets(storage), _node(kind.value_type, spec, storage)
+        super().__init__(kind, storage, self._offsets, self._inner)
 
     def append(self, column: pa.Array) -> None:
         super().append(column)
@@ -187,12 +174,8 @@ class _Structs(_Node):
     """Structs, with a node per field."""
 
     def __init__(self, kind: pa.StructType, spec: TensorSpec, storage: RowStorage) -> None:
-        super().__init__(kind, storage)
         self._fields = [_node(field.type, spec, storage) for field in kind]
-
-    @property
-    def nbytes(self) -> int:
-        return super().nbytes + sum(field.nbytes for field in self._fields)
+        super().__init__(kind, storage, *self._fields)
 
     def append(self, column: pa.Array) -> None:
         super().append(column)

@@ -24,18 +24,22 @@ from sparktorch.data.storage import RowStorage
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Dense", "Field", "Ragged", "Vectors"]
+__all__ = ["Dense", "Field", "Ragged", "Sized", "Vectors"]
 
 Array = npt.NDArray[Any]
 
 
-class Stored(Protocol):
-    """What rows are appended to: a spool, or several."""
+class Sized(Protocol):
+    """What has a size."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of the rows appended so far."""
         ...
+
+
+class Stored(Sized, Protocol):
+    """What rows are appended to: a spool, or several."""
 
     def finish(self) -> Any:
         """Ends appending, and returns all rows."""

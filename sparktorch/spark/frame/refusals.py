@@ -30,11 +30,6 @@ _INSTEAD: tuple[tuple[type[T.DataType], str], ...] = (
     ),
     (T.TimestampType, _TIME.replace("{1}", "cast({0} as double)")),
     (T.TimestampNTZType, _TIME.replace("{1}", "cast(cast({0} as timestamp) as double)")),
-    (
-        T.DayTimeIntervalType,
-        "take its length in seconds, cast(cast({0} as interval second) as decimal(18, 6)); extract is one field of it",
-    ),
-    (T.YearMonthIntervalType, "take its length in months, cast(cast({0} as interval month) as int)"),
     (T.MapType, "take its values by key, {0}['key'], or as an array, map_values({0})"),
     (T.StructType, "name its fields, {0}.field, as columns of their own, or " + _PREPROCESS),
 )
@@ -53,8 +48,6 @@ def no_tensor(kind: T.DataType, name: str) -> ColumnError:
         hint = f"{cast}; words or categories: {_PREPROCESS}"
     elif depth:
         hint = f"{_PREPROCESS}, or take a number of each element, transform({sql}, x -> ...)"
-    elif isinstance(kind, T.UserDefinedType) and kind.module() == "pyspark.mllib.linalg":
-        hint = f"it is a vector of spark.mllib: MLUtils.convertVectorColumnsToML(df, {name!r}) makes one of spark.ml"
     else:
         hint = next((text.format(sql, "", name) for sort, text in _INSTEAD if isinstance(kind, sort)), hint)
     return ColumnError(
