@@ -41,19 +41,17 @@ def _is_saved(dtype: torch.dtype) -> bool:
 def check_state(state: Mapping[str, object]) -> None:
     """Refuses, by name, entries of a state dict that are no dense tensors, or whose dtype safetensors lacks."""
     for name, value in state.items():
-        if isinstance(value, torch.Tensor) and (value.is_quantized or not _is_saved(value.dtype)):
-            raise ModuleError(
-                f"the module's state_dict() holds {name!r} of {value.dtype}, which safetensors lacks",
-                hint="register it with persistent=False, or in another dtype, such as torch.float32",
-                param="module",
-            )
-        if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
-            kind = f"a {value.layout} tensor" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
-            raise ModuleError(
-                f"the module's state_dict() holds {kind} under {name!r}, and models are saved as dense tensors",
-                hint="register what must be saved as parameters or buffers",
-                param="module",
-            )
+        kind = f"a {type(value).__name__}"
+        if isinstance(value, torch.Tensor):
+            if value.layout == torch.strided and not value.is_quantized and _is_saved(value.dtype):
+                continue
+            kind = f"a tensor of {value.dtype}, {value.layout}"
+        raise ModuleError(
+            f"the module's state_dict() holds {kind} under {name!r}, and models are saved by safetensors, as dense "
+            "tensors",
+            hint="register it with persistent=False, or as a buffer of another dtype, such as torch.float32",
+            param="module",
+        )
 
 
 def check_returned(module: nn.Module) -> None:

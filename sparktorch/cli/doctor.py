@@ -14,7 +14,7 @@ from dataclasses import asdict
 import pyspark
 
 import sparktorch
-from sparktorch.cli.session import NoSessionError, add_session_arguments, count, session
+from sparktorch.cli.session import NoSessionError, add_session_arguments, session
 from sparktorch.cli.table import print_table
 from sparktorch.spark.checks.doctor import check_all
 from sparktorch.spark.checks.findings import worst
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--num-workers",
         "--workers",
-        type=count,
+        type=int,
         default=1,
         metavar="N",
         help="workers that a fit would have (default: 1)",

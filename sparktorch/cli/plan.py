@@ -13,7 +13,7 @@ import traceback
 from pyspark.errors import PySparkException
 
 from sparktorch.cli.job_file import read_job
-from sparktorch.cli.session import add_session_arguments, count, figure, session
+from sparktorch.cli.session import add_session_arguments, session
 from sparktorch.errors import SparkTorchError
 
 __all__ = ["HELP", "add_arguments", "run"]
@@ -28,11 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workers",
         "--num-workers",
-        type=count,
+        type=int,
         metavar="N",
         help="number of workers (default: numWorkers of the job file)",
     )
-    parser.add_argument("--memory", type=figure, metavar="MB", help="what a worker has, to say which strategies fit")
+    parser.add_argument("--memory", type=float, metavar="MB", help="what a worker has, to say which strategies fit")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -11,7 +11,7 @@ import argparse
 import logging
 import sys
 
-from sparktorch.cli.session import add_session_arguments, count, session
+from sparktorch.cli.session import add_session_arguments, session
 from sparktorch.errors import SparkTorchError
 from sparktorch.ml.run import run_script
 
@@ -64,7 +64,7 @@ def _print_lines_of_ranks() -> None:
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     add_session_arguments(parser)
-    parser.add_argument("--workers", type=count, default=1, metavar="N", help="number of ranks (default: 1)")
+    parser.add_argument("--workers", type=int, default=1, metavar="N", help="number of ranks (default: 1)")
     parser.add_argument("--device", default="auto", help="'auto' (default), 'cpu' or a type of accelerator")
     parser.add_argument(
         "--max-restarts", type=int, default=0, metavar="N", help="restarts after a lost rank (default: 0)"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -15,7 +14,7 @@ from sparktorch.errors import ClusterError
 from sparktorch.spark.checks.findings import Finding
 from sparktorch.spark.session import is_connect
 
-__all__ = ["NoSessionError", "add_session_arguments", "count", "figure", "session"]
+__all__ = ["NoSessionError", "add_session_arguments", "session"]
 
 _LONGEST = 300  # characters of Spark's message that are shown
 
@@ -36,26 +35,8 @@ def add_session_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _pair(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not equals or not name:
-        raise argparse.ArgumentTypeError(f"expected KEY=VALUE, got {text!r}")
+    name, value = text.split("=", 1)
     return name.strip(), value.strip()
-
-
-def count(text: str) -> int:
-    """Returns an argument that is a whole number of at least 1."""
-    found = int(text) if text.isdecimal() else 0
-    if found < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
-    return found
-
-
-def figure(text: str) -> float:
-    """Returns an argument that is a number above 0, in the unit that its help names."""
-    with suppress(ValueError):
-        if 0 < (found := float(text)) < math.inf:
-            return found
-    raise argparse.ArgumentTypeError(f"expected a number above 0, without its unit, got {text!r}")
 
 
 class NoSessionError(ClusterError):

@@ -148,14 +148,15 @@ def check_archive(archive: bytes) -> None:
     """Refuses archives that are more than a graph of torch's own operators, before one is unpickled or evaluated."""
     try:
         with zipfile.ZipFile(io.BytesIO(archive)) as records:
-            for record in records.infolist():
-                _check_record(record.filename, records.read(record))
+            wrong = [_wrong_in(record.filename, records.read(record)) for record in records.infolist()]
     except (zipfile.BadZipFile, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ExportError(f"the archive cannot be read: {error}") from error
+    for reason in filter(None, wrong):
+        raise ExportError(reason)
 
 
-def _check_record(path: str, content: bytes) -> None:
-    """Refuses a record that torch would unpickle, or whose strings it would evaluate."""
+def _wrong_in(path: str, content: bytes) -> str:
+    """Returns what is wrong with a record that torch would unpickle, or whose strings it would evaluate."""
     folder, _, name = path.rpartition("/")
     if name.endswith("_config.json"):
         entries = json.loads(content)["config"]
@@ -163,14 +164,15 @@ def _check_record(path: str, content: bytes) -> None:
             entry["use_pickle"] or not entry["path_name"].startswith(("tensor_", "weight_"))
             for entry in entries.values()
         ):
-            raise ExportError(f"{path} names pickled objects")
+            return f"{path} names pickled objects"
     elif folder.endswith("/models") or folder == "models":
         for key, text in _strings(json.loads(content)):
             allowed = {"target": _OPERATORS, "expr_str": _EXPRESSION, "guards_code": _GUARD}.get(key)
             if allowed is not None and not re.fullmatch(allowed, text):
-                raise ExportError(f"{path} holds the {key} {text!r}")
+                return f"{path} holds the {key} {text!r}"
     elif content and name not in _TEXT_RECORDS and not name.startswith(("tensor_", "weight_")):
-        raise ExportError(f"{path} would be unpickled")
+        return f"{path} would be unpickled"
+    return ""
 
 
 def _strings(value: Any, key: str = "") -> Iterator[tuple[str, str]]:

@@ -12,8 +12,7 @@ __all__ = ["NUMBERS", "arrow_type", "empty_value"]
 
 NUMBERS = ("tinyint", "smallint", "int", "bigint", "float", "double")
 
-_WORD = re.compile(r"\w+")
-_NAME = re.compile(r"(`(?:[^`]|``)*`|\w+):")
+_TOKEN = re.compile(r"`(?:[^`]|``)*`|\w+|\S")
 _PLAIN = {
     "boolean": pa.bool_(),
     "tinyint": pa.int8(),
@@ -43,52 +42,32 @@ def empty_value(kind: pa.DataType) -> Any:
     return b"" if pa.types.is_binary(kind) or pa.types.is_large_binary(kind) else ""
 
 
-class _NoTypeError(Exception):
-    """The text is not a supported type."""
-
-
 def arrow_type(sql: str) -> pa.DataType:
     """Returns the Arrow type of a Spark SQL type; a `ValueError` says that `preprocess` does not support it."""
+    rest = _TOKEN.findall(sql)[::-1]
     try:
-        kind, rest = _first(sql)
-    except _NoTypeError:
-        kind, rest = None, sql
+        kind = _taken(rest)
+    except (KeyError, IndexError):  # an unknown word, or an early end
+        kind = None
     if kind is None or rest:
         raise ValueError(f"{sql!r} is no type of a column that a callable can take")
     return kind
 
 
-def _first(sql: str) -> tuple[pa.DataType, str]:
-    """Returns the type at the start of a text, and the rest of the text."""
-    word, rest = _taken(_WORD, sql)
-    if word in _PLAIN:
-        return _PLAIN[word], rest
-    if word not in ("array", "struct") or not rest.startswith("<"):
-        raise _NoTypeError
-    rest = rest[1:]
-    if word == "array":
-        kind, rest = _first(rest)
-        return pa.list_(kind), _closed(rest)
+def _taken(rest: list[str]) -> pa.DataType:
+    """Takes the tokens of a type from the end of a list, and returns the type."""
+    word = rest.pop()
+    if word not in ("array", "struct"):
+        return _PLAIN[word]
     fields = []
-    while not rest.startswith(">"):
-        name, rest = _taken(_NAME, rest)
-        kind, rest = _first(rest)
-        rest = rest.removeprefix(",")
-        name = name[:-1]  # without the colon
-        fields.append((name[1:-1].replace("``", "`") if name.startswith("`") else name, kind))
-    return pa.struct(fields), _closed(rest)
-
-
-def _taken(pattern: re.Pattern[str], sql: str) -> tuple[str, str]:
-    """Returns the match at the start of a text, and the rest of the text."""
-    found = pattern.match(sql)
-    if found is None:
-        raise _NoTypeError
-    return found[0], sql[found.end() :]
-
-
-def _closed(sql: str) -> str:
-    """Returns the text after its leading `>`."""
-    if not sql.startswith(">"):
-        raise _NoTypeError
-    return sql[1:]
+    rest.pop()  # "<"
+    while rest[-1] != ">":
+        name = ""
+        if word == "struct":
+            name = rest.pop()
+            rest.pop()  # ":"
+        fields.append((name[1:-1].replace("``", "`") if name.startswith("`") else name, _taken(rest)))
+        if rest[-1] == ",":
+            rest.pop()
+    rest.pop()
+    return pa.list_(fields[0][1]) if word == "array" else pa.struct(fields)

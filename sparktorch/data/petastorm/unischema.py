@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import pickle
 import re
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -130,20 +131,16 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _fields(root: Any) -> tuple[UnischemaField, ...]:
-    path, _, state = _opened(root)
-    if path != _UNISCHEMA or not isinstance(state, dict) or not isinstance(state.get("_fields"), dict):
-        raise ValueError("it is no Unischema")
+    _, _, state = _opened(root, {_UNISCHEMA})
     return tuple(_field(field) for field in state["_fields"].values())
 
 
 def _field(record: Any) -> UnischemaField:
-    path, args, _ = _opened(record)
-    if path != _FIELD or len(args) < 3:
-        raise ValueError("a field is no UnischemaField")
+    _, args, _ = _opened(record, {_FIELD})
     name, dtype, shape, codec = (*args, None)[:4]
     if not isinstance(name, str) or any(size is not None and type(size) is not int for size in shape):
         raise ValueError(f"the name or the shape of field {name!r} is none")
-    codec_path, _, state = _opened(codec) if codec is not None else ("", (), None)
+    codec_path, _, state = _opened(codec, _CODECS) if codec is not None else ("", (), None)
     kind: Codec = _CODECS[codec_path] if codec_path else "plain"
     return UnischemaField(
         name=name,
@@ -154,17 +151,18 @@ def _field(record: Any) -> UnischemaField:
     )
 
 
-def _opened(record: Any) -> tuple[str, tuple[Any, ...], Any]:
-    """Returns class path, arguments and state of an object, however it was pickled."""
-    if not isinstance(record, _Record):
-        raise ValueError(f"there is a {type(record).__name__} in the place of an object")
-    if record.path == _RECONSTRUCTOR:
-        cls, base, content = record.args
-        return cls.path, content if base.path == "builtins.tuple" else (), record.state
-    if record.path == _RESTORE:
-        name, _, values = record.args
-        return (_FIELD if name == "UnischemaField" else ""), values, record.state
-    return record.path, record.args, record.state
+def _opened(record: Any, admitted: Container[str]) -> tuple[str, tuple[Any, ...], Any]:
+    """Returns class path, arguments and state of an object of an admitted class, however it was pickled."""
+    path, args = (record.path, record.args) if isinstance(record, _Record) else ("", ())
+    if path == _RECONSTRUCTOR:
+        cls, base, content = args
+        path, args = cls.path, content if base.path == "builtins.tuple" else ()
+    elif path == _RESTORE:
+        name, _, args = args
+        path = _FIELD if name == "UnischemaField" else ""
+    if path not in admitted:
+        raise ValueError(f"there is {path or type(record).__name__} in the place of {admitted}")
+    return path, args, record.state
 
 
 def _dtype(found: Any, field: str) -> str:

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from pyspark.ml.functions import array_to_vector
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
@@ -50,24 +49,16 @@ def constant_loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
             ColumnError,
             ["no column 'feature'", "features, label", "did you mean 'features'", "param=featuresCol"],
         ),
-        ({"inputCols": ["features", "heft"]}, ColumnError, ["no column 'heft'", "param=inputCols"]),
-        ({"labelCol": "lable"}, ColumnError, ["no column 'lable'", "did you mean 'label'", "param=labelCol"]),
         ({"weightCol": "name"}, ColumnError, ["'name' must be a number, but is string", "param=weightCol"]),
         ({"labelCol": "features"}, ColumnError, ["'features' must be a number, but is array", "TorchEstimator"]),
-        ({"featuresCol": "name"}, ColumnError, ["'name' is string", "StringIndexer"]),
-        ({"featuresCol": "when"}, ColumnError, ["'when' is date", "unix_date(when)"]),
         ({"validationIndicatorCol": "label"}, ColumnError, ["'label' must be boolean"]),
         ({"inputCols": ["features"], "featuresCol": "features"}, ConfigError, ["both set"]),
         ({"learningRate": -1.0}, ConfigError, ["learningRate must be above 0, got -1.0"]),
         ({"batchSize": 0}, ConfigError, ["batchSize must be at least 1"]),
-        ({"epochs": 0}, ConfigError, ["epochs must be at least 1"]),
-        ({"numWorkers": 0}, ConfigError, ["numWorkers must be at least 1"]),
         ({"device": "gpu"}, ConfigError, ["device 'gpu' is unknown", "cuda"]),
         ({"strategy": "dpp"}, ConfigError, ["strategy 'dpp'", "did you mean 'ddp'"]),
         ({"optimizer": "AdmaW"}, ModuleError, ["optimizer 'AdmaW' is unknown", "did you mean 'AdamW'"]),
-        ({"optimizerParams": {"momentum": 0.9}}, ModuleError, ["AdamW cannot be built", "momentum"]),
         ({"optimizerParams": {"lr": 0.9}}, ConfigError, ["set learningRate"]),
-        ({"loss": "CrossEntropy"}, ModuleError, ["loss 'CrossEntropy'", "did you mean 'CrossEntropyLoss'"]),
         ({"loss": constant_loss}, ModuleError, ["returned shape (3,) for 2 rows", "one loss per row"]),
         ({"module": None}, ConfigError, ["module is not set"]),
         ({"module": "no.such:Net"}, ModuleError, ["cannot import 'no.such:Net'", "--py-files"]),
@@ -78,7 +69,6 @@ def constant_loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
             ["forward of MLP failed", "argument 0 of forward <- column 'features': float32 of shape (rows, 5)"],
         ),
         ({"predictionCol": "label"}, ColumnError, ["the DataFrame already has a column 'label'", "output columns"]),
-        ({"predictionCol": "LABEL"}, ColumnError, ["the DataFrame already has a column 'LABEL'"]),
         ({"predictionCol": "probability"}, ConfigError, ["two output columns are called 'probability'"]),
         ({"moduleParams": {"outputs": 1}}, ModuleError, ["one score a row", "BCEWithLogitsLoss"]),
         ({"numWorkers": 4}, ClusterError, ["numWorkers=4, but the cluster has 3 slots", "spark.executor.instances"]),
@@ -89,7 +79,7 @@ def constant_loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
 def test_it_is_refused_before_a_job_starts(
     frame: DataFrame, params: dict[str, Any], kind: type[SparkTorchError], says: list[str]
 ) -> None:
-    data = frame.withColumn("name", F.lit("x")).withColumn("when", F.current_date())
+    data = frame.withColumn("name", F.lit("x"))
     context = frame.sparkSession.sparkContext
     group = uuid.uuid4().hex
     context.setJobGroup(group, "what a refused fit runs")
@@ -159,7 +149,6 @@ def test_a_frame_of_validation_rows_only_is_refused(frame: DataFrame) -> None:
     ("column", "value", "says"),
     [
         ("label", "3", ["labels in column 'label' are not among classes 0 ... 2", "for example 3", "3 scores a row"]),
-        ("label", "1", ["rows of column 'label' hold 1, the ignore_index of the loss", "the weight 0"]),
         ("weight", "-2", ["weights in column 'weight' are negative"]),
         ("features", "null", ["'features' has", "null values"]),
     ],
@@ -168,12 +157,11 @@ def test_bad_values_name_their_column_and_nothing_hangs(
     frame: DataFrame, column: str, value: str, says: list[str]
 ) -> None:
     kind = "array<double>" if column == "features" else "double"
-    frame = frame.withColumn("label", F.expr("if(label = 1, 0, label)"))
     bad = frame.withColumn(
         column, F.expr(f"if(target > 4, cast({value} as {kind}), cast({column} as {kind}))")
     )  # about every tenth row, not the first
     with pytest.raises(ColumnError) as caught:
-        classifier(weightCol="weight", lossParams={"ignore_index": 1}).fit(bad)
+        classifier(weightCol="weight").fit(bad)
     for text in says:
         assert text in str(caught.value)
     assert caught.value.where["column"] == column
@@ -187,12 +175,6 @@ def test_rows_that_spark_cannot_compute_in_a_ranks_task_are_told_as_spark_tells_
     )
     with pytest.raises(ClusterError, match="no number"):
         TorchRegressor(module=MLP, moduleParams={"inputs": 1}, numWorkers=2, split="keep", progress=False).fit(rows)
-
-
-def test_vectors_of_unequal_length_are_refused(frame: DataFrame) -> None:
-    ragged = frame.withColumn("features", array_to_vector(F.expr("slice(features, 1, 5 - int(target > 4))")))
-    with pytest.raises(ColumnError, match="not hold"):
-        classifier().fit(ragged)
 
 
 def test_a_loss_that_cannot_be_shipped_is_refused(frame: DataFrame) -> None:
@@ -220,7 +202,9 @@ def regressor(**params: Any) -> TorchRegressor:
     return TorchRegressor(module=Faulty, **{**given, **params})
 
 
-def test_an_exception_in_one_rank_arrives_with_its_place_and_traceback(planted: DataFrame) -> None:
+def test_an_exception_in_one_rank_arrives_with_its_place_and_traceback_and_the_next_fit_works(
+    planted: DataFrame, frame: DataFrame
+) -> None:
     with pytest.raises(RankError) as caught:
         regressor(moduleParams={"fault": "raise"}).fit(planted)
     where = caught.value.where
@@ -230,18 +214,6 @@ def test_an_exception_in_one_rank_arrives_with_its_place_and_traceback(planted: 
     assert where["epoch"] == 1
     assert where["step"] >= 1
     assert where["host"]
-
-
-def test_a_killed_rank_is_named_as_the_cause(planted: DataFrame) -> None:
-    with pytest.raises(RankError, match=r"rank [01] died while training, without an error of its own") as caught:
-        regressor(moduleParams={"fault": "kill"}).fit(planted)
-    assert caught.value.where["pid"] > 0
-    assert "killed" in caught.value.hint
-
-
-def test_a_fit_after_a_failed_one_works(planted: DataFrame, frame: DataFrame) -> None:
-    with pytest.raises(RankError):
-        regressor(moduleParams={"fault": "raise"}).fit(planted)
     assert regressor().fit(frame).summary.rows == 1001
 
 

@@ -72,7 +72,6 @@ def test_the_estimator_is_built_with_its_params(tmp_path: Path) -> None:
         ("data.path", ..., "data needs either source or path", ""),
         ("data.source", "jobs.datasets:flowers", "data needs either source or path", ""),
         ("data", "flowers.parquet", "data must be a mapping, got 'flowers.parquet'", ""),
-        ("data.holdout", 1, "data.holdout must be in [0, 1), got 1", ""),
         ("tracking.uri", 5, "tracking.uri must be str | None, got 5 (int)", ""),
     ],
 )

@@ -88,9 +88,9 @@ def test_a_plan_in_which_nothing_fits_says_so(
     ("arguments", "says"),
     [
         ([], "the following arguments are required: COMMAND"),
-        (["doctor", "--workers", "0"], "--num-workers/--workers: expected a whole number of at least 1"),
-        (["plan", "job.yaml", "--memory", "8GB"], "--memory: expected a number above 0, without its unit, got '8GB'"),
-        (["doctor", "--conf", "spark.speculation"], "--conf: expected KEY=VALUE, got 'spark.speculation'"),
+        (["doctor", "--workers", "two"], "--num-workers/--workers: invalid int value: 'two'"),
+        (["plan", "job.yaml", "--memory", "8GB"], "--memory: invalid float value: '8GB'"),
+        (["doctor", "--conf", "spark.speculation"], "--conf: invalid _pair value: 'spark.speculation'"),
         (["doctor", "--master", "local", "--remote", "sc://host"], "not allowed with argument"),
     ],
 )

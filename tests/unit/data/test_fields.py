@@ -225,14 +225,6 @@ def test_rows_that_are_unfit_are_left_out_and_counted_once() -> None:
     assert caught.value.hint.endswith("or set nullPolicy='drop'")
 
 
-def test_a_null_at_any_depth_makes_a_row_unfit() -> None:
-    rows = [[[1.0], [2.0]], None, [None, [1.0]], [[1.0], [None]]]
-    batch = {"x0": pa.array(rows, pa.list_(pa.list_(pa.float32())))}
-    _, screen = screened([batch], spec_of(shape=(2, 1)), drop=False)
-    with pytest.raises(ColumnError, match=r"column 'c' has 3 rows with null values; .*: 1, 2, 3"):
-        screen.close()
-
-
 def test_infinity_has_no_filling() -> None:
     values = {"x0": pa.array([1.0, float("nan"), float("inf"), float("-inf")], pa.float32())}
     _, screen = screened([values] * 3, spec_of(fill=0), drop=False)

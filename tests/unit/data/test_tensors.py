@@ -179,8 +179,3 @@ def test_arrays_of_any_shape_survive_the_way_to_arrow_and_back(values: np.ndarra
         back = to_numpy(column, TensorSpec(name="x0", column="a", dtype=dtype, shape=values.shape[1:]))
         assert back.dtype == values.dtype
         assert np.array_equal(back, values)
-
-
-def test_opposite_infinities_do_not_cancel_out() -> None:
-    with pytest.raises(ColumnError, match="2 rows"):
-        check_finite(np.array([np.inf, 1, -np.inf], np.float32), SCALAR)
