@@ -19,7 +19,6 @@ __all__ = [
     "Bags",
     "Bias",
     "Chain",
-    "Complex",
     "Counting",
     "Damped",
     "DiesAt",
@@ -400,14 +399,6 @@ class Linear(nn.Linear):
 
     def __init__(self) -> None:
         super().__init__(5, 1)
-
-
-class Complex(nn.Module):
-    """A parameter that no fused kernel takes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.phase = nn.Parameter(torch.ones(3, dtype=torch.complex64))
 
 
 def mean_output_error(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:

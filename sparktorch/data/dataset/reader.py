@@ -21,7 +21,7 @@ from sparktorch.data.fields.registry import field_of
 from sparktorch.data.sampling.row_digest import RowDigests
 from sparktorch.data.sampling.row_keys import RowKeys
 from sparktorch.data.storage import RowStorage
-from sparktorch.errors import ColumnError, ConfigError
+from sparktorch.errors import ColumnError
 
 __all__ = ["balanced", "read_shard"]
 
@@ -55,7 +55,7 @@ def read_shard(
     try:
         row_keys = RowKeys(storage, by_key=by_key)
         folds = Folds([carried_name(place) for place in range(len(columns.carried))]) if columns.folds else None
-        dropped = _read(batches, columns, fields, row_keys, folds, storage, budget)
+        dropped = _read(batches, columns, fields, row_keys, folds)
         size = sum(field.nbytes for field in fields.values())
         if not row_keys.count:
             for name, field in fields.items():
@@ -78,15 +78,12 @@ def _read(
     fields: dict[str, Field],
     row_keys: RowKeys,
     folds: Folds | None,
-    storage: RowStorage,
-    budget: int,
 ) -> int:
     """Reads all batches into the fields; returns the number of rows that were dropped."""
     screen = RowFilter(columns)
     row = 0
     for batch in batches:
         rows = screen.rows_of(batch, first_row=row)
-        before = sum(field.nbytes for field in fields.values())
         digests = _digests(rows, columns)
         try:
             for spec in columns.tensors:
@@ -94,9 +91,6 @@ def _read(
                 fields[spec.name].append(rows.column(spec.name), first_row=row, digests=added)
         except ColumnError as error:
             raise screen.placed(error, first_row=row) from None
-        grown = sum(field.nbytes for field in fields.values()) - before
-        if storage.on_disk and grown > budget * rows.num_rows:
-            raise _too_large(grown / rows.num_rows, budget, row)
         if columns.validation:
             # The row filter has removed rows with null here; `close` raises for them.
             held_out = rows.column(VALIDATION).fill_null(False).to_numpy(zero_copy_only=False)
@@ -142,12 +136,3 @@ def _field(spec: TensorSpec, columns: Columns, storage: RowStorage) -> Field:
     if spec is columns.label:
         return Dense(spec, storage, label, dtype=None if columns.classes is None else np.int64)
     return Dense(spec, storage, weight) if spec is columns.weight else field_of(spec, storage)
-
-
-def _too_large(size: float, budget: int, row: int) -> ConfigError:
-    return ConfigError(
-        f"a row takes {size / 1e6:.1f} MB, more than the {budget / 1e6:.1f} MB that rows may take in memory",
-        hint="set a larger memoryBudget (in MB, of each worker)",
-        param="memoryBudget",
-        row=row,
-    )

@@ -302,23 +302,6 @@ def test_vectors_of_another_length_are_refused_by_the_ranks(spark: SparkSession,
     assert caught.value.where["column"] == "sparse"
 
 
-def test_rows_that_nulls_alone_tell_apart_have_keys_of_their_own(spark: SparkSession) -> None:
-    from sparktorch.data.columns import InputOptions
-    from sparktorch.spark.frame.prepare import prepare
-
-    def keys(data: DataFrame, **options: Any) -> list[int]:
-        inputs = data.columns
-        frame = prepare(data, "generic", inputs=inputs, label=None, options=InputOptions(**options))
-        return [row["k"] for row in frame.data.collect()]
-
-    pairs = spark.createDataFrame([(1.0, None), (None, 1.0), (0.5, 0.5)], "a float, b float")
-    assert len(set(keys(pairs, fill=0.0))) == 3
-    arrays = spark.createDataFrame([([1.0, None],), ([None, 1.0],), ([0.5, 0.5],)], "a array<float>")
-    assert len(set(keys(arrays, fill=0.0))) == 3
-    lists = spark.createDataFrame([([1, 2], [3]), ([1], [2, 3])], "a array<int>, b array<int>")
-    assert len(set(keys(lists, layouts={"a": "padded", "b": "padded"}))) == 2
-
-
 def test_vectors_and_arrays_of_the_same_numbers_have_the_same_keys(rows: DataFrame) -> None:
     from sparktorch.spark.frame.prepare import prepare
 

@@ -24,7 +24,7 @@ from sparktorch.data.preprocess import Preprocess
 from sparktorch.data.runs import Runs
 from sparktorch.data.sampling.plan import SamplingPlan
 from sparktorch.data.storage import RowStorage
-from sparktorch.errors import ColumnError, ConfigError
+from sparktorch.errors import ColumnError
 from tests.support.frames import Table, replaced
 
 PLAN = SamplingPlan(rows=203, batch_size=20, seed=3)
@@ -287,13 +287,6 @@ def test_no_more_rows_are_read_at_a_time_than_the_budget_has_room_for(
     assert max(found.count for found in loaded) == rows + 1  # and the last row, to fill up with
     assert max(len(found.starts) for found in loaded) <= runs + 1
     shard.close()
-
-
-def test_a_row_larger_than_the_budget_is_refused(tmp_path: Path) -> None:
-    table = Table.random(50)
-    with pytest.raises(ConfigError, match=r"a row takes 0\.0 MB, more than the 0\.0 MB") as caught:
-        read_shard(table.batches(), table.columns, storage=RowStorage(tmp_path, budget=0), budget=20)
-    assert "memoryBudget" in str(caught.value)
 
 
 def test_positions_are_the_places_of_the_rows_where_they_keep_them(tmp_path: Path) -> None:
