@@ -46,7 +46,7 @@ class Outbox:
     """Queues log entries without blocking; a thread sends them in order and retries.
 
     While MLflow is unreachable, entries stay queued, of the metrics the latest; queued metrics are sent in batches.
-    An entry that MLflow rejects permanently is dropped with a warning.
+    An entry that MLflow rejects permanently is dropped with a warning; of a batch, only the metrics of that name.
     """
 
     def __init__(self, connect: Callable[[], MlflowClient], open_run: Callable[[MlflowClient], str | None]) -> None:
@@ -58,6 +58,7 @@ class Outbox:
         self._queue: deque[Send | Sample] = deque()
         self._waiting = 0  # values of metrics in the queue
         self._leaving = 0  # entries that have left the queue and are not delivered yet
+        self._refused: set[str] = set()  # names of metrics
         self._changed = threading.Condition()
         self._urged = threading.Event()
         self._closing = False
@@ -74,7 +75,7 @@ class Outbox:
 
     def metrics(self, samples: Iterable[Sample]) -> None:
         """Queues values of metrics."""
-        self._put(samples)
+        self._put(sample for sample in samples if sample.name not in self._refused)
 
     def close(self, seconds: float = _CLOSE_SECONDS) -> bool:
         """Closes the queue, waits until all is sent or MLflow turns out to be unreachable; returns whether all is sent.
@@ -158,10 +159,20 @@ class Outbox:
             return taken
 
     def _hand_over(self, items: list[Send | Sample], client: MlflowClient, run_id: str) -> None:
-        """Delivers a request, or warns that MLflow refuses it."""
+        """Delivers a request; if MLflow refuses it, the metrics of each name by themselves."""
         try:
             self._deliver(partial(_send, items, client, run_id))
         except Exception as error:
+            by_name: dict[str, list[Send | Sample]] = {}
+            for item in items:
+                if isinstance(item, Sample):
+                    by_name.setdefault(item.name, []).append(item)
+            if not _may_pass(error):
+                if len(by_name) > 1:
+                    for own in by_name.values():
+                        self._hand_over(own, client, run_id)
+                    return
+                self._refused.update(by_name)
             message = "MLflow at %s refused a part of what this fit logs (%s: %s)"
             self._warn(message, type(error).__name__, error, of=str(error))
 

@@ -30,6 +30,11 @@ _INSTEAD: tuple[tuple[type[T.DataType], str], ...] = (
     ),
     (T.TimestampType, _TIME.replace("{1}", "cast({0} as double)")),
     (T.TimestampNTZType, _TIME.replace("{1}", "cast(cast({0} as timestamp) as double)")),
+    (
+        T.DayTimeIntervalType,
+        "take its length in seconds, cast(cast({0} as interval second) as decimal(18, 6)); extract is one field of it",
+    ),
+    (T.YearMonthIntervalType, "take its length in months, cast(cast({0} as interval month) as int)"),
     (T.MapType, "take its values by key, {0}['key'], or as an array, map_values({0})"),
     (T.StructType, "name its fields, {0}.field, as columns of their own, or " + _PREPROCESS),
 )

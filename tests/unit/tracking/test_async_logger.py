@@ -18,6 +18,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
 from mlflow.utils.request_utils import augmented_raise_for_status
 from mlflow.utils.rest_utils import verify_rest_response
+from mlflow.utils.validation import _validate_metric
 
 from sparktorch.data.columns import Columns, DType, TensorSpec
 from sparktorch.tracking import async_logger
@@ -82,6 +83,26 @@ def test_what_mlflow_refuses_is_warned_about_and_left_out(caplog: pytest.LogCapt
     warnings = [record.getMessage() for record in caplog.records]
     assert all(text.startswith("MLflow at memory refused a part of what this fit logs") for text in warnings)
     assert ["epochs" in text for text in warnings] == [True, False]  # each refusal, and the same one once
+
+
+def test_a_metric_that_mlflow_refuses_takes_no_other_with_it(caplog: pytest.LogCaptureFixture) -> None:
+    heard: list[str] = []
+
+    class Strict(Client):
+        def log_batch(self, run_id: str, metrics: list[Any]) -> None:
+            for metric in metrics:
+                _validate_metric(metric.key, metric.value, metric.timestamp, metric.step)
+            heard.extend(metric.key for metric in metrics)
+
+    with caplog.at_level(logging.WARNING):
+        box = outbox(Strict())
+        for step in range(3):
+            box.metrics(Sample(name, 0.5, 0, step) for name in ("loss", "top@5", "val_loss"))
+        until(lambda: len(heard) == 6, seconds=5, what="the others are logged")
+        box.metrics([Sample("top@5", 0.5, 0, 3)])
+        assert box.close()
+    assert sorted(set(heard)) == ["loss", "val_loss"]
+    assert ["top@5" in record.getMessage() for record in caplog.records] == [True]
 
 
 @pytest.mark.parametrize(("status", "attempts"), [(403, 1), (429, 3), (408, 3), (503, 3)])
