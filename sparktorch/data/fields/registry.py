@@ -8,15 +8,20 @@ from sparktorch.data.fields.base import Dense, Field, Ragged, Vectors
 from sparktorch.data.fields.images import Images
 from sparktorch.data.storage import RowStorage
 
-__all__ = ["field_of"]
+__all__ = ["field_class", "field_of"]
+
+
+def field_class(spec: TensorSpec) -> type[ArrowColumn | Images | Ragged | Vectors | Dense]:
+    """Returns the class of the field of an input column."""
+    if spec.kind == "any":
+        return ArrowColumn
+    if spec.layout == "image":
+        return Images
+    if spec.ragged:
+        return Ragged
+    return Vectors if spec.kind == "vector" else Dense
 
 
 def field_of(spec: TensorSpec, storage: RowStorage) -> Field:
     """Returns an empty field for an input column."""
-    if spec.kind == "any":
-        return ArrowColumn(spec, storage)
-    if spec.layout == "image":
-        return Images(spec, storage)
-    if spec.ragged:
-        return Ragged(spec, storage)
-    return Vectors(spec, storage) if spec.kind == "vector" else Dense(spec, storage)
+    return field_class(spec)(spec, storage)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 from pyspark.ml.linalg import VectorUDT
@@ -45,13 +45,6 @@ _SQL_TYPES: dict[str, str] = {
     "int8": "tinyint",
 }
 _NUMPY_TYPES = {sql: dtype for dtype, sql in _SQL_TYPES.items()} | {"boolean": "bool"}
-_LAYOUTS: dict[str, tuple[Layout, ...]] = {
-    "number": ("dense",),
-    "list": ("dense", "padded", "jagged"),
-    "vector": ("dense", "sparse_csr"),
-    "binary": ("raw", "image"),
-    "file": ("image",),
-}
 # Fields of structs as Spark's `image` and `binaryFile` sources make them.
 _IMAGE_FIELDS = ("height", "width", "nChannels", "data")
 _FILE_FIELDS = ("path", "modificationTime", "length", "content")
@@ -60,6 +53,15 @@ _NAME = "%column%"  # stands for the name that Spark finds
 _FLOAT_EXACT = 1 << 24  # float32 holds every whole number up to here
 # Types passed unchanged to `preprocess`, besides numbers, lists and structs.
 _PLAIN = (T.StringType, T.BinaryType, T.DateType, T.TimestampType, T.TimestampNTZType)
+
+
+class _Sort(NamedTuple):
+    """Types of columns that become tensors in one way: their encoded kind, layouts, and the encoding expression."""
+
+    kind: Kind
+    matches: Callable[[T.DataType], bool]
+    layouts: tuple[Layout, ...]
+    encoded: Callable[[ColumnNames, TensorSpec], Column]
 
 
 def plan_inputs(columns: ColumnNames, names: Sequence[str], options: InputOptions) -> list[TensorSpec]:
@@ -84,25 +86,19 @@ def plan_inputs(columns: ColumnNames, names: Sequence[str], options: InputOption
 
 def _spec(columns: ColumnNames, name: str, wire: str, options: InputOptions) -> TensorSpec:
     kind = columns.type_of(name)
-    element, depth = _element(kind)
-    if isinstance(kind, VectorUDT):
-        sort, usual = "vector", "float32"
-    elif options.as_they_are and not options.given_for(name) and not (_is_image(kind) or _is_file(kind)):
+    sort, (element, depth) = _sort_of(kind), _element(kind)
+    free = sort is None or sort.kind == "number" or isinstance(kind, T.BinaryType)
+    if options.as_they_are and free and not options.given_for(name):
         return _as_it_is(kind, name, wire, options)
-    elif isinstance(element, NUMERIC):
-        sort, usual = "list" if depth else "number", "int64" if isinstance(element, _INTEGRAL) else "float32"
-    elif isinstance(kind, T.BinaryType) and name in options.layouts:
-        sort, usual = "binary", "float32" if options.layouts[name] == "image" else ""
-    elif _is_image(kind) or _is_file(kind):
-        sort, usual = "file", "float32"
-    else:
+    if sort is None or (isinstance(kind, T.BinaryType) and name not in options.layouts):
         raise no_tensor(kind, name)
-    layout = cast(Layout, options.layouts.get(name, _LAYOUTS[sort][0]))
+    layout = cast(Layout, options.layouts.get(name, sort.layouts[0]))
+    usual = "int64" if isinstance(element, _INTEGRAL) else "" if layout == "raw" else "float32"
     dtype = options.dtypes.get(name, usual)
     _check_options(name, kind, sort, layout, dtype, options)
     _check_fill(name, options.fill, dtype, hint=f"or set inputDtypes={{{name!r}: 'float32'}}")
     ragged = layout in ("padded", "jagged")
-    levels = (0,) * (depth - ragged) if sort == "list" else (0,) * (sort != "number")
+    levels = (0,) * (depth - ragged if sort.kind == "number" else 1)
     shape = tuple(options.shapes.get(name, levels))
     if name in options.shapes and len(levels) == 1:
         levels = (math.prod(shape),)
@@ -111,7 +107,7 @@ def _spec(columns: ColumnNames, name: str, wire: str, options: InputOptions) -> 
         column=name,
         dtype=cast(DType, dtype),
         shape=shape,
-        kind=cast(Kind, {"list": "number", "file": "binary"}.get(sort, sort)),
+        kind=sort.kind,
         layout=layout,
         lists=levels if name in options.shapes and layout != "image" else None,
         fill=options.fill,
@@ -186,12 +182,12 @@ def _check_fill(name: str, fill: float | None, dtype: str, *, hint: str) -> None
         )
 
 
-def _check_options(name: str, kind: T.DataType, sort: str, layout: str, dtype: str, options: InputOptions) -> None:
+def _check_options(name: str, kind: T.DataType, sort: _Sort, layout: str, dtype: str, options: InputOptions) -> None:
     """Checks that layout, dtype, lengths and shape suit the column's type."""
     said = f"column {name!r} is {kind.simpleString()}"
-    possible = {"binary": (dtype,), "vector": ("float32", "float64")}.get(sort, tuple(_SQL_TYPES))
-    possible = ("float32", "uint8") if layout == "image" else possible
-    for param, value, valid in (("inputLayouts", layout, _LAYOUTS[sort]), ("inputDtypes", dtype, possible)):
+    possible = {"image": ("float32", "uint8"), "raw": (dtype,)}.get(layout, tuple(_SQL_TYPES))
+    possible = ("float32", "float64") if sort.kind == "vector" else possible
+    for param, value, valid in (("inputLayouts", layout, sort.layouts), ("inputDtypes", dtype, possible)):
         if value not in valid:
             hint = f"it can be {' or '.join(map(repr, valid))}"
             raise ConfigError(f"{said}, which cannot be {value!r}", hint=hint, param=param)
@@ -204,7 +200,8 @@ def _check_options(name: str, kind: T.DataType, sort: str, layout: str, dtype: s
         ("inputShapes", options.shapes, layout != "sparse_csr"),
     ):
         if name in given and not suits:
-            hint = f"leave it out, or set inputLayouts={{{name!r}: 'padded'}}" if sort == "list" else "leave it out"
+            hint = f", or set inputLayouts={{{name!r}: 'padded'}}" if "padded" in sort.layouts else ""
+            hint = f"leave it out{hint}"
             raise ConfigError(f"{param} names {name!r}, whose layout is {layout!r}", hint=hint, param=param)
     shape = options.shapes.get(name, (3, 0, 0))
     if layout == "image" and (len(shape) != 3 or (shape[0] not in _CHANNELS and shape[2] not in _CHANNELS)):
@@ -226,14 +223,6 @@ def _element(kind: T.DataType) -> tuple[T.DataType, int]:
 def is_numeric(kind: T.DataType) -> bool:
     """Whether a type is a number, an array of them on any level, or an ML vector."""
     return isinstance(kind, VectorUDT) or isinstance(_element(kind)[0], NUMERIC)
-
-
-def _is_image(kind: T.DataType) -> bool:
-    return isinstance(kind, T.StructType) and set(_IMAGE_FIELDS) <= set(kind.names)
-
-
-def _is_file(kind: T.DataType) -> bool:
-    return isinstance(kind, T.StructType) and set(_FILE_FIELDS) <= set(kind.names)
 
 
 def exact(columns: ColumnNames, spec: TensorSpec, wire: Column) -> Column:
@@ -275,17 +264,9 @@ def column_of(columns: ColumnNames, spec: TensorSpec) -> Column:
             numbers = spec.sql in NUMBERS
             column = _number(columns, spec.column, _NUMPY_TYPES[spec.sql]) if numbers else column.cast(spec.sql)
         return column.alias(spec.name)
-    if isinstance(kind, VectorUDT):
-        return _vector(column, spec.dtype).alias(spec.name)
-    if isinstance(kind, T.BinaryType):
-        return column.alias(spec.name)
-    if _is_file(kind):
-        return column["content"].alias(spec.name)
-    if _is_image(kind):
-        fields = F.struct(*[column[name].alias(name) for name in _IMAGE_FIELDS])
-        readable = column["data"].isNotNull() & (column["height"] >= 0)  # unreadable images have height -1
-        return F.when(readable, fields).alias(spec.name)
-    return _number(columns, spec.column, spec.dtype).alias(spec.name)
+    sort = _sort_of(kind)
+    assert sort is not None
+    return sort.encoded(columns, spec).alias(spec.name)
 
 
 def _number(columns: ColumnNames, name: str, dtype: str) -> Column:
@@ -310,11 +291,19 @@ def _listed(dtype: str, depth: int) -> str:
     return "array<" * depth + _SQL_TYPES[dtype] + ">" * depth
 
 
-def _vector(column: Column, dtype: str) -> Column:
+def _image(columns: ColumnNames, spec: TensorSpec) -> Column:
+    column = columns.column(spec.column)
+    fields = F.struct(*[column[name].alias(name) for name in _IMAGE_FIELDS])
+    readable = column["data"].isNotNull() & (column["height"] >= 0)  # unreadable images have height -1
+    return F.when(readable, fields)
+
+
+def _vectors(columns: ColumnNames, spec: TensorSpec) -> Column:
     """Returns an ML vector as a struct of size (null if it is dense), indices and values.
 
     Dense vectors have null indices. They become an empty array, which Spark writes to Arrow 15 times as fast.
     """
+    column, dtype = columns.column(spec.column), spec.dtype
     fields = F.unwrap_udt(column)
     indices = F.coalesce(fields["indices"], F.array().cast("array<int>"))
     values = fields["values"]
@@ -327,6 +316,36 @@ def _vector(column: Column, dtype: str) -> Column:
         fields["size"].alias("size"), indices.alias("indices"), values.cast(_listed(dtype, 1)).alias("values")
     )
     return F.when(column.isNotNull(), parts)
+
+
+def _numbers(columns: ColumnNames, spec: TensorSpec) -> Column:
+    return _number(columns, spec.column, spec.dtype)
+
+
+def _bytes(columns: ColumnNames, spec: TensorSpec) -> Column:
+    return columns.column(spec.column)
+
+
+def _content(columns: ColumnNames, spec: TensorSpec) -> Column:
+    return columns.column(spec.column)["content"]
+
+
+def _has(kind: T.DataType, names: Sequence[str]) -> bool:
+    return isinstance(kind, T.StructType) and set(names) <= set(kind.names)
+
+
+_SORTS = (
+    _Sort("vector", lambda kind: isinstance(kind, VectorUDT), ("dense", "sparse_csr"), _vectors),
+    _Sort("number", lambda kind: isinstance(kind, NUMERIC), ("dense",), _numbers),
+    _Sort("number", lambda kind: isinstance(_element(kind)[0], NUMERIC), ("dense", "padded", "jagged"), _numbers),
+    _Sort("binary", lambda kind: isinstance(kind, T.BinaryType), ("raw", "image"), _bytes),
+    _Sort("binary", lambda kind: _has(kind, _FILE_FIELDS), ("image",), _content),
+    _Sort("binary", lambda kind: _has(kind, _IMAGE_FIELDS), ("image",), _image),
+)
+
+
+def _sort_of(kind: T.DataType) -> _Sort | None:
+    return next((sort for sort in _SORTS if sort.matches(kind)), None)
 
 
 def input_columns(dataset: DataFrame, specs: Sequence[TensorSpec]) -> list[Column]:
@@ -355,14 +374,11 @@ def _source(spec: TensorSpec) -> str | None:
 
 def _fits(kind: T.DataType, spec: TensorSpec) -> bool:
     """Whether a model with that input can score columns of that type."""
-    element, depth = _element(kind)
     if spec.kind == "any":
         return kept_as(kind) == spec.sql or (isinstance(kind, NUMERIC) and spec.sql in NUMBERS)
-    if isinstance(kind, VectorUDT):
-        return len(spec.levels) == 1 and not spec.ragged and spec.kind != "binary"
-    if spec.layout == "image" and (_is_file(kind) or _is_image(kind)):
-        return True
-    if isinstance(kind, T.BinaryType) or spec.kind == "binary":
-        return isinstance(kind, T.BinaryType) and spec.kind == "binary"
-    wanted = 0 if spec.sources else len(spec.levels) + spec.ragged
-    return isinstance(element, NUMERIC) and depth == wanted
+    sort, wanted = _sort_of(kind), 0 if spec.sources else len(spec.levels) + spec.ragged
+    if sort is None or "binary" in (sort.kind, spec.kind):
+        return sort is not None and sort.kind == spec.kind and spec.layout in sort.layouts
+    if sort.kind == "vector":
+        return len(spec.levels) == 1 and not spec.ragged
+    return _element(kind)[1] == wanted

@@ -9,7 +9,6 @@ from functools import reduce
 from operator import or_
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 from py4j.protocol import Py4JError  # type: ignore[import-untyped]
 from pyspark.errors import PySparkException
@@ -20,7 +19,7 @@ from pyspark.sql import types as T
 from sparktorch.data.columns import Columns, TensorSpec
 from sparktorch.data.convert.checks import RowFilter
 from sparktorch.data.convert.sql_types import arrow_type
-from sparktorch.data.fields.images import image_size
+from sparktorch.data.fields.registry import field_class
 from sparktorch.errors import ColumnError, failure_in
 from sparktorch.spark.frame.encoding import kept_as
 from sparktorch.spark.frame.nested import any_of, unfit
@@ -112,15 +111,9 @@ def measured(spec: TensorSpec, sample: pa.RecordBatch) -> TensorSpec:
     value = sample.column(spec.name)[0].as_py()
     if spec.resize:
         return spec
-    if spec.layout == "image" and value is not None:
-        height, width = (value["height"], value["width"]) if isinstance(value, dict) else image_size(value, spec)
-        return replace(spec, shape=(3, height, width))
-    if spec.kind == "vector" and value is not None:
-        found: tuple[int, ...] = (len(value["values"]) if value["size"] is None else value["size"],)
-    elif spec.kind == "binary" and value is not None:
-        found = (len(value) // np.dtype(spec.dtype).itemsize,)
-    else:
-        found = _lengths(value, len(spec.levels) + spec.ragged)[spec.ragged :]
+    found = () if value is None else field_class(spec).measured(value, spec)
+    if spec.layout == "image" and found:
+        return replace(spec, shape=found)
     if value is None or len(found) < len(spec.levels) or 0 in found:
         if 0 not in spec.levels:
             return _shaped(spec, spec.levels)
@@ -147,14 +140,3 @@ def _shaped(spec: TensorSpec, levels: tuple[int, ...]) -> TensorSpec:
             column=spec.column,
         )
     return replace(spec, lists=None if levels == spec.shape else levels)
-
-
-def _lengths(value: Any, depth: int) -> tuple[int, ...]:
-    """Returns the length of the first list on each level, as deep as there are lists, at most `depth`."""
-    found = []
-    for _ in range(depth):
-        if not isinstance(value, list):
-            break
-        found.append(len(value))
-        value = value[0] if value else None
-    return tuple(found)
