@@ -17,15 +17,15 @@ from sparktorch.base.config import Invalid, Precision
 from sparktorch.base.weights_folder import WeightsFolder
 from sparktorch.data.columns import places_of
 from sparktorch.errors import ConfigError, PersistenceError, nearest
-from sparktorch.ml.fit.checks import check_outputs, check_scoring
-from sparktorch.ml.fit.inputs import input_names, naming_params
+from sparktorch.ml.fit.checks import check_outputs, check_scoring, naming_params
 from sparktorch.ml.fit.prepared_data import make_room
+from sparktorch.ml.fit.summary import TrainingSummary
+from sparktorch.ml.fit.translate import input_names
 from sparktorch.ml.fit.values import Values
 from sparktorch.ml.params.mixins import GenericModelParams, ModelParams
 from sparktorch.ml.persistence import ModelReader, ModelWriter
 from sparktorch.ml.scoring.column_metadata import numeric
 from sparktorch.ml.scoring.single_row import score_row
-from sparktorch.ml.summary import TrainingSummary
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.frame.encoding import input_columns

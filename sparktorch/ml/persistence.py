@@ -30,8 +30,8 @@ from pyspark.sql import functions as F
 from sparktorch.base.imports import MOVED, import_path, load_object
 from sparktorch.base.weights_folder import WeightsFolder
 from sparktorch.errors import PersistenceError
+from sparktorch.ml.fit.summary import TrainingSummary
 from sparktorch.ml.params.mixins import ModelParams
-from sparktorch.ml.summary import TrainingSummary
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.compat import frame_of, ml_session
 from sparktorch.spark.session import is_connect, switched_on

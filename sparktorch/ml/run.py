@@ -13,15 +13,15 @@ from typing import Any
 from pyspark import RDD
 from pyspark.sql import DataFrame, SparkSession
 
-from sparktorch.data.columns import Columns
 from sparktorch.distributed.root_cause import ChainError
 from sparktorch.errors import ConfigError
-from sparktorch.ml.fit.attempts import of_request, partitioned, with_restarts
+from sparktorch.ml.fit.attempts import with_restarts
+from sparktorch.ml.fit.checks import check_ships, naming_params
 from sparktorch.ml.fit.first_row_trial import first_inputs
-from sparktorch.ml.fit.inputs import check_ships, naming_params
+from sparktorch.ml.fit.launching import partitioned
 from sparktorch.ml.fit.listeners import Fit, FitReport
 from sparktorch.ml.fit.prepared_data import launchable
-from sparktorch.ml.fit.translate import JobRequest, translate_run
+from sparktorch.ml.fit.translate import Request, translate_run
 from sparktorch.ml.params.mixins import RunParams
 from sparktorch.spark.frame.prepare import prepare
 from sparktorch.spark.launch.barrier_job import run_ranks
@@ -29,14 +29,7 @@ from sparktorch.spark.launch.rank_pool import Results
 from sparktorch.spark.launch.rank_task import Body
 from sparktorch.spark.rdd import dataframe_of, is_rdd, moved
 from sparktorch.spark.session import session_of
-from sparktorch.worker import (
-    FunctionJob,
-    GroupJob,
-    run_function,
-    run_on_elements,
-    run_on_partition,
-    run_script_in_rank,
-)
+from sparktorch.worker import RankJob, called, run_function, run_on_elements, run_on_partition, run_script_in_rank
 
 __all__ = ["collective_map", "run", "run_script"]
 
@@ -82,34 +75,28 @@ def run(
     check_callable(function)
     given = _params(params)
     request = translate_run(given, function)
-    more = _shippable(given, function, args, kwargs)
+    call = _shippable(given, function, args, kwargs)
     rows = None if data is None else dataframe_of(data, "run")
     session = _session(rows, spark)
     with _report(given, session) as report:
         request = launchable(request, session, given.getPreflight())
         if rows is None:
             report.prepared(None)
-            job = FunctionJob(columns=Columns(inputs=()), config=request.config, **more, **of_request(request))
-            results = with_restarts(session, job, request, partial(_without_rows, session, report))
+            body = partial(run_function, job=request.job, function=call)
+            results = with_restarts(session, request, partial(_without_rows, session, report, body))
         else:
             with naming_params(given):
                 frame, _ = first_inputs(prepare(rows, "generic", **request.columns))
             report.prepared(frame.columns)
-            job = FunctionJob(
-                columns=frame.columns,
-                config=request.config,
-                placeholder=frame.sample,
-                **more,
-                **of_request(request),
-            )
 
-            def attempt(job: FunctionJob, request: JobRequest) -> Results:
-                def start(partitions: DataFrame, job: FunctionJob) -> Results:
-                    return run_ranks(partitions, partial(run_on_partition, job=job), request.launch, report)
+            def attempt(request: Request[RankJob]) -> Results:
+                def start(parts: DataFrame, job: RankJob) -> Results:
+                    return run_ranks(parts, partial(run_on_partition, job=job, function=call), request.launch, report)
 
-                return partitioned(frame, job, request, start)
+                return partitioned(frame.data, request, start)
 
-            results = with_restarts(session, job, request, attempt)
+            request = request.with_job(columns=frame.columns, placeholder=frame.sample)
+            results = with_restarts(session, request, attempt)
         report.ended()
     return [pickle.loads(payload) for _, payload in results]
 
@@ -167,20 +154,19 @@ def collective_map(
         )
     given = _params({**params, "split": "keep"})
     request = translate_run(given, function)
-    more = _shippable(given, function, args, kwargs, first="elements, context")
+    call = _shippable(given, function, args, kwargs, first="elements, context")
     spark = session_of(rdd)
     with _report(given, spark) as report:
         request = launchable(request, spark, given.getPreflight())
         report.prepared(None)
-        job = FunctionJob(columns=Columns(inputs=()), config=request.config, **more, **of_request(request))
 
-        def attempt(job: FunctionJob, request: JobRequest) -> Results:
-            body = partial(run_on_elements, job=job)
+        def attempt(request: Request[RankJob]) -> Results:
+            body = partial(run_on_elements, job=request.job, function=call)
             with suppress(ChainError):
                 return run_ranks(rdd, body, request.launch, report)
             return run_ranks(moved(rdd), body, request.launch, report)
 
-        results = with_restarts(spark, job, request, attempt)
+        results = with_restarts(spark, request, attempt)
         report.ended()
     return [pickle.loads(payload) for _, payload in results]
 
@@ -211,8 +197,7 @@ def run_script(path: str | Path, arguments: Sequence[str] = (), *, spark: SparkS
     with _report(given, spark) as report:
         request = launchable(request, spark, given.getPreflight())
         report.prepared(None)
-        job = GroupJob(columns=Columns(inputs=()), config=request.config, **of_request(request))
-        with_restarts(spark, job, request, lambda _, now: _ranks(spark, report, body, now))
+        with_restarts(spark, request, partial(_without_rows, spark, report, body))
         report.ended()
 
 
@@ -243,8 +228,8 @@ def _shippable(
     kwargs: Mapping[str, Any] | None,
     *,
     first: str = "context",
-) -> dict[str, Any]:
-    """Names a run by its function; returns the fields of a `FunctionJob` with the function.
+) -> Callable[..., Any]:
+    """Names a run by its function; returns the function with its arguments, to be called with what is `first`.
 
     Raises:
         ConfigError: The function does not take the arguments, or it or one of them cannot be pickled.
@@ -258,19 +243,22 @@ def _shippable(
             hint="args is a list or tuple, and kwargs a dict: args=[0.1], kwargs={'lr': 0.1}",
             param="args",
         )
-    more = {"function": function, "arguments": tuple(args), "keywords": dict(kwargs or {})}
-    _check_arguments(function, first, more)
-    check_ships(more, f"function {name}, or an argument of it,", param="function", hint=_SHIPPING_HINT)
-    return more
+    keywords = dict(kwargs or {})
+    _check_arguments(function, first, args, keywords)
+    call = partial(called, function, tuple(args), keywords)
+    check_ships(call, f"function {name}, or an argument of it,", param="function", hint=_SHIPPING_HINT)
+    return call
 
 
-def _check_arguments(function: Callable[..., Any], first: str, given: Mapping[str, Any]) -> None:
+def _check_arguments(
+    function: Callable[..., Any], first: str, args: Sequence[Any], keywords: Mapping[str, Any]
+) -> None:
     try:
         signature = inspect.signature(function, follow_wrapped=False)
     except ValueError:  # a builtin has none
         return
     try:
-        signature.bind(*first.split(", "), *given["arguments"], **given["keywords"])
+        signature.bind(*first.split(", "), *args, **keywords)
     except TypeError as error:
         name = getattr(function, "__qualname__", function)
         raise ConfigError(
@@ -301,11 +289,7 @@ def _report(params: RunParams, spark: SparkSession) -> FitReport:
     return FitReport(fit, rows_per_step=params.getBatchSize(), show=params.getProgress(), title="run")
 
 
-def _without_rows(spark: SparkSession, report: FitReport, job: FunctionJob, request: JobRequest) -> Results:
-    return _ranks(spark, report, partial(run_function, job=job), request)
-
-
-def _ranks(spark: SparkSession, report: FitReport, body: Body, request: JobRequest) -> Results:
+def _without_rows(spark: SparkSession, report: FitReport, body: Body, request: Request[RankJob]) -> Results:
     """Runs a body in a barrier job whose ranks get no rows."""
     count = request.launch.world_size
     return run_ranks(spark.range(0, count, 1, count), body, request.launch, report)

@@ -14,13 +14,14 @@ from pyspark.sql import DataFrame
 
 from sparktorch.base.config import Task
 from sparktorch.errors import ConfigError
-from sparktorch.ml.fit.holdable import can_hold, rows_of
+from sparktorch.ml.fit.launching import can_hold
 from sparktorch.ml.fit.prepared_data import FreshData, PreparedData
 from sparktorch.ml.fit.translate import Request, translate
 from sparktorch.ml.params.mixins import EstimatorParams
 from sparktorch.spark.compat import inheriting
 from sparktorch.spark.launch.spark_job import new_tag
 from sparktorch.spark.session import cancel_tasks, tag_tasks
+from sparktorch.worker import TrainJob
 
 __all__ = ["fit_multiple"]
 
@@ -62,7 +63,9 @@ class _Models(Iterator[tuple[int, Any]]):
 class _Work:
     """The fits, in a thread of their own."""
 
-    def __init__(self, estimators: list[Any], dataset: DataFrame | PreparedData, requests: list[Request]) -> None:
+    def __init__(
+        self, estimators: list[Any], dataset: DataFrame | PreparedData, requests: list[Request[TrainJob]]
+    ) -> None:
         self.count = len(estimators)
         self._estimators, self._dataset, self._requests = estimators, dataset, requests
         self._futures: list[Future[Any]] = [Future() for _ in estimators]
@@ -156,7 +159,7 @@ class _Work:
         if isinstance(self._dataset, PreparedData):
             return [list(range(self.count))]
         groups: list[list[int]] = []
-        needs = [rows_of(request) for request in self._requests]
+        needs = [request.rows for request in self._requests]
         for index in range(self.count):
             found = [group for group in groups if needs[group[0]] == needs[index]]
             if found:
@@ -187,11 +190,11 @@ def _parts(group: list[int], all_at_once: bool) -> list[list[int]]:
     return [group] if all_at_once else [[index] for index in group]
 
 
-def _check_checkpoints(requests: Sequence[Request]) -> None:
+def _check_checkpoints(requests: Sequence[Request[TrainJob]]) -> None:
     """Refuses fits that would write their checkpoints into the same directory."""
     seen = set()
     for request in requests:
-        directory = None if request.checkpoint is None else request.checkpoint.directory
+        directory = None if request.job.checkpoint is None else request.job.checkpoint.directory
         if directory is not None and directory in seen:
             raise ConfigError(
                 f"several settings of Params have the checkpointDir {directory!r}, and each is a training of its own",

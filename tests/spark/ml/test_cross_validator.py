@@ -30,7 +30,7 @@ from pyspark.sql import functions as F
 
 from sparktorch import TorchClassifier, TorchCrossValidator, TorchRegressor
 from sparktorch.errors import ColumnError, ConfigError
-from sparktorch.ml.tuning.metrics import weight_of
+from sparktorch.ml.tuning.cross_validator import weight_of
 from sparktorch.spark.compat import frame_of_rows
 from tests.spark.modules import MLP
 
@@ -151,7 +151,7 @@ def test_a_confusion_matrix_travels_in_place_of_rows(rows: DataFrame, monkeypatc
         tables.append(table)
         return frame_of_rows(spark, table)
 
-    monkeypatch.setattr("sparktorch.ml.tuning.metrics.frame_of_rows", noted)
+    monkeypatch.setattr("sparktorch.ml.tuning.cross_validator.frame_of_rows", noted)
     evaluator = MulticlassClassificationEvaluator(metricName="accuracy")
     found = search(TorchCrossValidator, classifier(), evaluator).fit(rows)
     assert found.avgMetrics == search(CrossValidator, classifier(), evaluator).fit(rows).avgMetrics

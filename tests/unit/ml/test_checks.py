@@ -13,8 +13,7 @@ from pyspark.sql import types as T
 
 from sparktorch import TorchClassifier, TorchEstimator, TorchRegressor
 from sparktorch.errors import ColumnError, ConfigError, SparkTorchError
-from sparktorch.ml.fit.checks import check_new_columns
-from sparktorch.ml.fit.code_version import check_version
+from sparktorch.ml.fit.checks import check_new_columns, check_version
 
 SCHEMA = T.StructType().add("features", T.ArrayType(T.FloatType())).add("prediction", T.DoubleType())
 
