@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -72,7 +72,6 @@ def run(
         ClusterError: The cluster cannot run the job.
         RankError: A rank raised; names it, with its traceback.
     """
-    check_callable(function)
     given = _params(params)
     request = translate_run(given, function)
     call = _shippable(given, function, args, kwargs)
@@ -136,7 +135,6 @@ def collective_map(
         ClusterError: The cluster cannot run the job, such as with fewer slots than partitions.
         RankError: A rank raised; names it, with its traceback.
     """
-    check_callable(function)
     if not is_rdd(rdd):
         raise ConfigError(
             f"collective_map takes an RDD of classic Spark, and got a {type(rdd).__name__}",
@@ -144,8 +142,6 @@ def collective_map(
             param="rdd",
         )
     ranks = rdd.getNumPartitions()
-    if not ranks:
-        raise ConfigError("the RDD has no partitions", hint="parallelize(rows, n) makes n of them", param="rdd")
     if params.setdefault("numWorkers", ranks) != ranks:
         raise ConfigError(
             f"numWorkers is {params['numWorkers']}, and the RDD has {ranks} partitions, each of which becomes a worker",
@@ -201,26 +197,6 @@ def run_script(path: str | Path, arguments: Sequence[str] = (), *, spark: SparkS
         report.ended()
 
 
-def check_callable(function: Any) -> None:
-    """Checks that a function can be called with a context.
-
-    Raises:
-        ConfigError: It is not callable, or takes no argument.
-    """
-    if not callable(function):
-        raise ConfigError(f"function must be a callable (context, ...), got {function!r}", param="function")
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # a builtin
-        return
-    if not any(one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD, one.VAR_POSITIONAL) for one in parameters):
-        raise ConfigError(
-            f"function {getattr(function, '__qualname__', function)} takes no argument",
-            hint="its first one is the context: def function(context, ...)",
-            param="function",
-        )
-
-
 def _shippable(
     params: RunParams,
     function: Callable[..., Any],
@@ -236,13 +212,6 @@ def _shippable(
     """
     name = str(getattr(function, "__qualname__", type(function).__qualname__))
     params._resetUid(f"run {name}")
-    several = isinstance(args, Iterable) and not isinstance(args, str | bytes | Mapping)
-    if not several or not isinstance({} if kwargs is None else kwargs, Mapping):
-        raise ConfigError(
-            f"args is {args!r} and kwargs {kwargs!r}",
-            hint="args is a list or tuple, and kwargs a dict: args=[0.1], kwargs={'lr': 0.1}",
-            param="args",
-        )
     keywords = dict(kwargs or {})
     _check_arguments(function, first, args, keywords)
     call = partial(called, function, tuple(args), keywords)
@@ -254,16 +223,13 @@ def _check_arguments(
     function: Callable[..., Any], first: str, args: Sequence[Any], keywords: Mapping[str, Any]
 ) -> None:
     try:
-        signature = inspect.signature(function, follow_wrapped=False)
-    except ValueError:  # a builtin has none
+        inspect.signature(function, follow_wrapped=False).bind(*first.split(", "), *args, **keywords)
+    except ValueError:  # a builtin has no signature
         return
-    try:
-        signature.bind(*first.split(", "), *args, **keywords)
     except TypeError as error:
-        name = getattr(function, "__qualname__", function)
         raise ConfigError(
-            f"function {name}{signature} cannot be called: {error}",
-            hint=f"it gets ({first}, *args, **kwargs)",
+            f"function {getattr(function, '__qualname__', function)} cannot be called: {error}",
+            hint=f"it is a callable, and gets ({first}, *args, **kwargs)",
             param="function",
         ) from error
 

@@ -17,11 +17,11 @@ from torch import nn
 from sparktorch.base.config import TrainConfig, above, at_least, one_of, rows_or_auto
 from sparktorch.base.imports import import_path, load_object
 from sparktorch.errors import ColumnError, ConfigError, ModuleError, nearest, refuse
-from sparktorch.ml.fit.values import COLUMNS, FIT, JOB, LIGHTNING, RESTARTS, SCORING, Values
+from sparktorch.ml.fit.values import COLUMNS, FIT, JOB, LIGHTNING, MODULE, RESTARTS, SCORING, Values
 from sparktorch.ml.params.mixins import EstimatorParams
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.train.callbacks import check_callback
-from sparktorch.train.huggingface.models import MODEL_LOSS, has_own_loss
+from sparktorch.train.huggingface.models import MODEL_LOSS
 from sparktorch.train.lightning import check_class
 from sparktorch.train.metrics import has_metric
 from sparktorch.train.recipe.recipe import Recipe
@@ -47,10 +47,7 @@ _VALID = {
 
 def check_params(p: Values) -> None:
     """Checks the Params of an estimator, one by one and in combination."""
-    brings_loss = p["trainingStep"] or p.brings_its_training or has_own_loss(p["module"])
-    for name in ("module", "loss"):
-        if p[name] is None and not (name == "loss" and brings_loss):
-            raise ConfigError(f"{name} is not set", hint=f"pass {name}=... to the constructor", param=name)
+    refuse(MODULE, p)
     check_version(p.source)
     if p.brings_its_training:
         refuse(LIGHTNING, p)
@@ -121,12 +118,11 @@ def check_outputs(columns: ColumnNames, names: Sequence[str]) -> None:
             hint="drop it, or name the model's output columns otherwise",
             column=taken[0],
         )
-    own = "give each a name of its own, or leave one out with ''"
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise ConfigError(f"two output columns are called {twice[0]!r}", hint=own)
-    if alike := columns.alike(names):
+    twice = next(((name, name) for name in names if names.count(name) > 1), columns.alike(names))
+    if twice is not None:
         raise ConfigError(
-            f"two output columns are called {alike[0]!r} and {alike[1]!r}, which to Spark is one name", hint=own
+            f"two output columns are called {twice[0]!r} and {twice[1]!r}, which to Spark is one name",
+            hint="give each a name of its own, or leave one out with ''",
         )
 
 

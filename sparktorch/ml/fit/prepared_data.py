@@ -121,7 +121,7 @@ class PreparedData:
         """
         self.gives_way, self._busy = gives_way, False
         self.dataset, self.title, self.bar_stays = dataset, "fit", True
-        self._task, self._idle_timeout = task, idle_timeout
+        self._idle_timeout = idle_timeout
         request = translate(estimator, task)
         check_holdable(request, dataset.sparkSession)
         self._needs = request.rows
@@ -178,7 +178,7 @@ class PreparedData:
     def _checked(self, estimator: EstimatorParams, task: Task, report: FitReport) -> Ready:
         self._check_open()
         request = translate(estimator, task)
-        self._check_needs(request, task, judged=report.judge is not None)
+        self._check_needs(request, judged=report.judge is not None)
         spark, pool = self.dataset.sparkSession, self._pool
         if pool is not None and pool.is_open:
             request = _with_profile(request, spark)
@@ -265,19 +265,15 @@ class PreparedData:
         if self._closed:
             raise ConfigError("the prepared rows are closed", hint="prepare the DataFrame again")
 
-    def _check_needs(self, request: Request[TrainJob], task: Task, *, judged: bool) -> None:
-        if judged and strategy_type(request.job.config.strategy).own_batches:
+    def _check_needs(self, request: Request[TrainJob], *, judged: bool) -> None:
+        strategy = request.job.config.strategy
+        if judged and strategy_type(strategy).own_batches:
             raise ConfigError(
-                f"strategy {request.job.config.strategy!r} trains a model in each worker, and a trial is judged as a whole",
+                f"strategy {strategy!r} trains a model in each worker, and a trial is judged as a whole",
                 hint="use another strategy in a search",
                 param="strategy",
             )
         other = [name for name, value in request.rows.items() if value != self._needs[name]]
-        if task != self._task:
-            raise ConfigError(
-                f"the rows were prepared for {self._task}, and this is {task}, whose labels have another type",
-                hint="prepare the DataFrame with this estimator, or fit on the DataFrame",
-            )
         if other:
             raise ConfigError(
                 f"the estimator needs other rows than the prepared ones: it differs in {', '.join(other)}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from typing import Any, Generic, Literal, TypeVar
@@ -19,11 +19,9 @@ from sparktorch.errors import ConfigError, refuse
 from sparktorch.ml.fit.checks import check_best_metric, check_job, check_params, check_restarts, check_ships
 from sparktorch.ml.fit.identity import described
 from sparktorch.ml.fit.values import MODEL_FOLDER, Values
+from sparktorch.ml.params.classes import CLASSIFIER, GENERIC, RUN
 from sparktorch.ml.params.declare import ParamSpec
 from sparktorch.ml.params.mixins import EstimatorParams, RunParams
-from sparktorch.ml.params.tables import CLASSIFIER, GENERIC, RUN
-from sparktorch.model.export import Program
-from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.launch.barrier_job import Launch
 from sparktorch.train.checkpoint.store import CheckpointStore
 from sparktorch.train.huggingface.folder import opened
@@ -85,6 +83,7 @@ class Request(Generic[J]):
         """The values, by Param or group of Params, that decide which rows the ranks hold."""
         config, launch = self.job.config, self.launch
         return {_COLUMNS[name]: value for name, value in self.columns.items()} | {
+            "the kind of estimator, whose labels have another type": config.task,
             "split": self.split,
             "strategyParams.folds": self.folds,
             "storage": self.job.storage,
@@ -245,9 +244,8 @@ def _identity(p: Values, table: Mapping[str, ParamSpec]) -> dict[str, str]:
         for name, spec in table.items()
         if spec.compared is True or (spec.compared and p[name] != spec.default)
     } | {"shuffleBlock": _shuffle_block(p)}
-    trained = getattr(p["module"], "trained", None)
-    if isinstance(trained, TrainedModule):  # the model's uid is another in every process
-        values["module"] = trained
+    if p.trained is not None:  # the model's uid is another in every process
+        values["module"] = p.trained
     return described(values)
 
 
@@ -290,19 +288,10 @@ def _loss(p: Values) -> dict[str, Any]:
 
 def _module(p: Values) -> dict[str, Any]:
     """Returns the recipe's arguments for a module; for a fitted model, its code and weights."""
-    module, params = p["module"], p["moduleParams"]
-    trained = getattr(module, "trained", None)
-    if not isinstance(trained, TrainedModule):
+    module, params, trained = p["module"], p["moduleParams"], p.trained
+    if trained is None:
         found = opened(module, params, seed=p["seed"], in_place=p["modelDir"] is not None)
         return {"module": module, "module_params": params} if found is None else found
-    if isinstance(trained.source, Program):
-        raise ConfigError(
-            "the model to go on from was loaded from its exported graph, which is that of evaluation mode",
-            hint="pass the module's class, and load the weights of model.module.state_dict() in it",
-            param="module",
-        )
-    if params:
-        raise ConfigError("moduleParams are given, but module is a fitted model", param="moduleParams")
     fields = {"module": trained.source, "module_params": trained.params}
     return {**fields, "initial": trained.weights, "seed": trained.seed}
 
@@ -310,8 +299,6 @@ def _module(p: Values) -> dict[str, Any]:
 def _class_weights(value: Any) -> tuple[float, ...] | Literal["balanced"] | None:
     if value is None or value == "balanced":
         return "balanced" if value else None
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        raise ConfigError(f"classWeights must be 'balanced' or a list, got {value!r}", param="classWeights")
     try:
         return tuple(float(weight) for weight in value)
     except (TypeError, ValueError) as error:

@@ -13,11 +13,14 @@ from torch import nn
 from sparktorch.base.devices import is_kind
 from sparktorch.base.imports import load_object
 from sparktorch.errors import Refusal
+from sparktorch.model.export import Program
+from sparktorch.model.trained_module import TrainedModule
+from sparktorch.train.huggingface.models import has_own_loss
 from sparktorch.train.lightning import is_lightning
 from sparktorch.train.strategies.base import Strategy
 from sparktorch.train.strategies.registry import resumable, strategy_for, strategy_type
 
-__all__ = ["COLUMNS", "FIT", "JOB", "LIGHTNING", "MODEL_FOLDER", "RESTARTS", "SCORING", "Values"]
+__all__ = ["COLUMNS", "FIT", "JOB", "LIGHTNING", "MODEL_FOLDER", "MODULE", "RESTARTS", "SCORING", "Values"]
 
 _MARK = "mark some with validationIndicatorCol"
 _ONE = "leave one of them out"
@@ -44,6 +47,17 @@ class Values:
     def source(self) -> Any:
         """What makes the module; of a fitted model, what made its module."""
         return getattr(getattr(self["module"], "trained", None), "source", self["module"])
+
+    @property
+    def trained(self) -> TrainedModule | None:
+        """The fitted model to go on from, if `module` is one."""
+        trained = getattr(self["module"], "trained", None)
+        return trained if isinstance(trained, TrainedModule) else None
+
+    @property
+    def brings_loss(self) -> bool:
+        """Whether module or training step compute the loss."""
+        return bool(self["trainingStep"] or self.brings_its_training or has_own_loss(self["module"]))
 
     @property
     def brings_its_training(self) -> bool:
@@ -143,6 +157,27 @@ JOB = (
         lambda p: p["storage"] == "memory" and p.is_set("memoryBudget"),
         "memoryBudget is set, and storage is 'memory', which takes what the rows need",
         "set storage='auto' or 'disk'",
+    ),
+)
+
+MODULE = (
+    Refusal("module", lambda p: p["module"] is None, "module is not set", "pass module=... to the constructor"),
+    Refusal(
+        "loss",
+        lambda p: p["loss"] is None and not p.brings_loss,
+        "loss is not set",
+        "pass loss=... to the constructor",
+    ),
+    Refusal(
+        "module",
+        lambda p: p.trained is not None and isinstance(p.trained.source, Program),
+        "the model to go on from was loaded from its exported graph, which is that of evaluation mode",
+        "pass the module's class, and load the weights of model.module.state_dict() in it",
+    ),
+    Refusal(
+        "moduleParams",
+        lambda p: p.trained is not None and p["moduleParams"],
+        "moduleParams are given, but module is a fitted model",
     ),
 )
 

@@ -30,7 +30,7 @@ def check(estimator: Any, outputs: int = 1) -> None:
         (TorchClassifier(), ColumnError, "already has a column 'prediction'"),
         (TorchRegressor(predictionCol="Features"), ColumnError, "already has a column 'Features'"),
         (TorchEstimator(outputCols=["a", "features"]), ColumnError, "already has a column 'features'"),
-        (TorchEstimator(outputCols=["a", "a"]), ConfigError, "two output columns are called 'a'"),
+        (TorchEstimator(outputCols=["a", "a"]), ConfigError, "two output columns are called 'a' and 'a'"),
         (TorchClassifier(predictionCol="Probability"), ConfigError, "'probability' and 'Probability', which to Spark"),
     ],
 )

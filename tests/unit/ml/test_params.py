@@ -233,8 +233,8 @@ def test_class_weights_that_cannot_work_are_refused(weights: Any, message: str) 
 
 def test_there_are_as_many_class_weights_as_classes() -> None:
     for weights in ([1.0, 2.0, 0.0], "balanced"):
-        translate(TorchClassifier(module=Mlp, classWeights=weights), "classification").config.check_classes(3)
-    config = translate(TorchClassifier(module=Mlp, classWeights=[1.0, 2.0]), "classification").config
+        translate(TorchClassifier(module=Mlp, classWeights=weights), "classification").job.config.check_classes(3)
+    config = translate(TorchClassifier(module=Mlp, classWeights=[1.0, 2.0]), "classification").job.config
     with pytest.raises(ConfigError, match="classWeights holds 2 weights, and the module tells 3 classes apart"):
         config.check_classes(3)
     with pytest.raises(ConfigError, match="the labels are no classes"):
