@@ -209,19 +209,10 @@ class TorchEstimatorBase(Estimator[M], EstimatorParams, MLReadable[Any], MLWrita
         """Returns a writer; `option("allowPickle", "true")` allows Params without an import path."""
         return EstimatorWriter(self)
 
-    def save(self, path: str) -> None:
-        """Saves the estimator; a shortcut for `write().save(path)`."""
-        self.write().save(path)
-
     @classmethod
     def read(cls) -> EstimatorReader[Any]:
         """Returns a reader; `option("allowPickle", "true")` allows pickled Params."""
         return EstimatorReader(cls)
-
-    @classmethod
-    def load(cls, path: str) -> Any:
-        """Loads an estimator; a shortcut for `read().load(path)`."""
-        return cls.read().load(path)
 
 
 def _checked(dataset: Any, caller: str = "fit") -> DataFrame:

@@ -256,19 +256,10 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
         """Returns a writer; `option("allowPickle", "true")` allows a module without an import path."""
         return ModelWriter(self)
 
-    def save(self, path: str) -> None:
-        """Saves the model; a shortcut for `write().save(path)`."""
-        self.write().save(path)
-
     @classmethod
     def read(cls) -> ModelReader[Any]:
         """Returns a reader; `option("allowPickle", "true")` allows a pickled module."""
         return ModelReader(cls)
-
-    @classmethod
-    def load(cls, path: str) -> Any:
-        """Loads a model; a shortcut for `read().load(path)`."""
-        return cls.read().load(path)
 
 
 class TorchModel(TorchModelBase, GenericModelParams):

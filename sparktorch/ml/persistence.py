@@ -116,9 +116,8 @@ class _Reader(MLReader[R]):
 
     def option(self, key: str, value: Any) -> Self:
         """Sets an option. `allowPickle` = `true` runs pickled code; use it only for trusted sources."""
-        if key.lower() != "allowpickle":
-            raise PersistenceError(f"unknown option {key!r}", hint="did you mean 'allowPickle'?")
-        self._option = str(value)
+        if key.lower() == "allowpickle":
+            self._option = str(value)
         return self
 
     @property

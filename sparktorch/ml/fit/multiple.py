@@ -15,7 +15,7 @@ from pyspark.sql import DataFrame
 from sparktorch.base.config import Task
 from sparktorch.errors import ConfigError
 from sparktorch.ml.fit.launching import can_hold
-from sparktorch.ml.fit.prepared_data import FreshData, PreparedData
+from sparktorch.ml.fit.prepared_data import FreshData, PreparedData, Source
 from sparktorch.ml.fit.translate import Request, translate
 from sparktorch.ml.params.mixins import EstimatorParams
 from sparktorch.spark.compat import inheriting
@@ -125,7 +125,7 @@ class _Work:
             if isinstance(self._dataset, PreparedData):
                 self._dataset.title = "fit"
 
-    def _fit_one(self, index: int, source: FreshData | PreparedData) -> None:
+    def _fit_one(self, index: int, source: Source) -> None:
         future = self._futures[index]
         if self._cancelled:
             future.set_exception(CancelledError("the other fits were cancelled"))
@@ -138,7 +138,7 @@ class _Work:
         else:
             future.set_result(model)
 
-    def _wait_for_takers(self, source: FreshData | PreparedData) -> None:
+    def _wait_for_takers(self, source: Source) -> None:
         """Where untaken models fill the memory, frees the slots until all are taken, or another one is asked for."""
         if self._bytes_ahead() < _MOST_BYTES:
             return
@@ -171,7 +171,7 @@ class _Work:
         return [part for group, all_at_once in zip(groups, held, strict=True) for part in _parts(group, all_at_once)]
 
     @contextmanager
-    def _rows(self, group: list[int]) -> Iterator[FreshData | PreparedData]:
+    def _rows(self, group: list[int]) -> Iterator[Source]:
         """Context with the rows of a group of fits, which `cancel` cancels."""
         if isinstance(self._dataset, PreparedData):
             yield self._dataset

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakSet
 
 from pyspark.sql import DataFrame, SparkSession
@@ -46,24 +46,14 @@ _LOG = logging.getLogger(__name__)
 _all: WeakSet[PreparedData] = WeakSet()  # of this process
 
 
-class Source(Protocol):
-    """Where a fit's rows come from; `title` is what its progress bar says, which stays on the screen if `bar_stays`."""
-
-    dataset: DataFrame
-    title: str
-    bar_stays: bool
-
-    def prepared(self, estimator: EstimatorParams, task: Task, report: FitReport) -> Ready:
-        """Runs all checks that need no training job; returns what the training needs."""
-        ...
-
-    def attempt(self, data: DataFrame, request: Request[TrainJob], report: FitReport) -> Results:
-        """Trains once; see `sparktorch.ml.fit.attempts.train_with_restarts`."""
-        ...
-
-
 class FreshData:
-    """A DataFrame that is read for one fit."""
+    """A DataFrame that is read for one fit.
+
+    Attributes:
+        dataset: The DataFrame.
+        title: What the progress bar of the fit says.
+        bar_stays: Whether the bar stays on the screen after the fit.
+    """
 
     def __init__(self, dataset: DataFrame) -> None:
         self.dataset, self.title, self.bar_stays = dataset, "fit", True
@@ -304,6 +294,9 @@ class PreparedData:
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.close()
+
+
+Source = FreshData | PreparedData  # where a fit's rows come from
 
 
 def _in_pool(pool: RankPool, report: FitReport, body: Callable[..., RankResult]) -> Results:
