@@ -179,16 +179,15 @@ def run_script(path: str | Path, arguments: Sequence[str] = (), *, spark: SparkS
         **params: As for `run`.
 
     Raises:
-        ConfigError: A Param is unknown or out of range, or there is no such file.
+        ConfigError: A Param is unknown or out of range.
+        FileNotFoundError: There is no such file on this machine.
         RankError: A rank raised, or ended with an exit status that is not 0.
     """
     file = Path(path)
-    if not file.is_file():
-        raise ConfigError(f"there is no script {str(path)!r}", hint="give the path of a Python file of this machine")
+    source = file.read_text(encoding="utf-8")
     given = _params(params)
     given._resetUid(f"run {file.name}")
     request = translate_run(given, file.name)
-    source = file.read_text(encoding="utf-8")
     body = partial(run_script_in_rank, path=file.resolve(), source=source, arguments=list(arguments))
     with _report(given, spark) as report:
         request = launchable(request, spark, given.getPreflight())

@@ -223,7 +223,7 @@ class _Metrics:
     """Metrics, computed in threads: their Spark jobs may have to wait for the slots of the ranks."""
 
     def __init__(self, evaluator: Evaluator, rows: FoldedRows, *, parallelism: int, weight: str | None) -> None:
-        """Sets the evaluator, who holds the rows, the most metrics at a time, and what `weight_of` says."""
+        """Takes at most `parallelism` metrics at a time; `weight` is what `weight_of` says."""
         self._rows, self._evaluator = rows, evaluator
         if weight is not None:
             self._evaluator = evaluator.copy({evaluator.getParam("weightCol"): weight})

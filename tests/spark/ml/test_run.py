@@ -214,5 +214,5 @@ def test_a_script_that_exits_with_a_status_has_failed_in_that_rank(spark: SparkS
     with pytest.raises(RankError, match=r"script\.py has ended with exit status 3") as caught:
         run_script(script, ["--fail"], spark=spark, numWorkers=2)
     assert caught.value.where["rank"] == 1
-    with pytest.raises(ConfigError, match="there is no script"):
+    with pytest.raises(FileNotFoundError):
         run_script("nowhere.py", [], spark=spark)
