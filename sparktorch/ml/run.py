@@ -77,26 +77,17 @@ def run(
     call = _shippable(given, function, args, kwargs)
     rows = None if data is None else dataframe_of(data, "run")
     session = _session(rows, spark)
-    with _report(given, session) as report:
-        request = launchable(request, session, given.getPreflight())
-        if rows is None:
-            report.prepared(None)
-            body = partial(run_function, job=request.job, function=call)
-            results = with_restarts(session, request, partial(_without_rows, session, report, body))
-        else:
-            with naming_params(given):
-                frame, _ = first_inputs(prepare(rows, "generic", **request.columns))
-            report.prepared(frame.columns)
 
-            def attempt(request: Request[RankJob]) -> Results:
-                def start(parts: DataFrame, job: RankJob) -> Results:
-                    return run_ranks(parts, partial(run_on_partition, job=job, function=call), request.launch, report)
+    def without_rows(report: FitReport, request: Request[RankJob]) -> Results:
+        return _ranks(session, report, partial(run_function, job=request.job, function=call), request)
 
-                return partitioned(frame.data, request, start)
+    def on_rows(report: FitReport, request: Request[RankJob], data: DataFrame) -> Results:
+        def start(parts: DataFrame, job: RankJob) -> Results:
+            return run_ranks(parts, partial(run_on_partition, job=job, function=call), request.launch, report)
 
-            request = request.with_job(columns=frame.columns, placeholder=frame.sample)
-            results = with_restarts(session, request, attempt)
-        report.ended()
+        return partitioned(data, request, start)
+
+    results = _results(given, request, session, without_rows if rows is None else on_rows, rows)
     return [pickle.loads(payload) for _, payload in results]
 
 
@@ -151,20 +142,14 @@ def collective_map(
     given = _params({**params, "split": "keep"})
     request = translate_run(given, function)
     call = _shippable(given, function, args, kwargs, first="elements, context")
-    spark = session_of(rdd)
-    with _report(given, spark) as report:
-        request = launchable(request, spark, given.getPreflight())
-        report.prepared(None)
 
-        def attempt(request: Request[RankJob]) -> Results:
-            body = partial(run_on_elements, job=request.job, function=call)
-            with suppress(ChainError):
-                return run_ranks(rdd, body, request.launch, report)
-            return run_ranks(moved(rdd), body, request.launch, report)
+    def attempt(report: FitReport, request: Request[RankJob]) -> Results:
+        body = partial(run_on_elements, job=request.job, function=call)
+        with suppress(ChainError):
+            return run_ranks(rdd, body, request.launch, report)
+        return run_ranks(moved(rdd), body, request.launch, report)
 
-        results = with_restarts(spark, request, attempt)
-        report.ended()
-    return [pickle.loads(payload) for _, payload in results]
+    return [pickle.loads(payload) for _, payload in _results(given, request, session_of(rdd), attempt)]
 
 
 def run_script(path: str | Path, arguments: Sequence[str] = (), *, spark: SparkSession, **params: Any) -> None:
@@ -189,11 +174,31 @@ def run_script(path: str | Path, arguments: Sequence[str] = (), *, spark: SparkS
     given._resetUid(f"run {file.name}")
     request = translate_run(given, file.name)
     body = partial(run_script_in_rank, path=file.resolve(), source=source, arguments=list(arguments))
+    _results(given, request, spark, lambda report, request: _ranks(spark, report, body, request))
+
+
+def _results(
+    given: RunParams,
+    request: Request[RankJob],
+    spark: SparkSession,
+    attempt: Callable[..., Results],
+    rows: DataFrame | None = None,
+) -> Results:
+    """Runs ranks by `attempt(report, request)`; if they get `rows`, it is also called with these, prepared."""
     with _report(given, spark) as report:
         request = launchable(request, spark, given.getPreflight())
-        report.prepared(None)
-        with_restarts(spark, request, partial(_without_rows, spark, report, body))
+        if rows is None:
+            run_once = partial(attempt, report)
+            report.prepared(None)
+        else:
+            with naming_params(given):
+                frame, _ = first_inputs(prepare(rows, "generic", **request.columns))
+            request = request.with_job(columns=frame.columns, placeholder=frame.sample)
+            run_once = partial(attempt, report, data=frame.data)
+            report.prepared(frame.columns)
+        results = with_restarts(spark, request, run_once)
         report.ended()
+    return results
 
 
 def _shippable(
@@ -254,7 +259,7 @@ def _report(params: RunParams, spark: SparkSession) -> FitReport:
     return FitReport(fit, rows_per_step=params.getBatchSize(), show=params.getProgress(), title="run")
 
 
-def _without_rows(spark: SparkSession, report: FitReport, body: Body, request: Request[RankJob]) -> Results:
+def _ranks(spark: SparkSession, report: FitReport, body: Body, request: Request[RankJob]) -> Results:
     """Runs a body in a barrier job whose ranks get no rows."""
     count = request.launch.world_size
     return run_ranks(spark.range(0, count, 1, count), body, request.launch, report)
