@@ -216,13 +216,7 @@ class TorchEstimatorBase(Estimator[M], EstimatorParams, MLReadable[Any], MLWrita
 
 
 def _checked(dataset: Any, caller: str = "fit") -> DataFrame:
-    """Returns the dataset, if it is a DataFrame, or that of an RDD.
-
-    Raises:
-        ConfigError: It is something else.
-    """
-    if isinstance(dataset, PreparedData):
-        raise ConfigError("these rows are prepared already", hint="pass the DataFrame, or call fit(rows)")
+    """Returns the dataset, if it is a DataFrame, or that of an RDD; refuses all else, and streams."""
     found = dataframe_of(dataset, caller)
     if found.isStreaming:
         raise ConfigError(
