@@ -186,7 +186,7 @@ def _results(
 ) -> Results:
     """Runs ranks by `attempt(report, request)`; if they get `rows`, it is also called with these, prepared."""
     with _report(given, spark) as report:
-        request = launchable(request, spark, given.getPreflight())
+        request = launchable(request, spark)
         if rows is None:
             run_once = partial(attempt, report)
             report.prepared(None)

@@ -60,7 +60,7 @@ class FreshData:
 
     def prepared(self, estimator: EstimatorParams, task: Task, report: FitReport) -> Ready:
         """Runs all checks that need no training job; returns what the job needs."""
-        request = launchable(translate(estimator, task), self.dataset.sparkSession, estimator.getPreflight())
+        request = launchable(translate(estimator, task), self.dataset.sparkSession)
         frame = prepare(self.dataset, task, **request.columns)
         return _tried(estimator, request, frame, partial(one_rank, frame.data.sparkSession, request, report))
 
@@ -176,7 +176,7 @@ class PreparedData:
             request = request.with_launch(tag=pool.tag)
             alone = partial(_in_pool, pool, report)
         else:
-            request = launchable(request, spark, estimator.getPreflight(), self)
+            request = launchable(request, spark, self)
             alone = partial(one_rank, spark, request, report)
         if self._frame is None:
             self._frame = prepare(self.dataset, task, **request.columns, **self._more_columns)
@@ -322,18 +322,16 @@ def _with_profile(request: Request[J], spark: SparkSession) -> Request[J]:
     return request.with_launch(profile=gpu_profile(spark, request.launch.device, request.launch.world_size))
 
 
-def launchable(
-    request: Request[J], spark: SparkSession, preflight: str, without: PreparedData | None = None
-) -> Request[J]:
+def launchable(request: Request[J], spark: SparkSession, without: PreparedData | None = None) -> Request[J]:
     """Returns a request with its resource profile, once the cluster is checked for it, and idle ranks have made room.
 
-    The preflight "full" also checks the executors. Ranks of `without` stay.
+    Ranks of `without` stay.
     """
     request = _with_profile(request, spark)
     launch = request.launch
     make_room(spark, launch.world_size, without=without)
     check_cluster(spark, launch.world_size, launch.profile, longest=launch.patience.start)
-    if preflight == "full":
+    if request.preflight == "full":
         checkpoint = request.job.checkpoint
         refuse(check_executors(spark, launch, checkpoint.directory if checkpoint else None))
     return request

@@ -66,6 +66,7 @@ class Request(Generic[J]):
         folds: Whether the strategy chooses the validation rows, and every rank gets all rows.
         max_restarts: The most restarts after a lost rank.
         min_workers: The fewest ranks for a restart; `None` for all.
+        preflight: "basic" to check settings, slots and GPUs before the job, "full" for the executors, too.
         dry_run: Where module and loss are tried: on the "driver" or in a "worker".
     """
 
@@ -76,6 +77,7 @@ class Request(Generic[J]):
     folds: bool
     max_restarts: int
     min_workers: int | None
+    preflight: str
     dry_run: str = "driver"
 
     @property

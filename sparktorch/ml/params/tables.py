@@ -280,7 +280,7 @@ LAUNCH = (
       field="launch.rendezvous", compared=False),
     P("preflight", "str", "basic",
       "what is checked before the job starts: 'basic' for settings, slots and GPUs, 'full' for the executors as "
-      "well", compared=False),
+      "well", field="request.preflight", compared=False),
     P("dryRun", "str", "driver",
       "where module and loss are tried on the first row before the job starts: on the 'driver', or in a "
       "'worker' for modules that need an accelerator, or more memory than the driver has",
