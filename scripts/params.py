@@ -10,26 +10,26 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from sparktorch.ml.params import mixins, tables
+from sparktorch.ml.params import classes, mixins, tables
 from sparktorch.ml.params.declare import ParamSpec, described, optional
 
 ROOT = Path(__file__).parents[1]
 STUBS, PAGE = ROOT / "sparktorch" / "ml" / "params" / "mixins.pyi", ROOT / "docs" / "params.md"
 
 CLASSES: dict[str, tuple[str, Sequence[ParamSpec]]] = {
-    "EstimatorParams": ("", tables.ESTIMATOR),
-    "ModelParams": ("", tables.MODEL),
-    "GenericParams": ("EstimatorParams", tables.GENERIC),
-    "ClassifierParams": ("EstimatorParams", tables.CLASSIFIER),
-    "RegressorParams": ("EstimatorParams", tables.REGRESSOR),
-    "GenericModelParams": ("ModelParams", tables.GENERIC_MODEL),
-    "ClassificationModelParams": ("ModelParams", tables.CLASSIFICATION_MODEL),
-    "RegressionModelParams": ("ModelParams", tables.REGRESSION_MODEL),
-    "TextClassifierParams": ("ClassifierParams", tables.TEXT_CLASSIFIER),
-    "ImageClassifierParams": ("ClassifierParams", tables.IMAGE_CLASSIFIER),
-    "TextClassificationModelParams": ("ClassificationModelParams", tables.TEXT_MODEL),
-    "ImageClassificationModelParams": ("ClassificationModelParams", tables.IMAGE_MODEL),
-    "RunParams": ("", tables.RUN),
+    "EstimatorParams": ("", classes.ESTIMATOR),
+    "ModelParams": ("", classes.MODEL),
+    "GenericParams": ("EstimatorParams", classes.GENERIC),
+    "ClassifierParams": ("EstimatorParams", classes.CLASSIFIER),
+    "RegressorParams": ("EstimatorParams", classes.REGRESSOR),
+    "GenericModelParams": ("ModelParams", classes.GENERIC_MODEL),
+    "ClassificationModelParams": ("ModelParams", classes.CLASSIFICATION_MODEL),
+    "RegressionModelParams": ("ModelParams", classes.REGRESSION_MODEL),
+    "TextClassifierParams": ("ClassifierParams", classes.TEXT_CLASSIFIER),
+    "ImageClassifierParams": ("ClassifierParams", classes.IMAGE_CLASSIFIER),
+    "TextClassificationModelParams": ("ClassificationModelParams", classes.TEXT_MODEL),
+    "ImageClassificationModelParams": ("ClassificationModelParams", classes.IMAGE_MODEL),
+    "RunParams": ("", classes.RUN),
 }
 
 # Subjects of the page, in its order.
@@ -110,9 +110,9 @@ def page() -> str:
         "Every Param of the estimators. Models have those marked m. A fit that goes on from a checkpoint must have the",
         "same values of those marked r. Without a default, a Param is not set. `scripts/params.py` writes this page.",
     ]
-    loss = {"TorchClassifier": tables.CLASSIFIER, "TorchRegressor": tables.REGRESSOR}
+    loss = {"TorchClassifier": classes.CLASSIFIER, "TorchRegressor": classes.REGRESSOR}
     only = {name: kinds for name, kinds in _only().items() if len(kinds) < 3}
-    models = {spec.name for table in (tables.GENERIC_MODEL, tables.CLASSIFICATION_MODEL) for spec in table}
+    models = {spec.name for table in (classes.GENERIC_MODEL, classes.CLASSIFICATION_MODEL) for spec in table}
     for subject, found in SUBJECTS.items():
         lines += ["", f"## {subject}", "", "| Param | default | marks | meaning |", "|---|---|---|---|"]
         for spec in (spec for table in found for spec in table):
@@ -131,7 +131,11 @@ def _default(table: Sequence[ParamSpec]) -> str:
 
 def _only() -> dict[str, list[str]]:
     """Returns which estimators have a Param."""
-    kinds = {"TorchClassifier": tables.CLASSIFIER, "TorchRegressor": tables.REGRESSOR, "TorchEstimator": tables.GENERIC}
+    kinds = {
+        "TorchClassifier": classes.CLASSIFIER,
+        "TorchRegressor": classes.REGRESSOR,
+        "TorchEstimator": classes.GENERIC,
+    }
     every = {spec.name for table in kinds.values() for spec in table}
     return {name: [kind for kind, table in kinds.items() if name in {s.name for s in table}] for name in every}
 

@@ -14,6 +14,7 @@ MOVED = {
     "sparktorch.artifact": "sparktorch.model.trained_module",
     "sparktorch.config": "sparktorch.base.config",
     "sparktorch.data.pretrained": "sparktorch.train.huggingface.preprocess",
+    "sparktorch.ml.summary": "sparktorch.ml.fit.summary",
     "sparktorch.program": "sparktorch.model.export",
     "sparktorch.train.dryrun": "sparktorch.train.recipe.dry_run",
 }

@@ -17,24 +17,22 @@ from sparktorch.base.state_dict import unpacked_weights
 from sparktorch.base.weights_folder import WeightsFolder
 from sparktorch.errors import ConfigError
 from sparktorch.ml.fit.attempts import train_with_restarts
-from sparktorch.ml.fit.checks import check_new_columns, check_param_names
-from sparktorch.ml.fit.inputs import naming_params
+from sparktorch.ml.fit.checks import check_new_columns, check_param_names, naming_params
+from sparktorch.ml.fit.first_row_trial import plan_of
 from sparktorch.ml.fit.listeners import Fit, FitReport, callers
 from sparktorch.ml.fit.multiple import fit_multiple
-from sparktorch.ml.fit.plan import plan_of
 from sparktorch.ml.fit.prepared_data import FreshData, PreparedData, Source
-from sparktorch.ml.fit.translate import Request
+from sparktorch.ml.fit.summary import TrainingSummary
 from sparktorch.ml.model import TorchModel, TorchModelBase
 from sparktorch.ml.params.declare import own
 from sparktorch.ml.params.mixins import EstimatorParams, GenericParams
 from sparktorch.ml.persistence import EstimatorReader, EstimatorWriter
 from sparktorch.ml.scoring.column_metadata import labels_of
-from sparktorch.ml.summary import TrainingSummary
 from sparktorch.model.trained_module import TrainedModule
-from sparktorch.spark.frame.prepare import Frame
 from sparktorch.spark.rdd import dataframe_of
 from sparktorch.train.plan.memory import Plan
 from sparktorch.train.recipe.dry_run import DryRunResult
+from sparktorch.worker import TrainJob
 
 if TYPE_CHECKING:
     from pyspark.ml._typing import ParamMap
@@ -99,19 +97,20 @@ class TorchEstimatorBase(Estimator[M], EstimatorParams, MLReadable[Any], MLWrita
         with FitReport(fit, **shown, title=source.title, stays=source.bar_stays, judge=judge) as report:
             started = time.perf_counter()
             with naming_params(self):
-                request, frame, trial = source.prepared(self, self._task, report)
+                request, data, trial = source.prepared(self, self._task, report)
             check_new_columns(self, source.dataset, len(trial.outputs))
-            report.prepared(frame.columns)
+            columns = request.job.columns
+            report.prepared(columns)
             prepared = time.perf_counter()
-            results = train_with_restarts(frame, trial, request, report, source.attempt)
+            results = train_with_restarts(spark, request, lambda request: source.attempt(data, request, report))
             seconds = {"prepare": prepared - started, "job": time.perf_counter() - prepared}
             summary = TrainingSummary.of(results, seconds)
-            validation = frame.columns.validation
-            if validation is not None and not any(meta["validation_rows"] for meta, _ in results):
-                _LOG.warning("column %r marks no row for validation: there are no metrics of validation", validation)
+            if columns.validation is not None and not any(meta["validation_rows"] for meta, _ in results):
+                message = "column %r marks no row for validation: there are no metrics of validation"
+                _LOG.warning(message, columns.validation)
             main, weights = next((meta, unpacked_weights(payload)) for meta, payload in results if payload)
             labels = self._labels(source.dataset, trial.classes)
-            model = self._model(request, frame, trial, weights, summary, labels, main.pop("seed"))
+            model = self._model(request.job, trial, weights, summary, labels, main.pop("seed"))
             report.finished(model, summary)
         return model
 
@@ -181,20 +180,19 @@ class TorchEstimatorBase(Estimator[M], EstimatorParams, MLReadable[Any], MLWrita
 
     def _model(
         self,
-        request: Request,
-        frame: Frame,
+        job: TrainJob,
         trial: DryRunResult,
         weights: bytes | WeightsFolder,
         summary: TrainingSummary,
         labels: tuple[str, ...],
         seed: int,
     ) -> M:
-        preprocess = frame.columns.preprocess
+        preprocess = job.columns.preprocess
         trained = TrainedModule(
-            source=request.recipe.module,
-            params=request.recipe.module_params,
+            source=job.recipe.module,
+            params=job.recipe.module_params,
             weights=weights,
-            inputs=frame.columns.inputs,
+            inputs=job.columns.inputs,
             arguments=trial.arguments if preprocess else None,
             preprocess=None if preprocess is None else preprocess.function,
             returned=None if preprocess is None else preprocess.arguments,
@@ -211,29 +209,14 @@ class TorchEstimatorBase(Estimator[M], EstimatorParams, MLReadable[Any], MLWrita
         """Returns a writer; `option("allowPickle", "true")` allows Params without an import path."""
         return EstimatorWriter(self)
 
-    def save(self, path: str) -> None:
-        """Saves the estimator; a shortcut for `write().save(path)`."""
-        self.write().save(path)
-
     @classmethod
     def read(cls) -> EstimatorReader[Any]:
         """Returns a reader; `option("allowPickle", "true")` allows pickled Params."""
         return EstimatorReader(cls)
 
-    @classmethod
-    def load(cls, path: str) -> Any:
-        """Loads an estimator; a shortcut for `read().load(path)`."""
-        return cls.read().load(path)
-
 
 def _checked(dataset: Any, caller: str = "fit") -> DataFrame:
-    """Returns the dataset, if it is a DataFrame, or that of an RDD.
-
-    Raises:
-        ConfigError: It is something else.
-    """
-    if isinstance(dataset, PreparedData):
-        raise ConfigError("these rows are prepared already", hint="pass the DataFrame, or call fit(rows)")
+    """Returns the dataset, if it is a DataFrame, or that of an RDD; refuses all else, and streams."""
     found = dataframe_of(dataset, caller)
     if found.isStreaming:
         raise ConfigError(

@@ -17,15 +17,15 @@ from sparktorch.base.config import Invalid, Precision
 from sparktorch.base.weights_folder import WeightsFolder
 from sparktorch.data.columns import places_of
 from sparktorch.errors import ConfigError, PersistenceError, nearest
-from sparktorch.ml.fit.checks import check_outputs, check_scoring
-from sparktorch.ml.fit.inputs import input_names, naming_params
+from sparktorch.ml.fit.checks import check_outputs, check_scoring, naming_params
 from sparktorch.ml.fit.prepared_data import make_room
+from sparktorch.ml.fit.summary import TrainingSummary
+from sparktorch.ml.fit.translate import input_names
 from sparktorch.ml.fit.values import Values
 from sparktorch.ml.params.mixins import GenericModelParams, ModelParams
 from sparktorch.ml.persistence import ModelReader, ModelWriter
 from sparktorch.ml.scoring.column_metadata import numeric
 from sparktorch.ml.scoring.single_row import score_row
-from sparktorch.ml.summary import TrainingSummary
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.frame.encoding import input_columns
@@ -256,19 +256,10 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
         """Returns a writer; `option("allowPickle", "true")` allows a module without an import path."""
         return ModelWriter(self)
 
-    def save(self, path: str) -> None:
-        """Saves the model; a shortcut for `write().save(path)`."""
-        self.write().save(path)
-
     @classmethod
     def read(cls) -> ModelReader[Any]:
         """Returns a reader; `option("allowPickle", "true")` allows a pickled module."""
         return ModelReader(cls)
-
-    @classmethod
-    def load(cls, path: str) -> Any:
-        """Loads a model; a shortcut for `read().load(path)`."""
-        return cls.read().load(path)
 
 
 class TorchModel(TorchModelBase, GenericModelParams):

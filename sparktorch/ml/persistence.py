@@ -30,8 +30,8 @@ from pyspark.sql import functions as F
 from sparktorch.base.imports import MOVED, import_path, load_object
 from sparktorch.base.weights_folder import WeightsFolder
 from sparktorch.errors import PersistenceError
+from sparktorch.ml.fit.summary import TrainingSummary
 from sparktorch.ml.params.mixins import ModelParams
-from sparktorch.ml.summary import TrainingSummary
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.compat import frame_of, ml_session
 from sparktorch.spark.session import is_connect, switched_on
@@ -68,8 +68,8 @@ class _Writer(MLWriter):
         """Saves to a path that Spark can write; fails if it exists, unless `overwrite()` was called, which deletes it.
 
         Raises:
-            PersistenceError: The path exists, or holds the model's weights. On Connect, whose client reaches no file
-                system, Spark's own exception says so, for `data` and `metadata` under the path.
+            PersistenceError: The path holds the model's weights. If it exists, Spark's own exception says so; on
+                Connect, whose client reaches no file system, for `data` and `metadata` under the path.
         """
         spark = self.sparkSession
         weights = getattr(getattr(self._instance, "trained", None), "weights", None)
@@ -77,14 +77,7 @@ class _Writer(MLWriter):
             raise PersistenceError(f"{path} holds the model's own weights, in {weights.path}", hint="save it elsewhere")
         if not is_connect(spark):
             files = JavaWrapper(JavaWrapper._new_java_obj("org.apache.spark.ml.util.FileSystemOverwrite"))
-            try:
-                files._call_java("handleOverwrite", path, self.shouldOverwrite, spark._jsparkSession)
-            except Exception as error:
-                if "already exists" not in str(error):
-                    raise
-                raise PersistenceError(
-                    f"{path} already exists", hint=".write().overwrite().save(path) deletes what is there"
-                ) from error
+            files._call_java("handleOverwrite", path, self.shouldOverwrite, spark._jsparkSession)
         self.saveImpl(path)
 
     def _write_metadata(self, path: str, values: dict[str, Any], extra: dict[str, Any]) -> None:
@@ -123,9 +116,8 @@ class _Reader(MLReader[R]):
 
     def option(self, key: str, value: Any) -> Self:
         """Sets an option. `allowPickle` = `true` runs pickled code; use it only for trusted sources."""
-        if key.lower() != "allowpickle":
-            raise PersistenceError(f"unknown option {key!r}", hint="did you mean 'allowPickle'?")
-        self._option = str(value)
+        if key.lower() == "allowpickle":
+            self._option = str(value)
         return self
 
     @property

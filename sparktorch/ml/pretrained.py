@@ -9,9 +9,10 @@ from typing import Any
 
 from sparktorch.base.config import at_least
 from sparktorch.base.imports import transformers
-from sparktorch.errors import ConfigError, ModuleError
+from sparktorch.errors import ConfigError, ModuleError, Refusal, refuse
 from sparktorch.ml.classification import TorchClassificationModel, TorchClassifier
 from sparktorch.ml.fit.prepared_data import Source
+from sparktorch.ml.fit.values import Values
 from sparktorch.ml.params.mixins import (
     ImageClassificationModelParams,
     ImageClassifierParams,
@@ -25,7 +26,22 @@ from sparktorch.train.huggingface.preprocess import FromFolder, Pixels, Tokens
 
 __all__ = ["ImageClassificationModel", "ImageClassifier", "TextClassificationModel", "TextClassifier"]
 
-_REPLACED = ("module", "moduleParams", "preprocess", "inputCols")
+_REFUSED = (
+    *(
+        Refusal(
+            name,
+            lambda p, name=name: (
+                p.is_set(name) and (name == "inputCols" or not isinstance(p["preprocess"], FromFolder))
+            ),  # type: ignore[misc]
+            f"{name} is set, which the estimator finds in modelFolder",
+            "leave it out, or use TorchClassifier",
+        )
+        for name in ("module", "moduleParams", "preprocess", "inputCols")
+    ),
+    Refusal(
+        "modelFolder", lambda p: p["modelFolder"] is None, "modelFolder is not set", "pass the path of a local folder"
+    ),
+)
 
 
 class _OneColumn:
@@ -64,13 +80,7 @@ class _FromFolderClassifier(_OneColumn, TorchClassifier):
             ConfigError: `modelFolder` is not set, or a Param is set that it replaces.
             ModuleError: There is no such folder, or no model in it.
         """
-        again = self.isSet("preprocess") and isinstance(self.getPreprocess(), FromFolder)
-        given = [name for name in _REPLACED if self.isSet(name) and (name == "inputCols" or not again)]
-        if given:
-            what = f"{given[0]} is set, which {type(self).__name__} finds in modelFolder"
-            raise ConfigError(what, hint="leave it out, or use TorchClassifier", param=given[0])
-        if not self.isDefined("modelFolder"):
-            raise ConfigError("modelFolder is not set", hint="pass the path of a local folder", param="modelFolder")
+        refuse(_REFUSED, Values(self))
         folder = os.path.abspath(str(self.getOrDefault("modelFolder")))
         classes = self.getOrDefault("numLabels") if self.isDefined("numLabels") else None
         if classes is not None:

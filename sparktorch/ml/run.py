@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -13,15 +13,15 @@ from typing import Any
 from pyspark import RDD
 from pyspark.sql import DataFrame, SparkSession
 
-from sparktorch.data.columns import Columns
 from sparktorch.distributed.root_cause import ChainError
 from sparktorch.errors import ConfigError
-from sparktorch.ml.fit.attempts import of_request, partitioned, with_restarts
+from sparktorch.ml.fit.attempts import with_restarts
+from sparktorch.ml.fit.checks import check_ships, naming_params
 from sparktorch.ml.fit.first_row_trial import first_inputs
-from sparktorch.ml.fit.inputs import check_ships, naming_params
+from sparktorch.ml.fit.launching import partitioned
 from sparktorch.ml.fit.listeners import Fit, FitReport
 from sparktorch.ml.fit.prepared_data import launchable
-from sparktorch.ml.fit.translate import JobRequest, translate_run
+from sparktorch.ml.fit.translate import Request, translate_run
 from sparktorch.ml.params.mixins import RunParams
 from sparktorch.spark.frame.prepare import prepare
 from sparktorch.spark.launch.barrier_job import run_ranks
@@ -29,14 +29,7 @@ from sparktorch.spark.launch.rank_pool import Results
 from sparktorch.spark.launch.rank_task import Body
 from sparktorch.spark.rdd import dataframe_of, is_rdd, moved
 from sparktorch.spark.session import session_of
-from sparktorch.worker import (
-    FunctionJob,
-    GroupJob,
-    run_function,
-    run_on_elements,
-    run_on_partition,
-    run_script_in_rank,
-)
+from sparktorch.worker import RankJob, called, run_function, run_on_elements, run_on_partition, run_script_in_rank
 
 __all__ = ["collective_map", "run", "run_script"]
 
@@ -79,38 +72,22 @@ def run(
         ClusterError: The cluster cannot run the job.
         RankError: A rank raised; names it, with its traceback.
     """
-    check_callable(function)
     given = _params(params)
     request = translate_run(given, function)
-    more = _shippable(given, function, args, kwargs)
+    call = _shippable(given, function, args, kwargs)
     rows = None if data is None else dataframe_of(data, "run")
     session = _session(rows, spark)
-    with _report(given, session) as report:
-        request = launchable(request, session, given.getPreflight())
-        if rows is None:
-            report.prepared(None)
-            job = FunctionJob(columns=Columns(inputs=()), config=request.config, **more, **of_request(request))
-            results = with_restarts(session, job, request, partial(_without_rows, session, report))
-        else:
-            with naming_params(given):
-                frame, _ = first_inputs(prepare(rows, "generic", **request.columns))
-            report.prepared(frame.columns)
-            job = FunctionJob(
-                columns=frame.columns,
-                config=request.config,
-                placeholder=frame.sample,
-                **more,
-                **of_request(request),
-            )
 
-            def attempt(job: FunctionJob, request: JobRequest) -> Results:
-                def start(partitions: DataFrame, job: FunctionJob) -> Results:
-                    return run_ranks(partitions, partial(run_on_partition, job=job), request.launch, report)
+    def without_rows(report: FitReport, request: Request[RankJob]) -> Results:
+        return _ranks(session, report, partial(run_function, job=request.job, function=call), request)
 
-                return partitioned(frame, job, request, start)
+    def on_rows(report: FitReport, request: Request[RankJob], data: DataFrame) -> Results:
+        def start(parts: DataFrame, job: RankJob) -> Results:
+            return run_ranks(parts, partial(run_on_partition, job=job, function=call), request.launch, report)
 
-            results = with_restarts(session, job, request, attempt)
-        report.ended()
+        return partitioned(data, request, start)
+
+    results = _results(given, request, session, without_rows if rows is None else on_rows, rows)
     return [pickle.loads(payload) for _, payload in results]
 
 
@@ -149,7 +126,6 @@ def collective_map(
         ClusterError: The cluster cannot run the job, such as with fewer slots than partitions.
         RankError: A rank raised; names it, with its traceback.
     """
-    check_callable(function)
     if not is_rdd(rdd):
         raise ConfigError(
             f"collective_map takes an RDD of classic Spark, and got a {type(rdd).__name__}",
@@ -157,8 +133,6 @@ def collective_map(
             param="rdd",
         )
     ranks = rdd.getNumPartitions()
-    if not ranks:
-        raise ConfigError("the RDD has no partitions", hint="parallelize(rows, n) makes n of them", param="rdd")
     if params.setdefault("numWorkers", ranks) != ranks:
         raise ConfigError(
             f"numWorkers is {params['numWorkers']}, and the RDD has {ranks} partitions, each of which becomes a worker",
@@ -167,22 +141,15 @@ def collective_map(
         )
     given = _params({**params, "split": "keep"})
     request = translate_run(given, function)
-    more = _shippable(given, function, args, kwargs, first="elements, context")
-    spark = session_of(rdd)
-    with _report(given, spark) as report:
-        request = launchable(request, spark, given.getPreflight())
-        report.prepared(None)
-        job = FunctionJob(columns=Columns(inputs=()), config=request.config, **more, **of_request(request))
+    call = _shippable(given, function, args, kwargs, first="elements, context")
 
-        def attempt(job: FunctionJob, request: JobRequest) -> Results:
-            body = partial(run_on_elements, job=job)
-            with suppress(ChainError):
-                return run_ranks(rdd, body, request.launch, report)
-            return run_ranks(moved(rdd), body, request.launch, report)
+    def attempt(report: FitReport, request: Request[RankJob]) -> Results:
+        body = partial(run_on_elements, job=request.job, function=call)
+        with suppress(ChainError):
+            return run_ranks(rdd, body, request.launch, report)
+        return run_ranks(moved(rdd), body, request.launch, report)
 
-        results = with_restarts(spark, job, request, attempt)
-        report.ended()
-    return [pickle.loads(payload) for _, payload in results]
+    return [pickle.loads(payload) for _, payload in _results(given, request, session_of(rdd), attempt)]
 
 
 def run_script(path: str | Path, arguments: Sequence[str] = (), *, spark: SparkSession, **params: Any) -> None:
@@ -197,43 +164,41 @@ def run_script(path: str | Path, arguments: Sequence[str] = (), *, spark: SparkS
         **params: As for `run`.
 
     Raises:
-        ConfigError: A Param is unknown or out of range, or there is no such file.
+        ConfigError: A Param is unknown or out of range.
+        FileNotFoundError: There is no such file on this machine.
         RankError: A rank raised, or ended with an exit status that is not 0.
     """
     file = Path(path)
-    if not file.is_file():
-        raise ConfigError(f"there is no script {str(path)!r}", hint="give the path of a Python file of this machine")
+    source = file.read_text(encoding="utf-8")
     given = _params(params)
     given._resetUid(f"run {file.name}")
     request = translate_run(given, file.name)
-    source = file.read_text(encoding="utf-8")
     body = partial(run_script_in_rank, path=file.resolve(), source=source, arguments=list(arguments))
+    _results(given, request, spark, lambda report, request: _ranks(spark, report, body, request))
+
+
+def _results(
+    given: RunParams,
+    request: Request[RankJob],
+    spark: SparkSession,
+    attempt: Callable[..., Results],
+    rows: DataFrame | None = None,
+) -> Results:
+    """Runs ranks by `attempt(report, request)`; if they get `rows`, it is also called with these, prepared."""
     with _report(given, spark) as report:
-        request = launchable(request, spark, given.getPreflight())
-        report.prepared(None)
-        job = GroupJob(columns=Columns(inputs=()), config=request.config, **of_request(request))
-        with_restarts(spark, job, request, lambda _, now: _ranks(spark, report, body, now))
+        request = launchable(request, spark)
+        if rows is None:
+            run_once = partial(attempt, report)
+            report.prepared(None)
+        else:
+            with naming_params(given):
+                frame, _ = first_inputs(prepare(rows, "generic", **request.columns))
+            request = request.with_job(columns=frame.columns, placeholder=frame.sample)
+            run_once = partial(attempt, report, data=frame.data)
+            report.prepared(frame.columns)
+        results = with_restarts(spark, request, run_once)
         report.ended()
-
-
-def check_callable(function: Any) -> None:
-    """Checks that a function can be called with a context.
-
-    Raises:
-        ConfigError: It is not callable, or takes no argument.
-    """
-    if not callable(function):
-        raise ConfigError(f"function must be a callable (context, ...), got {function!r}", param="function")
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # a builtin
-        return
-    if not any(one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD, one.VAR_POSITIONAL) for one in parameters):
-        raise ConfigError(
-            f"function {getattr(function, '__qualname__', function)} takes no argument",
-            hint="its first one is the context: def function(context, ...)",
-            param="function",
-        )
+    return results
 
 
 def _shippable(
@@ -243,39 +208,32 @@ def _shippable(
     kwargs: Mapping[str, Any] | None,
     *,
     first: str = "context",
-) -> dict[str, Any]:
-    """Names a run by its function; returns the fields of a `FunctionJob` with the function.
+) -> Callable[..., Any]:
+    """Names a run by its function; returns the function with its arguments, to be called with what is `first`.
 
     Raises:
         ConfigError: The function does not take the arguments, or it or one of them cannot be pickled.
     """
     name = str(getattr(function, "__qualname__", type(function).__qualname__))
     params._resetUid(f"run {name}")
-    several = isinstance(args, Iterable) and not isinstance(args, str | bytes | Mapping)
-    if not several or not isinstance({} if kwargs is None else kwargs, Mapping):
-        raise ConfigError(
-            f"args is {args!r} and kwargs {kwargs!r}",
-            hint="args is a list or tuple, and kwargs a dict: args=[0.1], kwargs={'lr': 0.1}",
-            param="args",
-        )
-    more = {"function": function, "arguments": tuple(args), "keywords": dict(kwargs or {})}
-    _check_arguments(function, first, more)
-    check_ships(more, f"function {name}, or an argument of it,", param="function", hint=_SHIPPING_HINT)
-    return more
+    keywords = dict(kwargs or {})
+    _check_arguments(function, first, args, keywords)
+    call = partial(called, function, tuple(args), keywords)
+    check_ships(call, f"function {name}, or an argument of it,", param="function", hint=_SHIPPING_HINT)
+    return call
 
 
-def _check_arguments(function: Callable[..., Any], first: str, given: Mapping[str, Any]) -> None:
+def _check_arguments(
+    function: Callable[..., Any], first: str, args: Sequence[Any], keywords: Mapping[str, Any]
+) -> None:
     try:
-        signature = inspect.signature(function, follow_wrapped=False)
-    except ValueError:  # a builtin has none
+        inspect.signature(function, follow_wrapped=False).bind(*first.split(", "), *args, **keywords)
+    except ValueError:  # a builtin has no signature
         return
-    try:
-        signature.bind(*first.split(", "), *given["arguments"], **given["keywords"])
     except TypeError as error:
-        name = getattr(function, "__qualname__", function)
         raise ConfigError(
-            f"function {name}{signature} cannot be called: {error}",
-            hint=f"it gets ({first}, *args, **kwargs)",
+            f"function {getattr(function, '__qualname__', function)} cannot be called: {error}",
+            hint=f"it is a callable, and gets ({first}, *args, **kwargs)",
             param="function",
         ) from error
 
@@ -301,11 +259,7 @@ def _report(params: RunParams, spark: SparkSession) -> FitReport:
     return FitReport(fit, rows_per_step=params.getBatchSize(), show=params.getProgress(), title="run")
 
 
-def _without_rows(spark: SparkSession, report: FitReport, job: FunctionJob, request: JobRequest) -> Results:
-    return _ranks(spark, report, partial(run_function, job=job), request)
-
-
-def _ranks(spark: SparkSession, report: FitReport, body: Body, request: JobRequest) -> Results:
+def _ranks(spark: SparkSession, report: FitReport, body: Body, request: Request[RankJob]) -> Results:
     """Runs a body in a barrier job whose ranks get no rows."""
     count = request.launch.world_size
     return run_ranks(spark.range(0, count, 1, count), body, request.launch, report)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pyspark.ml import Model
 
     from sparktorch.ml.fit.listeners import Fit
-    from sparktorch.ml.summary import TrainingSummary
+    from sparktorch.ml.fit.summary import TrainingSummary
 
 __all__ = ["MLflowListener", "caller", "listener_for"]
 

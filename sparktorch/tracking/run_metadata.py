@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from sparktorch.data.columns import Columns
     from sparktorch.ml.fit.listeners import Fit
-    from sparktorch.ml.summary import TrainingSummary
+    from sparktorch.ml.fit.summary import TrainingSummary
 
 __all__ = ["data_set", "environment", "params"]
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,47 +24,56 @@ from sparktorch.errors import RankError
 from sparktorch.train.numerics.determinism import reproducible
 from sparktorch.train.numerics.torch_errors import explained
 from sparktorch.worker.held_rows import find_checkpoint
-from sparktorch.worker.job import FunctionJob, RankResult
+from sparktorch.worker.job import RankJob, RankResult
 from sparktorch.worker.rank import held, leaving_none_of
 from sparktorch.worker.run_context import RunContext
 from sparktorch.worker.torchrun import run_script, torchrun_environment
 
-__all__ = ["run_function", "run_on_elements", "run_on_partition", "run_script_in_rank"]
+__all__ = ["called", "run_function", "run_on_elements", "run_on_partition", "run_script_in_rank"]
+
+
+def called(function: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any], *first: Any) -> Any:
+    """Calls a user's function with `first`, then with the user's arguments."""
+    return function(*first, *arguments, **keywords)
 
 
 def run_on_partition(
-    batches: Iterable[pa.RecordBatch], *, world: World, job: FunctionJob, client: Client
+    batches: Iterable[pa.RecordBatch], *, world: World, job: RankJob, client: Client, function: Callable[..., Any]
 ) -> RankResult:
-    """Runs a user's function on the rows of one partition, as one rank.
+    """Runs a user's function, called with its `RunContext`, on the rows of one partition, as one rank.
 
     The batches have the encoded names of `job.columns`. A `RankError` says that the result cannot be pickled.
     """
-    with leaving_none_of(world.device), held(batches, world, job.rows, client) as rows:
+    with leaving_none_of(world.device), held(batches, world, job, client) as rows:
         if rows.imbalanced:
-            return RankResult({"imbalanced": True, "rows": rows.rows})
-        with rows.together(job, client) as group:
-            context = RunContext(rows.world, client, group.config, group=group, checkpointer=group.checkpointer)
-            return _called(job, context, client)
+            return RankResult({"imbalanced": True, "rows": rows.shard.rows})
+        with rows.together(job, client, lone=True):  # loops by hand use the process group of a single rank, too
+            context = RunContext(rows.world, client, rows.config, rows=rows, checkpointer=rows.checkpointer)
+            return _result(function, (context,), job, context, client)
 
 
-def run_function(batches: Iterable[pa.RecordBatch], *, world: World, job: FunctionJob, client: Client) -> RankResult:
+def run_function(
+    batches: Iterable[pa.RecordBatch], *, world: World, job: RankJob, client: Client, function: Callable[..., Any]
+) -> RankResult:
     """Runs a user's function in one rank, without rows; takes and raises what `run_on_partition` does."""
     with leaving_none_of(world.device), _ready(batches, world):
         checkpointer = find_checkpoint(job, {}, world, client)
         with checkpointer or nullcontext(), _group(world, job, client):
-            context = RunContext(world, client, job.config, group=None, checkpointer=checkpointer)
-            return _called(job, context, client)
+            context = RunContext(world, client, job.config, rows=None, checkpointer=checkpointer)
+            return _result(function, (context,), job, context, client)
 
 
-def run_on_elements(elements: Iterable[Any], *, world: World, job: FunctionJob, client: Client) -> RankResult:
+def run_on_elements(
+    elements: Iterable[Any], *, world: World, job: RankJob, client: Client, function: Callable[..., Any]
+) -> RankResult:
     """Runs a user's function on the elements of a partition of an RDD, as one rank.
 
     It is called with an iterator over the elements and its context.
     """
     own = client.moving(elements)
     with leaving_none_of(world.device), _ready((), world), _group(world, job, client):
-        context = RunContext(world, client, job.config, group=None, checkpointer=None)
-        return _called(replace(job, arguments=(context, *job.arguments)), context, client, own)
+        context = RunContext(world, client, job.config, rows=None, checkpointer=None)
+        return _result(function, (own, context), job, context, client)
 
 
 def run_script_in_rank(
@@ -88,8 +96,10 @@ def run_script_in_rank(
     return RankResult()
 
 
-def _called(job: FunctionJob, context: RunContext, client: Client, first: Any = None) -> RankResult:
-    """Calls the function, with `first`, or else the context, as its first argument; returns its pickled result."""
+def _result(
+    function: Callable[..., Any], arguments: tuple[Any, ...], job: RankJob, context: RunContext, client: Client
+) -> RankResult:
+    """Calls the function; returns its pickled result."""
     with (
         torchrun_environment(context.world, client),
         reproducible(job.config, context.device),
@@ -98,7 +108,7 @@ def _called(job: FunctionJob, context: RunContext, client: Client, first: Any = 
         client.enter("running")
         client.count_work()
         try:
-            found = job.function(context if first is None else first, *job.arguments, **job.keywords)
+            found = function(*arguments)
         except (SystemExit, KeyboardInterrupt) as error:
             raise RankError(
                 f"the function raised {type(error).__name__}: {error}",
@@ -117,7 +127,7 @@ def _called(job: FunctionJob, context: RunContext, client: Client, first: Any = 
     return RankResult({"rows": 0}, payload)
 
 
-def _group(world: World, job: FunctionJob, client: Client) -> AbstractContextManager[None]:
+def _group(world: World, job: RankJob, client: Client) -> AbstractContextManager[None]:
     """Context with the process group, of a single rank, too: loops by hand use it."""
     limit = timedelta(seconds=job.collective_seconds)
     return process_group(world, client.store, timeout=limit, lone=True, report=client.fail)

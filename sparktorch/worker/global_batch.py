@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,7 +14,7 @@ __all__ = ["GlobalBatch", "global_batch"]
 
 
 @dataclass(frozen=True)
-class GlobalBatch:
+class GlobalBatch(Batch):
     """A rank's part of a global batch; unpacks into its inputs, followed by the label if there is one.
 
     Attributes:
@@ -26,13 +26,9 @@ class GlobalBatch:
         step: Number of the step in its epoch, from 0.
     """
 
-    inputs: tuple[torch.Tensor, ...]
-    label: torch.Tensor | None
-    weight: torch.Tensor | None
-    rows: int
-    step: int
-    _scale: float
-    _note: Callable[[torch.Tensor], None]
+    step: int = 0
+    _scale: float = 1.0
+    _note: Callable[[torch.Tensor], None] = lambda loss: None
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         yield from self.inputs
@@ -63,5 +59,5 @@ class GlobalBatch:
 
 def global_batch(batch: Batch, step: int, scale: float, note: Callable[[torch.Tensor], None]) -> GlobalBatch:
     """Returns a batch, with placeholder rows complete, whose losses are scaled and noted."""
-    whole = batch.complete()
-    return GlobalBatch(whole.inputs, whole.label, whole.weight, batch.rows, step, scale, note)
+    whole = replace(batch.complete(), rows=batch.rows)
+    return GlobalBatch(**vars(whole), step=step, _scale=scale, _note=note)

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -31,12 +31,12 @@ from sparktorch.distributed.process_group import process_group
 from sparktorch.train.checkpoint.checkpointer import Checkpointer, unfinished
 from sparktorch.train.checkpoint.store import CheckpointStore
 from sparktorch.train.loop import Outcome, train
-from sparktorch.train.strategies.registry import strategy_for
+from sparktorch.train.strategies.registry import strategy_for, strategy_type
 from sparktorch.train.validation import improvements
-from sparktorch.worker.job import GroupJob, RankResult, RowsJob, TrainJob
+from sparktorch.worker.job import RankJob, RankResult, TrainJob
 from sparktorch.worker.placement import place
 
-__all__ = ["HeldRows", "RowsGroup", "find_checkpoint"]
+__all__ = ["HeldRows", "find_checkpoint"]
 
 _SPLIT, _PLACE, _KEYS = "rows", "split by their position", "split by their keys"  # what checkpoints say of them
 
@@ -44,27 +44,44 @@ _SPLIT, _PLACE, _KEYS = "rows", "split by their position", "split by their keys"
 class HeldRows:
     """The rows of one rank, read and checked, and known to the other ranks.
 
-    `imbalanced` says that they are to be split by position: the ranks have too different numbers of rows, or those of
-    the training that goes on were split so.
+    Attributes:
+        world: This rank's place.
+        shard: Its rows.
+        imbalanced: Whether they are to be split by position: the ranks have too different numbers of rows, or those of
+            the training that goes on were split so.
+        team: Set by `together`: the rank's place among those that train one model; an independent rank is alone.
+        config: Set by `together`: how this rank trains.
+        plan: Set by `together`: which row is trained when.
+        validation_rows: Set by `together`: the most validation rows of any rank of the team.
+        fingerprint: Set by `together`: identifies the training rows of all ranks.
+        checkpointer: Set by `together`: what saves the training, `None` without checkpoints.
+        seconds: Set by `together`: seconds by phase, complete once it has ended.
     """
 
-    def __init__(self, batches: Iterable[pa.RecordBatch], world: World, job: RowsJob, client: Client) -> None:
+    team: World
+    config: TrainConfig
+    plan: SamplingPlan
+    validation_rows: int
+    fingerprint: str
+    checkpointer: Checkpointer | None
+    seconds: dict[str, float]
+
+    def __init__(self, batches: Iterable[pa.RecordBatch], world: World, job: RankJob, client: Client) -> None:
         """Reads the rows, whose columns `job.columns` names, and waits until the other ranks have read theirs."""
         clock = _Clock()
         # The first optimizer of a process imports torch._dynamo, which takes most of a second: do it while rows arrive.
         threading.Thread(target=_import_dynamo, daemon=True).start()
         client.enter("loading")
-        self._shard = shard = _read(batches, world, job, client)
+        self.shard = shard = _read(batches, world, job, client)
         try:
             clock.lap("load")
             client.enter("waiting for the other ranks")
             kept = _by_place(job.checkpoint, client) if world.is_main else None
             self._peers = _meet(shard, world, client, kept)
             clock.lap("wait")
-            self._seconds = clock.laps
+            self._of_reading = clock.laps
             self.world = world = _on_one_kind(world, self._peers, client)
             counts = [peer["rows"] for peer in self._peers]
-            self.rows = shard.rows
             self._max_imbalance = job.max_imbalance
             self._by_place, kept = job.by_place, self._peers[0]["by_place"]
             uneven = job.max_imbalance is not None and _imbalanced(counts, job.max_imbalance)
@@ -80,76 +97,68 @@ class HeldRows:
 
     def fit(self, job: TrainJob, client: Client, *, without: int | None = None) -> RankResult:
         """Trains on the rows; takes and raises what `together` does."""
-        with self.together(job, client, without=without) as group:
-            shard, team, plan = self._shard, group.world, group.plan
+        with self.together(job, client, without=without):
+            config, plan = self.config, self.plan
             outcome = train(
-                shard,
+                self.shard,
                 job.recipe,
-                group.config,
-                team,
+                config,
+                self.team,
                 client,
                 steps=plan.steps,
-                validation_rows=group.validation_rows,
+                validation_rows=self.validation_rows,
                 classes=job.columns.classes,
-                checkpointer=group.checkpointer,
+                checkpointer=self.checkpointer,
             )
-        meta = _facts(shard, self.world, outcome, group.seconds)
+        meta = _facts(self.shard, self.world, outcome, self.seconds)
         best = 0
-        if group.alone:
+        if strategy_type(config.strategy).own_batches:
             meta["epochs"] = outcome.history
-            judged = [group.config.judged(found) for found, _ in improvements(outcome.history, group.config)]
-            validated = any(group.config.judged(record) is not None for record in outcome.history)
+            judged = [config.judged(found) for found, _ in improvements(outcome.history, config)]
+            validated = any(config.judged(record) is not None for record in outcome.history)
             judged = judged or [math.inf if validated else outcome.history[-1]["loss"]]  # NaN is never better
             best = _best(client.agree("outcome", {"loss": judged[-1]}))
         if self.world.rank != best:
             return RankResult(meta)
         meta |= {"history": outcome.history, "confusion": outcome.confusion}
-        meta |= {"steps_per_epoch": plan.steps, "fingerprint": group.fingerprint}
-        meta |= {"seed": job.recipe.module_seed(group.config.seed)}
+        meta |= {"steps_per_epoch": plan.steps, "fingerprint": self.fingerprint}
+        meta |= {"seed": job.recipe.module_seed(config.seed)}
         return RankResult(meta, packed_weights(outcome.state))
 
     @contextmanager
-    def together(self, job: GroupJob, client: Client, *, without: int | None = None) -> Iterator[RowsGroup]:
+    def together(
+        self, job: RankJob, client: Client, *, without: int | None = None, lone: bool = False
+    ) -> Iterator[None]:
         """Context in which the ranks work on their rows together: rows placed, checkpoints found, process group open.
 
-        What `job` says of the rows is what they were read with; `without` is the fold to leave out.
+        What `job` says of the rows is what they were read with; `without` is the fold to leave out. If `lone`, a single
+        rank has a process group, too.
         """
-        shard, world, peers = self._shard, self.world, self._peers_without(without)
-        shard.leave_out(without)
+        peers = self._peers_without(without)
+        self.shard.leave_out(without)
         clock = _Clock()
-        team, config, plan = place(shard, world, job, peers, client)
-        strategy, options = strategy_for(config.strategy, config.strategy_params)
+        self.team, self.config, self.plan = place(self.shard, self.world, job, peers, client)
+        strategy, options = strategy_for(self.config.strategy, self.config.strategy_params)
+        self.validation_rows = max(peer["validation"] for peer in peers)
         if strategy.own_batches:  # the rank whose epochs count is only known at the end
-            client.publish(progress=world.is_main, epochs=False)
-        fingerprint = f"{sum(peer['fingerprint'] for peer in peers) % 2**64:016x}"
-        known = {"data": fingerprint, _SPLIT: _PLACE if self._by_place else _KEYS}
-        checkpointer = find_checkpoint(job, known, world, client)
+            client.publish(progress=self.world.is_main, epochs=False)
+            self.validation_rows = self.shard.validation_rows
+        self.fingerprint = f"{sum(peer['fingerprint'] for peer in peers) % 2**64:016x}"
+        known = {"data": self.fingerprint, _SPLIT: _PLACE if self._by_place else _KEYS}
+        self.checkpointer = find_checkpoint(job, known, self.world, client)
         limit = timedelta(seconds=job.collective_seconds)
-        lone = job.needs_group or strategy.needs_group(options)
-        opened = process_group(team, client.store, timeout=limit, lone=lone, report=client.fail)
-        seconds = dict(self._seconds)
-        self._seconds = {}  # a later training has not waited for the rows
-        with checkpointer or nullcontext(), opened:
+        lone = lone or strategy.needs_group(options)
+        self.seconds, self._of_reading = self._of_reading, {}  # a later training has not waited for the rows
+        opened = process_group(self.team, client.store, timeout=limit, lone=lone, report=client.fail)
+        with self.checkpointer or nullcontext(), opened:
             clock.lap("group")
-            yield RowsGroup(
-                shard=shard,
-                world=team,
-                config=config,
-                plan=plan,
-                alone=strategy.own_batches,
-                validation_rows=shard.validation_rows
-                if strategy.own_batches
-                else max(peer["validation"] for peer in peers),
-                fingerprint=fingerprint,
-                checkpointer=checkpointer,
-                seconds=seconds,
-            )
+            yield
         clock.lap("train")
-        seconds |= clock.laps | (checkpointer.seconds if checkpointer else {})
+        self.seconds |= clock.laps | (self.checkpointer.seconds if self.checkpointer else {})
 
     def facts(self) -> dict[str, Any]:
         """Returns what the driver shows of the rows: their number, bytes and place, and the rank's host and device."""
-        shard, world = self._shard, self.world
+        shard, world = self.shard, self.world
         return {
             "rows": shard.rows,
             "validation_rows": shard.validation_rows,
@@ -163,17 +172,17 @@ class HeldRows:
 
     def inputs(self, fold: int, size: int) -> Iterator[tuple[torch.Tensor, ...]]:
         """Yields the inputs of this rank's rows of a fold, at most `size` rows at a time; for rows in memory."""
-        assert isinstance(self._shard, InMemoryShard)
-        return self._shard.inputs(fold, size)
+        assert isinstance(self.shard, InMemoryShard)
+        return self.shard.inputs(fold, size)
 
     def carried(self, fold: int) -> dict[str, Any]:
         """Returns the carried columns of this rank's rows of a fold, float64, in the order of `inputs`."""
-        assert self._shard.folds is not None
-        return self._shard.folds.carried(fold)
+        assert self.shard.folds is not None
+        return self.shard.folds.carried(fold)
 
     def _facts_of_folds(self) -> dict[str, Any]:
         """Returns what the driver needs to know of this rank's folds."""
-        folds = self._shard.folds
+        folds = self.shard.folds
         if folds is None:
             return {}
         views = [[peer["rows"] for peer in self._peers_without(fold)] for fold in folds.counts if fold >= 0]
@@ -195,34 +204,10 @@ class HeldRows:
 
     def close(self) -> None:
         """Frees the rows; can be called twice."""
-        self._shard.close()
+        self.shard.close()
 
 
-@dataclass(frozen=True, kw_only=True)
-class RowsGroup:
-    """What a rank has while the ranks work on their rows together.
-
-    Attributes:
-        shard: This rank's rows, placed.
-        world: Its place among the ranks that work together; an independent rank is alone.
-        alone: Whether each rank works by itself.
-        validation_rows: The most validation rows of any rank.
-        fingerprint: Identifies the training rows of all ranks.
-        seconds: Seconds by phase, complete when the context has ended.
-    """
-
-    shard: Shard
-    world: World
-    config: TrainConfig
-    plan: SamplingPlan
-    alone: bool
-    validation_rows: int
-    fingerprint: str
-    checkpointer: Checkpointer | None
-    seconds: dict[str, float]
-
-
-def find_checkpoint(job: GroupJob, known: Mapping[str, Any], world: World, client: Client) -> Checkpointer | None:
+def find_checkpoint(job: RankJob, known: Mapping[str, Any], world: World, client: Client) -> Checkpointer | None:
     """Returns the checkpointer of a job, which knows the checkpoint to resume from; `None` without checkpoints.
 
     `known` is what identifies the training besides the `job` of its checkpoint configuration.
@@ -235,7 +220,7 @@ def find_checkpoint(job: GroupJob, known: Mapping[str, Any], world: World, clien
     return Checkpointer(config, {**config.job, **known}, world, client, **options)
 
 
-def _read(batches: Iterable[pa.RecordBatch], world: World, job: RowsJob, client: Client) -> Shard:
+def _read(batches: Iterable[pa.RecordBatch], world: World, job: RankJob, client: Client) -> Shard:
     """Returns this rank's rows, checked."""
     return read_shard(
         client.moving(batches),
@@ -244,7 +229,7 @@ def _read(batches: Iterable[pa.RecordBatch], world: World, job: RowsJob, client:
         storage=_row_storage(job.storage, world),
         budget=job.storage.budget * 10**6,
         by_key=job.by_key,
-        by_length=job.by_length,
+        by_length=job.config.micro_batch_size is not None or job.config.accumulation_steps > 1,
     )
 
 

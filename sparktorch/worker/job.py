@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass, field, fields
+from functools import partial
+from typing import Any
 
 import pyarrow as pa
 
@@ -13,33 +13,15 @@ from sparktorch.data.columns import Columns
 from sparktorch.train.recipe.lr_schedule import fixed_epochs
 from sparktorch.train.recipe.recipe import Recipe
 
-__all__ = ["FunctionJob", "GroupJob", "RankResult", "RowsJob", "TrainJob"]
+__all__ = ["RankJob", "RankResult", "TrainJob"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowsJob:
-    """How a rank reads its rows; see `GroupJob`.
-
-    `by_length` sorts the rows of a step by the length of the first ragged input. `checkpoint` is where there may be a
-    training to go on with.
-    """
-
-    columns: Columns
-    storage: StorageConfig
-    placeholder: pa.RecordBatch | None
-    by_key: bool
-    by_length: bool
-    by_place: bool
-    max_imbalance: float | None
-    checkpoint: CheckpointConfig | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class GroupJob:
+class RankJob:
     """What ranks need to work on their rows together, besides the rows and their `World`.
 
     Attributes:
-        needs_group: Whether a single rank has a process group, too.
+        columns: Those of the rows; without inputs if there are none.
         max_imbalance: Largest share by which a rank's rows may exceed the mean. Above it, the ranks stop and ask for a
             better split; `None` accepts any split.
         placeholder: One row of the training set, the placeholder row of ranks without rows.
@@ -48,10 +30,8 @@ class GroupJob:
         collective_seconds: Seconds that a rank waits for the others in a collective.
     """
 
-    needs_group: ClassVar[bool] = False
-
-    columns: Columns
     config: TrainConfig
+    columns: Columns = field(default_factory=partial(Columns, inputs=()))
     max_imbalance: float | None = 0.1
     checkpoint: CheckpointConfig | None = None
     placeholder: pa.RecordBatch | None = None
@@ -65,24 +45,9 @@ class GroupJob:
         """Why its training cannot go on with another number of epochs; empty if it can."""
         return "what a function does may depend on it"
 
-    @property
-    def rows(self) -> RowsJob:
-        """How the rank reads its rows."""
-        config = self.config
-        return RowsJob(
-            columns=self.columns,
-            storage=self.storage,
-            placeholder=self.placeholder,
-            by_key=self.by_key,
-            by_length=config.micro_batch_size is not None or config.accumulation_steps > 1,
-            by_place=self.by_place,
-            max_imbalance=self.max_imbalance,
-            checkpoint=self.checkpoint,
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
-class TrainJob(GroupJob):
+class TrainJob(RankJob):
     """What ranks need to train a model."""
 
     recipe: Recipe
@@ -92,16 +57,10 @@ class TrainJob(GroupJob):
         """Why its training cannot go on with another number of epochs; empty if it can."""
         return fixed_epochs(self.recipe)
 
-
-@dataclass(frozen=True, kw_only=True)
-class FunctionJob(GroupJob):
-    """What ranks need to run a user's function, which is called with its `RunContext` and the arguments."""
-
-    needs_group = True  # loops by hand use it
-
-    function: Callable[..., Any]
-    arguments: tuple[Any, ...] = ()
-    keywords: Mapping[str, Any] = field(default_factory=dict)
+    @property
+    def without_recipe(self) -> RankJob:
+        """What ranks need to read the rows."""
+        return RankJob(**{each.name: getattr(self, each.name) for each in fields(RankJob)})
 
 
 @dataclass

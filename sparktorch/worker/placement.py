@@ -14,13 +14,13 @@ from sparktorch.data.sampling.plan import SamplingPlan
 from sparktorch.distributed.client import Client
 from sparktorch.errors import ColumnError, ConfigError
 from sparktorch.train.strategies.registry import strategy_for
-from sparktorch.worker.job import GroupJob
+from sparktorch.worker.job import RankJob
 
 __all__ = ["place"]
 
 
 def place(
-    shard: Shard, world: World, job: GroupJob, peers: Sequence[Mapping[str, Any]], client: Client
+    shard: Shard, world: World, job: RankJob, peers: Sequence[Mapping[str, Any]], client: Client
 ) -> tuple[World, TrainConfig, SamplingPlan]:
     """Gives this rank's rows their positions in the global order, and applies class weights.
 

@@ -22,7 +22,7 @@ from sparktorch.distributed.os_memory import forget_peaks
 from sparktorch.train.numerics.torch_errors import explained
 from sparktorch.train.recipe.dry_run import DryRunResult
 from sparktorch.worker.held_rows import HeldRows
-from sparktorch.worker.job import RankResult, RowsJob, TrainJob
+from sparktorch.worker.job import RankJob, RankResult, TrainJob
 
 __all__ = [
     *("Task", "held", "leaving_none_of", "run_held", "serve"),
@@ -61,13 +61,13 @@ def train_partition(batches: Iterable[pa.RecordBatch], *, world: World, job: Tra
 
 
 def _train(batches: Iterable[pa.RecordBatch], world: World, job: TrainJob, client: Client) -> RankResult:
-    with held(batches, world, job.rows, client) as rows:
+    with held(batches, world, job, client) as rows:
         if rows.imbalanced:
-            return RankResult({"imbalanced": True, "rows": rows.rows})
+            return RankResult({"imbalanced": True, "rows": rows.shard.rows})
         return rows.fit(job, client)
 
 
-def serve(batches: Iterable[pa.RecordBatch], *, world: World, job: RowsJob, client: Client) -> RankResult:
+def serve(batches: Iterable[pa.RecordBatch], *, world: World, job: RankJob, client: Client) -> RankResult:
     """Holds the rows of one partition, and runs one task after another on them until the driver ends the pool.
 
     Each task has a client, heartbeats and errors of its own. A task that raises ends alone.
@@ -76,10 +76,10 @@ def serve(batches: Iterable[pa.RecordBatch], *, world: World, job: RowsJob, clie
         return _serve(batches, world, job, client)
 
 
-def _serve(batches: Iterable[pa.RecordBatch], world: World, job: RowsJob, client: Client) -> RankResult:
+def _serve(batches: Iterable[pa.RecordBatch], world: World, job: RankJob, client: Client) -> RankResult:
     with held(batches, world, job, client) as rows:
         if rows.imbalanced:
-            return RankResult({"imbalanced": True, "rows": rows.rows})
+            return RankResult({"imbalanced": True, "rows": rows.shard.rows})
         client.enter("holding rows")
         client.post("ready", rows.facts())
         for order in client.orders():
@@ -124,7 +124,7 @@ def _carry_out(order: Order, rows: HeldRows, client: Client) -> None:
 
 
 @contextmanager
-def held(batches: Iterable[pa.RecordBatch], world: World, job: RowsJob, client: Client) -> Iterator[HeldRows]:
+def held(batches: Iterable[pa.RecordBatch], world: World, job: RankJob, client: Client) -> Iterator[HeldRows]:
     """Context with the rows of a partition, read and checked; takes and raises what `HeldRows` does."""
     torch.set_num_threads(world.threads)
     forget_peaks("cpu")

@@ -35,7 +35,8 @@ class RankRows(Dataset[tuple[torch.Tensor, ...]]):
         if hasattr(index, "__index__") and getattr(index, "ndim", 0) == 0:
             return tuple(tensor[0] for tensor in self[[operator.index(index)]])
         assert not isinstance(index, int)
-        numbers = range(len(self))[index] if isinstance(index, slice) else [self._number(one) for one in index]
+        every = range(len(self))
+        numbers = every[index] if isinstance(index, slice) else [every[operator.index(one)] for one in index]
         batch = self._shard.select(torch.tensor(list(numbers), dtype=torch.int64))
         more = (batch.label, batch.weight)
         return (*batch.inputs, *(tensor for tensor in more if tensor is not None))
@@ -43,9 +44,3 @@ class RankRows(Dataset[tuple[torch.Tensor, ...]]):
     def __getitems__(self, indices: list[int]) -> list[tuple[Any, ...]]:
         """Returns several rows, one tuple each, as `DataLoader` asks for a batch."""
         return list(zip(*(tensor.unbind() for tensor in self[indices]), strict=True))
-
-    def _number(self, index: int) -> int:
-        number = operator.index(index)
-        if not -len(self) <= number < len(self):
-            raise IndexError(f"row {number} of {len(self)}")
-        return number % len(self)

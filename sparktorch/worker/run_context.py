@@ -30,7 +30,7 @@ from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.base import Strategy
 from sparktorch.train.strategies.registry import build_strategy, check_strategy
 from sparktorch.worker.global_batch import GlobalBatch, global_batch
-from sparktorch.worker.held_rows import RowsGroup
+from sparktorch.worker.held_rows import HeldRows
 from sparktorch.worker.rank_rows import RankRows
 
 __all__ = ["RunContext"]
@@ -63,14 +63,14 @@ class RunContext(Collectives):
         client: Client,
         config: TrainConfig,
         *,
-        group: RowsGroup | None,
+        rows: HeldRows | None,
         checkpointer: Checkpointer | None,
     ) -> None:
         """Takes the rank's place, its client, its configuration, its rows if any, and its checkpointer if any."""
         super().__init__(world)
         self.world, self.device, self.seed = world, torch.device(world.device), config.seed
-        self._client, self._config, self._group, self._checkpointer = client, config, group, checkpointer
-        self.steps = 0 if group is None else group.plan.steps
+        self._client, self._config, self._rows, self._checkpointer = client, config, rows, checkpointer
+        self.steps = 0 if rows is None else rows.plan.steps
         self._strategies: dict[nn.Module, Strategy[Any]] = {}
         self._min_rows, self._reports, self._saves = 1, 0, 0
         self._epoch, self._step = 0, 0  # of the next batch
@@ -97,16 +97,16 @@ class RunContext(Collectives):
             ConfigError: The run has no DataFrame.
             ColumnError: All rows have the weight 0.
         """
-        group = self._rows_group()
+        shard = self._held().shard
         first = self._first.pop(epoch, 0)
         self._client.enter("running", epoch=epoch + 1, step=first)
         self._together("loader")
-        weights = sum_over_ranks(group.shard.step_weights(epoch), group.world)
+        weights = sum_over_ranks(shard.step_weights(epoch), self.world)
         if not weights.any():
             raise ColumnError("all rows have the weight 0", hint="see weightCol")
         scales = step_scales(weights, self._divisor)
         self._diverge()
-        with closing(group.shard.epoch(epoch, min_rows=self._min_rows, first=first)) as batches:
+        with closing(shard.epoch(epoch, min_rows=self._min_rows, first=first)) as batches:
             try:
                 for step in range(first, self.steps):
                     self._client.at_step(step + 1)
@@ -129,9 +129,9 @@ class RunContext(Collectives):
         Raises:
             ConfigError: The run has no DataFrame.
         """
-        group = self._rows_group()
-        count = -(-group.validation_rows // size)
-        with closing(group.shard.validation(size, batches=count)) as batches:
+        rows = self._held()
+        count = -(-rows.validation_rows // size)
+        with closing(rows.shard.validation(size, batches=count)) as batches:
             for step, batch in enumerate(batches):
                 self._client.moved()
                 yield global_batch(batch, step, 1 / max(batch.rows, 1), lambda loss: None)
@@ -145,7 +145,7 @@ class RunContext(Collectives):
         Raises:
             ConfigError: The run has no DataFrame.
         """
-        return RankRows(self._rows_group().shard)
+        return RankRows(self._held().shard)
 
     @overload
     def wrap(self, module: nn.Module) -> nn.Module: ...
@@ -245,14 +245,8 @@ class RunContext(Collectives):
 
         Raises:
             PersistenceError: The state holds another type, or another run has taken over the directory.
-            ConfigError: The state is no dict, or holds sharded tensors.
+            ConfigError: The state holds sharded tensors.
         """
-        for given in (state if self.world.is_main else {}, {} if own is None else own):
-            if not isinstance(given, Mapping):
-                raise ConfigError(
-                    f"save got a {type(given).__name__}, and takes a dict",
-                    hint="save({'net': context.state_dict(net), 'step': 3})",
-                )
         if self._checkpointer is None:
             return
         self._saves += 1
@@ -314,12 +308,12 @@ class RunContext(Collectives):
         if self.world_size > 1 and dist.is_initialized():
             self._compare(f"{name} after {self._saves} saves", wait=_LONG if name == "return" else None)
 
-    def _rows_group(self) -> RowsGroup:
-        if self._group is None:
+    def _held(self) -> HeldRows:
+        if self._rows is None:
             raise ConfigError(
                 "the run has no rows", hint="pass a DataFrame: sparktorch.run(function, df, inputCols=...)"
             )
-        return self._group
+        return self._rows
 
     def _diverge(self) -> None:
         """Makes the random numbers of the ranks differ, once."""

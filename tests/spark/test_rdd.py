@@ -190,7 +190,7 @@ def test_a_partition_that_raises_is_named_and_what_cannot_run_is_refused(spark: 
     assert caught.value.where["rank"] == 1
     with pytest.raises(ConfigError, match="the RDD has 2 partitions"):
         collective_map(rdd, fails, numWorkers=3)
-    with pytest.raises(ConfigError, match="the RDD has no partitions"):
+    with pytest.raises(ConfigError, match="numWorkers must be at least 1"):
         collective_map(spark.sparkContext.emptyRDD(), fails)
     with pytest.raises(ConfigError, match="collective_map takes an RDD"):
         collective_map([1, 2], fails)  # type: ignore[arg-type]

@@ -36,7 +36,7 @@ from sparktorch.distributed.server import ControlServer
 from sparktorch.distributed.store import Rendezvous, connect
 from sparktorch.errors import SparkTorchError
 from sparktorch.train.recipe.recipe import Recipe
-from sparktorch.worker import FunctionJob, GroupJob, RankResult, TrainJob, run_on_partition, train_partition
+from sparktorch.worker import RankJob, RankResult, TrainJob, run_on_partition, train_partition
 from tests.support.frames import Table
 
 __all__ = [
@@ -44,6 +44,7 @@ __all__ = [
     "HOST",
     "SPAWN",
     "Ended",
+    "FunctionJob",
     "cause_of_death",
     "control_server",
     "in_group",
@@ -139,10 +140,17 @@ def cause_of_death(
     return RootCause(watch(server, size)).of(RuntimeError(message))
 
 
+@dataclass(frozen=True, kw_only=True)
+class FunctionJob(RankJob):
+    """A job of ranks that run a user's function, which is called with their contexts."""
+
+    function: Callable[..., Any]
+
+
 def run_ranks(
     server: ControlServer,
     partitions: Sequence[Sequence[pa.RecordBatch]],
-    job: GroupJob,
+    job: RankJob,
     *,
     seconds: float = 120,
     environment: Mapping[str, str] | None = None,
@@ -255,7 +263,7 @@ def _rank(
     pipe: Connection,
     rendezvous: Rendezvous,
     world: World,
-    job: GroupJob,
+    job: RankJob,
     batches: list[pa.RecordBatch],
     seconds: float,
     environment: dict[str, str],
@@ -266,7 +274,8 @@ def _rank(
     client = Client(partial(connect, rendezvous.host, rendezvous.port, token=rendezvous.prefix), world)
     with client.beating(), _synchronisations(world.device) as waits:
         try:
-            body: Any = run_on_partition if isinstance(job, FunctionJob) else train_partition
+            of_function = isinstance(job, FunctionJob)
+            body: Any = partial(run_on_partition, function=job.function) if of_function else train_partition
             result = body(iter(batches), world=world, job=job, client=client)
         except Exception as error:
             client.fail(error)

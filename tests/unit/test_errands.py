@@ -16,7 +16,7 @@ from sparktorch.data.columns import Kind, Layout
 from sparktorch.data.fields.base import Field
 from sparktorch.distributed.monitor import Timeouts
 from sparktorch.ml.fit.translate import Request
-from sparktorch.ml.params.tables import CLASSIFIER, GENERIC
+from sparktorch.ml.params.classes import CLASSIFIER, GENERIC
 from sparktorch.spark.frame import encoding
 from sparktorch.spark.launch.barrier_job import Launch
 from sparktorch.train.recipe.recipe import Recipe
@@ -33,7 +33,7 @@ COMPUTED: dict[type, set[str]] = {
     Timeouts: set(),
     StorageConfig: set(),
     CheckpointConfig: {"owner", "restart", "job"},
-    Request: {"recipe", "config", "launch", "storage", "checkpoint", "columns"},
+    Request: {"job", "launch", "columns", "folds"},
 }
 NAMES = {
     "config": TrainConfig,

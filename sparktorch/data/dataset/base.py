@@ -12,7 +12,7 @@ import torch
 
 from sparktorch.base.batch import Batch, RankDataset
 from sparktorch.data.dataset.folds import Folds
-from sparktorch.data.dataset.rows import StoredRows
+from sparktorch.data.dataset.rows import Rows
 from sparktorch.data.preprocess import StepContext
 from sparktorch.data.sampling.plan import Numbers, RankOrder, SamplingPlan, mix_words
 from sparktorch.data.sampling.row_keys import RowKeys
@@ -67,7 +67,7 @@ class Shard(RankDataset):
         folds: The folds of the rows; `None` if they have none.
     """
 
-    def __init__(self, stored: StoredRows, row_keys: RowKeys, *, dropped: int, folds: Folds | None = None) -> None:
+    def __init__(self, stored: Rows, row_keys: RowKeys, *, dropped: int, folds: Folds | None = None) -> None:
         """Sets the rows, their keys in order of arrival, the number of dropped rows, and the folds."""
         self.rows, self.validation_rows = row_keys.count - row_keys.held_out, row_keys.held_out
         self.fingerprint, self.dropped, self.bytes = row_keys.fingerprint, dropped, stored.bytes

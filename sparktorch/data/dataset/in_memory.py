@@ -15,7 +15,7 @@ from sparktorch.data.dataset.base import AHEAD_BATCHES, CHUNK_ROWS, Int64, RowNu
 from sparktorch.data.dataset.device_transfer import moved
 from sparktorch.data.dataset.folds import Folds
 from sparktorch.data.dataset.prefetch import ByEpoch, ahead
-from sparktorch.data.dataset.rows import StoredRows
+from sparktorch.data.dataset.rows import Rows
 from sparktorch.data.sampling.plan import SamplingPlan, by_step
 from sparktorch.data.sampling.row_keys import RowKeys
 
@@ -37,7 +37,7 @@ class InMemoryShard(Shard):
     """The rows of a rank, all of them in memory."""
 
     def __init__(
-        self, stored: StoredRows, row_keys: RowKeys, *, dropped: int, budget: int, folds: Folds | None = None
+        self, stored: Rows, row_keys: RowKeys, *, dropped: int, budget: int, folds: Folds | None = None
     ) -> None:
         """Loads the rows; batches decoded in advance use at most half of `budget` bytes, or one batch if larger."""
         super().__init__(stored, row_keys, dropped=dropped, folds=folds)

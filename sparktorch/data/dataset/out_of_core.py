@@ -14,7 +14,7 @@ from sparktorch.data.dataset.base import AHEAD_BATCHES, CHUNK_ROWS, Int64, RowNu
 from sparktorch.data.dataset.device_transfer import moved
 from sparktorch.data.dataset.folds import Folds
 from sparktorch.data.dataset.prefetch import ByEpoch, ahead
-from sparktorch.data.dataset.rows import Rows, StoredRows
+from sparktorch.data.dataset.rows import Rows
 from sparktorch.data.preprocess import StepContext
 from sparktorch.data.runs import Runs
 from sparktorch.data.sampling.plan import RankOrder, SamplingPlan
@@ -27,7 +27,7 @@ class OutOfCoreShard(Shard):
     """The rows of a rank, all of them on disk."""
 
     def __init__(
-        self, stored: StoredRows, row_keys: RowKeys, *, dropped: int, budget: int, folds: Folds | None = None
+        self, stored: Rows, row_keys: RowKeys, *, dropped: int, budget: int, folds: Folds | None = None
     ) -> None:
         """Sets the rows on disk, and the budget for rows in memory, in bytes.
 

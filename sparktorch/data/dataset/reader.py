@@ -15,7 +15,7 @@ from sparktorch.data.dataset.base import Shard
 from sparktorch.data.dataset.folds import Folds
 from sparktorch.data.dataset.in_memory import InMemoryShard
 from sparktorch.data.dataset.out_of_core import OutOfCoreShard
-from sparktorch.data.dataset.rows import StoredRows
+from sparktorch.data.dataset.rows import Rows
 from sparktorch.data.fields.base import Dense, Field
 from sparktorch.data.fields.registry import field_of
 from sparktorch.data.sampling.row_digest import RowDigests
@@ -64,7 +64,7 @@ def read_shard(
                 else:
                     field.append(placeholder.column(name))
         count = max(1, row_keys.count)
-        stored = StoredRows(fields, columns, storage, count=count, size=size, by_length=by_length)
+        stored = Rows(fields, columns, storage, count=count, size=size, by_length=by_length)
         kind = OutOfCoreShard if storage.on_disk else InMemoryShard
         return kind(stored, row_keys, dropped=dropped, budget=budget, folds=folds)
     except BaseException:

@@ -1,4 +1,4 @@
-"""The rows of a rank, by row number: in memory, for taking batches, and in row storage."""
+"""The rows of a rank, by row number: in memory, or on disk."""
 
 from __future__ import annotations
 
@@ -15,23 +15,69 @@ from sparktorch.data.columns import Columns, TensorSpec, argument_names
 from sparktorch.data.fields.base import Dense, Field, Ragged
 from sparktorch.data.preprocess import EVALUATION, StepContext
 from sparktorch.data.runs import Runs
-from sparktorch.data.storage import RowStorage
+from sparktorch.data.storage import InMemory, RowStorage
 
-__all__ = ["Rows", "StoredRows"]
+__all__ = ["Rows"]
 
 
 class Rows:
-    """Tensors of equal length, addressed by row number; row `last` fills up batches that are too small."""
+    """Tensors of equal length, addressed by row number; batches are taken from rows in memory.
 
-    def __init__(self, fields: Mapping[str, Field], columns: Columns, count: int, *, by_length: bool = False) -> None:
-        """Takes finished fields on the CPU; `by_length` sorts each batch by the length of the first ragged input."""
-        ragged = [found for found in (fields[spec.name] for spec in columns.inputs) if isinstance(found, Ragged)]
-        self._sorted_by = ragged[0] if ragged and by_length else None
+    Attributes:
+        count: Number of rows; at least one, since a rank without rows has a placeholder row.
+        bytes: Size of the rows in bytes, without the placeholder row.
+        last: The row that fills up batches that are too small.
+        decodes: Whether taking rows decodes them or runs `preprocess`, instead of only copying them.
+        varies: As for `RankDataset`.
+    """
+
+    def __init__(
+        self,
+        fields: Mapping[str, Field],
+        columns: Columns,
+        storage: RowStorage,
+        *,
+        count: int,
+        size: int,
+        by_length: bool,
+    ) -> None:
+        """Takes filled fields on the CPU; `count` includes the placeholder row, and `size`, in bytes, does not.
+
+        `by_length` sorts each batch by the length of the first ragged input.
+        """
+        self.columns, self.count, self.bytes, self.last = columns, count, size, count - 1
         self._inputs = tuple(fields[spec.name] for spec in columns.inputs)
-        self._label = _tensor(fields, columns.label)
-        self._weight = _tensor(fields, columns.weight)
-        self._loss_weight = self._weight
         self._preprocess = columns.preprocess
+        self.decodes = self._preprocess is not None or any(column.decodes for column in self._inputs)
+        self.varies = self._preprocess is not None or any(column.uneven for column in self._inputs)
+        self.on_disk = storage.on_disk
+        self._fields, self._storage, self._by_length = fields, storage, by_length
+        self.device = torch.device("cpu")
+
+    def finish(self) -> Rows:
+        """Ends appending, and returns the rows, from which batches can now be taken; for rows in memory."""
+        for column in self._fields.values():
+            column.finish()
+        return self._opened()
+
+    def load(self, runs: Runs, *, inputs: bool = True) -> Rows:
+        """Returns the rows in `runs`, copied into memory; without `inputs`, only label and weight."""
+        specs = [spec for spec in (self.columns.label, self.columns.weight) if spec is not None]
+        columns = self.columns if inputs else replace(self.columns, inputs=())
+        fields = {spec.name: self._fields[spec.name].read(runs) for spec in (self.columns.tensors if inputs else specs)}
+        return Rows(fields, columns, InMemory(), count=runs.count, size=0, by_length=self._by_length)._opened()
+
+    def close(self) -> None:
+        """Frees rows on disk."""
+        self._storage.close()
+
+    def _opened(self) -> Rows:
+        """Finds what batches are made of."""
+        columns, fields = self.columns, self._fields
+        ragged = [found for found in self._inputs if isinstance(found, Ragged)]
+        self._sorted_by = ragged[0] if ragged and self._by_length else None
+        self._label, self._weight = _tensor(fields, columns.label), _tensor(fields, columns.weight)
+        self._loss_weight = self._weight
         self._names = argument_names(columns.inputs)
         self._uneven: dict[int, Field] = {}  # by position among the arguments
         self._pads: dict[int, float] = {}
@@ -42,9 +88,8 @@ class Rows:
             if spec.layout == "padded":
                 self._pads[place] = spec.pad
             place += column.arguments
-        self.count, self.last = count, count - 1
-        self.device = torch.device("cpu")
         self._copy()
+        return self
 
     def to(self, device: torch.device) -> None:
         """Moves the rows to a device; the CPU keeps a copy of label and weights."""
@@ -119,51 +164,6 @@ class Rows:
             return None
         weights = self._loss_weight if index is None else self._loss_weight[index]
         return weights.double().numpy()
-
-
-class StoredRows:
-    """All rows of a rank, in row storage.
-
-    Attributes:
-        count: Number of rows; at least one, since a rank without rows has a placeholder row.
-        bytes: Size of the rows in bytes, without the placeholder row.
-        decodes: Whether taking rows decodes them or runs `preprocess`, instead of only copying them.
-        varies: As for `RankDataset`.
-    """
-
-    def __init__(
-        self,
-        fields: Mapping[str, Field],
-        columns: Columns,
-        storage: RowStorage,
-        *,
-        count: int,
-        size: int,
-        by_length: bool,
-    ) -> None:
-        """Takes filled fields; `count` includes the placeholder row, and `size`, in bytes, does not."""
-        self.columns, self.count, self.bytes = columns, count, size
-        self.decodes = columns.preprocess is not None or any(fields[spec.name].decodes for spec in columns.inputs)
-        self.varies = columns.preprocess is not None or any(fields[spec.name].uneven for spec in columns.inputs)
-        self.on_disk = storage.on_disk
-        self._fields, self._storage, self._by_length = fields, storage, by_length
-
-    def load(self, runs: Runs, *, inputs: bool = True) -> Rows:
-        """Returns the rows in `runs`, copied into memory; without `inputs`, only label and weight."""
-        specs = [spec for spec in (self.columns.label, self.columns.weight) if spec is not None]
-        columns = self.columns if inputs else replace(self.columns, inputs=())
-        fields = {spec.name: self._fields[spec.name].read(runs) for spec in (self.columns.tensors if inputs else specs)}
-        return Rows(fields, columns, runs.count, by_length=self._by_length)
-
-    def finish(self) -> Rows:
-        """Ends appending, and returns all rows; for rows in memory."""
-        for column in self._fields.values():
-            column.finish()
-        return Rows(self._fields, self.columns, self.count, by_length=self._by_length)
-
-    def close(self) -> None:
-        """Frees rows on disk."""
-        self._storage.close()
 
 
 def _tensor(fields: Mapping[str, Field], spec: TensorSpec | None) -> torch.Tensor | None:

@@ -2,30 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import marshal
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from types import CodeType
+from typing import Any
 
+from pyspark import SparkContext, cloudpickle
 from pyspark.ml.param import Params
 from pyspark.sql import DataFrame
+from torch import nn
 
 from sparktorch.base.config import TrainConfig, above, at_least, one_of, rows_or_auto
-from sparktorch.errors import ColumnError, ConfigError, nearest, refuse
-from sparktorch.ml.fit.code_version import check_version
-from sparktorch.ml.fit.inputs import check_ships
-from sparktorch.ml.fit.refusals import COLUMNS, FIT, JOB, LIGHTNING, RESTARTS, SCORING
-from sparktorch.ml.fit.values import Values
+from sparktorch.base.imports import import_path, load_object
+from sparktorch.errors import ColumnError, ConfigError, ModuleError, nearest, refuse
+from sparktorch.ml.fit.values import COLUMNS, FIT, JOB, LIGHTNING, MODULE, RESTARTS, SCORING, Values
 from sparktorch.ml.params.mixins import EstimatorParams
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.train.callbacks import check_callback
-from sparktorch.train.huggingface.models import MODEL_LOSS, has_own_loss
+from sparktorch.train.huggingface.models import MODEL_LOSS
 from sparktorch.train.lightning import check_class
 from sparktorch.train.metrics import has_metric
 from sparktorch.train.recipe.recipe import Recipe
 
 __all__ = [
-    *("check_best_metric", "check_job", "check_new_columns", "check_outputs", "check_param_names"),
-    *("check_params", "check_restarts", "check_scoring", "check_thresholds"),
+    *("check_best_metric", "check_job", "check_new_columns", "check_outputs", "check_param_names", "check_params"),
+    *("check_restarts", "check_scoring", "check_ships", "check_thresholds", "check_version", "naming_params"),
 ]
 
+_INPUTS = ("featuresCol", "inputCols", "textCol", "imageCol")
+_COLUMNS = (*_INPUTS, "labelCol", "labelCols", "weightCol", "validationIndicatorCol", "idCol")
+_INSTEAD = {"featuresCol": "inputCols", "labelCol": "labelCols"}  # the Param that takes the place of another
+_first: dict[tuple[str, str], dict[str, bytes]] = {}  # by application and module: the code of its first fit
 _OUTPUTS = ("rawPredictionCol", "probabilityCol", "predictionCol")
 _VALID = {
     "logLevel": ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"),
@@ -38,10 +47,7 @@ _VALID = {
 
 def check_params(p: Values) -> None:
     """Checks the Params of an estimator, one by one and in combination."""
-    brings_loss = p["trainingStep"] or p.brings_its_training or has_own_loss(p["module"])
-    for name in ("module", "loss"):
-        if p[name] is None and not (name == "loss" and brings_loss):
-            raise ConfigError(f"{name} is not set", hint=f"pass {name}=... to the constructor", param=name)
+    refuse(MODULE, p)
     check_version(p.source)
     if p.brings_its_training:
         refuse(LIGHTNING, p)
@@ -112,12 +118,11 @@ def check_outputs(columns: ColumnNames, names: Sequence[str]) -> None:
             hint="drop it, or name the model's output columns otherwise",
             column=taken[0],
         )
-    own = "give each a name of its own, or leave one out with ''"
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise ConfigError(f"two output columns are called {twice[0]!r}", hint=own)
-    if alike := columns.alike(names):
+    twice = next(((name, name) for name in names if names.count(name) > 1), columns.alike(names))
+    if twice is not None:
         raise ConfigError(
-            f"two output columns are called {alike[0]!r} and {alike[1]!r}, which to Spark is one name", hint=own
+            f"two output columns are called {twice[0]!r} and {twice[1]!r}, which to Spark is one name",
+            hint="give each a name of its own, or leave one out with ''",
         )
 
 
@@ -148,3 +153,72 @@ def check_best_metric(config: TrainConfig, recipe: Recipe) -> None:
             hint=nearest(name, [*known, *(f"val_{metric}" for metric in recipe.metrics)]),
             param="earlyStoppingMetric",
         )
+
+
+def check_ships(value: Any, name: str, *, param: str, hint: str) -> None:
+    """Checks that a value can be sent to the ranks, with Spark's cloudpickle; the message gives `param` and `hint`."""
+    try:
+        cloudpickle.dumps(value)  # type: ignore[no-untyped-call]  # pyspark's is untyped
+    except Exception as error:
+        raise ConfigError(f"{name} cannot be shipped to the ranks: {error}", hint=hint, param=param) from error
+
+
+@contextmanager
+def naming_params(instance: Any, *, fits: bool = True) -> Iterator[None]:
+    """Context that adds, to an error about a column, the Param that names the column, if it is only one.
+
+    With `fits`, columns besides the inputs are read, too.
+    """
+    try:
+        yield
+    except ColumnError as error:
+        given = {name: instance.getOrDefault(name) for name in _COLUMNS if _has(instance, name)}
+        read = [name for name in given if (fits or name in _INPUTS) and _INSTEAD.get(name) not in given]
+        naming = [
+            name
+            for name in read
+            if error.where.get("column") in ([given[name]] if isinstance(given[name], str) else given[name])
+        ]
+        if len(naming) != 1:
+            raise
+        raise error.at(param=naming[0]).with_traceback(error.__traceback__) from error.__cause__
+
+
+def _has(instance: Any, name: str) -> bool:
+    """Whether a Param has a value; `None` is none."""
+    return instance.hasParam(name) and instance.isDefined(name) and instance.getOrDefault(name) is not None
+
+
+def check_version(source: Any) -> None:
+    """Refuses a class or function whose Python module was edited and imported again since its first fit."""
+    try:
+        found = load_object(source) if isinstance(source, str) else source
+    except ModuleError:  # a folder, or what cannot be imported, as others say
+        return
+    kind = type(found) if isinstance(found, nn.Module) else found
+    if import_path(kind) is None:  # is sent by value
+        return
+    application = getattr(SparkContext._active_spark_context, "applicationId", "")
+    code = _code_of(kind.__module__)
+    first = _first.setdefault((application, kind.__module__), code)
+    if any(first[name] != code[name] for name in first.keys() & code.keys()):
+        raise ConfigError(
+            f"Python module {kind.__module__!r} has other code than in an earlier fit, and Python workers keep what "
+            "they have imported",
+            hint="start the Spark session again; or, while you edit it, define the class in the notebook, whose code "
+            "is sent with each fit",
+            param="module",
+        )
+
+
+def _code_of(module: str) -> dict[str, bytes]:
+    """Returns the code of a module's functions and methods by name, without line numbers."""
+    found = {}
+    for value in list(vars(sys.modules[module]).values()):
+        if getattr(value, "__module__", None) != module:
+            continue
+        for part in list(vars(value).values()) if isinstance(value, type) else [value]:
+            code = getattr(part, "__code__", None)
+            if isinstance(code, CodeType):
+                found[part.__qualname__] = marshal.dumps(code.replace(co_firstlineno=1, co_linetable=b""), 2)
+    return found

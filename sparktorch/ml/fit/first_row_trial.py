@@ -1,4 +1,4 @@
-"""The dry run on the first row before the job, on the driver or in a barrier job of one rank."""
+"""What the first row tells before the job: the dry run, on the driver or in one rank, and the plan of a training."""
 
 from __future__ import annotations
 
@@ -8,50 +8,87 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from pyspark.sql import SparkSession
+from pyspark.sql import DataFrame
 
+from sparktorch.base.batch import Batch
+from sparktorch.base.config import Task, above
 from sparktorch.data.convert.checks import RowFilter
 from sparktorch.data.fields.base import Dense, Field
 from sparktorch.data.fields.registry import field_of
 from sparktorch.data.preprocess import Preprocess, StepContext
 from sparktorch.data.storage import RowStorage
-from sparktorch.distributed.monitor import Observer
 from sparktorch.errors import ModuleError, SparkTorchError
-from sparktorch.ml.fit.translate import Request
-from sparktorch.spark.frame.prepare import Frame
-from sparktorch.spark.launch.barrier_job import run_ranks
-from sparktorch.spark.launch.gpus import has_gpus, on_cpus
+from sparktorch.ml.fit.checks import naming_params
+from sparktorch.ml.fit.translate import Request, translate
+from sparktorch.ml.params.mixins import EstimatorParams
+from sparktorch.spark.frame.prepare import Frame, prepare
+from sparktorch.spark.launch.gpus import has_gpus
 from sparktorch.spark.launch.rank_pool import Results
-from sparktorch.spark.launch.rank_task import Body
-from sparktorch.spark.launch.spark_job import new_tag
+from sparktorch.train.plan.memory import Plan, plan
 from sparktorch.train.recipe.dry_run import DryRunResult, complete, dry_run
-from sparktorch.train.strategies.registry import check_module
-from sparktorch.worker import try_in_rank
+from sparktorch.train.strategies.registry import check_device, check_module
+from sparktorch.worker import TrainJob, try_in_rank
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["first_inputs", "first_label", "one_rank", "try_out"]
+__all__ = ["first_inputs", "plan_of", "try_out"]
 
 
-def try_out(frame: Frame, request: Request, in_worker: Callable[..., Results]) -> tuple[Frame, DryRunResult]:
-    """Runs module and loss on the first row; returns the result, and the frame with the tensor names of `preprocess`.
+def try_out(
+    frame: Frame, request: Request[TrainJob], in_worker: Callable[..., Results]
+) -> tuple[Request[TrainJob], DryRunResult]:
+    """Runs module and loss on the first row; returns the request with what its job now knows, and the result.
 
     `in_worker` runs a body in a worker, if the request asks for it; see `one_rank`.
     """
     frame, inputs = first_inputs(frame)
-    label = first_label(frame)
-    config = request.config
+    label = _first_label(frame)
+    config, recipe = request.job.config, request.job.recipe
     weighted = frame.columns.weight is not None or config.class_weights is not None
     names = frame.columns.arguments
-    run = partial(dry_run, request.recipe, config.task, config.seed, inputs, label, names=names, weighted=weighted)
+    run = partial(dry_run, recipe, config.task, config.seed, inputs, label, names=names, weighted=weighted)
     run = partial(run, clips=config.clip_norm is not None or config.clip_value is not None)
-    run = partial(run, check=partial(check_module, config, request.recipe, request.launch.world_size))
+    run = partial(run, check=partial(check_module, config, recipe, request.launch.world_size))
     if config.model_folder and request.dry_run == "driver":
         run = partial(run, values=False)
     trial = _on_driver(frame, request, run) if request.dry_run == "driver" else _in_worker(request, run, in_worker)
     config.check_classes(trial.classes)
-    return frame, complete(trial, request.recipe.metrics, config.task)
+    trial = complete(trial, recipe.metrics, config.task)
+    done = request.with_job(
+        columns=replace(frame.columns, classes=trial.classes, ignored=trial.ignored),
+        recipe=replace(recipe, metrics=trial.metrics),
+        config=replace(config, unused_parameters=trial.unused_parameters),
+        placeholder=frame.sample,
+    )
+    return done, trial
+
+
+def plan_of(estimator: EstimatorParams, task: Task, dataset: DataFrame, memory: float | None) -> Plan:
+    """Returns the plan of an estimator's training; see `TorchEstimatorBase.plan`."""
+    if memory is not None:
+        above("memory", memory, 0)
+    if estimator.isSet("modelDir") and not estimator.isSet("strategy"):  # which a plan is asked for
+        estimator = estimator.copy({estimator.getParam("strategy"): "zero3"})
+    request = translate(estimator, task)
+    config, recipe = request.job.config, request.job.recipe
+    if request.launch.device == "cpu":  # under "auto", the plan may be for other machines
+        check_device(config, "cpu")
+    with naming_params(estimator):
+        frame, inputs = first_inputs(prepare(dataset, task, **request.columns))
+    label = _first_label(frame)
+    weighted = frame.columns.weight is not None or config.class_weights is not None
+    weight, names = torch.ones(2) if weighted else None, frame.columns.arguments
+    run = partial(dry_run, recipe, task, config.seed, inputs, label, names=names, weighted=weighted)
+    try:
+        trial = run(values=False)
+    except Exception:  # as in `plan`; with values, the error has hints
+        trial = run()
+    if label is not None and trial.classes is not None:
+        label = torch.zeros_like(label, dtype=torch.int64)
+    batch = Batch(tuple(inputs.values()), label, weight, 2, weight, names=names)
+    most = None if memory is None else int(memory * 10**6)
+    return plan(recipe, config, estimator.getNumWorkers(), batch, memory=most)
 
 
 def first_inputs(frame: Frame) -> tuple[Frame, dict[str, torch.Tensor]]:
@@ -77,7 +114,7 @@ def first_inputs(frame: Frame) -> tuple[Frame, dict[str, torch.Tensor]]:
     return frame, inputs
 
 
-def first_label(frame: Frame) -> torch.Tensor | None:
+def _first_label(frame: Frame) -> torch.Tensor | None:
     """Returns the label of the first row twice, or `None` without a label column."""
     if frame.columns.label is None:
         return None
@@ -85,7 +122,7 @@ def first_label(frame: Frame) -> torch.Tensor | None:
     return label  # type: ignore[no-any-return]
 
 
-def _on_driver(frame: Frame, request: Request, run: partial[DryRunResult]) -> DryRunResult:
+def _on_driver(frame: Frame, request: Request[TrainJob], run: partial[DryRunResult]) -> DryRunResult:
     try:
         return run()
     except ModuleError as error:
@@ -95,18 +132,12 @@ def _on_driver(frame: Frame, request: Request, run: partial[DryRunResult]) -> Dr
         raise ModuleError(error.what, hint=f"{error.hint}\n     {more}", **error.where) from error
 
 
-def _in_worker(request: Request, run: partial[DryRunResult], in_worker: Callable[..., Results]) -> DryRunResult:
+def _in_worker(
+    request: Request[TrainJob], run: partial[DryRunResult], in_worker: Callable[..., Results]
+) -> DryRunResult:
     """Runs the dry run in a worker, on the device that a rank will have."""
-    meta, payload = in_worker(partial(try_in_rank, run=run, config=request.config))[0]
+    meta, payload = in_worker(partial(try_in_rank, run=run, config=request.job.config))[0]
     return DryRunResult.unpacked(meta, payload)
-
-
-def one_rank(spark: SparkSession, request: Request, observer: Observer, body: Body) -> Results:
-    """Runs a body in a barrier job of one rank, which gets no rows."""
-    launch = replace(request.launch, world_size=1, tag=new_tag())
-    if on_cpus(spark, launch.device, request.launch.world_size):
-        launch = replace(launch, device="cpu")  # though one rank alone could have a device
-    return run_ranks(spark.range(0, 1, 1, 1), body, launch, observer)
 
 
 def _twice(field: Field, column: pa.Array) -> tuple[Any, ...]:

@@ -18,7 +18,7 @@ from sparktorch.ml.fit.values import Values
 
 if TYPE_CHECKING:
     from sparktorch.data.columns import Columns
-    from sparktorch.ml.summary import TrainingSummary
+    from sparktorch.ml.fit.summary import TrainingSummary
     from sparktorch.train.callbacks import Callback
 
 __all__ = ["LISTENERS", "Fit", "FitListener", "FitReport", "callers"]

@@ -14,13 +14,14 @@ from pyspark.sql import DataFrame
 
 from sparktorch.base.config import Task
 from sparktorch.errors import ConfigError
-from sparktorch.ml.fit.holdable import can_hold, rows_of
-from sparktorch.ml.fit.prepared_data import FreshData, PreparedData
+from sparktorch.ml.fit.launching import can_hold
+from sparktorch.ml.fit.prepared_data import FreshData, PreparedData, Source
 from sparktorch.ml.fit.translate import Request, translate
 from sparktorch.ml.params.mixins import EstimatorParams
 from sparktorch.spark.compat import inheriting
 from sparktorch.spark.launch.spark_job import new_tag
 from sparktorch.spark.session import cancel_tasks, tag_tasks
+from sparktorch.worker import TrainJob
 
 __all__ = ["fit_multiple"]
 
@@ -62,7 +63,9 @@ class _Models(Iterator[tuple[int, Any]]):
 class _Work:
     """The fits, in a thread of their own."""
 
-    def __init__(self, estimators: list[Any], dataset: DataFrame | PreparedData, requests: list[Request]) -> None:
+    def __init__(
+        self, estimators: list[Any], dataset: DataFrame | PreparedData, requests: list[Request[TrainJob]]
+    ) -> None:
         self.count = len(estimators)
         self._estimators, self._dataset, self._requests = estimators, dataset, requests
         self._futures: list[Future[Any]] = [Future() for _ in estimators]
@@ -122,7 +125,7 @@ class _Work:
             if isinstance(self._dataset, PreparedData):
                 self._dataset.title = "fit"
 
-    def _fit_one(self, index: int, source: FreshData | PreparedData) -> None:
+    def _fit_one(self, index: int, source: Source) -> None:
         future = self._futures[index]
         if self._cancelled:
             future.set_exception(CancelledError("the other fits were cancelled"))
@@ -135,7 +138,7 @@ class _Work:
         else:
             future.set_result(model)
 
-    def _wait_for_takers(self, source: FreshData | PreparedData) -> None:
+    def _wait_for_takers(self, source: Source) -> None:
         """Where untaken models fill the memory, frees the slots until all are taken, or another one is asked for."""
         if self._bytes_ahead() < _MOST_BYTES:
             return
@@ -156,7 +159,7 @@ class _Work:
         if isinstance(self._dataset, PreparedData):
             return [list(range(self.count))]
         groups: list[list[int]] = []
-        needs = [rows_of(request) for request in self._requests]
+        needs = [request.rows for request in self._requests]
         for index in range(self.count):
             found = [group for group in groups if needs[group[0]] == needs[index]]
             if found:
@@ -168,7 +171,7 @@ class _Work:
         return [part for group, all_at_once in zip(groups, held, strict=True) for part in _parts(group, all_at_once)]
 
     @contextmanager
-    def _rows(self, group: list[int]) -> Iterator[FreshData | PreparedData]:
+    def _rows(self, group: list[int]) -> Iterator[Source]:
         """Context with the rows of a group of fits, which `cancel` cancels."""
         if isinstance(self._dataset, PreparedData):
             yield self._dataset
@@ -187,11 +190,11 @@ def _parts(group: list[int], all_at_once: bool) -> list[list[int]]:
     return [group] if all_at_once else [[index] for index in group]
 
 
-def _check_checkpoints(requests: Sequence[Request]) -> None:
+def _check_checkpoints(requests: Sequence[Request[TrainJob]]) -> None:
     """Refuses fits that would write their checkpoints into the same directory."""
     seen = set()
     for request in requests:
-        directory = None if request.checkpoint is None else request.checkpoint.directory
+        directory = None if request.job.checkpoint is None else request.job.checkpoint.directory
         if directory is not None and directory in seen:
             raise ConfigError(
                 f"several settings of Params have the checkpointDir {directory!r}, and each is a training of its own",

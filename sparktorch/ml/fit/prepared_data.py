@@ -7,78 +7,70 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakSet
 
 from pyspark.sql import DataFrame, SparkSession
 
 from sparktorch.base.config import Task
 from sparktorch.errors import ConfigError
-from sparktorch.ml.fit.attempts import one_job, partitioned
 from sparktorch.ml.fit.checks import check_thresholds
-from sparktorch.ml.fit.first_row_trial import one_rank, try_out
-from sparktorch.ml.fit.holdable import check_holdable, rows_of
+from sparktorch.ml.fit.first_row_trial import try_out
+from sparktorch.ml.fit.launching import check_holdable, one_rank, partitioned
 from sparktorch.ml.fit.listeners import FitReport
-from sparktorch.ml.fit.translate import JobRequest, Request, translate
+from sparktorch.ml.fit.translate import Request, translate
 from sparktorch.ml.params.mixins import EstimatorParams
 from sparktorch.spark.checks.doctor import check_executors
 from sparktorch.spark.checks.findings import refuse
 from sparktorch.spark.checks.preflight import check_cluster, check_result_size
 from sparktorch.spark.frame.prepare import Frame, prepare
+from sparktorch.spark.launch.barrier_job import run_ranks
 from sparktorch.spark.launch.gpus import gpu_profile, on_cpus
 from sparktorch.spark.launch.rank_pool import RankPool, Results
 from sparktorch.spark.launch.spark_job import new_tag
 from sparktorch.spark.session import slots
 from sparktorch.train.recipe.dry_run import DryRunResult
 from sparktorch.train.strategies.registry import check_device, strategy_type
-from sparktorch.worker import RankResult, TrainJob, run_held, serve, train_held
+from sparktorch.worker import RankJob, RankResult, TrainJob, run_held, serve, train_held, train_partition
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ["FreshData", "PreparedData", "Source", "launchable", "make_room"]
 
-R = TypeVar("R", bound=JobRequest)
+J = TypeVar("J", bound=RankJob)
+
+Ready = tuple[Request[TrainJob], DataFrame, DryRunResult]  # what a training needs
 
 _LOG = logging.getLogger(__name__)
 _all: WeakSet[PreparedData] = WeakSet()  # of this process
 
 
-class Source(Protocol):
-    """Where a fit's rows come from; `title` is what its progress bar says, which stays on the screen if `bar_stays`."""
-
-    dataset: DataFrame
-    title: str
-    bar_stays: bool
-
-    def prepared(
-        self, estimator: EstimatorParams, task: Task, report: FitReport
-    ) -> tuple[Request, Frame, DryRunResult]:
-        """Runs all checks that need no training job; returns what the training needs."""
-        ...
-
-    def attempt(self, frame: Frame, job: TrainJob, request: Request, report: FitReport) -> Results:
-        """Trains once; see `sparktorch.ml.fit.attempts.train_with_restarts`."""
-        ...
-
-
 class FreshData:
-    """A DataFrame that is read for one fit."""
+    """A DataFrame that is read for one fit.
+
+    Attributes:
+        dataset: The DataFrame.
+        title: What the progress bar of the fit says.
+        bar_stays: Whether the bar stays on the screen after the fit.
+    """
 
     def __init__(self, dataset: DataFrame) -> None:
         self.dataset, self.title, self.bar_stays = dataset, "fit", True
 
-    def prepared(
-        self, estimator: EstimatorParams, task: Task, report: FitReport
-    ) -> tuple[Request, Frame, DryRunResult]:
+    def prepared(self, estimator: EstimatorParams, task: Task, report: FitReport) -> Ready:
         """Runs all checks that need no training job; returns what the job needs."""
-        request = launchable(translate(estimator, task), self.dataset.sparkSession, estimator.getPreflight())
+        request = launchable(translate(estimator, task), self.dataset.sparkSession)
         frame = prepare(self.dataset, task, **request.columns)
         return _tried(estimator, request, frame, partial(one_rank, frame.data.sparkSession, request, report))
 
-    def attempt(self, frame: Frame, job: TrainJob, request: Request, report: FitReport) -> Results:
+    def attempt(self, data: DataFrame, request: Request[TrainJob], report: FitReport) -> Results:
         """Trains in a barrier job of its own."""
-        return one_job(frame, job, request, report)
+
+        def start(parts: DataFrame, job: TrainJob) -> Results:
+            return run_ranks(parts, partial(train_partition, job=job), request.launch, report)
+
+        return partitioned(data, request, start)
 
 
 class PreparedData:
@@ -119,13 +111,13 @@ class PreparedData:
         """
         self.gives_way, self._busy = gives_way, False
         self.dataset, self.title, self.bar_stays = dataset, "fit", True
-        self._task, self._idle_timeout = task, idle_timeout
+        self._idle_timeout = idle_timeout
         request = translate(estimator, task)
         check_holdable(request, dataset.sparkSession)
-        self._needs = rows_of(request)
+        self._needs = request.rows
         self._frame: Frame | None = None
         self._pool: RankPool | None = None
-        self._read_with: TrainJob | None = None
+        self._read_with: Request[TrainJob] | None = None
         self._lock = threading.RLock()
         self._timer: threading.Timer | None = None
         self._closed = False
@@ -162,9 +154,7 @@ class PreparedData:
         if pool is not None:
             pool.interrupt()
 
-    def prepared(
-        self, estimator: EstimatorParams, task: Task, report: FitReport
-    ) -> tuple[Request, Frame, DryRunResult]:
+    def prepared(self, estimator: EstimatorParams, task: Task, report: FitReport) -> Ready:
         """Runs all checks that need no training job; returns what the training needs.
 
         A `ConfigError` says that it is closed, or that the estimator needs other rows.
@@ -175,26 +165,24 @@ class PreparedData:
             finally:  # the time may have run out meanwhile, and what raises here starts no attempt
                 self._wait_for_more()
 
-    def _checked(
-        self, estimator: EstimatorParams, task: Task, report: FitReport
-    ) -> tuple[Request, Frame, DryRunResult]:
+    def _checked(self, estimator: EstimatorParams, task: Task, report: FitReport) -> Ready:
         self._check_open()
         request = translate(estimator, task)
-        self._check_needs(request, task, judged=report.judge is not None)
+        self._check_needs(request, judged=report.judge is not None)
         spark, pool = self.dataset.sparkSession, self._pool
         if pool is not None and pool.is_open:
             request = _with_profile(request, spark)
             # A restart waits for the tasks of this job to end.
-            request = replace(request, launch=replace(request.launch, tag=pool.tag))
+            request = request.with_launch(tag=pool.tag)
             alone = partial(_in_pool, pool, report)
         else:
-            request = launchable(translate(estimator, task), spark, estimator.getPreflight(), self)
+            request = launchable(request, spark, self)
             alone = partial(one_rank, spark, request, report)
         if self._frame is None:
             self._frame = prepare(self.dataset, task, **request.columns, **self._more_columns)
         return _tried(estimator, request, self._frame, alone)
 
-    def attempt(self, frame: Frame, job: TrainJob, request: Request, report: FitReport) -> Results:
+    def attempt(self, data: DataFrame, request: Request[TrainJob], report: FitReport) -> Results:
         """Trains in the ranks; starts them if they do not run, or hold other rows than the job needs.
 
         A `ConfigError` says that it was cancelled meanwhile: what is lost in that way does not start again.
@@ -203,26 +191,25 @@ class PreparedData:
             self._busy = True
             try:
                 self._check_open()
-                if self._pool is not None and self._pool.is_open and self._fits(job, request):
-                    return self._run(job, report)
+                if self._pool is not None and self._pool.is_open and self._fits(request):
+                    return self._run(request.job, report)
                 launch = request.launch
                 if self._pool is not None and self._pool.tag == launch.tag:
                     launch = replace(launch, tag=new_tag())
                 self._let_go()
-                self._read_with = job
+                self._read_with = request
 
-                def start(data: DataFrame, read_with: TrainJob) -> Results:
-                    self._pool = pool = RankPool(data, partial(serve, job=read_with.rows), launch)
+                def start(parts: DataFrame, read_with: TrainJob) -> Results:
+                    self._pool = pool = RankPool(parts, partial(serve, job=read_with.without_recipe), launch)
                     self._check_open()
                     ended = pool.start()
                     if ended is not None:
                         return ended
-                    self._size = request.launch.world_size
                     _LOG.info("%r", self)
                     self._look_at(pool.facts, read_with)
-                    return self._run(job, report)
+                    return self._run(request.job, report)
 
-                return partitioned(frame, job, request, start)
+                return partitioned(data, request, start)
             finally:
                 self._busy = False
                 self._wait_for_more()
@@ -257,29 +244,26 @@ class PreparedData:
     def _look_at(self, facts: list[dict[str, Any]], read_with: TrainJob) -> None:
         """Called with what the ranks tell of the rows that they have read."""
 
-    def _fits(self, job: TrainJob, request: Request) -> bool:
-        """Whether the ranks hold what a job needs: a restart may have fewer ranks, a module other classes."""
+    def _fits(self, request: Request[TrainJob]) -> bool:
+        """Whether the ranks hold what a fit needs: a restart may have fewer ranks, a module other classes."""
         read = self._read_with
         assert read is not None
-        return self._size == request.launch.world_size and (job.columns, job.storage) == (read.columns, read.storage)
+        same_rows = (request.job.columns, request.job.storage) == (read.job.columns, read.job.storage)
+        return same_rows and request.launch.world_size == read.launch.world_size
 
     def _check_open(self) -> None:
         if self._closed:
             raise ConfigError("the prepared rows are closed", hint="prepare the DataFrame again")
 
-    def _check_needs(self, request: Request, task: Task, *, judged: bool) -> None:
-        if judged and strategy_type(request.config.strategy).own_batches:
+    def _check_needs(self, request: Request[TrainJob], *, judged: bool) -> None:
+        strategy = request.job.config.strategy
+        if judged and strategy_type(strategy).own_batches:
             raise ConfigError(
-                f"strategy {request.config.strategy!r} trains a model in each worker, and a trial is judged as a whole",
+                f"strategy {strategy!r} trains a model in each worker, and a trial is judged as a whole",
                 hint="use another strategy in a search",
                 param="strategy",
             )
-        other = [name for name, value in rows_of(request).items() if value != self._needs[name]]
-        if task != self._task:
-            raise ConfigError(
-                f"the rows were prepared for {self._task}, and this is {task}, whose labels have another type",
-                hint="prepare the DataFrame with this estimator, or fit on the DataFrame",
-            )
+        other = [name for name, value in request.rows.items() if value != self._needs[name]]
         if other:
             raise ConfigError(
                 f"the estimator needs other rows than the prepared ones: it differs in {', '.join(other)}",
@@ -312,6 +296,9 @@ class PreparedData:
             pool.close()
 
 
+Source = FreshData | PreparedData  # where a fit's rows come from
+
+
 def _in_pool(pool: RankPool, report: FitReport, body: Callable[..., RankResult]) -> Results:
     """Runs the dry run in a pool, whose job may hold all slots."""
     return pool.run(partial(run_held, body=body), report)
@@ -328,34 +315,34 @@ def make_room(spark: SparkSession, count: int, *, without: PreparedData | None =
             held.give_way()
 
 
-def _with_profile(request: R, spark: SparkSession) -> R:
+def _with_profile(request: Request[J], spark: SparkSession) -> Request[J]:
     """Returns a request with its resource profile, once the options of its strategy suit the devices."""
     if on_cpus(spark, request.launch.device, request.launch.world_size):
-        check_device(request.config, "cpu")
-    profile = gpu_profile(spark, request.launch.device, request.launch.world_size)
-    return replace(request, launch=replace(request.launch, profile=profile))
+        check_device(request.job.config, "cpu")
+    return request.with_launch(profile=gpu_profile(spark, request.launch.device, request.launch.world_size))
 
 
-def launchable(request: R, spark: SparkSession, preflight: str, without: PreparedData | None = None) -> R:
+def launchable(request: Request[J], spark: SparkSession, without: PreparedData | None = None) -> Request[J]:
     """Returns a request with its resource profile, once the cluster is checked for it, and idle ranks have made room.
 
-    The preflight "full" also checks the executors. Ranks of `without` stay.
+    Ranks of `without` stay.
     """
     request = _with_profile(request, spark)
     launch = request.launch
     make_room(spark, launch.world_size, without=without)
     check_cluster(spark, launch.world_size, launch.profile, longest=launch.patience.start)
-    if preflight == "full":
-        refuse(check_executors(spark, launch, request.checkpoint.directory if request.checkpoint else None))
+    if request.preflight == "full":
+        checkpoint = request.job.checkpoint
+        refuse(check_executors(spark, launch, checkpoint.directory if checkpoint else None))
     return request
 
 
 def _tried(
-    estimator: EstimatorParams, request: Request, frame: Frame, in_worker: Callable[..., Results]
-) -> tuple[Request, Frame, DryRunResult]:
+    estimator: EstimatorParams, request: Request[TrainJob], frame: Frame, in_worker: Callable[..., Results]
+) -> Ready:
     """Runs the dry run, and the checks that need its result."""
-    frame, trial = try_out(frame, request, in_worker)
-    if request.config.model_folder is None:
+    request, trial = try_out(frame, request, in_worker)
+    if request.job.config.model_folder is None:
         check_result_size(frame.data.sparkSession, trial.state_bytes)
     check_thresholds(estimator, trial.classes)
-    return request, frame, trial
+    return request, frame.data, trial

@@ -5,24 +5,23 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from sparktorch.base.config import CheckpointConfig, StorageConfig, Task, TrainConfig
+from sparktorch.base.imports import load_object
+from sparktorch.data.columns import InputOptions
+from sparktorch.data.preprocess import check_signature
 from sparktorch.distributed.monitor import Timeouts
 from sparktorch.errors import ConfigError, refuse
-from sparktorch.ml.fit.checks import check_best_metric, check_job, check_params, check_restarts
+from sparktorch.ml.fit.checks import check_best_metric, check_job, check_params, check_restarts, check_ships
 from sparktorch.ml.fit.identity import described
-from sparktorch.ml.fit.inputs import input_names, input_options, preprocess_of
-from sparktorch.ml.fit.refusals import MODEL_FOLDER
-from sparktorch.ml.fit.values import Values
+from sparktorch.ml.fit.values import MODEL_FOLDER, Values
+from sparktorch.ml.params.classes import CLASSIFIER, GENERIC, RUN
 from sparktorch.ml.params.declare import ParamSpec
 from sparktorch.ml.params.mixins import EstimatorParams, RunParams
-from sparktorch.ml.params.tables import CLASSIFIER, GENERIC, RUN
-from sparktorch.model.export import Program
-from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.launch.barrier_job import Launch
 from sparktorch.train.checkpoint.store import CheckpointStore
 from sparktorch.train.huggingface.folder import opened
@@ -32,63 +31,126 @@ from sparktorch.train.metrics import has_metric
 from sparktorch.train.recipe.lookup import name_of
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.registry import check_loop, check_strategy, check_workers
+from sparktorch.worker import RankJob, TrainJob
 
-__all__ = ["JobRequest", "Request", "config_of", "translate", "translate_run"]
+__all__ = ["Request", "config_of", "input_names", "translate", "translate_run"]
 
 _EVERY = {spec.name: spec for spec in (*GENERIC, *CLASSIFIER)}
 _SHUFFLE_BLOCK = 32  # for storage on disk
 
 
+# The Params behind the arguments of `spark.frame.prepare`.
+_COLUMNS = {
+    "inputs": "featuresCol or inputCols",
+    "label": "labelCol or labelCols",
+    "weight": "weightCol",
+    "validation": "validationIndicatorCol",
+    "key": "idCol",
+    "options": "nullPolicy, or how the inputs are described",
+    "preprocess": "preprocess",
+    "keyed": "split",
+}
+
+J = TypeVar("J", bound=RankJob)
+
+
 @dataclass(frozen=True, kw_only=True)
-class JobRequest:
-    """What the job of a fit, or of `run`, is to be like.
+class Request(Generic[J]):
+    """A fit, or a `run`, as its Params ask for it.
 
     Attributes:
+        job: What the ranks are to do; its columns are known once the DataFrame was looked at.
+        launch: How the ranks start.
+        columns: Column names by role, the arguments of `spark.frame.prepare`.
         split: "key" to split rows by key, "keep" to keep the partitions.
-        checkpoint: Where and how often to save the training state; `None` for no checkpoints.
+        folds: Whether the strategy chooses the validation rows, and every rank gets all rows.
         max_restarts: The most restarts after a lost rank.
         min_workers: The fewest ranks for a restart; `None` for all.
-        columns: Column names by role, the arguments of `spark.frame.prepare`.
+        preflight: "basic" to check settings, slots and GPUs before the job, "full" for the executors, too.
+        dry_run: Where module and loss are tried: on the "driver" or in a "worker".
     """
 
-    config: TrainConfig
+    job: J
     launch: Launch
+    columns: dict[str, Any]
     split: str
-    storage: StorageConfig
-    checkpoint: CheckpointConfig | None
+    folds: bool
     max_restarts: int
     min_workers: int | None
-    columns: dict[str, Any]
+    preflight: str
+    dry_run: str = "driver"
+
+    @property
+    def rows(self) -> dict[str, Any]:
+        """The values, by Param or group of Params, that decide which rows the ranks hold."""
+        config, launch = self.job.config, self.launch
+        return {_COLUMNS[name]: value for name, value in self.columns.items()} | {
+            "the kind of estimator, whose labels have another type": config.task,
+            "split": self.split,
+            "strategyParams.folds": self.folds,
+            "storage": self.job.storage,
+            "numWorkers": launch.world_size,
+            "device": launch.device,
+            "rendezvous": launch.rendezvous,
+            "startTimeout": launch.patience.start,
+            "stallTimeout": launch.patience.stall,
+            "driverTimeout": launch.patience.driver,
+            "logLevel": launch.log_level,
+            "microBatchSize or accumulationSteps": config.micro_batch_size is not None or config.accumulation_steps > 1,
+        }
+
+    @property
+    def origin(self) -> str:
+        """Where a restart goes on, for messages."""
+        return "its last checkpoint" if self.job.checkpoint else "the beginning"
+
+    def with_job(self, **changes: Any) -> Request[J]:
+        """Returns a copy with some fields of its job changed."""
+        return replace(self, job=replace(self.job, **changes))
+
+    def with_launch(self, **changes: Any) -> Request[J]:
+        """Returns a copy with some fields of its launch changed."""
+        return replace(self, launch=replace(self.launch, **changes))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Request(JobRequest):
-    """The configuration of a fit; the dry run happens on the "driver" or in a "worker"."""
-
-    recipe: Recipe
-    dry_run: str
-
-
-def translate(estimator: EstimatorParams, task: Task) -> Request:
+def translate(estimator: EstimatorParams, task: Task) -> Request[TrainJob]:
     """Checks the Params and translates them."""
     estimator = estimator.completed()  # type: ignore[attr-defined]  # what all estimators have
     p = Values(estimator)
     check_params(p)
-    job = _job(estimator, p, task, _EVERY, **({} if p["modelDir"] is None else {"modelDir": "set"}))
-    request = Request(recipe=_recipe(p, job["config"]), dry_run=p["dryRun"], **job)
-    check_best_metric(request.config, request.recipe)
-    check_strategy(request.config, request.recipe)
-    check_workers(request.config, p["numWorkers"])
+    job = _job(p, task, _EVERY, **({} if p["modelDir"] is None else {"modelDir": "set"}))
+    config, recipe = job["config"], _recipe(p, job["config"])
+    request = _request(estimator, p, _EVERY, TrainJob(recipe=recipe, **job))
+    check_best_metric(config, recipe)
+    check_strategy(config, recipe)
+    check_workers(config, p["numWorkers"])
     check_restarts(p)
     if p["modelDir"] is None:
         return request
     refuse(MODEL_FOLDER, p)
-    return replace(request, config=replace(request.config, model_folder=_new_folder(p["modelDir"])))
+    return request.with_job(config=replace(config, model_folder=_new_folder(p["modelDir"])))
+
+
+def translate_run(params: RunParams, function: Any) -> Request[RankJob]:
+    """Checks the Params of `run` and translates them."""
+    p, table = Values(params), {spec.name: spec for spec in RUN}
+    check_job(p)
+    named = repr(function) if isinstance(function, str) else name_of(function)  # its code decides itself what resumes
+    request = _request(params, p, table, RankJob(**_job(p, "generic", table, function=named)))
+    check_loop(request.job.config)
+    check_workers(request.job.config, p["numWorkers"])
+    check_restarts(p)
+    return request
 
 
 def config_of(estimator: Any) -> TrainConfig:
     """Returns how an estimator trains, unless its Params are refused."""
     return _config(Values(estimator.completed()), estimator._task, _EVERY)
+
+
+def input_names(instance: Any) -> list[str]:
+    """Returns the input columns: `inputCols` where it is set, else `featuresCol`."""
+    return list(instance.getInputCols()) if instance.isSet("inputCols") else [instance.getFeaturesCol()]
 
 
 def _new_folder(directory: str) -> str:
@@ -97,39 +159,62 @@ def _new_folder(directory: str) -> str:
     return os.path.join(directory, f"model-{started}-{secrets.token_hex(4)}")
 
 
-def translate_run(params: RunParams, function: Any) -> JobRequest:
-    """Checks the Params of `run` and translates them."""
-    p = Values(params)
-    check_job(p)
-    named = repr(function) if isinstance(function, str) else name_of(function)  # its code decides itself what resumes
-    request = JobRequest(**_job(params, p, "generic", {spec.name: spec for spec in RUN}, function=named))
-    check_loop(request.config)
-    check_workers(request.config, p["numWorkers"])
-    check_restarts(p)
-    return request
-
-
-def _job(params: Any, p: Values, task: Task, table: Mapping[str, ParamSpec], **known: str) -> dict[str, Any]:
-    """Returns the fields of a `JobRequest`; `known` identifies a training besides its Params."""
+def _request(params: Any, p: Values, table: Mapping[str, ParamSpec], job: J) -> Request[J]:
     patience, log_level = Timeouts(**_fields(p, "patience", table)), getattr(logging, p["logLevel"])
-    return {
-        "config": _config(p, task, table),
-        "launch": Launch(patience=patience, log_level=log_level, **_fields(p, "launch", table)),
-        "storage": StorageConfig(**_fields(p, "storage", table)),
-        "checkpoint": _checkpoint(p, table, known),
-        "columns": {
+    # The monitor must name a stalled rank before the collectives of its peers time out.
+    job = replace(job, collective_seconds=max(job.collective_seconds, 2 * patience.stall))
+    return Request(
+        job=job,
+        launch=Launch(patience=patience, log_level=log_level, **_fields(p, "launch", table)),
+        columns={
             "inputs": input_names(params),
             "label": p["labelCols"] or p["labelCol"] or None,
             "weight": p["weightCol"],
             "validation": p["validationIndicatorCol"],
             "key": p["idCol"],
-            "options": input_options(params),
-            "preprocess": preprocess_of(params),
+            "options": _input_options(p),
+            "preprocess": _preprocess(p),
             "keyed": p["split"] == "key",
         },
-        "split": p["split"],
-        "max_restarts": p["maxRestarts"],
-        "min_workers": p["minWorkers"],
+        folds=p.makes_validation,
+        **_fields(p, "request", table),
+    )
+
+
+def _input_options(p: Values) -> InputOptions:
+    """Returns how columns become tensors."""
+    policy = p["nullPolicy"]
+    return InputOptions(
+        shapes={name: tuple(shape) for name, shape in p["inputShapes"].items()},
+        layouts=p["inputLayouts"],
+        dtypes=p["inputDtypes"],
+        limits=p["maxLengths"],
+        pads=p["padValues"],
+        assemble=p["assembleInputs"],
+        fill=p["fillValue"] if policy == "fill" else None,
+        drop=policy == "drop",
+        as_they_are=p.is_set("preprocess"),
+    )
+
+
+def _preprocess(p: Values) -> Any:
+    """Returns the `preprocess` callable, or `None` if it is not set; refuses one that cannot be called or shipped."""
+    function = p["preprocess"]
+    if function is None:
+        return None
+    if isinstance(function, str):
+        function = load_object(function)
+    check_signature(function)
+    check_ships(function, "preprocess", param="preprocess", hint="make what it holds inside it")
+    return function
+
+
+def _job(p: Values, task: Task, table: Mapping[str, ParamSpec], **known: str) -> dict[str, Any]:
+    """Returns the fields of a `RankJob`; `known` identifies a training besides its Params."""
+    return {
+        "config": _config(p, task, table),
+        "storage": StorageConfig(**_fields(p, "storage", table)),
+        "checkpoint": _checkpoint(p, table, known),
     }
 
 
@@ -161,9 +246,8 @@ def _identity(p: Values, table: Mapping[str, ParamSpec]) -> dict[str, str]:
         for name, spec in table.items()
         if spec.compared is True or (spec.compared and p[name] != spec.default)
     } | {"shuffleBlock": _shuffle_block(p)}
-    trained = getattr(p["module"], "trained", None)
-    if isinstance(trained, TrainedModule):  # the model's uid is another in every process
-        values["module"] = trained
+    if p.trained is not None:  # the model's uid is another in every process
+        values["module"] = p.trained
     return described(values)
 
 
@@ -206,19 +290,10 @@ def _loss(p: Values) -> dict[str, Any]:
 
 def _module(p: Values) -> dict[str, Any]:
     """Returns the recipe's arguments for a module; for a fitted model, its code and weights."""
-    module, params = p["module"], p["moduleParams"]
-    trained = getattr(module, "trained", None)
-    if not isinstance(trained, TrainedModule):
+    module, params, trained = p["module"], p["moduleParams"], p.trained
+    if trained is None:
         found = opened(module, params, seed=p["seed"], in_place=p["modelDir"] is not None)
         return {"module": module, "module_params": params} if found is None else found
-    if isinstance(trained.source, Program):
-        raise ConfigError(
-            "the model to go on from was loaded from its exported graph, which is that of evaluation mode",
-            hint="pass the module's class, and load the weights of model.module.state_dict() in it",
-            param="module",
-        )
-    if params:
-        raise ConfigError("moduleParams are given, but module is a fitted model", param="moduleParams")
     fields = {"module": trained.source, "module_params": trained.params}
     return {**fields, "initial": trained.weights, "seed": trained.seed}
 
@@ -226,8 +301,6 @@ def _module(p: Values) -> dict[str, Any]:
 def _class_weights(value: Any) -> tuple[float, ...] | Literal["balanced"] | None:
     if value is None or value == "balanced":
         return "balanced" if value else None
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        raise ConfigError(f"classWeights must be 'balanced' or a list, got {value!r}", param="classWeights")
     try:
         return tuple(float(weight) for weight in value)
     except (TypeError, ValueError) as error:

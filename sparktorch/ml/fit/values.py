@@ -1,4 +1,4 @@
-"""The values of Params by name, and what follows from several of them."""
+"""The values of Params by name, and the tables of those that exclude each other: which Param, when, what, a hint."""
 
 from __future__ import annotations
 
@@ -10,12 +10,21 @@ from typing import Any
 from pyspark.ml.param import Params
 from torch import nn
 
+from sparktorch.base.devices import is_kind
 from sparktorch.base.imports import load_object
+from sparktorch.errors import Refusal
+from sparktorch.model.export import Program
+from sparktorch.model.trained_module import TrainedModule
+from sparktorch.train.huggingface.models import has_own_loss
 from sparktorch.train.lightning import is_lightning
 from sparktorch.train.strategies.base import Strategy
 from sparktorch.train.strategies.registry import resumable, strategy_for, strategy_type
 
-__all__ = ["Values"]
+__all__ = ["COLUMNS", "FIT", "JOB", "LIGHTNING", "MODEL_FOLDER", "MODULE", "RESTARTS", "SCORING", "Values"]
+
+_MARK = "mark some with validationIndicatorCol"
+_ONE = "leave one of them out"
+_RESUMABLE = "use {p.resumable}, or leave %s out"
 
 
 class Values:
@@ -38,6 +47,17 @@ class Values:
     def source(self) -> Any:
         """What makes the module; of a fitted model, what made its module."""
         return getattr(getattr(self["module"], "trained", None), "source", self["module"])
+
+    @property
+    def trained(self) -> TrainedModule | None:
+        """The fitted model to go on from, if `module` is one."""
+        trained = getattr(self["module"], "trained", None)
+        return trained if isinstance(trained, TrainedModule) else None
+
+    @property
+    def brings_loss(self) -> bool:
+        """Whether module or training step compute the loss."""
+        return bool(self["trainingStep"] or self.brings_its_training or has_own_loss(self["module"]))
 
     @property
     def brings_its_training(self) -> bool:
@@ -95,3 +115,238 @@ class Values:
         if isinstance(scheduler, str) and ":" in scheduler:
             scheduler = load_object(scheduler)
         return bool(getattr(scheduler, "__name__", scheduler) == "ReduceLROnPlateau")
+
+
+DEVICE = Refusal(
+    "device",
+    lambda p: p["device"] not in ("auto", "cpu") and not is_kind(p["device"]),
+    "device {p[device]!r} is unknown",
+    "it is 'auto', 'cpu', or an accelerator's type without a number: 'cuda' (of NVIDIA's and AMD's GPUs), 'xpu' (of "
+    "Intel's); which one a worker gets is for Spark to say",
+)
+
+JOB = (
+    DEVICE,
+    Refusal(
+        "batchSize",
+        lambda p: 0 < p["batchSize"] < p.sharing,
+        "batchSize is {p[batchSize]}, to be shared by {p.sharing} workers",
+        "set it to numWorkers at least: it counts the rows of all workers together",
+    ),
+    Refusal(
+        "accumulationSteps",
+        lambda p: (p["accumulationSteps"] or 1) > 1 and p["accumulationSteps"] > p.share,
+        "accumulationSteps is {p[accumulationSteps]}, and each of {p.sharing} workers has {p.share:.3g} rows "
+        "of a batch",
+        "set it to batchSize / numWorkers at most",
+    ),
+    Refusal(
+        "split",
+        lambda p: p["split"] == "keep" and p.makes_validation,
+        "strategyParams.folds gives every worker all the rows, and split is 'keep'",
+        _ONE,
+    ),
+    Refusal(
+        "split",
+        lambda p: p["split"] == "keep" and p["minWorkers"] is not None,
+        "minWorkers lets a restart go on with fewer workers, and split='keep' makes one of each partition",
+        _ONE,
+    ),
+    Refusal(
+        "memoryBudget",
+        lambda p: p["storage"] == "memory" and p.is_set("memoryBudget"),
+        "memoryBudget is set, and storage is 'memory', which takes what the rows need",
+        "set storage='auto' or 'disk'",
+    ),
+)
+
+MODULE = (
+    Refusal("module", lambda p: p["module"] is None, "module is not set", "pass module=... to the constructor"),
+    Refusal(
+        "loss",
+        lambda p: p["loss"] is None and not p.brings_loss,
+        "loss is not set",
+        "pass loss=... to the constructor",
+    ),
+    Refusal(
+        "module",
+        lambda p: p.trained is not None and isinstance(p.trained.source, Program),
+        "the model to go on from was loaded from its exported graph, which is that of evaluation mode",
+        "pass the module's class, and load the weights of model.module.state_dict() in it",
+    ),
+    Refusal(
+        "moduleParams",
+        lambda p: p.trained is not None and p["moduleParams"],
+        "moduleParams are given, but module is a fitted model",
+    ),
+)
+
+FIT = (
+    Refusal(
+        "trainingStep",
+        lambda p: p["trainingStep"] is not None and (p.is_set("loss") or p["lossParams"]),
+        "trainingStep computes the loss, and loss or lossParams are set",
+        "set one of them",
+    ),
+    Refusal(
+        "schedulerParams",
+        lambda p: p["scheduler"] is None and p["schedulerParams"],
+        "schedulerParams are given, but no scheduler",
+    ),
+    Refusal(
+        "schedulerInterval",
+        lambda p: p.follows_loss and p["schedulerInterval"] == "step",
+        "ReduceLROnPlateau looks at the loss of an epoch, and schedulerInterval is 'step'",
+        "set schedulerInterval='epoch'",
+    ),
+    Refusal(
+        "scheduler",
+        lambda p: p.follows_loss and not p.validated,
+        "ReduceLROnPlateau looks at the loss of validation rows, and there are none",
+        _MARK,
+    ),
+    Refusal(
+        "validationIndicatorCol",
+        lambda p: p.makes_validation and p["validationIndicatorCol"] is not None,
+        "strategyParams.folds makes the validation rows, and validationIndicatorCol names some",
+        _ONE,
+    ),
+    *(
+        Refusal(
+            name,
+            lambda p, name=name: p.needs_validation == name and not p.validated,  # type: ignore[misc]
+            f"{name} looks at a metric of validation rows, and there are none",
+            _MARK,
+        )
+        for name in ("earlyStoppingPatience", "earlyStoppingMetric")
+    ),
+    Refusal(
+        "metrics",
+        lambda p: p["metrics"] and not p.validated,
+        "metrics are those of validation rows, and there are none",
+        _MARK,
+    ),
+    Refusal(
+        "optimizerParams", lambda p: "lr" in p["optimizerParams"], "optimizerParams holds 'lr'", "set learningRate"
+    ),
+)
+
+SCORING = (
+    DEVICE,
+    Refusal(
+        "thresholds",
+        lambda p: p["thresholds"] and (min(p["thresholds"]) < 0 or p["thresholds"].count(0) > 1),
+        "thresholds are {p[thresholds]}",
+        "each must be > 0, but for one at most, which may be 0",
+    ),
+)
+
+COLUMNS = (
+    Refusal(
+        "fillValue",
+        lambda p: p.is_set("fillValue") and p["nullPolicy"] != "fill",
+        "fillValue is set, and nullPolicy is {p[nullPolicy]!r}",
+        "set nullPolicy='fill'",
+    ),
+    Refusal(
+        "inputCols",
+        lambda p: p.is_set("inputCols") and p.is_set("featuresCol"),
+        "featuresCol and inputCols are both set",
+        "set one of them",
+    ),
+    Refusal("inputCols", lambda p: p["inputCols"] == [], "inputCols is empty"),
+    Refusal(
+        "labelCols",
+        lambda p: p["labelCols"] is not None and p.is_set("labelCol"),
+        "labelCol and labelCols are both set",
+        "set one of them",
+    ),
+    Refusal("labelCols", lambda p: p["labelCols"] == [], "labelCols is empty", "for no label at all, set labelCol=''"),
+)
+
+RESTARTS = (
+    Refusal(
+        "checkpointDir",
+        lambda p: p["checkpointDir"] is not None and not p.strategy.resumable,
+        "checkpointDir is set, and strategy {p[strategy]!r} has state in its workers that no checkpoint holds",
+        _RESUMABLE % "checkpointDir",
+    ),
+    Refusal(
+        "minWorkers",
+        lambda p: p["minWorkers"] is not None and p["minWorkers"] > p["numWorkers"],
+        "minWorkers is {p[minWorkers]}, more than numWorkers, {p[numWorkers]}",
+    ),
+    Refusal(
+        "minWorkers",
+        lambda p: p["minWorkers"] is not None and not p["maxRestarts"],
+        "minWorkers says what a restart may go on with, and maxRestarts is 0",
+        "set maxRestarts",
+    ),
+    Refusal(
+        "minWorkers",
+        lambda p: p["minWorkers"] is not None and not p.strategy.resumable,
+        "minWorkers is set, and under strategy {p[strategy]!r} another number of workers trains something else",
+        _RESUMABLE % "minWorkers",
+    ),
+)
+
+MODEL_FOLDER = (
+    Refusal(
+        "modelDir",
+        lambda p: not os.path.isabs(p["modelDir"]),
+        "modelDir {p[modelDir]!r} is a URL or a relative path, and the files of a model are mapped into memory",
+        "name a folder, from '/' on, on a file system that is mounted on all hosts",
+    ),
+    Refusal(
+        "modelDir",
+        lambda p: p.file_in_the_way,
+        "modelDir {p[modelDir]!r} cannot be a folder: {p.file_in_the_way!r} is a file",
+        "name another folder, on a file system that is mounted under the same path on all hosts",
+    ),
+    Refusal(
+        "module",
+        lambda p: p.brings_its_training,
+        "modelDir is set, and module is a LightningModule, whose steps may take parameters apart",
+        "pass its network as module, with a loss, or leave modelDir out",
+    ),
+    Refusal(
+        "module",
+        lambda p: p.is_instance,
+        "modelDir is set, and module is an instance, which this process holds already",
+        "pass a class or function that makes the module, and its arguments as moduleParams",
+    ),
+)
+
+# A LightningModule brings its loss, optimizer and schedule, which Params must not name.
+_BROUGHT = {
+    "loss": "training_step returns it",
+    "lossParams": "training_step computes the loss",
+    "trainingStep": "the module has its own training_step",
+    "optimizer": "configure_optimizers returns it",
+    "optimizerParams": "configure_optimizers returns the optimizer",
+    "learningRate": "configure_optimizers sets it",
+    "parameterGroups": "configure_optimizers makes the groups",
+    "scheduler": "configure_optimizers returns it",
+    "schedulerParams": "configure_optimizers returns the scheduler",
+    "schedulerInterval": "it is the 'interval' that configure_optimizers returns",
+    "warmupSteps": "return a scheduler with a warm-up, such as SequentialLR",
+    "referenceBatchSize": "scale the learning rate in configure_optimizers",
+}
+
+LIGHTNING = (
+    *(
+        Refusal(
+            name,
+            lambda p, name=name: p.is_set(name),  # type: ignore[misc]
+            f"{name} is set, and the module is a LightningModule, which brings its own",
+            f"leave it out: {why}",
+        )
+        for name, why in _BROUGHT.items()
+    ),
+    Refusal(
+        "microBatchSize",
+        lambda p: p["microBatchSize"] == "auto",
+        "microBatchSize is 'auto', which may repeat a step, and with it the hooks of a LightningModule",
+        "set microBatchSize to a number, or set accumulationSteps",
+    ),
+)

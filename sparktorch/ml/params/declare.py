@@ -159,21 +159,21 @@ def _named(function: Any, name: str, doc: str) -> Any:
 
 
 def _to_dict(value: Any) -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        raise TypeError(f"expected a dict, got {type(value).__name__}")
-    return dict(own(value))
+    return dict(own(_checked(value, Mapping, "a dict")))
 
 
 def _to_dicts(value: Any) -> list[dict[str, Any]]:
-    if not isinstance(value, list | tuple):
-        raise TypeError(f"expected a list of dicts, got {type(value).__name__}")
-    return [_to_dict(item) for item in value]
+    return [_to_dict(item) for item in _checked(value, (list, tuple), "a list of dicts")]
 
 
 def _by_column(convert: Callable[[Any], Any], value: Any) -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        raise TypeError(f"expected a dict by column name, got {type(value).__name__}")
-    return {str(name): convert(item) for name, item in value.items()}
+    return {str(name): convert(item) for name, item in _checked(value, Mapping, "a dict by column name").items()}
+
+
+def _checked(value: Any, kind: Any, what: str) -> Any:
+    if not isinstance(value, kind):
+        raise TypeError(f"expected {what}, got {type(value).__name__}")
+    return value
 
 
 def _to_int_or_str(value: Any) -> int | str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pyspark.ml.param import Params
 
-from sparktorch.ml.params import tables
-from sparktorch.ml.params.declare import params_class, with_constructor
+from sparktorch.ml.params import classes
+from sparktorch.ml.params.declare import ParamSpec, params_class, with_constructor
 
 __all__ = [
     "ClassificationModelParams",
@@ -23,39 +23,41 @@ __all__ = [
     "TextClassifierParams",
 ]
 
-EstimatorParams = params_class("EstimatorParams", tables.ESTIMATOR, "The Params that all estimators share.")
-ModelParams = params_class("ModelParams", tables.MODEL, "The Params that all models share.")
+EstimatorParams = params_class("EstimatorParams", classes.ESTIMATOR, "The Params that all estimators share.")
+ModelParams = params_class("ModelParams", classes.MODEL, "The Params that all models share.")
 
 
 def _estimator(
-    name: str, table: tuple[tables.ParamSpec, ...], what: str, base: type[Params] = EstimatorParams
+    name: str, table: tuple[ParamSpec, ...], what: str, base: type[Params] = EstimatorParams
 ) -> type[Params]:
     kind = params_class(name, table, f"The Params of {what}.", base)
     return with_constructor(kind, table, arguments=True)
 
 
-def _model(name: str, table: tuple[tables.ParamSpec, ...], what: str, base: type[Params] = ModelParams) -> type[Params]:
+def _model(name: str, table: tuple[ParamSpec, ...], what: str, base: type[Params] = ModelParams) -> type[Params]:
     kind = params_class(name, table, f"The Params of {what}.", base)
     return with_constructor(kind, table, arguments=False)
 
 
-GenericParams = _estimator("GenericParams", tables.GENERIC, "`TorchEstimator`")
-ClassifierParams = _estimator("ClassifierParams", tables.CLASSIFIER, "`TorchClassifier`")
-RegressorParams = _estimator("RegressorParams", tables.REGRESSOR, "`TorchRegressor`")
-GenericModelParams = _model("GenericModelParams", tables.GENERIC_MODEL, "`TorchModel`")
+GenericParams = _estimator("GenericParams", classes.GENERIC, "`TorchEstimator`")
+ClassifierParams = _estimator("ClassifierParams", classes.CLASSIFIER, "`TorchClassifier`")
+RegressorParams = _estimator("RegressorParams", classes.REGRESSOR, "`TorchRegressor`")
+GenericModelParams = _model("GenericModelParams", classes.GENERIC_MODEL, "`TorchModel`")
 ClassificationModelParams = _model(
-    "ClassificationModelParams", tables.CLASSIFICATION_MODEL, "`TorchClassificationModel`"
+    "ClassificationModelParams", classes.CLASSIFICATION_MODEL, "`TorchClassificationModel`"
 )
-RegressionModelParams = _model("RegressionModelParams", tables.REGRESSION_MODEL, "`TorchRegressionModel`")
+RegressionModelParams = _model("RegressionModelParams", classes.REGRESSION_MODEL, "`TorchRegressionModel`")
 
-_TEXT, _IMAGE = tables.TEXT_CLASSIFIER, tables.IMAGE_CLASSIFIER
+_TEXT, _IMAGE = classes.TEXT_CLASSIFIER, classes.IMAGE_CLASSIFIER
 TextClassifierParams = _estimator("TextClassifierParams", _TEXT, "`TextClassifier`", ClassifierParams)
 ImageClassifierParams = _estimator("ImageClassifierParams", _IMAGE, "`ImageClassifier`", ClassifierParams)
 TextClassificationModelParams = _model(
-    "TextClassificationModelParams", tables.TEXT_MODEL, "`TextClassificationModel`", ClassificationModelParams
+    "TextClassificationModelParams", classes.TEXT_MODEL, "`TextClassificationModel`", ClassificationModelParams
 )
 ImageClassificationModelParams = _model(
-    "ImageClassificationModelParams", tables.IMAGE_MODEL, "`ImageClassificationModel`", ClassificationModelParams
+    "ImageClassificationModelParams", classes.IMAGE_MODEL, "`ImageClassificationModel`", ClassificationModelParams
 )
 
-RunParams = with_constructor(params_class("RunParams", tables.RUN, "The Params of `run`."), tables.RUN, arguments=True)
+RunParams = with_constructor(
+    params_class("RunParams", classes.RUN, "The Params of `run`."), classes.RUN, arguments=True
+)

@@ -6,8 +6,6 @@ configuration field that gets it: "config" is `TrainConfig`, "recipe" is `Recipe
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from pyspark.ml.param.shared import (
     HasFeaturesCol,
     HasInputCols,
@@ -23,22 +21,6 @@ from pyspark.ml.param.shared import (
 )
 
 from sparktorch.ml.params.declare import ParamSpec as P
-
-__all__ = [
-    "CLASSIFICATION_MODEL",
-    "CLASSIFIER",
-    "ESTIMATOR",
-    "GENERIC",
-    "GENERIC_MODEL",
-    "IMAGE_CLASSIFIER",
-    "IMAGE_MODEL",
-    "MODEL",
-    "REGRESSION_MODEL",
-    "REGRESSOR",
-    "RUN",
-    "TEXT_CLASSIFIER",
-    "TEXT_MODEL",
-]
 
 # fmt: off
 MODULE = (
@@ -298,7 +280,7 @@ LAUNCH = (
       field="launch.rendezvous", compared=False),
     P("preflight", "str", "basic",
       "what is checked before the job starts: 'basic' for settings, slots and GPUs, 'full' for the executors as "
-      "well", compared=False),
+      "well", field="request.preflight", compared=False),
     P("dryRun", "str", "driver",
       "where module and loss are tried on the first row before the job starts: on the 'driver', or in a "
       "'worker' for modules that need an accelerator, or more memory than the driver has",
@@ -366,51 +348,3 @@ TRACKING = (
 )
 
 # fmt: on
-
-
-def _loss_of(default: str) -> tuple[P, ...]:
-    return tuple(replace(spec, default=default) if spec.name == "loss" else spec for spec in LOSS)
-
-
-def _unlabelled(table: tuple[P, ...]) -> tuple[P, ...]:
-    return tuple(replace(spec, default="", doc="the label column; by default there is none") for spec in table)
-
-
-_BEFORE_LABELS = (*MODULE, *COLUMNS, *INPUTS, *LABEL)
-_BEFORE_LOSS = (*PREDICTION, *WEIGHT, *ROWS)
-_AFTER_LOSS = (
-    *(*OPTIMIZER, *STEPS, *NUMERICS, *EPOCHS, *STORAGE, *SAMPLING, *STRATEGY, *DEVICE, *LAUNCH),
-    *(*RESULT, *CHECKPOINTS, *PATIENCE, *SCORING, *TRACKING),
-)
-
-# In the order of the constructors.
-ESTIMATOR = (*_BEFORE_LABELS, *_BEFORE_LOSS, *LOSS, *_AFTER_LOSS)
-GENERIC = (*_BEFORE_LABELS, *LABELS, *PREDICTION, *OUTPUTS, *WEIGHT, *ROWS, *LOSS, *_AFTER_LOSS)
-REGRESSOR = (*_BEFORE_LABELS, *LABELS, *_BEFORE_LOSS, *_loss_of("MSELoss"), *_AFTER_LOSS)
-CLASSIFIER = (
-    *(*_BEFORE_LABELS, *PREDICTION, *CLASSIFIED, *WEIGHT, *ROWS),
-    *(*_loss_of("CrossEntropyLoss"), *CLASS_WEIGHTS, *_AFTER_LOSS),
-)
-
-_FROM_FOLDER = tuple(
-    spec for spec in CLASSIFIER if spec not in (*MODULE, *COLUMNS, *INPUTS) or spec.name == "nullPolicy"
-)
-TEXT_CLASSIFIER = (*PRETRAINED, *TEXT, *_FROM_FOLDER)
-IMAGE_CLASSIFIER = (*PRETRAINED, *IMAGE, *_FROM_FOLDER)
-
-# Of `run`, whose function has a loop of its own.
-RUN = (
-    *(*COLUMNS, *INPUTS, *_unlabelled(LABEL), *LABELS, *WEIGHT, *ROWS),
-    *(spec for spec in (*STEPS, *EPOCHS) if spec.name in ("batchSize", "epochs")),
-    *(*STORAGE, *SAMPLING, *STRATEGY, *DEVICE),
-    *(spec for spec in LAUNCH if spec.name != "dryRun"),
-    *(spec for spec in CHECKPOINTS if spec.name not in ("checkpointInterval", "checkpointUnit")),
-    *(*PATIENCE, *TRACKING),
-)
-
-MODEL = (*COLUMNS, *PREDICTION, *DEVICE, *SCORING)
-GENERIC_MODEL = (*MODEL, *OUTPUTS)
-REGRESSION_MODEL = (*MODEL, *LABEL, *WEIGHT)
-CLASSIFICATION_MODEL = (*MODEL, *CLASSIFIED, *LABEL, *WEIGHT)
-TEXT_MODEL = (*CLASSIFICATION_MODEL, PRETRAINED[0], TEXT[0])
-IMAGE_MODEL = (*CLASSIFICATION_MODEL, PRETRAINED[0], IMAGE[0])

@@ -3,30 +3,62 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
+import pyarrow as pa
 from pyspark.errors import AnalysisException
 from pyspark.ml import Model, Pipeline
+from pyspark.ml.evaluation import Evaluator, MulticlassClassificationEvaluator
 from pyspark.ml.tuning import CrossValidator, CrossValidatorModel, CrossValidatorReader, _ValidatorSharedReadWrite
-from pyspark.ml.util import DefaultParamsReader
+from pyspark.ml.util import DefaultParamsReader, MetaAlgorithmReadWrite
 from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
+from pyspark.sql import types as T
 
+from sparktorch.errors import ConfigError, Refusal, nearest, refuse
 from sparktorch.ml.estimator import TorchEstimatorBase
-from sparktorch.ml.fit.holdable import can_hold, rows_of
+from sparktorch.ml.fit.launching import can_hold
 from sparktorch.ml.fit.translate import translate
-from sparktorch.ml.tuning.checks import check_folds
-from sparktorch.ml.tuning.folded_rows import FoldedRows, NotInOnePass
-from sparktorch.ml.tuning.metrics import Metrics, carried_columns, results_for, weight_of
+from sparktorch.ml.fit.values import Values
+from sparktorch.ml.model import TorchModelBase
+from sparktorch.ml.tuning.folded_rows import MOST_BYTES, FoldedRows, NotInOnePass
 from sparktorch.ml.tuning.pipeline import PrefixFittedOnce
+from sparktorch.ml.tuning.space import NO_CHECKPOINTS
 from sparktorch.ml.tuning.tuned_model import discard
-from sparktorch.spark.compat import ml_session
+from sparktorch.spark.column_names import ColumnNames
+from sparktorch.spark.compat import frame_of_rows, inheriting, ml_session, to_vector
 from sparktorch.spark.rdd import dataframe_of
+from sparktorch.spark.session import slots
 
-__all__ = ["TorchCrossValidator"]
+__all__ = ["TorchCrossValidator", "weight_of"]
 
 _LOG = logging.getLogger(__name__)
+_PATIENCE = 30.0  # seconds without a metric, after which the ranks free their slots
+_OUTPUTS = ("predictionCol", "probabilityCol", "rawPredictionCol")
+
+_REFUSED = (
+    *(
+        Refusal(name, lambda p, name=name: p[name] is None, f"{name} is not set", f"set {name}")  # type: ignore[misc]
+        for name in ("estimator", "evaluator", "estimatorParamMaps")
+    ),
+    Refusal(
+        "estimatorParamMaps",
+        lambda p: not p["estimatorParamMaps"],
+        "estimatorParamMaps is empty",
+        "[{{}}] fits it as it is",
+    ),
+    Refusal(
+        "numFolds",
+        lambda p: p["numFolds"] < 2,
+        "numFolds is {p[numFolds]}, which leaves no rows to train on",
+        "set 2 or more",
+    ),
+)
 
 
 class TorchCrossValidator(CrossValidator):
@@ -60,7 +92,7 @@ class TorchCrossValidator(CrossValidator):
     """
 
     def _fit(self, dataset: DataFrame) -> CrossValidatorModel:
-        check_folds(self)
+        self._check()
         dataset = dataframe_of(dataset, "fit")
         in_pipeline = isinstance(self.getEstimator(), Pipeline)
         try:
@@ -83,7 +115,7 @@ class TorchCrossValidator(CrossValidator):
         count, weight = folds * len(maps) + 1, weight_of(evaluator, carried)
         with (
             FoldedRows(self, estimators[0], dataset, carried=carried, weight=weight) as rows,
-            Metrics(evaluator, rows, parallelism=self.getParallelism(), weight=weight) as metrics,
+            _Metrics(evaluator, rows, parallelism=self.getParallelism(), weight=weight) as metrics,
             ExitStack() as unreturned,
         ):
             for fold in range(folds):
@@ -94,7 +126,7 @@ class TorchCrossValidator(CrossValidator):
                     with ExitStack() as scored_once:
                         (unreturned if self.getCollectSubModels() else scored_once).callback(discard, model)
                         shown = model.copy(maps[index])
-                        metrics.add(fold, index, shown, rows.score(shown, fold, results_for(evaluator, shown)))
+                        metrics.add(fold, index, shown, rows.score(shown, fold, _results_for(evaluator, shown)))
             means, deviations = self._gen_avg_and_std_metrics(metrics.all(folds, len(maps)))
             best = int(np.argmax(means) if evaluator.isLargerBetter() else np.argmin(means))
             model = rows.fit(estimators[best], without=None, title=f"fit {count} of {count}")
@@ -102,22 +134,58 @@ class TorchCrossValidator(CrossValidator):
         kept = cast("list[list[Model]]", models) if self.getCollectSubModels() else None
         return self._copyValues(CrossValidatorModel(model, means, kept, deviations))
 
-    def _carried(self, estimators: list[Any], dataset: DataFrame) -> tuple[str, ...]:
-        """Returns the columns that the evaluator reads beside the predictions.
+    def _check(self) -> None:
+        """Refuses a search that cannot work."""
+        refuse(_REFUSED, Values(self))
+        estimator: Any = self.getEstimator()
+        nested = MetaAlgorithmReadWrite.getAllNestedStages(estimator)
+        known, names = {stage.uid for stage in nested}, [param.name for stage in nested for param in stage.params]
+        maps = self.getEstimatorParamMaps()
+        given = [param for params in maps for param in params]
+        strange = next((param for param in given if getattr(param, "parent", "") not in known), None)
+        if strange is not None:
+            name, parent = getattr(strange, "name", str(strange)), getattr(strange, "parent", "a str")
+            raise ConfigError(
+                f"a param map sets {name!r} of {parent}, which is no stage of the estimator",
+                hint=f"build the grid with the Params of this estimator; {nearest(name, names)}",
+                param=name,
+            )
+        stages = estimator.getStages() if isinstance(estimator, Pipeline) else [estimator]
+        for stage in [stage for stage in stages if isinstance(stage, TorchEstimatorBase)]:
+            for params in maps:
+                fitted = stage.copy(params)
+                translate(fitted, stage._task)
+                refuse(NO_CHECKPOINTS, Values(fitted))
 
-        Raises:
-            NotInOnePass: One pass is impossible.
+    def _carried(self, estimators: list[Any], dataset: DataFrame) -> tuple[str, ...]:
+        """Returns the numeric columns that the evaluator reads beside the predictions.
+
+        A `NotInOnePass` says that one pass is impossible.
         """
         if not isinstance(self.getEstimator(), TorchEstimatorBase):
             raise NotInOnePass(f"{type(self.getEstimator()).__name__} is no estimator of this package")
         requests = [translate(estimator, estimator._task) for estimator in estimators]
-        if any(rows_of(request) != rows_of(requests[0]) for request in requests):
-            raise NotInOnePass("the param maps need different rows")
-        if not can_hold(requests[0], dataset.sparkSession):
-            raise NotInOnePass("ranks cannot hold rows")
-        if requests[0].storage.kind != "memory":
-            raise NotInOnePass("storage is not 'memory'")
-        return carried_columns(self.getEvaluator(), dataset, estimators)
+        evaluator, names = self.getEvaluator(), ColumnNames.of(dataset)
+        read = _columns_of(evaluator)
+        made = [{one.getOrDefault(name) for name in _OUTPUTS if one.hasParam(name)} - {""} for one in estimators]
+        carried = [name for name in dict.fromkeys(read) if any(name not in outputs for outputs in made)]
+        strange = [one for one in carried if not names.called(one) or not isinstance(names.type_of(one), T.NumericType)]
+        why = ""
+        if any(request.rows != requests[0].rows for request in requests):
+            why = "the param maps need different rows"
+        elif not can_hold(requests[0], dataset.sparkSession):
+            why = "ranks cannot hold rows"
+        elif requests[0].job.storage.kind != "memory":
+            why = "storage is not 'memory'"
+        elif any(names.called(name) for name in set().union(*made)):  # which `transform` refuses
+            why = "the DataFrame already has an output column of the model"
+        elif not any(outputs.intersection(read) for outputs in made):
+            why = f"{type(evaluator).__name__} names no output column of the model"
+        elif strange:
+            why = f"the evaluator reads {strange[0]!r}, which is no number, and not every model makes it"
+        if why:
+            raise NotInOnePass(why)
+        return tuple(carried)
 
     def _fit_pipeline(self, dataset: DataFrame) -> CrossValidatorModel:
         """Lets Spark's `CrossValidator` fit a pipeline whose first stages are fitted once per fold."""
@@ -149,3 +217,90 @@ class _Reader(CrossValidatorReader):
         found._resetUid(metadata["uid"])
         DefaultParamsReader.getAndSetParams(found, metadata, skipParams=["estimatorParamMaps"])
         return found
+
+
+class _Metrics:
+    """Metrics, computed in threads: their Spark jobs may have to wait for the slots of the ranks."""
+
+    def __init__(self, evaluator: Evaluator, rows: FoldedRows, *, parallelism: int, weight: str | None) -> None:
+        """Takes at most `parallelism` metrics at a time; `weight` is what `weight_of` says."""
+        self._rows, self._evaluator = rows, evaluator
+        if weight is not None:
+            self._evaluator = evaluator.copy({evaluator.getParam("weightCol"): weight})
+        self._pool = ThreadPoolExecutor(parallelism, "sparktorch-metrics")
+        self._found: dict[tuple[int, int], Future[float]] = {}
+        self._bytes: dict[Future[float], int] = {}
+
+    def __enter__(self) -> _Metrics:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def add(self, fold: int, index: int, model: TorchModelBase, table: pa.Table) -> None:
+        """Begins to compute a metric of scored rows; raises the error of an earlier one. Waits if many are left."""
+        kinds, outputs = model._fields()
+        columns = [_column(name, outputs.get(name), kinds, model) for name in table.column_names]
+        compute = partial(self._evaluate, table, columns)
+        future = self._found[fold, index] = self._pool.submit(inheriting(self._rows.dataset.sparkSession, compute))
+        self._bytes[future] = table.nbytes
+        self._settle(MOST_BYTES)
+
+    def all(self, folds: int, models: int) -> list[list[float]]:
+        """Waits for the metrics, by fold and model; frees the slots of the ranks if there are no others."""
+        self._settle(-1)
+        return [[self._found[fold, index].result() for index in range(models)] for fold in range(folds)]
+
+    def _evaluate(self, table: pa.Table, columns: Sequence[Any]) -> float:
+        return self._evaluator.evaluate(frame_of_rows(self._rows.dataset.sparkSession, table).select(*columns))
+
+    def _settle(self, most: int) -> None:
+        """Waits until the scores of missing metrics take at most that many bytes, or, below 0, until there are none."""
+        count = slots(self._rows.dataset.sparkSession)
+        patience: float | None = _PATIENCE if count is None or count > self._rows.slots_held else 0.0
+        while True:
+            for done in [future for future in self._bytes if future.done()]:
+                del self._bytes[done]
+                done.result()
+            if sum(self._bytes.values()) <= most or not self._bytes:
+                return
+            if not wait(self._bytes, timeout=patience, return_when=FIRST_COMPLETED).done:
+                _LOG.info("the evaluator's jobs find no slot: the ranks free theirs, and read the rows again later")
+                self._rows.let_go()
+                patience = None
+
+
+def _column(name: str, field: str | None, kinds: Mapping[str, str], model: TorchModelBase) -> Any:
+    column = F.col(f"`{name}`")
+    if field is None:
+        return column
+    kind = kinds[field]
+    return (to_vector(column) if kind == "vector" else column).alias(name, metadata=model._attribute(field, kind))
+
+
+def _columns_of(evaluator: Evaluator) -> list[str]:
+    """Returns the columns that an evaluator's Params name."""
+    unread = "probabilityCol" if _counts(evaluator) else ""
+    named = [param for param in evaluator.params if param.name.endswith("Col") and param.name != unread]
+    return [name for param in named if evaluator.isDefined(param) and (name := evaluator.getOrDefault(param))]
+
+
+def _results_for(evaluator: Evaluator, model: TorchModelBase) -> dict[str, str]:
+    """Returns the results of the scorer that an evaluator reads, with the name of the column of each."""
+    read = _columns_of(evaluator)
+    return {field: name for name, field in model._fields()[1].items() if name in read}
+
+
+def weight_of(evaluator: Evaluator, carried: Sequence[str]) -> str | None:
+    """Returns the column by whose sums an evaluator takes equal rows as one; `None` if it needs each row."""
+    if not _counts(evaluator):
+        return None
+    if not evaluator.isDefined("weightCol") or not evaluator.getOrDefault("weightCol"):
+        return f"{evaluator.uid}_weight"
+    weight: str = evaluator.getOrDefault("weightCol")
+    return weight if weight in carried and weight != evaluator.getOrDefault("labelCol") else None
+
+
+def _counts(evaluator: Evaluator) -> bool:
+    """Whether an evaluator reads no more than a confusion matrix."""
+    return type(evaluator) is MulticlassClassificationEvaluator and evaluator.getOrDefault("metricName") != "logLoss"

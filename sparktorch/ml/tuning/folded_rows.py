@@ -22,7 +22,6 @@ from sparktorch.ml.fit.prepared_data import PreparedData
 from sparktorch.ml.fit.translate import Request
 from sparktorch.ml.model import TorchModelBase
 from sparktorch.spark.column_names import ColumnNames
-from sparktorch.spark.frame.prepare import Frame
 from sparktorch.spark.launch.rank_pool import Results
 from sparktorch.worker import TrainJob, score_fold
 
@@ -63,31 +62,27 @@ class FoldedRows(PreparedData):
         super().__init__(estimator, estimator._task, data, idle_timeout=_IDLE_SECONDS)
         self._more_columns = {"fold": name, "carried": carried}
         self._task_of: Callable[..., Any] | None = None  # scores in place of a training
-        self._last: tuple[Frame, TrainJob, Request, FitReport] | None = None
+        self._last: tuple[DataFrame, Request[TrainJob], FitReport] | None = None
 
     def fit(self, estimator: Any, *, without: int | None, title: str) -> Any:
         """Fits on the rows outside of a fold, or on all rows.
 
-        Raises:
-            NotInOnePass: The rows have just been read, and fits on masked rows would not equal those on the folds.
+        A `NotInOnePass` says that fits on the rows, which were just read, would not equal those on the folds.
         """
         with self._lock:
             self._without, self.title = without, title
             return estimator._fit(self)
 
-    def attempt(self, frame: Frame, job: TrainJob, request: Request, report: FitReport) -> Results:
+    def attempt(self, data: DataFrame, request: Request[TrainJob], report: FitReport) -> Results:
         """Trains in the ranks, or scores; see `PreparedData.attempt`."""
-        self._last = (frame, job, request, report)
-        return super().attempt(frame, job, request, report)
+        self._last = (data, request, report)
+        return super().attempt(data, request, report)
 
     def score(self, model: TorchModelBase, fold: int, results: Mapping[str, str]) -> pa.Table:
         """Scores a fold, as `transform` does; if a rank is lost, reads the rows and scores again, up to `maxRestarts`.
 
         The table has the carried columns and the results, named as asked for, with one row per row of the fold; or each
-        row that differs, and its weight.
-
-        Raises:
-            NotInOnePass: The driver does not take so many scores.
+        row that differs, and its weight. A `NotInOnePass` says that the driver does not take so many scores.
         """
         given, weight = model._scoring(), self._weight
         scoring = {name: getattr(given, name) for name in ("batch_size", "precision", "compiled", "thresholds")}
@@ -95,11 +90,10 @@ class FoldedRows(PreparedData):
         task = partial(score_fold, fold=fold, trained=model.trained, results=list(results), scoring=scoring)
         with self._lock:
             assert self._last is not None
-            frame, job, request, report = self._last
+            data, request, report = self._last
             self._task_of = partial(task, weight=weighs, limit=MOST_BYTES // request.launch.world_size)
             try:
-                again = lambda job, request: self.attempt(frame, job, request, report)  # noqa: E731
-                found = with_restarts(self.dataset.sparkSession, job, request, again)
+                found = with_restarts(data.sparkSession, request, lambda now: self.attempt(data, now, report))
             finally:
                 self._task_of = None
         if any(meta["beyond"] for meta, _ in found):
@@ -124,17 +118,21 @@ class FoldedRows(PreparedData):
                 f"{counted(sizes[_OUT_OF_RANGE], 'row', 'rows')}",
                 hint="set numFolds, or correct the column that foldCol names",
             )
+        one_sided = next((fold for fold in range(self._folds) if sizes[fold] in (0, sizes.total())), None)
+        why = ""
         if any(fact["storage"] == "disk" for fact in facts):
-            raise NotInOnePass("the rows are on disk")
-        if any(fact["dropped"] or fact["nulls"] for fact in facts):
-            raise NotInOnePass("rows have nulls, NaN or infinity")
-        for fold in range(self._folds):
-            if self._column and sizes[fold] in (0, sizes.total()):  # as Spark's CrossValidator says it
-                raise ValueError(f"The {'training' if sizes[fold] else 'validation'} data at fold {fold} is empty.")
-            if not sizes[fold]:
-                raise NotInOnePass(f"fold {fold} is empty")
-        if read_with.by_place or any(fact["uneven_folds"] for fact in facts):
-            raise NotInOnePass("equal rows are split by their position")
+            why = "the rows are on disk"
+        elif any(fact["dropped"] or fact["nulls"] for fact in facts):
+            why = "rows have nulls, NaN or infinity"
+        elif self._column and one_sided is not None:  # as Spark's CrossValidator says it
+            empty = "training" if sizes[one_sided] else "validation"
+            raise ValueError(f"The {empty} data at fold {one_sided} is empty.")
+        elif not all(sizes[fold] for fold in range(self._folds)):
+            why = "a fold is empty"
+        elif read_with.by_place or any(fact["uneven_folds"] for fact in facts):
+            why = "equal rows are split by their position"
+        if why:
+            raise NotInOnePass(why)
 
 
 def _with_folds(dataset: DataFrame, name: str, folds: int, seed: int, column: str) -> DataFrame:

@@ -35,12 +35,9 @@ _asking = threading.Lock()
 
 
 class _Judge:
-    """Reports each epoch of a trial, and says whether the training ends there.
+    """Reports each of the `epochs` of a trial, and says whether the training ends there.
 
-    Attributes:
-        epochs: Number of epochs so far.
-        pruned: Whether the pruner has ended the training.
-        unknown: The names in a record that lacks the metric.
+    It ends if the pruner says so, or if a record has other names, the `unknown` ones, but not the metric.
     """
 
     def __init__(self, trial: Any, metric: str, estimator: Any) -> None:
@@ -67,13 +64,7 @@ class _Judge:
 
 
 class Search:
-    """The trials of one search.
-
-    Attributes:
-        metric: Name in the records of epochs.
-        left: Number of trials that may still begin.
-        models: What this search has trained by the number of the trial: the best of the study, if it is one of these.
-    """
+    """The trials of one search; `left` may still begin, and `models` has the best of the study, by its number."""
 
     _bar: tqdm[Any]
 
@@ -96,9 +87,7 @@ class Search:
     def run(self, groups: list[PreparedData], spark: SparkSession, *, timeout: float | None, show: bool) -> None:
         """Runs trials, one at a time on each group, until the budget is used up, and closes the groups.
 
-        Raises:
-            SparkTorchError: All trials have failed: the first cause; or no record of an epoch has the metric.
-            KeyboardInterrupt: Raised again after all trials were cancelled.
+        If all trials have failed, it raises the first cause; after an interrupt, all trials are cancelled.
         """
         shown: dict[str, Any] = {"total": self._trials, "initial": self._trials - self.left, "disable": not show}
         self._hopeless = max(_HOPELESS, 2 * len(groups))
@@ -203,10 +192,7 @@ class Search:
 def value_of(history: list[dict[str, Any]], metric: str, config: TrainConfig) -> float | None:
     """Returns the metric of a model; `None` if no record has it.
 
-    Args:
-        history: The records of the epochs.
-        metric: Its name.
-        config: How it was trained: with patience, the model has the weights of the best validation, not the last ones.
+    With patience, the model has the weights of the best validation, not the last ones.
     """
     known = [record for record in history if metric in record]
     if config.patience is not None:

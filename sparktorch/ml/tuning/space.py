@@ -7,11 +7,20 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from sparktorch.base.imports import optuna
-from sparktorch.errors import ConfigError
+from sparktorch.errors import ConfigError, Refusal
 from sparktorch.ml.fit.checks import check_param_names
 from sparktorch.ml.params.mixins import EstimatorParams
 
-__all__ = ["Space", "applied", "quiet"]
+__all__ = ["NO_CHECKPOINTS", "Space", "applied", "quiet"]
+
+NO_CHECKPOINTS = (
+    Refusal(
+        "checkpointDir",
+        lambda p: p["checkpointDir"] is not None,
+        "checkpointDir is set, and each training of a search is one of its own",
+        "leave it unset; the search of a TorchTuner goes on from its storage",
+    ),
+)
 
 _SIMPLE = (bool, int, float, str, type(None))  # what Optuna keeps in a storage
 _PROBES = 20
@@ -29,14 +38,9 @@ class Space:
     def __init__(
         self, given: Mapping[str, Any] | Callable[[Any], Mapping[str, Any]], estimator: EstimatorParams
     ) -> None:
-        """Checks the names.
+        """Takes distributions of Optuna's or lists of choices by name, or a function (trial) -> values by name.
 
-        Args:
-            given: Distributions of Optuna's or lists of choices by name, or a function (trial) -> values by name.
-            estimator: Has the Params.
-
-        Raises:
-            ConfigError: It is empty, a name is no Param, or a value is neither a distribution nor a list.
+        A `ConfigError` says that it is empty, a name is no Param, or a value is neither a distribution nor a list.
         """
         self._estimator = estimator
         self._function = given if callable(given) else self._choose
@@ -55,13 +59,9 @@ class Space:
         self.distributions = {name: self._distribution(name, value) for name, value in given.items()}
 
     def values(self, trial: Any) -> dict[str, Any]:
-        """Returns what a trial sets, by name.
+        """Returns what a trial sets, by name: a running one, or a finished one whose values are wanted again.
 
-        Args:
-            trial: A running trial, or a finished one whose values are wanted again.
-
-        Raises:
-            ConfigError: The function returned no dict, or a name that is no Param.
+        A `ConfigError` says that the function returned no dict, or a name that is no Param.
         """
         trials = optuna().trial
         if isinstance(trial, trials.FrozenTrial) and not self.distributions:
@@ -114,11 +114,7 @@ class Space:
 
 
 def applied(estimator: Any, values: Mapping[str, Any]) -> Any:
-    """Returns a copy of an estimator with values by name.
-
-    Raises:
-        TypeError: A value has the wrong type.
-    """
+    """Returns a copy of an estimator with values by name; a `TypeError` says that one has the wrong type."""
     that = estimator.copy()
     that.setParams(**{name: value for name, value in values.items() if "." not in name})
     for name, value in values.items():

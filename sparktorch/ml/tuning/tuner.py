@@ -8,23 +8,57 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from pyspark.ml import Estimator
-from pyspark.sql import DataFrame
+from pyspark.sql import DataFrame, SparkSession
 
-from sparktorch.errors import ConfigError
+from sparktorch.base.config import above, at_least, one_of, smaller_is_better
+from sparktorch.base.imports import optuna
+from sparktorch.errors import ConfigError, Refusal, SparkTorchError, refuse
 from sparktorch.ml.estimator import TorchEstimatorBase
 from sparktorch.ml.fit.listeners import callers
-from sparktorch.ml.fit.translate import config_of
-from sparktorch.ml.tuning.checks import check_numbers, direction_of, groups_of, open_study, valid_one
+from sparktorch.ml.fit.translate import Request, config_of, translate
+from sparktorch.ml.fit.values import Values
 from sparktorch.ml.tuning.search import Search, value_of
-from sparktorch.ml.tuning.space import Space, applied
+from sparktorch.ml.tuning.space import NO_CHECKPOINTS, Space, applied, quiet
 from sparktorch.ml.tuning.tuned_model import TorchTunerModel, discard
+from sparktorch.spark.checks import findings
+from sparktorch.spark.checks.preflight import enough_slots
+from sparktorch.spark.launch.gpus import gpu_profile
+from sparktorch.worker import TrainJob
 
 if TYPE_CHECKING:
     from pyspark.ml._typing import ParamMap
 
-__all__ = ["TorchTuner"]
+__all__ = ["TorchTuner", "direction_of"]
 
 _LOG = logging.getLogger(__name__)
+_METRIC = "sparktorch.metric"
+
+_REFUSED = (
+    Refusal(
+        "estimator",
+        lambda p: not isinstance(p.estimator, TorchEstimatorBase),
+        "the estimator is a {p.estimator.__class__.__name__}",
+        "pass a TorchClassifier, TorchRegressor or TorchEstimator; a tuner may be a stage of a Pipeline",
+    ),
+    Refusal(
+        "pruner",
+        lambda p: isinstance(p.pruner, str) and p.pruner not in ("asha", "hyperband"),
+        "pruner is {p.pruner!r}",
+        "it is 'asha', 'hyperband', one of optuna.pruners, or None",
+    ),
+    Refusal(
+        "sampler",
+        lambda p: isinstance(p.sampler, str),
+        "sampler is {p.sampler!r}",
+        "it is one of optuna.samplers, or None",
+    ),
+    Refusal(
+        "studyName",
+        lambda p: p.storage is not None and not p.studyName,
+        "storage is given without studyName",
+        "a search goes on with the study of that name",
+    ),
+)
 
 
 class TorchTuner(Estimator[TorchTunerModel]):
@@ -112,24 +146,23 @@ class TorchTuner(Estimator[TorchTunerModel]):
         return that
 
     def _fit(self, dataset: DataFrame) -> TorchTunerModel:
-        if not isinstance(self.estimator, TorchEstimatorBase):
-            raise ConfigError(
-                f"the estimator is a {type(self.estimator).__name__}",
-                hint="pass a TorchClassifier, TorchRegressor or TorchEstimator; a tuner may be a stage of a Pipeline",
-                param="estimator",
-            )
+        refuse(_REFUSED, self)
         workers = self.estimator.getNumWorkers() if self.workersPerTrial is None else self.workersPerTrial
-        check_numbers(self.trials, self.timeout, workers, self.parallelism)
+        for name, value in (("trials", self.trials), ("workersPerTrial", workers), ("parallelism", self.parallelism)):
+            if value is not None:
+                at_least(name, value, 1)
+        if self.timeout is not None:
+            above("timeout", self.timeout, 0)
         base = self.estimator.copy().setParams(numWorkers=workers)
         metric = self.metric or ("val_loss" if base.isSet("validationIndicatorCol") else "loss")
         direction = direction_of(metric, self.direction)
         space = Space(self.space, base)
-        reference, request = valid_one(base, space, metric)
+        reference, request = _valid_one(base, space, metric)
         first = reference.prepare(dataset)
         dataset = first.dataset  # that of an RDD
         spark = dataset.sparkSession
-        groups = groups_of(spark, request, workers, self.parallelism, self.trials)
-        study = open_study(self, base, space, metric, direction)
+        groups = _groups(spark, request, workers, self.parallelism)
+        study = self._study(base, space, metric, direction)
         named = bool(callers()) or base.isSet("mlflowExperiment")
         search = Search(base, space, study, metric=metric, trials=self.trials, named=named)
         if search.left:
@@ -138,12 +171,31 @@ class TorchTuner(Estimator[TorchTunerModel]):
             search.run(prepared, spark, timeout=self.timeout, show=base.getProgress())
         return self._result(dataset, base, space, study, search)
 
-    def _result(self, dataset: DataFrame, base: Any, space: Space, study: Any, search: Search) -> TorchTunerModel:
-        """Returns the best trial's model; fits it again if an earlier run of the study has found it.
+    def _study(self, estimator: Any, space: Space, metric: str, direction: str) -> Any:
+        """Returns the study of the search, the one that its storage holds if there is one of that name."""
+        module = optuna()
+        known = space.distributions and "epochs" not in space.distributions
+        most: Any = estimator.getEpochs() if known else "auto"
+        pruners = {
+            None: module.pruners.NopPruner,
+            "asha": module.pruners.SuccessiveHalvingPruner,
+            "hyperband": lambda: module.pruners.HyperbandPruner(max_resource=most),
+        }
+        with quiet():
+            study = module.create_study(
+                storage=self.storage,
+                sampler=self.sampler or module.samplers.TPESampler(seed=estimator.getSeed()),
+                pruner=pruners[self.pruner]() if self.pruner in pruners else self.pruner,
+                study_name=self.studyName,
+                direction=direction,
+                load_if_exists=True,
+            )
+        _check_study(study, space, metric, direction)
+        study.set_user_attr(_METRIC, metric)
+        return study
 
-        Raises:
-            ConfigError: No trial was completed.
-        """
+    def _result(self, dataset: DataFrame, base: Any, space: Space, study: Any, search: Search) -> TorchTunerModel:
+        """Returns the best trial's model; fits it again if an earlier run of the study has found it."""
         if all(trial.state.name != "COMPLETE" for trial in study.get_trials(deepcopy=False)):
             raise ConfigError(
                 f"none of the {len(study.trials)} trials was completed",
@@ -165,3 +217,88 @@ class TorchTuner(Estimator[TorchTunerModel]):
                 *(best.number, search.metric, best.value, value),
             )
         return TorchTunerModel(model, values, study)
+
+
+def direction_of(metric: str, given: str | None) -> str:
+    """Returns whether a search minimizes or maximizes its metric."""
+    if given is not None:
+        one_of("direction", given, ("minimize", "maximize"))
+        return given
+    return "minimize" if smaller_is_better(metric) else "maximize"
+
+
+def _valid_one(base: Any, space: Space, metric: str) -> tuple[Any, Request[TrainJob]]:
+    """Returns an estimator out of the space that passes the checks of its Params, and its configuration."""
+    refuse(NO_CHECKPOINTS, Values(base))
+    found: list[tuple[Any, Request[TrainJob]]] = []
+    for values in ({}, *space.samples()):
+        try:
+            estimator = applied(base, values)
+            request = translate(estimator, base._task)
+        except (SparkTorchError, TypeError):  # a trial that draws it fails, with this cause
+            continue
+        refuse(NO_CHECKPOINTS, Values(estimator))
+        found.append((estimator, request))
+        _check_rows(found[0][1], request, values)
+    estimator, request = found[0] if found else (base, translate(base, base._task))  # raises what is wrong with it
+    if metric.startswith("val_") and request.columns["validation"] is None:
+        raise ConfigError(
+            f"the metric {metric!r} is one of validation rows, and there are none",
+            hint="mark some with validationIndicatorCol, or search for another metric, such as 'loss'",
+            param="metric",
+        )
+    return estimator, request
+
+
+def _groups(spark: SparkSession, request: Request[TrainJob], workers: int, parallelism: int | None) -> int:
+    """Returns how many groups of ranks train side by side: as many as there are slots for, if it is not given."""
+    launch, needed = request.launch, workers * (parallelism or 1)
+    profile = gpu_profile(spark, launch.device, workers)
+    finding, found = enough_slots(
+        spark, needed, profile, all_of_them=parallelism is None, longest=launch.patience.start
+    )
+    if found is not None and found <= 0:
+        findings.refuse([finding])
+    if found is not None and found < needed:
+        name, fit = ("workersPerTrial", found) if found < workers else ("parallelism", found // workers)
+        asked = f"{workers}" if found < workers else f"{parallelism} with {workers} workers a trial"
+        raise ConfigError(
+            f"{name} is {asked}, and the cluster has {found} slots", hint=f"set it to {fit} or less", param=name
+        )
+    return parallelism or (found or workers) // workers
+
+
+def _check_study(study: Any, space: Space, metric: str, direction: str) -> None:
+    """Refuses to go on with a study of another metric, direction or space."""
+    known, directions = study.user_attrs.get(_METRIC, metric), [one.name.lower() for one in study.directions]
+    what = ""
+    if known != metric or directions != [direction]:
+        what = f"is to {' and '.join(directions)} {known!r}, and this search to {direction} {metric!r}"
+    now, compatible = space.distributions, optuna().distributions.check_distribution_compatibility
+    for trial in study.get_trials(deepcopy=False) if now else ():
+        before = trial.distributions
+        if trial.state.name == "COMPLETE" and before.keys() != now.keys():
+            what = what or f"chose from another space: it had {sorted(before)}"
+        try:
+            for name in before.keys() & now.keys():
+                compatible(before[name], now[name])
+        except ValueError as error:
+            what = what or f"chose from another space: {error}"
+    if what:
+        hint = "give another studyName, or the metric, direction and space of then"
+        raise ConfigError(f"the study {study.study_name!r} in the storage {what}", hint=hint, param="studyName")
+
+
+def _check_rows(first: Request[TrainJob], other: Request[TrainJob], values: dict[str, Any]) -> None:
+    """Refuses a space whose trials need other rows than the first one."""
+    needs, others = first.rows, other.rows
+    differing = next((name for name in needs if needs[name] != others[name]), None)
+    if differing is None:
+        return
+    name = next((name for name in values if name in differing), differing)
+    hint = "ranks read their rows once for all trials; search in two, one for each"
+    if name == "numWorkers":
+        hint = "workersPerTrial says how many workers a trial has"
+    raise ConfigError(
+        f"{name!r} in the space gives trials other rows: they differ in {differing}", hint=hint, param=name
+    )

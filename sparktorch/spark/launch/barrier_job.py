@@ -133,9 +133,7 @@ def plan(data: DataFrame | RDD[Any], body: Body, launch: Launch, rendezvous: Ren
         raise unshippable(error) from error.__cause__
     streamed = not isinstance(data, RDD)
     console, patience = launch.log_level, launch.patience.driver
-    task = pickle.dumps(
-        RankTask(launch.world_size, launch.device, rendezvous, console, patience=patience, streamed=streamed)
-    )
+    task = pickle.dumps(RankTask(launch.device, rendezvous, console, patience=patience, streamed=streamed))
 
     def run(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         import gc

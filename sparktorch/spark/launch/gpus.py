@@ -39,15 +39,14 @@ def gpu_profile(spark: SparkSession, device: Device, world_size: int) -> Resourc
                 hint=advice,
             )
         return None
-    if float(setting(spark, AMOUNT, "0")) < 1:
-        if device != "auto":
-            raise ClusterError(
-                f"device={device!r}, but the executors have no GPU",
-                hint=f"start the session with {AMOUNT}=1 and "
-                "spark.executor.resource.gpu.discoveryScript=conf/gpu_discovery.sh, or set device='cpu'",
-            )
-        return None
-    if float(setting(spark, TASK_AMOUNT, "0")) >= 1:
+    gpus = float(setting(spark, AMOUNT, "0"))
+    if gpus < 1 and device != "auto":
+        raise ClusterError(
+            f"device={device!r}, but the executors have no GPU",
+            hint=f"start the session with {AMOUNT}=1 and "
+            "spark.executor.resource.gpu.discoveryScript=conf/gpu_discovery.sh, or set device='cpu'",
+        )
+    if gpus < 1 or float(setting(spark, TASK_AMOUNT, "0")) >= 1:
         return None
     cpus = int(setting(spark, "spark.task.cpus", "1"))
     if not gives_profiles():
@@ -97,17 +96,12 @@ def device_index(address: str, visible: str | None) -> int:
     Spark counts all devices of the machine. If a variable such as `CUDA_VISIBLE_DEVICES` hides some (`visible` is its
     value), torch counts only the visible ones.
     """
-    if not visible:
-        if address.isdigit():
-            return int(address)
-        raise ClusterError(
-            f"GPU address {address!r} is no device index",
-            hint="let the discovery script print indices, or set CUDA_VISIBLE_DEVICES to the UUIDs",
-        )
-    devices = [entry.strip() for entry in visible.split(",")]
+    if not visible and address.isdigit():
+        return int(address)
+    devices = [entry.strip() for entry in (visible or "").split(",")]
     if address not in devices:
         raise ClusterError(
-            f"Spark assigned GPU {address}, which CUDA_VISIBLE_DEVICES={visible} hides",
-            hint="make the discovery script list the visible devices, or unset CUDA_VISIBLE_DEVICES",
+            f"Spark assigned GPU {address}, which CUDA_VISIBLE_DEVICES={visible or ''} hides",
+            hint="make the discovery script print indices, or the UUIDs in CUDA_VISIBLE_DEVICES",
         )
     return devices.index(address)

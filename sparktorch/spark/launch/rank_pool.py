@@ -13,7 +13,6 @@ from pyspark.sql import DataFrame
 from sparktorch.distributed.monitor import Monitor, Observer
 from sparktorch.distributed.root_cause import RootCause
 from sparktorch.distributed.server import ControlServer
-from sparktorch.errors import ClusterError
 from sparktorch.spark.launch.barrier_job import Launch, control_server, plan, unshippable
 from sparktorch.spark.launch.rank_task import Body, assemble
 from sparktorch.spark.launch.spark_job import Job
@@ -60,17 +59,10 @@ class RankPool:
     """
 
     def __init__(self, data: DataFrame, body: Body, launch: Launch) -> None:
-        """Opens the store; `start` starts the job, in which `body` reads a rank's rows and carries out tasks.
-
-        A `ClusterError` says that the executors reach no store on the driver.
-        """
+        """Opens the store; `start` starts the job, in which `body` reads a rank's rows and carries out tasks."""
         spark, self._launch = data.sparkSession, launch
         server = control_server(spark, launch)
-        if server is None:
-            raise ClusterError(
-                "the ranks of a pool get their tasks from the driver, which executors do not reach",
-                hint="run in the driver, or on a machine that the executors reach",
-            )
+        assert server is not None  # as `check_holdable` has found
         self.facts: list[dict[str, Any]] = []
         self._ended = False
         with ExitStack() as stack:
@@ -127,8 +119,6 @@ class RankPool:
             content = pickled(task)
         except ShippingError as error:
             raise unshippable(error) from error.__cause__
-        if not self.is_open:
-            raise ClusterError("the ranks that held the rows have ended", hint="fit again")
         with closing(self._server.another()) as server:
             watch = self._watch(server, observer if judge is None else _Judged(observer, judge, server))
             causes = RootCause(watch)

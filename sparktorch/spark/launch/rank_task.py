@@ -59,7 +59,6 @@ class RankTask:
 
     def __init__(
         self,
-        world_size: int,
         device: Device,
         rendezvous: Rendezvous | None,
         log_level: int,
@@ -73,7 +72,6 @@ class RankTask:
         rank ends its process. `streamed` rows come from Spark's JVM as an Arrow stream; elements of an RDD come from
         Python.
         """
-        self._world_size = world_size
         self._device = device
         self._rendezvous = rendezvous
         self._log_level = log_level
@@ -89,7 +87,7 @@ class RankTask:
         gc.freeze()  # exempts imported objects from the collection that pyspark runs after every task
         context = BarrierTaskContext.get()
         assert isinstance(context, BarrierTaskContext)
-        world = _world(context, self._world_size)
+        world = _world(context)
         rendezvous = self._rendezvous
         hosted_by_rank0 = rendezvous is None
         if rendezvous is None:
@@ -126,14 +124,12 @@ def unbroken(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         raise StreamBrokenError(str(error) or type(error).__name__) from error
 
 
-def _world(context: BarrierTaskContext, world_size: int) -> World:
+def _world(context: BarrierTaskContext) -> World:
     hosts = [host_of(info.address) for info in context.getTaskInfos()]
-    if len(hosts) != world_size:
-        raise RuntimeError(f"{len(hosts)} barrier tasks for a world size of {world_size}")
     rank = context.partitionId()
     return World(
         rank=rank,
-        world_size=world_size,
+        world_size=len(hosts),
         local_rank=hosts[:rank].count(hosts[rank]),
         local_size=hosts.count(hosts[rank]),
         host=hosts[rank],

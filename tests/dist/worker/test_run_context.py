@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,11 @@ from sparktorch.base.config import CheckpointConfig, StorageConfig, TrainConfig
 from sparktorch.data.columns import VALIDATION
 from sparktorch.errors import SparkTorchError
 from sparktorch.train.recipe.recipe import Recipe
-from sparktorch.worker import FunctionJob
+from sparktorch.worker import called
 from tests.dist.worker import loops
 from tests.support.frames import Table
 from tests.support.nets import Score
-from tests.support.ranks import control_server, run_on, run_ranks, train_job, train_on
+from tests.support.ranks import FunctionJob, control_server, run_on, run_ranks, train_job, train_on
 from tests.support.reference import global_batches
 
 WEIGHTED, PLAIN = Table.random(203, weighted=True, validated=True), Table.random(203)
@@ -31,8 +32,7 @@ def job(table: Table, function: Callable[..., Any], *arguments: Any, **more: Any
         config=config,
         max_imbalance=None,
         placeholder=table.batches()[0].slice(0, 1),
-        function=function,
-        arguments=arguments,
+        function=partial(called, function, arguments, {}),
         **more,
     )
 

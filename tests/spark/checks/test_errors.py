@@ -18,7 +18,7 @@ from pyspark.sql import functions as F
 
 from sparktorch import TorchClassifier, TorchEstimator, TorchRegressor
 from sparktorch.errors import ClusterError, ColumnError, ConfigError, ModuleError, RankError, SparkTorchError
-from sparktorch.ml.fit.inputs import naming_params
+from sparktorch.ml.fit.checks import naming_params
 from tests.spark.modules import MLP, Faulty
 from tests.support.sessions import settings
 from tests.support.waiting import until

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 from collections.abc import Iterator
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from pyspark.sql import functions as F
 
 from sparktorch import TorchClassifier, TorchCrossValidator, TorchRegressor
 from sparktorch.errors import ColumnError, ConfigError
-from sparktorch.ml.tuning.metrics import weight_of
+from sparktorch.ml.tuning.cross_validator import weight_of
 from sparktorch.spark.compat import frame_of_rows
 from tests.spark.modules import MLP
 
@@ -75,14 +76,16 @@ def halves(frame: DataFrame, seed: int = 7) -> list[DataFrame]:
 
 
 # Of predictions, of scores and of a regression. A pipeline's, below, is of probabilities.
-CASES: dict[str, tuple[Any, dict[str, Any], Any]] = {
-    "weighted": (classifier, {"weightCol": "weight"}, lambda: MulticlassClassificationEvaluator(weightCol="weight")),
-    "auc": (classifier, {"outputs": 2, "labelCol": "two"}, lambda: BinaryClassificationEvaluator(labelCol="two")),
-    "r2": (
-        regressor,
-        {"validationIndicatorCol": "mark"},
-        lambda: RegressionEvaluator(labelCol="target", metricName="r2"),
+CASES: dict[str, tuple[Any, dict[str, Any], Any, dict[str, Any]]] = {
+    "weighted": (
+        classifier,
+        {"weightCol": "weight"},
+        partial(MulticlassClassificationEvaluator, weightCol="weight"),
+        {},
     ),
+    "auc": (classifier, {"outputs": 2, "labelCol": "two"}, partial(BinaryClassificationEvaluator, labelCol="two"), {}),
+    "r2": (regressor, {"validationIndicatorCol": "mark"}, partial(RegressionEvaluator, metricName="r2"), {}),
+    "the user's folds": (regressor, {}, RegressionEvaluator, {"foldCol": "fold", "numFolds": 3}),
 }
 
 
@@ -105,10 +108,12 @@ def one_pass(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 @pytest.mark.usefixtures("one_pass")
 @pytest.mark.parametrize("case", list(CASES))
 def test_the_metrics_are_those_of_spark(rows: DataFrame, case: str) -> None:
-    kind, params, evaluated = CASES[case]
+    kind, params, evaluated, more = CASES[case]
     estimator, evaluator = kind(**params), evaluated()
-    stock = search(CrossValidator, estimator, evaluator).fit(rows)
-    found = search(TorchCrossValidator, estimator, evaluator).fit(rows)
+    if kind is regressor:
+        evaluator.setLabelCol("target")
+    stock = search(CrossValidator, estimator, evaluator, **more).fit(rows)
+    found = search(TorchCrossValidator, estimator, evaluator, **more).fit(rows)
     assert type(found) is CrossValidatorModel
     np.testing.assert_allclose(found.avgMetrics, stock.avgMetrics, rtol=0, atol=1e-6)
     np.testing.assert_allclose(found.stdMetrics, stock.stdMetrics, rtol=0, atol=1e-6)
@@ -136,14 +141,6 @@ def test_every_model_is_that_of_a_fit_alone_bit_for_bit(rows: DataFrame) -> None
 
 
 @pytest.mark.usefixtures("one_pass")
-def test_the_users_folds_are_taken(rows: DataFrame) -> None:
-    estimator, evaluator = regressor(), RegressionEvaluator(labelCol="target")
-    given: dict[str, Any] = {"foldCol": "fold", "numFolds": 3, "estimatorParamMaps": rates(estimator, 0.01)}
-    both = [search(kind, estimator, evaluator, **given).fit(rows) for kind in (TorchCrossValidator, CrossValidator)]
-    np.testing.assert_allclose(both[0].avgMetrics, both[1].avgMetrics, rtol=0, atol=1e-6)
-
-
-@pytest.mark.usefixtures("one_pass")
 def test_a_confusion_matrix_travels_in_place_of_rows(rows: DataFrame, monkeypatch: pytest.MonkeyPatch) -> None:
     tables: list[pa.Table] = []
 
@@ -151,7 +148,7 @@ def test_a_confusion_matrix_travels_in_place_of_rows(rows: DataFrame, monkeypatc
         tables.append(table)
         return frame_of_rows(spark, table)
 
-    monkeypatch.setattr("sparktorch.ml.tuning.metrics.frame_of_rows", noted)
+    monkeypatch.setattr("sparktorch.ml.tuning.cross_validator.frame_of_rows", noted)
     evaluator = MulticlassClassificationEvaluator(metricName="accuracy")
     found = search(TorchCrossValidator, classifier(), evaluator).fit(rows)
     assert found.avgMetrics == search(CrossValidator, classifier(), evaluator).fit(rows).avgMetrics
@@ -306,12 +303,12 @@ def test_searches_that_cannot_work_are_refused_before_any_job(rows: DataFrame, t
     ours, other = regressor(), classifier()
     evaluator = RegressionEvaluator(labelCol="target")
     for given, says in (
-        ({"estimatorParamMaps": []}, "estimatorParamMaps is empty"),
-        ({"numFolds": 1}, "numFolds is 1"),
-        ({"evaluator": None}, "evaluator is not set"),
-        ({"estimatorParamMaps": rates(other)}, "'learningRate' of TorchClassifier_.*which is no stage"),
-        ({"estimatorParamMaps": [{ours.checkpointDir: str(tmp_path)}]}, "checkpointDir"),
-        ({"estimatorParamMaps": rates(ours, 0.1, -1.0)}, "learningRate"),
+        ({"estimatorParamMaps": []}, "param=estimatorParamMaps"),
+        ({"numFolds": 1}, "param=numFolds"),
+        ({"evaluator": None}, "param=evaluator"),
+        ({"estimatorParamMaps": rates(other)}, "which is no stage"),
+        ({"estimatorParamMaps": [{ours.checkpointDir: str(tmp_path)}]}, "param=checkpointDir"),
+        ({"estimatorParamMaps": rates(ours, 0.1, -1.0)}, "param=learningRate"),
     ):
         validator = search(TorchCrossValidator, ours, **{"evaluator": evaluator, **given})
         with pytest.raises(ConfigError, match=says):

@@ -45,16 +45,6 @@ def within(seconds: float, call: Callable[[], Any]) -> Any:
     return found[0]
 
 
-def test_the_rows_are_read_once_for_all_settings_and_the_models_are_those_of_fits(witness: Witness) -> None:
-    estimator = regressor()
-    maps = rates(estimator, 0.1, 0.01, 0.001)
-    alone = [estimator.fit(witness.rows, values) for values in maps]
-    witness.count()
-    models = dict(estimator.fitMultiple(witness.rows, maps))
-    assert ROWS <= witness.count() < 2 * ROWS  # and those of the partition that the sample row comes from
-    assert all(same(models[index], alone[index]) for index in range(3))
-
-
 def test_settings_that_need_other_rows_get_a_job_of_their_own(witness: Witness) -> None:
     estimator = regressor()
     maps = [

@@ -142,7 +142,7 @@ def test_what_a_folder_cannot_be_used_for_is_refused_before_a_job(
         TorchClassifier(module=str(tmp_path), featuresCol="text", **QUICK).fit(texts)
     with pytest.raises(ConfigError, match="maxLength is 128, and the model and its tokenizer take 16 tokens"):
         TextClassifier(modelFolder=str(folder), **QUICK).fit(texts)
-    with pytest.raises(ConfigError, match="module is set, which TextClassifier finds in modelFolder"):
+    with pytest.raises(ConfigError, match="module is set, which the estimator finds in modelFolder"):
         TextClassifier(modelFolder=str(folder), maxLength=9, **QUICK).setModule("torch.nn:Linear").fit(texts)
     with pytest.raises(ModuleError, match=r"(?s)BertConfig has no entry 'num_label' .*did you mean 'num_labels'"):
         TorchClassifier(module=str(folder), moduleParams={"num_label": 3}, featuresCol="text", **QUICK).fit(texts)

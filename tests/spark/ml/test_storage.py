@@ -108,18 +108,9 @@ def test_the_fingerprint_of_kept_partitions_is_that_of_their_rows_in_any_order(f
     assert by_id == fingerprint(frame, idCol="target") != kept
 
 
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        ({"split": "keep"}, "the DataFrame has 3, and numWorkers is 2.*\n.*set numWorkers=3"),
-        ({"split": "keep", "strategy": "independent", "strategyParams": {"folds": True}}, "folds gives every worker"),
-        ({"split": "keep", "minWorkers": 1, "maxRestarts": 1}, "minWorkers lets a restart go on with fewer"),
-        ({"memoryBudget": 10}, "memoryBudget is set, and storage is 'memory'"),
-    ],
-)
-def test_what_cannot_be_is_refused_before_the_job(frame: DataFrame, params: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=f"(?s){message}"):
-        regressor(**params).fit(frame)
+def test_partitions_that_are_no_workers_are_refused(frame: DataFrame) -> None:
+    with pytest.raises(ConfigError, match="the DataFrame has 3, and numWorkers is 2"):
+        regressor(split="keep").fit(frame)
 
 
 def restless(spark: SparkSession) -> DataFrame:

@@ -20,7 +20,7 @@ from pyspark.ml import Pipeline, PipelineModel
 from pyspark.sql import DataFrame, SparkSession
 
 from sparktorch import Callback, TorchRegressionModel, TorchRegressor, TorchTuner
-from sparktorch.errors import ConfigError, RankError, SparkTorchError
+from sparktorch.errors import ConfigError, RankError
 from sparktorch.train.callbacks import FitContext
 from tests.spark.modules import MLP
 from tests.support.mlflow import QUIET
@@ -246,32 +246,30 @@ def test_a_tuner_is_a_stage_and_its_model_saves_the_best(frame: DataFrame, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("changed", "what", "hint", "param"),
+    ("changed", "param"),
     [
-        ({"space": lambda trial: {"lerningRate": 1}}, "no Param 'lerningRate'", "'learningRate'", "lerningRate"),
-        ({"space": {"numWorkers": [1, 2]}}, "gives trials other rows", "workersPerTrial", "numWorkers"),
-        ({"space": {"labelCol": ["target", "label"]}}, "other rows", "read their rows once", "labelCol"),
-        ({"metric": "val_loss"}, "one of validation rows", "validationIndicatorCol", "metric"),
-        ({"workersPerTrial": 4}, "workersPerTrial is 4, and the cluster has 3 slots", "3 or less", "workersPerTrial"),
-        ({"workersPerTrial": 2, "parallelism": 2}, "parallelism is 2 with 2 workers", "1 or less", "parallelism"),
-        ({"estimator": regressor(checkpointDir="/nowhere")}, "checkpointDir is set", "storage", "checkpointDir"),
-        ({"estimator": Pipeline()}, "the estimator is a Pipeline", "TorchClassifier", "estimator"),
-        ({"pruner": "best"}, "pruner is 'best'", "'asha'", "pruner"),
-        ({"storage": "sqlite:///x.db"}, "storage is given without studyName", "of that name", "studyName"),
+        ({"space": lambda trial: {"lerningRate": 1}}, "lerningRate"),
+        ({"space": {"numWorkers": [1, 2]}}, "numWorkers"),
+        ({"space": {"labelCol": ["target", "label"]}}, "labelCol"),
+        ({"metric": "val_loss"}, "metric"),
+        ({"workersPerTrial": 4}, "workersPerTrial"),
+        ({"workersPerTrial": 2, "parallelism": 2}, "parallelism"),
+        ({"estimator": regressor(checkpointDir="/nowhere")}, "checkpointDir"),
+        ({"estimator": Pipeline()}, "estimator"),
+        ({"pruner": "best"}, "pruner"),
+        ({"storage": "sqlite:///x.db"}, "studyName"),
     ],
     ids=lambda value: "" if isinstance(value, dict) else str(value),  # uids would differ between processes
 )
 def test_what_cannot_work_is_refused_before_any_job(
-    spark: SparkSession, frame: DataFrame, changed: dict[str, Any], what: str, hint: str, param: str | None
+    spark: SparkSession, frame: DataFrame, changed: dict[str, Any], param: str
 ) -> None:
     given = {"estimator": regressor(), "space": {"learningRate": [0.1]}, "trials": 2} | changed
     spark.sparkContext.setJobGroup("refused", "")
     try:
-        with pytest.raises(SparkTorchError, match=what) as raised:
+        with pytest.raises(ConfigError) as raised:
             TorchTuner(**given).fit(frame)
-        assert isinstance(raised.value, ConfigError)
-        assert hint in raised.value.hint
-        assert param is None or raised.value.where["param"] == param
+        assert raised.value.where["param"] == param
         assert not spark.sparkContext.statusTracker().getJobIdsForGroup("refused")
     finally:
         spark.sparkContext.setLocalProperty("spark.jobGroup.id", None)

@@ -22,7 +22,7 @@ from sklearn.metrics import confusion_matrix
 
 from sparktorch import TorchClassifier
 from sparktorch.errors import ColumnError, RankError
-from sparktorch.ml.summary import TrainingSummary
+from sparktorch.ml.fit.summary import TrainingSummary
 from sparktorch.tracking import load_model
 from tests.spark.modules import MLP, Dies, DigitsCNN, Faulty, Slow, Unlogged
 from tests.support.mlflow import QUIET

@@ -18,7 +18,7 @@ from mlflow.entities import Run
 from pyspark.sql import DataFrame
 
 from sparktorch import TorchClassifier
-from sparktorch.ml.summary import TrainingSummary
+from sparktorch.ml.fit.summary import TrainingSummary
 from tests.spark.modules import Slow
 from tests.support.mlflow import QUIET, answers
 from tests.support.proxy import Proxy, free_port

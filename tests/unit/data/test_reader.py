@@ -19,7 +19,7 @@ from sparktorch.data.columns import KEY, LABEL, VALIDATION, WEIGHT, Columns, Ten
 from sparktorch.data.dataset import in_memory
 from sparktorch.data.dataset.base import Schedule, Shard
 from sparktorch.data.dataset.reader import read_shard
-from sparktorch.data.dataset.rows import Rows, StoredRows
+from sparktorch.data.dataset.rows import Rows
 from sparktorch.data.preprocess import Preprocess
 from sparktorch.data.runs import Runs
 from sparktorch.data.sampling.plan import SamplingPlan
@@ -276,11 +276,11 @@ def test_no_more_rows_are_read_at_a_time_than_the_budget_has_room_for(
     table = Table.random(2_000).by_key()
     loaded: list[Runs] = []
 
-    def load(stored: StoredRows, runs: Runs, *, inputs: bool = True, load: Any = StoredRows.load) -> Rows:
+    def load(stored: Rows, runs: Runs, *, inputs: bool = True, load: Any = Rows.load) -> Rows:
         loaded.append(runs)
         return load(stored, runs, inputs=inputs)  # type: ignore[no-any-return]
 
-    monkeypatch.setattr(StoredRows, "load", load)
+    monkeypatch.setattr(Rows, "load", load)
     shard = read_shard(table.batches(), table.columns, storage=RowStorage(tmp_path, budget=0), budget=budget)
     shard.place(0, SamplingPlan(rows=2_000, batch_size=20, block=8))
     assert sum(batch.rows for batch in shard.epoch(0)) == 2_000

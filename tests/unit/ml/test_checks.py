@@ -13,8 +13,7 @@ from pyspark.sql import types as T
 
 from sparktorch import TorchClassifier, TorchEstimator, TorchRegressor
 from sparktorch.errors import ColumnError, ConfigError, SparkTorchError
-from sparktorch.ml.fit.checks import check_new_columns
-from sparktorch.ml.fit.code_version import check_version
+from sparktorch.ml.fit.checks import check_new_columns, check_version
 
 SCHEMA = T.StructType().add("features", T.ArrayType(T.FloatType())).add("prediction", T.DoubleType())
 
@@ -31,7 +30,7 @@ def check(estimator: Any, outputs: int = 1) -> None:
         (TorchClassifier(), ColumnError, "already has a column 'prediction'"),
         (TorchRegressor(predictionCol="Features"), ColumnError, "already has a column 'Features'"),
         (TorchEstimator(outputCols=["a", "features"]), ColumnError, "already has a column 'features'"),
-        (TorchEstimator(outputCols=["a", "a"]), ConfigError, "two output columns are called 'a'"),
+        (TorchEstimator(outputCols=["a", "a"]), ConfigError, "two output columns are called 'a' and 'a'"),
         (TorchClassifier(predictionCol="Probability"), ConfigError, "'probability' and 'Probability', which to Spark"),
     ],
 )

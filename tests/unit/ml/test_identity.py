@@ -57,13 +57,13 @@ estimator = TorchRegressor(
     optimizer=partial(torch.optim.SGD, momentum=0.9),
     checkpointDir="/nowhere",
 )
-print(json.dumps(translate(estimator, "regression").checkpoint.job))
+print(json.dumps(translate(estimator, "regression").job.checkpoint.job))
 """
 
 
 def job_of(**params: Any) -> dict[str, str]:
     estimator = TorchRegressor(checkpointDir="/nowhere", **{"module": nn.Linear, **params})
-    checkpoint = translate(estimator, "regression").checkpoint
+    checkpoint = translate(estimator, "regression").job.checkpoint
     assert checkpoint is not None
     return dict(checkpoint.job)
 

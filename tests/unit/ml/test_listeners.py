@@ -15,7 +15,7 @@ from sparktorch import TorchClassificationModel, TorchClassifier
 from sparktorch.data.columns import Columns
 from sparktorch.ml.fit import listeners as events
 from sparktorch.ml.fit.listeners import Fit, FitReport
-from sparktorch.ml.summary import TrainingSummary
+from sparktorch.ml.fit.summary import TrainingSummary
 from tests.support.callbacks import Diary as Diaries
 
 FIT = Fit(estimator=TorchClassifier(), spark=cast(Any, None))

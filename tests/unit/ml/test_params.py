@@ -144,23 +144,6 @@ def test_what_is_asked_of_the_inputs_travels_together() -> None:
 
 
 @pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        ({"nullPolicy": "skip"}, "nullPolicy 'skip' is unknown"),
-        ({"fillValue": 1.0}, "fillValue is set, and nullPolicy is 'error'"),
-        ({"inputShapes": {"a": [2, 0]}}, r"inputShapes\['a'\] is \[2, 0\]"),
-        ({"inputLayouts": {"a": "pad"}}, r"inputLayouts\['a'\] 'pad' is unknown"),
-        ({"maxLengths": {"a": 0}}, r"maxLengths\['a'\] must be at least 1, got 0"),
-        ({"labelCols": ["a"], "labelCol": "b"}, "labelCol and labelCols are both set"),
-        ({"labelCols": []}, "labelCols is empty"),
-    ],
-)
-def test_what_is_asked_of_columns_is_checked_before_there_are_any(params: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        translate(TorchRegressor(module=Mlp, **params), "regression")
-
-
-@pytest.mark.parametrize(
     ("params", "param"),
     [
         ({"module": None}, "module"),
@@ -174,7 +157,6 @@ def test_what_is_asked_of_columns_is_checked_before_there_are_any(params: dict[s
         ({"batchSize": 3, "numWorkers": 4}, "batchSize"),
         ({"batchSize": 16, "numWorkers": 3, "accumulationSteps": 6}, "accumulationSteps"),
         ({"trainingStep": "tests.support.nets:mean_output_error"}, "trainingStep"),  # and a loss
-        ({"nonFiniteLoss": "ignore"}, "nonFiniteLoss"),
         ({"earlyStoppingPatience": 2}, "earlyStoppingPatience"),
         ({"earlyStoppingMetric": "val_mae"}, "earlyStoppingMetric"),
         (
@@ -185,8 +167,6 @@ def test_what_is_asked_of_columns_is_checked_before_there_are_any(params: dict[s
             {"earlyStoppingMetric": "loss", "validationIndicatorCol": "v", "earlyStoppingPatience": 1},
             "earlyStoppingMetric",
         ),
-        ({"earlyStoppingMode": "least"}, "earlyStoppingMode"),
-        ({"earlyStoppingMinDelta": -0.1}, "earlyStoppingMinDelta"),
         ({"strategy": "zero1", "optimizer": lambda parameters, lr: None}, "optimizer"),
         ({"metrics": {"r2": "R2Score"}}, "metrics"),
         ({"callbacks": [3]}, "callbacks"),
@@ -197,7 +177,6 @@ def test_what_is_asked_of_columns_is_checked_before_there_are_any(params: dict[s
         ({"syncBatchNorm": True, "strategy": "localSGD"}, "syncBatchNorm"),
         ({"channelsLast": True, "strategy": "zero3"}, "channelsLast"),
         ({"emaDecay": 1.0}, "emaDecay"),
-        ({"validationUnit": "steps"}, "validationUnit"),
         ({"precision": "half"}, "precision"),
         ({"learningRate": float("nan")}, "learningRate"),
         ({"numWorkers": 0}, "numWorkers"),
@@ -207,6 +186,18 @@ def test_what_is_asked_of_columns_is_checked_before_there_are_any(params: dict[s
         ({"strategy": "fsdp"}, "strategy"),
         ({"optimizerParams": {"lr": 1}}, "optimizerParams"),
         ({"inputCols": []}, "inputCols"),
+        ({"nullPolicy": "skip"}, "nullPolicy"),
+        ({"fillValue": 1.0}, "fillValue"),
+        ({"inputShapes": {"a": [2, 0]}}, "inputShapes"),
+        ({"inputLayouts": {"a": "pad"}}, "inputLayouts"),
+        ({"maxLengths": {"a": 0}}, "maxLengths['a']"),
+        ({"labelCols": ["a"], "labelCol": "b"}, "labelCols"),
+        ({"labelCols": []}, "labelCols"),
+        ({"split": "keep", "strategy": "independent", "strategyParams": {"folds": True}}, "split"),
+        ({"split": "keep", "minWorkers": 1, "maxRestarts": 1}, "split"),
+        ({"memoryBudget": 10}, "memoryBudget"),
+        ({"checkpointDir": "/folder", "checkpointInterval": 0}, "checkpointInterval"),
+        ({"checkpointDir": "/folder", "strategy": "localSGD"}, "checkpointDir"),
         ({"inputCols": ["a"], "featuresCol": "b"}, "inputCols"),
     ],
 )
@@ -216,25 +207,13 @@ def test_a_param_that_cannot_work_is_refused_by_name(params: dict[str, Any], par
     assert caught.value.where == {"param": param}
 
 
-@pytest.mark.parametrize(
-    ("weights", "message"),
-    [
-        ([1.0, -0.5], "classWeights must be at least 0, got -0.5"),
-        ([0.0, 0.0], "classWeights are all zero"),
-        (["a", "b"], "classWeights are no numbers: could not convert string to float: 'a'"),
-    ],
-)
-def test_class_weights_that_cannot_work_are_refused(weights: Any, message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        translate(TorchClassifier(module=Mlp, classWeights=weights), "classification")
-    assert caught.value.what == message
-    assert caught.value.where == {"param": "classWeights"}
-
-
-def test_there_are_as_many_class_weights_as_classes() -> None:
+def test_there_are_as_many_class_weights_as_classes_and_some_count() -> None:
+    for refused in ([1.0, -0.5], [0.0, 0.0], ["a", "b"], "balance"):
+        with pytest.raises(ConfigError, match="param=classWeights"):
+            translate(TorchClassifier(module=Mlp, classWeights=refused), "classification")
     for weights in ([1.0, 2.0, 0.0], "balanced"):
-        translate(TorchClassifier(module=Mlp, classWeights=weights), "classification").config.check_classes(3)
-    config = translate(TorchClassifier(module=Mlp, classWeights=[1.0, 2.0]), "classification").config
+        translate(TorchClassifier(module=Mlp, classWeights=weights), "classification").job.config.check_classes(3)
+    config = translate(TorchClassifier(module=Mlp, classWeights=[1.0, 2.0]), "classification").job.config
     with pytest.raises(ConfigError, match="classWeights holds 2 weights, and the module tells 3 classes apart"):
         config.check_classes(3)
     with pytest.raises(ConfigError, match="the labels are no classes"):

@@ -14,9 +14,9 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution, Int
 from sparktorch import TorchRegressor  # noqa: E402
 from sparktorch.base.config import TrainConfig  # noqa: E402
 from sparktorch.errors import ConfigError  # noqa: E402
-from sparktorch.ml.tuning.checks import direction_of  # noqa: E402
 from sparktorch.ml.tuning.search import value_of  # noqa: E402
 from sparktorch.ml.tuning.space import Space, applied  # noqa: E402
+from sparktorch.ml.tuning.tuner import direction_of  # noqa: E402
 
 ESTIMATOR = TorchRegressor(module="torch.nn:Linear", moduleParams={"in_features": 1}, optimizerParams={"eps": 1e-6})
 

@@ -36,7 +36,7 @@ def test_a_gpu_address_becomes_the_index_that_cuda_counts(address: str, visible:
 @pytest.mark.parametrize(
     ("address", "visible", "message"),
     [
-        ("GPU-8f3e", None, "GPU address 'GPU-8f3e' is no device index"),
+        ("GPU-8f3e", None, "Spark assigned GPU GPU-8f3e, which CUDA_VISIBLE_DEVICES= hides"),
         ("1", "0,2", "Spark assigned GPU 1, which CUDA_VISIBLE_DEVICES=0,2 hides"),
         ("1", "GPU-1a2b", "Spark assigned GPU 1, which CUDA_VISIBLE_DEVICES=GPU-1a2b hides"),
     ],
