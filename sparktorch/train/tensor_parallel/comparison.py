@@ -44,6 +44,10 @@ class Comparison:
             exchange: Exchanges rows with them, if each rank has rows of its own, and not all the same.
         """
         self._args, self._kwargs, self._group, self._exchange = args, kwargs, group, exchange
+        if exchange is not None:
+            args, kwargs = exchange.before(module, args, kwargs)
+            exchange.restore()
+        args, kwargs = pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, (args, kwargs))
         floats = {name: p for name, p in module.named_parameters() if p.is_floating_point()}
         self._tolerance = max([_TOLERANCE, *(8 * torch.finfo(p.dtype).eps for p in floats.values())])
         self._zeros = [name for name, p in floats.items() if not p.any()]
@@ -51,32 +55,19 @@ class Comparison:
             torch.manual_seed(0)
             for name in self._zeros:
                 floats[name].uniform_(-0.1, 0.1)
-        self._norms: dict[str, torch.Tensor] = {}
-        self._drawn = False
+        self._norms: dict[str, float] = {}
 
         def keep(name: str, parameter: Any) -> None:
-            self._norms[name] = torch.linalg.vector_norm(parameter.grad)
+            self._norms[name] = float(torch.linalg.vector_norm(parameter.grad))
             parameter.grad = None  # no rank has all gradients at once
 
-        def of_all_rows() -> Any:
-            every = (args, kwargs) if exchange is None else exchange.before(module, args, kwargs)
-            try:
-                args_of_all, kwargs_of_all = pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, every)
-                before = torch.get_rng_state()
-                returned = module(*args_of_all, **kwargs_of_all)
-                self._drawn = not torch.equal(before, torch.get_rng_state())
-                return returned
-            finally:
-                if exchange is not None:
-                    exchange.restore()
-
-        hooks = [
+        hooks: list[Any] = [
             p.register_post_accumulate_grad_hook(partial(keep, name))  # type: ignore[no-untyped-call]  # torch's
             for name, p in module.named_parameters()
             if p.requires_grad
         ]
         try:
-            self._outputs = _passed(module, of_all_rows)
+            self._outputs, self._drawn = _passed(module, args, kwargs)
         except Exception:
             self._reset(module)
             raise
@@ -103,7 +94,7 @@ class Comparison:
             self._reset(module)
             return False
         try:
-            outputs = _passed(module, lambda: module(*self._args, **self._kwargs))
+            outputs, _ = _passed(module, self._args, self._kwargs)
             complete()
         except ModuleError:
             raise
@@ -117,11 +108,11 @@ class Comparison:
         squares = torch.stack([norms[name].float().square() for name in sorted(norms)])
         dist.all_reduce(squares, group=self._group)  # of parts; others have no need of it
         total = dict(zip(sorted(norms), squares.sqrt().tolist(), strict=True))
-        largest = max((float(norm) for norm in self._norms.values() if norm.isfinite()), default=0.0)
+        largest = max(filter(math.isfinite, self._norms.values()), default=0.0)
         self._reset(module)
         for name, parameter in module.named_parameters():
             found = float(norms.get(name, 0.0)) if undivided(parameter, TENSOR) else total.get(name, 0.0)
-            wanted = float(self._norms.get(name, 0.0))
+            wanted = self._norms.get(name, 0.0)
             parameter.grad = None
             if math.isfinite(wanted) and not abs(found - wanted) <= self._tolerance * wanted + 1e-4 * largest:
                 raise _differs(module, f"has another gradient of {name!r} than the undivided one")
@@ -143,22 +134,20 @@ class Comparison:
 
 def check_gradients(module: nn.Module, group: dist.ProcessGroup) -> None:
     """Compares gradients of what is not divided between the ranks that share layers, where no module was compared."""
-    named = [(n, p.grad) for n, p in module.named_parameters() if p.grad is not None and undivided(p, TENSOR)]
+    named = {n: local(p.grad) for n, p in module.named_parameters() if p.grad is not None and undivided(p, TENSOR)}
     if not named:
         return
     far, sizes = [], []
-    for _, gradient in named:
-        own = local(gradient).float()
-        mean = own.clone()
+    for own in named.values():
+        mean = own.float() / group.size()
         dist.all_reduce(mean, group=group)
-        mean /= group.size()
         far.append((own - mean).norm())
         sizes.append(mean.norm())
     distances, norms = torch.stack(far), torch.stack(sizes)
     dist.all_reduce(distances, dist.ReduceOp.MAX, group=group)
     wrong = distances > _TOLERANCE * norms + 1e-5 * norms.max()
     if wrong.any():
-        name = named[int(wrong.nonzero()[0])][0]
+        name = list(named)[int(wrong.nonzero()[0])]
         raise ModuleError(
             f"the gradient of {name!r} differs between ranks that share layers: it is used with a divided output",
             hint=f"add {name.rpartition('.')[0]!r}: 'sum_gradients' to strategyParams.plan, or gather the output",
@@ -204,12 +193,14 @@ def in_evaluation(module: nn.Module) -> Iterator[None]:
                 buffer.copy_(before)
 
 
-def _passed(module: nn.Module, call: Callable[[], Any]) -> list[torch.Tensor]:
-    """Runs forward and backward; returns the outputs, on the host."""
+def _passed(module: nn.Module, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], bool]:
+    """Runs forward and backward; returns the outputs, on the host, and whether the module has drawn numbers there."""
     with in_evaluation(module), torch.enable_grad():
-        leaves = [leaf for leaf in pytree.tree_leaves(call()) if isinstance(leaf, torch.Tensor)]
+        before = torch.get_rng_state()
+        leaves = [leaf for leaf in pytree.tree_leaves(module(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
+        drawn = not torch.equal(before, torch.get_rng_state())
         outputs = [leaf for leaf in leaves if leaf.is_floating_point() or leaf.is_complex()]
         losses = [output[_usual(output)].abs().float().square().sum() for output in outputs if output.requires_grad]
         if losses:
             torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
-    return [output.detach().cpu() for output in outputs]
+    return [output.detach().cpu() for output in outputs], drawn
