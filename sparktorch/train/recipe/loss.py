@@ -21,7 +21,7 @@ from sparktorch.base.batch import Batch
 from sparktorch.base.world import World
 from sparktorch.errors import ModuleError
 from sparktorch.train.huggingface.models import model_loss
-from sparktorch.train.recipe.lookup import look_up, name_of, parameters_of, signature_of
+from sparktorch.train.recipe.lookup import building, look_up, name_of, parameters_of
 from sparktorch.train.recipe.task import each_tensor
 
 __all__ = [
@@ -74,7 +74,7 @@ def weigh(
         found = (
             f"shape {tuple(losses.shape)} for {rows} rows" if tensor else f"{type(losses).__name__}, which is no tensor"
         )
-        hint = "return one loss per row, shape (rows,), or their mean"
+        hint = "return one loss per row, shape (rows,), or their mean; a trainingStep may add a dict of metrics"
         raise ModuleError(f"{what} returned {found}", hint=hint, param=param)
     if losses.dim() == 0:
         if weight is not None and weight.any():
@@ -159,15 +159,8 @@ class TrainingStep:
     def per_row(self, module: nn.Module, batch: Batch) -> tuple[Any, Mapping[str, Any]]:
         """Returns the loss as the callable returned it, and its metrics."""
         found = self._function(module, batch.complete())
-        if not isinstance(found, tuple):
-            return found, {}
-        if len(found) == 2 and isinstance(found[1], Mapping):
-            return found
-        raise ModuleError(
-            f"{self.what} returned a tuple of {', '.join(type(item).__name__ for item in found)}",
-            hint="return the loss, or the loss and a dict of metrics",
-            param=self.param,
-        )
+        with_metrics = isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)
+        return found if with_metrics else (found, {})
 
     def _sums(self, name: str, value: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | int]:
         """Returns the weighted sum of a metric and the sum of its weights; a scalar counts for all rows."""
@@ -276,14 +269,8 @@ class Loss:
             if reducing:
                 self._refuse_sum(options.get("reduction", "mean"))
                 options["reduction"] = "none"
-            try:
+            with building("loss", found):
                 found = found(**options)
-            except TypeError as error:
-                raise ModuleError(
-                    f"loss {self.name} cannot be built: {error}",
-                    hint=f"its parameters are {signature_of(found)}",
-                    param="lossParams",
-                ) from error
         elif params:
             raise ModuleError("lossParams are given, but loss is not a class", param="lossParams")
         elif isinstance(found, nn.Module):

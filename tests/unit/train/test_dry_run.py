@@ -315,17 +315,6 @@ def test_one_row_is_enough_for_batch_normalisation_and_leaves_no_trace_in_it() -
     assert float(norm.num_batches_tracked) == 0
 
 
-def without_values() -> nn.Module:
-    with torch.device("meta"):
-        return Mlp()
-
-
-@pytest.mark.parametrize("module", [without_values, without_values()])
-def test_a_module_that_is_made_without_values_is_refused(module: Any) -> None:
-    with pytest.raises(ModuleError, match=r"'layers\.0\.weight' of Mlp is on the device 'meta'"):
-        dry_run(Recipe(module=module), "regression", 0, FEATURES, NUMBER)
-
-
 class First(Score):
     """Returns one row of all."""
 
