@@ -356,16 +356,14 @@ def _check_same(manifest: Manifest, job: Mapping[str, Any], directory: str, fixe
     saved = manifest.job
     names = _differing(saved, job)
     if names == ["epochs"]:
-        here = f"epochs is {job['epochs']}, and {directory} holds a training"
+        why = f"that has done {manifest.epoch}" if int(job["epochs"]) <= manifest.epoch else ""
         if fixed:
+            why = f"of {saved.get('epochs')} epochs that cannot go on with another number: {fixed}"
+        if why:
             raise PersistenceError(
-                f"{here} of {saved.get('epochs')} epochs that cannot go on with another number: {fixed}",
-                hint="keep epochs as they were, or set another checkpointDir",
+                f"epochs is {job['epochs']}, and {directory} holds a training {why}",
+                hint="set as many as before, or more if it may go on; or set another checkpointDir",
                 param="epochs",
-            )
-        if int(job["epochs"]) <= manifest.epoch:
-            raise PersistenceError(
-                f"{here} that has done {manifest.epoch}", hint="set more, or another checkpointDir", param="epochs"
             )
     elif names:
         read = "; numbers that rows get as they are read (idCol) depend on the partitions: write them into the table"

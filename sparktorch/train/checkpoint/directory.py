@@ -145,11 +145,9 @@ class Directory:
         """
         try:
             yield
-        except _GONE as error:
-            raise FileNotFoundError(error.errno or errno.ENOENT, error.strerror or str(error)) from error
         except Exception as error:
-            if isinstance(error, OSError) and error.errno == errno.EIO:
-                raise FileNotFoundError(errno.EIO, f"it cannot be read: {error}") from error
+            if isinstance(error, OSError) and (isinstance(error, _GONE) or error.errno == errno.EIO):
+                raise FileNotFoundError(error.errno or errno.ENOENT, error.strerror or str(error)) from error
             raise ClusterError(
                 f"checkpointDir {self.url} cannot be reached: {type(error).__name__}: {error}",
                 hint="it must be a directory that every worker can read and write, with its credentials there",

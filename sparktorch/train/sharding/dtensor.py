@@ -89,7 +89,8 @@ def _memory(tensor: torch.Tensor) -> int | None:
     plain = not hasattr(tensor, "to_local") and tensor.layout == torch.strided
     if not plain or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return None
-    return tensor.untyped_storage()._cdata
+    found: int = tensor.untyped_storage()._cdata
+    return found
 
 
 def divide_gradients(module: nn.Module) -> None:

@@ -94,7 +94,8 @@ class RowExchange:
                 "least one",
             )
         self._own_only = True
-        return _exchanged(self._rows.columns, self._rows.parts, output)[0]
+        found: torch.Tensor = _exchanged(self._rows.columns, self._rows.parts, output)[0]
+        return found
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Returns this rank's rows of the output.
