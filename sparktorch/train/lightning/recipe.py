@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from sparktorch.base.world import World
-from sparktorch.errors import ModuleError, SparkTorchError
+from sparktorch.errors import ModuleError, refusing
 from sparktorch.train.lightning.optimizers import Configured
 from sparktorch.train.lightning.recognise import check_instance, is_lightning, overrides
 from sparktorch.train.lightning.trainer import TrainerView
@@ -89,13 +89,8 @@ class LightningRecipe(Recipe):
             ModuleError: The module returned something that a fit cannot use.
         """
         where = f"configure_optimizers of {type(module).__qualname__}"
-        try:
+        with refusing(f"{where} failed", "on the driver, self.trainer tells of 100 steps in an epoch", param="module"):
             made: Configured = training_of(module).configured
-        except SparkTorchError:
-            raise
-        except Exception as error:
-            hint = "on the driver, self.trainer tells of 100 steps in an epoch"
-            raise ModuleError(f"{where} failed: {type(error).__name__}: {error}", hint=hint, param="module") from error
         own = {parameter for group in made.optimizer.param_groups for parameter in group["params"]}
         if not own <= set(module.parameters()):
             raise ModuleError(f"{where} has parameters that are not the module's", param="module")

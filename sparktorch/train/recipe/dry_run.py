@@ -16,12 +16,11 @@ from sparktorch.base.batch import Batch, cut
 from sparktorch.base.config import Task
 from sparktorch.base.state_dict import check_state
 from sparktorch.base.world import World
-from sparktorch.errors import ModuleError, SparkTorchError, line_of_user
+from sparktorch.errors import ModuleError, SparkTorchError, line_of_user, refusing
 from sparktorch.train.huggingface.models import MODEL_LOSS, call, check_model_loss
 from sparktorch.train.huggingface.weights import log_differences
 from sparktorch.train.metrics import try_metrics
 from sparktorch.train.recipe.hints import hints_for
-from sparktorch.train.recipe.lookup import refusing
 from sparktorch.train.recipe.loss import Loss, TrainingStep, check_mean
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.recipe.task import align, check_rows, classes_in, each_tensor, prediction, rows_of
@@ -261,7 +260,7 @@ def _try_loss(
     def of_rows(start: int, end: int) -> Any:
         return loss.per_row(*align(task, rows_of(output, start, end), None if label is None else label[start:end]))
 
-    with refusing(f"loss {loss.name} failed on the first row", hint, "loss"):
+    with refusing(f"loss {loss.name} failed on the first row", hint, param="loss"):
         _check_rows(of_rows, f"loss {loss.name}", "loss", hint, values=values)
         loss(*align(task, output, label), weight).backward()  # type: ignore[no-untyped-call]
 
@@ -278,7 +277,7 @@ def _try_step(step: TrainingStep, module: nn.Module, whole: Batch, *, values: bo
     got = "" if whole.label is None else f" and label {_describe(whole.label)}"
     hint = step.hint or "it is called with the module and a batch"
     hint = f"{hint}; inputs ({arrives}){got}"
-    with refusing(f"{step.what} failed on the first row", hint, step.param):
+    with refusing(f"{step.what} failed on the first row", hint, param=step.param):
         _check_rows(lambda *span: step.per_row(module, batch(*span))[0], step.what, step.param, hint, values=values)
         step(module, batch(0, whole.rows))[0].backward()  # type: ignore[no-untyped-call]
 

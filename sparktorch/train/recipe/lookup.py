@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from sparktorch.base.imports import load_object
-from sparktorch.errors import ModuleError, SparkTorchError, nearest
+from sparktorch.errors import ModuleError, nearest, refusing
 
-__all__ = ["building", "look_up", "name_of", "parameters_of", "refusing", "signature_of"]
+__all__ = ["building", "look_up", "name_of", "parameters_of", "signature_of"]
 
 
 def look_up(value: Any, namespace: Any, base: type, what: str, *, suffix: str = "") -> Any:
@@ -54,18 +54,7 @@ def signature_of(factory: Any) -> str:
         return "unknown"
 
 
-@contextmanager
-def refusing(what: str, hint: str, param: str) -> Iterator[None]:
-    """Context that turns an exception of a user's code into a `ModuleError`: what fails, why, and what to do."""
-    try:
-        yield
-    except SparkTorchError:
-        raise
-    except Exception as error:
-        raise ModuleError(f"{what}: {error}", hint=hint, param=param) from error
-
-
 def building(what: str, factory: Any) -> AbstractContextManager[None]:
     """Returns a context that turns an exception of a factory into a `ModuleError` that shows its parameters."""
-    says = f"{what} {name_of(factory)} cannot be built"
-    return refusing(says, f"its parameters are {signature_of(factory)}", f"{what}Params")
+    hint = f"its parameters are {signature_of(factory)}"
+    return refusing(f"{what} {name_of(factory)} cannot be built", hint, param=f"{what}Params")

@@ -17,11 +17,11 @@ from sparktorch.base.imports import SHIPPING_HINT, load_object
 from sparktorch.base.state_dict import unpack_state
 from sparktorch.base.weights_folder import WeightsFolder
 from sparktorch.base.world import World
-from sparktorch.errors import ConfigError, ModuleError, SparkTorchError
+from sparktorch.errors import ConfigError, ModuleError, refusing
 from sparktorch.train.huggingface.models import MODEL_LOSS, is_model, with_config
 from sparktorch.train.huggingface.weights import ConvertedWeights
 from sparktorch.train.recipe.frozen_base import lacks_base, load_weights, seed_of
-from sparktorch.train.recipe.lookup import building, look_up, name_of, parameters_of, refusing, signature_of
+from sparktorch.train.recipe.lookup import building, look_up, name_of, parameters_of, signature_of
 from sparktorch.train.recipe.loss import Loss, ModelLossStep, TrainingStep
 from sparktorch.train.recipe.own_training import OwnTraining
 from sparktorch.train.recipe.parameter_groups import freeze, group
@@ -132,26 +132,15 @@ class Recipe:
         if isinstance(self.module, nn.Module):
             if self.module_params:
                 raise ModuleError("moduleParams are given, but module is an instance", hint="pass the class instead")
-            with refusing("the module instance cannot be copied", SHIPPING_HINT, "module"):
+            with refusing("the module instance cannot be copied", SHIPPING_HINT, param="module"):
                 return copy.deepcopy(self.module)
         factory = load_object(self.module) if isinstance(self.module, str) else self.module
-        with torch.random.fork_rng(devices=()):
+        hint = f"its parameters are {signature_of(factory)}; moduleParams are {dict(self.module_params)}"
+        if build is not called:
+            hint += "; with modelDir, only what is made by NumPy or device='cpu' has values there"
+        with torch.random.fork_rng(devices=()), refusing(f"module {name_of(factory)} cannot be built", hint):
             torch.manual_seed(self.module_seed(seed))
-            try:
-                module = build(lambda: factory(**with_config(factory, self.module_params)))
-            except SparkTorchError:
-                raise
-            except Exception as error:
-                more = (
-                    ""
-                    if build is called
-                    else "; with modelDir, only what is made by NumPy or device='cpu' has values there"
-                )
-                raise ModuleError(
-                    f"module {name_of(factory)} cannot be built: {type(error).__name__}: {error}",
-                    hint=f"its parameters are {signature_of(factory)}; moduleParams are {dict(self.module_params)}"
-                    f"{more}",
-                ) from error
+            module = build(lambda: factory(**with_config(factory, self.module_params)))
         if not isinstance(module, nn.Module):
             raise ModuleError(
                 f"module {name_of(factory)} returned {type(module).__name__}, not an nn.Module",
@@ -277,7 +266,7 @@ class Recipe:
         optimizer = self.build_optimizer(module)
         says = f"{what}, and optimizer {type(optimizer).__name__} does not train the module"
         hint = f"'SGD' and 'Adagrad' take sparse and dense gradients, 'SparseAdam' sparse ones alone; or {dense}"
-        with refusing(says, hint, "optimizer"):
+        with refusing(says, hint, param="optimizer"):
             optimizer.step()
 
     def build_scheduler(self, optimizer: torch.optim.Optimizer, steps: int) -> Any:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from sparktorch.errors import ModuleError
+from sparktorch.errors import ModuleError, refusing
 from sparktorch.train.numerics.determinism import seed_all, untouched_generators
 from sparktorch.train.sharding.dtensor import TENSOR, local, undivided
 from sparktorch.train.tensor_parallel.row_exchange import RowExchange
@@ -22,6 +22,11 @@ __all__ = ["Comparison", "check_gradients", "in_evaluation"]
 
 _MASKS = 1e4  # what is beyond may stand for minus infinity
 _TOLERANCE = 1e-2  # of the largest number: wrong plans make differences of its own size
+_HINT = (
+    "in strategyParams.plan, a 'rowwise' layer takes what a 'colwise' one returns, and functions between them take "
+    "each number, or each head of a fixed size, by itself; what takes all numbers needs 'colwise_gather_output', and "
+    "parameters between divided layers 'sum_gradients'"
+)
 
 
 class Comparison:
@@ -93,13 +98,9 @@ class Comparison:
         if self._drawn or not self._norms:
             self._reset(module)
             return False
-        try:
+        with refusing(f"{type(module).__name__}, with its layers divided, fails", _HINT, param="strategyParams"):
             outputs, _ = _passed(module, self._args, self._kwargs)
             complete()
-        except ModuleError:
-            raise
-        except Exception as error:
-            raise _differs(module, f"fails: {type(error).__name__}: {error}") from error
         own = self._exchange.own if self._exchange is not None else torch.Tensor.detach
         pairs = zip(outputs, self._outputs, strict=False)
         if len(outputs) != len(self._outputs) or not all(self._close(one, own(other), other) for one, other in pairs):
@@ -162,13 +163,8 @@ def _usual(values: torch.Tensor) -> torch.Tensor:
 
 
 def _differs(module: nn.Module, what: str) -> ModuleError:
-    return ModuleError(
-        f"{type(module).__name__}, with its layers divided, {what}",
-        hint="in strategyParams.plan, a 'rowwise' layer takes what a 'colwise' one returns, and functions between them "
-        "take each number, or each head of a fixed size, by itself; what takes all numbers needs "
-        "'colwise_gather_output', and parameters between divided layers 'sum_gradients'",
-        param="strategyParams",
-    )
+    what = f"{type(module).__name__}, with its layers divided, {what}"
+    return ModuleError(what, hint=_HINT, param="strategyParams")
 
 
 @contextmanager

@@ -195,7 +195,14 @@ def test_the_line_that_failed_is_the_users_and_no_limit_of_tracebacks_hides_it(m
         ),
         (Mlp, "MSELoss", "regression", NUMBER, "loss MSELoss failed on the first row", "float32 of shape (rows, 3)"),
         # torch would broadcast (rows, 1) against (rows,) to (rows, rows) with no more than a warning.
-        (Logit, "MSELoss", "generic", NUMBER, "loss MSELoss failed on the first row: Using a target size", "(rows, 1)"),
+        (
+            Logit,
+            "MSELoss",
+            "generic",
+            NUMBER,
+            "loss MSELoss failed on the first row: UserWarning: Using a target size",
+            "(rows, 1)",
+        ),
         (Logit, squares, "generic", NUMBER, "loss squares pairs every row with every other", "unsqueeze"),
         (Mlp, "CrossEntropyLos", "classification", CLASS, "loss 'CrossEntropyLos' is unknown", "CrossEntropyLoss"),
         (Mlp, no_loss, "generic", NUMBER, "loss no_loss returned NoneType, which is no tensor", "one loss per row"),
@@ -271,7 +278,7 @@ def test_a_training_step_is_tried_in_place_of_the_loss(step: Any) -> None:
     [
         (
             failing_step,
-            "trainingStep failing_step failed on the first row: 'anchor'",
+            "trainingStep failing_step failed on the first row: KeyError: 'anchor'",
             "inputs (float32 of shape (rows, 5))",
         ),
         (no_loss, "trainingStep no_loss returned NoneType, which is no tensor", "one loss per row"),
