@@ -17,20 +17,9 @@ from sparktorch.errors import PersistenceError
 from sparktorch.train.sharding.dtensor import local_parts
 
 __all__ = [
-    "OPTIMIZER",
-    "create_optimizer_state",
-    "forget_optimizer_state",
-    "load_buffers",
-    "load_extra_state",
-    "load_optimizer_values",
-    "load_tensors",
-    "named_tensors",
-    "needed_parts",
-    "optimizer_values",
-    "own_buffers",
-    "own_optimizer",
-    "parameter_names",
-    "storable",
+    *("OPTIMIZER", "create_optimizer_state", "forget_optimizer_state", "load_buffers", "load_extra_state"),
+    *("load_optimizer_values", "load_tensors", "named_tensors", "needed_parts", "optimizer_values", "own_buffers"),
+    *("own_optimizer", "parameter_names", "storable"),
 ]
 
 OPTIMIZER = "optimizer."

@@ -40,17 +40,12 @@ class LightningRecipe(Recipe):
         """Builds the module; calls `setup` and `configure_model`, which may make layers."""
         module: Any = super()._make_module(seed, build)
         check_instance(module)
-        with torch.random.fork_rng(devices=()):
+        what = f"setup or configure_model of {type(module).__qualname__} failed"
+        hint = "they are called before there is a self.trainer, in a process without data loaders"
+        with torch.random.fork_rng(devices=()), refusing(what, hint, param="module"):
             torch.manual_seed(self.module_seed(seed))
-            try:
-                module.setup(self.stage)
-                module.configure_model()
-            except Exception as error:
-                what = (
-                    f"setup or configure_model of {type(module).__qualname__} failed: {type(error).__name__}: {error}"
-                )
-                hint = "they are called before there is a self.trainer, in a process without data loaders"
-                raise ModuleError(what, hint=hint, param="module") from error
+            module.setup(self.stage)
+            module.configure_model()
         return module  # type: ignore[no-any-return]
 
     @property

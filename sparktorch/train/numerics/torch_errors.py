@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 
@@ -16,8 +15,6 @@ __all__ = ["explained", "is_out_of_memory"]
 
 _SHARDED = ("zero2", "zero3", "mesh")
 _FULL = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "can't allocate memory")
-_NOT_DETERMINISTIC = "use_deterministic_algorithms(True)"
-_NO_COMPILER = ("InvalidCxxCompiler", "No working C++ compiler", "Failed to find C compiler")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -32,45 +29,33 @@ def is_out_of_memory(error: BaseException) -> bool:
     return error.__cause__ is not None and is_out_of_memory(error.__cause__)
 
 
-class _Explained(NamedTuple):
-    """An error of torch that a Param has caused: by the configuration and its text, and what is said instead."""
-
-    applies: Callable[[TrainConfig, str], bool]
-    kind: type[SparkTorchError]
-    what: str  # a template, in which {error} is the first line of torch's error
-    hint: str
-    param: str
-
-
-_EXPLAINED = (
-    _Explained(
-        lambda config, text: config.strategy in _SHARDED and "mixed torch.Tensor and DTensor" in text,
+# By which Param causes it and a part of torch's text: what is raised and said, with torch's first line, and a hint.
+_EXPLAINED: tuple[tuple[Callable[[TrainConfig], object], Sequence[str], type[SparkTorchError], str, str, str], ...] = (
+    (
+        lambda config: config.strategy in _SHARDED,
+        ("mixed torch.Tensor and DTensor",),
         ModuleError,
         "something computes with parameters of the module outside of its forward pass, where a rank has a part of each:"
-        " {error}",
+        " {}",
         "compute with what a call of the module returns, and call its parts instead of reading their weights; for a "
         "penalty on weights, set weight_decay of the optimizer; or use strategy='zero1'",
         "trainingStep",
     ),
-    _Explained(
-        lambda config, text: config.compile and any(sign in text for sign in _NO_COMPILER),
+    (
+        lambda config: config.compile,
+        ("InvalidCxxCompiler", "No working C++ compiler", "Failed to find C compiler"),
         ClusterError,
         "compile=True needs a C++ compiler on every worker, and this one has none",
         "install g++ where the executors run, name it in the environment variable CXX, or leave compile out",
         "compile",
     ),
-    _Explained(
-        lambda config, text: config.deterministic and _NOT_DETERMINISTIC in text and "CUBLAS_WORKSPACE_CONFIG" in text,
-        ClusterError,
-        "deterministic=True, but this Python worker has used cuBLAS before without a workspace of its own",
-        "set spark.executorEnv.CUBLAS_WORKSPACE_CONFIG to :4096:8",
-        "deterministic",
-    ),
-    _Explained(
-        lambda config, text: config.deterministic and _NOT_DETERMINISTIC in text,
+    (
+        lambda config: config.deterministic,
+        ("use_deterministic_algorithms(True)",),
         ModuleError,
-        "deterministic=True, but {error}",
-        "use another operation in the module, or leave deterministic out",
+        "deterministic=True, but {}",
+        "use another operation in the module, or leave deterministic out; for cuBLAS in a reused Python worker, set "
+        "spark.executorEnv.CUBLAS_WORKSPACE_CONFIG to :4096:8",
         "deterministic",
     ),
 )
@@ -83,14 +68,14 @@ def explained(config: TrainConfig) -> Iterator[None]:
         yield
     except Exception as error:
         text, trace = str(error), "".join(traceback.format_exception(error))
+        first = text.partition("\n")[0].partition(". ")[0]
         if is_out_of_memory(error):
-            what = f"the memory of the device is full: {text.splitlines()[0]}"
-            raise ClusterError(what, hint=_less_memory(config), trace=trace) from error
-        row = next((row for row in _EXPLAINED if row.applies(config, text)), None)
-        if row is None:
-            raise
-        what = row.what.format(error=text.splitlines()[0].split(". ")[0])
-        raise row.kind(what, hint=row.hint, param=row.param, trace=trace) from error
+            what, hint = f"the memory of the device is full: {text.splitlines()[0]}", _less_memory(config)
+            raise ClusterError(what, hint=hint, trace=trace) from error
+        for caused, signs, kind, what, hint, param in _EXPLAINED:
+            if caused(config) and any(sign in text for sign in signs):
+                raise kind(what.format(first), hint=hint, param=param, trace=trace) from error
+        raise
 
 
 def _less_memory(config: TrainConfig) -> str:

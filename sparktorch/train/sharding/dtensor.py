@@ -20,21 +20,8 @@ from torch.utils import _pytree as pytree
 from sparktorch.base.quiet import quiet
 
 __all__ = [
-    "PIPELINE",
-    "TENSOR",
-    "divide_gradients",
-    "first_copy",
-    "gradients_by_copies",
-    "local",
-    "local_parts",
-    "mesh_of_training",
-    "part_of",
-    "sharded_like",
-    "step_on_both",
-    "unadvised",
-    "undivided",
-    "unviewed",
-    "whole",
+    *("PIPELINE", "TENSOR", "divide_gradients", "first_copy", "gradients_by_copies", "local", "local_parts"),
+    *("mesh_of_training", "part_of", "sharded_like", "step_on_both", "unadvised", "undivided", "unviewed", "whole"),
 ]
 
 PIPELINE = "pipeline"  # the dimension of a mesh along which ranks have different parameters
