@@ -299,23 +299,14 @@ def test_a_training_step_trains_and_measures_what_a_plain_loop_does(
 ) -> None:
     job = job_for(table, config, loss=None, training_step=step, learning_rate=0.01)
     module, expected = _stepped(table, job)
-    for ranks in (1, 3):
-        state, history = trained(table, job, ranks)
+    first, second = (part.batches() for part in table.parts(2))
+    for parts in ([table.batches()], [first, [], second]):
+        state, metas = train_on(parts, job)
+        history = metas[0]["history"]
         torch.testing.assert_close(state, module.state_dict(), **TOLERANCE)
         for record, metrics in zip(history, expected, strict=True):
             assert {name: record[name] for name in metrics} == pytest.approx(metrics, abs=1e-5)
         assert history[-1]["val_accuracy"] == pytest.approx(expected[-1]["val_right"], abs=1e-5)
-
-
-def test_a_rank_without_rows_takes_part_in_training_steps() -> None:
-    job = job_for(CLASSES, loss=None, training_step=noisy_step, learning_rate=0.01)
-    module, expected = _stepped(CLASSES, job)
-    parts = [part.batches() for part in CLASSES.parts(2)]
-    for order in ([parts[0], [], parts[1]], [[], *parts]):
-        state, metas = train_on(order, job)
-        torch.testing.assert_close(state, module.state_dict(), **TOLERANCE)
-        record = metas[0]["history"][-1]
-        assert {name: record[name] for name in expected[-1]} == pytest.approx(expected[-1], abs=1e-5)
 
 
 def aside_step(module: nn.Module, batch: Any) -> tuple[torch.Tensor, dict[str, Any]]:

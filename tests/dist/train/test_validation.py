@@ -250,49 +250,32 @@ def _passes(folder: Path) -> list[int]:
     return [sum(int(rows) > 8 for rows in file.read_text().split()) for file in folder.iterdir()]
 
 
-@pytest.mark.parametrize(("step", "passes"), [(step_of, 1), (step_of_negatives, 2), (step_that_changes_scores, 2)])
-def test_validation_with_a_training_step_calls_the_module_again_only_if_it_must(
-    step: Any, passes: int, tmp_path: Path
-) -> None:
-    job = train_job(
-        CLASSES,
-        Recipe(module=Sized, module_params={"folder": str(tmp_path)}, training_step=step, loss=None),
-        TrainConfig(task="classification", batch_size=64, validation_batch_size=1000),
-    )
-    state, metas = train_on([part.batches() for part in CLASSES.parts(2)], job)
-    assert _passes(tmp_path) == [passes, passes]
-    module = Sized(str(tmp_path))
-    module.load_state_dict(state)
-    held_out = validation_rows(CLASSES)
-    accuracy = (module.eval()(held_out.x).argmax(1) == held_out.y).float().mean()
-    assert metas[0]["history"][-1]["val_accuracy"] == pytest.approx(float(accuracy), abs=1e-6)
-
-
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning")
 @pytest.mark.parametrize(
-    ("module", "step", "strategy"),
+    ("module", "step", "passes", "more"),
     [
-        (None, step_that_changes_some_scores, "zero3"),
-        (None, step_that_infers, "ddp"),
-        (scripted, step_of, "ddp"),
+        (Sized, step_of, 1, {}),
+        (Sized, step_of_negatives, 2, {}),
+        (Sized, step_that_changes_scores, 2, {}),
+        # torch cannot tell what the output has become
+        (Mlp, step_that_changes_some_scores, None, {"strategy": "zero3", "strategy_params": {"min_parameters": 20}}),
+        (Mlp, step_that_infers, None, {}),
+        (scripted, step_of, None, {}),
     ],
 )
-def test_validation_calls_the_module_again_where_torch_cannot_tell_what_its_output_has_become(
-    module: Any, step: Any, strategy: str
+def test_validation_with_a_training_step_calls_the_module_again_only_if_it_must(
+    module: Any, step: Any, passes: int | None, more: dict[str, Any], tmp_path: Path
 ) -> None:
+    params = {"folder": str(tmp_path)} if module is Sized else {}
     job = train_job(
         CLASSES,
-        Recipe(module=module or Mlp, training_step=step, loss=None),
-        TrainConfig(
-            task="classification",
-            batch_size=64,
-            strategy=strategy,
-            strategy_params={"min_parameters": 20} if strategy == "zero3" else {},  # units that gather by themselves
-            validation_batch_size=5,
-        ),
+        Recipe(module=module, module_params=params, training_step=step, loss=None),
+        TrainConfig(task="classification", batch_size=64, validation_batch_size=1000 if passes else 5, **more),
     )
     state, metas = train_on([part.batches() for part in CLASSES.parts(2)], job)
-    trained = module() if module else Mlp()
+    if passes:
+        assert _passes(tmp_path) == [passes, passes]
+    trained = module(**params)
     trained.load_state_dict(state)
     held_out = validation_rows(CLASSES)
     accuracy = (trained.eval()(held_out.x).argmax(1) == held_out.y).float().mean()

@@ -204,7 +204,6 @@ def test_the_line_that_failed_is_the_users_and_no_limit_of_tracebacks_hides_it(m
             "(rows, 1)",
         ),
         (Logit, squares, "generic", NUMBER, "loss squares pairs every row with every other", "unsqueeze"),
-        (Mlp, "CrossEntropyLos", "classification", CLASS, "loss 'CrossEntropyLos' is unknown", "CrossEntropyLoss"),
         (Mlp, no_loss, "generic", NUMBER, "loss no_loss returned NoneType, which is no tensor", "one loss per row"),
     ],
 )
