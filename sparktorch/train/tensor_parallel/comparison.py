@@ -49,10 +49,6 @@ class Comparison:
             exchange: Exchanges rows with them, if each rank has rows of its own, and not all the same.
         """
         self._args, self._kwargs, self._group, self._exchange = args, kwargs, group, exchange
-        if exchange is not None:
-            args, kwargs = exchange.before(module, args, kwargs)
-            exchange.restore()
-        args, kwargs = pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, (args, kwargs))
         floats = {name: p for name, p in module.named_parameters() if p.is_floating_point()}
         self._tolerance = max([_TOLERANCE, *(8 * torch.finfo(p.dtype).eps for p in floats.values())])
         self._zeros = [name for name, p in floats.items() if not p.any()]
@@ -61,10 +57,19 @@ class Comparison:
             for name in self._zeros:
                 floats[name].uniform_(-0.1, 0.1)
         self._norms: dict[str, float] = {}
+        self._drawn = False
 
         def keep(name: str, parameter: Any) -> None:
             self._norms[name] = float(torch.linalg.vector_norm(parameter.grad))
             parameter.grad = None  # no rank has all gradients at once
+
+        def of_all_rows() -> Any:
+            every = (args, kwargs) if exchange is None else exchange.before(module, args, kwargs)
+            args_of_all, kwargs_of_all = pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, every)
+            before = torch.get_rng_state()
+            returned = module(*args_of_all, **kwargs_of_all)
+            self._drawn = not torch.equal(before, torch.get_rng_state())
+            return returned
 
         hooks: list[Any] = [
             p.register_post_accumulate_grad_hook(partial(keep, name))  # type: ignore[no-untyped-call]  # torch's
@@ -72,11 +77,13 @@ class Comparison:
             if p.requires_grad
         ]
         try:
-            self._outputs, self._drawn = _passed(module, args, kwargs)
+            self._outputs = _passed(module, of_all_rows)
         except Exception:
             self._reset(module)
             raise
         finally:
+            if exchange is not None:
+                exchange.restore()
             for hook in hooks:
                 hook.remove()
 
@@ -99,7 +106,7 @@ class Comparison:
             self._reset(module)
             return False
         with refusing(f"{type(module).__name__}, with its layers divided, fails", _HINT, param="strategyParams"):
-            outputs, _ = _passed(module, self._args, self._kwargs)
+            outputs = _passed(module, lambda: module(*self._args, **self._kwargs))
             complete()
         own = self._exchange.own if self._exchange is not None else torch.Tensor.detach
         pairs = zip(outputs, self._outputs, strict=False)
@@ -189,14 +196,12 @@ def in_evaluation(module: nn.Module) -> Iterator[None]:
                 buffer.copy_(before)
 
 
-def _passed(module: nn.Module, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], bool]:
-    """Runs forward and backward; returns the outputs, on the host, and whether the module has drawn numbers there."""
+def _passed(module: nn.Module, call: Callable[[], Any]) -> list[torch.Tensor]:
+    """Runs forward and backward; returns the outputs, on the host."""
     with in_evaluation(module), torch.enable_grad():
-        before = torch.get_rng_state()
-        leaves = [leaf for leaf in pytree.tree_leaves(module(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
-        drawn = not torch.equal(before, torch.get_rng_state())
+        leaves = [leaf for leaf in pytree.tree_leaves(call()) if isinstance(leaf, torch.Tensor)]
         outputs = [leaf for leaf in leaves if leaf.is_floating_point() or leaf.is_complex()]
         losses = [output[_usual(output)].abs().float().square().sum() for output in outputs if output.requires_grad]
         if losses:
             torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
-    return [output.detach().cpu() for output in outputs], drawn
+    return [output.detach().cpu() for output in outputs]
