@@ -137,6 +137,9 @@ def dry_run(
         return tried(recipe.build_module(seed).to(device), inputs, label)
     built = recipe.build_deferred(seed)
     log_differences(built)
+    if jagged := [name for name, tensor in inputs.items() if tensor.is_nested]:
+        what = f"{jagged[0]} is jagged, which has no shape to try alone"
+        raise ModuleError(what, hint=_WITH_VALUES, param="modelDir")
     try:
         with torch.device("meta"):
             found = tried(built.module, inputs, label)
