@@ -241,8 +241,7 @@ class Loss:
 
     Attributes:
         name: Its name in messages.
-        takes_probabilities: Whether it is torch's loss of probabilities of two classes, or one derived from it that
-            takes no scores either.
+        takes_probabilities: Whether it is torch's loss of probabilities of two classes.
         ignored: The label that a mean by the loss itself would not count, as `ignore_index`; `None` if there is none.
         rowwise: Whether it is known to return one loss per row.
     """
@@ -258,7 +257,8 @@ class Loss:
         reducing = "reduction" in parameters_of(found)
         kind = found if isinstance(found, type) else type(found)
         self.rowwise = reducing and found.__module__.startswith("torch.nn.")
-        own = found is nn.functional.binary_cross_entropy or getattr(kind, "forward", None) is nn.BCELoss.forward
+        of_torch = getattr(kind, "forward", None) is nn.BCELoss.forward
+        self.takes_probabilities = of_torch or found is nn.functional.binary_cross_entropy
         self.ignored = _ignored(found, params) if reducing or hasattr(found, "reduction") else None
         if isinstance(found, type):
             options = dict(params)
@@ -282,7 +282,6 @@ class Loss:
         elif reducing:  # the functions of torch.nn.functional
             found = functools.partial(found, reduction="none")
         self._function: Callable[..., torch.Tensor] = found
-        self.takes_probabilities = own or (issubclass(kind, nn.BCELoss) and not _takes_scores(found))
 
     def _refuse_sum(self, reduction: str) -> None:
         if reduction == "sum":
@@ -315,18 +314,6 @@ class Loss:
     def per_row(self, output: Any, label: torch.Tensor | None) -> torch.Tensor:
         """Returns what the user's loss returns: shape `(rows, ...)`, or a scalar mean."""
         return self._function(output) if label is None else self._function(output, label)
-
-
-def _takes_scores(loss: Callable[..., torch.Tensor]) -> bool:
-    """Whether a loss of two classes is a number for what is no probability."""
-    from torch._subclasses.fake_tensor import unset_fake_temporarily  # imports a part of torch's compiler
-
-    try:
-        with unset_fake_temporarily():
-            scores, labels = (torch.tensor(numbers, device="cpu") for numbers in ([2.0, -1.0], [0.0, 1.0]))
-            return bool(torch.isfinite(loss(scores, labels)).all())
-    except Exception as error:
-        return "between 0 and 1" not in str(error)
 
 
 def _ignored(loss: Any, params: Mapping[str, Any]) -> int | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from sparktorch.base.state_dict import WRAPPER
-from sparktorch.errors import ConfigError
+from sparktorch.errors import ConfigError, nearest
 
 __all__ = ["freeze", "group"]
 
@@ -87,17 +86,7 @@ def _matching(pattern: str, names: Iterable[str], param: str) -> set[str]:
     """Returns the names that match a pattern; raises `ConfigError` if there are none."""
     found = {name for name in names if fnmatchcase(name, pattern)}
     if not found:
-        known = [part for name in names for part in (name, *(f"{one}.*" for one in _prefixes(name)[1:]))]
-        near = difflib.get_close_matches(pattern.strip("*."), dict.fromkeys(known), n=3, cutoff=0.6) or list(names)[:3]
-        raise ConfigError(
-            f"{param}: {pattern!r} matches no parameter",
-            hint=f"the nearest names are {', '.join(near)}",
-            param=param,
-        )
+        parts = {f"{name.rsplit('.', above)[0]}.*" for name in names for above in range(1, name.count(".") + 1)}
+        hint = nearest(pattern, {*names, *parts}, f"names are {', '.join(list(names)[:3])}, ...")
+        raise ConfigError(f"{param}: {pattern!r} matches no parameter", hint=hint, param=param)
     return found
-
-
-def _prefixes(name: str) -> list[str]:
-    """Returns a parameter's name and the names of the modules that contain it."""
-    parts = name.split(".")
-    return [".".join(parts[:end]) for end in range(len(parts), 0, -1)]

@@ -17,7 +17,6 @@ from torch import nn
 from sparktorch.base.config import Task
 from sparktorch.errors import ModuleError, SparkTorchError, line_of_user
 from sparktorch.train.recipe.dry_run import DryRunResult, OutputSpec, dry_run
-from sparktorch.train.recipe.loss import Loss
 from sparktorch.train.recipe.recipe import Recipe
 from tests.support.nets import Bias, Logit, Mlp, NamedPair, Pair, Score, Spare
 
@@ -149,19 +148,6 @@ def test_a_module_that_does_not_take_the_columns_is_refused_with_what_arrives() 
         "     argument 0 of forward <- column 'user': float32 of shape (rows, 7)\n"
         "     argument 1 of forward <- column 'n': int64 of shape (rows)"
     )
-
-
-class OfScores(nn.BCELoss):
-    """Takes scores, unlike its parent."""
-
-    def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return super().forward(torch.sigmoid(input), target)
-
-
-@pytest.mark.parametrize(("loss", "takes"), [(nn.BCELoss, True), (OfScores, False)])
-def test_a_loss_takes_probabilities_if_scores_are_none_to_it(loss: type[nn.Module], takes: bool) -> None:
-    assert Loss(loss, {}).takes_probabilities is takes
-    assert Loss(loss(), {}).takes_probabilities is takes
 
 
 def test_the_line_that_failed_is_the_users_and_no_limit_of_tracebacks_hides_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,7 +121,12 @@ def test_each_group_has_its_own_options_and_the_defaults_for_the_rest(optimizer:
     ("optimizer", "groups", "message", "hint"),
     [
         ("AdamW", [{"lr": 1}], "parameterGroups[0] is left without a parameter", "globs of parameter names"),
-        ("AdamW", [{"params": "*.biass"}], "parameterGroups: '*.biass' matches no parameter", "nearest names"),
+        (
+            "AdamW",
+            [{"params": "*.biass"}],
+            "parameterGroups: '*.biass' matches no parameter",
+            "names are layers.0.weight",
+        ),
         ("AdamW", [{"params": "*"}, {"params": "*.bias"}], "parameterGroups[1] is left without a parameter", "earlier"),
         (
             "AdamW",
