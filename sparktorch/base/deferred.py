@@ -80,10 +80,9 @@ class Deferred:
 
     def check_saved(self) -> None:
         """Raises a `ModuleError` if names or shapes of saved values are not those of this module."""
-        wanted, lacking = self.module.state_dict(keep_vars=True), self.lacking
-        unknown, kind = sorted(self.saved.keys() - wanted.keys()), type(self.module).__qualname__
-        wrong = [f"lack {name!r}, which {kind} has" for name in lacking]
-        wrong += [f"have {name!r}, which {kind} has not" for name in unknown]
+        wanted, kind = self.module.state_dict(keep_vars=True), type(self.module).__qualname__
+        wrong = [f"lack {name!r}, which {kind} has" for name in self.lacking]
+        wrong += [f"have {name!r}, which {kind} has not" for name in sorted(self.saved.keys() - wanted.keys())]
         for name, tensor in wanted.items() if not wrong else ():
             if (saved := self._saved_as(id(tensor))) and (shape := self.saved[saved].shape) != tensor.shape:
                 wrong.append(f"have {name!r} of the shape {tuple(shape)}, and that of {kind} has {tuple(tensor.shape)}")

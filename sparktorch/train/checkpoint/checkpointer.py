@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from sparktorch.base.config import INITIAL_WEIGHTS, CheckpointConfig
@@ -265,9 +265,7 @@ class Checkpointer:
     def _seal(self, position: Position, written: list[dict[str, Any]], loss: float | None) -> bool:
         """Writes the manifest of a checkpoint; returns whether it could be written."""
         manifest = Manifest(
-            step=position.step,
-            epoch=position.epoch,
-            step_in_epoch=position.step_in_epoch,
+            **asdict(position),
             world_size=self._world.world_size,
             job=self._job,
             loss=loss,
@@ -276,10 +274,9 @@ class Checkpointer:
         try:
             self._hold()
             self.store.write_manifest(manifest)
-        except PersistenceError:  # the lease is lost, so the next `save` raises
-            return False
         except Exception as error:
-            self._failed(position.step, error)
+            if self._lost is None:  # or the next `save` raises
+                self._failed(position.step, error)
             return False
         self._keep(position.step, loss)
         self._failing = False

@@ -24,16 +24,7 @@ from sparktorch.train.sharding.dtensor import local, unviewed
 from sparktorch.train.tensor_parallel.divided_layers import POSITIONS, PROJECTION, shard_columns, shard_heads
 from sparktorch.train.tensor_parallel.sequence import LAYERS, linear_layers, norms_of, shard_sequence
 
-__all__ = [
-    "DIVIDED",
-    "HEADS",
-    "OWN_ROWS",
-    "STYLES",
-    "SUMMED",
-    "check_plan",
-    "left_whole",
-    "shard_layers",
-]
+__all__ = ["DIVIDED", "HEADS", "OWN_ROWS", "STYLES", "SUMMED", "check_plan", "left_whole", "shard_layers"]
 
 SUMMED = "sum_gradients"
 HEADS = "heads"
@@ -50,11 +41,7 @@ _ELEMENTWISE = (
 )
 _ACTIVATIONS = (F.relu, F.gelu, *_ELEMENTWISE)
 # Other names for the same.
-_OF_TRANSFORMERS = {
-    "embedding_rowwise": "rowwise",
-    "colwise_rep": _GATHERED,
-    "replicated_with_grad_allreduce": SUMMED,
-}
+_OF_TRANSFORMERS = {"embedding_rowwise": "rowwise", "colwise_rep": _GATHERED, "replicated_with_grad_allreduce": SUMMED}
 # Parts that ranks cannot compute on all their rows together: which, what the message says, and what to do.
 _REFUSED: Sequence[tuple[Callable[[Any], object], str, str]] = (
     (
