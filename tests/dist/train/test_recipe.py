@@ -359,11 +359,6 @@ def ignoring(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(output, label.long(), ignore_index=-100)
 
 
-class Ignoring(nn.Module):
-    def forward(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-        return ignoring(output, label)
-
-
 def ignoring_step(module: nn.Module, batch: Any) -> torch.Tensor:
     return ignoring(module(batch.inputs[0]), batch.label)
 
@@ -392,7 +387,7 @@ def constant(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("recipe", "config", "ranks"),
     [
-        ({"loss": Ignoring}, {"batch_size": 2}, 2),
+        ({"loss": ignoring}, {"batch_size": 2}, 2),
         ({"loss": "tests.dist.train.test_recipe:ignoring"}, {"micro_batch_size": 1}, 3),
         ({"training_step": ignoring_step}, {"precision": "bf16"}, 1),
         ({"training_step": ignoring_step}, {"strategy": "mesh", "strategy_params": {"pipeline": 2}}, 2),

@@ -20,7 +20,6 @@ from sparktorch.train.callbacks import FitContext
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.validation import rows_at_a_time
 from sparktorch.worker import TrainJob
-from tests.support.callbacks import Stops
 from tests.support.frames import Table
 from tests.support.nets import Mlp, Score, Sized
 from tests.support.ranks import train_job, train_on
@@ -156,13 +155,6 @@ def test_a_metric_that_a_training_step_does_not_give_is_an_error_at_the_first_va
     with pytest.raises(ConfigError, match="earlyStoppingMetric is 'val_squre'") as caught:
         train(replace(job, recipe=replace(JOB.recipe, loss=None, training_step=squares)), 2)
     assert (caught.value.where["epoch"], caught.value.hint) == (1, "set one that it has: val_loss, val_square")
-
-
-def test_a_stop_that_a_callback_asks_for_is_validated() -> None:
-    job = with_config(validation_interval=100, epochs=9)
-    job = replace(job, recipe=replace(job.recipe, callbacks=[Stops(1, "on_epoch_end")]))
-    _, history = train(job, 2)
-    assert [[v["step"] for v in record["validations"]] for record in history] == [[], [2 * STEPS]]
 
 
 def test_a_plateau_is_looked_for_in_the_last_validation_of_an_epoch() -> None:
