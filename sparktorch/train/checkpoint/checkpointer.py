@@ -350,23 +350,18 @@ def _differing(saved: Mapping[str, Any], job: Mapping[str, Any]) -> list[str]:
 
 def _check_same(manifest: Manifest, job: Mapping[str, Any], directory: str, fixed: str) -> None:
     """Raises if a checkpoint is that of another training, or cannot go on to the job's number of epochs."""
-    saved = manifest.job
+    saved, what, hint = manifest.job, "", "go on with the same configuration, or set another checkpointDir"
     names = _differing(saved, job)
-    if names == ["epochs"]:
-        why = f"that has done {manifest.epoch}" if int(job["epochs"]) <= manifest.epoch else ""
-        if fixed:
-            why = f"of {saved.get('epochs')} epochs that cannot go on with another number: {fixed}"
-        if why:
-            raise PersistenceError(
-                f"epochs is {job['epochs']}, and {directory} holds a training {why}",
-                hint="set as many as before, or more if it may go on; or set another checkpointDir",
-                param="epochs",
-            )
-    elif names:
-        read = "; numbers that rows get as they are read (idCol) depend on the partitions: write them into the table"
+    if names == ["epochs"] and fixed:
+        what = f"a training of {saved.get('epochs')} epochs that cannot go on to {job['epochs']}: {fixed}"
+    elif names == ["epochs"] and int(job["epochs"]) <= manifest.epoch:
+        what = f"a training that has done {manifest.epoch} epochs, and epochs is {job['epochs']}"
+        hint = "set more epochs, or another checkpointDir"
+    elif names and names != ["epochs"]:
         differences = "; ".join(f"{name}: {saved.get(name)!r} there, {job.get(name)!r} here" for name in names)
-        raise PersistenceError(
-            f"{directory} holds the unfinished training of another configuration ({differences})",
-            hint=f"go on with the same configuration, or set another checkpointDir{read if 'data' in names else ''}",
-            param="checkpointDir",
-        )
+        what = f"the unfinished training of another configuration ({differences})"
+    if "data" in names:
+        hint += "; numbers that rows get as they are read (idCol) depend on the partitions: write them into the table"
+    if what:
+        param = "epochs" if names == ["epochs"] else "checkpointDir"
+        raise PersistenceError(f"{directory} holds {what}", hint=hint, param=param)

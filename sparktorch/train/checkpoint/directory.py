@@ -186,12 +186,10 @@ def _put_local(target: Path, content: bytes, moved: Callable[[], object], *, new
                 moved()
         if new:
             os.link(partial, target)
-            partial.unlink()
         else:
             partial.replace(target)
-    except BaseException:
+    finally:
         partial.unlink(missing_ok=True)  # frees space on a full disk
-        raise
     directory = os.open(target.parent, os.O_RDONLY)
     try:
         os.fsync(directory)  # makes the new name survive a power failure, too
