@@ -32,7 +32,7 @@ __all__ = [
 _ROWWISE = "return one loss per row: a tensor of shape (rows,)"
 _NOISE = 1e-6  # of sums in float32 that cancel
 
-Sums = Mapping[str, tuple[torch.Tensor, torch.Tensor | int]]  # weighted sums, and sums of weights
+Sums = Mapping[str, tuple[torch.Tensor | float, torch.Tensor | float]]  # weighted sums, and sums of weights
 
 
 def step_scales(weights: torch.Tensor, divisor: int) -> npt.NDArray[np.float64]:
@@ -208,9 +208,7 @@ class Means:
 
     def load_state_dict(self, state: Mapping[str, tuple[float, float]]) -> None:
         """Adds such sums."""
-        for name, (value, weight) in state.items():
-            before = self._sums.get(name, (0.0, 0.0))
-            self._sums[name] = before[0] + value, before[1] + weight
+        self.add(state)
 
     def clear(self) -> None:
         """Removes all sums."""
@@ -218,12 +216,7 @@ class Means:
 
     def over_ranks(self, world: World) -> dict[str, float]:
         """Returns the means, each over the rows that have its name; a collective, called by every rank."""
-        ours = self.state_dict()
-        # Ranks may have different names, so tensors of sums would not match.
-        every: list[Any] = [ours]
-        if world.world_size > 1:
-            every = [None] * world.world_size
-            dist.all_gather_object(every, ours)
+        every = self._of_ranks(world)
         names: Iterable[str] = dict.fromkeys(name for sums in every for name in sums)
         means = {}
         for name in names:
@@ -231,8 +224,15 @@ class Means:
             means[f"{self._prefix}{name}"] = mean_of(value, weight)
         return means
 
+    def _of_ranks(self, world: World) -> list[Any]:
+        """Returns the sums of each rank, which may have different names, so that tensors of sums would not match."""
+        every: list[Any] = [self.state_dict()] * world.world_size
+        if world.world_size > 1:
+            dist.all_gather_object(every, self.state_dict())
+        return every
 
-def _wide(value: torch.Tensor | int) -> torch.Tensor | int:
+
+def _wide(value: torch.Tensor | float) -> torch.Tensor | float:
     return value.double() if isinstance(value, torch.Tensor) else value
 
 
