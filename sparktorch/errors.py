@@ -8,8 +8,8 @@ import linecache
 import re
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "nearest",
     "redacted",
     "refuse",
+    "refusing",
     "told",
 ]
 
@@ -188,6 +189,17 @@ _KINDS: dict[str, type[SparkTorchError]] = {
 def _restore(form: dict[str, Any]) -> SparkTorchError:
     kind = _KINDS.get(form["kind"], RankError)
     return kind(form["what"], hint=form["hint"], trace=form["trace"], **form["where"])
+
+
+@contextmanager
+def refusing(what: str, hint: str = "", **where: Any) -> Iterator[None]:
+    """Context that turns an exception of a user's code, or of a library, into a `ModuleError`; our own ones pass."""
+    try:
+        yield
+    except SparkTorchError:
+        raise
+    except Exception as error:
+        raise ModuleError(f"{what}: {type(error).__name__}: {error}", hint=hint, **where) from error
 
 
 def line_of_user(error: BaseException) -> str:

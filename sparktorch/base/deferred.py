@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparktorch.base.host_memory import trim
 from sparktorch.base.state_dict import extra_states
-from sparktorch.errors import ModuleError
+from sparktorch.errors import ModuleError, refusing
 
 __all__ = ["Deferred", "deferred"]
 
@@ -80,10 +80,9 @@ class Deferred:
 
     def check_saved(self) -> None:
         """Raises a `ModuleError` if names or shapes of saved values are not those of this module."""
-        wanted, lacking = self.module.state_dict(keep_vars=True), self.lacking
-        unknown, kind = sorted(self.saved.keys() - wanted.keys()), type(self.module).__qualname__
-        wrong = [f"lack {name!r}, which {kind} has" for name in lacking]
-        wrong += [f"have {name!r}, which {kind} has not" for name in unknown]
+        wanted, kind = self.module.state_dict(keep_vars=True), type(self.module).__qualname__
+        wrong = [f"lack {name!r}, which {kind} has" for name in self.lacking]
+        wrong += [f"have {name!r}, which {kind} has not" for name in sorted(self.saved.keys() - wanted.keys())]
         for name, tensor in wanted.items() if not wrong else ():
             if (saved := self._saved_as(id(tensor))) and (shape := self.saved[saved].shape) != tensor.shape:
                 wrong.append(f"have {name!r} of the shape {tuple(shape)}, and that of {kind} has {tuple(tensor.shape)}")
@@ -111,10 +110,8 @@ class Deferred:
         for key, (name, value) in first.items():
             # What has not been set is NaN, which is unlike itself, or what it was filled with, which differs.
             if not self._saved_as(key) and (value.is_meta or bool((value != again[key][1]).any())):
-                kind = type(self._blank.get_submodule(path)).__qualname__
-                what = (
-                    f"with modelDir, {f'{path}.{name}'.removeprefix('.')!r} has no value: no reset_parameters() sets it"
-                )
+                kind, place = type(self._blank.get_submodule(path)).__qualname__, f"{path}.{name}".removeprefix(".")
+                what = f"with modelDir, {place!r} has no value: no reset_parameters() sets it"
                 hint = f"set it in a method reset_parameters() of {kind}, or of what it is in; or leave modelDir out"
                 raise ModuleError(what, hint=hint, param="module")
         return {key: value for key, (_, value) in first.items()}
@@ -124,19 +121,17 @@ class Deferred:
         part = self._blank.get_submodule(path)
         own = [each for each in self._own[path] if self._owners[id(each[2])] == path]
         seed = hashlib.sha256(f"{self._seed} {path}".encode()).digest()[:8]
+        what = f"{path!r}, a {type(part).__qualname__}, cannot be reset"
+        hint = "with modelDir, reset_parameters() may read tensors of its own module only"
         try:
-            filled = {id(each): torch.empty_like(each, device="cpu") for _, _, each in own}
-            for table, name, each in own:
-                table[name] = _like(each, filled[id(each)].fill_(torch.nan if _has_nan(each) else fill))
-            with torch.random.fork_rng(devices=()):
+            with refusing(what, hint, param="module"), torch.random.fork_rng(devices=()):
                 torch.default_generator.manual_seed(int.from_bytes(seed))
+                for table, name, each in own:
+                    filled = torch.empty_like(each, device="cpu").fill_(torch.nan if _has_nan(each) else fill)
+                    table[name] = _like(each, filled)
                 for reset in self._resets(path):
                     reset()
-            return {id(each): (name, table[name].detach()) for table, name, each in own}
-        except Exception as error:
-            what = f"{path!r}, a {type(part).__qualname__}, cannot be reset: {type(error).__name__}: {error}"
-            hint = "with modelDir, reset_parameters() may read tensors of its own module only"
-            raise ModuleError(what, hint=hint, param="module") from error
+                return {id(each): (name, table[name].detach()) for table, name, each in own}
         finally:
             for table, name, each in chain.from_iterable(self._own.values()):  # a method may set those of other modules
                 table[name] = each

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from sparktorch.base.config import INITIAL_WEIGHTS, CheckpointConfig
@@ -265,9 +265,7 @@ class Checkpointer:
     def _seal(self, position: Position, written: list[dict[str, Any]], loss: float | None) -> bool:
         """Writes the manifest of a checkpoint; returns whether it could be written."""
         manifest = Manifest(
-            step=position.step,
-            epoch=position.epoch,
-            step_in_epoch=position.step_in_epoch,
+            **asdict(position),
             world_size=self._world.world_size,
             job=self._job,
             loss=loss,
@@ -276,10 +274,9 @@ class Checkpointer:
         try:
             self._hold()
             self.store.write_manifest(manifest)
-        except PersistenceError:  # the lease is lost, so the next `save` raises
-            return False
         except Exception as error:
-            self._failed(position.step, error)
+            if self._lost is None:  # or the next `save` raises
+                self._failed(position.step, error)
             return False
         self._keep(position.step, loss)
         self._failing = False
@@ -353,25 +350,18 @@ def _differing(saved: Mapping[str, Any], job: Mapping[str, Any]) -> list[str]:
 
 def _check_same(manifest: Manifest, job: Mapping[str, Any], directory: str, fixed: str) -> None:
     """Raises if a checkpoint is that of another training, or cannot go on to the job's number of epochs."""
-    saved = manifest.job
+    saved, what, hint = manifest.job, "", "go on with the same configuration, or set another checkpointDir"
     names = _differing(saved, job)
-    if names == ["epochs"]:
-        here = f"epochs is {job['epochs']}, and {directory} holds a training"
-        if fixed:
-            raise PersistenceError(
-                f"{here} of {saved.get('epochs')} epochs that cannot go on with another number: {fixed}",
-                hint="keep epochs as they were, or set another checkpointDir",
-                param="epochs",
-            )
-        if int(job["epochs"]) <= manifest.epoch:
-            raise PersistenceError(
-                f"{here} that has done {manifest.epoch}", hint="set more, or another checkpointDir", param="epochs"
-            )
-    elif names:
-        read = "; numbers that rows get as they are read (idCol) depend on the partitions: write them into the table"
+    if names == ["epochs"] and fixed:
+        what = f"a training of {saved.get('epochs')} epochs that cannot go on to {job['epochs']}: {fixed}"
+    elif names == ["epochs"] and int(job["epochs"]) <= manifest.epoch:
+        what = f"a training that has done {manifest.epoch} epochs, and epochs is {job['epochs']}"
+        hint = "set more epochs, or another checkpointDir"
+    elif names and names != ["epochs"]:
         differences = "; ".join(f"{name}: {saved.get(name)!r} there, {job.get(name)!r} here" for name in names)
-        raise PersistenceError(
-            f"{directory} holds the unfinished training of another configuration ({differences})",
-            hint=f"go on with the same configuration, or set another checkpointDir{read if 'data' in names else ''}",
-            param="checkpointDir",
-        )
+        what = f"the unfinished training of another configuration ({differences})"
+    if "data" in names:
+        hint += "; numbers that rows get as they are read (idCol) depend on the partitions: write them into the table"
+    if what:
+        param = "epochs" if names == ["epochs"] else "checkpointDir"
+        raise PersistenceError(f"{directory} holds {what}", hint=hint, param=param)

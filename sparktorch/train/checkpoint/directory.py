@@ -145,11 +145,9 @@ class Directory:
         """
         try:
             yield
-        except _GONE as error:
-            raise FileNotFoundError(error.errno or errno.ENOENT, error.strerror or str(error)) from error
         except Exception as error:
-            if isinstance(error, OSError) and error.errno == errno.EIO:
-                raise FileNotFoundError(errno.EIO, f"it cannot be read: {error}") from error
+            if isinstance(error, OSError) and (isinstance(error, _GONE) or error.errno == errno.EIO):
+                raise FileNotFoundError(error.errno or errno.ENOENT, error.strerror or str(error)) from error
             raise ClusterError(
                 f"checkpointDir {self.url} cannot be reached: {type(error).__name__}: {error}",
                 hint="it must be a directory that every worker can read and write, with its credentials there",
@@ -188,12 +186,10 @@ def _put_local(target: Path, content: bytes, moved: Callable[[], object], *, new
                 moved()
         if new:
             os.link(partial, target)
-            partial.unlink()
         else:
             partial.replace(target)
-    except BaseException:
+    finally:
         partial.unlink(missing_ok=True)  # frees space on a full disk
-        raise
     directory = os.open(target.parent, os.O_RDONLY)
     try:
         os.fsync(directory)  # makes the new name survive a power failure, too

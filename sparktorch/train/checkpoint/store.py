@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -35,8 +35,6 @@ from sparktorch.train.checkpoint.tensors import storable
 from sparktorch.train.sharding.dtensor import first_copy, local_parts
 
 __all__ = ["CheckpointStore", "Manifest", "Share", "read_tensors", "snapshot"]
-
-E = TypeVar("E", bound=Exception)
 
 _FORMAT = 1
 _MANIFEST = "manifest.json"
@@ -69,21 +67,16 @@ def snapshot(tensors: Mapping[str, torch.Tensor], rest: dict[str, Any], saves: C
     them.
     """
     started = time.perf_counter()
-    kept: list[dict[str, torch.Tensor]] = []
-    offsets: dict[str, list[list[int]]] = {}
-    for name, value in tensors.items():
-        if not (first_copy(value) if hasattr(value, "to_local") else saves(name)):
-            continue
-        parts = [(part, offset) for part, offset in local_parts(value) if part.numel()]
-        offsets[name] = [offset or [0] for _, offset in parts]
-        for number, (part, _) in enumerate(parts):
-            if number == len(kept):
-                kept.append({})
-            kept[number][name] = part.detach()
-    files = [
-        {name: (copy.reshape(copy.shape or (1,)).contiguous(), offsets[name][number]) for name, copy in copies.items()}
-        for number, copies in enumerate(download(each, copy=True) for each in kept)
-    ]
+    own = {
+        name: [(part.detach(), offset or [0]) for part, offset in local_parts(value) if part.numel()]
+        for name, value in tensors.items()
+        if (first_copy(value) if hasattr(value, "to_local") else saves(name))
+    }
+    files = []
+    for number in range(max(map(len, own.values()), default=0)):
+        parts = {name: found[number] for name, found in own.items() if number < len(found)}
+        copies = download({name: part for name, (part, _) in parts.items()}, copy=True)
+        files.append({n: (copies[n].reshape(part.shape or (1,)).contiguous(), at) for n, (part, at) in parts.items()})
     content = io.BytesIO()
     torch.save({name: storable(value, name) for name, value in rest.items()}, content)
     return Share(files, content.getvalue(), time.perf_counter() - started)
@@ -236,21 +229,23 @@ class CheckpointStore:
         try:
             content = json.loads(self.directory.read(f"{_folder(step, attempt)}/{_MANIFEST}"))
             values = content["manifest"]
-            if content["sha256"] != _digest(values):
-                raise ValueError("it was changed after it was written")
-            manifest = Manifest(**values)
-            if (manifest.step, manifest.attempt) != (step, attempt):
-                raise ValueError("it is that of another checkpoint")
+            manifest, names = Manifest(**values), values["files"]
+            wrong = {
+                "it was changed after it was written": content["sha256"] != _digest(values),
+                "it is that of another checkpoint": (manifest.step, manifest.attempt) != (step, attempt),
+                "it was written by a newer version of sparktorch": manifest.format > _FORMAT,
+                "it names files that no rank writes": not all(_FILE.fullmatch(name) for name in names),
+                "it lacks files of some ranks": not all(
+                    f"rank-{n:05d}.pt" in names for n in range(manifest.world_size)
+                ),
+            }
         except FileNotFoundError as error:
             raise PersistenceError(f"checkpoint {where} was never finished") from error
         except (ValueError, TypeError, KeyError) as error:
             raise PersistenceError(f"{where} is damaged: {error}") from error
-        if manifest.format > _FORMAT:
-            raise PersistenceError(f"{where} was written by a newer version", hint="upgrade sparktorch")
-        if not all(_FILE.fullmatch(name) for name in manifest.files):
-            raise PersistenceError(f"{where} names files that no rank writes: {', '.join(manifest.files)}")
-        if not all(f"rank-{rank:05d}.pt" in manifest.files for rank in range(manifest.world_size)):
-            raise PersistenceError(f"{where} lacks files of some ranks")
+        if any(wrong.values()):
+            what = next(what for what, applies in wrong.items() if applies)
+            raise PersistenceError(f"{where} cannot be used: {what}")
         return manifest
 
     @contextmanager
@@ -288,16 +283,14 @@ class CheckpointStore:
             except FileNotFoundError as error:
                 raise PersistenceError(f"{what} cannot be read: {error}") from error
             if found != wanted:
-                raise PersistenceError(
-                    f"{what} is damaged: it has {found['bytes']:,} bytes of {wanted['bytes']:,}, or others than were "
-                    "written"
-                )
+                size = f"it has {found['bytes']:,} bytes of {wanted['bytes']:,}, or others than were written"
+                raise PersistenceError(f"{what} is damaged: {size}")
 
     def usable(self) -> tuple[Manifest | None, list[PersistenceError]]:
         """Returns the latest intact checkpoint, `None` without one, and the errors of later ones."""
         problems: list[PersistenceError] = []
         for step, attempt in self._found():
-            with _kept(PersistenceError, problems):
+            with _kept(problems):
                 manifest = self.read_manifest(step, attempt)
                 self.check(manifest)
                 return manifest, problems
@@ -325,12 +318,12 @@ def read_tensors(directory: Path, rank: int, prefix: str) -> dict[str, torch.Ten
 
 
 @contextmanager
-def _kept(kind: type[E], kept: list[E]) -> Iterator[None]:
-    """Context that collects errors of a type in a list instead of raising them."""
+def _kept(problems: list[PersistenceError]) -> Iterator[None]:
+    """Context that adds a `PersistenceError` to a list instead of raising it."""
     try:
         yield
-    except kind as error:
-        kept.append(error)
+    except PersistenceError as error:
+        problems.append(error)
 
 
 def _folder(step: int, attempt: str) -> str:

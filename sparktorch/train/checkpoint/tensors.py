@@ -17,20 +17,9 @@ from sparktorch.errors import PersistenceError
 from sparktorch.train.sharding.dtensor import local_parts
 
 __all__ = [
-    "OPTIMIZER",
-    "create_optimizer_state",
-    "forget_optimizer_state",
-    "load_buffers",
-    "load_extra_state",
-    "load_optimizer_values",
-    "load_tensors",
-    "named_tensors",
-    "needed_parts",
-    "optimizer_values",
-    "own_buffers",
-    "own_optimizer",
-    "parameter_names",
-    "storable",
+    *("OPTIMIZER", "create_optimizer_state", "forget_optimizer_state", "load_buffers", "load_extra_state"),
+    *("load_optimizer_values", "load_tensors", "named_tensors", "needed_parts", "optimizer_values", "own_buffers"),
+    *("own_optimizer", "parameter_names", "storable"),
 ]
 
 OPTIMIZER = "optimizer."
@@ -196,18 +185,16 @@ def load_tensors(directory: Path, wanted: Mapping[str, torch.Tensor]) -> set[str
     reader = HuggingFaceStorageReader(str(directory))
     known: dict[str, Any] = reader.read_metadata().state_dict_metadata
     flat = {name: _readable(value) for name, value in wanted.items() if name in known}
-    for name, value in flat.items():
-        if tuple(known[name].size) != tuple(value.shape):
-            raise PersistenceError(
-                f"the checkpoint holds {name!r} of shape {tuple(known[name].size)}, and the model has "
-                f"{tuple(value.shape)}",
-                hint="is the module the same as when it was saved?",
-            )
-    lacking = [name for name in wanted if name not in known and not name.startswith(OPTIMIZER)]
-    if lacking:
-        raise PersistenceError(
-            f"the checkpoint lacks {', '.join(lacking[:3])}", hint="is the module the same as when it was saved?"
-        )
+    sizes = {name: (tuple(known[name].size), tuple(value.shape)) for name, value in flat.items()}
+    wrong = [
+        f"holds {name!r} of shape {there}, and the model has {own}"
+        for name, (there, own) in sizes.items()
+        if there != own
+    ]
+    wrong += [f"lacks {name}" for name in wanted if name not in known and not name.startswith(OPTIMIZER)]
+    if wrong:
+        hint = "is the module the same as when it was saved?"
+        raise PersistenceError(f"the checkpoint {', '.join(wrong[:3])}", hint=hint)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # intended, by `no_dist`
         dcp.load(dict(flat), storage_reader=reader, no_dist=True)

@@ -15,7 +15,7 @@ import torch
 from sparktorch.base.imports import import_path, transformers
 from sparktorch.base.state_dict import pack_state
 from sparktorch.base.weights_folder import WeightsFolder, is_weights_folder
-from sparktorch.errors import ModuleError, PersistenceError, SparkTorchError, nearest
+from sparktorch.errors import ModuleError, PersistenceError, nearest, refusing
 from sparktorch.train.huggingface.models import is_config, is_folder, is_model, model_in
 
 __all__ = ["classifier_in", "config_in", "opened", "rebuildable", "stamp", "untied", "written"]
@@ -74,12 +74,9 @@ def config_in(folder: str) -> Any:
         ModuleError: There is none, or none that this version of transformers reads.
     """
     _check_folder(folder)
-    known = transformers()
-    try:
-        return known.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:
-        hint = "give a folder that save_pretrained wrote, with no later version of transformers than that here"
-        raise ModuleError(f"the config.json in {folder} cannot be read: {error}", hint=hint, param="module") from error
+    hint = "give a folder that save_pretrained wrote, with no later version of transformers than that here"
+    with refusing(f"the config.json in {folder} cannot be read", hint, param="module"):
+        return transformers().AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 def classifier_in(folder: str, auto: str, classes: int | None) -> dict[str, Any]:
@@ -163,10 +160,8 @@ def _changed(config: Any, params: Mapping[str, Any], *, within: bool = False) ->
             raise ModuleError(f"the {kind} has no entry {name!r}", hint=hint, param="moduleParams")
         below = getattr(changed, name, None)
         made = _changed(below, value, within=True) if is_config(below) and isinstance(value, Mapping) else value
-        try:
+        with refusing(f"{name} of {kind} cannot be {value!r}", param="moduleParams"):
             setattr(changed, name, made)
-        except Exception as error:
-            raise ModuleError(f"{name} of {kind} cannot be {value!r}: {error}", param="moduleParams") from error
     return changed
 
 
@@ -191,17 +186,12 @@ def _read(folder: str, params: str, seed: int, _: tuple[tuple[str, int], ...]) -
     changed = json.loads(params)
     other_head = not changed.keys().isdisjoint({"num_labels", "id2label"})
     options = {"dtype": torch.float32, "local_files_only": True, "ignore_mismatched_sizes": other_head}
-    try:
+    hint = "to train from new weights, pass its configuration: transformers.AutoConfig.from_pretrained(folder)"
+    with refusing(f"the model in {folder} cannot be read", hint, param="module"), torch.random.fork_rng(devices=()):
         config = _changed(config_in(folder), changed)
         kind = _class_of(config)
-        with torch.random.fork_rng(devices=()):
-            torch.manual_seed(seed)
-            model = kind.from_pretrained(folder, config=config, **options)
-    except SparkTorchError:
-        raise
-    except Exception as error:
-        hint = "to train from new weights, pass its configuration: transformers.AutoConfig.from_pretrained(folder)"
-        raise ModuleError(f"the model in {folder} cannot be read: {error}", hint=hint, param="module") from error
+        torch.manual_seed(seed)
+        model = kind.from_pretrained(folder, config=config, **options)
     for one, other in model.get_expanded_tied_weights_keys(all_submodels=True).items():
         if model.get_parameter_or_buffer(one) is not model.get_parameter_or_buffer(other):
             raise untied(folder, model, other, one)

@@ -19,17 +19,8 @@ from sparktorch.base.imports import load_object
 from sparktorch.errors import ModuleError
 
 __all__ = [
-    *(
-        "MODEL_LOSS",
-        "arguments",
-        "call",
-        "check_model_loss",
-        "gets_row_labels",
-        "has_own_loss",
-        "is_config",
-        "is_folder",
-    ),
-    *("is_model", "model_in", "model_loss", "names_of_arguments", "with_config", "without_caches"),
+    *("MODEL_LOSS", "arguments", "call", "check_model_loss", "gets_row_labels", "has_own_loss", "is_config"),
+    *("is_folder", "is_model", "model_in", "model_loss", "names_of_arguments", "with_config", "without_caches"),
 ]
 
 MODEL_LOSS = f"{__name__}:model_loss"

@@ -14,7 +14,7 @@ import pyarrow as pa
 import torch
 
 from sparktorch.base.imports import pillow, transformers
-from sparktorch.errors import ModuleError
+from sparktorch.errors import ModuleError, refusing
 from sparktorch.train.huggingface.folder import stamp
 
 __all__ = ["FromFolder", "Pixels", "Tokens"]
@@ -44,12 +44,9 @@ class FromFolder:
 
 @functools.lru_cache(maxsize=4)
 def _loaded(auto: str, folder: str, _: tuple[tuple[str, int], ...]) -> Any:
-    try:
+    hint = "save_pretrained(folder) of the tokenizer or image processor writes its files beside the model's"
+    with refusing(f"{auto} finds nothing to read in {folder} on {socket.gethostname()}", hint, param="modelFolder"):
         return getattr(transformers(), auto).from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, ImportError) as error:
-        what = f"{auto} finds nothing to read in {folder} on {socket.gethostname()}: {error}"
-        hint = "save_pretrained(folder) of the tokenizer or image processor writes its files beside the model's"
-        raise ModuleError(what, hint=hint, param="modelFolder") from error
 
 
 @dataclass(frozen=True)

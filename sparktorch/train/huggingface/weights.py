@@ -20,7 +20,7 @@ import torch
 
 from sparktorch.base.deferred import Deferred
 from sparktorch.base.weights_folder import WeightsFolder
-from sparktorch.errors import ModuleError, SparkTorchError
+from sparktorch.errors import ModuleError, refusing
 from sparktorch.train.huggingface.folder import config_in, untied
 
 __all__ = ["ConvertedWeights", "log_differences"]
@@ -141,15 +141,10 @@ class ConvertedWeights(Mapping[str, torch.Tensor]):
         rule = copy.deepcopy(source.rule)
         for pattern, key in source.tensors:
             rule.add_tensor(source.name, key, pattern, partial(self._read, key, device, source.dtype))
-        try:
+        what = f"the weights in {self._saved.path} lack tensors of {source.name!r}, or have some of other shapes"
+        hint = "the folder must have all the files and tensors that save_pretrained wrote"
+        with refusing(what, hint, param="module"):
             made = rule.convert(source.name, model=self._model, config=self._model.config)
-        except SparkTorchError:
-            raise
-        except Exception as error:  # of torch, or of the rule
-            raise self._wrong(
-                f"lack tensors of {source.name!r}, or have some of other shapes: {error}",
-                "the folder must have all the files and tensors that save_pretrained wrote",
-            ) from error
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
     def _read(self, key: str, device: str, dtype: torch.dtype) -> torch.Tensor:

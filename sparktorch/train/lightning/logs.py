@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from sparktorch.base.world import World
 from sparktorch.errors import ModuleError
@@ -124,12 +123,8 @@ class Logs(Means):
 
     def over_ranks(self, world: World) -> dict[str, float]:
         """Returns the values over all ranks; a collective, called by every rank."""
-        every: list[Any] = [self.state_dict()]
-        if world.world_size > 1:
-            every = [None] * world.world_size
-            dist.all_gather_object(every, self.state_dict())
         whole = Logs(self._computed)
-        for state in every:  # in rank order: all ranks see the same names in the same order
+        for state in self._of_ranks(world):  # in rank order: all ranks see the same names in the same order
             whole.load_state_dict(state)
         self.metrics = whole.logged_metrics
         found: dict[str, float] = {}

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from sparktorch.base.world import World
-from sparktorch.errors import ModuleError, SparkTorchError
+from sparktorch.errors import ModuleError, refusing
 from sparktorch.train.lightning.optimizers import Configured
 from sparktorch.train.lightning.recognise import check_instance, is_lightning, overrides
 from sparktorch.train.lightning.trainer import TrainerView
@@ -40,17 +40,12 @@ class LightningRecipe(Recipe):
         """Builds the module; calls `setup` and `configure_model`, which may make layers."""
         module: Any = super()._make_module(seed, build)
         check_instance(module)
-        with torch.random.fork_rng(devices=()):
+        what = f"setup or configure_model of {type(module).__qualname__} failed"
+        hint = "they are called before there is a self.trainer, in a process without data loaders"
+        with torch.random.fork_rng(devices=()), refusing(what, hint, param="module"):
             torch.manual_seed(self.module_seed(seed))
-            try:
-                module.setup(self.stage)
-                module.configure_model()
-            except Exception as error:
-                what = (
-                    f"setup or configure_model of {type(module).__qualname__} failed: {type(error).__name__}: {error}"
-                )
-                hint = "they are called before there is a self.trainer, in a process without data loaders"
-                raise ModuleError(what, hint=hint, param="module") from error
+            module.setup(self.stage)
+            module.configure_model()
         return module  # type: ignore[no-any-return]
 
     @property
@@ -89,13 +84,8 @@ class LightningRecipe(Recipe):
             ModuleError: The module returned something that a fit cannot use.
         """
         where = f"configure_optimizers of {type(module).__qualname__}"
-        try:
+        with refusing(f"{where} failed", "on the driver, self.trainer tells of 100 steps in an epoch", param="module"):
             made: Configured = training_of(module).configured
-        except SparkTorchError:
-            raise
-        except Exception as error:
-            hint = "on the driver, self.trainer tells of 100 steps in an epoch"
-            raise ModuleError(f"{where} failed: {type(error).__name__}: {error}", hint=hint, param="module") from error
         own = {parameter for group in made.optimizer.param_groups for parameter in group["params"]}
         if not own <= set(module.parameters()):
             raise ModuleError(f"{where} has parameters that are not the module's", param="module")

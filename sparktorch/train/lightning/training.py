@@ -12,7 +12,7 @@ from torch import nn
 
 from sparktorch.base.batch import Batch
 from sparktorch.base.world import World
-from sparktorch.errors import ModuleError, nearest
+from sparktorch.errors import ModuleError, nearest, refusing
 from sparktorch.train.lightning.attributes import Saved, unchanged
 from sparktorch.train.lightning.logs import Logs, check_logged, number_of
 from sparktorch.train.lightning.metrics import Metrics
@@ -278,19 +278,14 @@ class LightningTraining(OwnTraining):
         if not self._validates:
             return
         step = self.training_step(lambda _, function: function())
-        try:
-            with torch.no_grad():
-                logs = self.new_logs("val_")
-                self.begin_validation()
-                loss, _ = step.evaluate(self._module, batch)
-                self.end_validation_rows()
-                found = ({} if loss is None else {"val_loss": float(loss)}) | logs.over_ranks(World())
-                self.end_validation(found)
-        except ModuleError:
-            raise
-        except Exception as error:
-            what = f"validation_step of {self.name} failed on the first row: {type(error).__name__}: {error}"
-            raise ModuleError(what, hint="it gets (*inputs, label), as training_step does", param="module") from error
+        what, hint = f"validation_step of {self.name} failed", "it gets (*inputs, label), as training_step does"
+        with refusing(f"{what} on the first row", hint, param="module"), torch.no_grad():
+            logs = self.new_logs("val_")
+            self.begin_validation()
+            loss, _ = step.evaluate(self._module, batch)
+            self.end_validation_rows()
+            found = ({} if loss is None else {"val_loss": float(loss)}) | logs.over_ranks(World())
+            self.end_validation(found)
         if (name := self._needs_metric) is not None and name not in found:
             what = f"earlyStoppingMetric is {name!r}, which {self.name} does not log"
             hint = f"log it in validation_step; {nearest(name, found)}"

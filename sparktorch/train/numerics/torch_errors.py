@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
 from sparktorch.base.config import TrainConfig
-from sparktorch.errors import ClusterError, ModuleError
+from sparktorch.errors import ClusterError, ModuleError, SparkTorchError
 
 __all__ = ["explained", "is_out_of_memory"]
 
 _SHARDED = ("zero2", "zero3", "mesh")
 _FULL = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "can't allocate memory")
-_NO_COMPILER = ("InvalidCxxCompiler", "No working C++ compiler", "Failed to find C compiler")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -30,55 +29,52 @@ def is_out_of_memory(error: BaseException) -> bool:
     return error.__cause__ is not None and is_out_of_memory(error.__cause__)
 
 
+# By which Param causes it and a part of torch's text: what is raised and said, with torch's first line, and a hint.
+_EXPLAINED: tuple[tuple[Callable[[TrainConfig], object], Sequence[str], type[SparkTorchError], str, str, str], ...] = (
+    (
+        lambda config: config.strategy in _SHARDED,
+        ("mixed torch.Tensor and DTensor",),
+        ModuleError,
+        "something computes with parameters of the module outside of its forward pass, where a rank has a part of each:"
+        " {}",
+        "compute with what a call of the module returns, and call its parts instead of reading their weights; for a "
+        "penalty on weights, set weight_decay of the optimizer; or use strategy='zero1'",
+        "trainingStep",
+    ),
+    (
+        lambda config: config.compile,
+        ("InvalidCxxCompiler", "No working C++ compiler", "Failed to find C compiler"),
+        ClusterError,
+        "compile=True needs a C++ compiler on every worker, and this one has none",
+        "install g++ where the executors run, name it in the environment variable CXX, or leave compile out",
+        "compile",
+    ),
+    (
+        lambda config: config.deterministic,
+        ("use_deterministic_algorithms(True)",),
+        ModuleError,
+        "deterministic=True, but {}",
+        "use another operation in the module, or leave deterministic out; for cuBLAS in a reused Python worker, set "
+        "spark.executorEnv.CUBLAS_WORKSPACE_CONFIG to :4096:8",
+        "deterministic",
+    ),
+)
+
+
 @contextmanager
 def explained(config: TrainConfig) -> Iterator[None]:
-    """Context that replaces errors that a Param has caused by errors that name the Param.
-
-    They are operations that cannot be deterministic, a missing compiler for `compile`, cuBLAS without a workspace, and
-    full device memory.
-    """
+    """Context that replaces errors that a Param has caused by errors that name the Param, and full device memory."""
     try:
         yield
     except Exception as error:
-        text = str(error)
-        trace = "".join(traceback.format_exception(error))
+        text, trace = str(error), "".join(traceback.format_exception(error))
+        first = text.partition("\n")[0].partition(". ")[0]
         if is_out_of_memory(error):
-            raise ClusterError(
-                f"the memory of the device is full: {text.splitlines()[0]}",
-                hint=_less_memory(config),
-                trace=trace,
-            ) from error
-        if config.strategy in _SHARDED and "mixed torch.Tensor and DTensor" in text:
-            raise ModuleError(
-                "something computes with parameters of the module outside of its forward pass, where a rank has a part "
-                f"of each: {text.splitlines()[0]}",
-                hint="compute with what a call of the module returns, and call its parts instead of reading their "
-                "weights; for a penalty on weights, set weight_decay of the optimizer; or use strategy='zero1'",
-                param="trainingStep",
-                trace=trace,
-            ) from error
-        if config.compile and any(sign in text for sign in _NO_COMPILER):
-            raise ClusterError(
-                "compile=True needs a C++ compiler on every worker, and this one has none",
-                hint="install g++ where the executors run, name it in the environment variable CXX, or leave "
-                "compile out",
-                param="compile",
-                trace=trace,
-            ) from error
-        if config.deterministic and "use_deterministic_algorithms(True)" in text:
-            if "CUBLAS_WORKSPACE_CONFIG" in text:
-                raise ClusterError(
-                    "deterministic=True, but this Python worker has used cuBLAS before without a workspace of its own",
-                    hint="set spark.executorEnv.CUBLAS_WORKSPACE_CONFIG to :4096:8",
-                    param="deterministic",
-                    trace=trace,
-                ) from error
-            raise ModuleError(
-                f"deterministic=True, but {text.split('. ')[0]}",
-                hint="use another operation in the module, or leave deterministic out",
-                param="deterministic",
-                trace=trace,
-            ) from error
+            what, hint = f"the memory of the device is full: {text.splitlines()[0]}", _less_memory(config)
+            raise ClusterError(what, hint=hint, trace=trace) from error
+        for caused, signs, kind, what, hint, param in _EXPLAINED:
+            if caused(config) and any(sign in text for sign in signs):
+                raise kind(what.format(first), hint=hint, param=param, trace=trace) from error
         raise
 
 

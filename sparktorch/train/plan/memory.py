@@ -151,13 +151,9 @@ def plan(recipe: Recipe, config: TrainConfig, workers: int, first: Batch, *, mem
         ConfigError: Inputs are sparse or jagged.
         ModuleError: The module cannot be built or called.
     """
-    for name, tensor in first.named.items():
-        if tensor.layout is not torch.strided:
-            raise ConfigError(
-                f"input {name!r} is of layout {tensor.layout}, and a plan is made of rows with as many numbers each",
-                hint="set inputLayouts to 'dense' or 'padded' for the column",
-                param="inputLayouts",
-            )
+    if odd := [name for name, tensor in first.named.items() if tensor.layout is not torch.strided]:
+        what = f"input {odd[0]!r} is sparse or jagged, and a plan is made of rows with as many numbers each"
+        raise ConfigError(what, hint="set inputLayouts to 'dense' or 'padded' for the column", param="inputLayouts")
     measured = _Measured(recipe, config, workers, first)
     tried: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in _SHARED] + _meshes(workers)
     own = (config.strategy, dict(config.strategy_params))
@@ -170,12 +166,11 @@ def plan(recipe: Recipe, config: TrainConfig, workers: int, first: Batch, *, mem
 def _meshes(workers: int) -> list[tuple[str, dict[str, Any]]]:
     """Returns the sizes of meshes that the table shows."""
     sizes = [size for size in _SIZES if workers % size == 0]
-    found: list[tuple[str, dict[str, Any]]] = [("mesh", {"shard": size}) for size in sizes if size < workers]
-    found += [("mesh", {"pipeline": size}) for size in sizes]
+    found: list[dict[str, Any]] = [{"shard": size} for size in sizes if size < workers]
+    found += [{"pipeline": size} for size in sizes]
     for size in sizes:
-        found += [("mesh", {"tensor": size})]
-        found += [("mesh", {"tensor": size, "shard": workers // size})] if workers > size else []
-    return found
+        found += [{"tensor": size}] + [{"tensor": size, "shard": workers // size}] * (workers > size)
+    return [("mesh", options) for options in found]
 
 
 class _Measured:
@@ -362,11 +357,11 @@ class _Measured:
 def _rows_of(batch: Batch, rows: int) -> Batch:
     """Returns a batch of as many rows, those of `batch` again and again."""
 
-    def repeated(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    def repeated(tensor: Any) -> Any:
         return None if tensor is None else torch.cat([tensor] * (rows // batch.rows))
 
-    inputs = tuple(torch.cat([tensor] * (rows // batch.rows)) for tensor in batch.inputs)
     label, weight, loss_weight = map(repeated, (batch.label, batch.weight, batch.loss_weight))
+    inputs = tuple(map(repeated, batch.inputs))
     return replace(batch, inputs=inputs, label=label, weight=weight, loss_weight=loss_weight, rows=rows)
 
 

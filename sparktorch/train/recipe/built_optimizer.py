@@ -28,27 +28,31 @@ def recipe_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> Recipe:
         ModuleError: The optimizer has state already, or parameters that are not the module's; or it lacks a trainable
             parameter of the module.
     """
-    kind = name_of(type(optimizer))
-    if any(state.get("step", 1) for state in optimizer.state.values()):  # Adagrad's state begins with a step 0
-        raise ModuleError(
-            f"optimizer {kind} has taken steps already", hint="wrap module and optimizer before the first step"
-        )
     names = {parameter: name for name, parameter in module.named_parameters()}
     own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    if any(parameter not in names for parameter in own):
-        raise ModuleError(
-            f"optimizer {kind} has parameters that are not the module's",
-            hint="build it from module.parameters(), of the module that is wrapped",
-        )
     lacking = [name for parameter, name in names.items() if parameter.requires_grad and parameter not in own]
-    if lacking:
-        raise ModuleError(
-            f"optimizer {kind} lacks the trainable parameters {', '.join(lacking[:3])}",
-            hint="add them to it, or freeze them: parameter.requires_grad_(False)",
-        )
+    reasons = (
+        (
+            any(state.get("step", 1) for state in optimizer.state.values()),  # Adagrad's state begins with a step 0
+            "has taken steps already",
+            "wrap module and optimizer before the first step",
+        ),
+        (
+            own - names.keys(),
+            "has parameters that are not the module's",
+            "build it from module.parameters(), of the module that is wrapped",
+        ),
+        (
+            lacking,
+            f"lacks the trainable parameters {', '.join(lacking[:3])}",
+            "add them to it, or freeze them: parameter.requires_grad_(False)",
+        ),
+        ("lr" not in optimizer.defaults, "has no learning rate 'lr'", f"it has {signature_of(type(optimizer))}"),
+    )
+    for applies, what, hint in reasons:
+        if applies:
+            raise ModuleError(f"optimizer {name_of(type(optimizer))} {what}", hint=hint)
     options = _accepted(type(optimizer), optimizer.defaults)
-    if "lr" not in optimizer.defaults:
-        raise ModuleError(f"optimizer {kind} has no learning rate 'lr'", hint=f"it has {signature_of(type(optimizer))}")
     groups = [
         {
             "params": [glob.escape(names[parameter]) for parameter in group["params"]],

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -17,7 +16,7 @@ from sparktorch.base.batch import Batch, cut
 from sparktorch.base.config import Task
 from sparktorch.base.state_dict import check_state
 from sparktorch.base.world import World
-from sparktorch.errors import ModuleError, SparkTorchError, line_of_user
+from sparktorch.errors import ModuleError, SparkTorchError, line_of_user, refusing
 from sparktorch.train.huggingface.models import MODEL_LOSS, call, check_model_loss
 from sparktorch.train.huggingface.weights import log_differences
 from sparktorch.train.metrics import try_metrics
@@ -135,13 +134,12 @@ def dry_run(
     tried = partial(_tried, recipe, task, names=names, weighted=weighted, device=device, check=check)
     tried = partial(tried, values=values, clips=clips)
     if values:
-        return tried(_with_values(recipe.build_module(seed)).to(device), inputs, label)
+        return tried(recipe.build_module(seed).to(device), inputs, label)
     built = recipe.build_deferred(seed)
     log_differences(built)
     if jagged := [name for name, tensor in inputs.items() if tensor.is_nested]:
-        raise ModuleError(
-            f"{jagged[0]} is jagged, which has no shape to try alone", hint=_WITH_VALUES, param="modelDir"
-        )
+        what = f"{jagged[0]} is jagged, which has no shape to try alone"
+        raise ModuleError(what, hint=_WITH_VALUES, param="modelDir")
     try:
         with torch.device("meta"):
             found = tried(built.module, inputs, label)
@@ -175,7 +173,8 @@ def _tried(
         check(module, Batch(shown, label, None, len(shown[0]), names=names))
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if not trainable:
-        raise ModuleError("the module has no parameters that require a gradient", param="module")
+        hint = "freeze leaves none; take some out again with '!pattern'" if recipe.freeze else ""
+        raise ModuleError("the module has no parameters that require a gradient", hint=hint, param="module")
     check_state(module.state_dict())
     own = recipe.build_own(module, World(device=device), _STEPS)
     training_step = own.training_step(lambda _, function: function()) or recipe.build_training_step()
@@ -229,18 +228,6 @@ def _tried(
     )
 
 
-def _with_values(module: nn.Module) -> nn.Module:
-    """Returns a module, none of whose tensors may be on the device "meta"."""
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if tensor.device.type == "meta":
-            raise ModuleError(
-                f"{name!r} of {type(module).__name__} is on the device 'meta', and has no values",
-                hint="make it without torch.device('meta'): with modelDir, no process ever makes the whole model",
-                param="module",
-            )
-    return module
-
-
 def complete(trial: DryRunResult, metrics: Mapping[str, Any], task: Task) -> DryRunResult:
     """Tries the metrics on the dry run's output; returns its result with the metrics.
 
@@ -276,7 +263,7 @@ def _try_loss(
     def of_rows(start: int, end: int) -> Any:
         return loss.per_row(*align(task, rows_of(output, start, end), None if label is None else label[start:end]))
 
-    with _refusing(f"loss {loss.name}", "loss", hint):
+    with refusing(f"loss {loss.name} failed on the first row", hint, param="loss"):
         _check_rows(of_rows, f"loss {loss.name}", "loss", hint, values=values)
         loss(*align(task, output, label), weight).backward()  # type: ignore[no-untyped-call]
 
@@ -293,20 +280,9 @@ def _try_step(step: TrainingStep, module: nn.Module, whole: Batch, *, values: bo
     got = "" if whole.label is None else f" and label {_describe(whole.label)}"
     hint = step.hint or "it is called with the module and a batch"
     hint = f"{hint}; inputs ({arrives}){got}"
-    with _refusing(step.what, step.param, hint):
+    with refusing(f"{step.what} failed on the first row", hint, param=step.param):
         _check_rows(lambda *span: step.per_row(module, batch(*span))[0], step.what, step.param, hint, values=values)
         step(module, batch(0, whole.rows))[0].backward()  # type: ignore[no-untyped-call]
-
-
-@contextmanager
-def _refusing(what: str, param: str, hint: str) -> Iterator[None]:
-    """Context that turns an exception of a user's function into an error that names the function."""
-    try:
-        yield
-    except SparkTorchError:
-        raise
-    except Exception as error:
-        raise ModuleError(f"{what} failed on the first row: {error}", hint=hint, param=param) from error
 
 
 def _check_rows(per_row: Callable[[int, int], Any], what: str, param: str, hint: str, *, values: bool) -> None:
@@ -360,16 +336,16 @@ def _check_classes(task: Task, output: Any, rows: int, loss: Loss | None) -> int
     check_rows(output, rows)
     if task == "regression":
         return None
+    wrong = ""
     if loss is not None and loss.takes_probabilities:
+        wrong = f"loss {loss.name} takes probabilities, and a classifier's module returns scores (logits)"
+    elif loss is not None and loss.name == "CrossEntropyLoss" and (output.dim() == 1 or output.shape[1] == 1):
+        wrong = "the module returns one score a row, which CrossEntropyLoss cannot train"
+    if wrong:
         raise ModuleError(
-            f"loss {loss.name} takes probabilities, and a classifier's module returns scores (logits)",
-            hint="use loss='BCEWithLogitsLoss', and leave the sigmoid out of the module: scoring applies it",
-            param="loss",
-        )
-    if loss is not None and loss.name == "CrossEntropyLoss" and (output.dim() == 1 or output.shape[1] == 1):
-        raise ModuleError(
-            "the module returns one score a row, which CrossEntropyLoss cannot train",
-            hint="use loss='BCEWithLogitsLoss' for two classes, or return one score per class",
+            wrong,
+            hint="for two classes, use loss='BCEWithLogitsLoss' and one score a row, and leave the sigmoid out of the "
+            "module: scoring applies it; for more, return one score per class",
             param="loss",
         )
     return classes_in(tuple(output.shape[1:]))

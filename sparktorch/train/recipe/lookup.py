@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from sparktorch.base.imports import load_object
-from sparktorch.errors import ModuleError, nearest
+from sparktorch.errors import ModuleError, nearest, refusing
 
-__all__ = ["look_up", "name_of", "parameters_of", "signature_of"]
+__all__ = ["building", "look_up", "name_of", "parameters_of", "signature_of"]
 
 
 def look_up(value: Any, namespace: Any, base: type, what: str, *, suffix: str = "") -> Any:
@@ -18,20 +19,18 @@ def look_up(value: Any, namespace: Any, base: type, what: str, *, suffix: str = 
     Raises:
         ModuleError: The name is unknown, or the value is neither a name nor a callable.
     """
-    if not isinstance(value, str):
-        if callable(value):
-            return value
-        raise ModuleError(f"{what} must be a name or a callable, got {value!r}", param=what)
-    if ":" in value:
+    if callable(value):
+        return value
+    if isinstance(value, str) and ":" in value:
         return load_object(value)
     names = {
         name
         for name, found in vars(namespace).items()
         if isinstance(found, type) and issubclass(found, base) and found is not base and name.endswith(suffix)
     }
-    if value not in names:
-        raise ModuleError(f"{what} {value!r} is unknown", hint=nearest(value, names), param=what)
-    return getattr(namespace, value)
+    if str(value) not in names:
+        raise ModuleError(f"{what} {value!r} is unknown", hint=nearest(str(value), names), param=what)
+    return getattr(namespace, str(value))
 
 
 def name_of(value: Any) -> str:
@@ -53,3 +52,9 @@ def signature_of(factory: Any) -> str:
         return str(inspect.signature(factory))
     except (TypeError, ValueError):
         return "unknown"
+
+
+def building(what: str, factory: Any) -> AbstractContextManager[None]:
+    """Returns a context that turns an exception of a factory into a `ModuleError` that shows its parameters."""
+    hint = f"its parameters are {signature_of(factory)}"
+    return refusing(f"{what} {name_of(factory)} cannot be built", hint, param=f"{what}Params")

@@ -21,7 +21,7 @@ from sparktorch.base.batch import Batch
 from sparktorch.base.world import World
 from sparktorch.errors import ModuleError
 from sparktorch.train.huggingface.models import model_loss
-from sparktorch.train.recipe.lookup import look_up, name_of, parameters_of, signature_of
+from sparktorch.train.recipe.lookup import building, look_up, name_of, parameters_of
 from sparktorch.train.recipe.task import each_tensor
 
 __all__ = [
@@ -32,7 +32,7 @@ __all__ = [
 _ROWWISE = "return one loss per row: a tensor of shape (rows,)"
 _NOISE = 1e-6  # of sums in float32 that cancel
 
-Sums = Mapping[str, tuple[torch.Tensor, torch.Tensor | int]]  # weighted sums, and sums of weights
+Sums = Mapping[str, tuple[torch.Tensor | float, torch.Tensor | float]]  # weighted sums, and sums of weights
 
 
 def step_scales(weights: torch.Tensor, divisor: int) -> npt.NDArray[np.float64]:
@@ -74,7 +74,7 @@ def weigh(
         found = (
             f"shape {tuple(losses.shape)} for {rows} rows" if tensor else f"{type(losses).__name__}, which is no tensor"
         )
-        hint = "return one loss per row, shape (rows,), or their mean"
+        hint = "return one loss per row, shape (rows,), or their mean; a trainingStep may add a dict of metrics"
         raise ModuleError(f"{what} returned {found}", hint=hint, param=param)
     if losses.dim() == 0:
         if weight is not None and weight.any():
@@ -159,15 +159,8 @@ class TrainingStep:
     def per_row(self, module: nn.Module, batch: Batch) -> tuple[Any, Mapping[str, Any]]:
         """Returns the loss as the callable returned it, and its metrics."""
         found = self._function(module, batch.complete())
-        if not isinstance(found, tuple):
-            return found, {}
-        if len(found) == 2 and isinstance(found[1], Mapping):
-            return found
-        raise ModuleError(
-            f"{self.what} returned a tuple of {', '.join(type(item).__name__ for item in found)}",
-            hint="return the loss, or the loss and a dict of metrics",
-            param=self.param,
-        )
+        with_metrics = isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)
+        return found if with_metrics else (found, {})
 
     def _sums(self, name: str, value: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | int]:
         """Returns the weighted sum of a metric and the sum of its weights; a scalar counts for all rows."""
@@ -215,9 +208,7 @@ class Means:
 
     def load_state_dict(self, state: Mapping[str, tuple[float, float]]) -> None:
         """Adds such sums."""
-        for name, (value, weight) in state.items():
-            before = self._sums.get(name, (0.0, 0.0))
-            self._sums[name] = before[0] + value, before[1] + weight
+        self.add(state)
 
     def clear(self) -> None:
         """Removes all sums."""
@@ -225,12 +216,7 @@ class Means:
 
     def over_ranks(self, world: World) -> dict[str, float]:
         """Returns the means, each over the rows that have its name; a collective, called by every rank."""
-        ours = self.state_dict()
-        # Ranks may have different names, so tensors of sums would not match.
-        every: list[Any] = [ours]
-        if world.world_size > 1:
-            every = [None] * world.world_size
-            dist.all_gather_object(every, ours)
+        every = self._of_ranks(world)
         names: Iterable[str] = dict.fromkeys(name for sums in every for name in sums)
         means = {}
         for name in names:
@@ -238,8 +224,15 @@ class Means:
             means[f"{self._prefix}{name}"] = mean_of(value, weight)
         return means
 
+    def _of_ranks(self, world: World) -> list[Any]:
+        """Returns the sums of each rank, which may have different names, so that tensors of sums would not match."""
+        every: list[Any] = [self.state_dict()] * world.world_size
+        if world.world_size > 1:
+            dist.all_gather_object(every, self.state_dict())
+        return every
 
-def _wide(value: torch.Tensor | int) -> torch.Tensor | int:
+
+def _wide(value: torch.Tensor | float) -> torch.Tensor | float:
     return value.double() if isinstance(value, torch.Tensor) else value
 
 
@@ -248,8 +241,7 @@ class Loss:
 
     Attributes:
         name: Its name in messages.
-        takes_probabilities: Whether it is torch's loss of probabilities of two classes, or one derived from it that
-            takes no scores either.
+        takes_probabilities: Whether it is torch's loss of probabilities of two classes.
         ignored: The label that a mean by the loss itself would not count, as `ignore_index`; `None` if there is none.
         rowwise: Whether it is known to return one loss per row.
     """
@@ -265,7 +257,8 @@ class Loss:
         reducing = "reduction" in parameters_of(found)
         kind = found if isinstance(found, type) else type(found)
         self.rowwise = reducing and found.__module__.startswith("torch.nn.")
-        own = found is nn.functional.binary_cross_entropy or getattr(kind, "forward", None) is nn.BCELoss.forward
+        of_torch = getattr(kind, "forward", None) is nn.BCELoss.forward
+        self.takes_probabilities = of_torch or found is nn.functional.binary_cross_entropy
         self.ignored = _ignored(found, params) if reducing or hasattr(found, "reduction") else None
         if isinstance(found, type):
             options = dict(params)
@@ -276,14 +269,8 @@ class Loss:
             if reducing:
                 self._refuse_sum(options.get("reduction", "mean"))
                 options["reduction"] = "none"
-            try:
+            with building("loss", found):
                 found = found(**options)
-            except TypeError as error:
-                raise ModuleError(
-                    f"loss {self.name} cannot be built: {error}",
-                    hint=f"its parameters are {signature_of(found)}",
-                    param="lossParams",
-                ) from error
         elif params:
             raise ModuleError("lossParams are given, but loss is not a class", param="lossParams")
         elif isinstance(found, nn.Module):
@@ -295,7 +282,6 @@ class Loss:
         elif reducing:  # the functions of torch.nn.functional
             found = functools.partial(found, reduction="none")
         self._function: Callable[..., torch.Tensor] = found
-        self.takes_probabilities = own or (issubclass(kind, nn.BCELoss) and not _takes_scores(found))
 
     def _refuse_sum(self, reduction: str) -> None:
         if reduction == "sum":
@@ -328,18 +314,6 @@ class Loss:
     def per_row(self, output: Any, label: torch.Tensor | None) -> torch.Tensor:
         """Returns what the user's loss returns: shape `(rows, ...)`, or a scalar mean."""
         return self._function(output) if label is None else self._function(output, label)
-
-
-def _takes_scores(loss: Callable[..., torch.Tensor]) -> bool:
-    """Whether a loss of two classes is a number for what is no probability."""
-    from torch._subclasses.fake_tensor import unset_fake_temporarily  # imports a part of torch's compiler
-
-    try:
-        with unset_fake_temporarily():
-            scores, labels = (torch.tensor(numbers, device="cpu") for numbers in ([2.0, -1.0], [0.0, 1.0]))
-            return bool(torch.isfinite(loss(scores, labels)).all())
-    except Exception as error:
-        return "between 0 and 1" not in str(error)
 
 
 def _ignored(loss: Any, params: Mapping[str, Any]) -> int | None:

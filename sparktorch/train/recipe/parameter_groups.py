@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from sparktorch.base.state_dict import WRAPPER
-from sparktorch.errors import ConfigError
+from sparktorch.errors import ConfigError, nearest
 
 __all__ = ["freeze", "group"]
 
@@ -21,7 +20,7 @@ def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
     Patterns are globs, in which `*` matches dots too; `!pattern` unfreezes, also what the module itself has frozen.
 
     Raises:
-        ConfigError: A pattern matches no parameter, or no parameter is left to train.
+        ConfigError: A pattern matches no parameter.
     """
     if not patterns:
         return
@@ -35,12 +34,6 @@ def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
     for name in sorted(trained, key=trained.__getitem__, reverse=True):  # a tensor with two names is frozen by either
         parameter = named[name]
         parameter.requires_grad_(trained[name] and (parameter.is_floating_point() or parameter.is_complex()))
-    if not any(parameter.requires_grad for parameter in named.values()):
-        raise ConfigError(
-            "freeze leaves no parameter to train",
-            hint=f"take some out again with '!pattern', for example '!{list(named)[-1]}'",
-            param="freeze",
-        )
 
 
 def _by_name(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -72,21 +65,15 @@ def group(
     rest = {parameter: None for parameter in named.values() if parameter.requires_grad}  # in order, tied ones once
     made = []
     for number, options in enumerate(groups):
-        where = f"parameterGroups[{number}]"
-        patterns = options.get("params")
+        patterns = options.get("params", ())
         patterns = [patterns] if isinstance(patterns, str) else patterns
-        if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
-            raise ConfigError(
-                f"{where} has no 'params'" if patterns is None else f"{where}['params'] is {patterns!r}",
-                hint="give a glob pattern of parameter names, or a list of them",
-                param="parameterGroups",
-            )
         found = {name for pattern in patterns for name in _matching(pattern, named, "parameterGroups")}
         own = list(dict.fromkeys(named[name] for name in named if name in found and named[name] in rest))
         if not own:
             raise ConfigError(
-                f"{where} is left without a parameter",
-                hint="those that it matches are frozen, or belong to an earlier group",
+                f"parameterGroups[{number}] is left without a parameter",
+                hint="its 'params' are globs of parameter names; those that they match are frozen, or belong to an "
+                "earlier group",
                 param="parameterGroups",
             )
         for parameter in own:
@@ -99,17 +86,7 @@ def _matching(pattern: str, names: Iterable[str], param: str) -> set[str]:
     """Returns the names that match a pattern; raises `ConfigError` if there are none."""
     found = {name for name in names if fnmatchcase(name, pattern)}
     if not found:
-        known = [part for name in names for part in (name, *(f"{one}.*" for one in _prefixes(name)[1:]))]
-        near = difflib.get_close_matches(pattern.strip("*."), dict.fromkeys(known), n=3, cutoff=0.6) or list(names)[:3]
-        raise ConfigError(
-            f"{param}: {pattern!r} matches no parameter",
-            hint=f"the nearest names are {', '.join(near)}",
-            param=param,
-        )
+        parts = {f"{name.rsplit('.', above)[0]}.*" for name in names for above in range(1, name.count(".") + 1)}
+        hint = nearest(pattern, {*names, *parts}, f"names are {', '.join(list(names)[:3])}, ...")
+        raise ConfigError(f"{param}: {pattern!r} matches no parameter", hint=hint, param=param)
     return found
-
-
-def _prefixes(name: str) -> list[str]:
-    """Returns a parameter's name and the names of the modules that contain it."""
-    parts = name.split(".")
-    return [".".join(parts[:end]) for end in range(len(parts), 0, -1)]

@@ -17,11 +17,11 @@ from sparktorch.base.imports import SHIPPING_HINT, load_object
 from sparktorch.base.state_dict import unpack_state
 from sparktorch.base.weights_folder import WeightsFolder
 from sparktorch.base.world import World
-from sparktorch.errors import ConfigError, ModuleError, SparkTorchError
+from sparktorch.errors import ConfigError, ModuleError, refusing
 from sparktorch.train.huggingface.models import MODEL_LOSS, is_model, with_config
 from sparktorch.train.huggingface.weights import ConvertedWeights
 from sparktorch.train.recipe.frozen_base import lacks_base, load_weights, seed_of
-from sparktorch.train.recipe.lookup import look_up, name_of, parameters_of, signature_of
+from sparktorch.train.recipe.lookup import building, look_up, name_of, parameters_of, signature_of
 from sparktorch.train.recipe.loss import Loss, ModelLossStep, TrainingStep
 from sparktorch.train.recipe.own_training import OwnTraining
 from sparktorch.train.recipe.parameter_groups import freeze, group
@@ -114,8 +114,6 @@ class Recipe:
             return found[0].module
 
         module = self._make_module(seed, build)
-        if not found:
-            raise ModuleError("module is an instance, which has values already", param="module")
         if self.initial and not isinstance(found[0].saved, ConvertedWeights):
             found[0].check_saved()
         freeze(module, self.freeze)
@@ -134,30 +132,15 @@ class Recipe:
         if isinstance(self.module, nn.Module):
             if self.module_params:
                 raise ModuleError("moduleParams are given, but module is an instance", hint="pass the class instead")
-            try:
+            with refusing("the module instance cannot be copied", SHIPPING_HINT, param="module"):
                 return copy.deepcopy(self.module)
-            except Exception as error:
-                raise ModuleError(
-                    f"the module instance cannot be copied: {error}", hint=SHIPPING_HINT, param="module"
-                ) from error
         factory = load_object(self.module) if isinstance(self.module, str) else self.module
-        with torch.random.fork_rng(devices=()):
+        hint = f"its parameters are {signature_of(factory)}; moduleParams are {dict(self.module_params)}"
+        if build is not called:
+            hint += "; with modelDir, only what is made by NumPy or device='cpu' has values there"
+        with torch.random.fork_rng(devices=()), refusing(f"module {name_of(factory)} cannot be built", hint):
             torch.manual_seed(self.module_seed(seed))
-            try:
-                module = build(lambda: factory(**with_config(factory, self.module_params)))
-            except SparkTorchError:
-                raise
-            except Exception as error:
-                more = (
-                    ""
-                    if build is called
-                    else "; with modelDir, only what is made by NumPy or device='cpu' has values there"
-                )
-                raise ModuleError(
-                    f"module {name_of(factory)} cannot be built: {type(error).__name__}: {error}",
-                    hint=f"its parameters are {signature_of(factory)}; moduleParams are {dict(self.module_params)}"
-                    f"{more}",
-                ) from error
+            module = build(lambda: factory(**with_config(factory, self.module_params)))
         if not isinstance(module, nn.Module):
             raise ModuleError(
                 f"module {name_of(factory)} returned {type(module).__name__}, not an nn.Module",
@@ -210,11 +193,9 @@ class Recipe:
         """Builds the training step; returns `None` if the recipe has a loss instead.
 
         Raises:
-            ModuleError: It cannot be imported or called.
+            ModuleError: It cannot be imported.
         """
-        step = load_object(self.training_step) if isinstance(self.training_step, str) else self.training_step
-        if step is not None and not callable(step):
-            raise ModuleError(f"trainingStep must be a callable (module, batch), got {step!r}", param="trainingStep")
+        step: Any = load_object(self.training_step) if isinstance(self.training_step, str) else self.training_step
         if step is None:
             return None
         return ModelLossStep() if self.training_step == MODEL_LOSS else TrainingStep(step)
@@ -230,14 +211,8 @@ class Recipe:
             ModuleError: The optimizer is unknown or does not take its parameters.
         """
         factory, parameters, options = self.optimizer_call(module, whole)
-        try:
+        with building("optimizer", factory):
             optimizer: torch.optim.Optimizer = factory(parameters, **options)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise ModuleError(
-                f"optimizer {name_of(factory)} cannot be built: {error}",
-                hint=f"its parameters are {signature_of(factory)}",
-                param="optimizerParams",
-            ) from error
         return optimizer
 
     def check_optimizer(self, module: nn.Module) -> None:
@@ -289,14 +264,10 @@ class Recipe:
         if clips:
             raise ConfigError(f"{what}, and torch clips dense ones only", hint=dense, param="gradientClipNorm")
         optimizer = self.build_optimizer(module)
-        try:
+        says = f"{what}, and optimizer {type(optimizer).__name__} does not train the module"
+        hint = f"'SGD' and 'Adagrad' take sparse and dense gradients, 'SparseAdam' sparse ones alone; or {dense}"
+        with refusing(says, hint, param="optimizer"):
             optimizer.step()
-        except RuntimeError as error:
-            raise ModuleError(
-                f"{what}, and optimizer {type(optimizer).__name__} does not train the module: {error}",
-                hint=f"'SGD' and 'Adagrad' take sparse and dense gradients, 'SparseAdam' sparse ones alone; or {dense}",
-                param="optimizer",
-            ) from error
 
     def build_scheduler(self, optimizer: torch.optim.Optimizer, steps: int) -> Any:
         """Builds the scheduler, whose default `T_max` or `total_steps` is `steps`; `None` if the recipe has none.
@@ -307,10 +278,8 @@ class Recipe:
         if self.scheduler is None:
             return None
         factory, options = self.scheduler_call(steps)
-        try:
+        with building("scheduler", factory):
             return factory(optimizer, **options)
-        except (TypeError, ValueError) as error:
-            raise self._wrong_scheduler(factory, error) from error
 
     def check_scheduler(self) -> None:
         """Checks the scheduler's name and parameters against its signature, without building it.
@@ -321,10 +290,8 @@ class Recipe:
         if self.scheduler is None:
             return
         factory, options = self.scheduler_call(1)
-        try:
+        with building("scheduler", factory):
             inspect.signature(factory).bind(None, **options)
-        except TypeError as error:
-            raise self._wrong_scheduler(factory, error) from error
 
     def scheduler_call(self, steps: int) -> tuple[Any, dict[str, Any]]:
         """Returns the scheduler's factory and its options."""
@@ -334,13 +301,6 @@ class Recipe:
             if name in parameters_of(found) and name not in options:
                 options[name] = steps
         return found, options
-
-    def _wrong_scheduler(self, factory: Any, error: Exception) -> ModuleError:
-        return ModuleError(
-            f"scheduler {name_of(factory)} cannot be built: {error}",
-            hint=f"its parameters are {signature_of(factory)}",
-            param="schedulerParams",
-        )
 
     def optimizer_call(
         self, module: nn.Module, whole: nn.Module | None = None

@@ -6,8 +6,8 @@ import functools
 import itertools
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
 from types import MethodType
 from typing import Any
 
@@ -20,21 +20,8 @@ from torch.utils import _pytree as pytree
 from sparktorch.base.quiet import quiet
 
 __all__ = [
-    "PIPELINE",
-    "TENSOR",
-    "divide_gradients",
-    "first_copy",
-    "gradients_by_copies",
-    "local",
-    "local_parts",
-    "mesh_of_training",
-    "part_of",
-    "sharded_like",
-    "step_apart",
-    "unadvised",
-    "undivided",
-    "unviewed",
-    "whole",
+    *("PIPELINE", "TENSOR", "divide_gradients", "first_copy", "gradients_by_copies", "local", "local_parts"),
+    *("mesh_of_training", "part_of", "sharded_like", "step_on_both", "unadvised", "undivided", "unviewed", "whole"),
 ]
 
 PIPELINE = "pipeline"  # the dimension of a mesh along which ranks have different parameters
@@ -75,25 +62,20 @@ def unviewed(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
     if torch.compiler.is_compiling():  # which makes other operators of changes in place
         return output
 
-    @functools.cache
-    def taken() -> set[int]:
-        return {_memory(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if _is_plain(leaf)}
-
     def of_its_own(tensor: torch.Tensor) -> Any:
-        viewed = tensor.requires_grad and tensor._is_view() and _is_plain(tensor)
-        return _Unviewed.apply(tensor) if viewed and _memory(tensor) not in taken() else tensor  # type: ignore[no-untyped-call]
+        if not (tensor.requires_grad and tensor._is_view() and (memory := _memory(tensor))):
+            return tensor
+        given = (_memory(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        return tensor if memory in given else _Unviewed.apply(tensor)  # type: ignore[no-untyped-call]
 
     return pytree.tree_map_only(torch.Tensor, of_its_own, output)
 
 
-def _is_plain(leaf: Any) -> bool:
-    """Whether it is a tensor with memory of its own."""
-    if not isinstance(leaf, torch.Tensor) or hasattr(leaf, "to_local") or leaf.layout != torch.strided:
-        return False
-    return not torch._C._functorch.is_functorch_wrapped_tensor(leaf)  # as in torch.vmap
-
-
-def _memory(tensor: torch.Tensor) -> int:
+def _memory(tensor: torch.Tensor) -> int | None:
+    """Returns the address of a tensor's memory; `None` if it has none of its own, as in `torch.vmap`."""
+    plain = not hasattr(tensor, "to_local") and tensor.layout == torch.strided
+    if not plain or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return None
     found: int = tensor.untyped_storage()._cdata
     return found
 
@@ -103,25 +85,15 @@ def divide_gradients(module: nn.Module) -> None:
     for parameter in module.parameters():
         gradient: Any = parameter.grad
         own: Any = parameter
-        if hasattr(gradient, "to_local") and gradient.placements != own.placements and _is_whole(gradient):
+        if hasattr(gradient, "to_local") and all(of.is_replicate() for of in gradient.placements):
             parameter.grad = gradient.redistribute(own.device_mesh, own.placements)
-
-
-def _is_whole(divided: Any) -> bool:
-    return all(of.is_replicate() for of in divided.placements)
 
 
 def first_copy(tensor: torch.Tensor) -> bool:
     """Whether this rank is the first of those that have the same shard of a `DTensor`."""
     ranks, sharded = _sharded(tensor)
-    places = zip(_plain(ranks.mesh_dim_names), ranks.get_coordinate() or [], strict=True)
+    places = zip(_plain(ranks), ranks.get_coordinate() or [], strict=True)
     return all(place == 0 for name, place in places if name not in sharded)
-
-
-def _copies(tensor: torch.Tensor, ranks: int) -> int:
-    """Returns how many of all ranks have the same shard of a `DTensor`."""
-    mesh, sharded = _sharded(tensor)
-    return ranks // math.prod(mesh.size(i) for i, name in enumerate(_plain(mesh.mesh_dim_names)) if name in sharded)
 
 
 def gradients_by_copies(module: nn.Module, ranks: int, plain: int = 1) -> dict[int, list[torch.Tensor]]:
@@ -131,9 +103,13 @@ def gradients_by_copies(module: nn.Module, ranks: int, plain: int = 1) -> dict[i
     """
     found: dict[int, list[torch.Tensor]] = {}
     for parameter in module.parameters():
-        if parameter.grad is not None:
-            count = _copies(parameter.grad, ranks) if hasattr(parameter.grad, "device_mesh") else plain
-            found.setdefault(count, []).append(local(parameter.grad))
+        if parameter.grad is None:
+            continue
+        count = plain
+        if hasattr(parameter.grad, "to_local"):
+            mesh, sharded = _sharded(parameter.grad)
+            count = ranks // math.prod(mesh.size(i) for i, of in enumerate(_plain(mesh)) if of in sharded)
+        found.setdefault(count, []).append(local(parameter.grad))
     return found
 
 
@@ -163,8 +139,9 @@ def part_of(mesh: DeviceMesh, *names: str) -> DeviceMesh:
     return mesh[wanted if len(wanted) > 1 else wanted[0]]
 
 
-def _plain(names: Iterable[str] | None) -> list[str]:
-    return [name.rpartition("_")[0] for name in names or ()]
+def _plain(mesh: DeviceMesh) -> list[str]:
+    """Returns the names of a mesh's dimensions without the number of the training."""
+    return [name.rpartition("_")[0] for name in mesh.mesh_dim_names or ()]
 
 
 def undivided(tensor: torch.Tensor, dimension: str) -> bool:
@@ -173,16 +150,15 @@ def undivided(tensor: torch.Tensor, dimension: str) -> bool:
 
 
 def _sharded(tensor: torch.Tensor) -> tuple[DeviceMesh, set[str]]:
-    """Returns the mesh of all ranks, of which the tensor's may be a part, and the dimensions that divide the tensor.
+    """Returns the mesh of all ranks, of which a `DTensor`'s may be a part, and the dimensions that divide the tensor.
 
     Ranks of other stages of a pipeline do not have it at all.
     """
     divided: Any = tensor
-    mesh = divided.device_mesh
-    of_names = zip(_plain(mesh.mesh_dim_names), divided.placements, strict=True)
+    of_names = zip(_plain(divided.device_mesh), divided.placements, strict=True)
     names = {name for name, of in of_names if not of.is_replicate()}
-    root: DeviceMesh = mesh._get_root_mesh()
-    return root, names | ({PIPELINE} & set(_plain(root.mesh_dim_names)))
+    root: DeviceMesh = divided.device_mesh._get_root_mesh()
+    return root, names | ({PIPELINE} & set(_plain(root)))
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -200,45 +176,18 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return found if blocks == 1 else found.view(ranks, blocks, -1, *found.shape[1:]).transpose(0, 1).flatten(0, 2)
 
 
-def step_apart(optimizer: torch.optim.Optimizer) -> None:
-    """Lets an optimizer step on `DTensor`s first, then on plain tensors; torch's operators take no lists of both.
+def step_on_both(optimizer: torch.optim.Optimizer) -> None:
+    """Lets an optimizer step on `DTensor`s and plain tensors together, which are the same in all ranks."""
+    from torch.distributed.tensor.experimental import implicit_replication
 
-    For the time of a step, a group with both is two: what is computed over a group is computed over each.
-    """
     step: Any = optimizer.step
 
     @functools.wraps(step)
-    def apart(own: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        with _groups_apart(own.param_groups):
+    def on_both(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        with implicit_replication():
             return step(*args, **kwargs)
 
-    vars(optimizer)["step"] = MethodType(apart, optimizer)  # a method, as schedulers want it
-
-
-@contextmanager
-def _groups_apart(groups: list[dict[str, Any]]) -> Iterator[None]:
-    whole, parts = list(groups), []
-    for group in whole:
-        kinds: tuple[list[Any], list[Any]] = ([], [])
-        for parameter in group["params"]:
-            kinds[not hasattr(parameter, "to_local")].append(parameter)
-        if all(kinds):  # in the second part, tensors are copies: a step may change them in place
-            copies = {
-                name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in group.items()
-            }
-            parts.append([{**group, "params": kinds[0]}, {**copies, "params": kinds[1]}])
-        else:
-            parts.append([group])
-    before = [[dict(part) for part in of_group] for of_group in parts]
-    groups[:] = itertools.chain.from_iterable(parts)  # the same list, which a wrapper may share
-    try:
-        yield
-    finally:
-        groups[:] = whole
-        for group, of_group, of_before in zip(whole, parts, before, strict=True):
-            for part, old in zip(of_group, of_before, strict=True):  # what a step has set in either of two
-                if part is not group:
-                    group |= {name: value for name, value in part.items() if value is not old.get(name)}
+    vars(optimizer)["step"] = MethodType(on_both, optimizer)  # a method, as schedulers want it
 
 
 def unadvised() -> AbstractContextManager[None]:
@@ -272,7 +221,7 @@ def local_parts(tensor: torch.Tensor) -> list[tuple[torch.Tensor, list[int]]]:
 
 
 def _in_order_of_ranks(tensor: torch.Tensor) -> tuple[Any, int, int]:
-    """Returns a `DTensor` whose rows are in the order of the ranks, the number of ranks, and of blocks in each.
+    """Returns a `DTensor` with rows in the order of the ranks, the number of ranks, and of blocks, which packing makes.
 
     It is the tensor itself, with one block, if it is not packed.
     """
@@ -280,13 +229,11 @@ def _in_order_of_ranks(tensor: torch.Tensor) -> tuple[Any, int, int]:
     from torch.distributed.tensor.placement_types import _StridedShard
 
     divided: Any = tensor
-    mesh, placements = divided.device_mesh, list(divided.placements)
-    names = _plain(mesh.mesh_dim_names)
-    axis = names.index(TENSOR) if TENSOR in names else None
+    mesh, placements = divided.device_mesh, dict(zip(_plain(divided.device_mesh), divided.placements, strict=True))
     # Torch's operators make a plain _StridedShard of a Packed, which no other tensor has along this dimension.
-    if axis is None or not isinstance(packed := placements[axis], _StridedShard):
+    if not isinstance(packed := placements.get(TENSOR), _StridedShard):
         return divided, 1, 1
-    placements[axis] = Shard(0)
-    shape, stride = divided.shape, divided.stride()
-    ordered = DTensor.from_local(divided.to_local(), mesh, placements, run_check=False, shape=shape, stride=stride)
-    return ordered, mesh.size(axis), abs(int(packed.split_factor))
+    placements[TENSOR] = Shard(0)
+    shape, stride, order = divided.shape, divided.stride(), list(placements.values())
+    ordered = DTensor.from_local(divided.to_local(), mesh, order, run_check=False, shape=shape, stride=stride)
+    return ordered, mesh.size(list(placements).index(TENSOR)), abs(int(packed.split_factor))

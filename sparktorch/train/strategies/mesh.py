@@ -31,7 +31,7 @@ from sparktorch.train.sharding.dtensor import (
     local,
     mesh_of_training,
     part_of,
-    step_apart,
+    step_on_both,
     unadvised,
     undivided,
 )
@@ -235,7 +235,7 @@ class Mesh(Zero3[MeshOptions]):
         """Builds the optimizer of this rank's shards, which may lie on several meshes, or beside plain tensors."""
         built = recipe.build_optimizer(module, self._whole)
         if len({hasattr(parameter, "to_local") for parameter in module.parameters()}) > 1:
-            step_apart(built)
+            step_on_both(built)
         if self.exchanges_rows and isinstance(built, torch.optim.ASGD):
             for group in built.param_groups:
                 group["foreach"] = False  # its kernels take those of one mesh only

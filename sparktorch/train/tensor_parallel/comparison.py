@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from sparktorch.errors import ModuleError
+from sparktorch.errors import ModuleError, refusing
 from sparktorch.train.numerics.determinism import seed_all, untouched_generators
 from sparktorch.train.sharding.dtensor import TENSOR, local, undivided
 from sparktorch.train.tensor_parallel.row_exchange import RowExchange
@@ -22,6 +22,11 @@ __all__ = ["Comparison", "check_gradients", "in_evaluation"]
 
 _MASKS = 1e4  # what is beyond may stand for minus infinity
 _TOLERANCE = 1e-2  # of the largest number: wrong plans make differences of its own size
+_HINT = (
+    "in strategyParams.plan, a 'rowwise' layer takes what a 'colwise' one returns, and functions between them take "
+    "each number, or each head of a fixed size, by itself; what takes all numbers needs 'colwise_gather_output', and "
+    "parameters between divided layers 'sum_gradients'"
+)
 
 
 class Comparison:
@@ -51,26 +56,22 @@ class Comparison:
             torch.manual_seed(0)
             for name in self._zeros:
                 floats[name].uniform_(-0.1, 0.1)
-        self._norms: dict[str, torch.Tensor] = {}
+        self._norms: dict[str, float] = {}
         self._drawn = False
 
         def keep(name: str, parameter: Any) -> None:
-            self._norms[name] = torch.linalg.vector_norm(parameter.grad)
+            self._norms[name] = float(torch.linalg.vector_norm(parameter.grad))
             parameter.grad = None  # no rank has all gradients at once
 
         def of_all_rows() -> Any:
             every = (args, kwargs) if exchange is None else exchange.before(module, args, kwargs)
-            try:
-                args_of_all, kwargs_of_all = pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, every)
-                before = torch.get_rng_state()
-                returned = module(*args_of_all, **kwargs_of_all)
-                self._drawn = not torch.equal(before, torch.get_rng_state())
-                return returned
-            finally:
-                if exchange is not None:
-                    exchange.restore()
+            args_of_all, kwargs_of_all = pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, every)
+            before = torch.get_rng_state()
+            returned = module(*args_of_all, **kwargs_of_all)
+            self._drawn = not torch.equal(before, torch.get_rng_state())
+            return returned
 
-        hooks = [
+        hooks: list[Any] = [
             p.register_post_accumulate_grad_hook(partial(keep, name))  # type: ignore[no-untyped-call]  # torch's
             for name, p in module.named_parameters()
             if p.requires_grad
@@ -81,6 +82,8 @@ class Comparison:
             self._reset(module)
             raise
         finally:
+            if exchange is not None:
+                exchange.restore()
             for hook in hooks:
                 hook.remove()
 
@@ -102,13 +105,9 @@ class Comparison:
         if self._drawn or not self._norms:
             self._reset(module)
             return False
-        try:
+        with refusing(f"{type(module).__name__}, with its layers divided, fails", _HINT, param="strategyParams"):
             outputs = _passed(module, lambda: module(*self._args, **self._kwargs))
             complete()
-        except ModuleError:
-            raise
-        except Exception as error:
-            raise _differs(module, f"fails: {type(error).__name__}: {error}") from error
         own = self._exchange.own if self._exchange is not None else torch.Tensor.detach
         pairs = zip(outputs, self._outputs, strict=False)
         if len(outputs) != len(self._outputs) or not all(self._close(one, own(other), other) for one, other in pairs):
@@ -117,11 +116,11 @@ class Comparison:
         squares = torch.stack([norms[name].float().square() for name in sorted(norms)])
         dist.all_reduce(squares, group=self._group)  # of parts; others have no need of it
         total = dict(zip(sorted(norms), squares.sqrt().tolist(), strict=True))
-        largest = max((float(norm) for norm in self._norms.values() if norm.isfinite()), default=0.0)
+        largest = max(filter(math.isfinite, self._norms.values()), default=0.0)
         self._reset(module)
         for name, parameter in module.named_parameters():
             found = float(norms.get(name, 0.0)) if undivided(parameter, TENSOR) else total.get(name, 0.0)
-            wanted = float(self._norms.get(name, 0.0))
+            wanted = self._norms.get(name, 0.0)
             parameter.grad = None
             if math.isfinite(wanted) and not abs(found - wanted) <= self._tolerance * wanted + 1e-4 * largest:
                 raise _differs(module, f"has another gradient of {name!r} than the undivided one")
@@ -143,22 +142,20 @@ class Comparison:
 
 def check_gradients(module: nn.Module, group: dist.ProcessGroup) -> None:
     """Compares gradients of what is not divided between the ranks that share layers, where no module was compared."""
-    named = [(n, p.grad) for n, p in module.named_parameters() if p.grad is not None and undivided(p, TENSOR)]
+    named = {n: local(p.grad) for n, p in module.named_parameters() if p.grad is not None and undivided(p, TENSOR)}
     if not named:
         return
     far, sizes = [], []
-    for _, gradient in named:
-        own = local(gradient).float()
-        mean = own.clone()
+    for own in named.values():
+        mean = own.float() / group.size()
         dist.all_reduce(mean, group=group)
-        mean /= group.size()
         far.append((own - mean).norm())
         sizes.append(mean.norm())
     distances, norms = torch.stack(far), torch.stack(sizes)
     dist.all_reduce(distances, dist.ReduceOp.MAX, group=group)
     wrong = distances > _TOLERANCE * norms + 1e-5 * norms.max()
     if wrong.any():
-        name = named[int(wrong.nonzero()[0])][0]
+        name = list(named)[int(wrong.nonzero()[0])]
         raise ModuleError(
             f"the gradient of {name!r} differs between ranks that share layers: it is used with a divided output",
             hint=f"add {name.rpartition('.')[0]!r}: 'sum_gradients' to strategyParams.plan, or gather the output",
@@ -173,13 +170,8 @@ def _usual(values: torch.Tensor) -> torch.Tensor:
 
 
 def _differs(module: nn.Module, what: str) -> ModuleError:
-    return ModuleError(
-        f"{type(module).__name__}, with its layers divided, {what}",
-        hint="in strategyParams.plan, a 'rowwise' layer takes what a 'colwise' one returns, and functions between them "
-        "take each number, or each head of a fixed size, by itself; what takes all numbers needs "
-        "'colwise_gather_output', and parameters between divided layers 'sum_gradients'",
-        param="strategyParams",
-    )
+    what = f"{type(module).__name__}, with its layers divided, {what}"
+    return ModuleError(what, hint=_HINT, param="strategyParams")
 
 
 @contextmanager

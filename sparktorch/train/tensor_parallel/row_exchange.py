@@ -8,7 +8,7 @@ import random
 import zlib
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
-from dataclasses import is_dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import partial
 from typing import Any
 
@@ -42,7 +42,7 @@ class RowExchange:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         """Takes the ranks that compute on the same rows, and this rank's device."""
         self._group, self._device = group, device
-        self._counts: list[int] = []
+        self._rows = _Rows(group, [])
         self._pass = ExitStack()  # ends with the pass
         self._own_only = False  # whether a layer has returned this rank's rows only, in this pass
         self.flags = 0
@@ -70,8 +70,8 @@ class RowExchange:
         """
         given, self._own_only = Arguments.of(args, kwargs), False
         number = self._meet(given, type(module).__name__)
-        # A step may pass on tensors of the host.
-        every = [_AllRows.apply(own.to(self._device), self._group, self._counts) for own in given.tensors]  # type: ignore[no-untyped-call]
+        sent = [tensor.to(self._device) for tensor in given.tensors]  # a step may pass on tensors of the host
+        every = [_exchanged(self._rows.every, self._rows.own, tensor)[0] for tensor in sent]
         self._pass.enter_context(untouched_generators(self._device))
         seed(number, self._device)
         random.seed(number)
@@ -86,17 +86,15 @@ class RowExchange:
         Raises:
             ModuleError: The first axis is not that of the rows, or a rank has no rows.
         """
-        total = sum(self._counts)
-        if output.shape[:1] != (total,) or output.dim() < 2 or not all(self._counts):
-            raise ModuleError(
-                f"a 'colwise_own_rows' layer returns a tensor of shape {tuple(output.shape)} for {total} rows, of which"
-                f" ranks that share layers have {', '.join(map(str, self._counts))}, and each takes its own",
-                hint="divide it by 'colwise_gather_output' if its first axis is not that of the rows, and give each "
-                "rank at least one",
-                param=_PARAM,
+        counts = self._rows.counts
+        if output.shape[:1] != (sum(counts),) or output.dim() < 2 or not all(counts):
+            raise _not_by_rows(
+                f"a 'colwise_own_rows' layer returns {_shown(output)} for {' + '.join(map(str, counts))} rows",
+                "divide it by 'colwise_gather_output' if its first axis is not that of the rows, and give each rank at "
+                "least one",
             )
         self._own_only = True
-        found: torch.Tensor = _Columns.apply(output, self._group, self._counts)  # type: ignore[no-untyped-call]
+        found: torch.Tensor = _exchanged(self._rows.columns, self._rows.parts, output)[0]
         return found
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -106,29 +104,26 @@ class RowExchange:
             ModuleError: The output has not a row for each row.
         """
         found, spec = pytree.tree_flatten(output)
-        total, own = sum(self._counts), self._counts[self._group.rank()]
-        rows = (total, own) if self._own_only else (total,)
+        total = sum(self._rows.counts)
+        rows = (total, self._rows.counts[self._group.rank()]) if self._own_only else (total,)
         for leaf in found:
-            of_rows = isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and len(leaf) in rows
-            if not of_rows and (isinstance(leaf, torch.Tensor) or is_dataclass(leaf)):
-                raise ModuleError(
-                    f"{type(module).__name__} returned a value of type {type(leaf).__name__}"
-                    f"{f' and shape {tuple(leaf.shape)}' if isinstance(leaf, torch.Tensor) else ''} for "
-                    f"{' or '.join(map(str, rows))} rows, and ranks that share layers each take their own rows of it",
-                    hint="return tensors with a row for each row, in tuples, lists or dicts, and compute the loss in "
+            tensor = isinstance(leaf, torch.Tensor)
+            if is_dataclass(leaf) or (tensor and (leaf.dim() == 0 or len(leaf) not in rows)):
+                raise _not_by_rows(
+                    f"{type(module).__name__} returned {_shown(leaf)} for {' or '.join(map(str, rows))} rows",
+                    "return tensors with a row for each row, in tuples, lists or dicts, and compute the loss in "
                     "loss or trainingStep",
-                    param=_PARAM,
                 )
+        # In one call for all outputs, so that ranks whose losses use other outputs still meet in the same order.
         places = [i for i, leaf in enumerate(found) if isinstance(leaf, torch.Tensor) and len(leaf) == total]
-        if places:
-            taken = _OwnRows.apply(self._group, self._counts, *(found[i] for i in places))  # type: ignore[no-untyped-call]
-            for i, part in zip(places, taken, strict=True):
-                found[i] = part
+        taken = _exchanged(self._rows.copied, self._rows.every, *(found[i] for i in places)) if places else ()
+        for i, part in zip(places, taken, strict=True):
+            found[i] = part
         return pytree.tree_unflatten(found, spec)
 
     def own(self, output: torch.Tensor) -> torch.Tensor:
         """Returns this rank's rows of an output of all rows."""
-        return _own(output, self._group.rank(), self._counts)
+        return self._rows.own(output)
 
     def restore(self, *_: Any) -> None:
         """Ends a pass: gives the rank its own generators back, also after an exception."""
@@ -142,7 +137,7 @@ class RowExchange:
         own = torch.tensor([rows, signature, int(torch.randint(2**31, ())), self.flags])
         met = [torch.empty_like(own) for _ in range(self._group.size())]
         dist.all_gather(met, own, group=self._group)
-        self._counts, signatures, seeds, flags = torch.stack(met).T.tolist()
+        counts, signatures, seeds, flags = torch.stack(met).T.tolist()
         if -1 in signatures:
             raise ModuleError(
                 f"{name} is called with tensors that are sparse or nested, or have not all as many rows, and ranks that"
@@ -157,7 +152,7 @@ class RowExchange:
                 hint="pad inputs to a fixed length, in preprocess, and draw numbers that rows share from one seed",
                 param=_PARAM,
             )
-        self.flags = functools.reduce(operator.or_, flags)
+        self._rows, self.flags = _Rows(self._group, counts), functools.reduce(operator.or_, flags)
         return int(seeds[0])
 
 
@@ -170,85 +165,77 @@ def _signature(given: Arguments) -> int:
     return zlib.crc32(repr((common, plain)).encode())
 
 
-class _AllRows(torch.autograd.Function):
-    """Returns the rows of all ranks; backward, each rank keeps the gradients of its own, which all have computed."""
+def _not_by_rows(what: str, hint: str) -> ModuleError:
+    what = f"{what}, and ranks that share layers each take their own rows of it"
+    return ModuleError(what, hint=hint, param=_PARAM)
 
+
+def _shown(leaf: Any) -> str:
+    shape = f" of shape {tuple(leaf.shape)}" if isinstance(leaf, torch.Tensor) else ""
+    return f"a value of type {type(leaf).__name__}{shape}"
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """How many rows each rank of a group has in a pass."""
+
+    group: dist.ProcessGroup
+    counts: list[int]
+
+    def own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns this rank's of all rows."""
+        rank = self.group.rank()
+        return tensor.narrow(0, sum(self.counts[:rank]), self.counts[rank])
+
+    def copied(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a copy of this rank's rows."""
+        return self.own(tensor).clone()
+
+    def every(self, own: torch.Tensor) -> torch.Tensor:
+        """Returns the rows of all ranks, in the order of the ranks."""
+        copies = own.detach().expand(self.group.size(), *own.shape).flatten(0, 1)
+        return self._sent(copies, [len(own)] * self.group.size(), self.counts)
+
+    def columns(self, part: torch.Tensor) -> torch.Tensor:
+        """Returns all columns of this rank's rows, given some of all rows."""
+        size, count = self.group.size(), self.counts[self.group.rank()]
+        found = self._sent(part, self.counts, [count] * size)
+        return found.view(size, count, *part.shape[1:]).movedim(0, -2).flatten(-2)
+
+    def parts(self, own: torch.Tensor) -> torch.Tensor:
+        """Returns this rank's columns of all rows, given all columns of its own rows."""
+        size = self.group.size()
+        parts = own.reshape(*own.shape[:-1], size, -1).movedim(-2, 0).flatten(0, 1)
+        return self._sent(parts, [len(own)] * size, self.counts)
+
+    def _sent(self, tensor: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        """Sends numbers of a tensor's rows to the ranks, in their order; returns those that they have sent."""
+        found = tensor.new_empty(sum(received), *tensor.shape[1:])
+        width = tensor.shape[1:].numel()
+        given = tensor.detach().contiguous()
+        into, out = (each.view(len(each), width).view(torch.uint8) for each in (found, given))  # of any dtype
+        dist.all_to_all_single(into, out, received, sent, group=self.group)
+        return found
+
+
+def _exchanged(forward: Callable[..., Any], backward: Callable[..., Any], *tensors: torch.Tensor) -> Any:
+    """Returns what a function makes of each tensor; backward, another one is called for each gradient."""
+    return _Exchange.apply(forward, backward, *tensors)  # type: ignore[no-untyped-call]  # torch's
+
+
+class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, own: torch.Tensor, group: dist.ProcessGroup, counts: list[int]) -> torch.Tensor:
-        ctx.rank, ctx.counts = group.rank(), counts
-        return _gathered(own, group, counts)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _own(gradient, ctx.rank, ctx.counts), None, None
-
-
-class _OwnRows(torch.autograd.Function):
-    """Takes a rank's rows of all outputs; backward, each rank gets the gradients of all rows, from whom they belong to.
-
-    One function for all outputs, so that ranks whose losses use other outputs still meet in the same order.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, group: dist.ProcessGroup, counts: list[int], *outputs: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.group, ctx.counts = group, counts
-        own = tuple(_own(output, group.rank(), counts).clone() for output in outputs)
-        ctx.mark_non_differentiable(*(part for part in own if not part.is_floating_point() and not part.is_complex()))
-        return own
+    def forward(ctx: Any, forward: Any, backward: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.of_gradient = backward
+        found = tuple(forward(tensor) for tensor in tensors)
+        ctx.mark_non_differentiable(*(each for each in found if not each.is_floating_point() and not each.is_complex()))
+        return found
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         needed = zip(gradients, ctx.needs_input_grad[2:], strict=True)
-        return None, None, *(_gathered(each, ctx.group, ctx.counts) if needs else None for each, needs in needed)
-
-
-class _Columns(torch.autograd.Function):
-    """Returns all columns of a rank's rows, of which each rank has some of all rows; backward, the reverse."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup, counts: list[int]) -> torch.Tensor:
-        ctx.group, ctx.counts = group, counts
-        own = [counts[group.rank()]] * group.size()
-        found = _exchanged(tensor, group, counts, own)
-        return found.view(group.size(), own[0], *tensor.shape[1:]).movedim(0, -2).flatten(-2)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        size = ctx.group.size()
-        parts = gradient.reshape(*gradient.shape[:-1], size, -1).movedim(-2, 0).flatten(0, 1)
-        return _exchanged(parts, ctx.group, [len(gradient)] * size, ctx.counts), None, None
-
-
-def _own(tensor: torch.Tensor, rank: int, counts: list[int]) -> torch.Tensor:
-    return tensor.narrow(0, sum(counts[:rank]), counts[rank])
-
-
-def _gathered(own: torch.Tensor, group: dist.ProcessGroup, counts: list[int]) -> torch.Tensor:
-    """Returns the rows of all ranks of a group, in the order of the ranks."""
-    copies = own.detach().expand(group.size(), *own.shape).flatten(0, 1)
-    return _exchanged(copies, group, [len(own)] * group.size(), counts)
-
-
-def _exchanged(tensor: torch.Tensor, group: dist.ProcessGroup, sent: list[int], received: list[int]) -> torch.Tensor:
-    """Sends rows of a tensor to each rank of a group, in the order of the ranks; returns those that they have sent.
-
-    Args:
-        tensor: The rows that are sent.
-        group: The group.
-        sent: Number of rows for each rank.
-        received: Number of rows from each rank.
-    """
-    found = tensor.new_empty(sum(received), *tensor.shape[1:])
-    width = tensor.shape[1:].numel()
-    given = tensor.detach().contiguous()
-    into, out = (each.view(len(each), width).view(torch.uint8) for each in (found, given))  # of any dtype
-    dist.all_to_all_single(into, out, received, sent, group=group)
-    return found
+        return None, None, *(ctx.of_gradient(each) if needs else None for each, needs in needed)
 
 
 def check_parts_within(step: Callable[[nn.Module, Any], Any], module: nn.Module, batch: Any) -> None:
@@ -259,17 +246,16 @@ def check_parts_within(step: Callable[[nn.Module, Any], Any], module: nn.Module,
     Raises:
         ModuleError: It does: these parts would get this rank's rows only.
     """
-    depth, outside = [0], list[str]()
+    within, outside = list[nn.Module](), list[str]()
 
-    def enter(by: int, *_: Any) -> None:
-        depth[0] += by
+    def called(name: str, part: nn.Module, args: Any) -> None:
+        if part is module:
+            within.append(part)
+        elif not within:
+            outside.append(name)
 
-    def seen(name: str, *_: Any) -> None:
-        outside.extend([] if depth[0] else [name])
-
-    hooks = [module.register_forward_pre_hook(partial(enter, 1))]
-    hooks += [module.register_forward_hook(partial(enter, -1), always_call=True)]
-    hooks += [part.register_forward_pre_hook(partial(seen, name)) for name, part in module.named_modules() if name]
+    hooks = [part.register_forward_pre_hook(partial(called, name)) for name, part in module.named_modules()]
+    hooks.append(module.register_forward_hook(lambda *_: within.clear(), always_call=True))
     try:
         with torch.random.fork_rng(devices=()), suppress(Exception):
             step(module, batch)

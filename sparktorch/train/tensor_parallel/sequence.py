@@ -17,8 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from sparktorch.errors import ConfigError
 from sparktorch.train.sharding.dtensor import unviewed
-from sparktorch.train.tensor_parallel.gathered_linear import POSITIONS, as_part, is_part
-from sparktorch.train.tensor_parallel.sharded_attention import drawn_apart
+from sparktorch.train.tensor_parallel.divided_layers import POSITIONS, as_part, drawn_apart, is_part
 
 __all__ = ["LAYERS", "is_below", "linear_layers", "norms_of", "outermost", "shard_sequence"]
 

@@ -1,8 +1,8 @@
 """Tensor parallelism: each rank of a group has a part of every divided layer, and all compute on the same rows.
 
 Shoeybi et al. 2019, Megatron-LM (https://arxiv.org/abs/1909.08053), section 3. Torch's `parallelize_module` divides the
-layers, `nn.Linear` and `nn.Embedding`; `sharded_attention.py` divides `nn.MultiheadAttention`, and
-`sequence.py` what is between layers.
+layers, `nn.Linear` and `nn.Embedding`; `divided_layers.py` divides `nn.MultiheadAttention`, and `sequence.py` what is
+between layers.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -20,20 +21,10 @@ from torch.nn import functional as F
 
 from sparktorch.errors import ConfigError, ModuleError, nearest
 from sparktorch.train.sharding.dtensor import local, unviewed
-from sparktorch.train.tensor_parallel.gathered_linear import POSITIONS, ColwiseLinear
+from sparktorch.train.tensor_parallel.divided_layers import POSITIONS, PROJECTION, shard_columns, shard_heads
 from sparktorch.train.tensor_parallel.sequence import LAYERS, linear_layers, norms_of, shard_sequence
-from sparktorch.train.tensor_parallel.sharded_attention import PROJECTION, shard_heads
 
-__all__ = [
-    "DIVIDED",
-    "HEADS",
-    "OWN_ROWS",
-    "STYLES",
-    "SUMMED",
-    "check_plan",
-    "left_whole",
-    "shard_layers",
-]
+__all__ = ["DIVIDED", "HEADS", "OWN_ROWS", "STYLES", "SUMMED", "check_plan", "left_whole", "shard_layers"]
 
 SUMMED = "sum_gradients"
 HEADS = "heads"
@@ -50,11 +41,7 @@ _ELEMENTWISE = (
 )
 _ACTIVATIONS = (F.relu, F.gelu, *_ELEMENTWISE)
 # Other names for the same.
-_OF_TRANSFORMERS = {
-    "embedding_rowwise": "rowwise",
-    "colwise_rep": _GATHERED,
-    "replicated_with_grad_allreduce": SUMMED,
-}
+_OF_TRANSFORMERS = {"embedding_rowwise": "rowwise", "colwise_rep": _GATHERED, "replicated_with_grad_allreduce": SUMMED}
 # Parts that ranks cannot compute on all their rows together: which, what the message says, and what to do.
 _REFUSED: Sequence[tuple[Callable[[Any], object], str, str]] = (
     (
@@ -99,8 +86,18 @@ def shard_layers(
         sequence: Whether ranks have parts of the sequences between the layers.
         recompute_allgather: Whether a layer that takes all of a sequence gathers it again backward.
     """
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
     parts: dict[str, Any] = dict(module.named_modules(remove_duplicate=False))
     by_positions = set(linear_layers(module)) if sequence else set()
+    of_torch: dict[str, ParallelStyle] = {
+        "colwise": ColwiseParallel(),
+        OWN_ROWS: ColwiseParallel(),
+        _GATHERED: ColwiseParallel(output_layouts=Replicate()),
+        "rowwise": RowwiseParallel(),
+    }
+    scattering = RowwiseParallel(output_layouts=Shard(POSITIONS), use_local_output=False)
     for name, kind in styles.items():
         part = parts[name]
         if kind == SUMMED:
@@ -110,30 +107,20 @@ def shard_layers(
             shard_heads(part, mesh, recompute_allgather=recompute_allgather)
             continue
         if kind == "colwise" and name in by_positions:
-            ColwiseLinear.shard(part, mesh, recompute_allgather=recompute_allgather)
+            shard_columns(part, mesh, recompute_allgather=recompute_allgather)
         else:
-            _parallelize(part, kind, mesh, by_positions=name in by_positions)
+            style = scattering if name in by_positions else of_torch[kind]
+            if kind == "rowwise" and isinstance(part, nn.Embedding):
+                style = RowwiseParallel(input_layouts=Replicate())
+            parallelize_module(part, mesh, style, src_data_rank=None)  # all ranks have the same parameters
+        if isinstance(part, nn.Embedding):
+            part.register_forward_pre_hook(_check_index)
         part.register_forward_hook(unviewed, with_kwargs=True)
     if sequence:
         shard_sequence(module, mesh)
     for part in parts.values():
         if isinstance(part, nn.TransformerEncoder):
             part.use_nested_tensor = False  # it makes nested tensors for kernels that take whole layers
-
-
-def _parallelize(part: nn.Module, kind: str, mesh: DeviceMesh, *, by_positions: bool) -> None:
-    """Divides a layer by torch's styles; `by_positions`, its sum is scattered to ranks by positions."""
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
-
-    style: ParallelStyle = ColwiseParallel(output_layouts=Replicate() if kind == _GATHERED else None)
-    if kind == "rowwise" and by_positions:
-        style = RowwiseParallel(output_layouts=Shard(POSITIONS), use_local_output=False)
-    elif kind == "rowwise":
-        style = RowwiseParallel(input_layouts=Replicate() if isinstance(part, nn.Embedding) else None)
-    parallelize_module(part, mesh, style, src_data_rank=None)  # all ranks have the same parameters
-    if isinstance(part, nn.Embedding):
-        part.register_forward_pre_hook(_check_index)
 
 
 def _check_index(part: Any, inputs: Any) -> None:
@@ -171,8 +158,7 @@ def check_plan(
         found, _ = _known(module, size)
     found |= {f"{name}.{PROJECTION}": "rowwise" for name, style in found.items() if style == HEADS}
     if sequence:
-        norms = norms_of(module, found, lambda name, style: _obstacle(module, name, style, size))
-        found |= dict.fromkeys(norms, SUMMED)
+        found |= dict.fromkeys(norms_of(module, found, partial(_obstacle, module, size)), SUMMED)
     if not found:
         layers = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)][:4]
         raise ConfigError(
@@ -195,7 +181,7 @@ def _known(module: nn.Module, size: int) -> tuple[dict[str, str], list[tuple[str
     found: dict[str, str] = {}
     whole: list[tuple[str, str]] = []
     for pair in _known_pairs(module):
-        reasons = [(name, reason) for name, style in pair if (reason := _obstacle(module, name, style, size))]
+        reasons = [(name, reason) for name, style in pair if (reason := _obstacle(module, size, name, style))]
         found |= {} if reasons else dict(pair)
         whole += reasons[:1]
     return found, whole
@@ -214,7 +200,7 @@ def _matched(module: nn.Module, plan: Mapping[str, str], size: int) -> dict[str,
                 param=_PARAM,
             )
         for name in (name for name in matching if name not in found):
-            reason = _obstacle(module, name, style, size)
+            reason = _obstacle(module, size, name, style)
             if reason:
                 raise ConfigError(
                     f"strategyParams.plan: {pattern!r} matches {name!r}, {reason}",
@@ -225,7 +211,7 @@ def _matched(module: nn.Module, plan: Mapping[str, str], size: int) -> dict[str,
     return found
 
 
-def _obstacle(module: nn.Module, name: str, style: str, size: int) -> str:
+def _obstacle(module: nn.Module, size: int, name: str, style: str) -> str:
     """Returns why a layer cannot be divided; empty if it can."""
     part: Any = module.get_submodule(name)
     if any(_tied(module, below) for below in (part.modules() if style == HEADS else [part])):
@@ -237,19 +223,18 @@ def _obstacle(module: nn.Module, name: str, style: str, size: int) -> str:
         only = " and ".join(f"nn.{kind.__name__}" for kind in kinds)
         own = f"{type(part).__module__}.{type(part).__qualname__}"
         return f"a {own}, and {style!r} divides only {only}, no subclass"
-    if style != HEADS and ({n for n, _ in part.named_parameters()} - {"weight", "bias"} or list(part.buffers())):
-        return "which has other parameters or buffers than those of its class"
     if style == HEADS:
         if part.bias_k is not None or part.add_zero_attn:
             return "with add_bias_kv or add_zero_attn, whose keys and values belong to no input"
         return f"whose {part.num_heads} heads are not divisible by {size}" if part.num_heads % size else ""
+    if {n for n, _ in part.named_parameters()} - {"weight", "bias"} or list(part.buffers()):
+        return "which has other parameters or buffers than those of its class"
     if isinstance(part, nn.Embedding) and (part.max_norm is not None or part.scale_grad_by_freq):
         return "with max_norm or scale_grad_by_freq, which a divided table cannot have"
     # An embedding's weight has a row for each entry, that of a linear layer has one for each output.
     along = (style == "rowwise") == isinstance(part, nn.Linear)
-    if part.weight.shape[along] % size:
-        return f"whose {tuple(part.weight.shape)} weights are not divisible by {size} under {style!r}"
-    return ""
+    divides = part.weight.shape[along] % size == 0
+    return "" if divides else f"whose {tuple(part.weight.shape)} weights are not divisible by {size} under {style!r}"
 
 
 def _own_plan(module: Any, size: int, *, staged: bool) -> dict[str, str] | None:
@@ -269,25 +254,24 @@ def _own_plan(module: Any, size: int, *, staged: bool) -> dict[str, str] | None:
                 hint=f"set it to a divisor of {heads}",
                 param=_PARAM,
             )
+    language_model = type(module).__name__.endswith("ForCausalLM")
     found: dict[str, str] = {}
     for pattern, style in plan.items():
         for name, part in module.named_modules():
             if not fnmatchcase(name, pattern) or _tied(module, part):
                 continue
             own = _OF_TRANSFORMERS.get(style, style or "nothing")
-            language_model = type(module).__name__.endswith("ForCausalLM")
             if own == _GATHERED and language_model and not staged and part is module.get_output_embeddings():
                 own = OWN_ROWS
-            reason = _obstacle(module, name, own, size) if own in STYLES else f"by {style!r}, which is not supported"
-            if reason and style in _WITHOUT_PARTNER:  # a vocabulary of any size is held whole
-                continue
-            if reason:
+            reason = _obstacle(module, size, name, own) if own in STYLES else f"by {style!r}, which is not supported"
+            if not reason:
+                found[name] = own
+            elif style not in _WITHOUT_PARTNER:  # a vocabulary of any size is held whole
                 raise ConfigError(
                     f"the plan of {type(module).__name__} divides {name!r}, {reason}",
                     hint=f"give a plan of your own, {_EXAMPLE}",
                     param=_PARAM,
                 )
-            found[name] = own
     return found
 
 

@@ -84,22 +84,18 @@ def test_an_attempt_that_wakes_up_after_a_later_one_has_begun_removes_and_adds_n
             assert later.store.claimed_by("mine")
 
 
-def test_a_loss_that_is_nan_is_not_the_best(tmp_path: Path, line: Callable[[], Moves]) -> None:
-    with Checkpointer(config(tmp_path, keep=1), {}, World(), line()) as saver:
-        for step, loss in enumerate((math.nan, 0.5, 0.9, 0.8), start=1):
-            saver.save(Position(step=step), SHARE, loss)
-            wait_for_saves()
-    assert sorted(int(name.split("-")[1]) for name in names(tmp_path)) == [2, 4]
-
-
-def test_the_best_checkpoint_is_better_than_earlier_ones_by_more_than_the_delta(
-    tmp_path: Path, line: Callable[[], Moves]
+@pytest.mark.parametrize(
+    ("losses", "delta", "kept"),
+    [((math.nan, 0.5, 0.9, 0.8), 0.0, [2, 4]), ((1.0, 0.875, 0.75, 0.5, 0.375, 0.25), 0.25, [4, 6])],
+)
+def test_the_best_checkpoint_has_a_loss_that_is_smaller_by_more_than_the_delta(
+    losses: tuple[float, ...], delta: float, kept: list[int], tmp_path: Path, line: Callable[[], Moves]
 ) -> None:
-    with Checkpointer(config(tmp_path, keep=1), {}, World(), line(), best_delta=0.25) as saver:
-        for step, loss in enumerate((1.0, 0.875, 0.75, 0.5, 0.375, 0.25), start=1):
+    with Checkpointer(config(tmp_path, keep=1), {}, World(), line(), best_delta=delta) as saver:
+        for step, loss in enumerate(losses, start=1):
             saver.save(Position(step=step), SHARE, loss)
             wait_for_saves()
-    assert sorted(int(name.split("-")[1]) for name in names(tmp_path)) == [4, 6]
+    assert sorted(int(name.split("-")[1]) for name in names(tmp_path)) == kept
 
 
 def test_only_checkpoints_of_attempts_that_are_named_are_removed(tmp_path: Path) -> None:

@@ -298,10 +298,12 @@ def test_epochs_that_a_training_cannot_go_on_to_are_refused_and_leave_it_as_it_i
     for name, recipe in (("constant", {}), ("by_epochs", {"scheduler": "CosineAnnealingLR"})):
         (tmp_path / name).mkdir()
         train_on(parts(2), lasting(2, tmp_path / name, **recipe))
-    with pytest.raises(PersistenceError, match=r"epochs is 1, and .* holds a training that has done 2"):
+    with pytest.raises(PersistenceError, match="holds a training that has done 2 epochs"):
         train_on(parts(2), of_another_fit(lasting(1, tmp_path / "constant")))
     longer = of_another_fit(lasting(3, tmp_path / "by_epochs", scheduler="CosineAnnealingLR"))
-    with pytest.raises(PersistenceError, match=r"of 2 epochs that cannot .* CosineAnnealingLR gets T_max from epochs"):
+    with pytest.raises(
+        PersistenceError, match=r"of 2 epochs that cannot go on to 3.* CosineAnnealingLR gets T_max from epochs"
+    ):
         train_on(parts(2), longer)
     for name in ("constant", "by_epochs"):
         store = CheckpointStore(str(tmp_path / name / "checkpoints"))

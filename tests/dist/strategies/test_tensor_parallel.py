@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from sparktorch.base.batch import Batch
 from sparktorch.base.config import CheckpointConfig
@@ -23,7 +22,7 @@ from sparktorch.data.columns import VALIDATION
 from sparktorch.errors import ConfigError, ModuleError
 from sparktorch.train.huggingface.folder import opened
 from sparktorch.train.recipe.recipe import Recipe
-from sparktorch.train.sharding.dtensor import TENSOR, local, mesh_of_training, step_apart, whole
+from sparktorch.train.sharding.dtensor import TENSOR, local, mesh_of_training, step_on_both, whole
 from sparktorch.train.strategies.registry import build_strategy, check_module, check_strategy
 from sparktorch.train.tensor_parallel.styles import check_plan, shard_layers
 from sparktorch.worker import TrainJob
@@ -500,74 +499,40 @@ def test_layers_that_compute_in_their_own_way_are_refused(part: nn.Module, says:
         check_module(config, Recipe(module=module), 2, module, FEW)
 
 
-class Plain(torch.optim.Optimizer):
-    """Takes parameters of one kind at a time, as torch's kernels do, and counts its steps in its groups."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"steps": 0, "rate": 0.5, "first": 0, "tensor": torch.zeros(())})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        self.param_groups[0]["first"] += 1
-        for group in self.param_groups:
-            assert len({isinstance(each, DTensor) for each in group["params"]}) == 1
-            group["steps"] += 1
-            group["tensor"] += 1
-            torch._foreach_add_(group["params"], [each.grad for each in group["params"]], alpha=-group["rate"])
-
-
-class Counting(Plain):
-    """A subclass, of which torch calls the hooks of both."""
-
-    def step(self, closure: Any = None) -> None:
-        if closure is not None:
-            raise ValueError("as asked")
-        super().step()
-
-
-def stepped(world: World) -> dict[str, Any]:
-    mesh = mesh_of_training([dist.group.WORLD], "cpu", torch.arange(2), ["tensor"])
+def stepped(world: World, kind: str, params: dict[str, Any]) -> list[Any]:
+    """The parameters, of which some are divided, after steps of an optimizer that takes lists of them."""
+    torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
-    before = [parameter.detach().clone() for parameter in module.parameters()]
-    shard_layers(module, mesh, {"0": "colwise", "1": "rowwise"}, lambda part: None)
-    last = list(module[2].parameters())
-    Plain(nn.Linear(1, 1).parameters())  # torch hooks into the steps of a class when it is first made
-    optimizer: Any = Counting([{"params": [*module[:2].parameters(), last[0]]}, {"params": last[1:], "rate": 1.0}])
-    optimizer.param_groups[1]["tensor"] = torch.zeros(())
-    step_apart(optimizer)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(_with_rates(optimizer), lambda step: 1.0)
-    held, groups = optimizer.param_groups, [list(map(id, group["params"])) for group in optimizer.param_groups]
-    module(torch.ones(2, 4)).sum().backward()
+    if world.world_size > 1:
+        mesh = mesh_of_training([dist.group.WORLD], "cpu", torch.arange(2), ["tensor"])
+        shard_layers(module, mesh, {"0": "colwise", "1": "rowwise"}, lambda part: None)
+    groups = [{"params": module[:2].parameters()}, {"params": module[2:].parameters(), "lr": 0.1}]
+    optimizer = getattr(torch.optim, kind)(groups, **params)
+    if world.world_size > 1:
+        step_on_both(optimizer)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     for _ in range(3):
+        optimizer.zero_grad()
+        module(torch.ones(2, 4)).square().sum().backward()
         optimizer.step()
         scheduler.step()
-    with pytest.raises(ValueError, match="as asked"):
-        optimizer.step(lambda: 0)
-    rates = [*[0.5] * 5, 1.0]
-    found = [
-        (old - whole(new.detach())).allclose(3 * rate * whole(new.grad))
-        for old, new, rate in zip(before, module.parameters(), rates, strict=True)
-    ]
-    return {
-        "numbers": [[int(group[name]) for name in ("steps", "first", "tensor")] for group in optimizer.param_groups],
-        "groups": [list(map(id, group["params"])) for group in optimizer.param_groups] == groups,
-        "same list": optimizer.param_groups is held,
-        "found": found,
-    }
+    return [whole(parameter.detach()).tolist() for parameter in module.parameters()]
 
 
-def _with_rates(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    for group in optimizer.param_groups:
-        group["lr"] = group["rate"]
-    return optimizer
-
-
-def test_an_optimizer_steps_on_divided_and_whole_parameters_one_after_another_and_keeps_its_groups() -> None:
-    for found in in_group(2, stepped):
-        assert found["numbers"] == [[3, 3, 3], [3, 0, 3]]
-        assert found["groups"]
-        assert found["same list"]
-        assert found["found"] == [True] * 6
+@pytest.mark.parametrize(
+    ("kind", "params"),
+    [
+        ("AdamW", {"foreach": True}),
+        ("AdamW", {"fused": True}),
+        ("SGD", {"foreach": True, "momentum": 0.9}),
+        ("RMSprop", {"foreach": True}),
+    ],
+)
+def test_an_optimizer_steps_on_lists_of_divided_and_whole_parameters(kind: str, params: dict[str, Any]) -> None:
+    expected = stepped(World(), kind, params)
+    for found in in_group(2, stepped, kind, params):
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(torch.tensor(one), torch.tensor(other), atol=1e-5, rtol=0)
 
 
 def of_rows(world: World) -> list[tuple[int, ...]]:

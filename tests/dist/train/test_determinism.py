@@ -45,7 +45,7 @@ def test_two_deterministic_runs_with_dropout_give_the_same_bits() -> None:
 def test_an_operation_that_cannot_be_deterministic_is_an_error_with_a_hint() -> None:
     with pytest.raises(ModuleError, match="deterministic=True, but put_ does not have a determ") as caught:
         train(job_for(Marked, deterministic=True), 1)
-    assert caught.value.hint == "use another operation in the module, or leave deterministic out"
+    assert "use another operation in the module, or leave deterministic out" in caught.value.hint
     assert "marks = x.new_zeros(1).put_" in caught.value.trace
     train(job_for(Marked, epochs=1), 1)
 

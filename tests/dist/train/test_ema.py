@@ -10,7 +10,6 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from sparktorch.base.config import TrainConfig
-from sparktorch.train.numerics.ema import MovingAverage
 from sparktorch.train.recipe.recipe import Recipe
 from tests.support.frames import Table
 from tests.support.parts import Steps
@@ -80,23 +79,3 @@ def test_early_stopping_keeps_the_average_of_the_best_validation() -> None:
     with torch.no_grad():
         loss = float(loss_of(module, validation_rows(TABLE)))
     assert loss == pytest.approx(min(losses), abs=1e-5)
-
-
-def test_an_average_goes_on_from_where_it_was() -> None:
-    def moved(layer: nn.Linear, average: MovingAverage, by: float) -> None:
-        with torch.no_grad():
-            layer.weight.fill_(by)
-        average.update()
-
-    layer, again = nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False)
-    first = MovingAverage(layer.parameters(), DECAY)
-    second = MovingAverage(again.parameters(), DECAY)
-    moved(layer, first, 1.0)
-    moved(layer, first, 2.0)
-    saved = first.named_tensors({layer.weight: "weight"})
-    second.named_tensors({again.weight: "weight"})["weight"].copy_(saved["weight"])
-    for part, average in ((layer, first), (again, second)):
-        moved(part, average, 3.0)
-        with average.swapped_in():
-            assert part.weight.tolist() == [pytest.approx([DECAY * (DECAY + 0.2) + 0.3] * 2)]
-        assert part.weight.tolist() == [[3.0, 3.0]]

@@ -150,25 +150,6 @@ def _plateau() -> dict[str, torch.Tensor]:
     return plain(after_epoch=after)
 
 
-def test_the_rate_is_scaled_to_the_batch_and_warmed_up(strategy: str) -> None:
-    reference, warmup = 16, 10
-    full = RATE * BATCH / reference
-
-    def warm(optimizer: torch.optim.Optimizer, _: Any, number: int) -> None:
-        # From the user's rate to the scaled one, in equal steps.
-        share = min(1.0, number / warmup)
-        optimizer.param_groups[0]["lr"] = RATE + (full - RATE) * share
-
-    def norm(optimizer: torch.optim.Optimizer, module: nn.Module, number: int) -> None:
-        warm(optimizer, module, number)
-        nn.utils.clip_grad_norm_(module.parameters(), 1.0)  # four times the rate diverges on so few rows
-
-    job = job_for(reference_batch_size=reference, warmup_steps=warmup, clip_norm=1.0)
-    history = check(job, plain(norm), strategy)
-    at_seven = RATE + (full - RATE) * STEPS / warmup
-    assert [record["learning_rate"] for record in history] == pytest.approx([at_seven, full, full])
-
-
 def test_bfloat16_trains_close_to_float32_and_keeps_its_weights_in_it() -> None:
     expected = plain()
     state, metas = train_on([part.batches() for part in TABLE.parts(2)], job_for(precision="bf16"))

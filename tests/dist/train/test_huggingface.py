@@ -79,14 +79,6 @@ def mean_of_rows(module: Any, rows: Table) -> torch.Tensor:
     return torch.stack(losses).mean()
 
 
-def test_a_classifier_is_called_by_name_and_trained_on_the_loss_that_it_returns() -> None:
-    table = sentences(masked, labelled=True)
-    job = job_for(table, bert())
-    state, _ = train_on([part.batches() for part in table.parts(2)], job)
-    expected = by_hand(table, job.config, model_of(BertForSequenceClassification, bert()), own_loss)
-    torch.testing.assert_close(state, expected, atol=1e-5, rtol=0)
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_causal_model_is_trained_on_the_mean_of_its_rows_own_losses(ranks: int) -> None:
     table = sentences(causal, labelled=False)
@@ -124,7 +116,7 @@ def test_virtual_tokens_have_no_labels() -> None:
     torch.testing.assert_close(state[name], expected[name], atol=1e-5, rtol=0)
 
 
-def test_micro_batches_are_trimmed_to_their_longest_row_and_train_the_same() -> None:
+def test_a_classifier_is_called_by_name_and_trained_on_its_own_loss_of_micro_batches_without_needless_padding() -> None:
     table = sentences(masked, labelled=True)
     job = job_for(table, bert(), micro_batch_size=2)
     state, metas = train_on([part.batches() for part in table.parts(2)], job)

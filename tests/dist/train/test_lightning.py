@@ -130,12 +130,27 @@ def trained() -> dict[str, Any]:
         return {name: trainers(TABLE, Lit, params, **options) for name, (params, options, _) in CASES.items()}
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_ranks_train_and_log_what_the_trainer_does(case: str, trained: dict[str, Any]) -> None:
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "zero1": {"strategy": "zero1"},
+    "zero2": {"strategy": "zero2", "strategy_params": {"wrap_classes": ["Sequential"]}},
+    "zero3": {"strategy": "zero3"},
+    "parameterServer": {"strategy": "parameterServer", "strategy_params": {"staleness": 0}},
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "strategy"),
+    [*((case, "") for case in CASES), *(("scheduled by step", strategy) for strategy in STRATEGIES)],
+)
+def test_ranks_train_and_log_what_the_trainer_does(case: str, strategy: str, trained: dict[str, Any]) -> None:
     params, _, config = CASES[case]
     ranks = 1 if case == "constant rate" else 2
-    expected, history = trained[case]
-    state, metas = train_on([part.batches() for part in TABLE.parts(ranks)], job_for(TABLE, params=params, **config))
+    job = job_for(TABLE, params=params, **config, **STRATEGIES.get(strategy, {}))
+    check(train_on([part.batches() for part in TABLE.parts(ranks)], job), trained[case])
+
+
+def check(found: tuple[dict[str, torch.Tensor], list[dict[str, Any]]], trained: Any) -> None:
+    (state, metas), (expected, history) = found, trained
     torch.testing.assert_close(state, dict(expected), atol=1e-5, rtol=0)
     for record, values in zip(metas[0]["history"], history, strict=True):
         assert {name: record.get(name) for name in values} == pytest.approx(values, abs=1e-5)
@@ -156,34 +171,12 @@ def test_accumulated_batches_are_the_trainers() -> None:
         assert {name: record.get(name) for name in known} == pytest.approx(known, abs=1e-5)
 
 
-STRATEGIES: dict[str, dict[str, Any]] = {
-    "zero1": {"strategy": "zero1"},
-    "zero2": {"strategy": "zero2", "strategy_params": {"wrap_classes": ["Sequential"]}},
-    "zero3": {"strategy": "zero3"},
-    "parameterServer": {"strategy": "parameterServer", "strategy_params": {"staleness": 0}},
-}
-
-
-@pytest.mark.parametrize("case", STRATEGIES)
-def test_strategies_train_and_log_what_the_trainer_does(case: str, trained: dict[str, Any]) -> None:
-    expected, history = trained["scheduled by step"]
-    job = job_for(TABLE, params={"schedule": "step"}, **STRATEGIES[case])
-    state, metas = train_on([part.batches() for part in TABLE.parts(2)], job)
-    torch.testing.assert_close(state, dict(expected), atol=1e-5, rtol=0)
-    for record, values in zip(metas[0]["history"], history, strict=True):
-        assert {name: record.get(name) for name in values} == pytest.approx(values, abs=1e-5)
-
-
 def test_ranks_without_rows_take_part_and_log_nothing(trained: dict[str, Any]) -> None:
     held_out = TABLE.arrays[VALIDATION]
     parts = [TABLE.take(~held_out).batches(), [], TABLE.take(held_out).batches()]
-    expected, history = trained["constant rate"]
     for strategy in ("ddp", "zero3"):
         job = replace(job_for(TABLE, strategy=strategy), placeholder=TABLE.batches()[0].slice(7, 1))
-        state, metas = train_on(parts, job)
-        torch.testing.assert_close(state, dict(expected), atol=1e-5, rtol=0)
-        for record, values in zip(metas[0]["history"], history, strict=True):
-            assert {name: record.get(name) for name in values} == pytest.approx(values, abs=1e-5)
+        check(train_on(parts, job), trained["constant rate"])
 
 
 def test_what_a_module_logs_as_its_validation_loss_is_that() -> None:

@@ -21,9 +21,7 @@ from tests.support.reference import validation_rows
 ROWS = 403
 
 
-def without_validation_rows(table: Table, ranks: int, rank: int | None) -> Table:
-    if rank is None:
-        return table
+def without_validation_rows(table: Table, ranks: int, rank: int) -> Table:
     keys = table.parts(ranks)[rank].arrays["k"]
     flags = table.arrays[VALIDATION] & ~np.isin(table.arrays["k"], keys)
     return replace(table, arrays={**table.arrays, VALIDATION: flags})
@@ -45,12 +43,8 @@ def trained(
         return metas[0]["history"][-1], built(held_out.x), held_out.y.numpy()
 
 
-SHAPES = [(1, None), (3, None), (3, 0)]
-
-
-@pytest.mark.parametrize(("ranks", "empty"), SHAPES)
-def test_metrics_of_classes_are_those_of_all_rows(ranks: int, empty: int | None) -> None:
-    table = without_validation_rows(Table.random(ROWS, classes=3, weighted=True, validated=True), ranks, empty)
+def test_metrics_of_classes_are_those_of_all_rows_with_a_rank_without_any() -> None:
+    table = without_validation_rows(Table.random(ROWS, classes=3, weighted=True, validated=True), 3, 0)
     metrics = {
         "f1": {"name": "F1Score", "task": "multiclass", "num_classes": 3, "average": "macro"},
         "auroc": {"name": "MulticlassAUROC", "num_classes": 3},  # exact: keeps every row
@@ -58,7 +52,7 @@ def test_metrics_of_classes_are_those_of_all_rows(ranks: int, empty: int | None)
         "by_class": {"name": "tests.support.metrics:by_class", "num_classes": 3},
         "rows": "tests.support.metrics:Rows",
     }
-    record, scores, labels = trained(table, ranks, "classification", Mlp, metrics, "CrossEntropyLoss")
+    record, scores, labels = trained(table, 3, "classification", Mlp, metrics, "CrossEntropyLoss")
     probability = scores.double().softmax(1).numpy()
     classes = probability.argmax(1)
     recall = sk.recall_score(labels, classes, average=None)
@@ -72,11 +66,10 @@ def test_metrics_of_classes_are_those_of_all_rows(ranks: int, empty: int | None)
     assert {name: record[name] for name in expected} == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize(("ranks", "empty"), SHAPES)
-def test_metrics_of_two_classes_take_one_score_as_a_logit(ranks: int, empty: int | None) -> None:
-    table = without_validation_rows(Table.random(ROWS, classes=2, validated=True), ranks, empty)
+def test_metrics_of_two_classes_take_one_score_as_a_logit() -> None:
+    table = Table.random(ROWS, classes=2, validated=True)
     metrics = {"ap": "BinaryAveragePrecision", "brier": "tests.support.metrics:Brier"}
-    record, scores, labels = trained(table, ranks, "classification", Logit, metrics, "BCEWithLogitsLoss")
+    record, scores, labels = trained(table, 1, "classification", Logit, metrics, "BCEWithLogitsLoss")
     probability = scores.double().sigmoid().numpy()[:, 0]
     expected = {
         "val_ap": sk.average_precision_score(labels, probability),
@@ -85,12 +78,11 @@ def test_metrics_of_two_classes_take_one_score_as_a_logit(ranks: int, empty: int
     assert {name: record[name] for name in expected} == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize(("ranks", "empty"), SHAPES)
-def test_metrics_of_values_are_those_of_all_rows(ranks: int, empty: int | None) -> None:
-    table = without_validation_rows(Table.random(ROWS, validated=True), ranks, empty)
+def test_metrics_of_values_are_those_of_all_rows() -> None:
+    table = Table.random(ROWS, validated=True)
     metrics = {"r2": "R2Score", "pearson": "PearsonCorrCoef", "spearman": "SpearmanCorrCoef", "rmse": {
         "name": "MeanSquaredError", "squared": False}}  # fmt: skip
-    record, output, labels = trained(table, ranks, "regression", Score, metrics, "MSELoss")
+    record, output, labels = trained(table, 3, "regression", Score, metrics, "MSELoss")
     values = output.double().numpy()
     ranked = [np.argsort(np.argsort(column)) for column in (values, labels)]
     expected = {

@@ -119,24 +119,26 @@ def skipping(loss: Any) -> tuple[nn.Module, list[float], list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("loss", "config"),
+    ("loss", "config", "step"),
     [
-        (spoilt_loss, {}),
-        (spoilt_gradient, {"strategy": "zero1"}),
-        (spoilt_gradient, {"strategy": "zero3"}),
-        (endless_loss, {"micro_batch_size": 5}),
+        (spoilt_loss, {}, spoilt_step),
+        (spoilt_gradient, {"strategy": "zero1"}, None),
+        (spoilt_gradient, {"strategy": "zero3"}, None),
+        (endless_loss, {"micro_batch_size": 5}, None),
     ],
 )
-def test_a_step_is_left_out_on_all_ranks_if_it_is_spoilt_on_one(loss: Any, config: dict[str, Any]) -> None:
+def test_a_step_is_left_out_on_all_ranks_if_it_is_spoilt_on_one(loss: Any, config: dict[str, Any], step: Any) -> None:
     module, losses, skipped = skipping(loss)
+    recipe = {"loss": None, "training_step": step} if step else {"loss": loss}
     assert skipped == [1] * EPOCHS
     first, second = (part.batches() for part in MARKED.parts(2))
     for parts in ([MARKED.batches()], [first, [], second]):
-        state, metas = train_on(parts, job_for({"non_finite": "skip", **config}, loss=loss))
+        state, metas = train_on(parts, job_for({"non_finite": "skip", **config}, **recipe))
         torch.testing.assert_close(state, module.state_dict(), atol=1e-5, rtol=0)
         history = metas[0]["history"]
         assert [record["skipped_steps"] for record in history] == skipped
-        assert [record["loss"] for record in history] == pytest.approx(losses, abs=1e-5)
+        for name in ("loss", "train_loss") if step else ("loss",):  # what a training step measures is left out, too
+            assert [record[name] for record in history] == pytest.approx(losses, abs=1e-5)
 
 
 def test_a_metric_of_the_name_of_the_loss_does_not_take_its_place() -> None:
@@ -267,10 +269,3 @@ def _watch(world: World) -> Any:
 
 def test_the_rank_that_was_first_is_the_one_that_says_so() -> None:
     assert in_group(2, _watch) == [("PeerFailure", 63, None), ("ModuleError", 63, 41)]
-
-
-def test_what_a_training_step_measures_in_a_step_left_out_is_left_out() -> None:
-    job = job_for({"non_finite": "skip"}, loss=None, training_step=spoilt_step)
-    history = train_on([part.batches() for part in MARKED.parts(2)], job)[1][0]["history"]
-    for record, loss in zip(history, skipping(spoilt_loss)[1], strict=True):
-        assert record["train_loss"] == pytest.approx(record["loss"]) == pytest.approx(loss, abs=1e-5)

@@ -299,23 +299,14 @@ def test_a_training_step_trains_and_measures_what_a_plain_loop_does(
 ) -> None:
     job = job_for(table, config, loss=None, training_step=step, learning_rate=0.01)
     module, expected = _stepped(table, job)
-    for ranks in (1, 3):
-        state, history = trained(table, job, ranks)
+    first, second = (part.batches() for part in table.parts(2))
+    for parts in ([table.batches()], [first, [], second]):
+        state, metas = train_on(parts, job)
+        history = metas[0]["history"]
         torch.testing.assert_close(state, module.state_dict(), **TOLERANCE)
         for record, metrics in zip(history, expected, strict=True):
             assert {name: record[name] for name in metrics} == pytest.approx(metrics, abs=1e-5)
         assert history[-1]["val_accuracy"] == pytest.approx(expected[-1]["val_right"], abs=1e-5)
-
-
-def test_a_rank_without_rows_takes_part_in_training_steps() -> None:
-    job = job_for(CLASSES, loss=None, training_step=noisy_step, learning_rate=0.01)
-    module, expected = _stepped(CLASSES, job)
-    parts = [part.batches() for part in CLASSES.parts(2)]
-    for order in ([parts[0], [], parts[1]], [[], *parts]):
-        state, metas = train_on(order, job)
-        torch.testing.assert_close(state, module.state_dict(), **TOLERANCE)
-        record = metas[0]["history"][-1]
-        assert {name: record[name] for name in expected[-1]} == pytest.approx(expected[-1], abs=1e-5)
 
 
 def aside_step(module: nn.Module, batch: Any) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -368,11 +359,6 @@ def ignoring(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(output, label.long(), ignore_index=-100)
 
 
-class Ignoring(nn.Module):
-    def forward(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-        return ignoring(output, label)
-
-
 def ignoring_step(module: nn.Module, batch: Any) -> torch.Tensor:
     return ignoring(module(batch.inputs[0]), batch.label)
 
@@ -401,7 +387,7 @@ def constant(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("recipe", "config", "ranks"),
     [
-        ({"loss": Ignoring}, {"batch_size": 2}, 2),
+        ({"loss": ignoring}, {"batch_size": 2}, 2),
         ({"loss": "tests.dist.train.test_recipe:ignoring"}, {"micro_batch_size": 1}, 3),
         ({"training_step": ignoring_step}, {"precision": "bf16"}, 1),
         ({"training_step": ignoring_step}, {"strategy": "mesh", "strategy_params": {"pipeline": 2}}, 2),

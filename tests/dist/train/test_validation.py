@@ -20,7 +20,6 @@ from sparktorch.train.callbacks import FitContext
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.validation import rows_at_a_time
 from sparktorch.worker import TrainJob
-from tests.support.callbacks import Stops
 from tests.support.frames import Table
 from tests.support.nets import Mlp, Score, Sized
 from tests.support.ranks import train_job, train_on
@@ -158,13 +157,6 @@ def test_a_metric_that_a_training_step_does_not_give_is_an_error_at_the_first_va
     assert (caught.value.where["epoch"], caught.value.hint) == (1, "set one that it has: val_loss, val_square")
 
 
-def test_a_stop_that_a_callback_asks_for_is_validated() -> None:
-    job = with_config(validation_interval=100, epochs=9)
-    job = replace(job, recipe=replace(job.recipe, callbacks=[Stops(1, "on_epoch_end")]))
-    _, history = train(job, 2)
-    assert [[v["step"] for v in record["validations"]] for record in history] == [[], [2 * STEPS]]
-
-
 def test_a_plateau_is_looked_for_in_the_last_validation_of_an_epoch() -> None:
     options = {"patience": 0, "threshold": 1e9, "threshold_mode": "abs"}
     recipe = replace(JOB.recipe, scheduler="ReduceLROnPlateau", scheduler_params=options)
@@ -250,49 +242,32 @@ def _passes(folder: Path) -> list[int]:
     return [sum(int(rows) > 8 for rows in file.read_text().split()) for file in folder.iterdir()]
 
 
-@pytest.mark.parametrize(("step", "passes"), [(step_of, 1), (step_of_negatives, 2), (step_that_changes_scores, 2)])
-def test_validation_with_a_training_step_calls_the_module_again_only_if_it_must(
-    step: Any, passes: int, tmp_path: Path
-) -> None:
-    job = train_job(
-        CLASSES,
-        Recipe(module=Sized, module_params={"folder": str(tmp_path)}, training_step=step, loss=None),
-        TrainConfig(task="classification", batch_size=64, validation_batch_size=1000),
-    )
-    state, metas = train_on([part.batches() for part in CLASSES.parts(2)], job)
-    assert _passes(tmp_path) == [passes, passes]
-    module = Sized(str(tmp_path))
-    module.load_state_dict(state)
-    held_out = validation_rows(CLASSES)
-    accuracy = (module.eval()(held_out.x).argmax(1) == held_out.y).float().mean()
-    assert metas[0]["history"][-1]["val_accuracy"] == pytest.approx(float(accuracy), abs=1e-6)
-
-
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning")
 @pytest.mark.parametrize(
-    ("module", "step", "strategy"),
+    ("module", "step", "passes", "more"),
     [
-        (None, step_that_changes_some_scores, "zero3"),
-        (None, step_that_infers, "ddp"),
-        (scripted, step_of, "ddp"),
+        (Sized, step_of, 1, {}),
+        (Sized, step_of_negatives, 2, {}),
+        (Sized, step_that_changes_scores, 2, {}),
+        # torch cannot tell what the output has become
+        (Mlp, step_that_changes_some_scores, None, {"strategy": "zero3", "strategy_params": {"min_parameters": 20}}),
+        (Mlp, step_that_infers, None, {}),
+        (scripted, step_of, None, {}),
     ],
 )
-def test_validation_calls_the_module_again_where_torch_cannot_tell_what_its_output_has_become(
-    module: Any, step: Any, strategy: str
+def test_validation_with_a_training_step_calls_the_module_again_only_if_it_must(
+    module: Any, step: Any, passes: int | None, more: dict[str, Any], tmp_path: Path
 ) -> None:
+    params = {"folder": str(tmp_path)} if module is Sized else {}
     job = train_job(
         CLASSES,
-        Recipe(module=module or Mlp, training_step=step, loss=None),
-        TrainConfig(
-            task="classification",
-            batch_size=64,
-            strategy=strategy,
-            strategy_params={"min_parameters": 20} if strategy == "zero3" else {},  # units that gather by themselves
-            validation_batch_size=5,
-        ),
+        Recipe(module=module, module_params=params, training_step=step, loss=None),
+        TrainConfig(task="classification", batch_size=64, validation_batch_size=1000 if passes else 5, **more),
     )
     state, metas = train_on([part.batches() for part in CLASSES.parts(2)], job)
-    trained = module() if module else Mlp()
+    if passes:
+        assert _passes(tmp_path) == [passes, passes]
+    trained = module(**params)
     trained.load_state_dict(state)
     held_out = validation_rows(CLASSES)
     accuracy = (trained.eval()(held_out.x).argmax(1) == held_out.y).float().mean()

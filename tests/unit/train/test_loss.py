@@ -108,7 +108,7 @@ def test_a_weight_per_class_is_refused_because_its_sum_over_the_batch_is_not_kno
     ("loss", "params", "message", "hint"),
     [
         ("CrossEntropy", {}, "loss 'CrossEntropy' is unknown", "did you mean 'CrossEntropyLoss'?"),
-        (None, {}, "loss must be a name or a callable, got None", ""),
+        (None, {}, "loss None is unknown", ""),
         ("MSELoss", {"reduction": "sum"}, "loss MSELoss with reduction 'sum' would make", "that of the mean"),
         ("MSELoss", {"betta": 1}, "loss MSELoss cannot be built", "reduction"),
         (squares, {"beta": 1}, "lossParams are given, but loss is not a class", ""),

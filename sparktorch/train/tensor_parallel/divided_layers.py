@@ -1,7 +1,9 @@
-"""Attention divided by heads: each rank of a group has the projections of some heads, and attends with these.
+"""Linear layers and attention of which each rank has a part, where torch's styles do not divide them so.
 
-Shoeybi et al. 2019, Megatron-LM (https://arxiv.org/abs/1909.08053), section 3: queries, keys and values are divided by
-columns, so that a rank has whole heads, and the projection behind them by rows.
+Attention is divided by heads (Shoeybi et al. 2019, Megatron-LM, https://arxiv.org/abs/1909.08053, section 3): queries,
+keys and values by columns, so that a rank has whole heads, and the projection behind them by rows. Inputs may be
+divided by positions (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198, section 4.2.2): they are gathered,
+forward and, unless they are kept, again backward.
 """
 
 from __future__ import annotations
@@ -13,18 +15,44 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed._functional_collectives import wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from sparktorch.base.devices import is_host, seed
 from sparktorch.errors import ModuleError
-from sparktorch.train.tensor_parallel.gathered_linear import is_part, linear_of_all
 
-__all__ = ["PROJECTION", "drawn_apart", "shard_heads"]
+__all__ = ["POSITIONS", "PROJECTION", "as_part", "drawn_apart", "is_part", "shard_columns", "shard_heads"]
 
+POSITIONS = 1  # the axis of the positions of (rows, positions, features)
 PROJECTION = "out_proj"  # of an nn.MultiheadAttention, which is divided by "rowwise"
-_PARAM = "strategyParams"
 _PACKED = ("in_proj_weight", "in_proj_bias")  # those of queries, of keys and of values, one behind the other
+
+
+def is_part(x: torch.Tensor) -> bool:
+    """Whether a tensor is a `DTensor`, of which each rank has some positions."""
+    return hasattr(x, "to_local")
+
+
+def as_part(own: torch.Tensor, mesh: DeviceMesh, shape: torch.Size) -> Any:
+    """Returns a `DTensor` of a shape of which a rank has its positions; they may be fewer than those of others."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(own, mesh, [Shard(POSITIONS)], run_check=False, shape=shape, stride=stride)
+
+
+def shard_columns(part: nn.Linear, mesh: DeviceMesh, *, recompute_allgather: bool) -> None:
+    """Leaves a rank some outputs of a layer, in place, whose inputs are divided by positions.
+
+    Args:
+        part: The layer, with the same parameters in every rank.
+        mesh: The ranks of this rank's group, in one dimension.
+        recompute_allgather: Whether it gathers its input again backward.
+    """
+    _shard_rows(part, mesh)
+    part.__class__ = ColwiseLinear
+    vars(part).update(recompute_allgather=recompute_allgather)
 
 
 def shard_heads(part: nn.MultiheadAttention, mesh: DeviceMesh, *, recompute_allgather: bool) -> None:
@@ -37,31 +65,41 @@ def shard_heads(part: nn.MultiheadAttention, mesh: DeviceMesh, *, recompute_allg
         mesh: The ranks of this rank's group, in one dimension.
         recompute_allgather: Whether inputs that are divided by positions are gathered again backward.
     """
-    from torch.distributed.tensor import DTensor, Shard
-
-    from sparktorch.train.sharding.packed import Packed
-
-    rank, ranks = mesh.get_local_rank(), mesh.size()
-    for name, parameter in list(part.named_parameters(recurse=False)):
-        blocks, placement = (3, Packed.of(3, mesh)) if name in _PACKED else (1, Shard(0))
-        by_rank = parameter.detach().view(blocks, ranks, -1, *parameter.shape[1:])
-        own = by_rank[:, rank].flatten(0, 1).clone()
-        shape, stride = parameter.shape, parameter.stride()
-        divided = DTensor.from_local(own, mesh, [placement], run_check=False, shape=shape, stride=stride)
-        part.register_parameter(name, nn.Parameter(divided, requires_grad=parameter.requires_grad))
+    _shard_rows(part, mesh)
     outside_graphs: Any = torch.compiler.disable  # generators are no part of a graph
     part.__class__ = MultiheadAttention
     vars(part).update(mesh=mesh, recompute_allgather=recompute_allgather, apart=outside_graphs(drawn_apart))
 
 
-class MultiheadAttention(nn.MultiheadAttention):
-    """Torch's, divided by heads; it has its name, by which `wrap_classes` finds it.
+def _shard_rows(part: nn.Module, mesh: DeviceMesh) -> None:
+    """Leaves a rank its rows of a part's own parameters, and of each block of the packed ones."""
+    from torch.distributed.tensor import DTensor, Shard
 
-    Attributes:
-        mesh: The ranks among which it is divided.
-        recompute_allgather: Whether it gathers inputs again backward.
-        apart: Calls a function that draws other numbers in each rank.
-    """
+    from sparktorch.train.sharding.packed import Packed
+
+    for name, parameter in list(part.named_parameters(recurse=False)):
+        blocks, placement = (3, Packed.of(3, mesh)) if name in _PACKED else (1, Shard(0))
+        by_rank = parameter.detach().view(blocks, mesh.size(), -1, *parameter.shape[1:])
+        own = by_rank[:, mesh.get_local_rank()].flatten(0, 1).clone()
+        shape, stride = parameter.shape, parameter.stride()
+        divided = DTensor.from_local(own, mesh, [placement], run_check=False, shape=shape, stride=stride)
+        part.register_parameter(name, nn.Parameter(divided, requires_grad=parameter.requires_grad))
+
+
+class ColwiseLinear(nn.Linear):
+    """A layer that is divided by columns, and takes a rank's positions: it returns all of them."""
+
+    recompute_allgather: bool
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Computes this rank's outputs of all positions."""
+        divided: Any = self
+        bias = None if divided.bias is None else divided.bias.to_local()
+        return _linear_of_all(input, divided.weight.to_local(), bias, recompute=self.recompute_allgather)
+
+
+class MultiheadAttention(nn.MultiheadAttention):
+    """Torch's, divided by heads; it has its name, by which `wrap_classes` finds it."""
 
     mesh: DeviceMesh
     recompute_allgather: bool
@@ -80,8 +118,6 @@ class MultiheadAttention(nn.MultiheadAttention):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Computes what `nn.MultiheadAttention.forward` does, of the same arguments in all ranks of the mesh.
 
-        An input that is a `DTensor`, of which each rank has some positions, is gathered.
-
         Raises:
             ModuleError: The input is one row without an axis of rows, or nested.
         """
@@ -90,7 +126,7 @@ class MultiheadAttention(nn.MultiheadAttention):
                 f"an nn.MultiheadAttention that is divided by heads gets a query of {query.dim()} axes"
                 f"{', which is nested' if query.is_nested else ''}",
                 hint="give it tensors of three axes: rows, positions and features",
-                param=_PARAM,
+                param="strategyParams",
             )
         heads, rank = self.num_heads // self.mesh.size(), self.mesh.get_local_rank()
         order = (0, 2, 1, 3) if self.batch_first else (1, 2, 0, 3)  # rows, heads, positions, features of a head
@@ -130,7 +166,7 @@ def _projected(
 
     def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if is_part(x):
-            return linear_of_all(x, weight, bias, recompute_allgather=part.recompute_allgather)
+            return _linear_of_all(x, weight, bias, recompute=part.recompute_allgather)
         return F.linear(entered[id(x)], weight, bias)
 
     parameters: dict[str, Any] = part._parameters
@@ -157,7 +193,7 @@ def _fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *how: Any) -> tupl
 def _weighted(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, dropout: float, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention with its weights, of shape (rows, heads, queries, keys)."""
+    """Returns attention and its weights, of shape (rows, heads, queries, keys)."""
     scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-2, -1)  # in this order, as torch: the product might overflow
     weights = F.dropout((scores if mask is None else scores + mask).softmax(-1), dropout)
     return weights @ v, weights
@@ -178,3 +214,67 @@ def _of_all_heads(weights: torch.Tensor, mesh: DeviceMesh, *, average: bool) -> 
 
     own, placement = (weights.mean(1) / mesh.size(), Partial()) if average else (weights, Shard(1))
     return DTensor.from_local(own, mesh, [placement], run_check=False).full_tensor()
+
+
+def _linear_of_all(x: Any, weight: torch.Tensor, bias: torch.Tensor | None, *, recompute: bool) -> torch.Tensor:
+    """Returns this rank's outputs of a linear function, of all positions of a `DTensor` of which each rank has some."""
+    given = (x.to_local(), weight, bias, x.device_mesh, x.shape, recompute)
+    found: torch.Tensor = _LinearOfAll.apply(*given)  # type: ignore[no-untyped-call]  # torch's
+    return found
+
+
+class _LinearOfAll(torch.autograd.Function):
+    """Keeps a rank's positions, which are gathered again backward, or all; the sum of gradients is scattered."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        own: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        mesh: DeviceMesh,
+        shape: torch.Size,
+        recompute: bool,
+    ) -> torch.Tensor:
+        kind = own.device.type
+        ctx.mesh, ctx.shape, ctx.recompute, ctx.own = mesh, shape, recompute, own.dtype
+        ctx.bias = None if bias is None else bias.dtype
+        if torch.is_autocast_enabled(kind) and own.dtype is not torch.float64:
+            own = own.to(torch.get_autocast_dtype(kind))  # before it is sent
+        whole = wait_tensor(_gathered(own, mesh, shape))  # type: ignore[no-untyped-call]  # torch's
+        ctx.save_for_backward(whole if ctx.needs_input_grad[1] and not recompute else own, weight)
+        return F.linear(whole, weight, bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        from torch.distributed.tensor import DTensor, Partial, Shard
+
+        kept, weight = ctx.saved_tensors
+        of_input, of_weight, of_bias, *_ = ctx.needs_input_grad
+        dtype = gradient.dtype  # under autocast, that of the output
+        whole = kept.to(dtype) if of_weight else None
+        if whole is not None and ctx.recompute:
+            whole = _gathered(whole, ctx.mesh, ctx.shape)  # while the next lines compute
+        found: list[torch.Tensor | None] = [None] * 6
+        summed: Any = None
+        if of_input:  # it is scattered while the next lines compute
+            terms = DTensor.from_local(gradient @ weight.to(dtype), ctx.mesh, [Partial()], run_check=False)
+            summed = terms.redistribute(placements=[Shard(POSITIONS)], async_op=True).to_local()
+        flat = gradient.flatten(0, -2)
+        if whole is not None:
+            found[1] = (flat.T @ whole.flatten(0, -2)).to(weight.dtype)
+        if of_bias:
+            found[2] = flat.sum(0).to(ctx.bias)
+        if of_input:
+            found[0] = wait_tensor(summed).to(ctx.own)  # type: ignore[no-untyped-call]  # torch's
+        return tuple(found)
+
+
+def _gathered(own: torch.Tensor, mesh: DeviceMesh, shape: torch.Size) -> torch.Tensor:
+    """Returns all positions, which may be on their way."""
+    from torch.distributed.tensor import Replicate
+
+    part = as_part(own.detach(), mesh, shape)
+    found: torch.Tensor = part.redistribute(placements=[Replicate()], async_op=True).to_local()
+    return found
