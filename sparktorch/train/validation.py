@@ -59,11 +59,11 @@ class Validation:
         # Whether to capture the output from the training step's own call of the module. Not with collective forwards:
         # either all ranks call the module once more, or none does.
         self._listens = not (
-            config.compile or engine.strategy.collective_forward or isinstance(engine.unwrapped, torch.jit.ScriptModule)
+            config.compile or engine.kind.divides_parameters or isinstance(engine.unwrapped, torch.jit.ScriptModule)
         )
         self._metrics = Metrics(recipe.metrics, config.task, world.device)
         # With collective forwards, all ranks need the same number of batches.
-        self._batches = math.ceil(rows / self._size) if engine.strategy.collective_forward else 0
+        self._batches = math.ceil(rows / self._size) if engine.kind.divides_parameters else 0
         self._shown = classes if classes <= _MOST_CLASSES else 0
 
     @property

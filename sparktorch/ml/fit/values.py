@@ -12,7 +12,7 @@ from torch import nn
 
 from sparktorch.base.imports import load_object
 from sparktorch.train.lightning import is_lightning
-from sparktorch.train.strategies.base import Strategy
+from sparktorch.train.strategies.base import Kind
 from sparktorch.train.strategies.registry import resumable, strategy_for, strategy_type
 
 __all__ = ["Values"]
@@ -56,8 +56,8 @@ class Values:
         return next((str(path) for path in (wanted, *wanted.parents) if os.path.isfile(path)), None)
 
     @property
-    def strategy(self) -> type[Strategy[Any]]:
-        """The class of the strategy."""
+    def strategy(self) -> Kind:
+        """What is known of the strategy."""
         return strategy_type(self["strategy"])
 
     @cached_property

@@ -269,7 +269,7 @@ class _Measured:
         wrapped = units(self._module, known)
         kept_gathered = strategy == "zero2" or pipeline > 1  # from forward to backward
         gathered = 0
-        if sharding.shards(known, self._workers):
+        if sharding.rank.shards(known, self._workers):
             inside = [sum(of_worker.get(p, 0) for p in unit.parameters()) for unit in wrapped]
             gathered = (
                 everything if kept_gathered else min(everything, everything - sum(inside) + 2 * max([0, *inside]))

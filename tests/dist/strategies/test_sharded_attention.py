@@ -21,6 +21,7 @@ from sparktorch.base.world import World
 from sparktorch.errors import ConfigError, ModuleError
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.sharding.dtensor import TENSOR, local, local_parts, mesh_of_training, whole
+from sparktorch.train.strategies.base import Start
 from sparktorch.train.strategies.mesh import Mesh, MeshOptions
 from sparktorch.train.strategies.registry import check_module
 from sparktorch.train.tensor_parallel.styles import check_plan, shard_layers
@@ -210,7 +211,7 @@ def placed(world: World) -> dict[str, Any]:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.TransformerEncoderLayer(8, 4, 12, batch_first=True))
     state = copy.deepcopy(plain.state_dict())
-    strategy.prepare(plain)
+    strategy.prepare(plain, Start())
     name = "0.self_attn.in_proj_weight"
     parameter = dict(plain.named_parameters())[name]
     parts = local_parts(parameter.detach())
