@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import accumulate, pairwise
 from types import MappingProxyType
@@ -97,7 +97,7 @@ class Cut:
                         setattr(part, name, None)
                 vars(part).update({name: None for name, value in vars(part).items() if isinstance(value, torch.Tensor)})
 
-    def aliases(self, stages: Sequence[Stage]) -> list[tuple[nn.Module, str, nn.Module, str]]:
+    def aliases(self, stages: Iterable[Stage]) -> list[tuple[nn.Module, str, nn.Module, str]]:
         """Returns where the module has parameters of stages outside of their modules, and where these have them."""
         inside = [part for stage in stages for part in stage.modules()]
         places = {id(p): (part, name) for part in inside for name, p in part.named_parameters(recurse=False)}
