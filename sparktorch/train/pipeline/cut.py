@@ -153,35 +153,20 @@ def _balanced(units: Units, stages: int, places: Sequence[int]) -> list[int]:
 
 def _named(units: Units, split: Sequence[str], stages: int, places: Sequence[int]) -> list[int]:
     """Returns the units that begin with the named layers."""
-
-    def refused(says: str, hint: str) -> ConfigError:
-        return ConfigError(f"strategyParams.split names {says}", hint=hint, param=_PARAM)
-
-    if len(split) != stages - 1:
-        raise refused(
-            f"{len(split)} layers, and {stages} stages begin with {stages - 1}",
-            "name the layer that each stage begins with, but for the first",
-        )
     modules = dict(units.module.named_modules(remove_duplicate=False))
     known = {part: name for name, part in reversed(modules.items())}
-    begins: dict[nn.Module, int] = {}
+    begins: dict[nn.Module | None, int] = {}
     for place, parts in reversed(list(enumerate(units.parts))):
         for part in parts:  # of one that `stages` has made, its parts
             begins |= dict.fromkeys([part] if part in known else part.modules(), place)
-    found = [0]
-    for name in split:
-        place = begins.get(modules[name], -1) if name in modules else -1
-        if place < 0:
-            shown = ", ".join(known.get(unit[0], type(unit[0]).__name__) for unit in units.parts)
-            raise refused(
-                f"{name!r}, and no unit of {type(units.module).__name__} begins with it", f"units are {shown}"
-            )
-        if place <= found[-1]:
-            raise refused(f"{name!r}, which is no later unit than that before", "keep the order of the forward pass")
-        if place not in places:
-            raise refused(
-                f"{name!r}, between a layer that tensor divides by 'colwise' and its 'rowwise' partner",
-                "keep pairs in one stage",
-            )
-        found.append(place)
-    return found
+    found = [begins.get(modules.get(name)) for name in split]
+    if len(found) == stages - 1 and found == [place for place in places if place in found]:
+        return [0, *found]
+    firsts = (units.parts[place][0] for place in places)
+    shown = ", ".join(known.get(first, type(first).__name__) for first in firsts)
+    raise ConfigError(
+        f"strategyParams.split names {', '.join(map(repr, split))}, and the {stages} stages of "
+        f"{type(units.module).__name__} begin, but for the first, with {stages - 1} of: {shown}",
+        hint="keep the order of the forward pass, and what tensor divides by 'colwise' with its 'rowwise' partner",
+        param=_PARAM,
+    )

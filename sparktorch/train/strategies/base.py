@@ -299,6 +299,11 @@ class Strategy(ABC, Generic[O]):
 
     def _broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
         """Gives all ranks rank 0's tensors."""
-        if not self._alone:
-            for tensor in tensors:
-                dist.broadcast(tensor, 0)
+        if self._alone:
+            return
+        for tensor in tensors:
+            own = tensor.detach()
+            whole = own.contiguous()  # of one in another memory format, a copy
+            dist.broadcast(whole, 0)
+            if whole is not own:
+                own.copy_(whole)

@@ -12,12 +12,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparktorch.errors import UnusedParameterError
 from sparktorch.train.recipe.recipe import makes_sparse_gradients
-from sparktorch.train.strategies.gradients import GradientSync, discarded
+from sparktorch.train.strategies.gradients import GradientsOfRows
 
 __all__ = ["DDPGradients", "call_instead", "parameters_with_sparse_gradients"]
 
 
-class DDPGradients(GradientSync):
+class DDPGradients(GradientsOfRows):
     """Has DDP reduce the gradients of a step in its last pass, or in a pass of zeros after it.
 
     That is where a rank has no rows, where the last pass does not reach a parameter, and where a gradient is sparse,
@@ -30,28 +30,26 @@ class DDPGradients(GradientSync):
         self, module: DistributedDataParallel, divisor: int, *, searches: bool, static_graph: bool, in_users_loop: bool
     ) -> None:
         """Takes DDP, and whether it searches for parameters that a step does not use."""
-        super().__init__(divisor)
-        self._module, self._searches, self._static = module, searches, static_graph
-        self._device = module.device
+        super().__init__(module.module, divisor)
+        self._ddp, self._searches, self._static, self._device = module, searches, static_graph, module.device
         self._trained = {p: name for name, p in module.module.named_parameters() if p.requires_grad}
         self._sparse = parameters_with_sparse_gradients(module)
         self._compares = not (in_users_loop or searches or static_graph)
         self._before: dict[nn.Parameter, tuple[torch.Tensor, int]] = {}  # gradients, and their versions
+        self.discards = self._reduces_apart(rows=False)
         self._sends: bool | None = None  # whether DDP's next pass sends buffers, after one without rows
 
     def backward(self, loss: torch.Tensor, *, rows: bool) -> None:
         """Runs the backward pass; of placeholder rows, it leaves no gradients."""
-        if rows or not self._reduces_apart(rows=False):
-            super().backward(loss, rows=rows)
-        elif self._searches:  # DDP counts a parameter as used once its gradient is accumulated
+        if not rows and self.discards and self._searches:  # DDP counts a parameter as used once it has a gradient
             torch.autograd.grad(loss, [*self._trained], allow_unused=True)
         else:
-            discarded(self._module, loss)
+            super().backward(loss, rows=rows)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Context without the all-reduce."""
-        with self._module.no_sync():
+        with self._ddp.no_sync():
             yield
         # What the last pass of a step does not reach still has the gradients of those before.
         if self._compares:
@@ -64,7 +62,7 @@ class DDPGradients(GradientSync):
             yield
             self._end_reduction(rows=rows and not warm_up)
             return
-        module = self._module
+        module = self._ddp
         with self.no_sync(), nullcontext() if warm_up else _sending_buffers(module):
             yield
         if not warm_up:  # the pass has sent buffers as that of a rank that reduces in it does
@@ -73,7 +71,7 @@ class DDPGradients(GradientSync):
 
     def before_trial(self) -> None:
         """Sends buffers, and once the order of the buckets, as DDP's first forward pass of a step does."""
-        with self._module.no_sync():
+        with self._ddp.no_sync():
             self._pass_nothing()
 
     def reduce(self, *, rows: bool = True) -> None:
@@ -82,7 +80,7 @@ class DDPGradients(GradientSync):
         missing = [parameter for parameter in self._trained if parameter.grad is None]
         self._pass_nothing().backward()  # type: ignore[no-untyped-call]
         if self._sends is not None:
-            self._module.require_forward_param_sync = self._sends
+            self._ddp.require_forward_param_sync = self._sends
             self._sends = None
         self._settle(missing, rows=rows)
 
@@ -103,7 +101,7 @@ class DDPGradients(GradientSync):
 
     def _pass_nothing(self) -> torch.Tensor:
         """Calls DDP in place of a forward pass that uses all parameters."""
-        nothing: torch.Tensor = call_instead(self._module, lambda: self._nothing(self._trained))
+        nothing: torch.Tensor = call_instead(self._ddp, lambda: self._nothing(self._trained))
         return nothing
 
     def _nothing(self, parameters: Collection[nn.Parameter]) -> torch.Tensor:

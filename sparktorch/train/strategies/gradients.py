@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-__all__ = ["GradientSync", "discarded"]
+__all__ = ["GradientSync", "GradientsOfRows"]
 
 
 class GradientSync:
@@ -61,10 +61,24 @@ class GradientSync:
         """Completes this rank's gradients after all passes of a step."""
 
 
-def discarded(module: nn.Module, loss: torch.Tensor) -> None:
-    """Computes the gradients of placeholder rows, for a module's own collectives, and keeps none.
+class GradientsOfRows(GradientSync):
+    """Gradients of a rank's own rows: none of placeholder rows.
 
-    No row may use what placeholders do.
+    Their backward pass runs, for a module's own collectives. No row may use what placeholders do.
+
+    Attributes:
+        discards: Whether it is so in this step.
     """
-    loss.backward()  # type: ignore[no-untyped-call]
-    module.zero_grad()
+
+    discards = True
+
+    def __init__(self, module: nn.Module, divisor: int) -> None:
+        """Takes the module that `prepare` returned."""
+        super().__init__(divisor)
+        self._module = module
+
+    def backward(self, loss: torch.Tensor, *, rows: bool) -> None:
+        """Runs the backward pass of a micro-batch."""
+        super().backward(loss, rows=rows)
+        if self.discards and not rows:
+            self._module.zero_grad()

@@ -18,7 +18,7 @@ from torch import nn
 from sparktorch.base.config import at_least
 from sparktorch.errors import Refusal
 from sparktorch.train.strategies.base import Kind, Start, Strategy
-from sparktorch.train.strategies.gradients import GradientSync, discarded
+from sparktorch.train.strategies.gradients import GradientsOfRows, GradientSync
 
 __all__ = ["KIND", "LocalSGD", "LocalSGDOptions"]
 
@@ -52,7 +52,7 @@ class LocalSGD(Strategy[LocalSGDOptions]):
     def prepare(self, module: nn.Module, start: Start) -> nn.Module:
         """Moves the module to the device, and broadcasts rank 0's parameters and buffers."""
         module.to(self._device)
-        self._broadcast(module.state_dict().values())
+        self._broadcast([*module.parameters(), *module.buffers()])
         return module
 
     def gradients(self, module: nn.Module) -> GradientSync:
@@ -89,28 +89,21 @@ class LocalSGD(Strategy[LocalSGDOptions]):
         return super().state_dict(module, copy=True, leave_out=leave_out)
 
 
-class _FirstSteps(GradientSync):
-    """Averages gradients over the ranks in the first steps."""
+class _FirstSteps(GradientsOfRows):
+    """Averages gradients over the ranks in the first steps; later, those of placeholders are zero anyway."""
 
     completes = True
 
     def __init__(self, module: nn.Module, ranks: int, steps: int) -> None:
-        super().__init__(ranks)
-        self._module, self._left = module, steps
-
-    def backward(self, loss: torch.Tensor, *, rows: bool) -> None:
-        """As in the base class; in the first steps, a rank without rows has no gradients."""
-        if rows or not self._left:
-            super().backward(loss, rows=rows)
-        else:
-            discarded(self._module, loss)
+        super().__init__(module, ranks)
+        self._left, self.discards = steps, steps > 0
 
     def complete(self) -> None:
         """Averages the gradients."""
-        if self._left:
-            self._left -= 1
-            if self.divisor > 1:
-                _average_gradients([p for p in self._module.parameters() if p.requires_grad])
+        if self.discards and self.divisor > 1:
+            _average_gradients([p for p in self._module.parameters() if p.requires_grad])
+        self._left -= 1
+        self.discards = self._left > 0
 
 
 def _averaged(module: nn.Module) -> list[torch.Tensor]:

@@ -411,5 +411,5 @@ def test_no_stage_begins_between_a_divided_output_and_the_layer_that_takes_it(pl
     found = of_stages([], plan)
     assert all(found[f"{pair}.0.weight"] == found[f"{pair}.2.weight"] for pair in range(3))
     assert set(found.values()) == {0, 1}
-    with pytest.raises(ConfigError, match=r"names '1\.2', between a layer that tensor divides"):
+    with pytest.raises(ConfigError, match=r"names '1\.2', and the 2 stages"):
         of_stages(["1.2"], plan)

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from types import TracebackType
 from typing import Any
 
@@ -26,7 +25,7 @@ from sparktorch.distributed.process_group import attach, sum_over_ranks
 from sparktorch.errors import Refusal
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.base import Job, Kind, Start, Strategy, needs_optimizer_class
-from sparktorch.train.strategies.gradients import GradientSync, discarded
+from sparktorch.train.strategies.gradients import GradientsOfRows, GradientSync
 from sparktorch.train.strategies.parameter_server.connections import Connection, connect
 from sparktorch.train.strategies.parameter_server.server import Message, ParameterShare, assign, read_numbers
 
@@ -67,15 +66,12 @@ class ParameterServer(Strategy[ParameterServerOptions]):
     def prepare(self, module: nn.Module, start: Start) -> nn.Module:
         """Broadcasts rank 0's initial parameters and buffers; returns the module unwrapped."""
         module.to(self._device)
-        for tensor in chain(module.parameters(), module.buffers()):
-            whole = tensor.detach().contiguous()
-            self._broadcast([whole])
-            tensor.detach().copy_(whole)
+        self._broadcast([*module.parameters(), *module.buffers()])
         return module
 
     def gradients(self, module: nn.Module) -> GradientSync:
-        """Returns what leaves gradients to the pushes."""
-        return _Pushed(module, self._world.world_size)
+        """Returns what leaves gradients to the pushes; a rank without rows pushes none."""
+        return GradientsOfRows(module, self._world.world_size)
 
     def optimizer(self, recipe: Recipe, module: nn.Module) -> torch.optim.Optimizer:
         """Starts this rank's server, if it hosts one; returns an optimizer whose step is a push and a pull."""
@@ -127,21 +123,6 @@ class ParameterServer(Strategy[ParameterServerOptions]):
         counts[0], counts[1], counts[2 + self._world.rank] = sum(stale), len(stale), max(stale, default=0)
         total, pushes, *most = sum_over_ranks(counts, self._world).tolist()
         return {"staleness_mean": total / max(pushes, 1), "staleness_max": max(most)}
-
-
-class _Pushed(GradientSync):
-    """Gradients that a rank pushes as they are: without rows, none."""
-
-    def __init__(self, module: nn.Module, ranks: int) -> None:
-        super().__init__(ranks)
-        self._module = module
-
-    def backward(self, loss: torch.Tensor, *, rows: bool) -> None:
-        """Runs the backward pass, which leaves no gradients of placeholder rows."""
-        if rows:
-            super().backward(loss, rows=rows)
-        else:
-            discarded(self._module, loss)
 
 
 class _Pushing(torch.optim.Optimizer):
