@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
@@ -36,7 +36,6 @@ from sparktorch.train.sharding.dtensor import (
     unadvised,
     undivided,
 )
-from sparktorch.train.sharding.same_calls import SameCalls
 from sparktorch.train.sharding.units import check_optimizer
 from sparktorch.train.strategies.base import Job, Start
 from sparktorch.train.strategies.fsdp import ZERO3, ShardedGradients, Zero3, check_sharding, needs_group
@@ -52,7 +51,7 @@ from sparktorch.train.tensor_parallel.styles import (
     shard_layers,
 )
 
-__all__ = ["MESH", "Mesh", "MeshOptions", "check_mesh", "completed", "styles_of"]
+__all__ = ["MESH", "Mesh", "MeshOptions", "check_mesh", "styles_of"]
 
 C = TypeVar("C")
 
@@ -139,9 +138,7 @@ class Mesh(Zero3[MeshOptions]):
         divisor = self._sizes.data * self._sizes.shard  # number of ranks over which gradients are averaged
         if self._sizes.tensor == 1:
             return ShardedGradients(root, divisor, self._calls)
-        return _DividedGradients(
-            root, divisor, self._calls, module, self._summed, self._layers, compared=self._compared
-        )
+        return _DividedGradients(self, module, root, divisor)
 
     def prepare(self, module: nn.Module, start: Start) -> nn.Module:
         """Divides layers, and shards what is left of each rank's parameters, in place."""
@@ -153,7 +150,7 @@ class Mesh(Zero3[MeshOptions]):
             )
             exchange.attach(module, self._divide_layers(module, self._styles(module), start))
             self._compared = comparison is not None and comparison.check(
-                module.to(self._device), lambda: completed(module, self._summed, group)
+                module.to(self._device), partial(self._complete, module)
             )
         return super().prepare(module, start)
 
@@ -202,6 +199,14 @@ class Mesh(Zero3[MeshOptions]):
             for group in built.param_groups:
                 group["foreach"] = False  # its kernels take those of one mesh only
         return built
+
+    def _complete(self, module: nn.Module) -> None:
+        """Completes the gradients of divided layers, and sums up those that ranks have computed in parts."""
+        divide_gradients(module)
+        for part in self._summed:
+            for parameter in part.parameters(recurse=False):
+                if parameter.grad is not None:
+                    dist.all_reduce(local(parameter.grad), group=self._layers)
 
     @contextmanager
     def evaluating(self, module: nn.Module) -> Iterator[nn.Module]:
@@ -254,43 +259,19 @@ class Mesh(Zero3[MeshOptions]):
 
 
 class _DividedGradients(ShardedGradients):
-    """Gradients of divided layers, some of which ranks that share these have computed in parts.
+    """Gradients of divided layers, some of which ranks that share these have computed in parts."""
 
-    Unless the divided module was compared with the undivided one, gradients of what is not divided are compared between
-    these ranks in the first step.
-    """
-
-    def __init__(
-        self,
-        root: nn.Module | None,
-        divisor: int,
-        calls: SameCalls | None,
-        module: nn.Module,
-        summed: Sequence[nn.Module],
-        group: dist.ProcessGroup,
-        *,
-        compared: bool,
-    ) -> None:
-        """Takes the module, its parts whose gradients are summed up, and the ranks that share layers."""
-        super().__init__(root, divisor, calls)
-        self._module, self._summed, self._group, self._compared = module, summed, group, compared
-        self.completes = bool(summed)
+    def __init__(self, mesh: Mesh, module: nn.Module, root: nn.Module | None, divisor: int) -> None:
+        super().__init__(root, divisor, mesh._calls)
+        self._mesh, self._module, self.completes = mesh, module, bool(mesh._summed)
 
     def complete(self) -> None:
-        """Completes the gradients, and compares them."""
-        completed(self._module, self._summed, self._group)
-        if not self._compared:
-            self._compared = True
-            check_gradients(self._module, self._group)
-
-
-def completed(module: nn.Module, summed: Sequence[nn.Module], group: dist.ProcessGroup) -> None:
-    """Completes the gradients of divided layers, and sums up those that the ranks of a group have computed in parts."""
-    divide_gradients(module)
-    for part in summed:
-        for parameter in part.parameters(recurse=False):
-            if parameter.grad is not None:
-                dist.all_reduce(local(parameter.grad), group=group)
+        """Completes them, and compares those of what is not divided, where the divided module was not compared."""
+        mesh = self._mesh
+        mesh._complete(self._module)
+        if not mesh._compared:
+            mesh._compared = True
+            check_gradients(self._module, mesh._layers)
 
 
 def styles_of(module: nn.Module, options: MeshOptions) -> dict[str, str]:

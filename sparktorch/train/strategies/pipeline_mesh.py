@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from sparktorch.train.recipe.loss import Sums
 from sparktorch.train.sharding.dtensor import part_of, unadvised
 from sparktorch.train.sharding.units import check_checkpointing, units
 from sparktorch.train.strategies.base import Job, Start, Step
-from sparktorch.train.strategies.mesh import MESH, Mesh, check_mesh, completed, styles_of
+from sparktorch.train.strategies.mesh import MESH, Mesh, check_mesh, styles_of
 from sparktorch.train.tensor_parallel.comparison import Comparison, in_evaluation
 from sparktorch.train.tensor_parallel.row_exchange import RowExchange
 
@@ -66,7 +66,7 @@ class PipelineMesh(Mesh):
         cut.keep(own)
         self._divide_layers(module, styles, start)
         compared = [
-            comparison.check(stage.to(self._device), lambda: completed(module, self._summed, self._layers))
+            comparison.check(stage.to(self._device), partial(self._complete, module))
             for stage, comparison in comparisons.items()
         ]
         self._compared = bool(compared) and all(compared)
