@@ -345,16 +345,9 @@ class Encoding(Paired):
 
     factor = 2.0
 
-    @property
-    def width(self) -> int:
-        return self.norm.weight.shape[0]
-
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = self.second(self.norm(self.first(x))).squeeze(-1)
         return found
-
-    def again(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x)
 
     def scaled(self, x: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = self(x) * self.factor
@@ -372,19 +365,9 @@ def encoded(module: Any, batch: Batch) -> torch.Tensor:
     return found**2
 
 
-def inherited(module: Any, batch: Batch) -> torch.Tensor:
-    found: torch.Tensor = module.again(batch.inputs[0]) - batch.label
-    return found**2
-
-
 def again(module: Any, batch: Batch) -> torch.Tensor:
     found: torch.Tensor = module(batch.inputs[0]) - batch.label
     return found**2 * (2 if list(module.children()) else 1)
-
-
-def widened(module: Any, batch: Batch) -> torch.Tensor:
-    found: torch.Tensor = module(batch.inputs[0]) - batch.label
-    return found**2 / module.width
 
 
 def paired(module: Any, batch: Batch) -> torch.Tensor:
@@ -426,8 +409,6 @@ def test_a_training_step_computes_losses_and_metrics_in_the_last_stage() -> None
         (twice, "calls the module more than once"),
         (penalised, "uses parameters or parts of the module"),
         (encoded, "fails where a pipeline stands for its module: AttributeError: .* has no attribute '(first|second)'"),
-        (widened, "fails where a pipeline stands for its module: AttributeError: .* has no attribute 'width'"),
-        (inherited, "fails where a pipeline stands for its module: AttributeError"),
         (again, "computes another loss where a pipeline stands for its module"),
         (constant, "does not call the module"),
         (paired, r"(?s)with a tensor of shape \(4, 5\) for 2 rows.*views side by side"),
