@@ -18,7 +18,7 @@ from sparktorch.spark.column_names import ColumnNames
 from sparktorch.train.callbacks import check_callback
 from sparktorch.train.huggingface.models import MODEL_LOSS, has_own_loss
 from sparktorch.train.lightning import check_class
-from sparktorch.train.metrics import has_metric
+from sparktorch.train.recipe.metrics import has_metric
 from sparktorch.train.recipe.recipe import Recipe
 
 __all__ = [

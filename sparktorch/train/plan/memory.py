@@ -25,8 +25,8 @@ from sparktorch.base.config import Precision, TrainConfig
 from sparktorch.base.world import World
 from sparktorch.errors import ConfigError, SparkTorchError
 from sparktorch.train.checkpoint.tensors import create_optimizer_state, own_optimizer
-from sparktorch.train.engine import Engine
 from sparktorch.train.huggingface.models import arguments
+from sparktorch.train.loop.engine import Engine
 from sparktorch.train.pipeline.cut import Cut
 from sparktorch.train.plan.activations import Activations
 from sparktorch.train.recipe.arguments import Arguments

@@ -13,8 +13,8 @@ from torch import nn
 
 from sparktorch.distributed.process_group import sum_over_ranks
 from sparktorch.errors import ConfigError
-from sparktorch.train.metrics import Metrics
 from sparktorch.train.recipe.loss import Means, mean_of
+from sparktorch.train.recipe.metrics import Metrics
 from sparktorch.train.recipe.task import align, correct, predicted
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from sparktorch.base.config import TrainConfig
     from sparktorch.base.world import World
     from sparktorch.distributed.client import Client
-    from sparktorch.train.engine import Engine
+    from sparktorch.train.loop.engine import Engine
     from sparktorch.train.recipe.recipe import Recipe
 
 __all__ = ["Best", "Validation", "improvements", "rows_at_a_time"]

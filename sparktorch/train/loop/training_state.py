@@ -26,10 +26,10 @@ from sparktorch.train.checkpoint.tensors import (
     parameter_names,
     storable,
 )
-from sparktorch.train.engine import Engine
+from sparktorch.train.loop.engine import Engine
+from sparktorch.train.loop.progress import Progress
 from sparktorch.train.numerics.determinism import generators_state, seed_all, set_generators_state
 from sparktorch.train.numerics.ema import MovingAverage
-from sparktorch.train.progress import Progress
 
 __all__ = ["TrainingState"]
 
