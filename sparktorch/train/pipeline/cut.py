@@ -163,7 +163,7 @@ def _named(units: Units, split: Sequence[str], stages: int, places: Sequence[int
     if len(found) == stages - 1 and found == [place for place in places if place in found]:
         return [0, *found]
     firsts = (units.parts[place][0] for place in places)
-    shown = ", ".join(known.get(first, type(first).__name__) for first in firsts)
+    shown = ", ".join(next((known[p] for p in first.modules() if p in known), "a function") for first in firsts)
     raise ConfigError(
         f"strategyParams.split names {', '.join(map(repr, split))}, and the {stages} stages of "
         f"{type(units.module).__name__} begin, but for the first, with {stages - 1} of: {shown}",

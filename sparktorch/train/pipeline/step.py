@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -119,14 +118,7 @@ class MicroLosses:
                 )
             return output
 
-        def part(tensor: torch.Tensor | None) -> torch.Tensor | None:
-            return None if tensor is None else tensor[first:last]
-
-        whole = self._batch
-        inputs = tuple(tensor[first:last] for tensor in whole.inputs)
-        rows = replace(whole, inputs=inputs, rows=last - first, label=part(whole.label), weight=part(whole.weight))
-        rows = replace(rows, loss_weight=part(whole.loss_weight))
-        found, sums = self._step(stand_in(self._module, instead), rows)
+        found, sums = self._step(stand_in(self._module, instead), self._batch.slice(first, last))
         for name, (value, count) in sums.items():
             before = self.metrics.get(name, (0.0, 0.0))
             self.metrics[name] = before[0] + value, before[1] + count
