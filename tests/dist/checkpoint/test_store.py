@@ -31,7 +31,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def _made(world: World, strategy: str, seed: int) -> tuple[Any, Any, Any]:
+def _made(world: World, strategy: str, seed: int) -> tuple[Any, Any, Any, Any]:
     made = build_strategy(TrainConfig(strategy=strategy, strategy_params=OPTIONS[strategy]), world)
     recipe = Recipe(module=Tower, learning_rate=0.01)
     plain = recipe.build_module(seed)
