@@ -89,16 +89,9 @@ class Pipe(nn.Module):
     def train_rows(
         self, given: Arguments, loss: MicroLoss, scale: float, autocast: AbstractContextManager[Any]
     ) -> torch.Tensor:
-        """Runs forward and backward on rows that all ranks of the group have.
+        """Runs forward and backward on rows that all ranks of the group have; returns the sum of the losses.
 
-        Args:
-            given: Arguments of the module.
-            loss: Returns the loss of a micro-batch, and is called in the last stage.
-            scale: Factor of the loss.
-            autocast: Context of a forward pass.
-
-        Returns:
-            The sum of the losses, without the factor, the same in all ranks.
+        It is the same in all ranks, and without the factor `scale`. `loss` is called in the last stage.
         """
         inputs, size = self._padded(given)
         total = torch.zeros((), dtype=torch.float64, device=self._device)  # in all ranks, whatever the loss has
