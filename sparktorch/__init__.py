@@ -1,7 +1,7 @@
 """Train PyTorch modules on Spark DataFrames.
 
 The public names load when they are first used: importing the pure core, for example
-`sparktorch.train.loop`, imports neither pyspark nor mlflow.
+`sparktorch.train.loop.loop`, imports neither pyspark nor mlflow.
 """
 
 from __future__ import annotations

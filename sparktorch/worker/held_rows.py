@@ -30,9 +30,9 @@ from sparktorch.distributed.os_memory import forget_peaks, peaks
 from sparktorch.distributed.process_group import process_group
 from sparktorch.train.checkpoint.checkpointer import Checkpointer, unfinished
 from sparktorch.train.checkpoint.store import CheckpointStore
-from sparktorch.train.loop import Outcome, train
+from sparktorch.train.loop.loop import Outcome, train
+from sparktorch.train.loop.validation import improvements
 from sparktorch.train.strategies.registry import strategy_for, strategy_type
-from sparktorch.train.validation import improvements
 from sparktorch.worker.job import RankJob, RankResult, TrainJob
 from sparktorch.worker.placement import place
 

@@ -27,7 +27,8 @@ from sparktorch.train.numerics.sync_batchnorm import has_batch_norm
 from sparktorch.train.recipe.built_optimizer import recipe_of
 from sparktorch.train.recipe.loss import step_scales
 from sparktorch.train.recipe.recipe import Recipe
-from sparktorch.train.strategies.base import Strategy
+from sparktorch.train.strategies.base import Start, Strategy
+from sparktorch.train.strategies.gradients import GradientSync
 from sparktorch.train.strategies.registry import build_strategy, check_strategy
 from sparktorch.worker.global_batch import GlobalBatch, global_batch
 from sparktorch.worker.held_rows import HeldRows
@@ -71,7 +72,8 @@ class RunContext(Collectives):
         self.world, self.device, self.seed = world, torch.device(world.device), config.seed
         self._client, self._config, self._rows, self._checkpointer = client, config, rows, checkpointer
         self.steps = 0 if rows is None else rows.plan.steps
-        self._strategies: dict[nn.Module, Strategy[Any]] = {}
+        self._strategies: dict[nn.Module, Strategy[Any]] = {}  # by what `wrap` returned
+        self._syncs: dict[nn.Module, GradientSync] = {}
         self._min_rows, self._reports, self._saves = 1, 0, 0
         self._epoch, self._step = 0, 0  # of the next batch
         self._diverged = False
@@ -173,26 +175,26 @@ class RunContext(Collectives):
         """
         recipe = Recipe(module=module) if optimizer is None else recipe_of(module, optimizer)
         check_strategy(self._config, recipe)
-        strategy = build_strategy(self._config, self.world)
-        strategy.in_users_loop = True
+        strategy = build_strategy(self._config, self.world, in_users_loop=True)
         self._together("wrap")
         self._min_rows = max(self._min_rows, 2 if has_batch_norm(module) else 1)
         self._same_in_all_ranks(module)
-        wrapped = strategy.prepare(module)
-        if optimizer is None and strategy.acts_in_steps:
+        wrapped = strategy.prepare(module, Start())
+        sync = strategy.gradients(wrapped)
+        if optimizer is None and sync.completes:
             raise ConfigError(
                 f"strategy {self._config.strategy!r} works in the optimizer's steps, and wrap got none",
                 hint="pass the optimizer, too: wrap(module, optimizer)",
             )
-        self._strategies[wrapped] = strategy
+        self._strategies[wrapped], self._syncs[wrapped] = strategy, sync
         if optimizer is not None and type(strategy).optimizer is not Strategy.optimizer:
             optimizer = strategy.optimizer(recipe, module)
         elif optimizer is not None and not _has(optimizer, module):
             optimizer = recipe.build_optimizer(module)
         if optimizer is not None:
-            optimizer.register_step_pre_hook(lambda *_: strategy.before_step(wrapped))
+            optimizer.register_step_pre_hook(lambda *_: sync.complete())
             optimizer.register_step_post_hook(lambda *_: strategy.after_step(wrapped))
-        self._warm_up(wrapped, strategy)
+        self._warm_up(wrapped, sync)
         self._diverge()
         return wrapped if optimizer is None else (wrapped, optimizer)
 
@@ -202,7 +204,8 @@ class RunContext(Collectives):
         Args:
             module: What `wrap` returned.
         """
-        return self._strategy_of(module).no_sync(module)
+        self._strategy_of(module)
+        return self._syncs[module].no_sync()
 
     def state_dict(self, module: nn.Module) -> dict[str, torch.Tensor]:
         """Returns the state dict of a wrapped module, whole and on the CPU, in rank 0; an empty dict in the others.
@@ -296,7 +299,7 @@ class RunContext(Collectives):
 
     @property
     def _divisor(self) -> int:
-        return next((of.gradient_divisor for of in self._strategies.values()), self.world_size)
+        return next((sync.divisor for sync in self._syncs.values()), self.world_size)
 
     def _strategy_of(self, module: nn.Module) -> Strategy[Any]:
         if module not in self._strategies:
@@ -328,8 +331,8 @@ class RunContext(Collectives):
                 if isinstance(tensor, torch.Tensor):
                     tensor.copy_(self.broadcast(tensor))
 
-    def _warm_up(self, module: nn.Module, strategy: Strategy[Any]) -> None:
-        """Lets the strategy's reducer find its final order, so that a resumed run sums gradients in the same order.
+    def _warm_up(self, module: nn.Module, sync: GradientSync) -> None:
+        """Lets the reducer find its final order, so that a resumed run sums gradients in the same order.
 
         See `Engine.warm_up`. Two ranks have one order only.
         """
@@ -338,8 +341,8 @@ class RunContext(Collectives):
         for parameter in module.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
-        for _ in range(strategy.warm_up_passes):
-            strategy.reduce(module)
+        for _ in range(sync.warm_up_passes):
+            sync.reduce()
         module.zero_grad()
 
     def _note(self, loss: torch.Tensor) -> None:

@@ -24,6 +24,7 @@ import pyarrow as pa
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from sparktorch.base.config import TrainConfig
 from sparktorch.base.state_dict import unpack_state, unpacked_weights
@@ -36,6 +37,7 @@ from sparktorch.distributed.server import ControlServer
 from sparktorch.distributed.store import Rendezvous, connect
 from sparktorch.errors import SparkTorchError
 from sparktorch.train.recipe.recipe import Recipe
+from sparktorch.train.sharding.dtensor import TENSOR, mesh_of_training
 from sparktorch.worker import RankJob, RankResult, TrainJob, run_on_partition, train_partition
 from tests.support.frames import Table
 
@@ -83,6 +85,13 @@ class Ended:
     error: str
     exitcode: int | None
     left: int = 0
+
+
+def of_two_ranks() -> DeviceMesh:
+    """The mesh of two ranks that share layers, in an open group."""
+    group = dist.group.WORLD
+    assert group is not None
+    return mesh_of_training([group], "cpu", torch.arange(2), [TENSOR])
 
 
 def in_group(

@@ -56,9 +56,9 @@ def test_a_strategy_is_documented_and_in_the_suites(name: str) -> None:
     page = text_of("docs/strategies.md", "docs/model_parallel.md")
     assert f'| `"{name}"` |' in page
     assert f"'{name}'" in PARAMS["strategy"].doc
-    for option in dataclasses.fields(STRATEGIES[name].options_type):
+    for option in dataclasses.fields(STRATEGIES[name].options):
         assert f"`{option.name}" in page, option.name
-        docs = [kind.__doc__ or "" for kind in STRATEGIES[name].options_type.__mro__]
+        docs = [kind.__doc__ or "" for kind in STRATEGIES[name].options.__mro__]
         assert any(f"{option.name}:" in doc for doc in docs), option.name
     assert f'"{name}"' in text_of("tests/dist/strategies/*.py")
     assert f'"{name}"' in text_of("tests/spark/ml/test_strategies.py", "tests/spark/ml/test_independent.py")

@@ -15,7 +15,7 @@ from sparktorch.data.columns import Columns, TensorSpec, argument_names
 from sparktorch.data.fields.base import Dense, Field, Ragged
 from sparktorch.data.preprocess import EVALUATION, StepContext
 from sparktorch.data.runs import Runs
-from sparktorch.data.storage import InMemory, RowStorage
+from sparktorch.data.storage import RowStorage
 
 __all__ = ["Rows"]
 
@@ -65,7 +65,7 @@ class Rows:
         specs = [spec for spec in (self.columns.label, self.columns.weight) if spec is not None]
         columns = self.columns if inputs else replace(self.columns, inputs=())
         fields = {spec.name: self._fields[spec.name].read(runs) for spec in (self.columns.tensors if inputs else specs)}
-        return Rows(fields, columns, InMemory(), count=runs.count, size=0, by_length=self._by_length)._opened()
+        return Rows(fields, columns, RowStorage(), count=runs.count, size=0, by_length=self._by_length)._opened()
 
     def close(self) -> None:
         """Frees rows on disk."""

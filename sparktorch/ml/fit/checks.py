@@ -23,7 +23,7 @@ from sparktorch.spark.column_names import ColumnNames
 from sparktorch.train.callbacks import check_callback
 from sparktorch.train.huggingface.models import MODEL_LOSS
 from sparktorch.train.lightning import check_class
-from sparktorch.train.metrics import has_metric
+from sparktorch.train.recipe.metrics import has_metric
 from sparktorch.train.recipe.recipe import Recipe
 
 __all__ = [

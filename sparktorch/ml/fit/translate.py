@@ -27,8 +27,8 @@ from sparktorch.train.checkpoint.store import CheckpointStore
 from sparktorch.train.huggingface.folder import opened
 from sparktorch.train.huggingface.models import MODEL_LOSS
 from sparktorch.train.lightning import LightningRecipe, without_trainer
-from sparktorch.train.metrics import has_metric
 from sparktorch.train.recipe.lookup import name_of
+from sparktorch.train.recipe.metrics import has_metric
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.registry import check_loop, check_strategy, check_workers
 from sparktorch.worker import RankJob, TrainJob

@@ -17,7 +17,7 @@ from sparktorch.model.export import Program
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.train.huggingface.models import has_own_loss
 from sparktorch.train.lightning import is_lightning
-from sparktorch.train.strategies.base import Strategy
+from sparktorch.train.strategies.base import Kind
 from sparktorch.train.strategies.registry import resumable, strategy_for, strategy_type
 
 __all__ = ["COLUMNS", "FIT", "JOB", "LIGHTNING", "MODEL_FOLDER", "MODULE", "RESTARTS", "SCORING", "Values"]
@@ -76,8 +76,8 @@ class Values:
         return next((str(path) for path in (wanted, *wanted.parents) if os.path.isfile(path)), None)
 
     @property
-    def strategy(self) -> type[Strategy[Any]]:
-        """The class of the strategy."""
+    def strategy(self) -> Kind:
+        """What is known of the strategy."""
         return strategy_type(self["strategy"])
 
     @cached_property

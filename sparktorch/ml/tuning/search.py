@@ -22,7 +22,7 @@ from sparktorch.ml.fit.translate import config_of
 from sparktorch.ml.tuning.space import Space, applied, quiet
 from sparktorch.ml.tuning.tuned_model import CAUSE, EPOCHS, TorchTunerModel, discard
 from sparktorch.spark.compat import inheriting
-from sparktorch.train.validation import improvements
+from sparktorch.train.loop.validation import improvements
 
 __all__ = ["Search", "value_of"]
 

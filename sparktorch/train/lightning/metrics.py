@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from sparktorch.errors import ModuleError
-from sparktorch.train.metrics import quiet, reduce_over_ranks
+from sparktorch.train.recipe.metrics import quiet, reduce_over_ranks
 
 __all__ = ["Metrics"]
 

@@ -20,8 +20,8 @@ from sparktorch.train.lightning.optimizers import Configured, LightningSchedule,
 from sparktorch.train.lightning.recognise import overrides, parts
 from sparktorch.train.lightning.step import Call, LightningStep, arguments_of, called, loss_of
 from sparktorch.train.lightning.trainer import TrainerView
-from sparktorch.train.metrics import quiet
 from sparktorch.train.recipe.loss import TrainingStep
+from sparktorch.train.recipe.metrics import quiet
 from sparktorch.train.recipe.own_training import OwnTraining, Within
 
 __all__ = ["LightningTraining", "training_of"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import accumulate, pairwise
 from types import MappingProxyType
@@ -97,7 +97,7 @@ class Cut:
                         setattr(part, name, None)
                 vars(part).update({name: None for name, value in vars(part).items() if isinstance(value, torch.Tensor)})
 
-    def aliases(self, stages: Sequence[Stage]) -> list[tuple[nn.Module, str, nn.Module, str]]:
+    def aliases(self, stages: Iterable[Stage]) -> list[tuple[nn.Module, str, nn.Module, str]]:
         """Returns where the module has parameters of stages outside of their modules, and where these have them."""
         inside = [part for stage in stages for part in stage.modules()]
         places = {id(p): (part, name) for part in inside for name, p in part.named_parameters(recurse=False)}
@@ -153,35 +153,20 @@ def _balanced(units: Units, stages: int, places: Sequence[int]) -> list[int]:
 
 def _named(units: Units, split: Sequence[str], stages: int, places: Sequence[int]) -> list[int]:
     """Returns the units that begin with the named layers."""
-
-    def refused(says: str, hint: str) -> ConfigError:
-        return ConfigError(f"strategyParams.split names {says}", hint=hint, param=_PARAM)
-
-    if len(split) != stages - 1:
-        raise refused(
-            f"{len(split)} layers, and {stages} stages begin with {stages - 1}",
-            "name the layer that each stage begins with, but for the first",
-        )
     modules = dict(units.module.named_modules(remove_duplicate=False))
     known = {part: name for name, part in reversed(modules.items())}
-    begins: dict[nn.Module, int] = {}
+    begins: dict[nn.Module | None, int] = {}
     for place, parts in reversed(list(enumerate(units.parts))):
         for part in parts:  # of one that `stages` has made, its parts
             begins |= dict.fromkeys([part] if part in known else part.modules(), place)
-    found = [0]
-    for name in split:
-        place = begins.get(modules[name], -1) if name in modules else -1
-        if place < 0:
-            shown = ", ".join(known.get(unit[0], type(unit[0]).__name__) for unit in units.parts)
-            raise refused(
-                f"{name!r}, and no unit of {type(units.module).__name__} begins with it", f"units are {shown}"
-            )
-        if place <= found[-1]:
-            raise refused(f"{name!r}, which is no later unit than that before", "keep the order of the forward pass")
-        if place not in places:
-            raise refused(
-                f"{name!r}, between a layer that tensor divides by 'colwise' and its 'rowwise' partner",
-                "keep pairs in one stage",
-            )
-        found.append(place)
-    return found
+    found = [begins.get(modules.get(name)) for name in split]
+    if len(found) == stages - 1 and found == [place for place in places if place in found]:
+        return [0, *found]
+    firsts = (units.parts[place][0] for place in places)
+    shown = ", ".join(next((known[p] for p in first.modules() if p in known), "a function") for first in firsts)
+    raise ConfigError(
+        f"strategyParams.split names {', '.join(map(repr, split))}, and the {stages} stages of "
+        f"{type(units.module).__name__} begin, but for the first, with {stages - 1} of: {shown}",
+        hint="keep the order of the forward pass, and what tensor divides by 'colwise' with its 'rowwise' partner",
+        param=_PARAM,
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -53,23 +53,23 @@ class Pipe(nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        stages: Sequence[Stage],
+        own: Mapping[int, Stage],
         cut: Cut,
         group: dist.ProcessGroup,
         device: torch.device,
-        how: tuple[str, int],
+        schedule: str,
+        micro_batches: int,
         *,
         copies: bool,
     ) -> None:
-        """Takes the module, this rank's stages in ascending order, and how they run."""
+        """Takes the module, this rank's stages by number, and how they run."""
         super().__init__()
-        self.module, self.stages, self.cut = module, nn.ModuleList(stages), cut
-        self._own, self._group, self._device, self._copies = list(stages), group, device, copies
-        self._schedule, self._micro_batches = how
-        self._numbers = range(group.rank(), len(stages) * group.size(), group.size())
+        self.module, self.stages, self.cut = module, nn.ModuleList(own.values()), cut
+        self._own, self._group, self._device, self._copies = own, group, device, copies
+        self._schedule, self._micro_batches = schedule, micro_batches
         self._prepared: dict[Any, _Prepared] = {}
         self._loss: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
-        self._clock = _Clock()
+        self._busy, self._idle, self._whole = 0.0, 0.0, 0.0  # seconds of passes, between them, and of schedules
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the output of all rows."""
@@ -89,20 +89,13 @@ class Pipe(nn.Module):
     def train_rows(
         self, given: Arguments, loss: MicroLoss, scale: float, autocast: AbstractContextManager[Any]
     ) -> torch.Tensor:
-        """Runs forward and backward on rows that all ranks of the group have.
+        """Runs forward and backward on rows that all ranks of the group have; returns the sum of the losses.
 
-        Args:
-            given: Arguments of the module.
-            loss: Returns the loss of a micro-batch, and is called in the last stage.
-            scale: Factor of the loss.
-            autocast: Context of a forward pass.
-
-        Returns:
-            The sum of the losses, without the factor, the same in all ranks.
+        It is the same in all ranks, and without the factor `scale`. `loss` is called in the last stage.
         """
         inputs, size = self._padded(given)
         total = torch.zeros((), dtype=torch.float64, device=self._device)  # in all ranks, whatever the loss has
-        for own in self._own:
+        for own in self._own.values():
             own.autocast = autocast
         prepared = self._prepare(given, inputs, size, training=True)
 
@@ -116,46 +109,41 @@ class Pipe(nn.Module):
             total = total + found.detach()
             return found * scale
 
-        self._loss = of_micro_batch
-        with self._clock.running(), _accumulating(self.stages, fresh=not prepared.used):
+        self._loss, self._busy, started = of_micro_batch, 0.0, time.perf_counter()
+        with _accumulating(self.stages, fresh=not prepared.used):
             places = torch.arange(size * self._micro_batches)
             prepared.schedule.step(target=places, return_outputs=False, **inputs)
+        seconds = time.perf_counter() - started
+        self._whole += seconds
+        self._idle += seconds - self._busy
         prepared.used, self._loss = True, None
         for stage in prepared.stages:
             stage.clear_runtime_states()
-        for own in self._own:
+        for own in self._own.values():
             own.autocast = nullcontext()
         dist.all_reduce(total, group=self._group)
         return total
 
     def whole_state(self, leave_out: Collection[str]) -> dict[str, torch.Tensor]:
         """Returns the whole module's state dict on the CPU in rank 0, but for names to leave out; {} in other ranks."""
-        first, main = 0 in dist.get_process_group_ranks(self._group), dist.get_rank() == 0
         own, found = self.module.state_dict(), dict[str, torch.Tensor]()
+        first = 0 in dist.get_process_group_ranks(self._group)
         for name, meta in self.cut.outline.state.items():
             source = self._rank_of(name)
-            here = source == self._group.rank()
-            tensor = whole(own[name].detach()) if here else None  # a collective of the stage's ranks
-            if not first or name in leave_out:
-                continue
-            if source and tensor is not None:
-                dist.send(tensor.to(self._device).contiguous(), group=self._group, group_dst=0)
-            elif source and main:
-                tensor = torch.empty_like(meta, device=self._device)
-                dist.recv(tensor, group=self._group, group_src=source)
-            if main and tensor is not None:
-                found[name] = tensor.to("cpu", copy=True)
+            here = whole(own[name].detach()) if source == self._group.rank() else None  # a collective of its ranks
+            if first and name not in leave_out:
+                tensor = self._told(here if here is None else here.to(self._device), meta, source)
+                if dist.get_rank() == 0:
+                    found[name] = tensor.to("cpu", copy=True)
         return found
 
-    def shares(self) -> dict[str, torch.Tensor]:
-        """Returns the tensors of this rank's stages under their first names in the module, shards as `DTensor`s.
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Returns the tensors of this rank's stages under their names in the module, shards as `DTensor`s.
 
         The first rank of the group has those that are in no stage, too.
         """
         own = self.module.state_dict(keep_vars=True)
-        here = [name for name in self.cut.outline.state if self._rank_of(name) == self._group.rank()]
-        first = {id(own[name]): name for name in reversed(here)}
-        return {name: own[name].detach() for name in here if first[id(own[name])] == name}
+        return {name: own[name] for name in self.cut.outline.state if self._rank_of(name) == self._group.rank()}
 
     def _rank_of(self, name: str) -> int:
         """Returns the rank in the group that has a parameter or buffer; the first for those of no stage."""
@@ -170,8 +158,19 @@ class Pipe(nn.Module):
 
     def idle(self) -> tuple[float, float]:
         """Returns the seconds this rank was idle in schedules since the last call, and their seconds; zeros on GPUs."""
-        idle = self._clock.read()
-        return idle if is_host(self._device) else (0.0, 0.0)
+        found = (self._idle, self._whole) if is_host(self._device) else (0.0, 0.0)
+        self._idle = self._whole = 0.0
+        return found
+
+    @contextmanager
+    def _passing(self) -> Iterator[None]:
+        """Context of a stage's pass; raises what a layer or loss has raised, instead of torch's list of tensors."""
+        started = time.perf_counter()
+        try:
+            yield
+        except RuntimeError as error:
+            raise error.__cause__ or error from None
+        self._busy += time.perf_counter() - started
 
     def _padded(self, given: Arguments) -> tuple[dict[str, torch.Tensor], int]:
         """Returns the tensors by name, the last row repeated, and the rows of a micro-batch: as many in all groups.
@@ -198,7 +197,7 @@ class Pipe(nn.Module):
 
     def _prepare(self, given: Arguments, inputs: dict[str, torch.Tensor], size: int, *, training: bool) -> _Prepared:
         """Returns the schedule for some shapes, and sets the stages to the arguments."""
-        for stage in self._own:
+        for stage in self._own.values():
             stage.given = given
         mode = training, self.module.training, torch.is_autocast_enabled(self._device.type), given.form
         key = (*mode, *((tensor.shape, tensor.dtype) for tensor in inputs.values()))
@@ -211,7 +210,7 @@ class Pipe(nn.Module):
             if len(self._prepared) > _MOST_PREPARED:
                 del self._prepared[next(iter(self._prepared))]
         prepared = self._prepared[key]
-        for stage, number in zip(self._own, self._numbers, strict=True):
+        for number, stage in self._own.items():
             stage.expected = prepared.passed[number]
         return prepared
 
@@ -226,9 +225,9 @@ class Pipe(nn.Module):
         told: list[Any] = [None]
         with untouched_generators(self._device), torch.set_grad_enabled(training):
             for number in range(len(self._own) * self._group.size()):
-                source, own = number % self._group.size(), self._own[number // self._group.size()]
+                source, own = number % self._group.size(), self._own.get(number)
                 found: Any = None
-                if source == self._group.rank():
+                if own is not None:
                     own.expected = None
                     found = own(*values, **inputs)
                     told = [([(tuple(v.shape), v.dtype, v.requires_grad) for v in found], own.returned)]
@@ -251,15 +250,15 @@ class Pipe(nn.Module):
         """Returns torch's schedule, and the stages that it runs."""
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-        clock = self._clock
+        passing = self._passing
 
         class Timed(PipelineStage):
             def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-                with clock.busy():
+                with passing():
                     return super().forward_one_chunk(*args, **kwargs)
 
             def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-                with clock.busy():
+                with passing():
                     return super().backward_one_chunk(*args, **kwargs)
 
         def loss_of(outputs: Any, target: torch.Tensor) -> torch.Tensor:
@@ -267,7 +266,7 @@ class Pipe(nn.Module):
             return self._loss(outputs, target)
 
         stages = []
-        for number, own in zip(self._numbers, self._own, strict=True):
+        for number, own in self._own.items():
             received, sent = tuple(passed[number - 1] if number else ()), tuple(passed[number])
             stages.append(Timed(own, number, len(passed), self._device, received, sent, group=self._group))
         many = len(stages) > 1
@@ -295,33 +294,3 @@ def _accumulating(stages: nn.Module, *, fresh: bool) -> Iterator[None]:
 def _nested(returned: Any, outputs: Sequence[torch.Tensor]) -> Any:
     """Returns what the module returns, made of the tensors among its outputs."""
     return pytree.tree_map(lambda leaf: outputs[leaf.place] if isinstance(leaf, Output) else leaf, returned)
-
-
-class _Clock:
-    """Measures how long a rank computes while a schedule runs."""
-
-    def __init__(self) -> None:
-        self._on, self._busy, self._whole = False, 0.0, 0.0
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        self._on, started = True, time.perf_counter()
-        yield
-        self._on = False
-        self._whole += time.perf_counter() - started
-
-    @contextmanager
-    def busy(self) -> Iterator[None]:
-        """Context of a stage's pass; raises what a layer or loss has raised, instead of torch's list of tensors."""
-        started = time.perf_counter()
-        try:
-            yield
-        except RuntimeError as error:
-            raise error.__cause__ or error from None
-        if self._on:
-            self._busy += time.perf_counter() - started
-
-    def read(self) -> tuple[float, float]:
-        busy, whole = self._busy, self._whole
-        self._busy = self._whole = 0.0
-        return whole - busy, whole

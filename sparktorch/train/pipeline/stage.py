@@ -94,8 +94,9 @@ class Stage(nn.Module):
         self.returned = pytree.tree_unflatten(leaves, spec)
         if self.expected is not None and list(map(_kind, sent)) != list(map(_kind, self.expected)):
             raise ModuleError(
-                f"a stage of the pipeline returns {_shown(sent)}, and has returned {_shown(self.expected)}",
-                hint="return the same shapes and dtypes for the same inputs, and freeze parameters before the training",
+                f"a stage of the pipeline returns {list(map(_kind, sent))}, which are shapes, dtypes and whether there "
+                f"are gradients, and has returned {list(map(_kind, self.expected))}",
+                hint="return the same for the same inputs, and freeze parameters before the training",
                 param="module",
             )
         return sent
@@ -107,11 +108,7 @@ def _to_send(value: torch.Tensor) -> torch.Tensor:
 
 
 def _kind(value: torch.Tensor) -> tuple[Any, ...]:
-    return value.shape, value.dtype, value.requires_grad
-
-
-def _shown(values: Sequence[torch.Tensor]) -> str:
-    return ", ".join(f"{v.dtype} of {tuple(v.shape)}{' with gradients' * v.requires_grad}" for v in values)
+    return tuple(value.shape), value.dtype, value.requires_grad
 
 
 def units_of(module: Any) -> Units:

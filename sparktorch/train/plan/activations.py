@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from sparktorch.base.batch import Batch
-from sparktorch.train.engine import Engine
+from sparktorch.train.loop.engine import Engine
 from sparktorch.train.tensor_parallel.styles import DIVIDED
 
 __all__ = ["Activations"]

@@ -25,8 +25,8 @@ from sparktorch.base.config import Precision, TrainConfig
 from sparktorch.base.world import World
 from sparktorch.errors import ConfigError, SparkTorchError
 from sparktorch.train.checkpoint.tensors import create_optimizer_state, own_optimizer
-from sparktorch.train.engine import Engine
 from sparktorch.train.huggingface.models import arguments
+from sparktorch.train.loop.engine import Engine
 from sparktorch.train.pipeline.cut import Cut
 from sparktorch.train.plan.activations import Activations
 from sparktorch.train.recipe.arguments import Arguments
@@ -264,7 +264,7 @@ class _Measured:
         wrapped = units(self._module, known)
         kept_gathered = strategy == "zero2" or pipeline > 1  # from forward to backward
         gathered = 0
-        if sharding.shards(known, self._workers):
+        if sharding.rank.shards(known, self._workers):
             inside = [sum(of_worker.get(p, 0) for p in unit.parameters()) for unit in wrapped]
             gathered = (
                 everything if kept_gathered else min(everything, everything - sum(inside) + 2 * max([0, *inside]))

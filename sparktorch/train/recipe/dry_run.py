@@ -19,9 +19,9 @@ from sparktorch.base.world import World
 from sparktorch.errors import ModuleError, SparkTorchError, line_of_user, refusing
 from sparktorch.train.huggingface.models import MODEL_LOSS, call, check_model_loss
 from sparktorch.train.huggingface.weights import log_differences
-from sparktorch.train.metrics import try_metrics
 from sparktorch.train.recipe.hints import hints_for
 from sparktorch.train.recipe.loss import Loss, TrainingStep, check_mean
+from sparktorch.train.recipe.metrics import try_metrics
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.recipe.task import align, check_rows, classes_in, each_tensor, prediction, rows_of
 

@@ -1,18 +1,16 @@
-"""The interface between the training loop and a strategy, with defaults that suit most strategies."""
+"""What a strategy is: its `Kind`, which is known before there are ranks, and the `Strategy` object in each rank."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from sparktorch.base.batch import Batch
 from sparktorch.base.config import TrainConfig
@@ -22,11 +20,9 @@ from sparktorch.base.world import World
 from sparktorch.errors import Refusal
 from sparktorch.train.recipe.loss import Sums
 from sparktorch.train.recipe.recipe import Recipe
-from sparktorch.train.sharding.dtensor import mesh_of_training
+from sparktorch.train.strategies.gradients import GradientSync
 
-__all__ = ["Job", "Step", "Strategy", "needs_optimizer_class"]
-
-_DATA = "data"  # the mesh's dimension along which ranks hold different samples
+__all__ = ["Job", "Kind", "OwnState", "Start", "Step", "Strategy", "needs_optimizer_class"]
 
 Step = Callable[[nn.Module, Batch], tuple[torch.Tensor, Sums]]
 O = TypeVar("O")  # noqa: E741 - the options of a strategy
@@ -34,19 +30,27 @@ O = TypeVar("O")  # noqa: E741 - the options of a strategy
 
 @dataclass(frozen=True)
 class Job:
-    """What a strategy may refuse before a job.
+    """What a strategy may refuse before the ranks train. What is not known yet is `None`.
 
     Attributes:
         config: How it trains.
         recipe: What is trained; `None` in a loop of the user's own.
         options: The options of the strategy.
-        kind: The class of the strategy.
+        kind: The strategy.
+        workers: Number of workers.
+        device: The device of the ranks.
+        module: The module, in the dry run.
+        batch: A few rows, with which the module can be called.
     """
 
     config: TrainConfig
-    recipe: Recipe | None
+    recipe: Any
     options: Any
-    kind: type[Strategy[Any]]
+    kind: Kind
+    workers: int | None = None
+    device: str | None = None
+    module: nn.Module | None = None
+    batch: Batch | None = None
 
     @property
     def in_micro_batches(self) -> bool:
@@ -56,11 +60,43 @@ class Job:
     @property
     def optimizer(self) -> str | type | None:
         """The optimizer's name or class; `None` of a function that makes it."""
-        assert self.recipe is not None
         optimizer = self.recipe.optimizer
         if isinstance(optimizer, str) and ":" in optimizer:
             optimizer = load_object(optimizer)
         return optimizer if isinstance(optimizer, str | type) else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A strategy, as it is known before there are ranks: an entry of the registry.
+
+    Attributes:
+        options: A dataclass of its options, `strategyParams`.
+        rank: The class of its object in each rank.
+        refusals: What it refuses of config, recipe and options.
+        check: Refuses what depends on more: it is called when the number of workers is known, the device, and the
+            module, with a `Job` of these. Raises a `ConfigError`, or a `ModuleError`.
+        needs_group: Whether, with some options, even a single rank needs a process group.
+        makes_validation: Whether, with some options, it chooses the validation rows itself.
+        resumable: Whether a checkpoint can hold all of its state.
+        own_batches: Whether each rank trains a model of its own, on batches of its own.
+        divides_parameters: Whether a rank keeps its share of the parameters only, and has `shares`. Then a forward pass
+            is a collective: all ranks need the same number of passes, and none can fail alone.
+        runs_passes: Whether it runs forward and backward passes itself, in `run_pass`.
+        waits_for_device: Whether each step waits for the device anyway, so that each rank can check its losses at once.
+    """
+
+    options: type[Any]
+    rank: type[Strategy[Any]]
+    refusals: tuple[Refusal, ...] = ()
+    check: Callable[[Job], None] = lambda job: None
+    needs_group: Callable[[Any], bool] = lambda options: False
+    makes_validation: Callable[[Any], bool] = lambda options: False
+    resumable: bool = True
+    own_batches: bool = False
+    divides_parameters: bool = False
+    runs_passes: bool = False
+    waits_for_device: bool = False
 
 
 def needs_optimizer_class(each: str) -> Refusal:
@@ -73,147 +109,87 @@ def needs_optimizer_class(each: str) -> Refusal:
     )
 
 
+@dataclass(frozen=True)
+class Start:
+    """What a strategy may use to prepare a module.
+
+    Attributes:
+        materialise: Gives a part of a module without values its values; for other modules it does nothing. A strategy
+            that divides parameters calls it for one part after another.
+        example: Returns a batch of this rank; `None` where none is known, as in loops of users.
+    """
+
+    materialise: Callable[[nn.Module], None] = lambda part: None
+    example: Callable[[], Batch] | None = None
+
+
+class OwnState:
+    """A strategy's own state between steps: here none."""
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Returns it, as tensors by name."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Restores what this rank's `state_dict` returned, or rank 0's if the number of ranks has changed."""
+
+
 class Strategy(ABC, Generic[O]):
-    """How the ranks of a process group share the training of one model.
+    """How the ranks of a process group share the training of one model: the object in a rank.
 
-    On the driver, `check` refuses settings that the strategy does not support. In every rank, the engine calls, in
-    this order:
+    The engine calls, in this order:
 
-    1. `prepare(module)`, which returns the module that is called from then on, and `optimizer(recipe, module)`;
-    2. with checkpoints, `warm_up_passes` forward and backward passes without a step; to resume from a checkpoint,
-       `load_own_state`;
-    3. in each step, forward and backward of each micro-batch (all but the last within `no_sync`, and `after_backward`;
-       or `before_trial` and all of them within `no_sync`, once or more often; or with `reduces_apart` once; and
-       `reduce`), `before_step`, `gradient_norm` or `clip_gradients` if needed, the optimizer's step, and `after_step`;
-    4. for each validation, the context of `evaluating`; for each checkpoint, `saves` and `own_state`; after each epoch,
+    1. `prepare(module)`, which returns the module that is called from then on; `gradients` and `optimizer`;
+    2. in each step, forward and backward of each micro-batch as `GradientSync` says, `gradient_norm` or
+       `clip_gradients` if needed, the optimizer's step, and `after_step`;
+    3. for each validation, the context of `evaluating`; for each checkpoint, `saves` and `own_state`; after each epoch,
        `metrics`;
-    5. `state_dict`, whenever the whole model is needed.
+    4. `state_dict`, or `shares`, whenever the model is needed.
 
     Every rank calls every method at the same point, because any of them may be a collective.
 
     Attributes:
-        options_type: A dataclass of the strategy's options, `strategyParams`.
-        collective_forward: Whether a forward pass is a collective, so that all ranks need the same number of passes,
-            and none can fail alone.
-        waits_for_device: Whether each step waits for the device anyway, so that each rank can check its losses at once.
-        warm_up_passes: Passes that warm up the reducer, after which it sums gradients in their final order.
-        refusals: What it refuses of a `Job`, besides what its bases do.
-        resumable: Whether a checkpoint can hold all of its state.
-        own_batches: Whether each rank trains a model of its own, on batches of its own.
-        runs_passes: Whether the strategy runs forward and backward passes itself, in `run_pass`.
-        divides_parameters: Whether a rank keeps its share of the parameters only, and has `shares`.
-        example: Returns a batch of this rank, for a strategy that needs one before it prepares a module.
-        materialise: Gives a part of a module without values its values; for other modules it does nothing. A strategy
-            that divides parameters calls it in `prepare`, for one part after another.
+        own_state: Its own state between steps, which goes into checkpoints.
     """
 
-    options_type: ClassVar[type[Any]]
-    refusals: ClassVar[tuple[Refusal, ...]] = (
-        Refusal(
-            "modelDir",
-            lambda job: job.config.model_folder and not job.kind.divides_parameters,
-            "modelDir is set, and under strategy {p.config.strategy!r} each worker holds the whole model",
-            "set strategy='zero3', or 'mesh'; or leave modelDir out",
-        ),
-    )
-    collective_forward: ClassVar[bool] = False
-    waits_for_device: ClassVar[bool] = False
-    warm_up_passes: ClassVar[int] = 0
-    resumable: ClassVar[bool] = True
-    own_batches: ClassVar[bool] = False
-    runs_passes: ClassVar[bool] = False
-    divides_parameters: ClassVar[bool] = False
+    def __init__(self, config: TrainConfig, world: World, options: O, *, in_users_loop: bool = False) -> None:
+        """Takes the configuration, the rank's world, and the options.
 
-    @classmethod
-    def makes_validation(cls, options: O) -> bool:
-        """Whether the strategy chooses the validation rows itself."""
-        return False
-
-    @classmethod
-    def check_workers(cls, options: O, workers: int) -> None:
-        """Refuses, on the driver, options that do not suit the number of workers.
-
-        Raises:
-            ConfigError: They do not.
+        `in_users_loop` says whether a user's code has the parameters, their gradients and the optimizer.
         """
-
-    @classmethod
-    def check_device(cls, options: O, device: str) -> None:
-        """Refuses options that do not suit the device of a rank, on the driver where it is known there.
-
-        Raises:
-            ConfigError: They do not.
-        """
-
-    @classmethod
-    def needs_group(cls, options: O) -> bool:
-        """Returns whether even a single rank needs a process group, for options that torch supports only in one."""
-        return False
-
-    @classmethod
-    def check_module(cls, options: O, recipe: Recipe, module: nn.Module, workers: int) -> None:
-        """Refuses, before the module is called, options that do not suit it.
-
-        Args:
-            options: The strategy's options.
-            recipe: What is trained.
-            module: The module.
-            workers: Number of workers.
-
-        Raises:
-            ConfigError: An option is refused.
-            ModuleError: The module is.
-        """
-
-    @classmethod
-    def check_call(cls, options: O, recipe: Recipe, module: nn.Module, batch: Batch) -> None:
-        """Refuses, in the dry run, options that do not suit what the module does with a few rows.
-
-        Raises:
-            ConfigError: An option is refused.
-            ModuleError: The module is.
-        """
-
-    def __init__(self, config: TrainConfig, world: World, options: O) -> None:
-        """Takes the configuration, the rank's world, and the strategy's options."""
         self._config = config
         self._world = world
         self._options = options
+        self._in_users_loop = in_users_loop
         self._device = torch.device(world.device)
-        self.materialise: Callable[[nn.Module], None] = lambda part: None
-        self.example: Callable[[], Batch] | None = None
-
-    @cached_property
-    def mesh(self) -> DeviceMesh:
-        """The ranks as a mesh of one dimension, named `data`."""
-        # Uses the open group: for CPU ranks on hosts with a GPU, init_device_mesh would open another one.
-        group = dist.group.WORLD
-        assert group is not None
-        return mesh_of_training([group], self._device.type, torch.arange(self._world.world_size), [_DATA])
-
-    searches = False  # whether the ranks find out in each step which parameters none of them has used
-    in_users_loop = False  # whether a user's code has the parameters, their gradients and the optimizer
+        self.own_state = OwnState()
 
     @property
-    def alone(self) -> bool:
+    def _alone(self) -> bool:
         """Whether this rank is the only one, and there is no process group."""
         return self._world.world_size == 1
 
-    def saves(self, name: str) -> bool:
-        """Returns whether this rank saves the unsharded tensor of that name."""
-        return self._world.is_main
+    @abstractmethod
+    def prepare(self, module: nn.Module, start: Start) -> nn.Module:
+        """Returns the module that the loop calls: on the rank's device, and wrapped as the strategy needs it.
 
-    def own_state(self) -> dict[str, torch.Tensor]:
-        """Returns the strategy's own state between steps, as tensors by name, for `load_own_state`."""
-        return {}
+        Args:
+            module: The user's module, on the CPU.
+            start: What may be used for it.
+        """
 
-    def load_own_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Restores what this rank's `own_state` returned, or rank 0's if the number of ranks has changed."""
+    def gradients(self, module: nn.Module) -> GradientSync:
+        """Returns what reduces the gradients of the module that `prepare` returned."""
+        return GradientSync(self._world.world_size)
 
-    @property
-    def acts_in_steps(self) -> bool:
-        """Whether `before_step` changes gradients, so that an optimizer may not step without it."""
-        return type(self).before_step is not Strategy.before_step
+    def optimizer(self, recipe: Recipe, module: nn.Module) -> torch.optim.Optimizer:
+        """Builds the optimizer over the parameters this rank updates.
+
+        Args:
+            recipe: Names the optimizer.
+            module: The module as it was given to `prepare`.
+        """
+        return recipe.build_optimizer(module)
 
     @property
     def exchanges_rows(self) -> bool:
@@ -227,7 +203,7 @@ class Strategy(ABC, Generic[O]):
     def run_pass(
         self, module: nn.Module, batch: Batch, step: Step, scale: float, autocast: AbstractContextManager[Any]
     ) -> tuple[torch.Tensor, Sums]:
-        """Runs forward and backward of a micro-batch, for strategies with `runs_passes`.
+        """Runs forward and backward of a micro-batch, for strategies that run passes.
 
         Args:
             module: The module that `prepare` returned.
@@ -242,36 +218,6 @@ class Strategy(ABC, Generic[O]):
         """
         raise NotImplementedError
 
-    def shown(self, module: nn.Module) -> nn.Module:
-        """Returns what stands for a module that `evaluating` has yielded where a training step calls it."""
-        return module
-
-    @property
-    def gradient_divisor(self) -> int:
-        """Number by which the strategy divides summed gradients; the loop multiplies the loss by it."""
-        return self._world.world_size
-
-    @abstractmethod
-    def prepare(self, module: nn.Module) -> nn.Module:
-        """Returns the module that the loop calls: on the rank's device, and wrapped as the strategy needs it.
-
-        Args:
-            module: The user's module, on the CPU.
-        """
-
-    def optimizer(self, recipe: Recipe, module: nn.Module) -> torch.optim.Optimizer:
-        """Builds the optimizer over the parameters this rank updates.
-
-        Args:
-            recipe: Names the optimizer.
-            module: The module as it was given to `prepare`.
-        """
-        return recipe.build_optimizer(module)
-
-    def unwrap(self, module: nn.Module) -> nn.Module:
-        """Returns the user's module under the one that `prepare` returned."""
-        return module
-
     def within_forward(self, module: nn.Module, function: Callable[[], Any]) -> Any:
         """Calls a function that computes with the module's parameters, as if it were the module's forward pass.
 
@@ -280,39 +226,6 @@ class Strategy(ABC, Generic[O]):
             function: Calls the user's module, any parts of it, or other methods than `forward`.
         """
         return function()
-
-    def no_sync(self, module: nn.Module, *, last: bool = False) -> AbstractContextManager[None]:
-        """Returns a context in which backward accumulates this rank's gradients without reducing them.
-
-        Args:
-            module: The module that `prepare` returned.
-            last: Whether it is for the last pass of a step, as in `reduces_apart`.
-        """
-        return nullcontext()
-
-    def before_trial(self, module: nn.Module) -> None:
-        """Is called before passes that may find the device full; does the collectives that they would begin with."""
-
-    def reduces_apart(self, *, rows: bool) -> bool:
-        """Whether all passes of a step are to be within `no_sync`, followed by `reduce`.
-
-        If it is so without rows, placeholder rows leave no gradients.
-
-        Args:
-            rows: Whether this rank has rows in the step.
-        """
-        return False
-
-    def reduce(self, module: nn.Module, *, rows: bool = True) -> None:
-        """Reduces the gradients that all passes of a step have accumulated within `no_sync`.
-
-        Args:
-            module: The module that `prepare` returned.
-            rows: Whether this rank has rows in the step.
-        """
-
-    def after_backward(self, module: nn.Module, *, rows: bool) -> None:
-        """Is called after the last backward pass of a step, if that was not within `no_sync`; `rows` as in `reduce`."""
 
     def clip_gradients(self, module: nn.Module, *, norm: float | None, value: float | None) -> torch.Tensor | None:
         """Clips the gradients of the whole model, first each element by value, then all together by norm.
@@ -330,9 +243,6 @@ class Strategy(ABC, Generic[O]):
         dense = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
         return nn.utils.get_total_norm(dense) if dense else torch.zeros((), device=self._device)
 
-    def before_step(self, module: nn.Module) -> None:
-        """Is called when the gradients of a step are complete in this rank, before they are clipped."""
-
     def after_step(self, module: nn.Module) -> None:
         """Is called after each step of the optimizer."""
 
@@ -345,17 +255,14 @@ class Strategy(ABC, Generic[O]):
         """Context in which every rank holds the model that training would return now.
 
         Yields:
-            The module to call; its forward pass is a collective only with `collective_forward`.
+            The module to call; its forward pass is a collective only if parameters are divided.
         """
-        plain = self.unwrap(module)
-        if not self.alone:
-            for buffer in self.common_buffers(plain):  # running statistics are each rank's own
-                dist.broadcast(buffer, 0)
-        yield plain
+        self._broadcast(module.buffers())
+        yield module
 
-    def common_buffers(self, module: nn.Module) -> Iterable[torch.Tensor]:
-        """Returns the buffers of the user's module of which rank 0's are those of the model."""
-        return module.buffers()
+    def shown(self, module: nn.Module) -> nn.Module:
+        """Returns what stands for a module that `evaluating` has yielded where a training step calls it."""
+        return module
 
     def state_dict(
         self, module: nn.Module, *, copy: bool = False, leave_out: Collection[str] = ()
@@ -385,3 +292,18 @@ class Strategy(ABC, Generic[O]):
             several names is there under the first. A rank of a pipeline has those of its stages only.
         """
         raise NotImplementedError
+
+    def saves(self, name: str) -> bool:
+        """Returns whether this rank saves the unsharded tensor of that name."""
+        return self._world.is_main
+
+    def _broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Gives all ranks rank 0's tensors."""
+        if self._alone:
+            return
+        for tensor in tensors:
+            own = tensor.detach()
+            whole = own.contiguous()  # of one in another memory format, a copy
+            dist.broadcast(whole, 0)
+            if whole is not own:
+                own.copy_(whole)

@@ -8,21 +8,23 @@ parameter along its first axis.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from sparktorch.base.devices import download, is_host
 from sparktorch.base.host_memory import available_bytes, given_back
 from sparktorch.distributed.process_group import attach
 from sparktorch.errors import ConfigError, Refusal
 from sparktorch.train.huggingface.models import without_caches
-from sparktorch.train.recipe.recipe import Recipe
-from sparktorch.train.sharding.dtensor import local, unviewed, whole
+from sparktorch.train.sharding.dtensor import local, mesh_of_training, unviewed, whole
 from sparktorch.train.sharding.same_calls import SameCalls
 from sparktorch.train.sharding.same_parameters import SameParameters
 from sparktorch.train.sharding.units import (
@@ -33,12 +35,22 @@ from sparktorch.train.sharding.units import (
     check_parameters,
     units,
 )
-from sparktorch.train.strategies.base import Strategy
+from sparktorch.train.strategies.base import Job, Kind, Start, Strategy
+from sparktorch.train.strategies.gradients import GradientSync
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-__all__ = ["ShardingOptions", "Zero2", "Zero3", "units"]
+__all__ = [
+    "ZERO2",
+    "ZERO3",
+    "ShardedGradients",
+    "ShardingOptions",
+    "Zero3",
+    "check_sharding",
+    "needs_group",
+    "units",
+]
 
 S = TypeVar("S", bound="ShardingOptions")
 
@@ -49,10 +61,246 @@ _KEPT = 16  # times the model: more than what a rank was seen to grow by, but fo
 class Zero3(Strategy[S]):
     """Parameters are gathered unit by unit for forward and backward, and freed after each."""
 
-    options_type: ClassVar[type[Any]] = ShardingOptions
-    collective_forward = True
-    divides_parameters = True
-    refusals: ClassVar[tuple[Refusal, ...]] = (
+    _reshard_after_forward = True
+    _compares_calls = True  # between ranks, unless the loop is a user's
+    _calls: SameCalls | None = None  # of units
+    _bytes = 0  # of the parameters that have been wrapped, as wide as they are gathered or reduced
+
+    @classmethod
+    def shards(cls, options: S, workers: int) -> bool:
+        """Whether parameters are wrapped for sharding."""
+        return workers > 1 or needs_group(options)
+
+    @property
+    def _wraps(self) -> bool:
+        """Whether this rank's parameters are wrapped for sharding."""
+        return self.shards(self._options, self._world.world_size)
+
+    @property
+    def _alone(self) -> bool:
+        """Whether this is the only rank, and the module is not wrapped."""
+        return super()._alone and not needs_group(self._options)
+
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """The ranks that hold different samples; here in one dimension, named `data`."""
+        # Uses the open group: for CPU ranks on hosts with a GPU, init_device_mesh would open another one.
+        group = dist.group.WORLD
+        assert group is not None
+        return mesh_of_training([group], self._device.type, torch.arange(self._world.world_size), ["data"])
+
+    def prepare(self, module: nn.Module, start: Start) -> nn.Module:
+        """Shards the module's parameters in place, unit by unit as they are moved to the device."""
+        return self._divided(module, self._options, start)
+
+    def _divided(self, module: nn.Module, options: ShardingOptions, start: Start) -> nn.Module:
+        """Shards the parameters of a module or of a part of it; see `prepare`."""
+        parts = units(module, options)
+        if options.activation_checkpointing:
+            from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+
+            # A cache that is there in the first pass would be added to in the second.
+            apply_activation_checkpointing(without_caches(module), check_fn=lambda part: part in parts)
+        if not self._wraps:
+            for part in [*parts, module]:
+                start.materialise(part)
+                part.to(self._device)
+            return module
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+        check_offload(self._options, self._device.type)
+        policy = MixedPrecisionPolicy(
+            param_dtype=DTYPES.get(options.param_dtype or ""), reduce_dtype=DTYPES.get(options.reduce_dtype or "")
+        )
+        if is_host(self._device):
+            self._spare_memory(module, parts, policy)
+        names = {part: name for name, part in module.named_modules()}
+        groups = [self.mesh.get_group(axis) for axis in range(self.mesh.ndim) if self.mesh.size(axis) > 1]
+        if groups and self._compares_calls and not (self._in_users_loop or self._config.compile):
+            self._calls = SameCalls(groups if is_host(self._device) else [])  # a step waits for no accelerator
+        for part in [*parts, module]:
+            start.materialise(part)
+            part.register_forward_hook(unviewed, with_kwargs=True)  # before FSDP's, which gathers in backward
+            alike: Any = SameParameters(names[part], part)
+            sharded = fully_shard(
+                part,
+                mesh=self.mesh,
+                reshard_after_forward=self._reshard_after_forward,
+                mp_policy=policy,
+                offload_policy=CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy(),
+            )
+            if self._calls is not None:
+                self._calls.add(names[part], part, root=part is module)
+            if not self._in_users_loop:  # which may train two networks in turn
+                sharded.set_custom_reduce_scatter(alike)
+        return module
+
+    def _spare_memory(self, module: nn.Module, parts: Sequence[nn.Module], policy: MixedPrecisionPolicy) -> None:
+        """Has blocks of the size of gathered parameters given back to the host once they are freed, if it may be short.
+
+        Half of what is available is left for what is not counted: rows, activations, and what others take later.
+        """
+        widths = [dtype.itemsize for dtype in (policy.param_dtype, policy.reduce_dtype) if dtype is not None]
+        self._bytes += sum(p.numel() * max([p.element_size(), *widths]) for p in module.parameters())
+        largest = [max(p.nbytes for p in part.parameters()) for part in parts]
+        wanted = 2 * _KEPT * self._world.local_size * self._bytes
+        if max(largest, default=0) >= _LEAST_BYTES and wanted > available_bytes():
+            attach(given_back(max(_LEAST_BYTES, min(largest) // (2 * self.mesh.size(-1)))))
+
+    def within_forward(self, module: nn.Module, function: Callable[[], Any]) -> Any:
+        """Calls the function in place of the module's forward pass, between the hooks that gather its parameters."""
+        if self._alone:
+            return function()
+
+        def instead(_: torch.Tensor) -> Any:
+            del vars(module)["forward"]  # the function may call the module
+            return function()
+
+        vars(module)["forward"] = instead
+        try:
+            return module(torch.zeros((), device=self._device))
+        finally:
+            vars(module).pop("forward", None)
+
+    def gradients(self, module: nn.Module) -> GradientSync:
+        """Returns what reduces the gradients of all ranks with other rows."""
+        return ShardedGradients(module if self._wraps else None, self._world.world_size, self._calls)
+
+    def gradient_norm(self, module: nn.Module) -> torch.Tensor:
+        """Returns the norm of the whole model's gradients, reduced on the device even with `cpu_offload`."""
+        if self._alone:
+            return super().gradient_norm(module)
+        own = nn.utils.get_total_norm([local(p.grad) for p in module.parameters() if p.grad is not None])
+        squares = own.to(self._world.device, torch.float64).square()
+        dist.all_reduce(squares)
+        return squares.sqrt()
+
+    @contextmanager
+    def evaluating(self, module: nn.Module) -> Iterator[nn.Module]:
+        """Context for forward passes, which gather parameters and are therefore collectives."""
+        self._broadcast(self._common_buffers(module))
+        try:
+            yield module
+        finally:
+            self._let_go(module)
+
+    def _common_buffers(self, module: nn.Module) -> Iterable[torch.Tensor]:
+        """Returns the buffers of which rank 0's are those of the model."""
+        return module.buffers()
+
+    def state_dict(
+        self, module: nn.Module, *, copy: bool = False, leave_out: Collection[str] = ()
+    ) -> dict[str, torch.Tensor]:
+        """Gathers the whole model's state dict in rank 0; returns an empty dict in other ranks."""
+        if self._alone:
+            return super().state_dict(module, copy=copy, leave_out=leave_out)
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+        found: dict[str, torch.Tensor] = {}
+        with self.evaluating(module):
+            self._let_go(module)
+            for name, value in cast(dict[str, torch.Tensor], get_model_state_dict(module)).items():
+                tensor = whole(value.detach().to(self._device) if hasattr(value, "to_local") else value)  # a collective
+                if self._world.is_main and name not in leave_out:
+                    found[name] = tensor.cpu()  # one after another, for a device may hold no more
+        return download(found, copy=copy)
+
+    def shares(self, module: nn.Module, *, copy: bool = False) -> dict[str, torch.Tensor]:
+        """Returns this rank's shards by name, and its buffers, which are rank 0's."""
+        with self.evaluating(module):
+            self._let_go(module)
+            named = self._tensors(module)
+            once = {id(tensor): name for name, tensor in reversed(named.items())}
+            found = {name: named[name].detach() for name in named if once[id(named[name])] == name}
+            return {name: tensor.cpu().clone() for name, tensor in found.items()} if copy else found
+
+    def _tensors(self, module: nn.Module) -> dict[str, torch.Tensor]:
+        """Returns the tensors that this rank has a share of, by name."""
+        return module.state_dict(keep_vars=True)
+
+    def _let_go(self, module: nn.Module) -> None:
+        """Frees gathered parameters, which stay after a forward pass without a backward."""
+        if self._alone:
+            return
+        from torch.distributed.fsdp import FSDPModule
+
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
+
+
+class Zero2(Zero3[ShardingOptions]):
+    """Parameters are gathered once per step, and kept from forward to backward."""
+
+    _reshard_after_forward = False
+
+
+class ShardedGradients(GradientSync):
+    """Gradients that `fully_shard` reduces in backward."""
+
+    def __init__(self, module: nn.Module | None, divisor: int, calls: SameCalls | None = None) -> None:
+        """Takes the module; `None` if gradients are not sharded, or a schedule reduces them."""
+        super().__init__(divisor)
+        self._root, self._calls = cast("FSDPModule | None", module), calls
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Context in which every rank accumulates unsharded gradients without reducing them."""
+        if self._root is None:
+            yield
+            return
+        self._root.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self._root.set_requires_gradient_sync(True)
+
+    @contextmanager
+    def reducing(self, *, rows: bool, warm_up: bool = False) -> Iterator[None]:
+        """Context of the last pass, at whose end the step ends for what compares calls."""
+        yield
+        if self._calls is not None:
+            self._calls.end_step()
+
+
+def needs_group(options: ShardingOptions) -> bool:
+    """Returns whether an option has an effect for a single rank, too: dtypes and offloading."""
+    return options.cpu_offload or options.param_dtype is not None or options.reduce_dtype is not None
+
+
+def check_offload(options: ShardingOptions, device: str) -> None:
+    """Refuses `cpu_offload` on a CPU, which has nothing to offload, with a `ConfigError`."""
+    if options.cpu_offload and is_host(device):
+        raise ConfigError(
+            "strategyParams.cpu_offload is set, and not every worker has a GPU to offload",
+            hint="leave it out, or start as many workers as there are GPUs",
+            param="strategyParams",
+        )
+
+
+def check_sharding(job: Job) -> None:
+    """Refuses names in `wrap_classes` that the module lacks, scalars, and optimizers that need whole parameters.
+
+    On a device that is known, it refuses offloading that has no effect. Raises a `ConfigError` or a `ModuleError`.
+    """
+    if job.device is not None:
+        check_offload(job.options, job.device)
+    if job.module is None:
+        return
+    found = units(job.module, job.options)
+    check_checkpointing(job.options, type(job.module).__name__, found)
+    if cast("type[Zero3[Any]]", job.kind.rank).shards(job.options, job.workers or 1):
+        check_parameters(job.module, found)
+        check_optimizer(job.recipe, job.module)
+
+
+ZERO3 = Kind(
+    options=ShardingOptions,
+    rank=Zero3,
+    check=check_sharding,
+    needs_group=needs_group,
+    divides_parameters=True,
+    refusals=(
         Refusal(
             "channelsLast",
             lambda job: job.config.channels_last,
@@ -72,197 +320,6 @@ class Zero3(Strategy[S]):
             "precision 'fp16' scales the loss, and strategy {p.config.strategy!r} divides the gradients",
             "set precision='bf16', or strategyParams={{'param_dtype': 'bf16', 'reduce_dtype': 'fp32'}}",
         ),
-    )
-    _reshard_after_forward = True
-    _calls: SameCalls | None = None  # of units, unless the loop is a user's
-    _bytes = 0  # of the parameters that have been wrapped, as wide as they are gathered or reduced
-
-    @classmethod
-    def check_module(cls, options: S, recipe: Recipe, module: nn.Module, workers: int) -> None:
-        """Refuses names in `wrap_classes` that the module lacks, scalars, and optimizers that need whole parameters."""
-        found = units(module, options)
-        check_checkpointing(options, type(module).__name__, found)
-        if cls.shards(options, workers):
-            check_parameters(module, found)
-            check_optimizer(recipe, module)
-
-    @classmethod
-    def check_device(cls, options: S, device: str) -> None:
-        """Refuses `cpu_offload` on a CPU, which has nothing to offload."""
-        if options.cpu_offload and is_host(device):
-            raise ConfigError(
-                "strategyParams.cpu_offload is set, and not every worker has a GPU to offload",
-                hint="leave it out, or start as many workers as there are GPUs",
-                param="strategyParams",
-            )
-
-    @classmethod
-    def needs_group(cls, options: S) -> bool:
-        """Returns whether an option has an effect for a single rank, too: dtypes and offloading."""
-        return options.cpu_offload or options.param_dtype is not None or options.reduce_dtype is not None
-
-    @classmethod
-    def shards(cls, options: S, workers: int) -> bool:
-        """Whether parameters are wrapped for sharding."""
-        return workers > 1 or cls.needs_group(options)
-
-    @property
-    def wraps(self) -> bool:
-        """Whether this rank's parameters are wrapped for sharding."""
-        return self.shards(self._options, self._world.world_size)
-
-    @property
-    def alone(self) -> bool:
-        """Whether this is the only rank, and the module is not wrapped."""
-        return super().alone and not self.needs_group(self._options)
-
-    def prepare(self, module: nn.Module) -> nn.Module:
-        """Shards the module's parameters in place, unit by unit as they are moved to the device."""
-        return self._divided(module, self._options)
-
-    def _divided(self, module: nn.Module, options: ShardingOptions) -> nn.Module:
-        """Shards the parameters of a module or of a part of it; see `prepare`."""
-        parts = units(module, options)
-        if options.activation_checkpointing:
-            from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
-
-            # A cache that is there in the first pass would be added to in the second.
-            apply_activation_checkpointing(without_caches(module), check_fn=lambda part: part in parts)
-        if not self.wraps:
-            for part in [*parts, module]:
-                self.materialise(part)
-                part.to(self._device)
-            return module
-        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-
-        self.check_device(self._options, self._device.type)
-        policy = MixedPrecisionPolicy(
-            param_dtype=DTYPES.get(options.param_dtype or ""), reduce_dtype=DTYPES.get(options.reduce_dtype or "")
-        )
-        if is_host(self._device):
-            self._spare_memory(module, parts, policy)
-        names = {part: name for name, part in module.named_modules()}
-        groups = [self.mesh.get_group(axis) for axis in range(self.mesh.ndim) if self.mesh.size(axis) > 1]
-        if groups and not (self.in_users_loop or self.runs_passes or self._config.compile):
-            self._calls = SameCalls(groups if is_host(self._device) else [])  # a step waits for no accelerator
-        for part in [*parts, module]:
-            self.materialise(part)
-            part.register_forward_hook(unviewed, with_kwargs=True)  # before FSDP's, which gathers in backward
-            alike: Any = SameParameters(names[part], part)
-            sharded = fully_shard(
-                part,
-                mesh=self.mesh,
-                reshard_after_forward=self._reshard_after_forward and not self.runs_passes,
-                mp_policy=policy,
-                offload_policy=CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy(),
-            )
-            if self._calls is not None:
-                self._calls.add(names[part], part, root=part is module)
-            if not self.in_users_loop:  # which may train two networks in turn
-                sharded.set_custom_reduce_scatter(alike)
-        return module
-
-    def _spare_memory(self, module: nn.Module, parts: Sequence[nn.Module], policy: MixedPrecisionPolicy) -> None:
-        """Has blocks of the size of gathered parameters given back to the host once they are freed, if it may be short.
-
-        Half of what is available is left for what is not counted: rows, activations, and what others take later.
-        """
-        widths = [dtype.itemsize for dtype in (policy.param_dtype, policy.reduce_dtype) if dtype is not None]
-        self._bytes += sum(p.numel() * max([p.element_size(), *widths]) for p in module.parameters())
-        largest = [max(p.nbytes for p in part.parameters()) for part in parts]
-        wanted = 2 * _KEPT * self._world.local_size * self._bytes
-        if max(largest, default=0) >= _LEAST_BYTES and wanted > available_bytes():
-            attach(given_back(max(_LEAST_BYTES, min(largest) // (2 * self.mesh.size(-1)))))
-
-    def within_forward(self, module: nn.Module, function: Callable[[], Any]) -> Any:
-        """Calls the function in place of the module's forward pass, between the hooks that gather its parameters."""
-        if self.alone:
-            return function()
-
-        def instead(_: torch.Tensor) -> Any:
-            del vars(module)["forward"]  # the function may call the module
-            return function()
-
-        vars(module)["forward"] = instead
-        try:
-            return module(torch.zeros((), device=self._device))
-        finally:
-            vars(module).pop("forward", None)
-
-    @contextmanager
-    def no_sync(self, module: nn.Module, *, last: bool = False) -> Iterator[None]:
-        """Context in which every rank accumulates unsharded gradients without reducing them."""
-        if not self.wraps:
-            yield
-            return
-        root = cast("FSDPModule", module)
-        root.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            root.set_requires_gradient_sync(True)
-
-    def after_backward(self, module: nn.Module, *, rows: bool) -> None:
-        """Ends the step for what compares calls."""
-        if self._calls is not None:
-            self._calls.end_step()
-
-    def gradient_norm(self, module: nn.Module) -> torch.Tensor:
-        """Returns the norm of the whole model's gradients, reduced on the device even with `cpu_offload`."""
-        if self.alone:
-            return super().gradient_norm(module)
-        own = nn.utils.get_total_norm([local(p.grad) for p in module.parameters() if p.grad is not None])
-        squares = own.to(self._world.device, torch.float64).square()
-        dist.all_reduce(squares)
-        return squares.sqrt()
-
-    @contextmanager
-    def evaluating(self, module: nn.Module) -> Iterator[nn.Module]:
-        """Context for forward passes, which gather parameters and are therefore collectives."""
-        with super().evaluating(module) as same:
-            try:
-                yield same
-            finally:
-                self._let_go(module)
-
-    def state_dict(
-        self, module: nn.Module, *, copy: bool = False, leave_out: Collection[str] = ()
-    ) -> dict[str, torch.Tensor]:
-        """Gathers the whole model's state dict in rank 0; returns an empty dict in other ranks."""
-        if self.alone:
-            return super().state_dict(module, copy=copy, leave_out=leave_out)
-        from torch.distributed.checkpoint.state_dict import get_model_state_dict
-
-        found: dict[str, torch.Tensor] = {}
-        with self.evaluating(module):
-            self._let_go(module)
-            for name, value in cast(dict[str, torch.Tensor], get_model_state_dict(module)).items():
-                tensor = whole(value.detach().to(self._device) if hasattr(value, "to_local") else value)  # a collective
-                if self._world.is_main and name not in leave_out:
-                    found[name] = tensor.cpu()  # one after another, for a device may hold no more
-        return download(found, copy=copy)
-
-    def shares(self, module: nn.Module, *, copy: bool = False) -> dict[str, torch.Tensor]:
-        """Returns this rank's shards by name, and its buffers, which are rank 0's."""
-        with self.evaluating(module):
-            self._let_go(module)
-            named = module.state_dict(keep_vars=True)
-            once = {id(tensor): name for name, tensor in reversed(named.items())}
-            found = {name: named[name].detach() for name in named if once[id(named[name])] == name}
-            return {name: tensor.cpu().clone() for name, tensor in found.items()} if copy else found
-
-    def _let_go(self, module: nn.Module) -> None:
-        """Frees gathered parameters, which stay after a forward pass without a backward."""
-        if self.alone:
-            return
-        from torch.distributed.fsdp import FSDPModule
-
-        for part in module.modules():
-            if isinstance(part, FSDPModule):
-                part.reshard()
-
-
-class Zero2(Zero3[ShardingOptions]):
-    """Parameters are gathered once per step, and kept from forward to backward."""
-
-    _reshard_after_forward = False
+    ),
+)
+ZERO2 = replace(ZERO3, rank=Zero2)

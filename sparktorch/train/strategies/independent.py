@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from sparktorch.errors import Refusal
-from sparktorch.train.strategies.base import Strategy
+from sparktorch.train.strategies.base import Kind, Start, Strategy
 
-__all__ = ["Independent", "IndependentOptions"]
+__all__ = ["KIND"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,23 +27,23 @@ class IndependentOptions:
 class Independent(Strategy[IndependentOptions]):
     """Uses the module unwrapped; `worker` runs each rank as if it were the only one."""
 
-    resumable = False
-    own_batches = True
-    options_type = IndependentOptions
-    refusals = (
+    def prepare(self, module: nn.Module, start: Start) -> nn.Module:
+        """Returns the module on the rank's device, unwrapped."""
+        return module.to(self._device)
+
+
+KIND = Kind(
+    options=IndependentOptions,
+    rank=Independent,
+    refusals=(
         Refusal(
             "syncBatchNorm",
             lambda job: job.config.sync_batch_norm,
             "strategy 'independent' trains a model for each worker, and syncBatchNorm joins them",
             "leave it out",
         ),
-    )
-
-    @classmethod
-    def makes_validation(cls, options: IndependentOptions) -> bool:
-        """Whether each rank validates on its own part of the rows."""
-        return options.folds
-
-    def prepare(self, module: nn.Module) -> nn.Module:
-        """Returns the module on the rank's device, unwrapped."""
-        return module.to(self._device)
+    ),
+    makes_validation=lambda options: options.folds,
+    resumable=False,
+    own_batches=True,
+)

@@ -15,13 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sparktorch.base.config import TrainConfig, at_least
-from sparktorch.base.devices import download
-from sparktorch.base.world import World
+from sparktorch.base.config import at_least
 from sparktorch.errors import Refusal
-from sparktorch.train.strategies.base import Strategy
+from sparktorch.train.strategies.base import Kind, Start, Strategy
+from sparktorch.train.strategies.gradients import GradientsOfRows, GradientSync
 
-__all__ = ["LocalSGD", "LocalSGDOptions"]
+__all__ = ["KIND", "LocalSGD", "LocalSGDOptions"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,50 +47,29 @@ class LocalSGD(Strategy[LocalSGDOptions]):
     batch, however its rows are distributed. Each rank has its own optimizer state.
     """
 
-    resumable = False
-    options_type = LocalSGDOptions
-    refusals = (
-        Refusal(
-            "syncBatchNorm",
-            lambda job: job.config.sync_batch_norm,
-            "strategy 'localSGD' lets each worker train by itself, and syncBatchNorm joins them in every step",
-            "leave syncBatchNorm out",
-        ),
-    )
+    _steps = 0
 
-    def __init__(self, config: TrainConfig, world: World, options: LocalSGDOptions) -> None:
-        """Takes the configuration, the rank's world, and the options."""
-        super().__init__(config, world, options)
-        self._step = 0
-
-    def prepare(self, module: nn.Module) -> nn.Module:
+    def prepare(self, module: nn.Module, start: Start) -> nn.Module:
         """Moves the module to the device, and broadcasts rank 0's parameters and buffers."""
         module.to(self._device)
-        if not self.alone:
-            for tensor in module.state_dict().values():
-                dist.broadcast(tensor, 0)
+        self._broadcast([*module.parameters(), *module.buffers()])
         return module
 
-    def reduces_apart(self, *, rows: bool) -> bool:
-        """In the first `start_step` steps, a rank without rows has no gradients."""
-        return not rows and self._step < self._options.start_step
-
-    def before_step(self, module: nn.Module) -> None:
-        """Averages the gradients over the ranks in the first `start_step` steps."""
-        self._step += 1
-        if not self.alone and self._step <= self._options.start_step:
-            _average_gradients([p for p in module.parameters() if p.requires_grad])
+    def gradients(self, module: nn.Module) -> GradientSync:
+        """Returns what averages gradients over the ranks in the first `start_step` steps."""
+        return _FirstSteps(module, self._world.world_size, self._options.start_step)
 
     def after_step(self, module: nn.Module) -> None:
         """Averages the models at the end of each period."""
-        alone = self._step - self._options.start_step
-        if not self.alone and alone > 0 and alone % self._options.period == 0:
+        self._steps += 1
+        apart = self._steps - self._options.start_step
+        if not self._alone and apart > 0 and apart % self._options.period == 0:
             _average(_averaged(module))
 
     @contextmanager
     def evaluating(self, module: nn.Module) -> Iterator[nn.Module]:
         """Context in which every rank holds the mean of all models; afterwards, each has its own model again."""
-        if self.alone:
+        if self._alone:
             yield module
             return
         tensors = _averaged(module)
@@ -107,12 +85,25 @@ class LocalSGD(Strategy[LocalSGDOptions]):
     def state_dict(
         self, module: nn.Module, *, copy: bool = False, leave_out: Collection[str] = ()
     ) -> dict[str, torch.Tensor]:
-        """Returns the state dict of the mean of all models in rank 0, an empty dict in other ranks."""
-        with self.evaluating(module):
-            if not self._world.is_main:
-                return {}
-            state = module.state_dict().items()
-            return download({name: value.detach() for name, value in state if name not in leave_out}, copy=True)
+        """Returns a copy of the state dict of the mean of all models in rank 0, an empty dict in other ranks."""
+        return super().state_dict(module, copy=True, leave_out=leave_out)
+
+
+class _FirstSteps(GradientsOfRows):
+    """Averages gradients over the ranks in the first steps; later, those of placeholders are zero anyway."""
+
+    completes = True
+
+    def __init__(self, module: nn.Module, ranks: int, steps: int) -> None:
+        super().__init__(module, ranks)
+        self._left, self.discards = steps, steps > 0
+
+    def complete(self) -> None:
+        """Averages the gradients."""
+        if self.discards and self.divisor > 1:
+            _average_gradients([p for p in self._module.parameters() if p.requires_grad])
+        self._left -= 1
+        self.discards = self._left > 0
 
 
 def _averaged(module: nn.Module) -> list[torch.Tensor]:
@@ -144,3 +135,18 @@ def _average(tensors: list[torch.Tensor]) -> None:
         dist.all_reduce(flat)
         for tensor, mean in zip(same, torch.split(flat, [tensor.numel() for tensor in same]), strict=True):
             tensor.copy_(mean.view_as(tensor))
+
+
+KIND = Kind(
+    options=LocalSGDOptions,
+    rank=LocalSGD,
+    refusals=(
+        Refusal(
+            "syncBatchNorm",
+            lambda job: job.config.sync_batch_norm,
+            "strategy 'localSGD' lets each worker train by itself, and syncBatchNorm joins them in every step",
+            "leave syncBatchNorm out",
+        ),
+    ),
+    resumable=False,
+)

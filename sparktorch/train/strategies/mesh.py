@@ -11,8 +11,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,7 +37,9 @@ from sparktorch.train.sharding.dtensor import (
     undivided,
 )
 from sparktorch.train.sharding.units import check_optimizer
-from sparktorch.train.strategies.fsdp import Zero3
+from sparktorch.train.strategies.base import Job, Start
+from sparktorch.train.strategies.fsdp import ZERO3, ShardedGradients, Zero3, check_sharding, needs_group
+from sparktorch.train.strategies.gradients import GradientSync
 from sparktorch.train.strategies.mesh_options import MeshOptions, Sizes
 from sparktorch.train.tensor_parallel.comparison import Comparison, check_gradients
 from sparktorch.train.tensor_parallel.row_exchange import RowExchange, check_parts_within
@@ -48,7 +51,7 @@ from sparktorch.train.tensor_parallel.styles import (
     shard_layers,
 )
 
-__all__ = ["Mesh", "MeshOptions"]
+__all__ = ["MESH", "Mesh", "MeshOptions", "check_mesh", "styles_of"]
 
 C = TypeVar("C")
 
@@ -58,63 +61,9 @@ _log = logging.getLogger(__name__)
 class Mesh(Zero3[MeshOptions]):
     """As `zero3` within each group of `shard` ranks; between groups, gradients are averaged."""
 
-    options_type = MeshOptions
-    refusals: ClassVar[tuple[Refusal, ...]] = (
-        Refusal(
-            "compile",
-            lambda job: job.options.sequence and job.config.compile,
-            "compile does not compile layers between which strategyParams.sequence divides sequences",
-            "leave compile or sequence out",
-        ),
-        Refusal(
-            "strategyParams",
-            lambda job: (job.options.tensor or 1) > 1 and job.recipe.steps_itself,
-            "a LightningModule computes in steps of its own, in which ranks that share layers cannot exchange rows",
-            "pass its network as module, with a loss, or use strategyParams.shard instead of tensor",
-        ),
-    )
-    _summed: Sequence[nn.Module] = ()
-    _compared = False  # with the undivided module, or gradients between ranks
-    _compared_step = False
+    _summed: Sequence[nn.Module] = ()  # parts whose gradients ranks that share layers compute in parts
+    _compared = False  # whether the divided module was compared with the undivided one
     _whole: nn.Module | None = None  # has the shapes of all parameters where this rank has those of some layers only
-
-    @classmethod
-    def check_workers(cls, options: MeshOptions, workers: int) -> None:
-        """Refuses dimensions that do not multiply to the number of workers."""
-        options.sizes(workers)
-
-    @classmethod
-    def check_module(cls, options: MeshOptions, recipe: Recipe, module: nn.Module, workers: int) -> None:
-        """Refuses what `zero3` does and, with `tensor`, plans that do not fit, and losses of rows from the module."""
-        super().check_module(options, recipe, module, workers)
-        if (options.tensor or 1) * (options.pipeline or 1) == 1:
-            return
-        if recipe.training_step == MODEL_LOSS and gets_row_labels(module):
-            raise ConfigError(
-                f"{type(module).__name__} computes the loss of its rows, which with strategyParams.tensor or pipeline "
-                "are those of several ranks",
-                hint="set loss, such as 'CrossEntropyLoss'",
-                param="loss",
-            )
-        if (options.tensor or 1) == 1:
-            return
-        check_optimizer(recipe, module)
-        cls._styles_of(module, options)
-
-    @classmethod
-    def _styles_of(cls, module: nn.Module, options: MeshOptions) -> dict[str, str]:
-        """Returns the style of each layer that is divided; see `check_plan`."""
-        size = options.tensor or 1
-        if size == 1:
-            return {}
-        return check_plan(module, options.plan, size, staged=cls.runs_passes, sequence=options.sequence)
-
-    @classmethod
-    def check_call(cls, options: MeshOptions, recipe: Recipe, module: nn.Module, batch: Batch) -> None:
-        """Refuses training steps that compute with parts of the module."""
-        step = recipe.build_training_step()
-        if step is not None and (options.tensor or 1) > 1:
-            check_parts_within(step, module, batch)
 
     @cached_property
     def _sizes(self) -> Sizes:
@@ -147,9 +96,14 @@ class Mesh(Zero3[MeshOptions]):
         return part_of(self._ranks, "data", "shard")
 
     @cached_property
+    def _layers(self) -> dist.ProcessGroup:
+        """The ranks that share layers."""
+        return part_of(self._ranks, "tensor").get_group()
+
+    @cached_property
     def _sharing(self) -> dist.ProcessGroup:
         """The ranks that compute on the same rows."""
-        return part_of(self._ranks, "tensor").get_group()
+        return self._layers
 
     @property
     def exchanges_rows(self) -> bool:
@@ -161,7 +115,7 @@ class Mesh(Zero3[MeshOptions]):
         if not (self.exchanges_rows and batch.pads):
             return batch
         longest = torch.tensor([batch.inputs[place].shape[1] for place in batch.pads])
-        dist.all_reduce(longest, dist.ReduceOp.MAX, group=None if self.runs_passes else self._sharing)
+        dist.all_reduce(longest, dist.ReduceOp.MAX, group=None if self._options.stacked > 1 else self._sharing)
         return batch.padded(dict(zip(batch.pads, longest.tolist(), strict=True)))
 
     @classmethod
@@ -171,37 +125,42 @@ class Mesh(Zero3[MeshOptions]):
         What is not divided by `tensor` is a plain tensor then, beside `DTensor`s.
         """
         together = (options.pipeline or 1) * (options.tensor or 1)
-        return super().shards(options, workers) and (together != workers or cls.needs_group(options))
+        return super().shards(options, workers) and (together != workers or needs_group(options))
 
     @property
-    def wraps(self) -> bool:
+    def _wraps(self) -> bool:
         """Whether parameters are wrapped: in loops of users, who give torch's functions lists of them, always."""
-        return super().wraps or (self.in_users_loop and not self.alone)
+        return super()._wraps or (self._in_users_loop and not self._alone)
 
-    @property
-    def gradient_divisor(self) -> int:
-        """Number of ranks over which gradients are averaged."""
-        return self._sizes.data * self._sizes.shard
+    def gradients(self, module: nn.Module) -> GradientSync:
+        """Returns what reduces the gradients of the ranks with other rows, and completes those of divided layers."""
+        root = module if self._wraps and self._options.stacked == 1 else None  # a schedule reduces those of stages
+        divisor = self._sizes.data * self._sizes.shard  # number of ranks over which gradients are averaged
+        if self._sizes.tensor == 1:
+            return ShardedGradients(root, divisor, self._calls)
+        return _DividedGradients(self, module, root, divisor)
 
-    def prepare(self, module: nn.Module) -> nn.Module:
+    def prepare(self, module: nn.Module, start: Start) -> nn.Module:
         """Divides layers, and shards what is left of each rank's parameters, in place."""
         if self.exchanges_rows:
             exchange = RowExchange(self._sharing, self._device)
             group = self._sharing
-            comparison = self._undivided(module, lambda args, kwargs: Comparison(module, args, kwargs, group, exchange))
-            exchange.attach(module, self._divide_layers(module, self._styles(module)))
+            comparison = self._undivided(
+                module, start, lambda args, kwargs: Comparison(module, args, kwargs, group, exchange)
+            )
+            exchange.attach(module, self._divide_layers(module, self._styles(module), start))
             self._compared = comparison is not None and comparison.check(
                 module.to(self._device), partial(self._complete, module)
             )
-        return super().prepare(module)
+        return super().prepare(module, start)
 
-    def _undivided(self, module: nn.Module, compare: Callable[[Any, Any], C]) -> C | None:
+    def _undivided(self, module: nn.Module, start: Start, compare: Callable[[Any, Any], C]) -> C | None:
         """Calls `compare` with a few rows before layers are divided; returns `None` if no values or rows are known."""
-        if self._sizes.tensor == 1 or self.example is None or any(p.is_meta for p in module.parameters()):
+        if self._sizes.tensor == 1 or start.example is None or any(p.is_meta for p in module.parameters()):
             return None
         if self._options.cpu_offload and not is_host(self._device):  # the device may not hold its part at once
             return None
-        args, kwargs = arguments(self.together(self.example().slice(0, 2)), without_caches(module))
+        args, kwargs = arguments(self.together(start.example().slice(0, 2)), without_caches(module))
         kwargs.pop("labels", None)  # with which a model of transformers computes a loss, too
         try:
             return compare(args, kwargs)
@@ -219,15 +178,15 @@ class Mesh(Zero3[MeshOptions]):
         if whole:
             others = f" (the first of {len(whole)})" if len(whole) > 1 else ""
             _log.warning("strategyParams.tensor is %d: %r, %s, stays whole%s", size, *whole[0], others)
-        return self._styles_of(module, self._options)
+        return styles_of(module, self._options)
 
-    def _divide_layers(self, module: nn.Module, styles: Mapping[str, str]) -> list[nn.Module]:
+    def _divide_layers(self, module: nn.Module, styles: Mapping[str, str], start: Start) -> list[nn.Module]:
         """Divides those layers that this rank has, in place; returns those whose columns are exchanged for rows."""
         parts = {name: module.get_submodule(name) for name in styles}
         own = {name: style for name, style in styles.items() if next(parts[name].parameters(), None) is not None}
         if own:
             ways = {"sequence": self._options.sequence, "recompute_allgather": self._options.recompute_allgather}
-            shard_layers(module, part_of(self._ranks, "tensor"), own, self.materialise, **ways)
+            shard_layers(module, part_of(self._ranks, "tensor"), own, start.materialise, **ways)
         self._summed = [parts[name] for name, style in own.items() if style == SUMMED]
         return [parts[name] for name, style in own.items() if style == OWN_ROWS]
 
@@ -241,32 +200,19 @@ class Mesh(Zero3[MeshOptions]):
                 group["foreach"] = False  # its kernels take those of one mesh only
         return built
 
-    @property
-    def acts_in_steps(self) -> bool:
-        """Whether gradients must be summed before a step."""
-        return bool(self._summed)
-
-    def before_step(self, module: nn.Module) -> None:
-        """Completes the gradients of divided layers, and those that ranks which share them have computed in parts."""
-        if self._sizes.tensor > 1:
-            self._complete(module)
-            if not self._compared:
-                self._compared = True
-                check_gradients(module, part_of(self._ranks, "tensor").get_group())
-
     def _complete(self, module: nn.Module) -> None:
+        """Completes the gradients of divided layers, and sums up those that ranks have computed in parts."""
         divide_gradients(module)
-        group = part_of(self._ranks, "tensor").get_group()
         for part in self._summed:
             for parameter in part.parameters(recurse=False):
                 if parameter.grad is not None:
-                    dist.all_reduce(local(parameter.grad), group=group)
+                    dist.all_reduce(local(parameter.grad), group=self._layers)
 
     @contextmanager
     def evaluating(self, module: nn.Module) -> Iterator[nn.Module]:
         """Context in which ranks that share layers have the same bits of what is not divided."""
         if self._sizes.tensor > 1 and not is_host(self._device):  # kernels of accelerators may differ in the last bits
-            group = part_of(self._ranks, "tensor").get_group()
+            group = self._layers
             source = dist.get_global_rank(group, 0)
             for parameter in module.parameters():
                 if undivided(parameter, "tensor"):
@@ -276,7 +222,7 @@ class Mesh(Zero3[MeshOptions]):
 
     def gradient_norm(self, module: nn.Module) -> torch.Tensor:
         """Returns the norm of the whole model's gradients, of which some ranks have copies."""
-        if self.alone:
+        if self._alone:
             return super().gradient_norm(module)
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for count, gradients in self._gradients(module).items():
@@ -297,7 +243,7 @@ class Mesh(Zero3[MeshOptions]):
 
     def clip_gradients(self, module: nn.Module, *, norm: float | None, value: float | None) -> torch.Tensor | None:
         """Clips each rank's part of the gradients; torch's functions take no tensors of several meshes."""
-        if self.alone:
+        if self._alone:
             return super().clip_gradients(module, norm=norm, value=value)
         own = [part for parts in self._gradients(module).values() for part in parts]
         if value is not None and own:
@@ -310,3 +256,74 @@ class Mesh(Zero3[MeshOptions]):
         if own:
             torch._foreach_mul_(own, factor.to(own[0].device, torch.float32))
         return total
+
+
+class _DividedGradients(ShardedGradients):
+    """Gradients of divided layers, some of which ranks that share these have computed in parts."""
+
+    def __init__(self, mesh: Mesh, module: nn.Module, root: nn.Module | None, divisor: int) -> None:
+        super().__init__(root, divisor, mesh._calls)
+        self._mesh, self._module, self.completes = mesh, module, bool(mesh._summed)
+
+    def complete(self) -> None:
+        """Completes them, and compares those of what is not divided, where the divided module was not compared."""
+        mesh = self._mesh
+        mesh._complete(self._module)
+        if not mesh._compared:
+            mesh._compared = True
+            check_gradients(self._module, mesh._layers)
+
+
+def styles_of(module: nn.Module, options: MeshOptions) -> dict[str, str]:
+    """Returns the style of each layer that is divided; see `check_plan`."""
+    size = options.tensor or 1
+    if size == 1:
+        return {}
+    return check_plan(module, options.plan, size, staged=options.stacked > 1, sequence=options.sequence)
+
+
+def check_mesh(job: Job) -> None:
+    """Refuses what `zero3` does, and sizes, plans, losses and training steps that do not suit ranks that share rows."""
+    check_sharding(job)
+    options, module = job.options, job.module
+    if module is None and job.workers is not None:
+        options.sizes(job.workers)
+    if module is None or job.batch is None or (options.tensor or 1) * options.stacked == 1:
+        return
+    if job.recipe.training_step == MODEL_LOSS and gets_row_labels(module):
+        raise ConfigError(
+            f"{type(module).__name__} computes the loss of its rows, which with strategyParams.tensor or pipeline "
+            "are those of several ranks",
+            hint="set loss, such as 'CrossEntropyLoss'",
+            param="loss",
+        )
+    if (options.tensor or 1) > 1:
+        check_optimizer(job.recipe, module)
+        styles_of(module, options)
+        step = job.recipe.build_training_step()
+        if step is not None and options.stacked == 1:
+            check_parts_within(step, module, job.batch)
+
+
+MESH = replace(
+    ZERO3,
+    options=MeshOptions,
+    rank=Mesh,
+    check=check_mesh,
+    refusals=(
+        Refusal(
+            "compile",
+            lambda job: job.options.sequence and job.config.compile,
+            "compile does not compile layers between which strategyParams.sequence divides sequences",
+            "leave compile or sequence out",
+        ),
+        Refusal(
+            "strategyParams",
+            lambda job: (job.options.tensor or 1) * job.options.stacked > 1 and job.recipe.steps_itself,
+            "a LightningModule computes in steps of its own, in which ranks that share layers or rows cannot exchange "
+            "them",
+            "pass its network as module, with a loss, or use strategyParams.shard instead of tensor and pipeline",
+        ),
+        *ZERO3.refusals,
+    ),
+)

@@ -121,8 +121,6 @@ class MeshOptions(ShardingOptions):
         return {name: value for name in Sizes._fields if (value := getattr(self, name)) is not None}
 
 
-_TENSOR = "set strategyParams.tensor to the number of workers that share a layer"
-
 _REFUSALS = (
     *(
         Refusal(
@@ -135,27 +133,15 @@ _REFUSALS = (
     ),
     Refusal(
         "strategyParams",
-        lambda p: p.sequence and (p.tensor or 1) == 1,
-        "strategyParams.sequence divides sequences between divided layers, and there are no tensor ranks",
-        _TENSOR,
+        lambda p: (p.sequence or p.plan) and (p.tensor or 1) == 1,
+        "strategyParams has sequence or plan, for layers that workers share, and there are no tensor ranks",
+        "set strategyParams.tensor to the number of workers that share a layer",
     ),
     Refusal(
         "strategyParams",
         lambda p: not p._given(),
         "strategy 'mesh' has no dimension",
         "strategyParams={{'shard': n}} divides the model among n workers, as many as a host has GPUs",
-    ),
-    Refusal(
-        "strategyParams",
-        lambda p: p.plan and (p.tensor or 1) == 1,
-        "strategyParams has a plan for dividing layers, and no tensor ranks",
-        _TENSOR,
-    ),
-    Refusal(
-        "strategyParams",
-        lambda p: not p.sequence and not p.recompute_allgather,
-        "strategyParams.recompute_allgather keeps what strategyParams.sequence gathers, which is not set",
-        "set sequence to True, too, or leave recompute_allgather out",
     ),
     Refusal(
         "strategyParams",

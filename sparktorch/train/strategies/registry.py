@@ -1,6 +1,6 @@
-"""The strategies by name. To add one, add a file beside this one and an entry here."""
+"""The strategies by name. To add one, add a file beside this one, which ends with its `Kind`, and an entry here."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import fields
 from typing import Any
@@ -15,16 +15,10 @@ from sparktorch.base.state_dict import check_returned
 from sparktorch.base.world import World
 from sparktorch.errors import ConfigError, ModuleError, Refusal, refuse
 from sparktorch.train.recipe.recipe import Recipe
-from sparktorch.train.strategies.base import Job, Strategy
-from sparktorch.train.strategies.ddp import DDP
-from sparktorch.train.strategies.fsdp import Zero2, Zero3
-from sparktorch.train.strategies.independent import Independent
-from sparktorch.train.strategies.local_sgd import LocalSGD
-from sparktorch.train.strategies.mesh import Mesh
+from sparktorch.train.strategies import ddp, fsdp, independent, local_sgd, mesh, pipeline_mesh, zero1
+from sparktorch.train.strategies.base import Job, Kind, Strategy
 from sparktorch.train.strategies.mesh_options import MeshOptions
-from sparktorch.train.strategies.parameter_server.strategy import ParameterServer
-from sparktorch.train.strategies.pipeline_mesh import PipelineMesh
-from sparktorch.train.strategies.zero1 import Zero1
+from sparktorch.train.strategies.parameter_server import strategy as parameter_server
 
 __all__ = [
     "STRATEGIES",
@@ -41,20 +35,29 @@ __all__ = [
     "workers_for",
 ]
 
-STRATEGIES: dict[str, type[Strategy[Any]]] = {
-    "ddp": DDP,
-    "zero1": Zero1,
-    "zero2": Zero2,
-    "zero3": Zero3,
-    "mesh": Mesh,
-    "localSGD": LocalSGD,
-    "parameterServer": ParameterServer,
-    "independent": Independent,
+STRATEGIES: dict[str, Kind] = {
+    "ddp": ddp.KIND,
+    "zero1": zero1.KIND,
+    "zero2": fsdp.ZERO2,
+    "zero3": fsdp.ZERO3,
+    "mesh": mesh.MESH,
+    "localSGD": local_sgd.KIND,
+    "parameterServer": parameter_server.KIND,
+    "independent": independent.KIND,
 }
 
+_OF_ALL = (
+    Refusal(
+        "modelDir",
+        lambda job: job.config.model_folder and not job.kind.divides_parameters,
+        "modelDir is set, and under strategy {p.config.strategy!r} each worker holds the whole model",
+        "set strategy='zero3', or 'mesh'; or leave modelDir out",
+    ),
+)
 
-def strategy_type(name: str) -> type[Strategy[Any]]:
-    """Returns the class of a strategy.
+
+def strategy_type(name: str) -> Kind:
+    """Returns what is known of a strategy.
 
     Raises:
         ConfigError: The name is unknown.
@@ -69,9 +72,9 @@ def strategy_options(name: str, params: Mapping[str, Any]) -> Any:
     Raises:
         ConfigError: The strategy has no such option, or an option is out of range.
     """
-    kind = strategy_type(name).options_type
+    kind = strategy_type(name).options
     unknown = params.keys() - _names(kind)
-    owners = [each for each, other in STRATEGIES.items() if unknown <= _names(other.options_type)] if unknown else []
+    owners = [each for each, other in STRATEGIES.items() if unknown <= _names(other.options)] if unknown else []
     if owners:
         raise ConfigError(
             f"strategyParams.{min(unknown)} is no option of strategy {name!r}",
@@ -81,15 +84,15 @@ def strategy_options(name: str, params: Mapping[str, Any]) -> Any:
     return from_dict(kind, params, where="strategyParams")
 
 
-def strategy_for(name: str, params: Mapping[str, Any]) -> tuple[type[Strategy[Any]], Any]:
-    """Returns the class of a strategy with these options, and the options, checked.
+def strategy_for(name: str, params: Mapping[str, Any]) -> tuple[Kind, Any]:
+    """Returns what is known of a strategy with these options, and the options, checked.
 
     Raises:
         ConfigError: The strategy or an option is unknown, or an option is out of range.
     """
     kind, options = strategy_type(name), strategy_options(name, params)
     staged = isinstance(options, MeshOptions) and (options.pipeline or 1) > 1
-    return PipelineMesh if staged else kind, options
+    return pipeline_mesh.KIND if staged else kind, options
 
 
 def _names(options: type[Any]) -> set[str]:
@@ -103,20 +106,20 @@ def resumable() -> str:
     return f"{', '.join(names)} or {last}"
 
 
+def _job(config: TrainConfig, recipe: Recipe | None = None, **known: Any) -> Job:
+    """Returns what is known of a job."""
+    kind, options = strategy_for(config.strategy, config.strategy_params)
+    return Job(config, recipe, options, kind, **known)
+
+
 def check_strategy(config: TrainConfig, recipe: Recipe) -> None:
     """Refuses unknown options of the strategy, and settings that it does not support.
 
     Raises:
         ConfigError: An option or setting is refused; names the Params.
     """
-    kind, options = strategy_for(config.strategy, config.strategy_params)
-    refuse(_refusals(kind), Job(config, recipe, options, kind))
-
-
-def _refusals(kind: type[Strategy[Any]]) -> Iterator[Refusal]:
-    """Yields what a strategy and its bases refuse."""
-    for each in kind.__mro__:
-        yield from vars(each).get("refusals", ())
+    job = _job(config, recipe)
+    refuse((*job.kind.refusals, *_OF_ALL), job)
 
 
 def check_workers(config: TrainConfig, workers: int) -> None:
@@ -125,8 +128,8 @@ def check_workers(config: TrainConfig, workers: int) -> None:
     Raises:
         ConfigError: They do not.
     """
-    kind, options = strategy_for(config.strategy, config.strategy_params)
-    kind.check_workers(options, workers)
+    job = _job(config, workers=workers)
+    job.kind.check(job)
 
 
 def check_device(config: TrainConfig, device: str) -> None:
@@ -135,8 +138,8 @@ def check_device(config: TrainConfig, device: str) -> None:
     Raises:
         ConfigError: They do not.
     """
-    kind, options = strategy_for(config.strategy, config.strategy_params)
-    kind.check_device(options, device)
+    job = _job(config, device=device)
+    job.kind.check(job)
 
 
 def check_loop(config: TrainConfig) -> None:
@@ -145,8 +148,7 @@ def check_loop(config: TrainConfig) -> None:
     Raises:
         ConfigError: They do not.
     """
-    kind, options = strategy_for(config.strategy, config.strategy_params)
-    refuse(_IN_OWN_LOOP, Job(config, None, options, kind))
+    refuse(_IN_OWN_LOOP, _job(config))
 
 
 _IN_OWN_LOOP = (
@@ -197,9 +199,8 @@ def check_module(config: TrainConfig, recipe: Recipe, workers: int, module: nn.M
             )
     if config.model_folder:
         check_returned(module)
-    strategy, options = strategy_for(config.strategy, config.strategy_params)
-    strategy.check_module(options, recipe, module, workers)
-    strategy.check_call(options, recipe, module, batch)
+    job = _job(config, recipe, workers=workers, module=module, batch=batch)
+    job.kind.check(job)
     if config.model_folder and any(isinstance(getattr(part, "peft_config", None), dict) for part in module.modules()):
         raise ModuleError(
             "modelDir is set, and the module has adapters, whose base is not divided",
@@ -217,7 +218,7 @@ def workers_for(config: TrainConfig, most: int, fewest: int) -> int | None:
     return None
 
 
-def build_strategy(config: TrainConfig, world: World) -> Strategy[Any]:
-    """Returns the strategy that the configuration names, for this rank."""
+def build_strategy(config: TrainConfig, world: World, *, in_users_loop: bool = False) -> Strategy[Any]:
+    """Returns the strategy that the configuration names, for this rank; see `Strategy`."""
     kind, options = strategy_for(config.strategy, config.strategy_params)
-    return kind(config, world, options)
+    return kind.rank(config, world, options, in_users_loop=in_users_loop)

@@ -6,25 +6,25 @@ Rajbhandari et al. 2020, ZeRO: Memory Optimizations Toward Training Trillion Par
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
 from sparktorch.base.devices import is_host
 from sparktorch.train.recipe.recipe import Recipe
+from sparktorch.train.strategies import ddp
 from sparktorch.train.strategies.base import needs_optimizer_class
-from sparktorch.train.strategies.ddp import DDP
 
-__all__ = ["Zero1"]
+__all__ = ["KIND"]
 
 
-class Zero1(DDP):
+class Zero1(ddp.DDP):
     """`ZeroRedundancyOptimizer` over `DistributedDataParallel`: each rank updates its share and broadcasts it."""
-
-    refusals = (needs_optimizer_class("worker's share"),)
 
     def optimizer(self, recipe: Recipe, module: nn.Module) -> torch.optim.Optimizer:
         """Builds the optimizer of this rank's share of the trainable parameters; a single rank's has all of them."""
-        if self.alone:
+        if self._alone:
             return recipe.build_optimizer(module)
         from torch.distributed.optim import ZeroRedundancyOptimizer  # slow to import
 
@@ -44,3 +44,6 @@ class Zero1(DDP):
     def saves(self, name: str) -> bool:
         """Every rank saves the state of its own share."""
         return super().saves(name) or name.startswith("optimizer.")
+
+
+KIND = replace(ddp.KIND, rank=Zero1, refusals=(needs_optimizer_class("worker's share"), *ddp.KIND.refusals))

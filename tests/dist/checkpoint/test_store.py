@@ -17,6 +17,7 @@ from sparktorch.train.checkpoint import fetch
 from sparktorch.train.checkpoint.store import CheckpointStore, Manifest, read_tensors, snapshot
 from sparktorch.train.checkpoint.tensors import create_optimizer_state, load_tensors, named_tensors, needed_parts
 from sparktorch.train.recipe.recipe import Recipe
+from sparktorch.train.strategies.base import Start
 from sparktorch.train.strategies.registry import build_strategy
 from tests.support.nets import Tower
 from tests.support.ranks import in_group
@@ -30,12 +31,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def _made(world: World, strategy: str, seed: int) -> tuple[Any, Any, Any]:
+def _made(world: World, strategy: str, seed: int) -> tuple[Any, Any, Any, Any]:
     made = build_strategy(TrainConfig(strategy=strategy, strategy_params=OPTIONS[strategy]), world)
     recipe = Recipe(module=Tower, learning_rate=0.01)
     plain = recipe.build_module(seed)
-    module = made.prepare(plain)
-    return made, module, made.optimizer(recipe, plain)
+    module = made.prepare(plain, Start())
+    return made, plain, module, made.optimizer(recipe, plain)
 
 
 def _steps(module: Any, optimizer: Any, count: int) -> None:
@@ -47,9 +48,9 @@ def _steps(module: Any, optimizer: Any, count: int) -> None:
 
 
 def _save(world: World, strategy: str, url: str) -> bytes:
-    made, module, optimizer = _made(world, strategy, seed=1)
+    made, plain, module, optimizer = _made(world, strategy, seed=1)
     _steps(module, optimizer, 3)
-    share = snapshot(named_tensors(made.unwrap(module), optimizer), {"rank": world.rank}, made.saves)
+    share = snapshot(named_tensors(plain, optimizer), {"rank": world.rank}, made.saves)
     files = CheckpointStore(url).write_share(3, world.rank, share)
     (Path(url) / f"files-{world.rank}").write_text(json.dumps(files))
     _steps(module, optimizer, 2)
@@ -59,9 +60,9 @@ def _save(world: World, strategy: str, url: str) -> bytes:
 def _load(world: World, strategy: str, url: str) -> bytes:
     store = CheckpointStore(f"counted://{url}")
     manifest = store.read_manifest(3)
-    made, module, optimizer = _made(world, strategy, seed=2)
+    made, plain, module, optimizer = _made(world, strategy, seed=2)
     create_optimizer_state(optimizer)
-    tensors = named_tensors(made.unwrap(module), optimizer)
+    tensors = named_tensors(plain, optimizer)
     fetch._GAP_BYTES = 0  # what is not needed is not there, and would be zeros
     with store.local(manifest, needed_parts(tensors)) as directory:
         missing = tensors.keys() - load_tensors(directory, tensors)

@@ -14,6 +14,7 @@ from sparktorch.base.config import TrainConfig
 from sparktorch.base.world import World
 from sparktorch.errors import ModuleError
 from sparktorch.train.sharding.dtensor import TENSOR, divide_gradients, mesh_of_training
+from sparktorch.train.strategies.base import Start
 from sparktorch.train.strategies.registry import build_strategy
 from sparktorch.train.tensor_parallel.comparison import Comparison
 from sparktorch.train.tensor_parallel.row_exchange import RowExchange
@@ -116,10 +117,10 @@ def steps_without_a_comparison(world: World) -> str:
     config = TrainConfig(strategy="mesh", strategy_params={"tensor": 2, "plan": PAIR})
     strategy = build_strategy(config, world)  # no rows are known, as in loops of users
     torch.manual_seed(0)
-    module = strategy.prepare(Gated())
+    module = strategy.prepare(Gated(), Start())
     module(torch.randn(4, 5)).square().sum().backward()
     try:
-        strategy.before_step(module)
+        strategy.gradients(module).complete()
     except ModuleError as error:
         return str(error)
     return ""

@@ -15,6 +15,7 @@ from torch import nn
 from sparktorch.base.config import TrainConfig
 from sparktorch.base.world import World
 from sparktorch.train.recipe.recipe import Recipe
+from sparktorch.train.strategies.base import Start
 from sparktorch.train.strategies.fsdp import _KEPT
 from sparktorch.train.strategies.registry import build_strategy
 from tests.support.ranks import in_group
@@ -46,7 +47,7 @@ def _grown(world: World, strategy: str, options: dict[str, Any], on_host: int, c
     config = TrainConfig(strategy=strategy, strategy_params={"min_parameters": WIDTH, **options})
     shared = build_strategy(config, replace(world, local_size=on_host))
     plain = Recipe(module=Deep).build_module(0)
-    module = shared.prepare(plain)
+    module = shared.prepare(plain, Start())
     optimizer = shared.optimizer(Recipe(module=Deep, optimizer="SGD"), plain)
     took = []
     for _ in range(10):
@@ -80,7 +81,7 @@ def _grown_by(world: World, strategy: str, options: dict[str, Any]) -> float:
     shared, recipe = build_strategy(config, world), Recipe(module=Deep, optimizer="AdamW")
     plain = recipe.build_module(0)
     before = _resident()
-    module = shared.prepare(plain)
+    module = shared.prepare(plain, Start())
     optimizer = shared.optimizer(recipe, plain)
     for _ in range(30):
         optimizer.zero_grad()

@@ -20,6 +20,7 @@ from sparktorch.train.huggingface.folder import opened
 from sparktorch.train.plan.memory import plan
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.sharding.dtensor import whole
+from sparktorch.train.strategies.base import Start
 from sparktorch.train.strategies.registry import build_strategy, check_module
 from sparktorch.train.tensor_parallel.styles import check_plan
 from tests.dist.strategies.test_strategies import TABLE, job_for, plain
@@ -119,7 +120,7 @@ def used(world: World) -> dict[str, Any]:
     torch.manual_seed(0)
     plain = Scores()
     own = copy.deepcopy(plain)
-    module = build_strategy(config, world).prepare(own)
+    module = build_strategy(config, world).prepare(own, Start())
     rows = torch.randn(32, 5)
     mine = rows[:2] if world.rank == 0 else rows[2:]
     found: dict[str, Any] = {}
@@ -147,11 +148,11 @@ def used(world: World) -> dict[str, Any]:
         ("turned", {"kind": "turned"}, mine),
         ("empty", {}, mine[: 2 * world.rank]),
     ):
-        module = build_strategy(config, world).prepare(copy.deepcopy(plain))
+        module = build_strategy(config, world).prepare(copy.deepcopy(plain), Start())
         with pytest.raises(ModuleError) as error:
             module(given, **arguments)
         found[name] = str(error.value)
-    repeated = build_strategy(config, world).prepare(Repeated())(mine)
+    repeated = build_strategy(config, world).prepare(Repeated(), Start())(mine)
     repeated.sum().backward()
     found["repeated"] = tuple(repeated.shape)
     return found

@@ -30,7 +30,6 @@ from tests.support.nets import (
     Mlp,
     Normalised,
     Score,
-    Spare,
     Unsteady,
     Watched,
     mean_output_error,
@@ -224,15 +223,6 @@ def test_every_rank_validates_the_same_weights(options: dict[str, Any], tmp_path
     assert len(seen[0]) == 2, "one set of weights an epoch"
 
 
-@pytest.mark.parametrize("options", [{"staleness": 0}, {}])
-def test_parameters_without_a_gradient_stay_as_they_are(options: dict[str, Any]) -> None:
-    recipe = {"module": Spare, "optimizer": "AdamW", "optimizer_params": {"weight_decay": 0.5}}
-    state, _ = train_on(parts(2), job_for(recipe=recipe, options=options, unused_parameters=True))
-    initial = seeded(Spare).state_dict()
-    assert torch.equal(state["spare.weight"], initial["spare.weight"])
-    assert not torch.equal(state["layers.0.weight"], initial["layers.0.weight"])
-
-
 def test_each_rank_clips_its_own_gradient() -> None:
     # SGD at rate 1 goes as far as the gradient is long, in one step.
     job = job_for(
@@ -270,35 +260,32 @@ def test_the_best_weights_come_back_with_the_running_statistics_they_were_valida
 
 
 @pytest.mark.parametrize(
-    ("options", "dead", "step"), [({"staleness": 0}, 0, 1), ({"staleness": 2, "servers": None}, 1, 3), ({}, 2, 12)]
+    ("options", "dead", "dies"),
+    [
+        ({"staleness": 0}, 0, {"step": 1}),
+        ({"staleness": 2, "servers": None}, 1, {"step": 3}),
+        ({}, 2, {"step": 12}),
+        ({"staleness": 0}, 0, {"seconds": 0.2}),  # in the middle of a message
+        ({"staleness": 1, "servers": None}, 1, {"seconds": 0.2}),
+        ({}, 1, {"seconds": 0.2}),
+    ],
 )
-def test_a_rank_that_is_killed_ends_the_others_at_once(options: dict[str, Any], dead: int, step: int) -> None:
-    table = Table.random(ROWS, classes=3)
-    recipe = {"module": DiesAt, "module_params": {"rank": dead, "step": step}, "loss": "CrossEntropyLoss"}
+def test_a_rank_that_is_killed_ends_the_others_at_once(
+    options: dict[str, Any], dead: int, dies: dict[str, Any]
+) -> None:
+    table, ranks = Table.random(ROWS, classes=3), 3 if "step" in dies else 2
+    module = DiesAt if "step" in dies else DiesWithin
+    recipe = {"module": module, "module_params": {"rank": dead, **dies}, "loss": "CrossEntropyLoss"}
     with control_server() as server:
-        ended = run_ranks(server, parts(3, table), job_for(table, recipe=recipe, options=options))
+        job = job_for(table, recipe=recipe, options=options, epochs=EPOCHS if "step" in dies else 200)
+        ended = run_ranks(server, parts(ranks, table), job)
         _, primary = server.first_failure()
-        silent = cause_of_death(server, 3)
-    assert Counter(rank.exitcode for rank in ended) == {-signal.SIGKILL: 1, 0: 2}
+        silent = cause_of_death(server, ranks)
+    assert Counter(rank.exitcode for rank in ended) == {-signal.SIGKILL: 1, 0: ranks - 1}
     assert all(rank.error for number, rank in enumerate(ended) if number != dead)
     assert not primary, "what the surviving ranks report is no cause"
     assert type(silent) is RankLostError
     assert silent.where["rank"] == dead
-
-
-@pytest.mark.parametrize(
-    ("options", "dead"), [({"staleness": 0}, 0), ({"staleness": 1, "servers": None}, 1), ({}, 0), ({}, 1)]
-)
-def test_a_rank_that_is_killed_in_the_middle_of_a_message_ends_the_others(options: dict[str, Any], dead: int) -> None:
-    table = Table.random(ROWS, classes=3)
-    recipe = {"module": DiesWithin, "module_params": {"rank": dead, "seconds": 0.2}, "loss": "CrossEntropyLoss"}
-    with control_server() as server:
-        job = job_for(table, recipe=recipe, options=options, epochs=200)
-        ended = run_ranks(server, parts(2, table), job)
-        _, primary = server.first_failure()
-    assert ended[dead].exitcode == -signal.SIGKILL
-    assert ended[1 - dead].error
-    assert not primary
 
 
 def rank_then_threads(pipe: Connection, *arguments: Any) -> None:
@@ -321,49 +308,31 @@ def test_the_threads_of_servers_end_with_the_training(
     assert [rank.error for rank in ended] == ["", "", ""]
 
 
+FAILING: dict[str, Any] = {"module": FailsAt, "module_params": {"rank": 2, "step": 9}}
+UNSTEADY: dict[str, Any] = {"module": Mlp, "optimizer": Unsteady}
+
+
 @pytest.mark.parametrize(
-    ("options", "failing"), [({"staleness": 0}, 0), ({"staleness": 2, "servers": None}, 2), ({}, 2)]
+    ("recipe", "options", "what"),
+    [
+        (FAILING, {"staleness": 0}, "planted in forward"),
+        (FAILING, {"staleness": 2, "servers": None}, "planted in forward"),
+        (UNSTEADY, {"staleness": 0}, "planted in the optimizer"),
+        (UNSTEADY, {"staleness": 1, "servers": None}, "planted in the optimizer"),
+        ({**UNSTEADY, "module_params": {"hidden": 300_000}}, {}, "planted in the optimizer"),
+    ],
 )
-def test_an_exception_in_one_rank_is_the_cause_that_is_told(options: dict[str, Any], failing: int) -> None:
+def test_an_exception_in_one_rank_or_server_is_the_cause_that_is_told(
+    recipe: dict[str, Any], options: dict[str, Any], what: str
+) -> None:
     table = Table.random(ROWS, classes=3)
-    recipe = {"module": FailsAt, "module_params": {"rank": failing, "step": 9}, "loss": "CrossEntropyLoss"}
     with control_server() as server:
-        ended = run_ranks(server, parts(3, table), job_for(table, recipe=recipe, options=options))
+        job = job_for(table, recipe={**recipe, "loss": "CrossEntropyLoss"}, options=options)
+        ended = run_ranks(server, parts(3, table), job)
         failure, primary = server.first_failure()
     assert type(failure) is RankError
     assert primary
-    assert failure.what == "ArithmeticError while training: planted in forward"
-    assert failure.where["rank"] == failing
+    assert f"ArithmeticError while training: {what}" in failure.what
+    if recipe is FAILING:
+        assert failure.where["rank"] == 2
     assert all(rank.error for rank in ended), "the other ranks have left too"
-
-
-@pytest.mark.parametrize(
-    ("options", "hidden"),
-    [({"staleness": 0}, 8), ({"staleness": 1, "servers": None}, 8), ({}, 300_000)],
-)
-def test_an_exception_in_a_server_is_told_by_the_rank_that_hosts_it(options: dict[str, Any], hidden: int) -> None:
-    table = Table.random(ROWS, classes=3)
-    recipe = {
-        "optimizer": Unsteady,
-        "module": Mlp,
-        "module_params": {"hidden": hidden},
-        "loss": "CrossEntropyLoss",
-    }
-    with control_server() as server:
-        ended = run_ranks(server, parts(3, table), job_for(table, recipe=recipe, options=options))
-        failure, primary = server.first_failure()
-    assert failure is not None
-    assert primary
-    assert "ArithmeticError while training: planted in the optimizer" in failure.what
-    assert all(rank.error for rank in ended)
-
-
-@pytest.mark.parametrize(
-    ("options", "split"),
-    [({"staleness": 0}, {"micro_batch_size": 5}), ({"staleness": 1}, {"clip_value": 1e9, "clip_norm": 1e9})],
-)
-def test_micro_batches_and_bounds_out_of_reach_change_nothing(options: dict[str, Any], split: dict[str, Any]) -> None:
-    module = seeded(Linear)
-    expected = plain(module, torch.optim.SGD(module.parameters(), lr=0.05), linear=True)
-    job = job_for(recipe={"module": Linear, "loss": output_times_label}, options=options, **split)
-    torch.testing.assert_close(train_on(parts(2), job)[0], expected, atol=1e-5, rtol=0)

@@ -58,7 +58,7 @@ TWO = {"pipeline": 2}
         (partial(nn.LSTM, 5, 4), TWO, ModuleError, r"(?s)LSTM cannot be cut into stages.*def stages\(self\)"),
         (Paired, {**TWO, "wrap_classes": ["Linear", "Units"]}, ModuleError, "no part of class 'Units'"),
         (Chain, {**TWO, "schedule": "gpipe", "stages_per_rank": 2}, ConfigError, "take turns by '1f1b'"),
-        (normalised, TWO, ModuleError, "1 is batch normalisation"),
+        (normalised, TWO, ModuleError, "1 has batch normalisation"),
         (sparse, TWO, ModuleError, "1 has sparse gradients"),
         (ageing, TWO, ModuleError, "1 has extra state"),
         (Adapted, TWO, ModuleError, "the module has adapters"),
@@ -86,7 +86,7 @@ def test_a_module_that_draws_numbers_is_not_taken_for_one_that_mixes_rows(module
     ("config", "says"),
     [
         ({"compile": True}, "compile is set"),
-        ({"precision": "fp16"}, "precision 'fp16' scales the loss, and strategyParams.pipeline"),
+        ({"precision": "fp16"}, "precision 'fp16' scales the loss, and strategy 'mesh'"),
         ({"strategy_params": {**TWO, "param_dtype": "bf16"}}, "strategyParams.param_dtype is set"),
     ],
 )

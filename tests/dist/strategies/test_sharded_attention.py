@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from sparktorch.base.batch import Batch
@@ -20,14 +19,15 @@ from sparktorch.base.config import CheckpointConfig
 from sparktorch.base.world import World
 from sparktorch.errors import ConfigError, ModuleError
 from sparktorch.train.recipe.recipe import Recipe
-from sparktorch.train.sharding.dtensor import TENSOR, local, local_parts, mesh_of_training, whole
+from sparktorch.train.sharding.dtensor import local, local_parts, whole
+from sparktorch.train.strategies.base import Start
 from sparktorch.train.strategies.mesh import Mesh, MeshOptions
 from sparktorch.train.strategies.registry import check_module
 from sparktorch.train.tensor_parallel.styles import check_plan, shard_layers
 from sparktorch.worker import TrainJob
 from tests.dist.strategies.test_strategies import FEW_STEPS, TABLE, job_for, plain
 from tests.support.attention_nets import Encoder, Translator
-from tests.support.ranks import control_server, in_group, run_ranks, train_on
+from tests.support.ranks import control_server, in_group, of_two_ranks, run_ranks, train_on
 from tests.support.resume import Counts
 
 # Not Adam: a bias of the keys has no gradient but rounding, of which Adam makes steps.
@@ -125,9 +125,7 @@ def calls_of(rows: int) -> dict[str, dict[str, Any]]:
 
 def attention(world: World) -> dict[str, Any]:
     """What divided attention computes, beside the whole one."""
-    group = dist.group.WORLD
-    assert group is not None
-    mesh = mesh_of_training([group], "cpu", torch.arange(2), [TENSOR])
+    mesh = of_two_ranks()
     found: dict[str, Any] = {}
     kinds: list[dict[str, Any]] = [{"batch_first": True}, {"bias": False}, {"kdim": 7, "vdim": 9, "batch_first": True}]
     for number, kind in enumerate(kinds):
@@ -175,9 +173,7 @@ def test_divided_attention_computes_what_the_whole_one_does_of_all_arguments() -
 
 def numbers(world: World, compiled: bool = False) -> dict[str, Any]:
     """What is drawn within and after attention with dropout, in a rank."""
-    group = dist.group.WORLD
-    assert group is not None
-    mesh = mesh_of_training([group], "cpu", torch.arange(2), [TENSOR])
+    mesh = of_two_ranks()
     torch.manual_seed(3)
     module = nn.ModuleDict({"it": nn.MultiheadAttention(4, 2, dropout=0.5, batch_first=True)})
     shard_layers(module, mesh, check_plan(module, {"it": "heads"}, mesh.size()), lambda part: None)
@@ -210,7 +206,7 @@ def placed(world: World) -> dict[str, Any]:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.TransformerEncoderLayer(8, 4, 12, batch_first=True))
     state = copy.deepcopy(plain.state_dict())
-    strategy.prepare(plain)
+    strategy.prepare(plain, Start())
     name = "0.self_attn.in_proj_weight"
     parameter = dict(plain.named_parameters())[name]
     parts = local_parts(parameter.detach())
@@ -249,9 +245,7 @@ def test_packed_weights_are_found_in_all_places_and_put_together_in_their_order(
 
 def compiled(world: World) -> list[bool]:
     """Whether divided layers under `torch.compile` have the gradients of the whole ones."""
-    group = dist.group.WORLD
-    assert group is not None
-    mesh = mesh_of_training([group], "cpu", torch.arange(2), [TENSOR])
+    mesh = of_two_ranks()
     x = torch.randn(3, 6, 16, generator=torch.Generator().manual_seed(1))
     torch.manual_seed(0)
     plain = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
@@ -316,7 +310,7 @@ def told(world: World, heads: int, plan: dict[str, str]) -> list[str]:
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("sparktorch").addHandler(handler)
     config = heads_job(Encoder, {"tensor": 2}).config
-    Mesh(config, world, MeshOptions(tensor=2, plan=plan)).prepare(nn.TransformerEncoderLayer(12, heads, 8))
+    Mesh(config, world, MeshOptions(tensor=2, plan=plan)).prepare(nn.TransformerEncoderLayer(12, heads, 8), Start())
     return lines
 
 
@@ -332,11 +326,8 @@ def test_one_row_without_an_axis_of_rows_is_refused() -> None:
 
 
 def alone(world: World) -> str:
-    group = dist.group.WORLD
-    assert group is not None
     module = nn.ModuleDict({"it": nn.MultiheadAttention(4, 2)})
-    mesh = mesh_of_training([group], "cpu", torch.arange(2), [TENSOR])
-    shard_layers(module, mesh, check_plan(module, {"it": "heads"}, 2), lambda part: None)
+    shard_layers(module, of_two_ranks(), check_plan(module, {"it": "heads"}, 2), lambda part: None)
     x = torch.ones(5, 4)
     with pytest.raises(ModuleError) as error:
         module["it"](x, x, x)

@@ -23,6 +23,7 @@ from sparktorch.errors import ConfigError, ModuleError
 from sparktorch.train.huggingface.folder import opened
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.sharding.dtensor import TENSOR, local, mesh_of_training, step_on_both, whole
+from sparktorch.train.strategies.base import Start
 from sparktorch.train.strategies.registry import build_strategy, check_module, check_strategy
 from sparktorch.train.tensor_parallel.styles import check_plan, shard_layers
 from sparktorch.worker import TrainJob
@@ -430,7 +431,7 @@ def calls(world: World) -> dict[str, Any]:
     config = tensor_job({"tensor": 2}).config
     torch.manual_seed(0)
     odd = Odd()
-    module = build_strategy(config, world).prepare(copy.deepcopy(odd))
+    module = build_strategy(config, world).prepare(copy.deepcopy(odd), Start())
     x = torch.randn(2 + world.rank, 5).requires_grad_()
     module(x).sum().backward()
     (expected,) = torch.autograd.grad(odd(x).sum(), x)
@@ -472,7 +473,7 @@ def test_own_loops_get_gradients_of_inputs_and_differing_calls_are_refused_in_al
 
 def beyond(world: World) -> str:
     config = tensor_job({"tensor": 2, "plan": {"0": "rowwise"}}).config
-    module = build_strategy(config, world).prepare(nn.Sequential(nn.Embedding(12, 4)))
+    module = build_strategy(config, world).prepare(nn.Sequential(nn.Embedding(12, 4)), Start())
     module(torch.tensor([3]))
     with pytest.raises(RuntimeError) as error:
         module(torch.tensor([-1]))
@@ -539,10 +540,10 @@ def of_rows(world: World) -> list[tuple[int, ...]]:
     """The shapes of what a rank has of a table and of its gradient, before a step and after that of an average."""
     config = tensor_job({"tensor": 2, "plan": {"table": "rowwise"}}).config
     strategy = build_strategy(config, world)
-    module = strategy.prepare(Bags())
+    module = strategy.prepare(Bags(), Start())
     optimizer = strategy.optimizer(Recipe(module=Bags, **STEEP | {"optimizer_params": {"momentum": 0.9}}), module)
     module(torch.rand(3 + world.rank, 5)).sum().backward()
-    strategy.before_step(module)
+    strategy.gradients(module).complete()
     optimizer.step()
     table: Any = module.table.weight
     return [tuple(local(each).shape) for each in (table, table.grad, optimizer.state[table]["momentum_buffer"])]
@@ -555,11 +556,10 @@ def test_a_rank_with_rows_of_a_table_has_those_of_its_gradient_and_average() -> 
 
 def lists_of_all(world: World) -> dict[str, bool]:
     """Whether torch's functions take lists of all parameters of a module that a user's loop has."""
-    strategy = build_strategy(tensor_job({"tensor": 2}).config, world)
-    strategy.in_users_loop = True
-    module = strategy.prepare(Paired())
+    strategy = build_strategy(tensor_job({"tensor": 2}).config, world, in_users_loop=True)
+    module = strategy.prepare(Paired(), Start())
     optimizer = torch.optim.AdamW(module.parameters(), fused=True)
-    with strategy.no_sync(module):
+    with strategy.gradients(module).no_sync():
         module(torch.rand(4, 5)).sum().backward()
     module(torch.rand(4, 5)).sum().backward()
     nn.utils.clip_grad_value_(module.parameters(), 1e-3)

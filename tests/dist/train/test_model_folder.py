@@ -25,11 +25,11 @@ from sparktorch.base.world import World
 from sparktorch.data.columns import VALIDATION
 from sparktorch.errors import PersistenceError
 from sparktorch.train import model_folder
-from sparktorch.train.engine import Engine
 from sparktorch.train.huggingface.folder import opened
+from sparktorch.train.loop.engine import Engine
+from sparktorch.train.loop.weights import Weights
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.sharding.dtensor import local
-from sparktorch.train.weights import Weights
 from sparktorch.worker import TrainJob
 from tests.dist.strategies.test_strategies import PARTED, job_for
 from tests.support.frames import Table

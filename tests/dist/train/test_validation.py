@@ -17,8 +17,8 @@ from sparktorch.base.batch import Batch
 from sparktorch.base.config import TrainConfig
 from sparktorch.errors import ConfigError
 from sparktorch.train.callbacks import FitContext
+from sparktorch.train.loop.validation import rows_at_a_time
 from sparktorch.train.recipe.recipe import Recipe
-from sparktorch.train.validation import rows_at_a_time
 from sparktorch.worker import TrainJob
 from tests.support.frames import Table
 from tests.support.nets import Mlp, Score, Sized

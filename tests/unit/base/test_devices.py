@@ -20,6 +20,7 @@ from sparktorch.distributed.process_group import opening, process_group, set_up_
 from sparktorch.errors import ModuleError
 from sparktorch.train.numerics.determinism import tf32_allowed
 from sparktorch.train.recipe.recipe import makes_sparse_gradients
+from sparktorch.train.strategies.base import Start
 from sparktorch.train.strategies.ddp import DDP, DDPOptions
 from tests.support.nets import Lookup
 
@@ -134,7 +135,7 @@ def test_variables_are_set_while_a_group_opens_and_the_users_own_stand(monkeypat
 def test_sparse_gradients_are_refused_where_nccl_would_have_to_add_them_up() -> None:
     strategy = DDP(TrainConfig(), World(world_size=2, device="cuda:0"), DDPOptions())
     with pytest.raises(ModuleError, match="the gradients of 'table', a Embedding, are sparse"):
-        strategy.prepare(Lookup())
+        strategy.prepare(Lookup(), Start())
 
 
 class Wide(nn.Module):

@@ -13,7 +13,7 @@ from sparktorch.base.weights_folder import WeightsFolder
 from sparktorch.base.world import World
 from sparktorch.ml.model import TorchModelBase
 from sparktorch.ml.tuning.tuned_model import discard
-from sparktorch.train.model_folder import ModelFolder
+from sparktorch.train.loop.model_folder import ModelFolder
 
 
 class Model:

@@ -27,7 +27,7 @@ def test_models_and_gradients_are_averaged_dtype_by_dtype_in_the_order_of_the_mo
     for parameter in module:
         parameter.grad = torch.ones_like(parameter)
     strategy = LocalSGD(TrainConfig(), World(world_size=2), LocalSGDOptions(period=1, start_step=start))
-    strategy.before_step(module)
+    strategy.gradients(module).complete()
     strategy.after_step(module)
     assert seen[-len(dtypes) :] == dtypes
     assert len(seen) == len(dtypes) + start

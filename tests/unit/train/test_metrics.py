@@ -12,8 +12,8 @@ from torchmetrics.classification import MulticlassF1Score
 
 from sparktorch.base.config import Task
 from sparktorch.errors import ConfigError
-from sparktorch.train.metrics import Metrics
 from sparktorch.train.recipe.dry_run import DryRunResult, complete, dry_run
+from sparktorch.train.recipe.metrics import Metrics
 from sparktorch.train.recipe.recipe import Recipe
 from tests.support.metrics import Lists, Mean, Rows
 from tests.support.nets import Logit, Mlp, Score

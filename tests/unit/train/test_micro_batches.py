@@ -8,7 +8,7 @@ import torch
 
 from sparktorch.base.config import TrainConfig
 from sparktorch.base.world import World
-from sparktorch.train.micro_batches import Split
+from sparktorch.train.loop.micro_batches import Split
 
 WORLD = World(rank=0, world_size=1, local_rank=0, host="here", address="127.0.0.1", device="cpu")
 ROWS = [7, 5, 6, 4, 7, 5, 8, 8, 3, 9]

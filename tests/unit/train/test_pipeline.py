@@ -128,19 +128,6 @@ class Otherwise(Paired):
         return [first, Unit(lambda x: x.detach() * 2 - x), Unit(lambda x: x - x.detach() + x.detach()), *others]
 
 
-class Evaluated(Paired):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * (1 if self.training else 2)
-
-
-class Centring(Paired):
-    def stages(self) -> list[nn.Module]:
-        return [Unit(lambda x: x - x.mean(0)), *super().stages()]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x - x.mean(0))
-
-
 class Counting(Paired):
     seen: torch.Tensor
 
@@ -193,8 +180,6 @@ class Listless(Paired):
         (Unlike, r"(?s)compute something else than it: other outputs or gradients.*def stages\(self\)"),
         (Zeroed, "compute something else than it"),
         (Otherwise, "other outputs or gradients"),
-        (Evaluated, "or in evaluation something else"),
-        (Centring, "computes another output of a row beside another one"),
         (Counting, "changes buffer 'seen'"),
         (Averaging, r"returns a tensor of shape \(\) for 2 rows"),
         (Failing, r"(?s)the stages of Failing, one after another, fail: RuntimeError.*def stages\(self\)"),
@@ -210,10 +195,10 @@ def test_a_module_that_is_not_the_composition_of_its_stages_is_refused(module: A
     ("stages", "split", "says"),
     [
         (9, [], "makes 9 stages, and Paired has 5 units with parameters"),
-        (2, ["layers.7"], r"(?s)names 'layers.7', and no unit of Paired begins with it.*first.0"),
-        (2, ["first", "norm"], "names 2 layers, and 2 stages begin with 1"),
-        (3, ["norm", "first.2"], "names 'first.2', which is no later unit"),
-        (2, ["first.0"], "no later unit"),
+        (2, ["layers.7"], r"names 'layers.7', and the 2 stages of Paired begin, but for the first, with 1 of: .*norm"),
+        (2, ["first", "norm"], "names 'first', 'norm', and the 2 stages"),
+        (3, ["norm", "first.2"], "names 'norm', 'first.2'"),
+        (2, ["first.0"], "names 'first.0'"),
     ],
 )
 def test_options_that_do_not_fit_the_units_are_refused(stages: int, split: list[str], says: str) -> None:

@@ -10,8 +10,8 @@ import torch
 
 from sparktorch.base.config import TrainConfig
 from sparktorch.errors import ConfigError
-from sparktorch.train.progress import Progress
-from sparktorch.train.validation import Best, improvements
+from sparktorch.train.loop.progress import Progress
+from sparktorch.train.loop.validation import Best, improvements
 
 STEPS = 6
 WEIGHTS = torch.tensor([4.0, 4.0, 4.0, 4.0, 4.0, 2.0], dtype=torch.float64)

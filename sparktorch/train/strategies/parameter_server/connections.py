@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import secrets
 import socket
-from collections.abc import Sequence
-from contextlib import closing, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 
 import torch
 import torch.distributed as dist
@@ -40,22 +40,18 @@ class Connection:
 
     def send(self, message: torch.Tensor) -> None:
         """Sends a uint8 tensor in host memory; raises a `DistNetworkError` if the connection is closed."""
-        try:
+        with _closed_by_peer():
             self._end.sendall(message.numpy().data)
-        except OSError as error:
-            raise dist.DistNetworkError(f"Connection closed by peer: {error}") from error
 
     def receive(self, message: torch.Tensor) -> None:
         """Waits for a message, as `send` sends it, and fills a uint8 tensor in host memory with it."""
         left = message.numpy().data
-        try:
+        with _closed_by_peer():
             while left:
                 count = self._end.recv_into(left)
                 if not count:
                     raise ConnectionError("end of file")
                 left = left[count:]
-        except OSError as error:
-            raise dist.DistNetworkError(f"Connection closed by peer: {error}") from error
 
     def shut(self) -> None:
         """Shuts the connection down: its thread gets an error if it waits, and must close the connection."""
@@ -65,6 +61,14 @@ class Connection:
     def close(self) -> None:
         """Closes the connection; only this ends a peer's `send` that waits for buffer space."""
         self._end.close()
+
+
+@contextmanager
+def _closed_by_peer() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise dist.DistNetworkError(f"Connection closed by peer: {error}") from error
 
 
 def connect(world: World, servers: Sequence[int]) -> tuple[dict[int, Connection], dict[int, Connection]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = ["Message", "ParameterShare", "assign", "read_numbers", "write_numbers"]
 
@@ -27,13 +28,7 @@ def assign(sizes: Sequence[int], servers: int) -> list[int]:
 
 def read_numbers(groups: Iterable[dict[str, Any]]) -> list[float]:
     """Returns the options of parameter groups that may change from step to step, in a fixed order."""
-    return [
-        float(number)
-        for group in groups
-        for name in _CHANGING
-        if name in group
-        for number in (group[name] if isinstance(group[name], tuple | list) else [group[name]])
-    ]
+    return [float(n) for group in groups for name in _CHANGING if name in group for n in tree_leaves(group[name])]
 
 
 def write_numbers(groups: Iterable[dict[str, Any]], numbers: Sequence[float]) -> None:
@@ -42,8 +37,7 @@ def write_numbers(groups: Iterable[dict[str, Any]], numbers: Sequence[float]) ->
     for group in groups:
         for name in _CHANGING:
             if name in group:
-                several = isinstance(group[name], tuple | list)
-                group[name] = tuple(next(left) for _ in group[name]) if several else next(left)
+                group[name] = tree_map(lambda _: next(left), group[name])
 
 
 class Message:
@@ -51,19 +45,15 @@ class Message:
 
     def __init__(self, like: Sequence[torch.Tensor], numbers: int, *, pinned: bool = False) -> None:
         """Allocates `bytes`, the buffer, for tensors like some and float64 numbers; pinned for a device's copies."""
-        count = 1 + len(like) + numbers
-        end = _round_up(8 * count)
-        starts = []
-        for tensor in like:
-            starts.append(end)
-            end = _round_up(end + tensor.nbytes)
-        self.bytes = torch.zeros(end, dtype=torch.uint8)
-        if pinned:
-            self.bytes = self.bytes.pin_memory()
-        self._head = self.bytes[: 8 * count].view(torch.float64)  # last-message flag, gradient flags, numbers
+        head = 8 * (1 + len(like) + numbers)  # last-message flag, gradient flags, numbers
+        sizes = [head, *(tensor.nbytes for tensor in like)]
+        padded = [-(-size // _ALIGNED) * _ALIGNED for size in sizes]
+        self.bytes = torch.zeros(sum(padded), dtype=torch.uint8, pin_memory=pinned)
+        first, *parts = self.bytes.split(padded)
+        self._head = first[:head].view(torch.float64)
         self._tensors = [
-            self.bytes[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            for start, tensor in zip(starts, like, strict=True)
+            part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for part, tensor in zip(parts, like, strict=True)
         ]
 
     @property
@@ -196,7 +186,3 @@ def _mean(pushes: Sequence[list[torch.Tensor | None]]) -> Iterator[torch.Tensor 
                 total.add_(gradient)
             total.div_(len(pushes))
         yield total
-
-
-def _round_up(size: int) -> int:
-    return -(-size // _ALIGNED) * _ALIGNED

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from types import TracebackType
 from typing import Any
 
@@ -25,11 +24,12 @@ from sparktorch.base.world import World
 from sparktorch.distributed.process_group import attach, sum_over_ranks
 from sparktorch.errors import Refusal
 from sparktorch.train.recipe.recipe import Recipe
-from sparktorch.train.strategies.base import Job, Strategy, needs_optimizer_class
+from sparktorch.train.strategies.base import Job, Kind, Start, Strategy, needs_optimizer_class
+from sparktorch.train.strategies.gradients import GradientsOfRows, GradientSync
 from sparktorch.train.strategies.parameter_server.connections import Connection, connect
 from sparktorch.train.strategies.parameter_server.server import Message, ParameterShare, assign, read_numbers
 
-__all__ = ["ParameterServer", "ParameterServerOptions"]
+__all__ = ["KIND"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,16 +53,6 @@ class ParameterServerOptions:
             at_least("strategyParams.servers", self.servers, 1)
 
 
-def _asks(param: str, when: Callable[[Job], object], reason: str, *, hint: str = "use another strategy") -> Refusal:
-    """Returns the refusal of a setting that needs all ranks in step."""
-    return Refusal(
-        param.split()[0], when, f"{param} does not go together with strategy 'parameterServer': {reason}", hint
-    )
-
-
-_IN_STEP = "use another strategy, or strategyParams={{'staleness': 0}}"
-
-
 class ParameterServer(Strategy[ParameterServerOptions]):
     """Ranks push gradients to servers, which hold parameters and optimizer, and pull the parameters.
 
@@ -71,52 +61,22 @@ class ParameterServer(Strategy[ParameterServerOptions]):
     of the whole batch's; `ParameterShare` describes the updates.
     """
 
-    resumable = False
-    waits_for_device = True
-    options_type = ParameterServerOptions
-    refusals = (
-        needs_optimizer_class("server"),
-        _asks(
-            "precision 'fp16'",
-            lambda job: job.config.precision == "fp16",
-            "a worker skips a step whose gradient overflows",
-        ),
-        _asks("nonFiniteLoss 'skip'", lambda job: job.config.non_finite == "skip", "workers leave out the same steps"),
-        _asks("syncBatchNorm", lambda job: job.config.sync_batch_norm, "workers wait for each other in forward passes"),
-        _asks(
-            "deterministic",
-            lambda job: job.config.deterministic and job.options.staleness != 0,
-            "updates come in another order each time",
-            hint=_IN_STEP,
-        ),
-        _asks(
-            "emaDecay",
-            lambda job: job.config.ema_decay is not None and job.options.staleness != 0,
-            "each worker sees other weights",
-            hint=_IN_STEP,
-        ),
-    )
-
     _exchange: _Exchange | None = None
 
-    def reduces_apart(self, *, rows: bool) -> bool:
-        """A rank without rows pushes no gradients."""
-        return not rows
-
-    def prepare(self, module: nn.Module) -> nn.Module:
+    def prepare(self, module: nn.Module, start: Start) -> nn.Module:
         """Broadcasts rank 0's initial parameters and buffers; returns the module unwrapped."""
         module.to(self._device)
-        if not self.alone:
-            for tensor in chain(module.parameters(), module.buffers()):
-                whole = tensor.detach().contiguous()
-                dist.broadcast(whole, 0)
-                tensor.detach().copy_(whole)
+        self._broadcast([*module.parameters(), *module.buffers()])
         return module
+
+    def gradients(self, module: nn.Module) -> GradientSync:
+        """Returns what leaves gradients to the pushes; a rank without rows pushes none."""
+        return GradientsOfRows(module, self._world.world_size)
 
     def optimizer(self, recipe: Recipe, module: nn.Module) -> torch.optim.Optimizer:
         """Starts this rank's server, if it hosts one; returns an optimizer whose step is a push and a pull."""
         optimizer = recipe.build_optimizer(module)
-        if self.alone:
+        if self._alone:
             return optimizer
         groups = optimizer.param_groups
         parameters = [parameter for group in groups for parameter in group["params"]]
@@ -276,3 +236,39 @@ class _Exchange:
             self.share.fail(error)
         for line in (*self._ups.values(), *self._downs.values()):
             line.shut()
+
+
+# Settings that need all ranks in step.
+_IN_STEP: tuple[tuple[str, Callable[[Job], object], str], ...] = (
+    ("precision 'fp16'", lambda job: job.config.precision == "fp16", "a worker skips a step whose gradient overflows"),
+    ("nonFiniteLoss 'skip'", lambda job: job.config.non_finite == "skip", "workers leave out the same steps"),
+    ("syncBatchNorm", lambda job: job.config.sync_batch_norm, "workers wait for each other in forward passes"),
+    (
+        "deterministic",
+        lambda job: job.config.deterministic and job.options.staleness != 0,
+        "updates come in another order each time",
+    ),
+    (
+        "emaDecay",
+        lambda job: job.config.ema_decay is not None and job.options.staleness != 0,
+        "each worker sees other weights",
+    ),
+)
+KIND = Kind(
+    options=ParameterServerOptions,
+    rank=ParameterServer,
+    refusals=(
+        needs_optimizer_class("server"),
+        *(
+            Refusal(
+                setting.split()[0],
+                when,
+                f"{setting} does not go together with strategy 'parameterServer': {reason}",
+                "use another strategy; deterministic and emaDecay go together with strategyParams={{'staleness': 0}}",
+            )
+            for setting, when, reason in _IN_STEP
+        ),
+    ),
+    resumable=False,
+    waits_for_device=True,
+)

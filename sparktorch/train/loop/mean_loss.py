@@ -13,7 +13,7 @@ from sparktorch.base.batch import Batch, RankDataset
 from sparktorch.base.config import TrainConfig
 from sparktorch.base.world import World
 from sparktorch.distributed.process_group import max_over_ranks
-from sparktorch.train.engine import Engine
+from sparktorch.train.loop.engine import Engine
 from sparktorch.train.numerics.determinism import untouched_generators
 from sparktorch.train.recipe.loss import check_mean
 from sparktorch.train.recipe.task import align, autocast, rows_of

@@ -13,8 +13,8 @@ from torch import nn
 
 from sparktorch.distributed.process_group import sum_over_ranks
 from sparktorch.errors import ConfigError
-from sparktorch.train.metrics import Metrics
 from sparktorch.train.recipe.loss import Means, mean_of
+from sparktorch.train.recipe.metrics import Metrics
 from sparktorch.train.recipe.task import align, correct, predicted
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from sparktorch.base.config import TrainConfig
     from sparktorch.base.world import World
     from sparktorch.distributed.client import Client
-    from sparktorch.train.engine import Engine
+    from sparktorch.train.loop.engine import Engine
     from sparktorch.train.recipe.recipe import Recipe
 
 __all__ = ["Best", "Validation", "improvements", "rows_at_a_time"]
@@ -59,11 +59,11 @@ class Validation:
         # Whether to capture the output from the training step's own call of the module. Not with collective forwards:
         # either all ranks call the module once more, or none does.
         self._listens = not (
-            config.compile or engine.strategy.collective_forward or isinstance(engine.unwrapped, torch.jit.ScriptModule)
+            config.compile or engine.kind.divides_parameters or isinstance(engine.unwrapped, torch.jit.ScriptModule)
         )
         self._metrics = Metrics(recipe.metrics, config.task, world.device)
         # With collective forwards, all ranks need the same number of batches.
-        self._batches = math.ceil(rows / self._size) if engine.strategy.collective_forward else 0
+        self._batches = math.ceil(rows / self._size) if engine.kind.divides_parameters else 0
         self._shown = classes if classes <= _MOST_CLASSES else 0
 
     @property

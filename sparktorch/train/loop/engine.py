@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from sparktorch.base.devices import let_go
 from sparktorch.base.world import World
 from sparktorch.errors import ModuleError
 from sparktorch.train.huggingface.models import call, model_in
-from sparktorch.train.micro_batches import Split
+from sparktorch.train.loop.micro_batches import Split
 from sparktorch.train.numerics.channels_last import channels_last
 from sparktorch.train.numerics.determinism import generators_state, set_generators_state, untouched_generators
 from sparktorch.train.numerics.non_finite import LossWatch, all_finite
@@ -30,8 +29,8 @@ from sparktorch.train.recipe.lr_schedule import Schedule
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.recipe.task import align, autocast, prediction, rows_of
 from sparktorch.train.sharding.dtensor import whole
-from sparktorch.train.strategies.base import Strategy
-from sparktorch.train.strategies.registry import build_strategy
+from sparktorch.train.strategies.base import Start, Strategy
+from sparktorch.train.strategies.registry import build_strategy, strategy_for
 
 __all__ = ["Engine"]
 
@@ -42,6 +41,9 @@ class Engine:
     """Module, loss, optimizer and schedule of a rank, under the strategy that connects the ranks.
 
     Attributes:
+        kind: What is known of the strategy.
+        strategy: The strategy, in this rank.
+        sync: What reduces gradients.
         module: The module as the strategy has wrapped it.
         unwrapped: The user's module.
         base: The frozen base of its adapters, which is neither saved nor returned; `None` without adapters.
@@ -73,6 +75,7 @@ class Engine:
         """
         self._config, self._world = config, world
         device = torch.device(world.device)
+        self.kind, _ = strategy_for(config.strategy, config.strategy_params)
         self.strategy: Strategy[Any] = build_strategy(config, world)
         if built is None and config.model_folder:
             built = recipe.build_deferred(config.seed)
@@ -86,7 +89,6 @@ class Engine:
         if config.sync_batch_norm:
             self._presence, self.min_rows = Presence(), 1
             synchronise(plain, self._presence, compiled=config.compile)
-        together = self.strategy.collective_forward
         self._own_buffers = not any(isinstance(part, nn.SyncBatchNorm) for part in plain.modules())
         if config.micro_batch_size == "auto" and not self._own_buffers:
             raise ModuleError(
@@ -94,6 +96,7 @@ class Engine:
                 hint="set microBatchSize to a number",
                 param="microBatchSize",
             )
+        together = self.kind.divides_parameters
         self.split = Split(config, world, steps=steps, min_rows=self.min_rows, together=together)
         # Models of transformers ignore what the attention mask hides.
         self._masks = model_in(plain) is not None and not self.strategy.exchanges_rows
@@ -102,13 +105,9 @@ class Engine:
         if config.compile:
             torch.compiler.reset()  # graphs of an earlier training in this process would change those of this one
             plain.compile()
-        if built is not None:
-            self.strategy.materialise = built.materialise
-        self.strategy.example = example
-        self.module = self.strategy.prepare(plain)
-        self.strategy.example = None
-        del self.strategy.materialise  # and with it what the constructor has computed
-        self.unwrapped = self.strategy.unwrap(self.module)
+        start = Start(example=example) if built is None else Start(built.materialise, example)
+        self.module, self.unwrapped = self.strategy.prepare(plain, start), plain
+        self.sync = self.strategy.gradients(self.module)
         self.optimizer = self.strategy.optimizer(recipe, plain)
         self.schedule: Schedule = self.own.schedule(self.optimizer) or Schedule(recipe, config, self.optimizer, steps)
         own_step: TrainingStep | None = self.own.training_step(self.strategy.within_forward)
@@ -117,7 +116,7 @@ class Engine:
         self._autocast = autocast(device, config.precision)
         # Small float16 gradients underflow unless the loss is scaled up; bfloat16 has the exponent range of float32.
         self.scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
-        at_once = True if self.strategy.waits_for_device else None
+        at_once = True if self.kind.waits_for_device else None
         self.watch = LossWatch(world, at_once=at_once) if config.non_finite == "error" else None
         self.means = self.new_means("train_")
         self._told = False  # of a step of one row
@@ -149,7 +148,7 @@ class Engine:
         found = self._gradients(batch, scale, step)
         losses, metrics = zip(*found, strict=True)
         loss_sum: torch.Tensor = sum(losses[1:], losses[0])
-        self.strategy.before_step(self.module)
+        self.sync.complete()
         self.gradient_norm = None
         if skips and not all_finite(loss_sum, self.module, self._world):
             self._skip(buffers)
@@ -180,18 +179,13 @@ class Engine:
         batch, *_ = micro_batches(batch, self.split.least(batch.rows), min_rows=self.min_rows)
         with untouched_generators(torch.device(self._world.device)), self.own.rehearsal():
             buffers = [buffer.clone() for buffer in self.module.buffers()]
-            state = self.strategy.own_state()
-            for _ in range(self.strategy.warm_up_passes):
-                apart = self.strategy.reduces_apart(rows=True)
-                with self.strategy.no_sync(self.module) if apart else nullcontext():
+            state = self.strategy.own_state.state_dict()
+            for _ in range(self.sync.warm_up_passes):
+                with self.sync.reducing(rows=True, warm_up=True):
                     loss, _ = self.losses_of(self.module, batch)
                     (loss * 0).backward()  # type: ignore[no-untyped-call]
-                if apart:
-                    self.strategy.reduce(self.module, rows=False)
-                else:
-                    self.strategy.after_backward(self.module, rows=False)
                 self.optimizer.zero_grad()
-            self.strategy.load_own_state(state)
+            self.strategy.own_state.load_state_dict(state)
             self._restore(buffers)
 
     def losses_of(self, module: nn.Module, batch: Batch) -> tuple[torch.Tensor, Sums]:
@@ -258,13 +252,8 @@ class Engine:
             return self._try(batch, scale, step)
         *first, last = self._split(batch, step)
         found = self._accumulate(first, scale)
-        if self.strategy.reduces_apart(rows=batch.rows > 0):
-            with self.strategy.no_sync(self.module, last=True):
-                found.append(self._backward(last, scale))
-            self.strategy.reduce(self.module, rows=batch.rows > 0)
-        else:
-            found.append(self._backward(last, scale))  # reduces the sum of all gradients
-            self.strategy.after_backward(self.module, rows=batch.rows > 0)
+        with self.sync.reducing(rows=batch.rows > 0):
+            found.append(self._backward(last, scale))
         self.own.after_backward()
         return found
 
@@ -272,7 +261,7 @@ class Engine:
         """Accumulates the gradients of micro-batches in this rank; returns the loss and metric sums of each."""
         found = []
         for part in parts:
-            with self.strategy.no_sync(self.module):
+            with self.sync.no_sync():
                 found.append(self._backward(part, scale))
             self.own.after_backward()
         return found
@@ -283,7 +272,7 @@ class Engine:
         No collective is between the first forward pass and `fits`: a rank that fails in a pass meets the others there.
         """
         device = torch.device(self._world.device)
-        self.strategy.before_trial(self.module)
+        self.sync.before_trial()
         buffers, generators = [buffer.clone() for buffer in self.module.buffers()], generators_state(device)
         while True:
             found, full = [], False
@@ -295,7 +284,7 @@ class Engine:
                 traceback.clear_frames(error.__traceback__)
                 full = True
             if self.split.fits(step, full=full):
-                self.strategy.reduce(self.module, rows=batch.rows > 0)
+                self.sync.reduce(rows=batch.rows > 0)
                 return found
             self.optimizer.zero_grad()
             self._restore(buffers)
@@ -317,7 +306,7 @@ class Engine:
         return found
 
     def _pass(self, batch: Batch, scale: float) -> tuple[torch.Tensor, Sums]:
-        if self.strategy.runs_passes:
+        if self.kind.runs_passes:
             loss, metrics = self.strategy.run_pass(self.module, batch, self.losses_of, scale, self._autocast)
             if self.watch is not None:
                 self.watch.check(loss)
@@ -325,15 +314,7 @@ class Engine:
         loss, metrics = self.losses_of(self.module, batch)
         if self.watch is not None:
             self.watch.check(loss)
-        scaled = self.scaler.scale(loss * scale)
-        if batch.rows or not self.strategy.reduces_apart(rows=False):
-            scaled.backward()  # type: ignore[no-untyped-call]
-        elif self.strategy.searches:  # DDP counts a parameter as used once its gradient is accumulated
-            trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-            torch.autograd.grad(scaled, trained, allow_unused=True)
-        else:  # computes gradients, for a module's own collectives, and keeps none: no row may use what placeholders do
-            scaled.backward()  # type: ignore[no-untyped-call]
-            self.module.zero_grad()
+        self.sync.backward(self.scaler.scale(loss * scale), rows=batch.rows > 0)
         return loss.detach(), metrics
 
     def _take_step(self) -> None:

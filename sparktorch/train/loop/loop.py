@@ -22,16 +22,16 @@ from sparktorch.distributed.process_group import max_over_ranks, sum_over_ranks
 from sparktorch.errors import ColumnError
 from sparktorch.train.callbacks import Callbacks, FitContext
 from sparktorch.train.checkpoint.checkpointer import Checkpointer, Position
-from sparktorch.train.engine import Engine
-from sparktorch.train.mean_loss import check_loss
+from sparktorch.train.loop.engine import Engine
+from sparktorch.train.loop.mean_loss import check_loss
+from sparktorch.train.loop.progress import Progress
+from sparktorch.train.loop.training_state import TrainingState
+from sparktorch.train.loop.validation import Validation
+from sparktorch.train.loop.weights import Weights
 from sparktorch.train.numerics.determinism import reproducible, seed_all
 from sparktorch.train.numerics.torch_errors import explained
-from sparktorch.train.progress import Progress
 from sparktorch.train.recipe.loss import step_scales
 from sparktorch.train.recipe.recipe import Recipe
-from sparktorch.train.training_state import TrainingState
-from sparktorch.train.validation import Validation
-from sparktorch.train.weights import Weights
 
 __all__ = ["Outcome", "train"]
 
@@ -214,7 +214,7 @@ class _Run:
         weights = sum_over_ranks(self._dataset.step_weights(epoch), self._world)
         if not weights.any():
             raise ColumnError("all rows have the weight 0", hint="see weightCol and classWeights")
-        scales = step_scales(weights, engine.strategy.gradient_divisor)
+        scales = step_scales(weights, engine.sync.divisor)
         engine.split.begin(self._dataset, epoch, counters.taken)
         waited, entered = counters.waited, time.perf_counter() - counters.validating
         self._next_progress = 0.0
@@ -264,7 +264,7 @@ class _Run:
             return
         self._next_progress = now + _PROGRESS_SECONDS
         if self._world.is_main:
-            mean = loss.item() * epoch.scales[step] / self.engine.strategy.gradient_divisor * self._world.world_size
+            mean = loss.item() * epoch.scales[step] / self.engine.sync.divisor * self._world.world_size
             place = {"epoch": epoch.number + 1, "epochs": self._config.epochs, "step": step + 1}
             self._client.progress(**place, steps=len(epoch.scales), loss=float(mean))
 

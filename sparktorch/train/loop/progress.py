@@ -11,7 +11,7 @@ import torch
 
 from sparktorch.base.config import TrainConfig
 from sparktorch.base.devices import download
-from sparktorch.train.validation import Best
+from sparktorch.train.loop.validation import Best
 
 __all__ = ["EpochCounters", "Progress"]
 

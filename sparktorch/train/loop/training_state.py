@@ -26,10 +26,10 @@ from sparktorch.train.checkpoint.tensors import (
     parameter_names,
     storable,
 )
-from sparktorch.train.engine import Engine
+from sparktorch.train.loop.engine import Engine
+from sparktorch.train.loop.progress import Progress
 from sparktorch.train.numerics.determinism import generators_state, seed_all, set_generators_state
 from sparktorch.train.numerics.ema import MovingAverage
-from sparktorch.train.progress import Progress
 
 __all__ = ["TrainingState"]
 
@@ -82,7 +82,7 @@ class TrainingState:
         best = {f"{_BEST}{name}": value for name, value in (self._progress.best.state or {}).items()}
         buffers = own_buffers(engine.unwrapped, main=self._world.is_main)
         state = {f"{own}{_BUFFER}{name}": value for name, value in buffers.items()}
-        state |= {f"{own}{_STRATEGY}{name}": value for name, value in engine.strategy.own_state().items()}
+        state |= {f"{own}{_STRATEGY}{name}": value for name, value in engine.strategy.own_state.state_dict().items()}
 
         def saves(name: str) -> bool:
             return name in state or engine.strategy.saves(name)
@@ -164,7 +164,7 @@ class TrainingState:
         forget_optimizer_state(engine.unwrapped, engine.optimizer, known)
         load_buffers(engine.unwrapped, _under(_BUFFER, state))
         load_extra_state(engine.unwrapped, _under("module.", wanted))
-        engine.strategy.load_own_state(_under(_STRATEGY, state))
+        engine.strategy.own_state.load_state_dict(_under(_STRATEGY, state))
         shapes = {name: value.shape for name, value in engine.unwrapped.state_dict().items()}
         return shares or {name: value.view(shapes.get(name, value.shape)) for name, value in whole.items()}
 

@@ -9,8 +9,8 @@ import torch
 from sparktorch.base.config import TrainConfig
 from sparktorch.base.weights_folder import WeightsFolder
 from sparktorch.base.world import World
-from sparktorch.train.engine import Engine
-from sparktorch.train.model_folder import ModelFolder
+from sparktorch.train.loop.engine import Engine
+from sparktorch.train.loop.model_folder import ModelFolder
 from sparktorch.train.numerics.ema import MovingAverage
 
 __all__ = ["Weights"]
