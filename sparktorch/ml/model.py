@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
@@ -45,6 +45,8 @@ from sparktorch.train.huggingface.preprocess import FromFolder
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from sparktorch.ml.from_module import Weights
+
 __all__ = ["TorchModel", "TorchModelBase", "output_fields"]
 
 
@@ -63,6 +65,46 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
             return str(super().__repr__())
         sizes = {name: getattr(self, name) for name in ("numClasses", "numFeatures") if hasattr(self, name)}
         return ", ".join([f"{type(self).__name__}: uid={self.uid}", *(f"{n}={size}" for n, size in sizes.items())])
+
+    @classmethod
+    def fromModule(
+        cls,
+        module: Any,
+        dataset: DataFrame,
+        *,
+        weights: Weights | None = None,
+        labels: Sequence[str] = (),
+        **params: Any,
+    ) -> Self:
+        """Returns a model of a module that was trained elsewhere: it scores, is saved and is logged like a fitted one.
+
+        Args:
+            module: An instance with its weights; a class, its import path or a factory, with `moduleParams` for its
+                arguments, and `weights`; a local folder with a model of Hugging Face's; or a program, as
+                `torch.export.ExportedProgram`, TorchScript, or the file of either. Files are read as code that is
+                trusted.
+            dataset: Rows with the input columns, of which the first one says what types and shapes they have.
+            weights: A state dict, or its file: of safetensors, or as `torch.save` writes it, also under the key
+                "state_dict".
+            labels: Names of a classifier's classes.
+            params: Params of the model, and those of the estimator that say how columns become arguments, such as
+                `inputCols`, `inputShapes` and `preprocess`.
+
+        Raises:
+            ConfigError: A Param is unknown, a class comes without weights, or `labels` are not those of the classes.
+            ColumnError: An input column is missing, or is of no supported type.
+            ModuleError: The module cannot be made, or does not fit the columns; or the weights are not its own.
+
+        Example:
+            >>> net = torch.nn.Linear(2, 1)
+            >>> rows = spark.createDataFrame([([1.0, 2.0],)], "features array<float>")
+            >>> model = TorchModel.fromModule(net, rows)
+            >>> model.transform(rows).columns
+            ['features', 'prediction']
+        """
+        from sparktorch.ml.from_module import model_from  # imports the estimators, which import this
+
+        return model_from(cls, module, dataframe_of(dataset, "fromModule"), weights, labels, params)
 
     def _with(self, trained: TrainedModule, summary: TrainingSummary | None) -> Self:
         self._trained = trained

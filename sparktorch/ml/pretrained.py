@@ -24,7 +24,13 @@ from sparktorch.train.huggingface.folder import classifier_in, config_in
 from sparktorch.train.huggingface.models import names_of_arguments
 from sparktorch.train.huggingface.preprocess import FromFolder, Pixels, Tokens
 
-__all__ = ["ImageClassificationModel", "ImageClassifier", "TextClassificationModel", "TextClassifier"]
+__all__ = [
+    "FromFolderClassifier",
+    "ImageClassificationModel",
+    "ImageClassifier",
+    "TextClassificationModel",
+    "TextClassifier",
+]
 
 _REFUSED = (
     *(
@@ -65,7 +71,7 @@ class _FromFolderModel(_OneColumn, TorchClassificationModel):
         return replace(found, preprocess=replace(found.preprocess, folder=folder))
 
 
-class _FromFolderClassifier(_OneColumn, TorchClassifier):
+class FromFolderClassifier(_OneColumn, TorchClassifier):
     """What both classifiers share."""
 
     _auto: str
@@ -98,7 +104,7 @@ class TextClassificationModel(_FromFolderModel, TextClassificationModelParams):
     """A classifier fitted by `TextClassifier`: `textCol` in, what `TorchClassificationModel` adds out."""
 
 
-class TextClassifier(_FromFolderClassifier, TextClassifierParams):
+class TextClassifier(FromFolderClassifier, TextClassifierParams):
     """Trains a classifier of text from a local folder with a model and a tokenizer of Hugging Face's.
 
     The folder is at the same path on the driver and in each rank. A model without a head for classes gets a new one.
@@ -140,7 +146,7 @@ class ImageClassificationModel(_FromFolderModel, ImageClassificationModelParams)
     """A classifier fitted by `ImageClassifier`: `imageCol` in, what `TorchClassificationModel` adds out."""
 
 
-class ImageClassifier(_FromFolderClassifier, ImageClassifierParams):
+class ImageClassifier(FromFolderClassifier, ImageClassifierParams):
     """Trains a classifier of image files from a local folder with a model and an image processor of Hugging Face's.
 
     The folder is at the same path on the driver and in each rank. A model without a head for classes gets a new one.

@@ -5,6 +5,7 @@ It is saved as a directory of plain files:
     weights.safetensors   the weights, if they are not in a folder of their own
     module.json           how to build the module, and its inputs and outputs
     module.pt2            the exported graph, if the module's code has no import path
+    module.ts             the TorchScript program, if the module is one
     module.pkl            the pickled code, if there is neither an import path nor a graph
     preprocess.pkl        the pickled `preprocess`, if it has no import path
 """
@@ -30,6 +31,7 @@ from sparktorch.data.preprocess import Function, check_signature
 from sparktorch.errors import PersistenceError, SparkTorchError
 from sparktorch.model.bundled_code import check_code, fingerprints
 from sparktorch.model.export import ExportError, Program, check_archive, export_program
+from sparktorch.model.script import Script
 from sparktorch.train.huggingface.folder import rebuildable
 from sparktorch.train.huggingface.models import model_in
 from sparktorch.train.huggingface.preprocess import FromFolder
@@ -40,10 +42,11 @@ from sparktorch.train.recipe.recipe import ModuleSource, Recipe
 
 __all__ = ["FORMAT_VERSION", "TrainedModule"]
 
-FORMAT_VERSION = 2  # 1 for models that hold their weights
+FORMAT_VERSION = 3  # of TorchScript; 2 of models whose weights are in a folder, 1 of all others
 
 _WEIGHTS = "weights.safetensors"
 _GRAPH = "module.pt2"
+_SCRIPT = "module.ts"
 _PICKLE = "module.pkl"
 _PREPROCESS = "preprocess.pkl"
 _IN_PIPELINE = "for the stages of a pipeline, spark.conf.set('spark.sparktorch.allowPickle', 'true'); in "
@@ -56,7 +59,7 @@ class TrainedModule:
     """A module's code and weights, its inputs and its outputs.
 
     Attributes:
-        source: The module's class, factory, import path or instance, or its exported graph.
+        source: The module's class, factory, import path or instance, or its exported graph or TorchScript program.
         params: Keyword arguments of the class or factory.
         weights: The state dict as a safetensors file, of adapters without the frozen base; or the folder that has it.
         outputs: Specs of what `forward` returns.
@@ -69,7 +72,7 @@ class TrainedModule:
             without such files.
     """
 
-    source: ModuleSource | Program
+    source: ModuleSource | Program | Script
     params: Mapping[str, Any]
     weights: bytes | WeightsFolder
     inputs: tuple[TensorSpec, ...]
@@ -109,7 +112,7 @@ class TrainedModule:
             assert state is None, "weights in a folder are mapped"
             return self._recipe(initial=self.weights).build_module(self.seed).eval()
         weights = unpack_state(self.weights) if state is None else state
-        if isinstance(self.source, Program):
+        if isinstance(self.source, Program | Script):
             return self.source(**weights).eval()
         module = self._recipe().build_module(seed_of(weights, self.seed))
         load_weights(module, weights)
@@ -117,7 +120,7 @@ class TrainedModule:
 
     def parts(self) -> list[nn.Module]:
         """Returns the parts of the module, which need not have values; of a graph, none."""
-        if isinstance(self.source, Program):
+        if isinstance(self.source, Program | Script):
             return []
         if isinstance(self.source, nn.Module):
             return list(self.source.modules())
@@ -128,7 +131,7 @@ class TrainedModule:
             return list(self.build().modules())
 
     def _recipe(self, **initial: Any) -> Recipe:
-        assert not isinstance(self.source, Program)
+        assert not isinstance(self.source, Program | Script)
         return recipe_type(self.source)(module=self.source, module_params=self.params, **initial)
 
     def unpacked(self) -> tuple[TrainedModule, dict[str, torch.Tensor] | None]:
@@ -148,7 +151,7 @@ class TrainedModule:
         # A graph has no source that could make the base of adapters again.
         weights = pack_state(self.build().state_dict()) if exported else self.weights
         if isinstance(weights, WeightsFolder):
-            form |= {"format": FORMAT_VERSION, "weights": {"path": weights.path, "token": weights.token}}
+            form |= {"format": 2, "weights": {"path": weights.path, "token": weights.token}}
         else:
             (directory / _WEIGHTS).write_bytes(weights)
         if self.preprocess is not None:
@@ -159,6 +162,9 @@ class TrainedModule:
         """Writes the module's code to a file if it needs one; returns its entry in `module.json`."""
         if isinstance(self.source, Program):
             return _write_program(self.source, directory)
+        if isinstance(self.source, Script):
+            (directory / _SCRIPT).write_bytes(self.source.archive)
+            return {"script": _SCRIPT}
         path, params = self._path, dict(self.params)
         if (found := rebuildable(self.source)) is not None:
             path, params = found["module"], found["module_params"]
@@ -232,7 +238,7 @@ class TrainedModule:
 
     def _describe(self) -> dict[str, Any]:
         return {
-            "format": 1,
+            "format": 3 if isinstance(self.source, Script) else 1,
             "torch": torch.__version__,
             "task": self.task,
             "seed": self.seed,
@@ -276,6 +282,9 @@ def _load_code(directory: Path, how: Mapping[str, Any], allow_pickle: bool) -> t
             what = f"the model's exported graph could run code of its own when it is loaded: {error}"
             _require_trust(what, allow_pickle)
         return program, {}
+    if "script" in how:
+        _require_trust("the model is a TorchScript program, which can read and write files", allow_pickle)
+        return Script((directory / _SCRIPT).read_bytes()), {}
     _require_trust("the model's code was pickled, and loading a pickle runs whatever is in it", allow_pickle)
     source, params = pickle.loads((directory / _PICKLE).read_bytes())
     return source, params

@@ -33,7 +33,7 @@ from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.registry import check_loop, check_strategy, check_workers
 from sparktorch.worker import RankJob, TrainJob
 
-__all__ = ["Request", "config_of", "input_names", "translate", "translate_run"]
+__all__ = ["Request", "config_of", "input_columns", "input_names", "translate", "translate_run"]
 
 _EVERY = {spec.name: spec for spec in (*GENERIC, *CLASSIFIER)}
 _SHUFFLE_BLOCK = 32  # for storage on disk
@@ -153,6 +153,12 @@ def input_names(instance: Any) -> list[str]:
     return list(instance.getInputCols()) if instance.isSet("inputCols") else [instance.getFeaturesCol()]
 
 
+def input_columns(instance: Any) -> dict[str, Any]:
+    """Returns the input columns and how they become arguments, as arguments of `spark.frame.prepare`."""
+    p = Values(instance)
+    return {"inputs": input_names(instance), "options": _input_options(p), "preprocess": _preprocess(p)}
+
+
 def _new_folder(directory: str) -> str:
     """Returns the path of a new folder for the model of one fit."""
     started = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
@@ -167,13 +173,11 @@ def _request(params: Any, p: Values, table: Mapping[str, ParamSpec], job: J) -> 
         job=job,
         launch=Launch(patience=patience, log_level=log_level, **_fields(p, "launch", table)),
         columns={
-            "inputs": input_names(params),
+            **input_columns(params),
             "label": p["labelCols"] or p["labelCol"] or None,
             "weight": p["weightCol"],
             "validation": p["validationIndicatorCol"],
             "key": p["idCol"],
-            "options": _input_options(p),
-            "preprocess": _preprocess(p),
             "keyed": p["split"] == "key",
         },
         folds=p.makes_validation,

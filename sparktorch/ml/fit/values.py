@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import PurePath
 from typing import Any
 
+import torch
 from pyspark.ml.param import Params
 from torch import nn
 
@@ -14,6 +15,7 @@ from sparktorch.base.devices import is_kind
 from sparktorch.base.imports import load_object
 from sparktorch.errors import Refusal
 from sparktorch.model.export import Program
+from sparktorch.model.script import Script
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.train.huggingface.models import has_own_loss
 from sparktorch.train.lightning import is_lightning
@@ -170,8 +172,14 @@ MODULE = (
     ),
     Refusal(
         "module",
-        lambda p: p.trained is not None and isinstance(p.trained.source, Program),
-        "the model to go on from was loaded from its exported graph, which is that of evaluation mode",
+        lambda p: isinstance(p["module"], torch.jit.ScriptModule | torch.export.ExportedProgram),
+        "module is a program of TorchScript or torch.export, which cannot be sent to the workers to be trained",
+        "pass the class that it was made of; to score with it as it is, there is fromModule of the models",
+    ),
+    Refusal(
+        "module",
+        lambda p: p.trained is not None and isinstance(p.trained.source, Program | Script),
+        "the model to go on from was loaded from its graph, which is that of evaluation mode",
         "pass the module's class, and load the weights of model.module.state_dict() in it",
     ),
     Refusal(
@@ -182,6 +190,12 @@ MODULE = (
 )
 
 FIT = (
+    Refusal(
+        "epochs",
+        lambda p: p["epochs"] < 1,
+        "epochs must be at least 1, got {p[epochs]}",
+        "a module that was trained elsewhere scores without a fit: see fromModule of the models",
+    ),
     Refusal(
         "trainingStep",
         lambda p: p["trainingStep"] is not None and (p.is_set("loss") or p["lossParams"]),

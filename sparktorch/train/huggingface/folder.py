@@ -24,11 +24,13 @@ _SILENT = ("gradient_checkpointing",)  # entries that transformers reads and no 
 _CHOICES = ("attn_implementation", "experts_implementation")  # which a configuration keeps, and leaves out of its JSON
 
 
-def opened(module: Any, params: Mapping[str, Any], *, seed: int, in_place: bool = False) -> dict[str, Any] | None:
+def opened(
+    module: Any, params: Mapping[str, Any], *, seed: int, in_place: bool = False, complete: bool = False
+) -> dict[str, Any] | None:
     """Returns the fields of a `Recipe` for a configuration or a folder; `None` for any other module.
 
     `params` replace entries of the configuration; `seed` draws the weights that the folder lacks, unless each worker
-    reads it `in_place`.
+    reads it `in_place`. If it is to be `complete`, none may be lacking.
 
     Raises:
         ModuleError: The folder holds no model, or the configuration does not say of which class.
@@ -46,7 +48,10 @@ def opened(module: Any, params: Mapping[str, Any], *, seed: int, in_place: bool 
             raise ModuleError(f"{folder} holds no weights as safetensors", hint=hint, param="module")
         return {**_described(_class_of(config), config), "initial": WeightsFolder(folder)}
     _check_folder(folder)
-    found, weights = _read(folder, json.dumps(dict(params), sort_keys=True), seed, stamp(folder))
+    found, weights, lacking = _read(folder, json.dumps(dict(params), sort_keys=True), seed, stamp(folder))
+    if complete and lacking:
+        hint = "train it first: the values would be random"
+        raise ModuleError(f"{folder} has no values for {', '.join(lacking)}", hint=hint, param="module")
     return {**found, "initial": weights}
 
 
@@ -181,19 +186,27 @@ def _check_folder(folder: str) -> None:
 
 
 @functools.lru_cache(maxsize=1)  # the settings of a search share one copy of the weights
-def _read(folder: str, params: str, seed: int, _: tuple[tuple[str, int], ...]) -> tuple[dict[str, Any], bytes]:
-    """Reads the configuration and weights of a folder."""
+def _read(
+    folder: str, params: str, seed: int, _: tuple[tuple[str, int], ...]
+) -> tuple[dict[str, Any], bytes, tuple[str, ...]]:
+    """Reads the configuration and weights of a folder, and the names of those that it lacks."""
     changed = json.loads(params)
     other_head = not changed.keys().isdisjoint({"num_labels", "id2label"})
     options = {"dtype": torch.float32, "local_files_only": True, "ignore_mismatched_sizes": other_head}
+    options["output_loading_info"] = True
     hint = "to train from new weights, pass its configuration: transformers.AutoConfig.from_pretrained(folder)"
     with refusing(f"the model in {folder} cannot be read", hint, param="module"), torch.random.fork_rng(devices=()):
         config = _changed(config_in(folder), changed)
         kind = _class_of(config)
         torch.manual_seed(seed)
-        model = kind.from_pretrained(folder, config=config, **options)
+        model, info = kind.from_pretrained(folder, config=config, **options)
     for one, other in model.get_expanded_tied_weights_keys(all_submodels=True).items():
         if model.get_parameter_or_buffer(one) is not model.get_parameter_or_buffer(other):
             raise untied(folder, model, other, one)
     # transformers removes an entry that no configuration has from the one that it has made the model with.
-    return _described(kind, _changed(model.config, changed), config), pack_state(model.state_dict())
+    lacking = sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])})
+    return (
+        _described(kind, _changed(model.config, changed), config),
+        pack_state(model.state_dict()),
+        (*sorted(lacking),),
+    )

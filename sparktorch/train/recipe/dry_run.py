@@ -25,7 +25,7 @@ from sparktorch.train.recipe.metrics import try_metrics
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.recipe.task import align, check_rows, classes_in, each_tensor, prediction, rows_of
 
-__all__ = ["ArgumentSpec", "DryRunResult", "OutputSpec", "describe_outputs", "dry_run"]
+__all__ = ["ArgumentSpec", "DryRunResult", "OutputSpec", "arguments_of", "describe_outputs", "dry_run", "try_forward"]
 
 _WITH_VALUES = (
     "with modelDir, the driver tries shapes alone; dryRun='worker' tries values, in one worker, which then holds the "
@@ -181,22 +181,8 @@ def _tried(
     loss = None if training_step else recipe.build_loss().to(device)
     recipe.check_optimizer(module)
     recipe.check_scheduler()
-    mapping = "".join(
-        f"\n     argument {i} of forward <- {name}: {_describe(tensor)}"
-        for i, (name, tensor) in enumerate(inputs.items())
-    )
     module.eval()  # a few equal rows have no batch statistics
-    try:
-        output = prediction(call(module, tuple(inputs.values()), names))
-    except SparkTorchError:
-        raise
-    except Exception as error:
-        raise ModuleError(
-            f"forward of {type(module).__qualname__} failed on the first row{line_of_user(error)}: "
-            f"{type(error).__name__}: {error}",
-            hint=f"the columns arrive as{mapping}{hints_for(error, inputs)}",
-            param="module",
-        ) from error
+    output = _forward(module, inputs, names)
     outputs = describe_outputs(output)
     rows = len(next(iter(inputs.values())))
     classes = _check_classes(task, output, rows, loss)
@@ -224,8 +210,45 @@ def _tried(
         ignored=None if loss is None or (classes and loss.ignored not in range(classes)) else loss.ignored,
         state_bytes=sum(tensor.nbytes for tensor in module.state_dict().values()),
         aligned=align(task, output, label),
-        arguments=tuple(_argument(name, tensor) for name, tensor in inputs.items()),
+        arguments=arguments_of(inputs),
     )
+
+
+def _forward(module: nn.Module, inputs: Mapping[str, torch.Tensor], names: tuple[str, ...]) -> Any:
+    """Calls a module with a few rows; an error says how they arrive."""
+    try:
+        return prediction(call(module, tuple(inputs.values()), names))
+    except SparkTorchError:
+        raise
+    except Exception as error:
+        mapping = "".join(
+            f"\n     argument {i} of forward <- {name}: {_describe(tensor)}"
+            for i, (name, tensor) in enumerate(inputs.items())
+        )
+        raise ModuleError(
+            f"forward of {type(module).__qualname__} failed on the first row{line_of_user(error)}: "
+            f"{type(error).__name__}: {error}",
+            hint=f"the columns arrive as{mapping}{hints_for(error, inputs)}",
+            param="module",
+        ) from error
+
+
+@torch.no_grad()
+def try_forward(
+    module: nn.Module, task: Task, inputs: Mapping[str, torch.Tensor], names: tuple[str, ...]
+) -> tuple[tuple[OutputSpec, ...], int | None]:
+    """Returns what a module in evaluation mode makes of a few rows, and the number of classes of a classifier.
+
+    Raises:
+        ModuleError: It does not fit the columns or the task.
+    """
+    output = _forward(module, inputs, names)
+    return describe_outputs(output), _check_classes(task, output, len(next(iter(inputs.values()))), None)
+
+
+def arguments_of(inputs: Mapping[str, torch.Tensor]) -> tuple[ArgumentSpec, ...]:
+    """Returns one spec per argument of `forward`, of a few rows by a name for messages."""
+    return tuple(_argument(name, tensor) for name, tensor in inputs.items())
 
 
 def complete(trial: DryRunResult, metrics: Mapping[str, Any], task: Task) -> DryRunResult:

@@ -1,0 +1,155 @@
+"""Modules that were trained elsewhere, as trained modules that score."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+
+from sparktorch.base.config import Task
+from sparktorch.base.imports import load_object
+from sparktorch.base.state_dict import pack_state
+from sparktorch.errors import ConfigError, ModuleError
+from sparktorch.ml.classification import TorchClassifier
+from sparktorch.ml.estimator import TorchEstimator
+from sparktorch.ml.fit.checks import naming_params
+from sparktorch.ml.fit.first_row_trial import first_inputs
+from sparktorch.ml.fit.translate import input_columns
+from sparktorch.ml.model import TorchModelBase
+from sparktorch.ml.pretrained import FromFolderClassifier, ImageClassifier, TextClassifier
+from sparktorch.ml.regression import TorchRegressor
+from sparktorch.model.export import ExportError, export_program
+from sparktorch.model.script import Script
+from sparktorch.model.trained_module import TrainedModule
+from sparktorch.spark.frame.prepare import prepare
+from sparktorch.train.huggingface.folder import opened
+from sparktorch.train.lightning import recipe_type
+from sparktorch.train.recipe.dry_run import arguments_of, try_forward
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+    from sparktorch.ml.params.mixins import EstimatorParams
+
+__all__ = ["Weights", "model_from"]
+
+Weights = Mapping[str, torch.Tensor] | str | os.PathLike[str]
+M = TypeVar("M", bound=TorchModelBase)
+
+_ESTIMATORS = (TextClassifier, ImageClassifier, TorchClassifier, TorchRegressor, TorchEstimator)
+
+
+def model_from(
+    kind: type[M],
+    module: Any,
+    dataset: DataFrame,
+    weights: Weights | None,
+    labels: Sequence[str],
+    params: Mapping[str, Any],
+) -> M:
+    """Returns a model of a module; see `TorchModelBase.fromModule`."""
+    of = next(each for each in _ESTIMATORS if issubclass(kind, each._model_class))
+    estimator = of(**{"modelFolder" if issubclass(of, FromFolderClassifier) else "module": module}, **params)
+    trained = _trained(estimator.completed(), of._task, dataset, weights, labels)
+    model: M = estimator._copyValues(kind()._with(trained, None))
+    return model
+
+
+def _trained(
+    estimator: EstimatorParams, task: Task, dataset: DataFrame, weights: Weights | None, labels: Sequence[str]
+) -> TrainedModule:
+    """Returns the module that an estimator names, tried on the first row."""
+    with naming_params(estimator, fits=False):
+        frame, rows = first_inputs(prepare(dataset, task, label=None, **input_columns(estimator)))
+    columns, arguments = frame.columns, arguments_of(rows)
+    made = columns.preprocess
+    takes = columns.inputs if made is None else arguments
+    source = _source_of(_read(estimator.getModule()), estimator.getModuleParams(), weights, takes)
+    trained = TrainedModule(
+        **source,
+        inputs=columns.inputs,
+        arguments=None if made is None else arguments,
+        preprocess=None if made is None else made.function,
+        returned=None if made is None else made.arguments,
+        outputs=(),
+        task=task,
+        labels=tuple(labels),
+    )
+    outputs, classes = try_forward(trained.build(), task, rows, columns.arguments)
+    if labels and len(labels) != classes:
+        raise ConfigError(f"labels has {len(labels)} names, and the module {classes} classes", param="labels")
+    return replace(trained, outputs=outputs)
+
+
+def _read(module: Any) -> Any:
+    """Returns a TorchScript module, or the program in a file, as a value; anything else as it is."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return Script.of(module.eval())
+    if not (isinstance(module, str | os.PathLike) and os.path.isfile(module)):
+        return module
+    path = Path(module)
+    try:
+        if path.suffix == ".pt2":
+            return torch.export.load(path)
+        script = Script(path.read_bytes())
+        script()
+    except Exception as error:
+        hint = "torch.export.save writes .pt2 files, torch.jit.save others; a file of weights is named by weights"
+        raise ModuleError(f"{module} holds no program: {error}", hint=hint, param="module") from error
+    return script
+
+
+def _source_of(module: Any, params: Mapping[str, Any], weights: Weights | None, takes: Any) -> dict[str, Any]:
+    """Returns code, parameters and weights of a module, as fields of a `TrainedModule`."""
+    if not isinstance(module, torch.export.ExportedProgram | Script):
+        return _made(module, params, weights)
+    if params or weights is not None:
+        raise ConfigError("module is a program, which has its weights with it", hint="pass it alone", param="module")
+    if isinstance(module, Script):
+        return {"source": module, "params": {}, "weights": pack_state({})}
+    graph = module.module()
+    try:
+        program = export_program(graph, takes)
+    except ExportError as error:
+        hint = "export it with torch.export.Dim for the first dimension: it is called with any number of rows"
+        raise ModuleError(f"the program does not take the columns: {error}", hint=hint, param="module") from error
+    return {"source": program, "params": {}, "weights": pack_state(graph.state_dict())}
+
+
+def _made(module: Any, params: Mapping[str, Any], weights: Weights | None) -> dict[str, Any]:
+    """Returns the fields of an instance, a class or factory, or a model of Hugging Face's."""
+    found = opened(module, params, seed=0, complete=weights is None) or {"module": module, "module_params": params}
+    code = load_object(module) if isinstance(module, str) and "initial" not in found else module
+    if weights is None and isinstance(code, type) and issubclass(code, nn.Module):
+        hint = "pass weights, a state dict or its file, or as module the instance that was trained"
+        raise ConfigError(f"module is the class {code.__qualname__}, without weights", hint=hint, param="weights")
+    built = recipe_type(found["module"])(**found).build_module(0)
+    if weights is not None:
+        try:
+            built.load_state_dict(_state(weights))
+        except RuntimeError as error:
+            raise ModuleError(f"the weights are not those of the module: {error}", param="weights") from error
+    return {"source": found["module"], "params": found["module_params"], "weights": pack_state(built.state_dict())}
+
+
+def _state(weights: Weights) -> Mapping[str, torch.Tensor]:
+    """Returns a state dict, which may be in a file of safetensors or of `torch.save`, also under `state_dict`."""
+    if isinstance(weights, Mapping):
+        return weights
+    path = os.fspath(weights)
+    try:
+        if path.endswith(".safetensors"):
+            from safetensors.torch import load_file
+
+            return load_file(path)
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        hint = "give a file of safetensors, or one that torch.save wrote of module.state_dict()"
+        raise ModuleError(f"the weights in {path} cannot be read: {error}", hint=hint, param="weights") from error
+    state: Mapping[str, torch.Tensor] = found.get("state_dict", found) if isinstance(found, Mapping) else {}
+    return state
