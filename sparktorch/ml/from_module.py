@@ -41,6 +41,7 @@ __all__ = ["Weights", "model_from"]
 Weights = Mapping[str, torch.Tensor] | str | os.PathLike[str]
 M = TypeVar("M", bound=TorchModelBase)
 
+_SUFFIXES = (".pt", ".pt2", ".pth", ".ts")  # of files of programs
 _ESTIMATORS = (TextClassifier, ImageClassifier, TorchClassifier, TorchRegressor, TorchEstimator)
 
 
@@ -90,9 +91,11 @@ def _read(module: Any) -> Any:
     """Returns a TorchScript module, or the program in a file, as a value; anything else as it is."""
     if isinstance(module, torch.jit.ScriptModule):
         return Script.of(module.eval())
-    if not (isinstance(module, str | os.PathLike) and os.path.isfile(module)):
+    path = Path(module) if isinstance(module, str | os.PathLike) else Path()
+    if path.suffix in _SUFFIXES and not path.is_file():
+        raise ModuleError(f"there is no file {module} on this machine", param="module")
+    if not path.is_file():
         return module
-    path = Path(module)
     try:
         if path.suffix == ".pt2":
             return torch.export.load(path)

@@ -133,6 +133,8 @@ def test_what_has_no_trained_weights_is_refused(data: DataFrame, tmp_path: Path,
     (tmp_path / "net.pt").write_bytes(b"rubbish")
     with pytest.raises(ModuleError, match="holds no program"):
         TorchModel.fromModule(str(tmp_path / "net.pt"), data)
+    with pytest.raises(ModuleError, match=r"there is no file other\.pt2"):
+        TorchModel.fromModule("other.pt2", data)
     folder = tokenizer_folder(tmp_path / "folder", ["day"], bert("BertForMaskedLM"))
     with pytest.raises(ModuleError, match=r"has no values for .* classifier\.bias"):
         TextClassificationModel.fromModule(str(folder), spark.createDataFrame([("day",)], "text string"), maxLength=8)
