@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -26,6 +27,8 @@ from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.recipe.task import align, check_rows, classes_in, each_tensor, prediction, rows_of
 
 __all__ = ["ArgumentSpec", "DryRunResult", "OutputSpec", "arguments_of", "describe_outputs", "dry_run", "try_forward"]
+
+_log = logging.getLogger(__name__)
 
 _WITH_VALUES = (
     "with modelDir, the driver tries shapes alone; dryRun='worker' tries values, in one worker, which then holds the "
@@ -371,7 +374,18 @@ def _check_classes(task: Task, output: Any, rows: int, loss: Loss | None) -> int
             "module: scoring applies it; for more, return one score per class",
             param="loss",
         )
+    if output.device.type != "meta" and output.dim() == 2 and _are_shares(output):
+        _log.warning(
+            "the module's scores of the first row are at least 0 and sum to 1: if it ends with a softmax, take that out; "
+            "scoring applies one, and so does CrossEntropyLoss"
+        )
     return classes_in(tuple(output.shape[1:]))
+
+
+def _are_shares(output: torch.Tensor) -> bool:
+    """Whether the scores of each row are as a softmax returns them."""
+    sums = output.detach().double().sum(1)
+    return bool((output >= 0).all() and torch.allclose(sums, torch.ones_like(sums), atol=1e-4))
 
 
 def _describe(value: Any) -> str:
