@@ -310,10 +310,8 @@ def check_labels(values: npt.NDArray[Any], columns: Columns) -> npt.NDArray[Any]
             "module as many outputs as there are classes (numLabels, if it is a folder)"
         )
         if values.max() == columns.classes:
-            hint += (
-                f"; subtract 1 from labels 1 ... {columns.classes}; handleInvalid='keep' of StringIndexer gives unseen "
-            )
-            hint += f"labels {columns.classes}: use 'skip'"
+            hint += f"; subtract 1 from labels 1 ... {columns.classes}; handleInvalid='keep' of StringIndexer gives "
+            hint += f"unseen labels {columns.classes}: use 'skip'"
         if values.min() < 0:
             hint += "; leave rows out that have no class, or give them any and the weight 0 in weightCol"
         of = f"not among classes 0 ... {columns.classes - 1}, for example {values[bad][0]:g}"

@@ -376,8 +376,8 @@ def _check_classes(task: Task, output: Any, rows: int, loss: Loss | None) -> int
         )
     if output.device.type != "meta" and output.dim() == 2 and _are_shares(output):
         _log.warning(
-            "the module's scores of the first row are at least 0 and sum to 1: if it ends with a softmax, take that out; "
-            "scoring applies one, and so does CrossEntropyLoss"
+            "the module's scores of the first row are at least 0 and sum to 1: if it ends with a softmax, take that "
+            "out; scoring applies one, and so does CrossEntropyLoss"
         )
     return classes_in(tuple(output.shape[1:]))
 

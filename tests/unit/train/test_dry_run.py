@@ -72,6 +72,13 @@ class Chance(Logit):
         return torch.sigmoid(super().forward(x))
 
 
+class Shares(Mlp):
+    """Returns probabilities."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).softmax(1)
+
+
 def trial(
     module: Any,
     loss: Any,
@@ -129,6 +136,13 @@ def test_the_label_that_a_loss_leaves_out_is_known_where_a_row_may_have_it(
 ) -> None:
     found = trial(Mlp, loss, task, label=label)
     assert found.ignored == DryRunResult.unpacked(*found.packed()).ignored == ignored
+
+
+def test_a_softmax_before_a_loss_that_applies_one_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    trial(Mlp, "CrossEntropyLoss", "classification", label=CLASS)
+    assert not caplog.records
+    trial(Shares, "CrossEntropyLoss", "classification", label=CLASS)
+    assert "if it ends with a softmax, take that out" in caplog.text
 
 
 @pytest.mark.parametrize(("module", "unused"), [(Score, False), (Spare, True)])
