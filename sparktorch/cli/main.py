@@ -14,13 +14,9 @@ _COMMANDS = {"doctor": doctor, "plan": plan, "run": run}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command; returns its exit status.
+    """Runs a command with arguments, by default those of the process, and returns its exit status.
 
-    Args:
-        arguments: Command-line arguments; `None` for those of the process.
-
-    Returns:
-        The command's exit status; 0 is success. Invalid arguments end the process with status 2.
+    0 is success; invalid arguments end the process with status 2.
     """
     parser = argparse.ArgumentParser(prog="python -m sparktorch", description="sparktorch, from the command line")
     parser.add_argument("--version", action="version", version=f"sparktorch {sparktorch.__version__}")

@@ -49,15 +49,9 @@ class NoSessionError(ClusterError):
 
 @contextmanager
 def session(options: argparse.Namespace, name: str, *, quiet: bool = False) -> Iterator[SparkSession]:
-    """Starts a session with the settings of the arguments, and stops it when the block ends.
+    """Starts a session with the settings of the arguments, or raises a `NoSessionError`; stops it after the block.
 
-    Args:
-        options: The arguments.
-        name: Name of the application.
-        quiet: Whether to turn off Spark's log and its UI.
-
-    Raises:
-        NoSessionError: The session cannot be started.
+    `name` is that of the application; `quiet` turns off Spark's log and its UI.
     """
     builder = SparkSession.builder.appName(name)
     silent = {"spark.ui.enabled": "false", "spark.ui.showConsoleProgress": "false"}

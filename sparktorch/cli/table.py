@@ -21,13 +21,7 @@ _SUMMARIES = {
 
 
 def print_table(findings: Sequence[Finding], title: str, file: IO[str] | None = None) -> None:
-    """Prints findings as a table; equal findings of several places share a row.
-
-    Args:
-        findings: The findings.
-        title: The line above the table.
-        file: The file to print to; standard output if `None`.
-    """
+    """Prints findings as a table below a title, by default on standard output; equal findings share a row."""
     from rich import box
     from rich.console import Console
     from rich.table import Table

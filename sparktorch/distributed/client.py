@@ -138,12 +138,7 @@ class Client:
             yield item
 
     def agree(self, topic: str, value: dict[str, Any]) -> list[dict[str, Any]]:
-        """Exchanges one JSON object with every rank; returns the objects in rank order.
-
-        Raises:
-            Cancelled: The driver cancelled while waiting.
-            PeerFailure: A rank failed while waiting.
-        """
+        """Exchanges one JSON object with every rank; returns the objects in rank order; raises as `collect` does."""
         self.post(topic, value)
         return self.collect(topic)
 

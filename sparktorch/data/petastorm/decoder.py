@@ -141,8 +141,7 @@ def reader_batches(reader: Iterable[Any], columns: Columns, *, key: str) -> Iter
         key: Name of the int64 column with the row keys, which identify and order rows, for example Spark's `xxhash64`
             of the other columns.
 
-    Raises:
-        ColumnError: A column is missing.
+    A `ColumnError` names a missing column.
     """
     names = {spec.name: spec.column for spec in columns.tensors}
     names |= {VALIDATION: columns.validation} if columns.validation else {}

@@ -148,11 +148,7 @@ def worst(findings: Iterable[Finding]) -> Status:
 
 
 def refuse(findings: Iterable[Finding]) -> None:
-    """Logs the warnings and raises the first failure.
-
-    Raises:
-        ClusterError: There is a failure.
-    """
+    """Logs the warnings, and raises the first failure as a `ClusterError`."""
     for finding in findings:
         if finding.status == "failure":
             raise finding.error()

@@ -44,12 +44,9 @@ _OFF = {
 def check_cluster(
     spark: SparkSession, world_size: int, profile: ResourceProfile | None = None, *, longest: float = _PROMISED_SECONDS
 ) -> None:
-    """Refuses a barrier job that Spark would refuse late, hang, or run incorrectly.
+    """Refuses a barrier job that Spark would refuse late, hang, or run incorrectly, by a `ClusterError`.
 
     It waits for a cluster that is still starting, at most `longest` seconds, see `settled_slots`.
-
-    Raises:
-        ClusterError: A check failed; with the setting to change.
     """
     refuse(switches(spark))
     refuse([enough_slots(spark, world_size, profile, longest=longest)[0]])
@@ -168,16 +165,10 @@ def settled_slots(
 
     By default, more are expected for ten minutes after the last new slot if the session's settings promise enough, for
     two seconds if they promise too few, and if they say nothing until the session is a minute old. The first slot gets
-    at least a minute.
+    at least a minute. `settle` is another number of seconds after the last new slot, `longest` the most to wait.
 
-    Args:
-        spark: The session.
-        wanted: Number of slots that is enough.
-        profile: Resource profile of the tasks.
-        settle: Seconds after the last new slot, in place of the default.
-        longest: Most seconds to wait.
-        lost: Tags of jobs that have ended. Their tasks may still hold slots, if a host is cut off or a process is
-            stopped, until Spark gives up the executor; such slots do not count.
+    `lost` are tags of jobs that have ended. Their tasks may still hold slots, if a host is cut off or a process is
+    stopped, until Spark gives up the executor; such slots do not count.
     """
     java_profile = None if profile is None else profile._java_resource_profile
 
