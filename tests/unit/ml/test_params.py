@@ -189,7 +189,7 @@ def test_what_is_asked_of_the_inputs_travels_together() -> None:
         ({"nullPolicy": "skip"}, "nullPolicy"),
         ({"fillValue": 1.0}, "fillValue"),
         ({"inputShapes": {"a": [2, 0]}}, "inputShapes"),
-        ({"inputLayouts": {"a": "pad"}}, "inputLayouts"),
+        ({"inputLayouts": {"a": "pad"}}, "inputLayouts['a']"),
         ({"maxLengths": {"a": 0}}, "maxLengths['a']"),
         ({"labelCols": ["a"], "labelCol": "b"}, "labelCols"),
         ({"labelCols": []}, "labelCols"),
