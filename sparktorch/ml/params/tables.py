@@ -1,6 +1,7 @@
 """All Params, in one table per subject. Accessors, constructors, `help`, stubs and docs/params.md come from them.
 
-To add a Param, add an entry, run `python scripts/params.py`, and use the value in the code. `field` names the
+To add a Param, add an entry, run `python scripts/params.py`, and use the value in the code. A new table goes into a class
+in `classes`. `field` names the
 configuration field that gets it: "config" is `TrainConfig`, "recipe" is `Recipe`, and so on (`ml/fit/translate.py`).
 """
 
