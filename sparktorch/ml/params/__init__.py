@@ -1,1 +1,1 @@
-"""The Params: `tables` declares them; `declare` turns the tables into the base classes in `mixins`."""
+"""The Params: `tables` declares them by subject, `classes` by class; `declare` makes the base classes in `mixins`."""

@@ -1,7 +1,8 @@
 """All Params, in one table per subject. Accessors, constructors, `help`, stubs and docs/params.md come from them.
 
-To add a Param, add an entry, run `python scripts/params.py`, and use the value in the code. `field` names the
-configuration field that gets it: "config" is `TrainConfig`, "recipe" is `Recipe`, and so on (`ml/fit/translate.py`).
+To add a Param, add an entry, run `python scripts/params.py`, and use the value in the code; a new table goes into the
+classes that have it, in `classes`. `field` names the configuration field that gets the value: "config" is
+`TrainConfig`, "recipe" is `Recipe`, and so on (`ml/fit/translate.py`).
 """
 
 from __future__ import annotations
