@@ -41,13 +41,13 @@ def opened(
     if not is_folder(module):
         return None
     folder = os.path.abspath(module)
+    config = config_in(folder)
     if in_place:
-        config = _changed(config_in(folder), params)
+        config = _changed(config, params)
         if not is_weights_folder(folder):
             hint = "write them with save_pretrained(folder), or leave modelDir out"
             raise ModuleError(f"{folder} holds no weights as safetensors", hint=hint, param="module")
         return {**_described(_class_of(config), config), "initial": WeightsFolder(folder)}
-    _check_folder(folder)
     found, weights, lacking = _read(folder, json.dumps(dict(params), sort_keys=True), seed, stamp(folder))
     if complete and lacking:
         hint = "train it first: the values would be random"
@@ -78,7 +78,9 @@ def config_in(folder: str) -> Any:
     Raises:
         ModuleError: There is none, or none that this version of transformers reads.
     """
-    _check_folder(folder)
+    if not (Path(folder) / "config.json").is_file():
+        hint = "give the path of a folder that save_pretrained wrote, on this machine"
+        raise ModuleError(f"{folder} holds no model: there is no config.json", hint=hint, param="module")
     hint = "give a folder that save_pretrained wrote, with no later version of transformers than that here"
     with refusing(f"the config.json in {folder} cannot be read", hint, param="module"):
         return transformers().AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -176,13 +178,6 @@ def _of_dtype(config: Any, dtype: torch.dtype) -> Any:
     for below in filter(is_config, vars(config).values()):
         _of_dtype(below, dtype)
     return config
-
-
-def _check_folder(folder: str) -> None:
-    """Checks that a folder has a configuration."""
-    if not (Path(folder) / "config.json").is_file():
-        hint = "give the path of a folder that save_pretrained wrote, on this machine"
-        raise ModuleError(f"{folder} holds no model: there is no config.json", hint=hint, param="module")
 
 
 @functools.lru_cache(maxsize=1)  # the settings of a search share one copy of the weights

@@ -138,16 +138,18 @@ def model_loss(module: nn.Module, batch: Batch) -> torch.Tensor:
     _, inputs = arguments(batch, plain)
     made, label = inputs.pop("labels", None), batch.label
     kind = getattr(plain, "loss_type", None)
-    if kind in _PER_ROW:
-        if (made is None) == (label is None):
-            raise _no_loss(plain, f"{'no' if label is None else 'two'} labels", "set labelCol, or return 'labels'")
+    if kind in _PER_ROW and (made is None) != (label is None):
         loss: torch.Tensor = module(**inputs, labels=_row_labels(plain, made if label is None else label)).loss
         return loss
-    if kind not in _PER_TOKEN:
-        raise _no_loss(plain, f"a loss of the kind {kind}", "set loss or trainingStep")
-    if made is None or label is not None:
-        raise _no_loss(plain, "no labels of tokens", "set labelCol='', and return 'labels' from preprocess")
-    return _token_losses(module(**inputs).logits, made, ahead=_PER_TOKEN[kind])
+    if kind in _PER_TOKEN and made is not None and label is None:
+        return _token_losses(module(**inputs).logits, made, ahead=_PER_TOKEN[kind])
+    what, hint = "no labels of tokens", "set labelCol='', and return 'labels' from preprocess"
+    if kind in _PER_ROW:
+        what, hint = f"{'no' if label is None else 'two'} labels", "set labelCol, or return 'labels'"
+    elif kind not in _PER_TOKEN:
+        what, hint = f"a loss of the kind {kind}", "set loss or trainingStep"
+    hint += ": the model's own loss is used where neither loss nor trainingStep is set"
+    raise ModuleError(f"{type(plain).__qualname__} has {what}", hint=hint, param="loss")
 
 
 def gets_row_labels(module: nn.Module) -> bool:
@@ -176,11 +178,6 @@ def _unwrapped(module: Any) -> Any:
     while (found := model_in(module)) is None:
         module = module.module
     return found
-
-
-def _no_loss(plain: nn.Module, what: str, hint: str) -> ModuleError:
-    hint += ": the model's own loss is used where neither loss nor trainingStep is set"
-    return ModuleError(f"{type(plain).__qualname__} has {what}", hint=hint, param="loss")
 
 
 def _row_labels(plain: Any, label: torch.Tensor) -> torch.Tensor:

@@ -6,8 +6,8 @@ import io
 import logging
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -133,23 +133,29 @@ def dry_run(
         ConfigError: Name patterns or options in `freeze` or `parameter_groups` do not fit the module or optimizer, or
             options of the strategy do not fit the module.
     """
-    device = device if values else "meta"
-    tried = partial(_tried, recipe, task, names=names, weighted=weighted, device=device, check=check)
-    tried = partial(tried, values=values, clips=clips)
-    if values:
-        return tried(recipe.build_module(seed).to(device), inputs, label)
-    built = recipe.build_deferred(seed)
-    log_differences(built)
-    if jagged := [name for name, tensor in inputs.items() if tensor.is_nested]:
-        what = f"{jagged[0]} is jagged, which has no shape to try alone"
-        raise ModuleError(what, hint=_WITH_VALUES, param="modelDir")
+    device, built = (device, None) if values else ("meta", recipe.build_deferred(seed))
+    if built is not None:
+        log_differences(built)
+        if jagged := [name for name, tensor in inputs.items() if tensor.is_nested]:
+            what = f"{jagged[0]} is jagged, which has no shape to try alone"
+            raise ModuleError(what, hint=_WITH_VALUES, param="modelDir")
+    module = recipe.build_module(seed).to(device) if built is None else built.module
     try:
-        with torch.device("meta"):
-            found = tried(built.module, inputs, label)
+        with nullcontext() if values else torch.device(device):
+            inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
+            shown, rows = tuple(inputs.values()), len(next(iter(inputs.values())))
+            batch = Batch(shown, None if label is None else label.to(device), None, rows, names=names)
+            if check is not None:
+                check(module, batch)
+            weight = torch.ones(rows, device=device) if weighted else None
+            batch = replace(batch, weight=weight, loss_weight=weight)
+            found = _tried(recipe, task, module, inputs, batch, values=values, clips=clips)
     except ModuleError as error:
-        if "meta" not in str(error.__cause__):
+        if values or "meta" not in str(error.__cause__):
             raise
         raise ModuleError(error.what, hint=_WITH_VALUES, **error.where) from error
+    if built is None:
+        return found
     built.check_reset()
     return replace(found, aligned=each_tensor(_ones, found.aligned))
 
@@ -159,21 +165,13 @@ def _tried(
     task: Task,
     module: nn.Module,
     inputs: Mapping[str, torch.Tensor],
-    label: torch.Tensor | None,
+    batch: Batch,
     *,
-    names: tuple[str, ...],
-    weighted: bool,
-    device: str,
-    check: Callable[[nn.Module, Batch], None] | None,
     values: bool,
     clips: bool,
 ) -> DryRunResult:
-    """Runs a module forward and backward on a few rows; see `dry_run`."""
-    inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
-    label = None if label is None else label.to(device)
-    if check is not None:
-        shown = tuple(inputs.values())
-        check(module, Batch(shown, label, None, len(shown[0]), names=names))
+    """Runs a module forward and backward on a few rows, of which `inputs` have the names for messages."""
+    device, rows, label = str(batch.inputs[0].device), batch.rows, batch.label
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if not trainable:
         hint = "freeze leaves none; take some out again with '!pattern'" if recipe.freeze else ""
@@ -185,16 +183,14 @@ def _tried(
     recipe.check_optimizer(module)
     recipe.check_scheduler()
     module.eval()  # a few equal rows have no batch statistics
-    output = _forward(module, inputs, names)
+    output = _forward(module, inputs, batch.names)
     outputs = describe_outputs(output)
-    rows = len(next(iter(inputs.values())))
     classes = _check_classes(task, output, rows, loss)
     if label is not None and classes is not None:
         label = label.to(torch.int64).clamp(0, classes - 1)  # the ranks check every label
-    weight = torch.ones(rows, device=device) if weighted else None
-    batch = Batch(tuple(inputs.values()), label, weight, rows, weight, names=names)
+    batch = replace(batch, label=label)
     if loss is not None:
-        _try_loss(loss, task, output, label, weight, values=values)
+        _try_loss(loss, task, output, label, batch.weight, values=values)
     else:
         assert training_step is not None
         own.begin_fit(0, 0)

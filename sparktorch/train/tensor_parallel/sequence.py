@@ -46,13 +46,13 @@ def norms_of(module: nn.Module, divided: Mapping[str, str], obstacle: Callable[[
     for name, layer in layers.items():
         prefix = f"{name}." if name else ""
         whole = [child for child in _TAKING_ALL if hasattr(layer, child) and prefix + child not in divided]
-        reasons = {child: obstacle(prefix + child, _TAKING_ALL[child]) for child in whole}
-        for child in (child for child in whole if reasons[child]):
-            raise _refused(f"cannot divide {name!r}, for it must divide its {child!r}, {reasons[child]}")
-        if whole:
-            raise _refused(f"cannot divide {name!r}, whose activation is not known to be elementwise")
+        why = [(child, obstacle(prefix + child, _TAKING_ALL[child])) for child in whole]
+        reasons = [f"for it must divide its {child!r}, {reason}" for child, reason in why if reason]
+        reasons += ["whose activation is not known to be elementwise"] if whole else []
         if not layer.self_attn.batch_first:
-            raise _refused(f"cannot divide {name!r}, whose inputs have positions first: set batch_first=True")
+            reasons.append("whose inputs have positions first: set batch_first=True")
+        if reasons:
+            raise _refused(f"cannot divide {name!r}, {reasons[0]}")
         norms |= {part: prefix + child for child, part in layer.named_children() if isinstance(part, _NORMS)}
     for name, stack in _stacks(module):
         if isinstance(stack.norm, _NORMS):

@@ -60,7 +60,6 @@ _REFUSED: Sequence[tuple[Callable[[Any], object], str, str]] = (
         "leave sparse=True out",
     ),
 )
-_TIED = "whose weights are tied to those of another part"
 _WITHOUT_PARTNER = ("embedding_rowwise", "colwise_rep", _GATHERED)
 
 
@@ -215,7 +214,7 @@ def _obstacle(module: nn.Module, size: int, name: str, style: str) -> str:
     """Returns why a layer cannot be divided; empty if it can."""
     part: Any = module.get_submodule(name)
     if any(_tied(module, below) for below in (part.modules() if style == HEADS else [part])):
-        return _TIED  # gradients would be summed once for each part
+        return "whose weights are tied to those of another part"  # gradients would be summed once for each
     if style == SUMMED:
         return "" if list(part.parameters(recurse=False)) else "which has no parameters of its own"
     kinds = {HEADS: (nn.MultiheadAttention,), OWN_ROWS: (nn.Linear,)}.get(style, _LINEAR)
