@@ -159,7 +159,7 @@ def _named(units: Units, split: Sequence[str], stages: int, places: Sequence[int
     for place, parts in reversed(list(enumerate(units.parts))):
         for part in parts:  # of one that `stages` has made, its parts
             begins |= dict.fromkeys([part] if part in known else part.modules(), place)
-    found = [begins.get(modules.get(name)) for name in split]
+    found = [begins.get(modules.get(name), -1) for name in split]
     if len(found) == stages - 1 and found == [place for place in places if place in found]:
         return [0, *found]
     firsts = (units.parts[place][0] for place in places)

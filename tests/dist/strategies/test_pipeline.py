@@ -140,19 +140,6 @@ def test_a_killed_training_goes_on_on_the_same_mesh_and_on_another(
     torch.testing.assert_close(state, expected, atol=0 if same else 1e-5, rtol=0)
 
 
-@LANDING
-def test_values_that_skip_stages_and_parameters_between_layers_are_trained() -> None:
-    parts = [part.batches() for part in TABLE.parts(4)]
-    groups = [{"params": "layers.*", "lr": 1e-2}]
-    recipe = {"module": Chain, "module_params": {"skips": True, "unused": 80}, "parameter_groups": groups}
-    split = {"pipeline": 4, "split": ["layers.1", "layers.2", "out"], "micro_batches": 4}
-    split |= {"wrap_classes": ["Linear"], "activation_checkpointing": True}
-    mine, _ = train_on(parts, pipeline_job(split, recipe=recipe, **FEW_STEPS))
-    other, _ = train_on([TABLE.batches()], job_for(recipe=recipe, **FEW_STEPS))
-    assert {"scale", "unused.weight"} < mine.keys()
-    torch.testing.assert_close(mine, other, atol=1e-5, rtol=0)
-
-
 class Tabled(nn.Module):
     """Numbers choose rows of a table, between layers; a stage has a parameter of its own, which is another's alias."""
 
@@ -194,14 +181,24 @@ class Tabled(nn.Module):
 
 @LANDING
 @pytest.mark.parametrize(
-    ("module", "split"),
-    [(normed, ["2"]), (Tabled, ["body.1"]), (Encoder, ["encoder.layers.1", "last"])],
+    ("module", "split", "options"),
+    [
+        (normed, ["2"], {}),
+        (Tabled, ["body.1"], {}),
+        (Encoder, ["encoder.layers.1", "last"], {}),
+        # Values that skip stages, and parameters between layers.
+        (
+            partial(Chain, skips=True, unused=80),
+            ["layers.1", "layers.2", "out"],
+            {"wrap_classes": ["Linear"], "activation_checkpointing": True},
+        ),
+    ],
 )
-def test_a_module_is_cut_where_split_says(module: Any, split: list[str]) -> None:
+def test_a_module_is_cut_where_split_says(module: Any, split: list[str], options: dict[str, Any]) -> None:
     ranks = len(split) + 1
     parts = [part.batches() for part in TABLE.parts(ranks)]
     recipe = {"module": module, "optimizer": "SGD", "optimizer_params": {"weight_decay": 0.1}}
-    sizes = {"pipeline": ranks, "split": split, "micro_batches": 3}
+    sizes = {"pipeline": ranks, "split": split, "micro_batches": max(3, ranks), **options}
     mine, metas = train_on(parts, pipeline_job(sizes, recipe=recipe, **FEW_STEPS))
     other, expected = train_on([TABLE.batches()], job_for(recipe=recipe, **FEW_STEPS))
     torch.testing.assert_close(mine, other, atol=1e-5, rtol=0)

@@ -19,7 +19,7 @@ from sparktorch.base.world import World
 from sparktorch.errors import ConfigError
 from sparktorch.train.checkpoint.tensors import own_optimizer
 from sparktorch.train.pipeline.cut import Cut
-from sparktorch.train.plan.memory import Need, Plan, plan
+from sparktorch.train.plan.memory import Need, plan
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.sharding.dtensor import local
 from sparktorch.train.strategies.base import Start
@@ -314,15 +314,6 @@ def test_the_table_names_what_fits_and_what_is_refused() -> None:
     assert lines["zero1"].endswith("fits")
     assert "channelsLast lays out weights" in lines["zero3"]
     assert [need.strategy for need in table.fitting] == ["zero1"]
-
-
-@pytest.mark.parametrize(
-    ("size", "shown"),
-    [(999_940, "999.9 KB"), (999_960, "1.0 MB"), (999_940_000, "999.9 MB"), (999_960_000, "1.00 GB")],
-)
-def test_sizes_are_rounded_before_they_get_their_unit(size: int, shown: str) -> None:
-    found = Plan(needs=(Need(strategy="ddp", sent=size),), workers=1, rows=1, parameters=1)
-    assert str(found).endswith(f" {shown}")
 
 
 def test_a_pipeline_whose_workers_write_the_model_is_planned() -> None:

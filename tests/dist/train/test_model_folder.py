@@ -24,8 +24,8 @@ from sparktorch.base.weights_folder import INDEX, WeightsFolder
 from sparktorch.base.world import World
 from sparktorch.data.columns import VALIDATION
 from sparktorch.errors import PersistenceError
-from sparktorch.train import model_folder
 from sparktorch.train.huggingface.folder import opened
+from sparktorch.train.loop import model_folder
 from sparktorch.train.loop.engine import Engine
 from sparktorch.train.loop.weights import Weights
 from sparktorch.train.recipe.recipe import Recipe

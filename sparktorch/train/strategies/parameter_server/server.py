@@ -49,7 +49,7 @@ class Message:
         sizes = [head, *(tensor.nbytes for tensor in like)]
         padded = [-(-size // _ALIGNED) * _ALIGNED for size in sizes]
         self.bytes = torch.zeros(sum(padded), dtype=torch.uint8, pin_memory=pinned)
-        first, *parts = self.bytes.split(padded)
+        first, *parts = torch.split(self.bytes, padded)
         self._head = first[:head].view(torch.float64)
         self._tensors = [
             part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
