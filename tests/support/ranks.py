@@ -21,12 +21,12 @@ from typing import Any
 from unittest import mock
 
 import pyarrow as pa
-import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from sparktorch.base.config import TrainConfig
+from sparktorch.base.devices import device_count
 from sparktorch.base.state_dict import unpack_state, unpacked_weights
 from sparktorch.base.world import World
 from sparktorch.distributed.client import Client
@@ -170,8 +170,6 @@ def run_ranks(
     On an accelerator, `meta["waits"]` lists what each rank waited for, as `simulated.synchronisations` does.
     """
     size = len(partitions)
-    if device == "cuda" and size > torch.cuda.device_count():
-        pytest.skip(f"{size} ranks want as many devices")
     ranks = []
     for rank, batches in enumerate(partitions):
         world = _world(rank, size, device if isinstance(device, str) else device[rank])
@@ -233,9 +231,22 @@ def load_state(result: RankResult) -> dict[str, torch.Tensor]:
 
 
 def _world(rank: int, size: int, device: str) -> World:
-    """Returns a rank's place; of a type of accelerator it has the device of its own number."""
-    own = device if device == "cpu" or ":" in device else f"{device}:{rank}"
+    """Returns a rank's place; of a type of accelerator it has the device of its own number, or shares one."""
+    own = device if device == "cpu" or ":" in device else f"{device}:{rank % _devices(device, size)}"
     return World(rank=rank, world_size=size, local_rank=rank, host=f"host-{rank}", address=HOST, device=own)
+
+
+def _devices(device: str, size: int) -> int:
+    """Returns how many devices of a type there are for so many ranks."""
+    kind = device.partition(":")[0]
+    return size if kind in ("cpu", "sim") else max(1, min(size, device_count(kind)))
+
+
+def _share(world: World) -> None:
+    """Lets Gloo join ranks that share a device: NCCL wants one for each."""
+    kind = world.device.partition(":")[0]
+    if _devices(kind, world.world_size) < world.world_size:
+        dist.Backend.default_device_backend_map[kind] = "gloo"
 
 
 def _receive(pipes: list[Connection], seconds: float) -> list[tuple[Any, str, int]]:
@@ -260,6 +271,7 @@ def _receive(pipes: list[Connection], seconds: float) -> list[tuple[Any, str, in
 def _member(pipe: Connection, path: str, world: World, function: Callable[..., Any], arguments: Any) -> None:
     torch.set_num_threads(1)
     _simulate(world.device)
+    _share(world)
     store = dist.FileStore(path, world.world_size)
     try:
         with process_group(world, store, timeout=timedelta(seconds=60)):
@@ -279,6 +291,7 @@ def _rank(
 ) -> None:
     """The body of a rank's process: what a barrier task does, without the barrier."""
     os.environ.update(environment)
+    _share(world)
     faulthandler.dump_traceback_later(0.9 * seconds)  # a rank that hangs says where
     client = Client(partial(connect, rendezvous.host, rendezvous.port, token=rendezvous.prefix), world)
     with client.beating(), _synchronisations(world.device) as waits:
