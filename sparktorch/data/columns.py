@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from sparktorch.base.batch import MASK
 from sparktorch.base.config import at_least, one_of
-from sparktorch.errors import ConfigError, nearest
+from sparktorch.errors import ConfigError
 
 if TYPE_CHECKING:
     from sparktorch.data.preprocess import Preprocess
@@ -173,13 +173,10 @@ class InputOptions:
             at_least(f"maxLengths[{name!r}]", limit, 1)
 
     def check_names(self, columns: Sequence[str]) -> None:
-        """Refuses options for names that are no input column; the hint gives the nearest one."""
+        """Refuses options for names that are no input column."""
         for param, values in self._by_param().items():
             for name in values:
-                if name not in columns:
-                    raise ConfigError(
-                        f"{param} names {name!r}, which is no input column", hint=nearest(name, columns), param=param
-                    )
+                one_of(param, name, tuple(columns))
 
     def given_for(self, column: str) -> list[str]:
         """Returns the Params that have an option for a column."""

@@ -58,25 +58,27 @@ class Preprocess:
         }
         generator = torch.Generator().manual_seed(context.seed)
         found = self.function(named, epoch=context.epoch, generator=generator)
+        wrong = self._wrong(found, rows)
+        if wrong:
+            raise ModuleError(
+                f"preprocess {getattr(self.function, '__qualname__', self.function)} returned {wrong}",
+                hint="return a dict of tensors, one for each argument of forward, with a row for each row",
+                param="preprocess",
+            )
+        return {name: found[name] for name in self.arguments or found}
+
+    def _wrong(self, found: Any, rows: int) -> str:
+        """Returns what is wrong with the callable's result; empty if nothing is."""
         if not isinstance(found, Mapping) or not found:
-            raise self._refused(f"returned {type(found).__name__}")
+            return type(found).__name__
         for name, tensor in found.items():
             if not isinstance(tensor, torch.Tensor):
-                raise self._refused(f"returned {type(tensor).__name__} as {name!r}")
+                return f"{type(tensor).__name__} as {name!r}"
             if not tensor.dim() or len(tensor) != rows:
-                raise self._refused(f"returned {name!r} of shape {tuple(tensor.shape)} for {rows} rows")
-        if self.arguments is None:
-            return dict(found)
-        if set(found) != set(self.arguments):
-            raise self._refused(f"returned {_listed(found)}, and {_listed(self.arguments)} for the first row")
-        return {name: found[name] for name in self.arguments}
-
-    def _refused(self, what: str) -> ModuleError:
-        return ModuleError(
-            f"preprocess {getattr(self.function, '__qualname__', self.function)} {what}",
-            hint="return a dict of tensors, one for each argument of forward, with a row for each row",
-            param="preprocess",
-        )
+                return f"{name!r} of shape {tuple(tensor.shape)} for {rows} rows"
+        if self.arguments is not None and set(found) != set(self.arguments):
+            return f"{_listed(found)}, and {_listed(self.arguments)} for the first row"
+        return ""
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -279,7 +279,7 @@ def test_nulls_in_labels_are_dropped_and_never_filled(rows: DataFrame) -> None:
         ("array(1)", {"inputLayouts": {"x": "sparse_csr"}}, ConfigError, ["cannot be 'sparse_csr'", "'padded'"]),
         ("1", {"inputDtypes": {"x": "uint8"}}, ConfigError, ["is int, which cannot be 'uint8'", "'int32'"]),
         ("array(1)", {"maxLengths": {"x": 2}}, ConfigError, ["maxLengths names 'x'", "'padded'"]),
-        ("array(1)", {"inputShapes": {"y": [2]}}, ConfigError, ["inputShapes names 'y'", "valid names: x"]),
+        ("array(1)", {"inputShapes": {"y": [2]}}, ConfigError, ["inputShapes 'y' is unknown", "valid names: x"]),
         ("array(1, 2)", {"inputShapes": {"x": [3]}}, ColumnError, ["holds 2 values, inputShapes says [3]"]),
         ("cast(array() as array<int>)", {}, ColumnError, ["'x' is empty in the first row"]),
         ("1", {"assembleInputs": True, "inputDtypes": {"x": "int32"}}, ConfigError, ["assembleInputs packs"]),
