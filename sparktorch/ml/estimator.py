@@ -53,8 +53,14 @@ class TorchEstimatorBase(Estimator[M], EstimatorParams, MLReadable[Any], MLWrita
     _callers: dict[str, Any] = {}
 
     if not TYPE_CHECKING:
-        # Undoes the patch of MLflow's autologging: our listener logs the fit already.
-        fit = inspect.unwrap(Estimator.fit)
+
+        def fit(self, dataset: DataFrame | PreparedData, params: Any = None) -> Any:
+            """Fits a model to a dataset, or one for each of several settings of Params; see `Estimator.fit`."""
+            if isinstance(params, DataFrame):
+                hint = "validationIndicatorCol: train.withColumn('held_out', lit(False)).unionByName(validation...)"
+                raise ConfigError("rows for validation are marked in one DataFrame", hint=hint, param="dataset")
+            # Undoes the patch of MLflow's autologging: our listener logs the fit already.
+            return inspect.unwrap(Estimator.fit)(self, dataset, params)
 
     def setParams(self, **params: Any) -> Self:
         """Sets several Params by name; `None` resets a Param to its default.

@@ -28,6 +28,7 @@ from sparktorch.data.storage import RowStorage, local_directory
 from sparktorch.distributed.client import Client
 from sparktorch.distributed.os_memory import forget_peaks, peaks
 from sparktorch.distributed.process_group import process_group
+from sparktorch.errors import counted
 from sparktorch.train.checkpoint.checkpointer import Checkpointer, unfinished
 from sparktorch.train.checkpoint.store import CheckpointStore
 from sparktorch.train.loop.loop import Outcome, train
@@ -99,6 +100,10 @@ class HeldRows:
         """Trains on the rows; takes and raises what `together` does."""
         with self.together(job, client, without=without):
             config, plan = self.config, self.plan
+            if self.world.is_main and plan.rows < config.batch_size:
+                client.warn(
+                    f"there are {counted(plan.rows, 'row', 'rows')}, fewer than batchSize: each epoch is one step"
+                )
             outcome = train(
                 self.shard,
                 job.recipe,

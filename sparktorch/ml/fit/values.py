@@ -190,6 +190,18 @@ MODULE = (
 )
 
 FIT = (
+    *(
+        Refusal(
+            name,
+            lambda p, name=name, kind=kind: isinstance(p[name], kind),  # type: ignore[misc]
+            f"{name} is an instance, which has the parameters of one module on the driver",
+            f"pass its class, with {options}: each worker makes its own",
+        )
+        for name, kind, options in (
+            ("optimizer", torch.optim.Optimizer, "learningRate and optimizerParams"),
+            ("scheduler", torch.optim.lr_scheduler.LRScheduler, "schedulerParams"),
+        )
+    ),
     Refusal(
         "epochs",
         lambda p: p["epochs"] < 1,

@@ -122,10 +122,16 @@ def test_a_path_and_a_stream_are_no_rows_to_fit_on(frame: DataFrame) -> None:
         classifier().fit(stream)
 
 
-def test_a_validation_column_that_marks_no_row_is_told(frame: DataFrame, caplog: pytest.LogCaptureFixture) -> None:
+def test_settings_that_train_next_to_nothing_are_told(frame: DataFrame, caplog: pytest.LogCaptureFixture) -> None:
     data = frame.withColumn("held_out", F.lit(False))
-    classifier(validationIndicatorCol="held_out", epochs=1).fit(data)
+    classifier(validationIndicatorCol="held_out", epochs=1, batchSize=10_000).fit(data)
     assert "column 'held_out' marks no row for validation" in caplog.text
+    assert "fewer than batchSize: each epoch is one step" in caplog.text
+
+
+def test_validation_rows_in_a_dataframe_of_their_own_are_refused_with_what_to_do(frame: DataFrame) -> None:
+    with pytest.raises(ConfigError, match="validationIndicatorCol"):
+        classifier().fit(frame, frame)  # type: ignore[call-overload]
 
 
 def test_params_of_the_wrong_type_are_refused_when_set() -> None:

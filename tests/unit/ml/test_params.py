@@ -8,7 +8,9 @@ from dataclasses import replace
 from typing import Any, get_type_hints
 
 import pytest
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+import torch
+from torch.optim import SGD
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from sparktorch import (
     TorchClassificationModel,
@@ -154,6 +156,10 @@ def test_what_is_asked_of_the_inputs_travels_together() -> None:
         ({"scheduler": "ReduceLROnPlateau", "schedulerInterval": "step"}, "schedulerInterval"),
         ({"scheduler": ReduceLROnPlateau}, "scheduler"),  # without validation rows
         ({"schedulerParams": {"gamma": 0.5}}, "schedulerParams"),
+        ({"epochs": 0}, "epochs"),
+        ({"optimizer": SGD(Mlp().parameters())}, "optimizer"),
+        ({"scheduler": StepLR(SGD(Mlp().parameters()), 1)}, "scheduler"),
+        ({"module": torch.export.export(Mlp(), (torch.ones(2, 5),))}, "module"),
         ({"batchSize": 3, "numWorkers": 4}, "batchSize"),
         ({"batchSize": 16, "numWorkers": 3, "accumulationSteps": 6}, "accumulationSteps"),
         ({"trainingStep": "tests.support.nets:mean_output_error"}, "trainingStep"),  # and a loss
