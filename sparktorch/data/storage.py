@@ -14,15 +14,15 @@ import os
 import shutil
 import tempfile
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
-from sparktorch.data.runs import Runs
 from sparktorch.errors import ClusterError
 
-__all__ = ["RowStorage", "Spool", "local_directory"]
+__all__ = ["RowStorage", "Runs", "Spool", "local_directory"]
 
 Array = npt.NDArray[Any]
 
@@ -32,6 +32,32 @@ _HUGE = 2 * _HUGE_PAGE  # bytes from which on huge pages are worth it
 _FIRST_EXTENT = 1 << 20  # bytes
 _MOST_AT_ONCE = 1 << 30  # bytes: macOS refuses 2 GiB
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Row numbers as runs of rows that are read at once: int64 `starts` and, one past the last row of each, `stops`."""
+
+    starts: npt.NDArray[np.int64]
+    stops: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, rows: npt.NDArray[np.integer[Any]]) -> Runs:
+        """Returns the runs of row numbers of shape `(rows,)`, in their order."""
+        rows = rows.astype(np.int64, copy=False)
+        cuts = np.flatnonzero(np.diff(rows) != 1) + 1
+        starts = rows[np.concatenate([np.zeros(min(1, len(rows)), np.int64), cuts])]
+        return cls(starts, starts + np.diff(np.concatenate([[0], cuts, [len(rows)]]))[: len(starts)])
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """Number of rows in each run."""
+        return self.stops - self.starts
+
+    @property
+    def count(self) -> int:
+        """Number of rows."""
+        return int(self.lengths.sum())
 
 
 class RowStorage:

@@ -172,6 +172,8 @@ def _made(data: Any) -> str:
         return "spark.read.parquet(it), or as its format is"
     if data is None:
         return "pass the rows; a function that returns none may be what made it"
+    if hasattr(type(data), "agg") and "Group" in type(data).__name__:
+        return "aggregate the groups first, by agg(...)"
     return "it.to_spark()" if type(data).__module__.startswith("pyspark.pandas") else "spark.createDataFrame(it)"
 
 

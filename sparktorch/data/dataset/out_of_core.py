@@ -16,9 +16,9 @@ from sparktorch.data.dataset.folds import Folds
 from sparktorch.data.dataset.prefetch import ByEpoch, ahead
 from sparktorch.data.dataset.rows import Rows
 from sparktorch.data.preprocess import StepContext
-from sparktorch.data.runs import Runs
 from sparktorch.data.sampling.plan import RankOrder, SamplingPlan
 from sparktorch.data.sampling.row_keys import RowKeys
+from sparktorch.data.storage import Runs
 
 __all__ = ["OutOfCoreShard"]
 

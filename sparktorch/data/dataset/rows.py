@@ -14,8 +14,7 @@ from sparktorch.base.devices import upload
 from sparktorch.data.columns import Columns, TensorSpec, argument_names
 from sparktorch.data.fields.base import Dense, Field, Ragged
 from sparktorch.data.preprocess import EVALUATION, StepContext
-from sparktorch.data.runs import Runs
-from sparktorch.data.storage import RowStorage
+from sparktorch.data.storage import RowStorage, Runs
 
 __all__ = ["Rows"]
 

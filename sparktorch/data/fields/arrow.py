@@ -18,9 +18,8 @@ from sparktorch.data.convert.sql_types import empty_value
 from sparktorch.data.convert.tensors import byte_rows
 from sparktorch.data.fields.base import Field, Sized
 from sparktorch.data.fields.offsets import Offsets
-from sparktorch.data.runs import Runs
 from sparktorch.data.sampling.row_digest import RowDigests
-from sparktorch.data.storage import RowStorage
+from sparktorch.data.storage import RowStorage, Runs
 from sparktorch.errors import ColumnError
 
 __all__ = ["ArrowColumn"]

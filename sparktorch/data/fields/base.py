@@ -17,9 +17,8 @@ from sparktorch.base.devices import jagged, upload
 from sparktorch.data.columns import TensorSpec
 from sparktorch.data.convert.tensors import ragged, to_numpy, vector_rows
 from sparktorch.data.fields.offsets import Elements, ElementSpool
-from sparktorch.data.runs import Runs
 from sparktorch.data.sampling.row_digest import RowDigests
-from sparktorch.data.storage import RowStorage
+from sparktorch.data.storage import RowStorage, Runs
 
 if TYPE_CHECKING:
     from typing_extensions import Self

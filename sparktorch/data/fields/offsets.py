@@ -10,8 +10,7 @@ import numpy.typing as npt
 import torch
 
 from sparktorch.base.devices import upload
-from sparktorch.data.runs import Runs
-from sparktorch.data.storage import RowStorage
+from sparktorch.data.storage import RowStorage, Runs
 
 __all__ = ["ElementSpool", "Elements", "Offsets"]
 

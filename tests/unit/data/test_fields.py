@@ -15,8 +15,7 @@ from sparktorch.data.columns import Columns, TensorSpec
 from sparktorch.data.convert.checks import RowFilter
 from sparktorch.data.fields.base import Field
 from sparktorch.data.fields.registry import field_of
-from sparktorch.data.runs import Runs
-from sparktorch.data.storage import RowStorage
+from sparktorch.data.storage import RowStorage, Runs
 from sparktorch.errors import ColumnError
 
 VECTOR = pa.struct({"size": pa.int32(), "indices": pa.list_(pa.int32()), "values": pa.list_(pa.float32())})

@@ -20,9 +20,8 @@ from sparktorch.data.columns import KEY, Columns, TensorSpec
 from sparktorch.data.dataset.reader import read_shard
 from sparktorch.data.fields.arrow import ArrowColumn
 from sparktorch.data.preprocess import Preprocess, StepContext, check_signature
-from sparktorch.data.runs import Runs
 from sparktorch.data.sampling.plan import SamplingPlan
-from sparktorch.data.storage import RowStorage
+from sparktorch.data.storage import RowStorage, Runs
 from sparktorch.errors import ColumnError, ConfigError, ModuleError, PersistenceError
 from sparktorch.model.scorer import Scorer
 from sparktorch.model.trained_module import TrainedModule

@@ -21,9 +21,8 @@ from sparktorch.data.dataset.base import Schedule, Shard
 from sparktorch.data.dataset.reader import read_shard
 from sparktorch.data.dataset.rows import Rows
 from sparktorch.data.preprocess import Preprocess
-from sparktorch.data.runs import Runs
 from sparktorch.data.sampling.plan import SamplingPlan
-from sparktorch.data.storage import RowStorage
+from sparktorch.data.storage import RowStorage, Runs
 from sparktorch.errors import ColumnError
 from tests.support.frames import Table, replaced
 

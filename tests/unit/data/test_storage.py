@@ -18,8 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparktorch.data.runs import Runs
-from sparktorch.data.storage import RowStorage, local_directory
+from sparktorch.data.storage import RowStorage, Runs, local_directory
 from sparktorch.errors import ClusterError
 from tests.support.programs import run_python
 
