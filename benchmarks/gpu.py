@@ -426,6 +426,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cuda", metavar="TYPE", help='a type of accelerator ("cuda"), or "cpu"')
     parser.add_argument("--ranks", type=int, metavar="N", help="devices to scale to (all)")
     parser.add_argument("--precision", choices=("bf16", "fp16", "fp32"), help="bf16, and fp32 on CPUs")
+    parser.add_argument("--rounds", type=int, metavar="N", help="how often each side is measured (5, with --quick 1)")
     parser.add_argument("--batch", type=int, metavar="ROWS", help="rows of a rank in a step (256, if they fit)")
 
 
@@ -449,7 +450,8 @@ def main() -> None:
         turns = Turns(spark, cases, files, device=options.device, precision=precision, epochs=epochs)
         interleave(turns.fits([Way(most)]), 1)  # warms up
         turns.forget()
-        samples = interleave(turns.fits(ways) | turns.by_hand(most), 1 if options.quick else 5)
+        rounds = options.rounds or (1 if options.quick else 5)
+        samples = interleave(turns.fits(ways) | turns.by_hand(most), rounds)
     turns.check()
     samples |= turns.noted
     median = {name: statistics.median(values) for name, values in samples.items()}

@@ -24,7 +24,8 @@ class Normed(nn.Module):
 
     def __init__(self, kind: str, momentum: float | None = 0.1) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8, momentum=momentum), nn.Tanh(), nn.Linear(8, 1))
+        normed = nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8, momentum=momentum)  # a bias would have no gradient
+        self.layers = nn.Sequential(*normed, nn.Tanh(), nn.Linear(8, 1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.layers(x).squeeze(-1)
@@ -97,7 +98,7 @@ TOGETHER: list[tuple[str, ...]] = [
 # What must wait in a step, by what its lines say, and why.
 WAITING: dict[str, tuple[dict[str, Any], str]] = {
     "fp16": (
-        {"precision": "fp16", "recipe": {"optimizer": "RMSprop"}},
+        {"precision": "fp16", "recipe": {"optimizer": "RMSprop", "optimizer_params": {"eps": 1.0}}},
         "self.scaler.step(self.optimizer)",
     ),  # whether a gradient overflowed decides about the step
     "steps left out": ({"non_finite": "skip"}, "return bool(finite)"),  # as here

@@ -203,9 +203,10 @@ def test_a_pyfunc_scores_on_the_device(rows: DataFrame, tmp_path: Path) -> None:
 
 
 def test_a_killed_worker_is_replaced_and_its_training_goes_on(rows: DataFrame, tmp_path: Path) -> None:
-    calm = classifier(device="cuda").fit(rows)
+    calm = classifier(device="cuda", deterministic=True).fit(rows)
     rough = classifier(
         device="cuda",
+        deterministic=True,
         callbacks=[Counts(tmp_path, rank=0, step=12)],
         checkpointDir=str(tmp_path / "checkpoints"),
         checkpointUnit="step",

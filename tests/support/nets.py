@@ -534,7 +534,8 @@ class Bags(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         ids = (x.abs() * 4).long().clamp(max=11)
-        out: torch.Tensor = self.out((self.table(ids) * torch.arange(1.0, 6.0)[:, None]).mean(1)).squeeze(-1)
+        places = torch.arange(1.0, 6.0, device=x.device)
+        out: torch.Tensor = self.out((self.table(ids) * places[:, None]).mean(1)).squeeze(-1)
         return out
 
 

@@ -134,7 +134,8 @@ class DDP(Strategy[DDPOptions]):
         """
         options = self._options
         if options.comm_hook != "powerSGD" or backend_of(self._world.device) != "gloo":
-            return options.bucket_cap_mb
+            # Versions of torch before 2.13 refuse 0; no gradient fits beside another in one byte.
+            return 1 / (1 << 20) if options.bucket_cap_mb == 0 else options.bucket_cap_mb
         if options.bucket_cap_mb is not None:
             raise ConfigError(
                 "strategyParams.bucket_cap_mb does not go together with comm_hook='powerSGD' on CPUs",
