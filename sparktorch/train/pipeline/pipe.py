@@ -271,7 +271,7 @@ class Pipe(nn.Module):
             stages.append(Timed(own, number, len(passed), self._device, received, sent, group=self._group))
         many = len(stages) > 1
         single: Any = Schedule1F1B if self._schedule == "1f1b" else ScheduleGPipe
-        kind = ScheduleInterleaved1F1B if many else single
+        kind: Any = ScheduleInterleaved1F1B if many else single
         loss = loss_of if training else None
         return kind(stages if many else stages[0], self._micro_batches, loss_fn=loss, scale_grads=False), stages
 
