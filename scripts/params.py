@@ -29,6 +29,8 @@ CLASSES: dict[str, tuple[str, Sequence[ParamSpec]]] = {
     "ImageClassifierParams": ("ClassifierParams", classes.IMAGE_CLASSIFIER),
     "TextClassificationModelParams": ("ClassificationModelParams", classes.TEXT_MODEL),
     "ImageClassificationModelParams": ("ClassificationModelParams", classes.IMAGE_MODEL),
+    "TabularClassifierParams": ("ClassifierParams", classes.TABULAR_CLASSIFIER),
+    "TabularRegressorParams": ("RegressorParams", classes.TABULAR_REGRESSOR),
     "RunParams": ("", classes.RUN),
 }
 
@@ -41,6 +43,7 @@ SUBJECTS = {
     ),
     "How columns become tensors": (tables.INPUTS,),
     "`TextClassifier` and `ImageClassifier`": (tables.PRETRAINED, tables.TEXT, tables.IMAGE),
+    "`TabularClassifier` and `TabularRegressor`": (tables.TABLE,),
     "Steps and epochs": (tables.STEPS, tables.EPOCHS, tables.SAMPLING),
     "Numbers": (tables.NUMERICS,),
     "Workers and strategies": (tables.STRATEGY, tables.RESULT, tables.DEVICE, tables.LAUNCH, tables.PATIENCE),

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from sparktorch.errors import SparkTorchError
     from sparktorch.ml.classification import TorchClassificationModel, TorchClassifier
     from sparktorch.ml.estimator import TorchEstimator
+    from sparktorch.ml.fit.run import collective_map, run
     from sparktorch.ml.model import TorchModel
     from sparktorch.ml.params.mixins import RunParams
     from sparktorch.ml.pretrained import (
@@ -23,7 +24,12 @@ if TYPE_CHECKING:
         TextClassifier,
     )
     from sparktorch.ml.regression import TorchRegressionModel, TorchRegressor
-    from sparktorch.ml.run import collective_map, run
+    from sparktorch.ml.tabular import (
+        TabularClassificationModel,
+        TabularClassifier,
+        TabularRegressionModel,
+        TabularRegressor,
+    )
     from sparktorch.ml.tuning.cross_validator import TorchCrossValidator
     from sparktorch.ml.tuning.tuner import TorchTuner
     from sparktorch.spark.petastorm import read_petastorm
@@ -40,6 +46,10 @@ __all__ = [
     "RunContext",
     "RunParams",
     "SparkTorchError",
+    "TabularClassificationModel",
+    "TabularClassifier",
+    "TabularRegressionModel",
+    "TabularRegressor",
     "TextClassificationModel",
     "TextClassifier",
     "TorchClassificationModel",
@@ -65,6 +75,10 @@ _HOMES = {
     "RunContext": "sparktorch.worker.run_context",
     "RunParams": "sparktorch.ml.params.mixins",
     "SparkTorchError": "sparktorch.errors",
+    "TabularClassificationModel": "sparktorch.ml.tabular",
+    "TabularClassifier": "sparktorch.ml.tabular",
+    "TabularRegressionModel": "sparktorch.ml.tabular",
+    "TabularRegressor": "sparktorch.ml.tabular",
     "TextClassificationModel": "sparktorch.ml.pretrained",
     "TextClassifier": "sparktorch.ml.pretrained",
     "TorchClassificationModel": "sparktorch.ml.classification",
@@ -75,9 +89,9 @@ _HOMES = {
     "TorchRegressionModel": "sparktorch.ml.regression",
     "TorchRegressor": "sparktorch.ml.regression",
     "TorchTuner": "sparktorch.ml.tuning.tuner",
-    "collective_map": "sparktorch.ml.run",
+    "collective_map": "sparktorch.ml.fit.run",
     "read_petastorm": "sparktorch.spark.petastorm",
-    "run": "sparktorch.ml.run",
+    "run": "sparktorch.ml.fit.run",
     "tensor_rdd": "sparktorch.spark.rdd",
     "to_dataframe": "sparktorch.spark.rdd",
 }

@@ -13,7 +13,7 @@ import sys
 
 from sparktorch.cli.session import add_session_arguments, session
 from sparktorch.errors import SparkTorchError
-from sparktorch.ml.run import run_script
+from sparktorch.ml.fit.run import run_script
 
 __all__ = ["HELP", "add_arguments", "run"]
 

@@ -73,6 +73,7 @@ class TensorSpec:
         sources: The user's columns, if several scalar ones are packed into this one.
         places: Indices of `sources` among the user's columns; empty if they follow those of the specs before.
         fill: Replacement for nulls and NaN; `None` leaves them unfit.
+        nulls: Whether `preprocess` gets nulls and NaN as they are, in an Arrow array, whatever `fill` says.
         limit: Maximum number of elements in a ragged row, the rest is cut off; `None` for no limit.
         resize: Whether images of another size are resized; otherwise they are an error.
         sql: Spark SQL type of a column of kind "any", for `preprocess`; `dtype`, `shape` and `layout` do not apply.
@@ -88,6 +89,7 @@ class TensorSpec:
     sources: tuple[str, ...] = ()
     places: tuple[int, ...] = ()
     fill: float | None = None
+    nulls: bool = False
     limit: int | None = None
     pad: float = 0
     resize: bool = False
@@ -107,6 +109,11 @@ class TensorSpec:
     def ragged(self) -> bool:
         """Whether rows differ in length."""
         return self.layout in ("padded", "jagged")
+
+    @property
+    def takes_nulls(self) -> bool:
+        """Whether rows may hold nulls and NaN."""
+        return self.nulls or self.fill is not None
 
     @property
     def digestible(self) -> bool:
@@ -147,6 +154,7 @@ class InputOptions:
         fill: Replacement for nulls and NaN; `None` for none.
         drop: Whether rows with a null, NaN or infinity are dropped.
         as_they_are: Whether columns without options here are passed unchanged to `preprocess`.
+        nulls: Whether their nulls are, too.
     """
 
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -158,6 +166,7 @@ class InputOptions:
     fill: float | None = None
     drop: bool = False
     as_they_are: bool = False
+    nulls: bool = False
 
     def __post_init__(self) -> None:
         for name, shape in self.shapes.items():

@@ -50,6 +50,7 @@ class TorchEstimatorBase(Estimator[M], EstimatorParams, MLReadable[Any], MLWrita
 
     _task: Task
     _model_class: type[M]
+    _learns = False  # of rows, before it trains on them
     _callers: dict[str, Any] = {}
 
     if not TYPE_CHECKING:
@@ -93,7 +94,10 @@ class TorchEstimatorBase(Estimator[M], EstimatorParams, MLReadable[Any], MLWrita
         return super()._setDefault(**{name: own(value) for name, value in values.items()})
 
     def _fit(self, dataset: DataFrame | PreparedData) -> M:
-        return self._fit_on(dataset if isinstance(dataset, PreparedData) else FreshData(_checked(dataset)))
+        if isinstance(dataset, PreparedData):
+            return self._fit_on(dataset)
+        estimator, rows = self._learned(_checked(dataset))
+        return estimator._fit_on(FreshData(rows))
 
     def _fit_on(self, source: Source, judge: Callable[[dict[str, Any]], bool] | None = None) -> M:
         """Fits on the rows of a source; `judge` may end the training after an epoch, if the rows are prepared."""
@@ -133,7 +137,8 @@ class TorchEstimatorBase(Estimator[M], EstimatorParams, MLReadable[Any], MLWrita
             ConfigError: A Param is invalid, or ranks cannot hold rows: executors do not reach this process.
         """
         above("idleTimeout", idleTimeout, 0)
-        return PreparedData(self, self._task, _checked(dataset), idle_timeout=idleTimeout, gives_way=True)
+        estimator, rows = self._learned(_checked(dataset))
+        return PreparedData(estimator, self._task, rows, idle_timeout=idleTimeout, gives_way=True)
 
     def plan(
         self,
@@ -154,7 +159,8 @@ class TorchEstimatorBase(Estimator[M], EstimatorParams, MLReadable[Any], MLWrita
             ConfigError: A Param is invalid, or `memory` is no positive number.
             ModuleError: The module cannot be built, or does not fit the columns.
         """
-        return plan_of(self.completed(), self._task, _checked(dataset, "plan"), memory)
+        estimator, rows = self._learned(_checked(dataset, "plan"))
+        return plan_of(estimator.completed(), self._task, rows, memory)
 
     def fitMultiple(self, dataset: DataFrame | PreparedData, paramMaps: Sequence[ParamMap]) -> Iterator[tuple[int, M]]:
         """Trains a model for each of several settings of Params, and yields each with its index once it is trained.
@@ -178,6 +184,10 @@ class TorchEstimatorBase(Estimator[M], EstimatorParams, MLReadable[Any], MLWrita
     def completed(self) -> Self:
         """Returns the estimator with the Params that follow from others, in those that have such."""
         return self
+
+    def _learned(self, dataset: DataFrame) -> tuple[Self, DataFrame]:
+        """Returns the estimator with what it learns of rows before it trains, and the rows as it trains on them."""
+        return self, dataset
 
     def _labels(self, dataset: DataFrame, classes: int | None) -> tuple[str, ...]:
         """Returns the label of each class, or `()` if the column metadata does not have all of them."""

@@ -28,6 +28,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
 from sparktorch.base.imports import MOVED, import_path, load_object
+from sparktorch.base.json_values import is_json, tuples_made, tuples_marked
 from sparktorch.base.weights_folder import WeightsFolder
 from sparktorch.errors import PersistenceError
 from sparktorch.ml.fit.summary import TrainingSummary
@@ -177,7 +178,7 @@ def write_local(model: Any, directory: Path, *, allow_pickle: bool) -> None:
         "class": f"{type(model).__module__}:{type(model).__qualname__}",
         "uid": model.uid,
         "params": {param.name: value for param, value in model._paramMap.items()},
-        "defaults": {param.name: value for param, value in model._defaultParamMap.items() if _is_json(value)},
+        "defaults": {param.name: value for param, value in model._defaultParamMap.items() if is_json(value)},
         "summary": model.summary.to_dict() if model.hasSummary else None,
     }
     (directory / "model.json").write_text(json.dumps(form, indent=1))
@@ -249,9 +250,9 @@ class EstimatorWriter(_Writer):
         values: dict[str, Any] = {}
         pickled: dict[str, Any] = {}
         for param, value in self._instance._paramMap.items():
-            if _is_json(value):
+            if is_json(value):
                 values[param.name] = value
-            elif _is_json(marked := _tuples_marked(value)):
+            elif is_json(marked := tuples_marked(value)):
                 values[param.name] = {"$tuples": marked}
             elif (target := import_path(value)) is not None:
                 values[param.name] = {"$import": target}
@@ -290,7 +291,7 @@ class EstimatorReader(_Reader[R]):
             if isinstance(value, dict) and value.keys() == {"$import"}:
                 metadata["paramMap"][name] = load_object(value["$import"])
             elif isinstance(value, dict) and value.keys() == {"$tuples"}:
-                metadata["paramMap"][name] = _tuples_made(value["$tuples"])
+                metadata["paramMap"][name] = tuples_made(value["$tuples"])
             elif isinstance(value, dict) and value.keys() == {"$config", "values"}:
                 metadata["paramMap"][name] = _config(value["$config"], value["values"])
         DefaultParamsReader.getAndSetParams(instance, metadata)
@@ -312,34 +313,6 @@ class EstimatorReader(_Reader[R]):
 
 def _local(path: str) -> str:
     return path.removeprefix("file://").removeprefix("file:")
-
-
-def _is_json(value: Any) -> bool:
-    """Whether JSON gives the very value back: of tuples it makes lists, and NaN equals nothing."""
-    try:
-        return repr(json.loads(json.dumps(value))) == repr(value)
-    except (TypeError, ValueError):
-        return False
-
-
-def _tuples_marked(value: Any) -> Any:
-    """Returns a value with `{"$tuple": [...]}` for the tuples in it."""
-    if type(value) is dict:
-        return {key: _tuples_marked(item) for key, item in value.items()}
-    if type(value) is list:
-        return [_tuples_marked(item) for item in value]
-    return {"$tuple": [_tuples_marked(item) for item in value]} if type(value) is tuple else value
-
-
-def _tuples_made(value: Any) -> Any:
-    """Returns what was given to `_tuples_marked`."""
-    if isinstance(value, list):
-        return [_tuples_made(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if value.keys() == {"$tuple"}:
-        return tuple(_tuples_made(item) for item in value["$tuple"])
-    return {key: _tuples_made(item) for key, item in value.items()}
 
 
 def _config(path: str, values: dict[str, Any]) -> Any:

@@ -7,7 +7,7 @@ It is saved as a directory of plain files:
     module.pt2            the exported graph, if the module's code has no import path
     module.ts             the TorchScript program, if the module is one
     module.pkl            the pickled code, if there is neither an import path nor a graph
-    preprocess.pkl        the pickled `preprocess`, if it has no import path
+    preprocess.pkl        the pickled `preprocess`, if it has no import path and is no dataclass of JSON values
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch import nn
 
 from sparktorch.base.config import Task
 from sparktorch.base.imports import import_path, load_object
+from sparktorch.base.json_values import is_json, tuples_made, tuples_marked
 from sparktorch.base.state_dict import pack_state, unpack_state
 from sparktorch.base.weights_folder import WeightsFolder
 from sparktorch.data.columns import TensorSpec
@@ -34,7 +35,6 @@ from sparktorch.model.export import ExportError, Program, check_archive, export_
 from sparktorch.model.script import Script
 from sparktorch.train.huggingface.folder import rebuildable
 from sparktorch.train.huggingface.models import model_in
-from sparktorch.train.huggingface.preprocess import FromFolder
 from sparktorch.train.lightning import recipe_type
 from sparktorch.train.recipe.dry_run import ArgumentSpec, OutputSpec
 from sparktorch.train.recipe.frozen_base import load_weights, seed_of
@@ -186,8 +186,13 @@ class TrainedModule:
 
     def _save_preprocess(self, directory: Path, allow_pickle: bool) -> dict[str, Any]:
         """Writes the callable to a file if it needs one; returns its entry in `module.json`."""
-        if isinstance(self.preprocess, FromFolder):
-            return {"path": import_path(type(self.preprocess)), "params": asdict(self.preprocess)}
+        made_by = import_path(type(self.preprocess))
+        if made_by is not None and is_dataclass(self.preprocess):
+            given = tuples_marked(
+                {field.name: getattr(self.preprocess, field.name) for field in fields(self.preprocess)}
+            )
+            if is_json(given):
+                return {"path": made_by, "params": given}
         path = import_path(self.preprocess)
         if path is not None:
             return {"path": path}
@@ -297,9 +302,10 @@ def _load_preprocess(directory: Path, how: Mapping[str, Any] | None, allow_pickl
     if "path" in how:
         function = load_object(how["path"])
         if "params" in how:
-            if not (isinstance(function, type) and issubclass(function, FromFolder)):
+            if not (isinstance(function, type) and is_dataclass(function)):
                 raise PersistenceError(f"the model's preprocess is made by {how['path']}, which loading does not call")
-            function = function(**how["params"])
+            check_signature(function.__call__)
+            function = function(**tuples_made(how["params"]))
         check_signature(function)  # scoring calls it: refuse functions that are no `preprocess`
     else:
         _require_trust("the model's preprocess was pickled, and loading a pickle runs whatever is in it", allow_pickle)

@@ -25,7 +25,7 @@ def signature_of(model: TorchModelBase, outputs: dict[str, str]) -> ModelSignatu
 
     Inputs are columns if an input is ragged, binary, nullable, of nested lists or for `preprocess`, because MLflow has
     no tensors for these. Nullable columns have any type, because pandas turns integers beside a null into floats; so
-    have nested lists, because MLflow's arrays of arrays take no ndarrays.
+    have nested lists, because MLflow's arrays of arrays take no ndarrays, and columns whose nulls `preprocess` takes.
     """
     from mlflow import types
     from mlflow.models import ModelSignature
@@ -40,7 +40,7 @@ def signature_of(model: TorchModelBase, outputs: dict[str, str]) -> ModelSignatu
     for name, spec in _columns_of(model):
         tensor = np.dtype(spec.dtype), (-1, *(() if spec.sources else spec.shape))
         inputs.append(
-            types.ColSpec(AnyType() if unchecked else column_type(spec), name, required)
+            types.ColSpec(AnyType() if unchecked or spec.nulls else column_type(spec), name, required)
             if as_columns
             else types.TensorSpec(*tensor, name)
         )

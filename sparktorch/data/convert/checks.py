@@ -95,7 +95,7 @@ class RowFilter:
     def _hint(self, column: str, what: str) -> str:
         spec = next((spec for spec in self._columns.tensors if column in (spec.column, *spec.sources)), None)
         hint = "drop or replace them before fit, or set nullPolicy='drop'"
-        if spec in self._columns.inputs and spec.fill is None:  # it fills no labels, and no infinity
+        if spec in self._columns.inputs and not spec.takes_nulls:  # it fills no labels, and no infinity
             hint += " or 'fill'" if what == "null" else " or, for NaN, 'fill'"
         if spec is None:  # the validation column
             return hint
@@ -116,12 +116,12 @@ def _unfit(column: pa.Array, spec: TensorSpec) -> Iterator[tuple[str, Mask]]:
 
     Empty masks are skipped.
     """
-    nulls = None if spec.fill is not None else null_mask(column, spec)
+    nulls = None if spec.takes_nulls else null_mask(column, spec)
     if nulls is not None:
         yield "null", nulls
-    infinite = non_finite_mask(column, spec, nan=spec.fill is None)
+    infinite = non_finite_mask(column, spec, nan=not spec.takes_nulls)
     if infinite is not None:
-        yield "NaN or infinite" if spec.fill is None else "infinite", infinite
+        yield "infinite" if spec.takes_nulls else "NaN or infinite", infinite
 
 
 def _by_source(
@@ -144,11 +144,11 @@ def present(
 ) -> pa.BooleanArray | None:
     """Returns the mask of rows without a null or, with `finite`, NaN or infinity in any column; `None` if it is all.
 
-    Columns whose nulls are filled are exempt.
+    Columns whose nulls are filled, or go to `preprocess`, are exempt.
     """
     found: Mask | None = None
     for column, spec in zip(columns, specs, strict=True):
-        if spec.fill is not None:
+        if spec.takes_nulls:
             continue
         for mask in (null_mask(column, spec), non_finite_mask(column, spec) if finite else None):
             if mask is not None:

@@ -30,7 +30,10 @@ _OF_BYTES = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, p
 
 
 class ArrowColumn(Field):
-    """An unconverted column: taken as NumPy if it holds numbers, booleans, dates or timestamps, otherwise as Arrow."""
+    """An unconverted column: taken as NumPy if it holds numbers, booleans, dates or timestamps, otherwise as Arrow.
+
+    With `TensorSpec.nulls`, it is taken as Arrow always.
+    """
 
     decodes = True
     rows: pa.Array
@@ -43,9 +46,9 @@ class ArrowColumn(Field):
     def append(self, column: pa.Array, *, first_row: int = 0, digests: RowDigests | None = None) -> None:
         """Checks and stores the rows of a batch; see `Field.append`."""
         fill = self._spec.fill
-        if fill is None:
+        if not self._spec.takes_nulls:
             refuse_nulls(column, self._spec, first_row)
-        elif pa.types.is_primitive(column.type) and not pa.types.is_temporal(column.type):
+        elif not self._spec.nulls and pa.types.is_primitive(column.type) and not pa.types.is_temporal(column.type):
             column = column.fill_null(pa.scalar(fill).cast(column.type))
             if pa.types.is_floating(column.type):
                 column = pc.if_else(pc.is_nan(column), pa.scalar(fill, column.type), column)
@@ -62,7 +65,7 @@ class ArrowColumn(Field):
         It has one of Arrow's large types, with 64-bit offsets, where 32-bit offsets do not suffice.
         """
         column = self.rows.take(pa.array(index.numpy()))
-        if pa.types.is_primitive(column.type):
+        if pa.types.is_primitive(column.type) and not self._spec.nulls:
             return (column.to_numpy(zero_copy_only=False),)
         with suppress(pa.ArrowInvalid):  # too long for 32-bit offsets
             column = column.cast(self._node_of(None).type)

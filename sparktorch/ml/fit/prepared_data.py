@@ -109,7 +109,7 @@ class PreparedData:
         The rows are those that `estimator` needs. The ranks end after `idle_timeout` seconds without a fit, and
         `make_room` may end them when idle if they give way.
         """
-        self.gives_way, self._busy = gives_way, False
+        self.estimator, self.gives_way, self._busy = estimator, gives_way, False
         self.dataset, self.title, self.bar_stays = dataset, "fit", True
         self._idle_timeout = idle_timeout
         request = translate(estimator, task)

@@ -156,7 +156,8 @@ def input_names(instance: Any) -> list[str]:
 def input_columns(instance: Any) -> dict[str, Any]:
     """Returns the input columns and how they become arguments, as arguments of `spark.frame.prepare`."""
     p = Values(instance)
-    return {"inputs": input_names(instance), "options": _input_options(p), "preprocess": _preprocess(p)}
+    preprocess = _preprocess(p)
+    return {"inputs": input_names(instance), "options": _input_options(p, preprocess), "preprocess": preprocess}
 
 
 def _new_folder(directory: str) -> str:
@@ -185,7 +186,7 @@ def _request(params: Any, p: Values, table: Mapping[str, ParamSpec], job: J) -> 
     )
 
 
-def _input_options(p: Values) -> InputOptions:
+def _input_options(p: Values, preprocess: Any) -> InputOptions:
     """Returns how columns become tensors."""
     policy = p["nullPolicy"]
     return InputOptions(
@@ -198,6 +199,7 @@ def _input_options(p: Values) -> InputOptions:
         fill=p["fillValue"] if policy == "fill" else None,
         drop=policy == "drop",
         as_they_are=p.is_set("preprocess"),
+        nulls=getattr(preprocess, "takes_nulls", False),
     )
 
 

@@ -32,6 +32,7 @@ from sparktorch.ml.params.tables import (
     STEPS,
     STORAGE,
     STRATEGY,
+    TABLE,
     TEXT,
     TRACKING,
     WEIGHT,
@@ -49,6 +50,8 @@ __all__ = [
     "REGRESSION_MODEL",
     "REGRESSOR",
     "RUN",
+    "TABULAR_CLASSIFIER",
+    "TABULAR_REGRESSOR",
     "TEXT_CLASSIFIER",
     "TEXT_MODEL",
 ]
@@ -83,6 +86,14 @@ _FROM_FOLDER = tuple(
 )
 TEXT_CLASSIFIER = (*PRETRAINED, *TEXT, *_FROM_FOLDER)
 IMAGE_CLASSIFIER = (*PRETRAINED, *IMAGE, *_FROM_FOLDER)
+
+
+def _tabular(table: tuple[ParamSpec, ...]) -> tuple[ParamSpec, ...]:
+    unused = [spec for spec in (COLUMNS[0], *INPUTS) if spec.name != "nullPolicy"]
+    return (*TABLE, *(spec for spec in table if spec not in unused))
+
+
+TABULAR_CLASSIFIER, TABULAR_REGRESSOR = _tabular(CLASSIFIER), _tabular(REGRESSOR)
 
 # Of `run`, whose function has a loop of its own.
 RUN = (

@@ -19,6 +19,8 @@ __all__ = [
     "RegressionModelParams",
     "RegressorParams",
     "RunParams",
+    "TabularClassifierParams",
+    "TabularRegressorParams",
     "TextClassificationModelParams",
     "TextClassifierParams",
 ]
@@ -57,6 +59,9 @@ TextClassificationModelParams = _model(
 ImageClassificationModelParams = _model(
     "ImageClassificationModelParams", classes.IMAGE_MODEL, "`ImageClassificationModel`", ClassificationModelParams
 )
+_CLASSIFIER, _REGRESSOR = classes.TABULAR_CLASSIFIER, classes.TABULAR_REGRESSOR
+TabularClassifierParams = _estimator("TabularClassifierParams", _CLASSIFIER, "`TabularClassifier`", ClassifierParams)
+TabularRegressorParams = _estimator("TabularRegressorParams", _REGRESSOR, "`TabularRegressor`", RegressorParams)
 
 RunParams = with_constructor(
     params_class("RunParams", classes.RUN, "The Params of `run`."), classes.RUN, arguments=True

@@ -49,6 +49,16 @@ IMAGE = (
     P("imageCol", "str", "image", "the binary column of image files, such as JPEG and PNG", compared=False),
 )
 
+TABLE = (
+    P("categoricalCols", "list[str]", None,
+      "the columns of categories, among them dates and timestamps, of which parts are taken; by default those of "
+      "strings, booleans, dates and timestamps", compared=True),
+    P("numericCols", "list[str]", None,
+      "the columns of numbers; by default those of numbers that categoricalCols does not name", compared=True),
+    P("minCount", "int", 1, "the fewest training rows of a category; a rarer one is unknown (> 0)", compared=True),
+    P("maxCategories", "int", 1000, "the most categories of a column, its most frequent ones (> 0)", compared=True),
+)
+
 COLUMNS = (
     P("featuresCol", "str", "features", "the input column", compared=False, shared=HasFeaturesCol),
     P("inputCols", "list[str]", None,

@@ -164,6 +164,8 @@ class TorchCrossValidator(CrossValidator):
         """
         if not isinstance(self.getEstimator(), TorchEstimatorBase):
             raise NotInOnePass(f"{type(self.getEstimator()).__name__} is no estimator of this package")
+        if estimators[0]._learns:
+            raise NotInOnePass(f"{type(self.getEstimator()).__name__} learns of the rows that train, of each fold anew")
         requests = [translate(estimator, estimator._task) for estimator in estimators]
         evaluator, names = self.getEvaluator(), ColumnNames.of(dataset)
         read = _columns_of(evaluator)

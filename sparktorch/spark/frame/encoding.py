@@ -124,7 +124,9 @@ def _as_it_is(kind: T.DataType, name: str, wire: str, options: InputOptions) -> 
         raise no_tensor(kind, name)
     if isinstance(kind, NUMERIC):
         _check_fill(name, options.fill, _NUMPY_TYPES[sql], hint="or cast the column to double")
-    return TensorSpec(name=wire, column=name, dtype="float32", kind="any", sql=sql, fill=options.fill)
+    return TensorSpec(
+        name=wire, column=name, dtype="float32", kind="any", sql=sql, fill=options.fill, nulls=options.nulls
+    )
 
 
 def kept_as(kind: T.DataType) -> str | None:

@@ -34,7 +34,7 @@ def first_row(data: DataFrame, columns: Columns, *, filled: bool) -> pa.RecordBa
     schema = data.schema
     conditions = []
     for spec in columns.tensors:  # labels and weights are never filled
-        drop = columns.drop_nulls or (filled and spec not in columns.inputs)
+        drop = (columns.drop_nulls and not spec.nulls) or (filled and spec not in columns.inputs)
         condition = _unfit(spec, schema[spec.name].dataType, drop=drop)
         if condition is not None:
             conditions.append(condition)

@@ -35,7 +35,7 @@ def hashed(spec: TensorSpec, kind: T.DataType) -> list[Column]:
         kind = T.NullType()  # vectors and images are null as a whole, or not at all
 
     def unknown(value: Column, of: T.DataType) -> list[Column]:
-        flags = [F.isnull(value)] if spec.fill is not None else []
+        flags = [F.isnull(value)] if spec.takes_nulls else []
         return flags + [F.size(value)] * (free and isinstance(of, T.ArrayType) and value is not column)
 
     return columns + _within(column, kind, unknown, _structs)

@@ -21,7 +21,7 @@ from torch import nn
 import sparktorch
 from sparktorch import RunContext, TorchRegressor
 from sparktorch.errors import ClusterError, ColumnError, ConfigError, RankError
-from sparktorch.ml.run import run_script
+from sparktorch.ml.fit.run import run_script
 from tests.support.mlflow import QUIET
 from tests.support.nets import Noisy
 from tests.support.waiting import until

@@ -1,0 +1,300 @@
+"""Estimators of tables as they are: columns of strings, booleans, numbers, dates and timestamps."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pyspark.ml import Estimator
+from pyspark.sql import Column, DataFrame, Window
+from pyspark.sql import functions as F
+from pyspark.sql import types as T
+from torch import nn
+
+from sparktorch.base.config import at_least
+from sparktorch.base.imports import load_object
+from sparktorch.data.tables import TableColumns, TableNetwork
+from sparktorch.errors import ColumnError
+from sparktorch.ml.classification import TorchClassificationModel, TorchClassifier
+from sparktorch.ml.estimator import TorchEstimatorBase
+from sparktorch.ml.fit.checks import naming_params
+from sparktorch.ml.fit.prepared_data import PreparedData, Source
+from sparktorch.ml.fit.translate import translate
+from sparktorch.ml.fit.values import Values
+from sparktorch.ml.model import TorchModelBase
+from sparktorch.ml.params.mixins import TabularClassifierParams, TabularRegressorParams
+from sparktorch.ml.regression import TorchRegressionModel, TorchRegressor
+from sparktorch.ml.scoring.column_metadata import nominal
+from sparktorch.ml.scoring.evaluation import ClassificationSummary
+from sparktorch.spark.column_names import ColumnNames
+from sparktorch.spark.frame.encoding import NUMERIC, kept_as
+from sparktorch.spark.frame.refusals import no_number
+from sparktorch.spark.rdd import dataframe_of
+
+if TYPE_CHECKING:
+    from pyspark.ml._typing import ParamMap
+    from typing_extensions import Self
+
+__all__ = ["TabularClassificationModel", "TabularClassifier", "TabularRegressionModel", "TabularRegressor"]
+
+_ROLES = ("labelCol", "labelCols", "weightCol", "validationIndicatorCol", "idCol")
+_LEARNS_FROM = (*_ROLES, "inputCols", "categoricalCols", "numericCols", "minCount", "maxCategories")
+_DRAWN = re.compile(r"_[0-9a-f]{12}_rand$")  # by which Spark's CrossValidator and TrainValidationSplit mark rows
+_TIMES = (T.DateType, T.TimestampType, T.TimestampNTZType)
+_VALUES: dict[str | None, Callable[[str], Any]] = {
+    "string": str,
+    "boolean": lambda text: text == "true",
+    "float": float,
+    "double": float,
+}
+
+
+class _Seen(NamedTuple):
+    """What an estimator has learned of rows."""
+
+    table: TableColumns
+    inputs: list[str]
+    outputs: int
+    labels: list[str]
+
+
+class _TabularEstimator(TorchEstimatorBase[Any]):
+    """What both estimators share."""
+
+    _learns = True
+    _seen: _Seen | None = None
+
+    def fitMultiple(
+        self, dataset: DataFrame | PreparedData, paramMaps: Sequence[ParamMap]
+    ) -> Iterator[tuple[int, Any]]:
+        """Trains a model for each of several settings of Params; see `TorchClassifier.fitMultiple`.
+
+        Settings that change what is learned of the rows are fitted one by one.
+        """
+        if isinstance(dataset, PreparedData) or self._seen is not None:
+            return super().fitMultiple(dataset, paramMaps)
+        if any(param.name in _LEARNS_FROM for params in paramMaps for param in params):
+            return Estimator.fitMultiple(self, dataset, paramMaps)
+        estimator, rows = self._learned(dataframe_of(dataset, "fit"))
+        return estimator.fitMultiple(rows, paramMaps)
+
+    def completed(self) -> Self:
+        """Returns a copy with the Params that follow from the rows, once they were seen: inputs and network."""
+        module = Values(self)["module"] or TableNetwork
+        that = self.copy()._set(module=module)
+        if self._seen is None:
+            return that
+        table, inputs, outputs, _ = self._seen
+        told = {"cardinalities": table.cardinalities, "numbers": len(table.numbers), "outputs": outputs}
+        made_by = load_object(module) if isinstance(module, str) else module
+        built = isinstance(made_by, nn.Module | TorchModelBase)
+        takes = () if built else inspect.signature(made_by).parameters
+        params = {name: value for name, value in told.items() if name in takes} | self.getModuleParams()
+        return that._set(inputCols=inputs, preprocess=table, moduleParams=params)
+
+    def _learned(self, dataset: DataFrame) -> tuple[Self, DataFrame]:
+        if self._seen is not None:
+            return self, dataset
+        at_least("minCount", self.getOrDefault("minCount"), 1)
+        at_least("maxCategories", self.getOrDefault("maxCategories"), 1)
+        translate(self, self._task)  # refuses Params before there is a job
+        that, trained = self.copy(), Values(self).trained
+        with naming_params(self):
+            if trained is not None and isinstance(trained.preprocess, TableColumns):  # it goes on with what it knows
+                inputs = [spec.column for spec in trained.inputs]
+                that._seen = _Seen(trained.preprocess, inputs, 0, list(trained.labels))
+            else:
+                that._seen = _seen_in(dataset, self)
+        if self._task != "classification":
+            return that, dataset
+        return that, _indexed(dataset, self.getLabelCol(), that._seen.labels)
+
+    def _fit_on(self, source: Source, judge: Callable[[dict[str, Any]], bool] | None = None) -> Any:
+        that, known = self, getattr(source, "estimator", None)
+        if self._seen is None and isinstance(known, _TabularEstimator):
+            ours, theirs = Values(self), Values(known)
+            if all(ours[name] == theirs[name] for name in _LEARNS_FROM):
+                that = self.copy()
+                that._seen = known._seen
+        return super(_TabularEstimator, that.completed())._fit_on(source, judge)
+
+
+def _seen_in(dataset: DataFrame, estimator: _TabularEstimator) -> _Seen:
+    """Returns what one job learns of the rows that train."""
+    p, names = Values(estimator), ColumnNames.of(dataset)
+    categorical, times, numeric = _by_kind(p, names)
+    label = p["labelCol"] if estimator._task == "classification" else ""
+    kind = names.type_of(label) if label else None
+    texts = [*categorical, *([label] if isinstance(kind, T.StringType) else [])]
+    figures = [*numeric, *([label] if isinstance(kind, NUMERIC) else [])]
+    trains = ~names.column(p["validationIndicatorCol"]) if p["validationIndicatorCol"] else F.lit(True)
+    found = _counted(
+        dataset.where(trains),
+        [names.column(name).cast(str(kept_as(names.type_of(name)))).cast("string") for name in texts],
+        [names.column(name).cast("double") for name in figures],
+        limited=len(categorical),
+        least=p["minCount"],
+        most=p["maxCategories"],
+    )
+    values = [[row["value"] for row in found if row["place"] == place] for place in range(len(texts))]
+    sizes = {row["place"] - len(texts): row for row in found if row["place"] >= len(texts)}
+    categories = {
+        name: [_VALUES.get(kept_as(names.type_of(name)), int)(value) for value in of]
+        for name, of in zip(categorical, values, strict=False)
+    }
+    numbers = {
+        name: [_rounded(sizes[place][of]) if place in sizes else 0.0 for of in ("mean", "deviation")]
+        for place, name in enumerate(numeric)
+    }
+    labels = sorted(values[-1]) if isinstance(kind, T.StringType) else []
+    if isinstance(kind, T.BooleanType):
+        labels = ["false", "true"]
+    outputs = len(labels) or len(p["labelCols"] or ()) or 1
+    if label and not labels and len(numeric) in sizes:
+        outputs = max(2, int(sizes[len(numeric)]["largest"]) + 1)
+    inputs = list(dict.fromkeys([*categorical, *times, *numeric]))
+    return _Seen(TableColumns(categories, times, numbers), inputs, outputs, labels)
+
+
+def _by_kind(p: Values, names: ColumnNames) -> tuple[list[str], dict[str, list[str]], list[str]]:
+    """Returns the columns of categories, of times with the parts that are taken, and of numbers."""
+    roles = [role for name in _ROLES for role in ([p[name]] if isinstance(p[name], str) else p[name] or ())]
+    taken = {column for role in roles for column in names.called(role)}
+    free = [name for name in names.schema.names if name not in taken and not _DRAWN.search(name)]
+    named = {*(p["categoricalCols"] or ()), *(p["numericCols"] or ())}
+    rest = [name for name in p["inputCols"] or free if name not in named]
+    numbers = [name for name in rest if _is_number(names.type_of(name))]
+    numeric = numbers if p["numericCols"] is None else p["numericCols"]
+    others = [name for name in rest if name not in numbers]
+    categorical, times = [], {}
+    for name in others if p["categoricalCols"] is None else p["categoricalCols"]:
+        kind = names.type_of(name)
+        if isinstance(kind, _TIMES):
+            times[name] = ["month", "weekday"] if isinstance(kind, T.DateType) else ["month", "weekday", "hour"]
+        elif isinstance(kind, (T.StringType, *NUMERIC)):
+            categorical.append(name)
+        else:
+            hint = "leave it out: inputCols names the columns to take"
+            raise ColumnError(f"column {name!r} is {kind.simpleString()}, which is no category", hint=hint, column=name)
+    for name in numeric:
+        if not isinstance(names.type_of(name), NUMERIC):
+            raise no_number(names.type_of(name), name)
+    return categorical, times, numeric
+
+
+def _is_number(kind: T.DataType) -> bool:
+    return isinstance(kind, NUMERIC) and not isinstance(kind, T.BooleanType)
+
+
+def _counted(
+    rows: DataFrame, texts: Sequence[Column], figures: Sequence[Column], *, limited: int, least: int, most: int
+) -> list[Any]:
+    """Returns each category by the place of its column, frequent ones first, and then the figures of each number.
+
+    Of the columns at the first `limited` places, it returns at most `most` categories of `least` rows or more.
+    """
+    text, figure = F.lit(None).cast("string"), F.lit(None).cast("double")
+    finite = [F.when(F.abs(column) < float("inf"), column) for column in figures]  # neither null nor NaN
+    pairs = [*((column, figure) for column in texts), *((text, column) for column in finite)]
+    cells = [F.struct(F.lit(at).alias("place"), v.alias("value"), n.alias("number")) for at, (v, n) in enumerate(pairs)]
+    if not cells:
+        return []
+    every = rows.select(F.explode(F.array(*cells)).alias("cell")).select("cell.*")
+    counted = every.where("value is not null or number is not null").groupBy("place", "value")
+    groups = counted.agg(
+        F.count(F.lit(1)).alias("rows"),
+        F.avg("number").alias("mean"),
+        F.stddev_pop("number").alias("deviation"),
+        F.max("number").alias("largest"),
+    )
+    order = Window.partitionBy("place").orderBy(F.desc("rows"), "value")
+    ranked = groups.withColumn("rank", F.row_number().over(order))
+    kept = (F.col("place") >= limited) | ((F.col("rows") >= least) & (F.col("rank") <= most))
+    return sorted(ranked.where(kept).collect(), key=lambda row: (row["place"], row["rank"]))
+
+
+def _rounded(value: float) -> float:
+    """Returns a number without its last digits, which depend on the order in which Spark has added up."""
+    return float(f"{value:.8g}")
+
+
+def _indexed(dataset: DataFrame, column: str, labels: Sequence[str]) -> DataFrame:
+    """Returns the rows with a label of strings or booleans as the index of its class; -1 if it is none of `labels`."""
+    names = ColumnNames.of(dataset)
+    kind = names.type_of(column) if labels else None
+    if isinstance(kind, T.StringType):
+        known = F.array(*map(F.lit, labels))
+        index = (F.array_position(known, names.column(column)) - 1).cast("double")
+    elif isinstance(kind, T.BooleanType):
+        index = names.column(column).cast("double")
+    else:
+        return dataset
+    return dataset.withColumn(column, index).withMetadata(column, nominal(len(labels), labels))
+
+
+class _TabularModel(TorchModelBase):
+    """What both models share."""
+
+    @property
+    def categories(self) -> dict[str, list[Any]]:
+        """The known categories of each column of the tensor `categories`, from index 2 on."""
+        table = self.trained.preprocess
+        return table.known if isinstance(table, TableColumns) else {}
+
+
+class TabularClassificationModel(_TabularModel, TorchClassificationModel):
+    """A classifier fitted by `TabularClassifier`; `labels` are the labels of its classes, if they are no numbers."""
+
+    def evaluate(self, dataset: DataFrame) -> ClassificationSummary:
+        """Scores rows and compares with `labelCol`, as in the fit; see `TorchClassificationModel.evaluate`."""
+        return super().evaluate(_indexed(dataframe_of(dataset, "evaluate"), self.getLabelCol(), self.labels))
+
+
+class TabularClassifier(_TabularEstimator, TorchClassifier, TabularClassifierParams):
+    """Trains a classifier on the columns of a table as they are: strings, booleans, numbers, dates and timestamps.
+
+    All columns but the label and those that other Params name are inputs. Labels are strings, booleans, or whole
+    numbers `0 ... classes - 1`. By default, it trains a multilayer perceptron with embeddings.
+
+    Example:
+        >>> rows = [("ab"[i % 2], i % 7, "late" if i % 2 else "on time") for i in range(40)]
+        >>> flights = spark.createDataFrame(rows, "carrier string, distance int, arrival string")
+        >>> classifier = TabularClassifier(
+        ...     labelCol="arrival",
+        ...     batchSize=10,
+        ...     epochs=10,
+        ...     learningRate=0.01,
+        ...     progress=False,
+        ... )
+        >>> model = classifier.fit(flights)
+        >>> model.labels, model.categories
+        (['late', 'on time'], {'carrier': ['a', 'b']})
+        >>> model.evaluate(flights).accuracy
+        1.0
+
+    Raises:
+        ConfigError, ColumnError, ModuleError, ClusterError: From `fit`, before training starts.
+        RankError: From `fit`, when a rank fails.
+    """
+
+    _model_class = TabularClassificationModel
+
+
+class TabularRegressionModel(_TabularModel, TorchRegressionModel):
+    """A regressor fitted by `TabularRegressor`."""
+
+
+class TabularRegressor(_TabularEstimator, TorchRegressor, TabularRegressorParams):
+    """Trains a regressor on the columns of a table as they are: strings, booleans, numbers, dates and timestamps.
+
+    All columns but the label and those that other Params name are inputs. By default, it trains a multilayer perceptron
+    with embeddings.
+
+    Raises:
+        ConfigError, ColumnError, ModuleError, ClusterError: From `fit`, before training starts.
+        RankError: From `fit`, when a rank fails.
+    """
+
+    _model_class = TabularRegressionModel
