@@ -130,8 +130,8 @@ def take_rows_in_sql(spark: SparkSession) -> None:
 def without_invalid(dataset: DataFrame, columns: Sequence[Column], specs: Sequence[TensorSpec]) -> DataFrame:
     """Returns the rows whose inputs neither are nor hold null, NaN or infinity.
 
-    Inputs whose nulls the model takes are exempt. Spark cannot read numbers in bytes: those rows are `found_in_python`. `columns` are expressions that encode the
-    inputs.
+    Inputs whose nulls the model takes are exempt. Spark cannot read numbers in bytes: those rows are `found_in_python`.
+    `columns` are expressions that encode the inputs.
     """
     kinds = [field.dataType for field in dataset.select(*columns).schema]
     found = [unfit(spec, kind, c) for c, kind, spec in zip(columns, kinds, specs, strict=True) if not spec.takes_nulls]

@@ -1,0 +1,205 @@
+"""Tables as they are: strings, booleans, numbers and times with nulls are trained on, scored, saved and served."""
+
+from __future__ import annotations
+
+from collections import Counter
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from pyspark.ml import Pipeline
+from pyspark.ml.evaluation import BinaryClassificationEvaluator
+from pyspark.ml.feature import IndexToString, SQLTransformer
+from pyspark.ml.tuning import CrossValidator, ParamGridBuilder
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+from torch import nn
+
+from sparktorch import (
+    TabularClassificationModel,
+    TabularClassifier,
+    TabularRegressionModel,
+    TabularRegressor,
+    TorchClassifier,
+    TorchCrossValidator,
+)
+from sparktorch.data.tables import TableNetwork
+from sparktorch.errors import ColumnError
+from sparktorch.tracking import save_model
+from tests.spark.scored import sorted_rows
+from tests.support.mlflow import QUIET
+
+# Spark leaves its cross-validation thread pool open.
+pool = "ignore:Exception ignored in. <function Pool:pytest.PytestUnraisableExceptionWarning"
+pytestmark = [*QUIET, pytest.mark.filterwarnings(pool)]
+QUICK: dict[str, Any] = {"batchSize": 16, "learningRate": 0.02, "seed": 3, "progress": False}
+ROWS = 96
+
+
+def flights(rows: int = ROWS) -> pd.DataFrame:
+    """Flights that are late in the evening and by one carrier; a tenth of most columns is null."""
+    draw = np.random.default_rng(1)
+    hours, carriers = draw.integers(0, 24, rows), draw.choice(["AA", "AA", "DL", "ÜA"], rows)
+    first = datetime(2024, 1, 1, tzinfo=timezone.utc)
+    late = (hours > 17) | (carriers == "DL")
+
+    def missing(values: Any) -> Any:
+        return [None if gone else value for gone, value in zip(draw.random(rows) < 0.1, values, strict=True)]
+
+    return pd.DataFrame(
+        {
+            "id": np.arange(rows),
+            "carrier": missing(carriers),
+            "international": missing(map(bool, draw.integers(0, 2, rows))),
+            "seats": pd.array(missing(map(int, draw.integers(50, 300, rows))), dtype="Int32"),
+            "distance": np.where(draw.random(rows) < 0.1, np.nan, draw.normal(900, 400, rows)),
+            "planned": [first + timedelta(days=3 * i, hours=int(hour)) for i, hour in enumerate(hours)],
+            "arrival": np.where(late, "late", "on time"),
+            "held_out": np.arange(rows) % 8 == 7,
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def raw(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> DataFrame:
+    path = str(tmp_path_factory.mktemp("flights") / "rows.parquet")
+    flights().to_parquet(path, coerce_timestamps="us")
+    return spark.read.parquet(path)
+
+
+def by_hand(table: pd.DataFrame) -> tuple[list[list[int]], list[list[float]], dict[str, list[Any]]]:
+    """Returns both tensors as lists, and the known categories, made with pandas alone."""
+    train = table[~table["held_out"]]
+    known: dict[str, list[Any]] = {}
+    columns = []
+    for name in ("carrier", "international"):
+        counts = Counter(train[name].dropna())
+        known[name] = sorted(counts, key=lambda value: (-counts[value], str(value).lower()))
+        places = {value: place for place, value in enumerate(known[name], 2)}
+        columns.append([1 if value is None else places.get(value, 0) for value in table[name]])
+    times = table["planned"].dt
+    columns += [(times.month - 1 + 2).tolist(), (times.dayofweek + 2).tolist(), (times.hour + 2).tolist()]
+    numbers = []
+    for name in ("seats", "distance"):
+        values, seen = table[name].astype("float64"), train[name].astype("float64")
+        numbers.append(((values - seen.mean()) / seen.std(ddof=0)).fillna(0.0).tolist())
+    return [list(row) for row in zip(*columns, strict=True)], [list(r) for r in zip(*numbers, strict=True)], known
+
+
+def test_a_table_trains_as_tensors_made_by_hand_and_scores_wherever_the_model_goes(
+    spark: SparkSession, raw: DataFrame, tmp_path: Path
+) -> None:
+    shared = {"idCol": "id", "validationIndicatorCol": "held_out", "epochs": 6, "numWorkers": 2, **QUICK}
+    model = TabularClassifier(labelCol="arrival", **shared).fit(raw)
+    table = flights()
+    categories, numbers, known = by_hand(table)
+    assert {name: model.categories[name] for name in known} == known
+    assert model.labels == ["late", "on time"]
+
+    labels = [float(label == "on time") for label in table["arrival"]]
+    rows = list(zip(range(ROWS), categories, numbers, labels, table["held_out"].tolist(), strict=True))
+    kinds = "id long, categories array<long>, numbers array<float>, label double, held_out boolean"
+    network = {"cardinalities": [5, 4, 14, 9, 26], "numbers": 2, "outputs": 2}
+    expected = TorchClassifier(
+        module=TableNetwork, moduleParams=network, inputCols=["categories", "numbers"], **shared
+    ).fit(spark.createDataFrame(rows, kinds))
+    for found, wanted in zip(model.module.parameters(), expected.module.parameters(), strict=True):
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+    assert model.summary.history[-1]["val_loss"] == pytest.approx(expected.summary.history[-1]["val_loss"], abs=1e-5)
+
+    unseen = raw.where("id < 4").withColumns({"id": F.col("id") + ROWS, "carrier": F.lit("new")})
+    empty = unseen.select(
+        (F.col("id") + ROWS).alias("id"), *(F.lit(None).cast(t).alias(n) for n, t in raw.dtypes if n != "id")
+    )
+    every = raw.unionByName(unseen).unionByName(empty)
+    scored = sorted_rows(model.transform(every), "id")
+    scores = np.array([row["probability"].toArray() for row in scored])
+    assert np.isfinite(scores).all()
+    texts = IndexToString(inputCol="prediction", outputCol="said").transform(model.transform(every))
+    right = [row["said"] == row["arrival"] for row in sorted_rows(texts, "id")[:ROWS]]
+    summary = model.evaluate(raw)
+    assert summary.accuracy == pytest.approx(np.mean(right))
+    assert summary.accuracy > 0.8
+
+    model.save(str(tmp_path / "model"))
+    loaded = TabularClassificationModel.load(str(tmp_path / "model"))
+    assert loaded.trained.preprocess == model.trained.preprocess
+    assert [row["probability"] for row in sorted_rows(loaded.transform(every), "id")] == [
+        row["probability"] for row in scored
+    ]
+    kept = loaded.copy({loaded.handleInvalid: "skip"}).transform(every)
+    assert kept.count() == ROWS + 8
+    inputs = [spec.column for spec in loaded.trained.inputs]
+    loaded.registerUDF("lateness", "probability")
+    every.createOrReplaceTempView("flights")
+    found = sorted_rows(spark.sql(f"select id, lateness({', '.join(inputs)}) p from flights"), "id")
+    np.testing.assert_allclose([row["p"] for row in found], scores, atol=1e-6)
+    np.testing.assert_allclose(loaded.predictProbability(scored[-1].asDict()).toArray(), scores[-1], atol=1e-6)
+
+    save_model(loaded, str(tmp_path / "mlflow"))
+    served = mlflow.pyfunc.load_model(str(tmp_path / "mlflow"))
+    answers = served.predict(table[inputs])
+    np.testing.assert_allclose(np.stack(answers["probability"]), scores[:ROWS], atol=1e-6)
+
+
+class Told(nn.Module):
+    """A module of a user's own that is told how many categories and numbers there are."""
+
+    def __init__(self, cardinalities: list[int], numbers: int, width: int) -> None:
+        super().__init__()
+        self.cardinalities, self.numbers = cardinalities, numbers
+        self.tables = nn.ModuleList(nn.Embedding(count, width) for count in cardinalities)
+        self.out = nn.Linear(width + numbers, 1)
+
+    def forward(self, categories: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        places = enumerate(self.tables)
+        embedded = torch.stack([table(categories[:, place]) for place, table in places]).sum(0)
+        return self.out(torch.cat([embedded, numbers], 1)).squeeze(1)
+
+
+def test_a_regressor_takes_named_columns_rare_categories_as_unknown_and_a_module_of_ones_own(
+    raw: DataFrame, tmp_path: Path
+) -> None:
+    own = {"module": Told, "moduleParams": {"width": 3}, "minCount": 20, "maxCategories": 1}
+    named = {"categoricalCols": ["carrier", "seats"], "numericCols": ["international"], "labelCol": "id"}
+    regressor = TabularRegressor(**own, **named, **QUICK)
+    model = regressor.fit(raw)
+    assert model.categories == {"carrier": ["AA"], "seats": []}
+    assert (model.module.cardinalities, model.module.numbers) == ([3, 2], 1)
+    model.save(str(tmp_path / "model"))
+    loaded = TabularRegressionModel.load(str(tmp_path / "model"))
+    assert loaded.transform(raw).where("isnan(prediction)").count() == 0
+    again = TabularRegressor(module=model, epochs=1, **named, **QUICK).fit(raw.where("carrier = 'DL'"))
+    assert again.categories == model.categories
+    with regressor.prepare(raw) as prepared:
+        held = regressor.fit(prepared, {regressor.learningRate: 0.01})
+        alone = regressor.copy({regressor.learningRate: 0.01}).fit(raw)
+        for found, wanted in zip(held.module.parameters(), alone.module.parameters(), strict=True):
+            assert torch.equal(found, wanted)
+    with pytest.raises(ColumnError, match=r"no column 'carier'.*\n.*carrier") as refused:
+        regressor.copy({regressor.categoricalCols: ["carier"]}).fit(raw)
+    assert refused.value.where["param"] == "categoricalCols"
+    with pytest.raises(ColumnError, match="'both' is array<string>, which is no category"):
+        TabularRegressor(labelCol="id", **QUICK).fit(raw.withColumn("both", F.array("carrier")))
+
+
+@pytest.mark.parametrize("kind", [CrossValidator, TorchCrossValidator])
+def test_folds_learn_of_their_own_rows(raw: DataFrame, kind: Any) -> None:
+    rows = raw.select("carrier", "planned", (F.col("arrival") == "late").cast("int").alias("label"))
+    classifier = TabularClassifier(epochs=2, **QUICK)
+    pipeline = Pipeline(stages=[SQLTransformer(statement="SELECT * FROM __THIS__"), classifier])
+    grid = ParamGridBuilder().addGrid(classifier.moduleParams, [{"hidden": [4]}, {"hidden": [8, 4]}]).build()
+    for estimator in (classifier, pipeline):
+        validator = kind(
+            estimator=estimator, estimatorParamMaps=grid, evaluator=BinaryClassificationEvaluator(), numFolds=2, seed=1
+        )
+        found = validator.fit(rows)
+        assert len(found.avgMetrics) == 2
+        best = found.bestModel.stages[-1] if estimator is pipeline else found.bestModel
+        assert list(best.categories) == ["carrier", "planned.month", "planned.weekday", "planned.hour"]
+        assert best.labels == []
