@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,14 +15,9 @@ from sparktorch.base.config import Task
 from sparktorch.base.imports import load_object
 from sparktorch.base.state_dict import pack_state
 from sparktorch.errors import ConfigError, ModuleError
-from sparktorch.ml.classification import TorchClassifier
-from sparktorch.ml.estimator import TorchEstimator
 from sparktorch.ml.fit.checks import naming_params
 from sparktorch.ml.fit.first_row_trial import first_inputs
 from sparktorch.ml.fit.translate import input_columns
-from sparktorch.ml.model import TorchModelBase
-from sparktorch.ml.pretrained import FromFolderClassifier, ImageClassifier, TextClassifier
-from sparktorch.ml.regression import TorchRegressor
 from sparktorch.model.export import ExportError, export_program
 from sparktorch.model.script import Script
 from sparktorch.model.trained_module import TrainedModule
@@ -36,35 +31,17 @@ if TYPE_CHECKING:
 
     from sparktorch.ml.params.mixins import EstimatorParams
 
-__all__ = ["Weights", "model_from"]
+__all__ = ["Weights", "trained_from"]
 
 Weights = Mapping[str, torch.Tensor] | str | os.PathLike[str]
-M = TypeVar("M", bound=TorchModelBase)
 
 _SUFFIXES = (".pt", ".pt2", ".pth", ".ts")  # of files of programs
-_ESTIMATORS = (TextClassifier, ImageClassifier, TorchClassifier, TorchRegressor, TorchEstimator)
 
 
-def model_from(
-    kind: type[M],
-    module: Any,
-    dataset: DataFrame,
-    weights: Weights | None,
-    labels: Sequence[str],
-    params: Mapping[str, Any],
-) -> M:
-    """Returns a model of a module; see `TorchModelBase.fromModule`."""
-    of = next(each for each in _ESTIMATORS if issubclass(kind, each._model_class))
-    estimator = of(**{"modelFolder" if issubclass(of, FromFolderClassifier) else "module": module}, **params)
-    trained = _trained(estimator.completed(), of._task, dataset, weights, labels)
-    model: M = estimator._copyValues(kind()._with(trained, None))
-    return model
-
-
-def _trained(
+def trained_from(
     estimator: EstimatorParams, task: Task, dataset: DataFrame, weights: Weights | None, labels: Sequence[str]
 ) -> TrainedModule:
-    """Returns the module that an estimator names, tried on the first row."""
+    """Returns the module that an estimator names, tried on the first row; see `TorchModelBase.fromModule`."""
     with naming_params(estimator, fits=False):
         frame, rows = first_inputs(prepare(dataset, task, label=None, **input_columns(estimator)))
     columns, arguments = frame.columns, arguments_of(rows)
