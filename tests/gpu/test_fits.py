@@ -189,6 +189,7 @@ def test_a_stream_is_scored(spark: SparkSession, rows: DataFrame, tmp_path: Path
     assert spark.read.parquet(str(tmp_path / "out")).where("prediction IS NOT NULL").count() == 600
 
 
+@pytest.mark.filterwarnings("ignore:.*Any type hint is inferred:UserWarning")  # MLflow, of its own functions
 def test_a_pyfunc_scores_on_the_device(rows: DataFrame, tmp_path: Path) -> None:
     import mlflow
 
