@@ -260,9 +260,9 @@ def test_nulls_slices_and_unequal_rows_stay_where_they_belong(save: Any) -> None
 
 def test_files_of_one_length_and_different_headers_are_decoded_each_by_its_own() -> None:
     rows = [np.array([[1, 2, 3], [4, 5, 6]], np.float32), np.array([[1, 2], [3, 4], [5, 6]], ">f4")]
-    for values in (rows, [np.asfortranarray(row) for row in rows], [rows[0], np.asfortranarray(rows[0])]):
-        assert len({len(npy(row)) for row in values}) == 1
-        assert decode(field(shape=(None, None)), *map(npy, values))["x"].to_pylist() == [row.tolist() for row in values]
+    for values in (rows, [np.asfortranarray(one) for one in rows], [rows[0], np.asfortranarray(rows[0])]):
+        assert len({len(npy(one)) for one in values}) == 1
+        assert decode(field(shape=(None, None)), *map(npy, values))["x"].to_pylist() == [one.tolist() for one in values]
 
 
 def test_arrays_without_dimensions_are_scalars() -> None:
