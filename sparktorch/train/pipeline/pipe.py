@@ -126,15 +126,21 @@ class Pipe(nn.Module):
 
     def whole_state(self, leave_out: Collection[str]) -> dict[str, torch.Tensor]:
         """Returns the whole module's state dict on the CPU in rank 0, but for names to leave out; {} in other ranks."""
+        first, main = 0 in dist.get_process_group_ranks(self._group), dist.get_rank() == 0
         own, found = self.module.state_dict(), dict[str, torch.Tensor]()
-        first = 0 in dist.get_process_group_ranks(self._group)
         for name, meta in self.cut.outline.state.items():
             source = self._rank_of(name)
-            here = whole(own[name].detach()) if source == self._group.rank() else None  # a collective of its ranks
-            if first and name not in leave_out:
-                tensor = self._told(here if here is None else here.to(self._device), meta, source)
-                if dist.get_rank() == 0:
-                    found[name] = tensor.to("cpu", copy=True)
+            here = source == self._group.rank()
+            tensor = whole(own[name].detach()) if here else None  # a collective of the stage's ranks
+            if not first or name in leave_out:
+                continue
+            if source and tensor is not None:
+                dist.send(tensor.to(self._device).contiguous(), group=self._group, group_dst=0)
+            elif source and main:
+                tensor = torch.empty_like(meta, device=self._device)
+                dist.recv(tensor, group=self._group, group_src=source)
+            if main and tensor is not None:
+                found[name] = tensor.to("cpu", copy=True)
         return found
 
     def tensors(self) -> dict[str, torch.Tensor]:

@@ -135,7 +135,7 @@ class Recipe:
             with refusing("the module instance cannot be copied", SHIPPING_HINT, param="module"):
                 return copy.deepcopy(self.module)
         factory = load_object(self.module) if isinstance(self.module, str) else self.module
-        hint = f"its parameters are {signature_of(factory)}; moduleParams are {dict(self.module_params)}"
+        hint = f"its parameters are {signature_of(factory)}; moduleParams has {', '.join(self.module_params) or 'none'}"
         if build is not called:
             hint += "; with modelDir, only what is made by NumPy or device='cpu' has values there"
         with torch.random.fork_rng(devices=()), refusing(f"module {name_of(factory)} cannot be built", hint):
