@@ -134,11 +134,11 @@ class Pipe(nn.Module):
             tensor = whole(own[name].detach()) if here else None  # a collective of the stage's ranks
             if not first or name in leave_out:
                 continue
-            if source and tensor is not None:
-                dist.send(tensor.to(self._device).contiguous(), group=self._group, group_dst=0)
+            if source and tensor is not None:  # to rank 0 alone: devices of the others may be nearly full
+                dist.send(_as_bytes(tensor.to(self._device).contiguous()), group=self._group, group_dst=0)
             elif source and main:
-                tensor = torch.empty_like(meta, device=self._device)
-                dist.recv(tensor, group=self._group, group_src=source)
+                tensor = torch.empty(meta.shape, dtype=meta.dtype, device=self._device)
+                dist.recv(_as_bytes(tensor), group=self._group, group_src=source)
             if main and tensor is not None:
                 found[name] = tensor.to("cpu", copy=True)
         return found
@@ -246,10 +246,10 @@ class Pipe(nn.Module):
         return passed, told[0][1]
 
     def _told(self, value: torch.Tensor | None, meta: torch.Tensor, source: int) -> torch.Tensor:
-        """Returns a rank's tensor in all ranks; as bytes, for backends do not take every dtype."""
+        """Returns a rank's tensor in all ranks."""
         every = torch.empty(meta.shape, dtype=meta.dtype, device=self._device) if value is None else value.detach()
         every = every.contiguous()
-        dist.broadcast(every.view(-1).view(torch.uint8), group=self._group, group_src=source)
+        dist.broadcast(_as_bytes(every), group=self._group, group_src=source)
         return every
 
     def _scheduled(self, passed: list[list[torch.Tensor]], *, training: bool) -> tuple[Any, list[Any]]:
@@ -296,6 +296,11 @@ def _accumulating(stages: nn.Module, *, fresh: bool) -> Iterator[None]:
     yield
     for parameter, gradient in held:
         parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a contiguous tensor's memory, for backends do not take every dtype."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 def _nested(returned: Any, outputs: Sequence[torch.Tensor]) -> Any:

@@ -63,7 +63,10 @@ def arguments_of(step: Step, module: nn.Module, batch: Batch) -> Arguments:
 def check_step(step: Step, module: nn.Module, batch: Batch) -> Arguments | None:
     """Compares a training step with the same step where a stand-in returns the module's output.
 
-    Returns what it calls the module with. A step that fails anyway is left to the dry run, which says why; then nothing is returned.
+    A step that fails anyway is left to the dry run, which says why; then nothing is returned.
+
+    Returns:
+        What it calls the module with.
     """
     device = batch.inputs[0].device
     try:
