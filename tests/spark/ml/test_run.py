@@ -199,9 +199,9 @@ def test_a_script_that_torchrun_starts_runs_unchanged(spark: SparkSession, scrip
     def left(context: RunContext) -> tuple[int, Any]:
         return os.getpid(), (sys.argv, [path for path in sys.path if str(script.parent) in path], sorted(os.environ))
 
-    before = dict(sparktorch.run(left, numWorkers=3))
     with caplog.at_level(logging.INFO):
         run_script(script, ["--lr", "0.1"], spark=spark, numWorkers=2, logLevel="INFO")
+        before = dict(sparktorch.run(left, numWorkers=3))
         run_script(script, [], spark=spark, numWorkers=3, logLevel="INFO")  # in the same Python workers
     assert caplog.text.count("total 21.0 of ['--lr', '0.1'] 2") == 2
     assert caplog.text.count("total 33.0 of [] 3") == 3
