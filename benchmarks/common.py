@@ -84,12 +84,14 @@ def arguments(doc: str, add: Callable[[argparse.ArgumentParser], None] = lambda 
 def interleave(sides: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
     """Runs every side once a round, every other round in reverse, and collects what they return.
 
-    Warm the sides up before.
+    Each sample is shown as it comes: of a benchmark that is cut off, what it has measured remains. Warm the sides up
+    before.
     """
     samples: dict[str, list[float]] = {name: [] for name in sides}
     for index in range(rounds):
         for name in list(sides)[:: -1 if index % 2 else 1]:
             samples[name].append(sides[name]())
+            print(f"{name}: {samples[name][-1]:.5g}", file=sys.stderr, flush=True)
     return samples
 
 

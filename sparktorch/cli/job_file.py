@@ -47,6 +47,8 @@ class DataSection:
     def __post_init__(self) -> None:
         if (self.source is None) == (self.path is None):
             raise ConfigError("data needs either source or path", section="data")
+        if not 0 <= self.holdout < 1:
+            raise ConfigError(f"data.holdout must be in [0, 1), got {self.holdout}", section="data")
 
     def load(self, spark: SparkSession) -> DataFrame:
         """Returns all rows."""
@@ -59,8 +61,14 @@ class DataSection:
     def stream(self, spark: SparkSession) -> DataFrame:
         """Returns the rows of a `path`, existing ones and those that arrive later, as a streaming DataFrame.
 
-        The columns are those of `schema`, or else of the existing data.
+        The columns are those of `schema`, or else of the existing data. A `ConfigError` refuses a `source`.
         """
+        if self.path is None:
+            raise ConfigError(
+                f"{self.source} is a function, and only files and tables can be streamed",
+                hint="name them with format and path",
+                section="data",
+            )
         reader = spark.readStream.format(self.format).options(**self.options)
         return reader.schema(self.schema or self.load(spark).schema).load(self.path)
 

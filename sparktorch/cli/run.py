@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 
 from sparktorch.cli.session import add_session_arguments, session
@@ -34,6 +35,8 @@ def run(options: argparse.Namespace) -> int:
     later = argparse.ArgumentParser(prog="python -m sparktorch run", add_help=False, allow_abbrev=False)
     _add_options(later)
     options, own = later.parse_known_args(given[:end], options)
+    if not os.path.isfile(options.script):
+        later.error(f"there is no script {options.script!r} on this machine")
     _print_lines_of_ranks()
     try:
         with session(options, options.script) as spark:

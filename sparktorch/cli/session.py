@@ -35,7 +35,9 @@ def add_session_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _pair(text: str) -> tuple[str, str]:
-    name, value = text.split("=", 1)
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"expected KEY=VALUE, got {text!r}")
     return name.strip(), value.strip()
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions
 
+from sparktorch.base.config import one_of
 from sparktorch.base.devices import is_host
 from sparktorch.base.world import World
 
@@ -164,6 +165,7 @@ class Collectives:
         return torch.empty(call.shape, dtype=getattr(torch, call.dtype), device=device)
 
     def _reduced(self, name: str, value: V, op: Reduction) -> V:
+        one_of("op", op, get_args(Reduction))
         tensor, size = _tensor(value), self.world_size
         whole = not (tensor.is_floating_point() or tensor.is_complex())
         if (op == "mean" and whole) or (tensor.dtype is torch.bool and op not in ("min", "max")):

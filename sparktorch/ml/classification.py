@@ -28,6 +28,8 @@ class TorchClassificationModel(TorchModelBase, ClassificationModelParams):
     `predictionCol` (double). An empty name omits a column.
     """
 
+    _estimator = "sparktorch.ml.classification:TorchClassifier"
+
     @property
     def numClasses(self) -> int:
         """Number of classes."""

@@ -5,25 +5,22 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from sparktorch.base.config import Task
 from sparktorch.base.imports import load_object
 from sparktorch.base.state_dict import pack_state
 from sparktorch.errors import ConfigError, ModuleError
-from sparktorch.ml.classification import TorchClassifier
-from sparktorch.ml.estimator import TorchEstimator
 from sparktorch.ml.fit.checks import naming_params
 from sparktorch.ml.fit.first_row_trial import first_inputs
 from sparktorch.ml.fit.translate import input_columns
-from sparktorch.ml.model import TorchModelBase
-from sparktorch.ml.pretrained import FromFolderClassifier, ImageClassifier, TextClassifier
-from sparktorch.ml.regression import TorchRegressor
-from sparktorch.model.export import ExportError, export_program
+from sparktorch.model.export import ExportError, example_inputs, export_program
 from sparktorch.model.script import Script
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.frame.prepare import prepare
@@ -36,35 +33,17 @@ if TYPE_CHECKING:
 
     from sparktorch.ml.params.mixins import EstimatorParams
 
-__all__ = ["Weights", "model_from"]
+__all__ = ["Weights", "trained_from"]
 
 Weights = Mapping[str, torch.Tensor] | str | os.PathLike[str]
-M = TypeVar("M", bound=TorchModelBase)
 
 _SUFFIXES = (".pt", ".pt2", ".pth", ".ts")  # of files of programs
-_ESTIMATORS = (TextClassifier, ImageClassifier, TorchClassifier, TorchRegressor, TorchEstimator)
 
 
-def model_from(
-    kind: type[M],
-    module: Any,
-    dataset: DataFrame,
-    weights: Weights | None,
-    labels: Sequence[str],
-    params: Mapping[str, Any],
-) -> M:
-    """Returns a model of a module; see `TorchModelBase.fromModule`."""
-    of = next(each for each in _ESTIMATORS if issubclass(kind, each._model_class))
-    estimator = of(**{"modelFolder" if issubclass(of, FromFolderClassifier) else "module": module}, **params)
-    trained = _trained(estimator.completed(), of._task, dataset, weights, labels)
-    model: M = estimator._copyValues(kind()._with(trained, None))
-    return model
-
-
-def _trained(
+def trained_from(
     estimator: EstimatorParams, task: Task, dataset: DataFrame, weights: Weights | None, labels: Sequence[str]
 ) -> TrainedModule:
-    """Returns the module that an estimator names, tried on the first row."""
+    """Returns the module that an estimator names, tried on the first row; see `TorchModelBase.fromModule`."""
     with naming_params(estimator, fits=False):
         frame, rows = first_inputs(prepare(dataset, task, label=None, **input_columns(estimator)))
     columns, arguments = frame.columns, arguments_of(rows)
@@ -83,14 +62,34 @@ def _trained(
     )
     outputs, classes = try_forward(trained.build(), task, rows, columns.arguments)
     if labels and len(labels) != classes:
-        raise ConfigError(f"labels has {len(labels)} names, and the module {classes} classes", param="labels")
+        raise ConfigError(f"labels has {len(labels)} names, and the module {classes or 'no'} classes", param="labels")
     return replace(trained, outputs=outputs)
+
+
+def _check_evaluates(program: nn.Module, takes: Any) -> None:
+    """Refuses a program of a module in training mode, whose rows depend on each other or on chance."""
+    try:
+        inputs = example_inputs(takes)
+        with torch.no_grad():
+            whole, again, part = (
+                pytree.tree_leaves(program(*(tensor[:rows] for tensor in inputs)))
+                for rows in (len(inputs[0]), len(inputs[0]), len(inputs[0]) - 1)
+            )
+    except Exception:  # it does not take the columns, which is told when it is tried on the first row
+        return
+    try:
+        torch.testing.assert_close([tensor[: len(tensor) - 1] for tensor in whole], part, equal_nan=True)
+        torch.testing.assert_close(whole, again, equal_nan=True)
+    except AssertionError as error:
+        what = "the program's rows depend on each other or on chance, as those of a module in training mode"
+        hint = "call module.eval() before it is exported or traced"
+        raise ModuleError(what, hint=hint, param="module") from error
 
 
 def _read(module: Any) -> Any:
     """Returns a TorchScript module, or the program in a file, as a value; anything else as it is."""
     if isinstance(module, torch.jit.ScriptModule):
-        return Script.of(module.eval())
+        return Script.of(module)
     path = Path(module) if isinstance(module, str | os.PathLike) else Path()
     if path.suffix in _SUFFIXES and not path.is_file():
         raise ModuleError(f"there is no file {module} on this machine", param="module")
@@ -113,13 +112,15 @@ def _source_of(module: Any, params: Mapping[str, Any], weights: Weights | None, 
         return _made(module, params, weights)
     if params or weights is not None:
         raise ConfigError("module is a program, which has its weights with it", hint="pass it alone", param="module")
+    graph = module() if isinstance(module, Script) else module.module()
+    _check_evaluates(graph, takes)
     if isinstance(module, Script):
         return {"source": module, "params": {}, "weights": pack_state({})}
-    graph = module.module()
     try:
         program = export_program(graph, takes)
     except ExportError as error:
-        hint = "export it with torch.export.Dim for the first dimension: it is called with any number of rows"
+        hint = "it is called with the input columns in their order, and any number of rows: export it with positional "
+        hint += "arguments, and torch.export.Dim for the first dimension"
         raise ModuleError(f"the program does not take the columns: {error}", hint=hint, param="module") from error
     return {"source": program, "params": {}, "weights": pack_state(graph.state_dict())}
 
@@ -127,17 +128,24 @@ def _source_of(module: Any, params: Mapping[str, Any], weights: Weights | None, 
 def _made(module: Any, params: Mapping[str, Any], weights: Weights | None) -> dict[str, Any]:
     """Returns the fields of an instance, a class or factory, or a model of Hugging Face's."""
     found = opened(module, params, seed=0, complete=weights is None) or {"module": module, "module_params": params}
-    code = load_object(module) if isinstance(module, str) and "initial" not in found else module
-    if weights is None and isinstance(code, type) and issubclass(code, nn.Module):
+    source = found["module"]
+    made_by = load_object(source) if isinstance(source, str) else source
+    made_by = made_by.func if isinstance(made_by, partial) else made_by
+    of_class = isinstance(made_by, type)
+    if weights is None and of_class and "initial" not in found:
         hint = "pass weights, a state dict or its file, or as module the instance that was trained"
-        raise ConfigError(f"module is the class {code.__qualname__}, without weights", hint=hint, param="weights")
+        raise ConfigError(
+            f"module is made of the class {made_by.__qualname__}, without weights", hint=hint, param="weights"
+        )
     built = recipe_type(found["module"])(**found).build_module(0)
     if weights is not None:
         try:
             built.load_state_dict(_state(weights))
         except RuntimeError as error:
             raise ModuleError(f"the weights are not those of the module: {error}", param="weights") from error
-    return {"source": found["module"], "params": found["module_params"], "weights": pack_state(built.state_dict())}
+    # A function is not called again on the executors: what it reads may be on this machine alone.
+    code = {"source": source, "params": found["module_params"]} if of_class else {"source": built, "params": {}}
+    return {**code, "weights": pack_state(built.state_dict())}
 
 
 def _state(weights: Weights) -> Mapping[str, torch.Tensor]:

@@ -14,6 +14,7 @@ from pyspark.sql import functions as F
 from torch import nn
 
 from sparktorch.base.config import Invalid, Precision
+from sparktorch.base.imports import load_object
 from sparktorch.base.weights_folder import WeightsFolder
 from sparktorch.data.columns import places_of
 from sparktorch.errors import ConfigError, PersistenceError, nearest
@@ -22,6 +23,7 @@ from sparktorch.ml.fit.prepared_data import make_room
 from sparktorch.ml.fit.summary import TrainingSummary
 from sparktorch.ml.fit.translate import input_names
 from sparktorch.ml.fit.values import Values
+from sparktorch.ml.from_module import Weights, trained_from
 from sparktorch.ml.params.mixins import GenericModelParams, ModelParams
 from sparktorch.ml.persistence import ModelReader, ModelWriter
 from sparktorch.ml.scoring.column_metadata import numeric
@@ -45,8 +47,6 @@ from sparktorch.train.huggingface.preprocess import FromFolder
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from sparktorch.ml.from_module import Weights
-
 __all__ = ["TorchModel", "TorchModelBase", "output_fields"]
 
 
@@ -56,6 +56,8 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
     Models come from `fit` or `load`. A model constructed by hand has no module.
     """
 
+    _estimator: str  # the import path of what fits it, which imports this
+    _holder = "module"  # the Param of that that names a module
     _trained: TrainedModule | None = None
     _summary: TrainingSummary | None = None
 
@@ -102,9 +104,10 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
             >>> model.transform(rows).columns
             ['features', 'prediction']
         """
-        from sparktorch.ml.from_module import model_from  # imports the estimators, which import this
-
-        return model_from(cls, module, dataframe_of(dataset, "fromModule"), weights, labels, params)
+        estimator = load_object(cls._estimator)(**{cls._holder: module}, **params).completed()
+        trained = trained_from(estimator, estimator._task, dataframe_of(dataset, "fromModule"), weights, labels)
+        model: Self = estimator._copyValues(cls()._with(trained, None))
+        return model
 
     def _with(self, trained: TrainedModule, summary: TrainingSummary | None) -> Self:
         self._trained = trained
@@ -311,6 +314,8 @@ class TorchModel(TorchModelBase, GenericModelParams):
     float otherwise. Several outputs go to `outputCols`, in the order in which `forward` returns them. So does
     a single output if `outputCols` is set.
     """
+
+    _estimator = "sparktorch.ml.estimator:TorchEstimator"
 
     def predict(self, value: Any) -> Any:
         """Scores one row in this process, without a Spark job.

@@ -25,7 +25,6 @@ from sparktorch.train.huggingface.models import names_of_arguments
 from sparktorch.train.huggingface.preprocess import FromFolder, Pixels, Tokens
 
 __all__ = [
-    "FromFolderClassifier",
     "ImageClassificationModel",
     "ImageClassifier",
     "TextClassificationModel",
@@ -62,6 +61,8 @@ class _OneColumn:
 class _FromFolderModel(_OneColumn, TorchClassificationModel):
     """A classifier that reads its tokenizer or image processor from `modelFolder`."""
 
+    _holder = "modelFolder"
+
     @property
     def trained(self) -> TrainedModule:
         """The trained module, whose `preprocess` reads `modelFolder`."""
@@ -71,7 +72,7 @@ class _FromFolderModel(_OneColumn, TorchClassificationModel):
         return replace(found, preprocess=replace(found.preprocess, folder=folder))
 
 
-class FromFolderClassifier(_OneColumn, TorchClassifier):
+class _FromFolderClassifier(_OneColumn, TorchClassifier):
     """What both classifiers share."""
 
     _auto: str
@@ -103,8 +104,10 @@ class FromFolderClassifier(_OneColumn, TorchClassifier):
 class TextClassificationModel(_FromFolderModel, TextClassificationModelParams):
     """A classifier fitted by `TextClassifier`: `textCol` in, what `TorchClassificationModel` adds out."""
 
+    _estimator = "sparktorch.ml.pretrained:TextClassifier"
 
-class TextClassifier(FromFolderClassifier, TextClassifierParams):
+
+class TextClassifier(_FromFolderClassifier, TextClassifierParams):
     """Trains a classifier of text from a local folder with a model and a tokenizer of Hugging Face's.
 
     The folder is at the same path on the driver and in each rank. A model without a head for classes gets a new one.
@@ -145,8 +148,10 @@ class TextClassifier(FromFolderClassifier, TextClassifierParams):
 class ImageClassificationModel(_FromFolderModel, ImageClassificationModelParams):
     """A classifier fitted by `ImageClassifier`: `imageCol` in, what `TorchClassificationModel` adds out."""
 
+    _estimator = "sparktorch.ml.pretrained:ImageClassifier"
 
-class ImageClassifier(FromFolderClassifier, ImageClassifierParams):
+
+class ImageClassifier(_FromFolderClassifier, ImageClassifierParams):
     """Trains a classifier of image files from a local folder with a model and an image processor of Hugging Face's.
 
     The folder is at the same path on the driver and in each rank. A model without a head for classes gets a new one.

@@ -22,6 +22,8 @@ class TorchRegressionModel(TorchModelBase, RegressionModelParams):
     `transform` adds `predictionCol`: double for one value per row, array of double for several. An empty name omits it.
     """
 
+    _estimator = "sparktorch.ml.regression:TorchRegressor"
+
     def predict(self, value: Any) -> Any:
         """Predicts one row in this process, without a Spark job.
 

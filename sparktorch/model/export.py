@@ -86,9 +86,9 @@ def export_whole(module: nn.Module, inputs: Inputs) -> bytes:
     """Returns the `.pt2` archive of a module on the CPU, with its weights; the program takes the inputs only."""
     arguments = example_inputs(inputs)
     shapes: Any = _any_rows(inputs)
-    if any(p.kind is p.VAR_POSITIONAL for p in inspect.signature(module.forward).parameters.values()):
-        shapes = (shapes,)
     with _quiet_export():
+        if any(p.kind is p.VAR_POSITIONAL for p in inspect.signature(module.forward).parameters.values()):
+            shapes = (shapes,)
         exported = torch.export.export(module, arguments, dynamic_shapes=shapes)
         buffer = io.BytesIO()
         torch.export.save(exported, buffer)

@@ -158,5 +158,11 @@ def _decoded(data: DataFrame, fields: Sequence[UnischemaField], decoder: Decoder
             schema.add(field.name, data.schema[field.name].dataType)
             continue
         for name, kind in decoder.columns(field).items():
+            if name != field.name and name in data.columns:
+                raise DatasetError(
+                    f"the shapes of field {field.name!r} need a column {name!r}, which is there already",
+                    hint="leave one out with columns=[...], or use layout='nested'",
+                    field=field.name,
+                )
             schema.add(name, from_arrow_type(kind))
     return data.mapInArrow(decoder, schema)

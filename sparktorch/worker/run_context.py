@@ -248,8 +248,14 @@ class RunContext(Collectives):
 
         Raises:
             PersistenceError: The state holds another type, or another run has taken over the directory.
-            ConfigError: The state holds sharded tensors.
+            ConfigError: The state is no dict, or holds sharded tensors.
         """
+        for given in (state if self.world.is_main else {}, {} if own is None else own):
+            if not isinstance(given, Mapping):
+                raise ConfigError(
+                    f"save got a {type(given).__name__}, and takes a dict",
+                    hint="save({'net': context.state_dict(net), 'step': 3})",
+                )
         if self._checkpointer is None:
             return
         self._saves += 1

@@ -156,7 +156,7 @@ def test_more_workers_than_devices_train_on_the_cpu_or_say_why_not(rows: DataFra
 def test_a_module_that_the_host_cannot_run_trains_and_scores(rows: DataFrame, tmp_path: Path) -> None:
     model = classifier(module=OnDevice, dryRun="worker", device="auto").fit(rows)
     scored = model.transform(rows)
-    measured = scored.where("prediction = label").count() / 600
+    measured = np.mean([row.prediction == row.label for row in scored.select("prediction", "label").collect()])
     print(f"accuracy {measured:.3f}")
     assert measured > 0.8
     model.write().overwrite().save(str(tmp_path / "model"))
@@ -189,6 +189,7 @@ def test_a_stream_is_scored(spark: SparkSession, rows: DataFrame, tmp_path: Path
     assert spark.read.parquet(str(tmp_path / "out")).where("prediction IS NOT NULL").count() == 600
 
 
+@pytest.mark.filterwarnings("ignore:.*Any type hint is inferred:UserWarning")  # MLflow, of its own functions
 def test_a_pyfunc_scores_on_the_device(rows: DataFrame, tmp_path: Path) -> None:
     import mlflow
 
@@ -233,4 +234,5 @@ def test_a_model_of_transformers_is_fine_tuned(spark: SparkSession, tmp_path: Pa
     losses = [each.summary.history[-1]["loss"] for each in (model, expected)]
     print(losses)
     assert losses[0] == pytest.approx(losses[1], abs=1e-2)
-    assert model.transform(texts).where("prediction = label").count() == 80
+    scored = model.transform(texts).select("prediction", "label").collect()
+    assert all(row.prediction == row.label for row in scored)

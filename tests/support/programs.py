@@ -49,7 +49,8 @@ def run_python(directory: Path, *arguments: str, seconds: float = 180, path: str
         text=True,
         timeout=seconds,
     )
-    assert done.returncode == 0, done.stderr[-4000:]
+    shown = [line for line in done.stderr.splitlines() if not line.startswith("\tat ")]  # Java's frames hide the rest
+    assert done.returncode == 0, "\n".join(shown)[-4000:]
     return done.stdout
 
 

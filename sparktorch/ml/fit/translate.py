@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from typing import Any, Generic, Literal, TypeVar
@@ -198,7 +198,7 @@ def _input_options(p: Values, preprocess: Any) -> InputOptions:
         assemble=p["assembleInputs"],
         fill=p["fillValue"] if policy == "fill" else None,
         drop=policy == "drop",
-        as_they_are=p.is_set("preprocess"),
+        as_they_are=preprocess is not None,
         nulls=getattr(preprocess, "takes_nulls", False),
     )
 
@@ -307,6 +307,12 @@ def _module(p: Values) -> dict[str, Any]:
 def _class_weights(value: Any) -> tuple[float, ...] | Literal["balanced"] | None:
     if value is None or value == "balanced":
         return "balanced" if value else None
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise ConfigError(
+            f"classWeights is {value!r}",
+            hint="it is 'balanced', or a list of a weight for each class 0, 1, ...: [1.0, 9.0]",
+            param="classWeights",
+        )
     try:
         return tuple(float(weight) for weight in value)
     except (TypeError, ValueError) as error:

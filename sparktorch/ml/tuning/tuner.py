@@ -42,21 +42,35 @@ _REFUSED = (
     ),
     Refusal(
         "pruner",
-        lambda p: isinstance(p.pruner, str) and p.pruner not in ("asha", "hyperband"),
+        lambda p: p.pruner not in (None, "asha", "hyperband") and not isinstance(p.pruner, optuna().pruners.BasePruner),
         "pruner is {p.pruner!r}",
-        "it is 'asha', 'hyperband', one of optuna.pruners, or None",
+        "it is 'asha', 'hyperband', an instance of one of optuna.pruners, or None",
     ),
     Refusal(
         "sampler",
-        lambda p: isinstance(p.sampler, str),
+        lambda p: p.sampler is not None and not isinstance(p.sampler, optuna().samplers.BaseSampler),
         "sampler is {p.sampler!r}",
-        "it is one of optuna.samplers, or None",
+        "it is an instance of one of optuna.samplers, or None",
     ),
     Refusal(
         "studyName",
         lambda p: p.storage is not None and not p.studyName,
         "storage is given without studyName",
         "a search goes on with the study of that name",
+    ),
+    Refusal(
+        "storage",
+        lambda p: isinstance(p.storage, str) and "://" not in p.storage,
+        "storage is {p.storage!r}, which is no URL",
+        "a file is sqlite:///name.db",
+    ),
+    *(
+        Refusal(
+            name,
+            lambda p, name=name: not isinstance(getattr(p, name), int | None),  # type: ignore[misc]
+            f"{name} must be a whole number, got {{p.{name}!r}}",
+        )
+        for name in ("trials", "workersPerTrial", "parallelism")
     ),
 )
 

@@ -53,6 +53,8 @@ def no_tensor(kind: T.DataType, name: str) -> ColumnError:
         hint = f"{cast}; words or categories: {_PREPROCESS}"
     elif depth:
         hint = f"{_PREPROCESS}, or take a number of each element, transform({sql}, x -> ...)"
+    elif isinstance(kind, T.UserDefinedType) and kind.module() == "pyspark.mllib.linalg":
+        hint = f"it is a vector of spark.mllib: MLUtils.convertVectorColumnsToML(df, {name!r}) makes one of spark.ml"
     else:
         hint = next((text.format(sql, "", name) for sort, text in _INSTEAD if isinstance(kind, sort)), hint)
     return ColumnError(

@@ -51,11 +51,18 @@ _EXPLAINED: tuple[tuple[Callable[[TrainConfig], object], Sequence[str], type[Spa
     ),
     (
         lambda config: config.deterministic,
+        ("CUBLAS_WORKSPACE_CONFIG",),
+        ClusterError,
+        "deterministic=True, but this Python worker has used cuBLAS before without a workspace of its own",
+        "set spark.executorEnv.CUBLAS_WORKSPACE_CONFIG to :4096:8",
+        "deterministic",
+    ),
+    (
+        lambda config: config.deterministic,
         ("use_deterministic_algorithms(True)",),
         ModuleError,
         "deterministic=True, but {}",
-        "use another operation in the module, or leave deterministic out; for cuBLAS in a reused Python worker, set "
-        "spark.executorEnv.CUBLAS_WORKSPACE_CONFIG to :4096:8",
+        "use another operation in the module, or leave deterministic out",
         "deterministic",
     ),
 )

@@ -69,9 +69,10 @@ def is_fake(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def check_equal(cut: Cut, given: Arguments, module: nn.Module) -> None:
-    """Compares the stages, one after another, with the module in training: outputs and gradients, under one seed.
+    """Compares the stages, one after another, with the module: outputs and, in training, gradients, under one seed.
 
-    Of tensors without values, shapes are compared. Parameters that are zero, as of a head, would hide what is before
+    In evaluation, the module gets two rows together, and the stages one after another. Of tensors without values,
+    shapes are compared, in training. Parameters that are zero, as of a head, would hide what is before
     them: they have other values meanwhile.
 
     Raises:
@@ -88,8 +89,7 @@ def check_equal(cut: Cut, given: Arguments, module: nn.Module) -> None:
             for parameter in zeros:
                 parameter.uniform_(-0.1, 0.1)
         with untouched_generators(device):
-            leaves = pytree.tree_leaves(given.call(module, *map(torch.clone, given.tensors)))
-        expected = [value for value in leaves if isinstance(value, torch.Tensor)]
+            expected = _whole(given, module, given.tensors)
         changed = [name for name, b in module.named_buffers() if not fake and not torch.equal(b, before[name])]
         if changed:
             raise ModuleError(
@@ -100,13 +100,15 @@ def check_equal(cut: Cut, given: Arguments, module: nn.Module) -> None:
             )
         check_rows(expected, given.rows)
         with untouched_generators(device):
-            found = _composed(cut, given, module)
+            found = _composed(cut, given, module, given.tensors)
         if [t.shape for t in found] != [t.shape for t in expected]:
             raise _differ(module, "return other shapes than it")
         if not fake and not (
             _close(expected, found) and _close(_gradients(expected, trained), _gradients(found, trained))
         ):
             raise _differ(module, "compute something else than it: other outputs or gradients")
+        if not fake:
+            _check_evaluation(cut, given, module)
     finally:
         for part, mode in modes.items():
             part.training = mode
@@ -117,14 +119,51 @@ def check_equal(cut: Cut, given: Arguments, module: nn.Module) -> None:
                 parameter.zero_()
 
 
-def _composed(cut: Cut, given: Arguments, module: nn.Module) -> list[torch.Tensor]:
+@torch.no_grad()
+def _check_evaluation(cut: Cut, given: Arguments, module: nn.Module) -> None:
+    """Compares outputs in evaluation: of the first row and a made-up one together, and of each in the stages."""
+    module.eval()
+    first = [tensor[:1] for tensor in given.tensors]
+    other = [_another(row) for row in first]
+    with untouched_generators(first[0].device):
+        try:
+            both = [torch.cat(pair) for pair in zip(first, other, strict=True)]
+            together, again = _whole(given, module, both), _whole(given, module, both)
+        except Exception:  # of the second row
+            return
+        apart = zip(_composed(cut, given, module, first), _composed(cut, given, module, other), strict=True)
+        found = [torch.cat(pair) for pair in apart]
+    draws = any(not torch.equal(one, two) for one, two in zip(together, again, strict=True))
+    if not draws and not _close(together, found):
+        raise ModuleError(
+            f"{type(module).__name__} computes another output of a row beside another one, or in evaluation something "
+            "else than its stages, and a pipeline computes on a micro-batch at a time",
+            hint=f"compute each row by itself, as nn.LayerNorm does, or {_SHARD}",
+            param="strategyParams",
+        )
+
+
+def _another(row: torch.Tensor) -> torch.Tensor:
+    """Returns another row that a module takes where it takes this one; of some, only the same."""
+    if row.is_floating_point():
+        return row / 2 + 0.25
+    return row.flip(-1) if row.dim() > 1 and row.dtype is not torch.bool else row
+
+
+def _whole(given: Arguments, module: nn.Module, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns the tensors in what the module returns."""
+    leaves = pytree.tree_leaves(given.call(module, *map(torch.clone, tensors)))
+    return [value for value in leaves if isinstance(value, torch.Tensor)]
+
+
+def _composed(cut: Cut, given: Arguments, module: nn.Module, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Returns what the stages return, one after another."""
     passed: Sequence[torch.Tensor] = ()
     try:
         for number in range(len(cut.starts)):
             stage = cut.stage(number)
             stage.given = given
-            passed = stage(*passed, **{str(place): tensor.clone() for place, tensor in enumerate(given.tensors)})
+            passed = stage(*passed, **{str(place): tensor.clone() for place, tensor in enumerate(tensors)})
     except Exception as error:
         raise _differ(module, f"fail{line_of_user(error)}: {type(error).__name__}: {error}") from error
     return list(passed)
@@ -145,7 +184,9 @@ def _differ(module: nn.Module, what: str) -> ModuleError:
 def _close(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
     """Whether tensors are equal up to a part of the largest number in each."""
     for a, b in zip(one, other, strict=True):
+        rounding = 8 * torch.finfo(a.dtype).eps if a.is_floating_point() else 0.0
+        tolerance = max(_TOLERANCE, rounding)
         a, b = a.detach().double().nan_to_num(), b.detach().double().nan_to_num()
-        if a.shape != b.shape or (a.numel() and (a - b).abs().max() > _TOLERANCE * a.abs().max().clamp(min=1e-6)):
+        if a.shape != b.shape or (a.numel() and (a - b).abs().max() > tolerance * a.abs().max().clamp(min=1e-6)):
             return False
     return True

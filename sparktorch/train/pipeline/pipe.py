@@ -126,15 +126,21 @@ class Pipe(nn.Module):
 
     def whole_state(self, leave_out: Collection[str]) -> dict[str, torch.Tensor]:
         """Returns the whole module's state dict on the CPU in rank 0, but for names to leave out; {} in other ranks."""
+        first, main = 0 in dist.get_process_group_ranks(self._group), dist.get_rank() == 0
         own, found = self.module.state_dict(), dict[str, torch.Tensor]()
-        first = 0 in dist.get_process_group_ranks(self._group)
         for name, meta in self.cut.outline.state.items():
             source = self._rank_of(name)
-            here = whole(own[name].detach()) if source == self._group.rank() else None  # a collective of its ranks
-            if first and name not in leave_out:
-                tensor = self._told(here if here is None else here.to(self._device), meta, source)
-                if dist.get_rank() == 0:
-                    found[name] = tensor.to("cpu", copy=True)
+            here = source == self._group.rank()
+            tensor = whole(own[name].detach()) if here else None  # a collective of the stage's ranks
+            if not first or name in leave_out:
+                continue
+            if source and tensor is not None:  # to rank 0 alone: devices of the others may be nearly full
+                dist.send(_as_bytes(tensor.to(self._device).contiguous()), group=self._group, group_dst=0)
+            elif source and main:
+                tensor = torch.empty(meta.shape, dtype=meta.dtype, device=self._device)
+                dist.recv(_as_bytes(tensor), group=self._group, group_src=source)
+            if main and tensor is not None:
+                found[name] = tensor.to("cpu", copy=True)
         return found
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -240,10 +246,10 @@ class Pipe(nn.Module):
         return passed, told[0][1]
 
     def _told(self, value: torch.Tensor | None, meta: torch.Tensor, source: int) -> torch.Tensor:
-        """Returns a rank's tensor in all ranks; as bytes, for backends do not take every dtype."""
+        """Returns a rank's tensor in all ranks."""
         every = torch.empty(meta.shape, dtype=meta.dtype, device=self._device) if value is None else value.detach()
         every = every.contiguous()
-        dist.broadcast(every.view(-1).view(torch.uint8), group=self._group, group_src=source)
+        dist.broadcast(_as_bytes(every), group=self._group, group_src=source)
         return every
 
     def _scheduled(self, passed: list[list[torch.Tensor]], *, training: bool) -> tuple[Any, list[Any]]:
@@ -290,6 +296,11 @@ def _accumulating(stages: nn.Module, *, fresh: bool) -> Iterator[None]:
     yield
     for parameter, gradient in held:
         parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a contiguous tensor's memory, for backends do not take every dtype."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 def _nested(returned: Any, outputs: Sequence[torch.Tensor]) -> Any:

@@ -61,14 +61,17 @@ def arguments_of(step: Step, module: nn.Module, batch: Batch) -> Arguments:
 
 
 def check_step(step: Step, module: nn.Module, batch: Batch) -> Arguments | None:
-    """Runs a training step where a stand-in returns the module's output; returns what it calls the module with.
+    """Compares a training step with the same step where a stand-in returns the module's output.
 
     A step that fails anyway is left to the dry run, which says why; then nothing is returned.
+
+    Returns:
+        What it calls the module with.
     """
     device = batch.inputs[0].device
     try:
         with untouched_generators(device):
-            step(module, batch)
+            expected = step(module, batch)[0]
     except Exception:
         return None
     try:
@@ -77,11 +80,14 @@ def check_step(step: Step, module: nn.Module, batch: Batch) -> Arguments | None:
             check_rows(given.tensors, len(batch.inputs[0]), "the training step calls the module with", "trainingStep")
             output = given.call(module, *map(torch.clone, given.tensors))  # it may change them in place
             check_rows(pytree.tree_leaves(output), given.rows)
-            MicroLosses(step, module, batch, given, compare=not is_fake(given.tensors))(output, 0, given.rows)
+            values = not is_fake(given.tensors)
+            found = MicroLosses(step, module, batch, given, compare=values)(output, 0, given.rows)
     except SparkTorchError:
         raise
     except Exception as error:  # such as of a part of the module
         raise _refused(f"fails where a pipeline stands for its module: {type(error).__name__}: {error}") from error
+    if values and not torch.allclose(expected.sum(), found.sum(), rtol=1e-3, equal_nan=True):
+        raise _refused("computes another loss where a pipeline stands for its module")
     return given
 
 

@@ -139,7 +139,7 @@ def dry_run(
         if jagged := [name for name, tensor in inputs.items() if tensor.is_nested]:
             what = f"{jagged[0]} is jagged, which has no shape to try alone"
             raise ModuleError(what, hint=_WITH_VALUES, param="modelDir")
-    module = recipe.build_module(seed).to(device) if built is None else built.module
+    module = _with_values(recipe.build_module(seed), device) if built is None else built.module
     try:
         with nullcontext() if values else torch.device(device):
             inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
@@ -158,6 +158,18 @@ def dry_run(
         return found
     built.check_reset()
     return replace(found, aligned=each_tensor(_ones, found.aligned))
+
+
+def _with_values(module: nn.Module, device: str) -> nn.Module:
+    """Moves a module to a device; refuses one that has tensors without values."""
+    try:
+        return module.to(device)
+    except NotImplementedError as error:  # torch's
+        raise ModuleError(
+            f"{type(module).__name__} has tensors on the device 'meta', without values: {error}",
+            hint="make it without torch.device('meta'): with modelDir, no process ever makes the whole model",
+            param="module",
+        ) from error
 
 
 def _tried(

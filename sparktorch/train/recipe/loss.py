@@ -257,8 +257,7 @@ class Loss:
         reducing = "reduction" in parameters_of(found)
         kind = found if isinstance(found, type) else type(found)
         self.rowwise = reducing and found.__module__.startswith("torch.nn.")
-        of_torch = getattr(kind, "forward", None) is nn.BCELoss.forward
-        self.takes_probabilities = of_torch or found is nn.functional.binary_cross_entropy
+        self.takes_probabilities = issubclass(kind, nn.BCELoss) or found is nn.functional.binary_cross_entropy
         self.ignored = _ignored(found, params) if reducing or hasattr(found, "reduction") else None
         if isinstance(found, type):
             options = dict(params)

@@ -65,9 +65,9 @@ def group(
     rest = {parameter: None for parameter in named.values() if parameter.requires_grad}  # in order, tied ones once
     made = []
     for number, options in enumerate(groups):
-        patterns = options.get("params", ())
-        patterns = [patterns] if isinstance(patterns, str) else patterns
-        found = {name for pattern in patterns for name in _matching(pattern, named, "parameterGroups")}
+        given = options.get("params", ())
+        patterns = given if isinstance(given, Iterable) and not isinstance(given, str) else [given]
+        found = {name for pattern in patterns for name in _matching(str(pattern), named, "parameterGroups")}
         own = list(dict.fromkeys(named[name] for name in named if name in found and named[name] in rest))
         if not own:
             raise ConfigError(

@@ -135,12 +135,16 @@ class Recipe:
             with refusing("the module instance cannot be copied", SHIPPING_HINT, param="module"):
                 return copy.deepcopy(self.module)
         factory = load_object(self.module) if isinstance(self.module, str) else self.module
-        hint = f"its parameters are {signature_of(factory)}; moduleParams are {dict(self.module_params)}"
-        if build is not called:
-            hint += "; with modelDir, only what is made by NumPy or device='cpu' has values there"
-        with torch.random.fork_rng(devices=()), refusing(f"module {name_of(factory)} cannot be built", hint):
+        with torch.random.fork_rng(devices=()):
             torch.manual_seed(self.module_seed(seed))
-            module = build(lambda: factory(**with_config(factory, self.module_params)))
+            try:
+                module = build(lambda: factory(**with_config(factory, self.module_params)))
+            except Exception:  # moduleParams, which may be large, are written only then
+                hint = f"its parameters are {signature_of(factory)}; moduleParams are {dict(self.module_params)}"
+                if build is not called:
+                    hint += "; with modelDir, only what is made by NumPy or device='cpu' has values there"
+                with refusing(f"module {name_of(factory)} cannot be built", hint):
+                    raise
         if not isinstance(module, nn.Module):
             raise ModuleError(
                 f"module {name_of(factory)} returned {type(module).__name__}, not an nn.Module",

@@ -133,7 +133,7 @@ class DDP(Strategy[DDPOptions]):
         are done. With several buckets, their order would differ between ranks, which is a deadlock.
         """
         options = self._options
-        if options.comm_hook != "powerSGD" or backend_of(self._world.device) != "gloo":
+        if options.comm_hook != "powerSGD" or not backend_of(self._world.device).endswith("gloo"):
             # Versions of torch before 2.13 refuse 0; no gradient fits beside another in one byte.
             return 1 / (1 << 20) if options.bucket_cap_mb == 0 else options.bucket_cap_mb
         if options.bucket_cap_mb is not None:

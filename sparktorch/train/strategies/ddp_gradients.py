@@ -42,7 +42,8 @@ class DDPGradients(GradientsOfRows):
     def backward(self, loss: torch.Tensor, *, rows: bool) -> None:
         """Runs the backward pass; of placeholder rows, it leaves no gradients."""
         if not rows and self.discards and self._searches:  # DDP counts a parameter as used once it has a gradient
-            torch.autograd.grad(loss, [*self._trained], allow_unused=True)
+            trained = [parameter for parameter in self._trained if parameter.requires_grad]  # a callback freezes some
+            torch.autograd.grad(loss, trained, allow_unused=True)
         else:
             super().backward(loss, rows=rows)
 

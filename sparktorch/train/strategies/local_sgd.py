@@ -144,7 +144,7 @@ KIND = Kind(
         Refusal(
             "syncBatchNorm",
             lambda job: job.config.sync_batch_norm,
-            "strategy 'localSGD' lets each worker train by itself, and syncBatchNorm joins them in every step",
+            "strategy {p.config.strategy!r} lets workers train alone, and syncBatchNorm joins them in every step",
             "leave syncBatchNorm out",
         ),
     ),

@@ -65,11 +65,15 @@ class Comparison:
 
         def of_all_rows() -> Any:
             every = (args, kwargs) if exchange is None else exchange.before(module, args, kwargs)
-            args_of_all, kwargs_of_all = pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, every)
-            before = torch.get_rng_state()
-            returned = module(*args_of_all, **kwargs_of_all)
-            self._drawn = not torch.equal(before, torch.get_rng_state())
-            return returned
+            try:
+                args_of_all, kwargs_of_all = pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, every)
+                before = torch.get_rng_state()
+                returned = module(*args_of_all, **kwargs_of_all)
+                self._drawn = not torch.equal(before, torch.get_rng_state())
+                return returned
+            finally:
+                if exchange is not None:
+                    exchange.restore()  # before `_passed` gives this rank its generators back
 
         hooks: list[Any] = [
             p.register_post_accumulate_grad_hook(partial(keep, name))  # type: ignore[no-untyped-call]  # torch's
@@ -82,8 +86,6 @@ class Comparison:
             self._reset(module)
             raise
         finally:
-            if exchange is not None:
-                exchange.restore()
             for hook in hooks:
                 hook.remove()
 

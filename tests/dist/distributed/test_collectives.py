@@ -96,6 +96,7 @@ def _wrong(world: World, what: str) -> str:
         "dtypes": lambda: ranks.all_reduce(1 if main else 1.0),
         "names": lambda: ranks.all_reduce(1) if main else ranks.barrier(),
         "operations": lambda: ranks.all_reduce(1, "sum" if main else "max"),
+        "no operation": lambda: ranks.all_reduce(1, "avg"),  # type: ignore[arg-type]
         "sources": lambda: ranks.broadcast(1, source=world.rank),
         "nothing": lambda: ranks.broadcast(None),
         "few": lambda: ranks.scatter([1] if main else None),
@@ -120,6 +121,7 @@ def _wrong(world: World, what: str) -> str:
         ("dtypes", "ValueError: all_reduce needs equal dtypes and shapes: int64 of shape () in rank 0; float64 of"),
         ("names", "ValueError: the ranks are not at the same point: all_reduce(sum) in rank 0; barrier in rank 1"),
         ("operations", "ValueError: the ranks are not at the same point: all_reduce(sum) in rank 0; all_reduce(max)"),
+        ("no operation", "ConfigError: op 'avg' is unknown"),
         ("sources", "ValueError: the ranks are not at the same point: broadcast(rank 0) in rank 0; broadcast(rank 1)"),
         ("nothing", "ValueError: broadcast got no value in its source, rank 0"),
         ("parts", "ValueError: reduce_scatter got shape (3,), whose first axis 2 ranks cannot share"),

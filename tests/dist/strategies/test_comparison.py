@@ -91,8 +91,9 @@ def compared(world: World) -> dict[str, str]:
         module = make()
         x = torch.randn(2, 5).to(next(module.parameters()).dtype) * (world.rank + 1)
         before = {name: value.clone() for name, value in module.state_dict().items()}
-        exchange = RowExchange(group, torch.device("cpu"))
+        exchange, generators = RowExchange(group, torch.device("cpu")), torch.get_rng_state()
         comparison = Comparison(module, (x,), {}, group, exchange)
+        assert torch.equal(torch.get_rng_state(), generators)
         shard_layers(module, mesh, check_plan(module, plan, 2), lambda part: None)
         exchange.attach(module)
         said[name] = ""

@@ -348,6 +348,7 @@ def test_layers_that_need_whole_sequences_are_refused_before_the_job(module: nn.
         ({"tensor": 2, "pipeline": 2}, "does not work with strategyParams.pipeline"),
         ({"tensor": 2, "plan": {"*": "colwise"}}, "does not work with strategyParams.plan"),
         ({"tensor": 2, "sequence": "yes"}, "sequence"),
+        ({"tensor": 2, "sequence": False, "recompute_allgather": False}, "sequence gathers, which is not set"),
     ],
 )
 def test_options_that_do_not_divide_sequences_are_refused(options: dict[str, Any], says: str) -> None:

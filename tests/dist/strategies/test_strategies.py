@@ -255,10 +255,11 @@ def test_power_sgd_sends_models_of_several_buckets_as_one_on_cpus() -> None:
     params = {"comm_hook": "powerSGD", "powersgd_start_step": 2}
     job = job_for(strategy_params=params)
     wide = replace(job.recipe, module=Score, module_params={"hidden": 200_000})  # 5 MB
-    _, metas = train_on([part.batches() for part in TABLE.parts(2)], replace(job, recipe=wide))
+    parts = [part.batches() for part in TABLE.parts(2)]
+    _, metas = train_on(parts, replace(job, recipe=wide), device="cpu")
     assert math.isfinite(metas[0]["history"][-1]["loss"])
     with pytest.raises(ConfigError, match="bucket_cap_mb does not go together with comm_hook='powerSGD' on CPUs"):
-        train_on([part.batches() for part in TABLE.parts(2)], job_for(strategy_params={**params, "bucket_cap_mb": 1}))
+        train_on(parts, job_for(strategy_params={**params, "bucket_cap_mb": 1}), device="cpu")
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), [("zero2", 1), ("zero3", 2)])

@@ -13,6 +13,7 @@ import torch
 from sparktorch import Callback
 from sparktorch.base.config import TrainConfig
 from sparktorch.errors import RankError
+from sparktorch.train.callbacks import FitContext
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.worker import TrainJob
 from tests.support.callbacks import Adds, Diary, FailsIn, Stops
@@ -75,7 +76,7 @@ def test_a_callback_that_raises_ends_the_fit_by_the_name_of_its_hook(ranks: str)
 
 def test_hooks_that_are_not_overridden_are_not_called() -> None:
     from sparktorch.base.world import World
-    from sparktorch.train.callbacks import Callbacks, FitContext
+    from sparktorch.train.callbacks import Callbacks
 
     module = Score()
     context = FitContext(module, torch.optim.SGD(module.parameters()), World(rank=0, world_size=1))
@@ -90,3 +91,22 @@ def test_hooks_that_are_not_overridden_are_not_called() -> None:
     assert called == [context]
     elsewhere = replace(context, world=World(rank=1, world_size=2))
     Callbacks([FailsIn("main")], elsewhere).call("on_step_end")
+
+
+class Freezes(Callback):
+    """Freezes the first layer after the first epoch."""
+
+    ranks = "all"
+
+    def on_epoch_end(self, context: FitContext, record: dict[str, Any]) -> None:
+        for name, parameter in context.module.named_parameters():
+            if name.startswith("layers.0"):
+                parameter.requires_grad_(False)
+
+
+def test_a_callback_may_freeze_layers_where_some_ranks_have_no_rows() -> None:
+    strategy = {"strategy": "ddp", "strategy_params": {"find_unused_parameters": True}}
+    job = replace(job_for(Freezes(), **strategy), placeholder=TABLE.batches()[0].slice(0, 1))
+    state, _ = train_on([TABLE.batches(), [], []], job, seconds=60)
+    torch.testing.assert_close(state, train(job_for(Freezes()), ranks=1)[0], atol=1e-5, rtol=0)
+    assert not torch.equal(state["layers.0.weight"], train(job_for(), ranks=1)[0]["layers.0.weight"])

@@ -169,6 +169,8 @@ def test_a_save_before_an_error_counts(tmp_path: Path) -> None:
     [
         ("sharded", "state holds a sharded tensor, which no single rank can save"),
         ("value", r"no checkpoint can hold state\['net'\], a torch.nn.modules.linear.Linear"),
+        ("list", "save got a list, and takes a dict"),
+        ("own", "save got a list, and takes a dict"),
         ("report", "report\\(loss=...\\) got a str"),
         ("epoch", "report\\(epoch=...\\): no metric can be called that"),
         ("state", "Linear is no module that wrap returned"),

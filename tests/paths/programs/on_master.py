@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -50,7 +51,7 @@ def classifier(device: str) -> TorchClassifier:
 def check(data: DataFrame, directory: str) -> Result:
     """Checks the cluster for a fit that is too large, with a checkpoint directory that is another on each executor."""
     findings = check_all(data.sparkSession, Launch(world_size=3), "relative/path", 200)
-    return {"findings": [finding.to_dict() for finding in findings]}
+    return {"findings": [asdict(finding) for finding in findings]}
 
 
 def refused(data: DataFrame, directory: str) -> Result:

@@ -13,8 +13,10 @@ from pyspark.errors import PythonException
 from pyspark.sql import SparkSession
 
 from sparktorch import read_petastorm
+from sparktorch.data.petastorm.decoder import Decoder
+from sparktorch.data.petastorm.unischema import UnischemaField
 from sparktorch.errors import ConfigError, DatasetError
-from sparktorch.spark.petastorm import _through_executor, _through_hadoop
+from sparktorch.spark.petastorm import _decoded, _through_executor, _through_hadoop
 from tests.support.petastorm import FIELDS, ROWS, STORED, row
 
 PATH = str(STORED)
@@ -81,3 +83,11 @@ def test_it_is_refused_on_the_driver(spark: SparkSession) -> None:
         read_petastorm(spark, PATH, undecoded=["photos"])
     with pytest.raises(ConfigError, match="layout 'deep' is unknown"):
         read_petastorm(spark, PATH, layout="deep")  # type: ignore[arg-type]
+
+
+def test_a_column_of_shapes_whose_name_is_taken_is_refused(spark: SparkSession) -> None:
+    image = UnischemaField(name="image", dtype="uint8", shape=(None, 3), codec="ndarray")
+    frame = spark.sql("select binary('') image, 1 image_shape")
+    with pytest.raises(DatasetError, match="the shapes of field 'image' need a column 'image_shape', which is there"):
+        _decoded(frame, [image], Decoder(encoded=(image,), layout="flat"))
+    assert _decoded(frame, [image], Decoder(encoded=(image,))).columns == ["image"]

@@ -44,11 +44,11 @@ def expected(net: nn.Module) -> Any:
         return net.eval()(torch.from_numpy(INPUTS)).numpy()
 
 
-def jit(function: Callable[..., Any], *args: Any) -> Any:
+def jit(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """Calls a function of TorchScript, which warns that it is deprecated."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return function(*args)
+        warnings.simplefilter("ignore")
+        return function(*args, **options)
 
 
 def scored(model: TorchModel, data: DataFrame) -> Any:
@@ -128,6 +128,8 @@ def test_what_has_no_trained_weights_is_refused(data: DataFrame, tmp_path: Path,
     sizes = {"inputs": 4, "outputs": 1}
     with pytest.raises(ConfigError, match="class Mlp, without weights"):
         TorchModel.fromModule("tests.support.nets:Mlp", data, moduleParams=sizes)
+    with pytest.raises(ConfigError, match="class BertForSequenceClassification, without weights"):
+        TorchModel.fromModule(bert(), data)
     with pytest.raises(ModuleError, match=r"not those of the module: (?s:.*)Missing key"):
         TorchModel.fromModule(Mlp, data, moduleParams=sizes, weights={})
     (tmp_path / "net.pt").write_bytes(b"rubbish")
@@ -138,6 +140,27 @@ def test_what_has_no_trained_weights_is_refused(data: DataFrame, tmp_path: Path,
     folder = tokenizer_folder(tmp_path / "folder", ["day"], bert("BertForMaskedLM"))
     with pytest.raises(ModuleError, match=r"has no values for .* classifier\.bias"):
         TextClassificationModel.fromModule(str(folder), spark.createDataFrame([("day",)], "text string"), maxLength=8)
+
+
+@pytest.mark.parametrize("layer", [nn.Dropout(0.5), nn.BatchNorm1d(4)])
+def test_a_program_of_a_module_in_training_mode_is_refused(layer: nn.Module, data: DataFrame) -> None:
+    net, example = nn.Sequential(nn.Linear(4, 4), layer, nn.Linear(4, 1)).train(), torch.from_numpy(INPUTS[:3])
+    exported = torch.export.export(net, (example,), dynamic_shapes=({0: torch.export.Dim("rows")},))
+    for module in (exported, jit(torch.jit.trace, net, example, check_trace=False)):
+        with pytest.raises(ModuleError, match=r"call module\.eval\(\) before it is exported"):
+            TorchModel.fromModule(module, data)
+
+
+def test_a_function_is_called_on_the_driver_alone(net: nn.Module, data: DataFrame) -> None:
+    called: list[int] = []
+
+    def make() -> nn.Module:
+        if called:
+            raise AssertionError("called again")
+        called.append(1)
+        return net
+
+    np.testing.assert_allclose(scored(TorchModel.fromModule(make, data), data), expected(net), atol=1e-6)
 
 
 def test_what_does_not_fit_is_refused_by_name(net: nn.Module, data: DataFrame) -> None:

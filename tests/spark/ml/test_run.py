@@ -135,6 +135,8 @@ def test_a_run_whose_rank_is_killed_goes_on_from_its_last_save(frame: DataFrame,
         (loop, {"strategy": "mesh", "strategyParams": {"shard": 2}, "numWorkers": 3}, "3 workers cannot be divided"),
         (lambda context, lock: None, {"args": [threading.Lock()]}, "cannot be shipped to the ranks"),
         (loop, {"kwargs": {"lr": 1}}, "cannot be called: got an unexpected keyword argument 'lr'"),
+        (loop, {"args": {"lr": 0.1}}, "args is a list or tuple, and kwargs a dict"),
+        (loop, {"args": "a"}, "args is a list or tuple, and kwargs a dict"),
         (loop, {"lr": 1}, "arguments of the function go into args"),
         (loop, {"data": [1, 2]}, "run takes a DataFrame of Spark's, and got builtins's list"),
     ],
@@ -199,9 +201,9 @@ def test_a_script_that_torchrun_starts_runs_unchanged(spark: SparkSession, scrip
     def left(context: RunContext) -> tuple[int, Any]:
         return os.getpid(), (sys.argv, [path for path in sys.path if str(script.parent) in path], sorted(os.environ))
 
-    before = dict(sparktorch.run(left, numWorkers=3))
     with caplog.at_level(logging.INFO):
         run_script(script, ["--lr", "0.1"], spark=spark, numWorkers=2, logLevel="INFO")
+        before = dict(sparktorch.run(left, numWorkers=3))
         run_script(script, [], spark=spark, numWorkers=3, logLevel="INFO")  # in the same Python workers
     assert caplog.text.count("total 21.0 of ['--lr', '0.1'] 2") == 2
     assert caplog.text.count("total 33.0 of [] 3") == 3

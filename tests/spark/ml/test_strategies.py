@@ -160,5 +160,7 @@ def test_a_plan_says_what_strategies_take_and_trains_nothing(rows: DataFrame, tm
         asked(moduleParams={"inputs": 4}).plan(rows)
     with pytest.raises(ConfigError, match="memory must be"):
         asked().plan(rows, memory=-1)
+    with pytest.raises(ConfigError, match=r"memory is '8GB'(?s:.*)a number of MB: 8000 for 8 GB"):
+        asked().plan(rows, memory="8GB")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="plan takes a DataFrame of Spark's, and got builtins's list"):
         asked().plan([])  # type: ignore[arg-type]

@@ -257,7 +257,12 @@ def test_a_tuner_is_a_stage_and_its_model_saves_the_best(frame: DataFrame, tmp_p
         ({"estimator": regressor(checkpointDir="/nowhere")}, "checkpointDir"),
         ({"estimator": Pipeline()}, "estimator"),
         ({"pruner": "best"}, "pruner"),
+        ({"pruner": optuna.pruners.MedianPruner}, "pruner"),
+        ({"sampler": optuna.samplers.RandomSampler}, "sampler"),
         ({"storage": "sqlite:///x.db"}, "studyName"),
+        ({"storage": "study.db", "studyName": "x"}, "storage"),
+        ({"trials": "2"}, "trials"),
+        ({"parallelism": 1.0}, "parallelism"),
     ],
     ids=lambda value: "" if isinstance(value, dict) else str(value),  # uids would differ between processes
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -71,6 +72,8 @@ def test_the_estimator_is_built_with_its_params(tmp_path: Path) -> None:
         ("score.output", ..., "missing key score.output", ""),
         ("data.path", ..., "data needs either source or path", ""),
         ("data.source", "jobs.datasets:flowers", "data needs either source or path", ""),
+        ("data.holdout", 1.0, "data.holdout must be in [0, 1), got 1.0", ""),
+        ("data.holdout", -0.2, "data.holdout must be in [0, 1), got -0.2", ""),
         ("data", "flowers.parquet", "data must be a mapping, got 'flowers.parquet'", ""),
         ("tracking.uri", 5, "tracking.uri must be str | None, got 5 (int)", ""),
     ],
@@ -95,3 +98,8 @@ def test_a_param_of_the_wrong_type_is_refused_when_the_estimator_is_built(
 def test_a_file_that_is_no_plain_yaml_is_refused(text: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read"):
         read(text, tmp_path)
+
+
+def test_the_rows_of_a_function_are_no_stream() -> None:
+    with pytest.raises(ConfigError, match=r"jobs\.datasets:flowers is a function, and only files and tables can be"):
+        DataSection(source="jobs.datasets:flowers").stream(Mock())

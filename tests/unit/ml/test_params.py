@@ -213,8 +213,13 @@ def test_a_param_that_cannot_work_is_refused_by_name(params: dict[str, Any], par
     assert caught.value.where == {"param": param}
 
 
+def test_a_preprocess_of_none_is_none() -> None:
+    estimator = TorchRegressor(module=Mlp).setPreprocess(None)
+    assert translate(estimator, "regression").columns["options"] == InputOptions()
+
+
 def test_there_are_as_many_class_weights_as_classes_and_some_count() -> None:
-    for refused in ([1.0, -0.5], [0.0, 0.0], ["a", "b"], "balance"):
+    for refused in ([1.0, -0.5], [0.0, 0.0], ["a", "b"], "balance", {0: 1.0, 1: 9.0}, {1.0, 9.0}):
         with pytest.raises(ConfigError, match="param=classWeights"):
             translate(TorchClassifier(module=Mlp, classWeights=refused), "classification")
     for weights in ([1.0, 2.0, 0.0], "balanced"):

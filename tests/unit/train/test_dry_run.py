@@ -35,6 +35,11 @@ def squares(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
     return (output - label) ** 2
 
 
+class Smoothed(nn.BCELoss):
+    def forward(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        return super().forward(output, label * 0.9 + 0.05)
+
+
 def no_loss(output: torch.Tensor, label: torch.Tensor) -> None:
     return None
 
@@ -189,6 +194,7 @@ def test_the_line_that_failed_is_the_users_and_no_limit_of_tracebacks_hides_it(m
         (Logit, "CrossEntropyLoss", "classification", CLASS, "returns one score a row", "BCEWithLogitsLoss"),
         (Score, nn.CrossEntropyLoss, "classification", CLASS, "returns one score a row", "BCEWithLogitsLoss"),
         (Chance, "BCELoss", "classification", CLASS, "loss BCELoss takes probabilities", "BCEWithLogitsLoss"),
+        (Chance, Smoothed, "classification", CLASS, "loss Smoothed takes probabilities", "BCEWithLogitsLoss"),
         (
             *(Chance, "torch.nn.functional:binary_cross_entropy", "classification", CLASS),
             *("binary_cross_entropy takes probabilities", "leave the sigmoid out"),
@@ -331,3 +337,10 @@ class First(Score):
 def test_rows_that_a_module_loses_are_no_failure_of_the_loss() -> None:
     with pytest.raises(ModuleError, match=r"forward returned 1 row for 2 rows .*\n.*one row for each row"):
         trial(First, "MSELoss", "regression", FEATURES)
+
+
+def test_tensors_without_values_are_refused() -> None:
+    with torch.device("meta"):
+        module = Mlp()
+    with pytest.raises(ModuleError, match=r"(?s)has tensors on the device 'meta'.*with modelDir"):
+        trial(module, "MSELoss", "generic", FEATURES, NUMBER)

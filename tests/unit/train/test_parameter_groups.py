@@ -128,6 +128,7 @@ def test_each_group_has_its_own_options_and_the_defaults_for_the_rest(optimizer:
             "names are layers.0.weight",
         ),
         ("AdamW", [{"params": "*"}, {"params": "*.bias"}], "parameterGroups[1] is left without a parameter", "earlier"),
+        ("AdamW", [{"params": None}], "parameterGroups: 'None' matches no parameter", "names are layers.0.weight"),
         (
             "AdamW",
             [{"params": "*.bias", "weight_deacy": 0}],

@@ -140,6 +140,19 @@ class Counting(Paired):
         return super().forward(x)
 
 
+class Evaluated(Paired):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (1 if self.training else 2)
+
+
+class Centring(Paired):
+    def stages(self) -> list[nn.Module]:
+        return [Unit(lambda x: x - x.mean(0)), *super().stages()]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x - x.mean(0))
+
+
 class Averaging(Paired):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x).mean()
@@ -180,6 +193,8 @@ class Listless(Paired):
         (Unlike, r"(?s)compute something else than it: other outputs or gradients.*def stages\(self\)"),
         (Zeroed, "compute something else than it"),
         (Otherwise, "other outputs or gradients"),
+        (Evaluated, "or in evaluation something else"),
+        (Centring, "computes another output of a row beside another one"),
         (Counting, "changes buffer 'seen'"),
         (Averaging, r"returns a tensor of shape \(\) for 2 rows"),
         (Failing, r"(?s)the stages of Failing, one after another, fail: RuntimeError.*def stages\(self\)"),

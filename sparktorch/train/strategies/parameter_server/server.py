@@ -48,7 +48,8 @@ class Message:
         head = 8 * (1 + len(like) + numbers)  # last-message flag, gradient flags, numbers
         sizes = [head, *(tensor.nbytes for tensor in like)]
         padded = [-(-size // _ALIGNED) * _ALIGNED for size in sizes]
-        self.bytes = torch.zeros(sum(padded), dtype=torch.uint8, pin_memory=pinned)
+        buffer = torch.zeros(sum(padded), dtype=torch.uint8)
+        self.bytes = buffer.pin_memory() if pinned else buffer
         first, *parts = torch.split(self.bytes, padded)
         self._head = first[:head].view(torch.float64)
         self._tensors = [
