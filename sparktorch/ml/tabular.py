@@ -13,7 +13,6 @@ from pyspark.sql import functions as F
 from pyspark.sql import types as T
 from torch import nn
 
-from sparktorch.base.config import at_least
 from sparktorch.base.imports import load_object
 from sparktorch.data.tables import TableColumns, TableNetwork
 from sparktorch.errors import ColumnError
@@ -97,8 +96,6 @@ class _TabularEstimator(TorchEstimatorBase[Any]):
     def _learned(self, dataset: DataFrame) -> tuple[Self, DataFrame]:
         if self._seen is not None:
             return self, dataset
-        at_least("minCount", self.getOrDefault("minCount"), 1)
-        at_least("maxCategories", self.getOrDefault("maxCategories"), 1)
         translate(self, self._task)  # refuses Params before there is a job
         that, trained = self.copy(), Values(self).trained
         with naming_params(self):
@@ -261,14 +258,8 @@ class TabularClassifier(_TabularEstimator, TorchClassifier, TabularClassifierPar
     Example:
         >>> rows = [("ab"[i % 2], i % 7, "late" if i % 2 else "on time") for i in range(40)]
         >>> flights = spark.createDataFrame(rows, "carrier string, distance int, arrival string")
-        >>> classifier = TabularClassifier(
-        ...     labelCol="arrival",
-        ...     batchSize=10,
-        ...     epochs=10,
-        ...     learningRate=0.01,
-        ...     progress=False,
-        ... )
-        >>> model = classifier.fit(flights)
+        >>> quick = {"batchSize": 10, "learningRate": 0.01, "progress": False}
+        >>> model = TabularClassifier(labelCol="arrival", epochs=10, **quick).fit(flights)
         >>> model.labels, model.categories
         (['late', 'on time'], {'carrier': ['a', 'b']})
         >>> model.evaluate(flights).accuracy

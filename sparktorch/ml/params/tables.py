@@ -55,8 +55,8 @@ TABLE = (
       "strings, booleans, dates and timestamps", compared=True),
     P("numericCols", "list[str]", None,
       "the columns of numbers; by default those of numbers that categoricalCols does not name", compared=True),
-    P("minCount", "int", 1, "the fewest training rows of a category; a rarer one is unknown (> 0)", compared=True),
-    P("maxCategories", "int", 1000, "the most categories of a column, its most frequent ones (> 0)", compared=True),
+    P("minCount", "int", 1, "the fewest training rows of a category; a rarer one is unknown", compared=True),
+    P("maxCategories", "int", 1000, "the most categories of a column, its most frequent ones", compared=True),
 )
 
 COLUMNS = (
