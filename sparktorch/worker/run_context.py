@@ -27,8 +27,7 @@ from sparktorch.train.numerics.sync_batchnorm import has_batch_norm
 from sparktorch.train.recipe.built_optimizer import recipe_of
 from sparktorch.train.recipe.loss import step_scales
 from sparktorch.train.recipe.recipe import Recipe
-from sparktorch.train.strategies.base import Start, Strategy
-from sparktorch.train.strategies.gradients import GradientSync
+from sparktorch.train.strategies.base import GradientSync, Start, Strategy
 from sparktorch.train.strategies.registry import build_strategy, check_strategy
 from sparktorch.worker.global_batch import GlobalBatch, global_batch
 from sparktorch.worker.held_rows import HeldRows

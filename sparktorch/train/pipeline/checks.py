@@ -13,7 +13,7 @@ from sparktorch.errors import ModuleError, line_of_user
 from sparktorch.train.numerics.determinism import untouched_generators
 from sparktorch.train.pipeline.cut import Cut
 from sparktorch.train.pipeline.stage import HOW
-from sparktorch.train.recipe.arguments import Arguments
+from sparktorch.train.sharding.arguments import Arguments
 
 __all__ = ["check_equal", "check_parts", "check_rows", "is_fake"]
 

@@ -21,7 +21,7 @@ from sparktorch.train.numerics.determinism import untouched_generators
 from sparktorch.train.pipeline.checks import check_rows
 from sparktorch.train.pipeline.cut import Cut
 from sparktorch.train.pipeline.stage import Output, Stage
-from sparktorch.train.recipe.arguments import Arguments
+from sparktorch.train.sharding.arguments import Arguments
 from sparktorch.train.sharding.dtensor import whole
 
 __all__ = ["MicroLoss", "Pipe"]

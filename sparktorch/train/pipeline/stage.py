@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from sparktorch.errors import ModuleError
 from sparktorch.train.huggingface.models import is_model, without_caches
-from sparktorch.train.recipe.arguments import Arguments
+from sparktorch.train.sharding.arguments import Arguments
 
 __all__ = ["HOW", "Output", "Stage", "Units", "bare", "units_of"]
 

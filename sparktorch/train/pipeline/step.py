@@ -14,8 +14,8 @@ from sparktorch.errors import ModuleError, SparkTorchError
 from sparktorch.train.numerics.determinism import untouched_generators
 from sparktorch.train.pipeline.checks import check_rows, is_fake
 from sparktorch.train.pipeline.stage import bare
-from sparktorch.train.recipe.arguments import Arguments
 from sparktorch.train.recipe.loss import Sums
+from sparktorch.train.sharding.arguments import Arguments
 
 __all__ = ["MicroLosses", "arguments_of", "check_step", "stand_in"]
 

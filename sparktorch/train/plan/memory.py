@@ -29,8 +29,8 @@ from sparktorch.train.huggingface.models import arguments
 from sparktorch.train.loop.engine import Engine
 from sparktorch.train.pipeline.cut import Cut
 from sparktorch.train.plan.activations import Activations
-from sparktorch.train.recipe.arguments import Arguments
 from sparktorch.train.recipe.recipe import Recipe
+from sparktorch.train.sharding.arguments import Arguments
 from sparktorch.train.strategies.fsdp import units
 from sparktorch.train.strategies.mesh_options import MeshOptions
 from sparktorch.train.strategies.registry import check_module, check_strategy, check_workers, strategy_for

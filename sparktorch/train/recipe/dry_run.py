@@ -24,7 +24,7 @@ from sparktorch.train.recipe.hints import hints_for
 from sparktorch.train.recipe.loss import Loss, TrainingStep, check_mean
 from sparktorch.train.recipe.metrics import try_metrics
 from sparktorch.train.recipe.recipe import Recipe
-from sparktorch.train.recipe.task import align, check_rows, classes_in, each_tensor, prediction, rows_of
+from sparktorch.train.recipe.task import align, are_shares, check_rows, classes_in, each_tensor, prediction, rows_of
 
 __all__ = ["ArgumentSpec", "DryRunResult", "OutputSpec", "arguments_of", "describe_outputs", "dry_run", "try_forward"]
 
@@ -248,11 +248,7 @@ def _forward(module: nn.Module, inputs: Mapping[str, torch.Tensor], names: tuple
 def try_forward(
     module: nn.Module, task: Task, inputs: Mapping[str, torch.Tensor], names: tuple[str, ...]
 ) -> tuple[tuple[OutputSpec, ...], int | None]:
-    """Returns what a module in evaluation mode makes of a few rows, and the number of classes of a classifier.
-
-    Raises:
-        ModuleError: It does not fit the columns or the task.
-    """
+    """Returns what a module in evaluation mode makes of a few rows, and the number of classes of a classifier."""
     output = _forward(module, inputs, names)
     return describe_outputs(output), _check_classes(task, output, len(next(iter(inputs.values()))), None)
 
@@ -382,18 +378,12 @@ def _check_classes(task: Task, output: Any, rows: int, loss: Loss | None) -> int
             "module: scoring applies it; for more, return one score per class",
             param="loss",
         )
-    if output.device.type != "meta" and output.dim() == 2 and _are_shares(output):
+    if output.device.type != "meta" and output.dim() == 2 and are_shares(output):
         _log.warning(
             "the module's scores of the first row are at least 0 and sum to 1: if it ends with a softmax, take that "
             "out; scoring applies one, and so does CrossEntropyLoss"
         )
     return classes_in(tuple(output.shape[1:]))
-
-
-def _are_shares(output: torch.Tensor) -> bool:
-    """Whether the scores of each row are as a softmax returns them."""
-    sums = output.detach().double().sum(1)
-    return bool((output >= 0).all() and torch.allclose(sums, torch.ones_like(sums), atol=1e-4))
 
 
 def _describe(value: Any) -> str:

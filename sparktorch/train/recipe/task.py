@@ -12,7 +12,8 @@ from sparktorch.base.config import Precision, Task
 from sparktorch.errors import ModuleError, counted
 
 __all__ = [
-    *("align", "autocast", "check_rows", "classes_in", "correct", "each_tensor", "predicted", "prediction", "rows_of"),
+    *("align", "are_shares", "autocast", "check_rows", "classes_in", "correct", "each_tensor", "predicted"),
+    *("prediction", "rows_of"),
 ]
 
 
@@ -109,3 +110,9 @@ def each_tensor(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
     if isinstance(value, Mapping):
         return {name: each_tensor(function, item) for name, item in value.items()}
     return tuple(each_tensor(function, item) for item in value) if isinstance(value, tuple | list) else value
+
+
+def are_shares(output: torch.Tensor) -> bool:
+    """Whether the scores of each row are as a softmax returns them."""
+    sums = output.detach().double().sum(1)
+    return bool((output >= 0).all() and torch.allclose(sums, torch.ones_like(sums), atol=1e-4))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,9 +20,18 @@ from sparktorch.base.world import World
 from sparktorch.errors import Refusal
 from sparktorch.train.recipe.loss import Sums
 from sparktorch.train.recipe.recipe import Recipe
-from sparktorch.train.strategies.gradients import GradientSync
 
-__all__ = ["Job", "Kind", "OwnState", "Start", "Step", "Strategy", "needs_optimizer_class"]
+__all__ = [
+    "GradientSync",
+    "GradientsOfRows",
+    "Job",
+    "Kind",
+    "OwnState",
+    "Start",
+    "Step",
+    "Strategy",
+    "needs_optimizer_class",
+]
 
 Step = Callable[[nn.Module, Batch], tuple[torch.Tensor, Sums]]
 O = TypeVar("O")  # noqa: E741 - the options of a strategy
@@ -132,6 +141,79 @@ class OwnState:
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Restores what this rank's `state_dict` returned, or rank 0's if the number of ranks has changed."""
+
+
+class GradientSync:
+    """How the gradients of a rank's backward passes become those of all ranks. Here, they stay those of this rank.
+
+    The engine calls in each step, as any of these may be a collective, in every rank at the same point:
+
+    1. forward and `backward` of each micro-batch: all but the last within `no_sync`, the last within `reducing`. Or,
+       where the device may be full: `before_trial`, all of them within `no_sync`, once or more often, and `reduce`;
+    2. `complete`, before it looks at the gradients.
+
+    Attributes:
+        divisor: Number by which summed gradients are divided; the loop multiplies the loss by it.
+        warm_up_passes: Forward and backward passes without a step, after which gradients are summed in their final
+            order.
+        completes: Whether `complete` changes gradients, so that an optimizer may not step without it.
+    """
+
+    warm_up_passes: ClassVar[int] = 0
+    completes = False
+
+    def __init__(self, divisor: int) -> None:
+        """Takes the number of ranks with other rows."""
+        self.divisor = divisor
+
+    def backward(self, loss: torch.Tensor, *, rows: bool) -> None:
+        """Runs the backward pass of a micro-batch; `rows` says whether it has any but placeholders."""
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Returns a context in which gradients are accumulated in this rank without reducing them."""
+        return nullcontext()
+
+    def reducing(self, *, rows: bool, warm_up: bool = False) -> AbstractContextManager[None]:
+        """Returns a context of the last pass of a step, at whose end all gradients of the step are reduced.
+
+        Args:
+            rows: Whether this rank has rows in the step.
+            warm_up: Whether no step follows, and gradients are zero.
+        """
+        return nullcontext()
+
+    def before_trial(self) -> None:
+        """Does the collectives that passes begin with, before passes that may find the device full."""
+
+    def reduce(self, *, rows: bool = True) -> None:
+        """Reduces the gradients that all passes of a step have accumulated within `no_sync`."""
+
+    def complete(self) -> None:
+        """Completes this rank's gradients after all passes of a step."""
+
+
+class GradientsOfRows(GradientSync):
+    """Gradients of a rank's own rows: none of placeholder rows.
+
+    Their backward pass runs, for a module's own collectives. No row may use what placeholders do.
+
+    Attributes:
+        discards: Whether it is so in this step.
+    """
+
+    discards = True
+
+    def __init__(self, module: nn.Module, divisor: int) -> None:
+        """Takes the module that `prepare` returned."""
+        super().__init__(divisor)
+        self._module = module
+
+    def backward(self, loss: torch.Tensor, *, rows: bool) -> None:
+        """Runs the backward pass of a micro-batch."""
+        super().backward(loss, rows=rows)
+        if self.discards and not rows:
+            self._module.zero_grad()
 
 
 class Strategy(ABC, Generic[O]):

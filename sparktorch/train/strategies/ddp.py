@@ -20,9 +20,8 @@ from sparktorch.base.config import at_least, one_of
 from sparktorch.base.devices import backend_of
 from sparktorch.errors import ConfigError, ModuleError, Refusal
 from sparktorch.train.recipe.recipe import makes_sparse_gradients
-from sparktorch.train.strategies.base import Kind, OwnState, Start, Strategy
+from sparktorch.train.strategies.base import GradientSync, Kind, OwnState, Start, Strategy
 from sparktorch.train.strategies.ddp_gradients import DDPGradients, call_instead, parameters_with_sparse_gradients
-from sparktorch.train.strategies.gradients import GradientSync
 
 __all__ = ["DDP", "KIND", "DDPOptions"]
 

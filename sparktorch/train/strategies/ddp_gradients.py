@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparktorch.errors import UnusedParameterError
 from sparktorch.train.recipe.recipe import makes_sparse_gradients
-from sparktorch.train.strategies.gradients import GradientsOfRows
+from sparktorch.train.strategies.base import GradientsOfRows
 
 __all__ = ["DDPGradients", "call_instead", "parameters_with_sparse_gradients"]
 

@@ -35,8 +35,7 @@ from sparktorch.train.sharding.units import (
     check_parameters,
     units,
 )
-from sparktorch.train.strategies.base import Job, Kind, Start, Strategy
-from sparktorch.train.strategies.gradients import GradientSync
+from sparktorch.train.strategies.base import GradientSync, Job, Kind, Start, Strategy
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy

@@ -17,8 +17,7 @@ from torch import nn
 
 from sparktorch.base.config import at_least
 from sparktorch.errors import Refusal
-from sparktorch.train.strategies.base import Kind, Start, Strategy
-from sparktorch.train.strategies.gradients import GradientsOfRows, GradientSync
+from sparktorch.train.strategies.base import GradientsOfRows, GradientSync, Kind, Start, Strategy
 
 __all__ = ["KIND", "LocalSGD", "LocalSGDOptions"]
 

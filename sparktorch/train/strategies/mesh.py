@@ -37,9 +37,8 @@ from sparktorch.train.sharding.dtensor import (
     undivided,
 )
 from sparktorch.train.sharding.units import check_optimizer
-from sparktorch.train.strategies.base import Job, Start
+from sparktorch.train.strategies.base import GradientSync, Job, Start
 from sparktorch.train.strategies.fsdp import ZERO3, ShardedGradients, Zero3, check_sharding, needs_group
-from sparktorch.train.strategies.gradients import GradientSync
 from sparktorch.train.strategies.mesh_options import MeshOptions, Sizes
 from sparktorch.train.tensor_parallel.comparison import Comparison, check_gradients
 from sparktorch.train.tensor_parallel.row_exchange import RowExchange, check_parts_within

@@ -27,8 +27,8 @@ from sparktorch.train.pipeline.cut import Cut
 from sparktorch.train.pipeline.pipe import Pipe
 from sparktorch.train.pipeline.stage import Stage
 from sparktorch.train.pipeline.step import MicroLosses, arguments_of, check_step, stand_in
-from sparktorch.train.recipe.arguments import Arguments
 from sparktorch.train.recipe.loss import Sums
+from sparktorch.train.sharding.arguments import Arguments
 from sparktorch.train.sharding.dtensor import part_of, unadvised
 from sparktorch.train.sharding.units import check_checkpointing, units
 from sparktorch.train.strategies.base import Job, Start, Step

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from sparktorch.base.devices import seed
 from sparktorch.errors import ModuleError
 from sparktorch.train.numerics.determinism import untouched_generators
-from sparktorch.train.recipe.arguments import Arguments
+from sparktorch.train.sharding.arguments import Arguments
 
 __all__ = ["RowExchange", "check_parts_within"]
 

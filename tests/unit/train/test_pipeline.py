@@ -14,7 +14,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 from sparktorch.errors import ConfigError, ModuleError
 from sparktorch.train.pipeline.checks import check_equal
 from sparktorch.train.pipeline.cut import Cut
-from sparktorch.train.recipe.arguments import Arguments
+from sparktorch.train.sharding.arguments import Arguments
 from tests.support.nets import Chain, Paired, Unit
 from tests.support.staged_nets import Keeping, normed
 from tests.support.tiny_transformers import llama, mixtral, qwen

@@ -24,8 +24,15 @@ from sparktorch.base.world import World
 from sparktorch.distributed.process_group import attach, sum_over_ranks
 from sparktorch.errors import Refusal
 from sparktorch.train.recipe.recipe import Recipe
-from sparktorch.train.strategies.base import Job, Kind, Start, Strategy, needs_optimizer_class
-from sparktorch.train.strategies.gradients import GradientsOfRows, GradientSync
+from sparktorch.train.strategies.base import (
+    GradientsOfRows,
+    GradientSync,
+    Job,
+    Kind,
+    Start,
+    Strategy,
+    needs_optimizer_class,
+)
 from sparktorch.train.strategies.parameter_server.connections import Connection, connect
 from sparktorch.train.strategies.parameter_server.server import Message, ParameterShare, assign, read_numbers
 
