@@ -1460,8 +1460,8 @@ class TabularClassifierParams(ClassifierParams):
         Args:
             categoricalCols: The columns of categories, among them dates and timestamps, of which parts are taken; by default those of strings, booleans, dates and timestamps.
             numericCols: The columns of numbers; by default those of numbers that categoricalCols does not name.
-            minCount: The fewest training rows of a category; a rarer one is unknown (> 0).
-            maxCategories: The most categories of a column, its most frequent ones (> 0).
+            minCount: The fewest training rows of a category; a rarer one is unknown.
+            maxCategories: The most categories of a column, its most frequent ones.
             module: The nn.Module class or factory, its import path 'package.module:Name', an instance, a fitted model to go on from, or a model of Hugging Face's as a local folder or a configuration.
             moduleParams: Keyword arguments of the module's factory; entries to replace in the configuration of a folder.
             inputCols: The input columns, in the order of the arguments of forward, in place of featuresCol.
@@ -1553,11 +1553,11 @@ class TabularClassifierParams(ClassifierParams):
     minCount: Param[int]
     def getMinCount(self) -> int: ...
     def setMinCount(self, value: int) -> Self:
-        """Sets the value of `minCount`: the fewest training rows of a category; a rarer one is unknown (> 0)."""
+        """Sets the value of `minCount`: the fewest training rows of a category; a rarer one is unknown."""
     maxCategories: Param[int]
     def getMaxCategories(self) -> int: ...
     def setMaxCategories(self, value: int) -> Self:
-        """Sets the value of `maxCategories`: the most categories of a column, its most frequent ones (> 0)."""
+        """Sets the value of `maxCategories`: the most categories of a column, its most frequent ones."""
 
 class TabularRegressorParams(RegressorParams):
     """The Params of `TabularRegressor`."""
@@ -1651,8 +1651,8 @@ class TabularRegressorParams(RegressorParams):
         Args:
             categoricalCols: The columns of categories, among them dates and timestamps, of which parts are taken; by default those of strings, booleans, dates and timestamps.
             numericCols: The columns of numbers; by default those of numbers that categoricalCols does not name.
-            minCount: The fewest training rows of a category; a rarer one is unknown (> 0).
-            maxCategories: The most categories of a column, its most frequent ones (> 0).
+            minCount: The fewest training rows of a category; a rarer one is unknown.
+            maxCategories: The most categories of a column, its most frequent ones.
             module: The nn.Module class or factory, its import path 'package.module:Name', an instance, a fitted model to go on from, or a model of Hugging Face's as a local folder or a configuration.
             moduleParams: Keyword arguments of the module's factory; entries to replace in the configuration of a folder.
             inputCols: The input columns, in the order of the arguments of forward, in place of featuresCol.
@@ -1741,11 +1741,11 @@ class TabularRegressorParams(RegressorParams):
     minCount: Param[int]
     def getMinCount(self) -> int: ...
     def setMinCount(self, value: int) -> Self:
-        """Sets the value of `minCount`: the fewest training rows of a category; a rarer one is unknown (> 0)."""
+        """Sets the value of `minCount`: the fewest training rows of a category; a rarer one is unknown."""
     maxCategories: Param[int]
     def getMaxCategories(self) -> int: ...
     def setMaxCategories(self, value: int) -> Self:
-        """Sets the value of `maxCategories`: the most categories of a column, its most frequent ones (> 0)."""
+        """Sets the value of `maxCategories`: the most categories of a column, its most frequent ones."""
 
 class RunParams(HasFeaturesCol, HasInputCols, HasLabelCol, HasWeightCol, HasValidationIndicatorCol, HasSeed):
     """The Params of `run`."""
