@@ -196,13 +196,19 @@ def test_a_planted_import_path_calls_nothing_but_a_module(tmp_path: Path) -> Non
     assert not witness.exists()
 
 
-def test_a_tokenizer_is_found_under_the_name_that_its_module_had_when_the_model_was_saved(tmp_path: Path) -> None:
-    tokens = Tokens(folder="/models/bert", max_length=8)
+def test_a_preprocess_of_plain_fields_is_saved_as_these_and_loads_as_it_was_saved_before(tmp_path: Path) -> None:
+    tokens = Tokens(folder="/models/bert", max_length=8, arguments=("input_ids",))
     replace(trained(Mlp), preprocess=tokens).save(tmp_path)
+    assert TrainedModule.load(tmp_path).preprocess == tokens
     form = json.loads((tmp_path / "module.json").read_text())
     form["preprocess"]["path"] = "sparktorch.data.pretrained:Tokens"
+    form["preprocess"]["params"]["arguments"] = ["input_ids"]
     (tmp_path / "module.json").write_text(json.dumps(form))
     assert type(TrainedModule.load(tmp_path).preprocess) is Tokens
+    form["preprocess"] = {"path": "sparktorch.data.columns:Columns", "params": {"inputs": []}}
+    (tmp_path / "module.json").write_text(json.dumps(form))
+    with pytest.raises(SparkTorchError, match="does not take the epoch"):
+        TrainedModule.load(tmp_path)
 
 
 def test_parameters_that_are_no_json_leave_the_graph(tmp_path: Path) -> None:
