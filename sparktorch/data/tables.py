@@ -98,6 +98,7 @@ class TableNetwork(nn.Module):
         outputs: int,
         hidden: Sequence[int] = (128, 64),
         dropout: float = 0.0,
+        scales: Sequence[Sequence[float]] = (),
     ) -> None:
         """Makes the layers.
 
@@ -107,6 +108,7 @@ class TableNetwork(nn.Module):
             outputs: Number of values returned for each row.
             hidden: Sizes of the hidden layers.
             dropout: Probability with which a hidden value is left out in training.
+            scales: Mean and standard deviation of each output's labels, if they are numbers to predict.
         """
         super().__init__()
         self.embeddings = nn.ModuleList(_Embedding(count, min(32, (count + 1) // 2)) for count in cardinalities)
@@ -116,12 +118,16 @@ class TableNetwork(nn.Module):
             layers += [nn.Linear(width, size), nn.ReLU(), nn.Dropout(dropout)]
             width = size
         self.layers = nn.Sequential(*layers, nn.Linear(width, outputs))
+        self.scales = [(mean, deviation or 1.0) for mean, deviation in scales]
 
     def forward(self, categories: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
         """Returns the outputs, of shape `(rows, outputs)`."""
         embedded = [embedding(categories[:, place]) for place, embedding in enumerate(self.embeddings)]
         found: torch.Tensor = self.layers(torch.cat([*embedded, numbers], dim=1))
-        return found
+        if not self.scales:
+            return found
+        scaled = [found[:, place] * deviation + mean for place, (mean, deviation) in enumerate(self.scales)]
+        return torch.stack(scaled, dim=1)
 
 
 class _Embedding(nn.Embedding):

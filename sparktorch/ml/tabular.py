@@ -57,6 +57,7 @@ class _Seen(NamedTuple):
     inputs: list[str]
     outputs: int
     labels: list[str]
+    scales: list[list[float]]  # of a regressor's labels: mean and standard deviation of each
 
 
 class _TabularEstimator(TorchEstimatorBase[Any]):
@@ -85,8 +86,10 @@ class _TabularEstimator(TorchEstimatorBase[Any]):
         that = self.copy()._set(module=module)
         if self._seen is None:
             return that
-        table, inputs, outputs, _ = self._seen
+        table, inputs, outputs, _, scales = self._seen
         told = {"cardinalities": table.cardinalities, "numbers": len(table.numbers), "outputs": outputs}
+        if self._task == "regression":
+            told["scales"] = scales
         made_by = load_object(module) if isinstance(module, str) else module
         built = isinstance(made_by, nn.Module | TorchModelBase)
         takes = () if built else inspect.signature(made_by).parameters
@@ -101,7 +104,7 @@ class _TabularEstimator(TorchEstimatorBase[Any]):
         with naming_params(self):
             if trained is not None and isinstance(trained.preprocess, TableColumns):  # it goes on with what it knows
                 inputs = [spec.column for spec in trained.inputs]
-                that._seen = _Seen(trained.preprocess, inputs, 0, list(trained.labels))
+                that._seen = _Seen(trained.preprocess, inputs, 0, list(trained.labels), [])
             else:
                 that._seen = _seen_in(dataset, self)
         if self._task != "classification":
@@ -125,7 +128,8 @@ def _seen_in(dataset: DataFrame, estimator: _TabularEstimator) -> _Seen:
     label = p["labelCol"] if estimator._task == "classification" else ""
     kind = names.type_of(label) if label else None
     texts = [*categorical, *([label] if isinstance(kind, T.StringType) else [])]
-    figures = [*numeric, *([label] if isinstance(kind, NUMERIC) else [])]
+    predicted = [] if label else [name for name in p["labelCols"] or [p["labelCol"]] if _is_number(names.type_of(name))]
+    figures = [*numeric, *([label] if isinstance(kind, NUMERIC) else predicted)]
     trains = ~names.column(p["validationIndicatorCol"]) if p["validationIndicatorCol"] else F.lit(True)
     found = _counted(
         dataset.where(trains),
@@ -135,24 +139,44 @@ def _seen_in(dataset: DataFrame, estimator: _TabularEstimator) -> _Seen:
         least=p["minCount"],
         most=p["maxCategories"],
     )
+    if texts + figures and not found:
+        raise ColumnError("the DataFrame has no rows that train", hint="check the filter or the path it comes from")
     values = [[row["value"] for row in found if row["place"] == place] for place in range(len(texts))]
     sizes = {row["place"] - len(texts): row for row in found if row["place"] >= len(texts)}
     categories = {
         name: [_VALUES.get(kept_as(names.type_of(name)), int)(value) for value in of]
         for name, of in zip(categorical, values, strict=False)
     }
-    numbers = {
-        name: [_rounded(sizes[place][of]) if place in sizes else 0.0 for of in ("mean", "deviation")]
-        for place, name in enumerate(numeric)
-    }
+    scales = [
+        [_rounded(sizes[place][of]) if place in sizes else 0.0 for of in ("mean", "deviation")]
+        for place in range(len(figures))
+    ]
+    numbers = dict(zip(numeric, scales, strict=False))
     labels = sorted(values[-1]) if isinstance(kind, T.StringType) else []
     if isinstance(kind, T.BooleanType):
         labels = ["false", "true"]
     outputs = len(labels) or len(p["labelCols"] or ()) or 1
     if label and not labels and len(numeric) in sizes:
-        outputs = max(2, int(sizes[len(numeric)]["largest"]) + 1)
-    inputs = list(dict.fromkeys([*categorical, *times, *numeric]))
-    return _Seen(TableColumns(categories, times, numbers), inputs, outputs, labels)
+        outputs = _classes(label, sizes[len(numeric)])
+    if label and outputs < 2:
+        hint = "a classifier learns to tell two or more apart"
+        raise ColumnError(f"column {label!r} has the same label in all rows that train", hint=hint, column=label)
+    known = {*categorical, *times, *numeric}
+    order = [*(p["inputCols"] or names.schema.names), *(p["categoricalCols"] or ()), *(p["numericCols"] or ())]
+    inputs = [name for name in dict.fromkeys(order) if name in known]
+    return _Seen(TableColumns(categories, times, numbers), inputs, outputs, labels, scales[len(numeric) :])
+
+
+def _classes(column: str, figures: Any) -> int:
+    """Returns the number of classes of labels that are numbers, by the smallest and the largest."""
+    smallest, largest = figures["smallest"], figures["largest"]
+    if smallest != 0:
+        raise ColumnError(
+            f"column {column!r} has labels {smallest:g} ... {largest:g}, and classes are counted from 0",
+            hint="subtract the smallest, or cast the column to string: then the labels are learned",
+            column=column,
+        )
+    return int(largest) + 1
 
 
 def _by_kind(p: Values, names: ColumnNames) -> tuple[list[str], dict[str, list[str]], list[str]]:
@@ -162,6 +186,9 @@ def _by_kind(p: Values, names: ColumnNames) -> tuple[list[str], dict[str, list[s
     free = [name for name in names.schema.names if name not in taken and not _DRAWN.search(name)]
     named = {*(p["categoricalCols"] or ()), *(p["numericCols"] or ())}
     rest = [name for name in p["inputCols"] or free if name not in named]
+    if p["inputCols"] and (beyond := named - set(p["inputCols"])):
+        hint = "name it in inputCols, too, or leave inputCols out"
+        raise ColumnError(f"column {min(beyond)!r} is not among inputCols", hint=hint, column=min(beyond))
     numbers = [name for name in rest if _is_number(names.type_of(name))]
     numeric = numbers if p["numericCols"] is None else p["numericCols"]
     others = [name for name in rest if name not in numbers]
@@ -174,7 +201,8 @@ def _by_kind(p: Values, names: ColumnNames) -> tuple[list[str], dict[str, list[s
             categorical.append(name)
         else:
             hint = "leave it out: inputCols names the columns to take"
-            raise ColumnError(f"column {name!r} is {kind.simpleString()}, which is no category", hint=hint, column=name)
+            what = f"column {name!r} is {kind.simpleString()}, neither text, number, boolean, date nor timestamp"
+            raise ColumnError(what, hint=hint, column=name)
     for name in numeric:
         if not isinstance(names.type_of(name), NUMERIC):
             raise no_number(names.type_of(name), name)
@@ -204,6 +232,7 @@ def _counted(
         F.count(F.lit(1)).alias("rows"),
         F.avg("number").alias("mean"),
         F.stddev_pop("number").alias("deviation"),
+        F.min("number").alias("smallest"),
         F.max("number").alias("largest"),
     )
     order = Window.partitionBy("place").orderBy(F.desc("rows"), "value")

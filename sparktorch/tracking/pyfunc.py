@@ -137,7 +137,13 @@ def _arrow(values: Any, spec: TensorSpec, name: str) -> pa.Array:
     if spec.kind == "any":
         # The scorer converts numbers, also those that the type cannot hold.
         kind = None if spec.sql in NUMBERS else arrow_type(spec.sql)
-        return pa.array(list(values), kind, from_pandas=True)
+        rows = list(values)
+        try:
+            if kind is not None and pa.types.is_temporal(kind) and any(isinstance(row, str) for row in rows):
+                rows = list(pd.to_datetime(pd.Series(rows)))  # as JSON has them
+            return pa.array(rows, kind, from_pandas=True)
+        except (pa.ArrowException, ValueError, TypeError) as error:
+            raise ColumnError(f"column {name!r} is {spec.sql} in the model: {error}", column=name) from error
     if spec.kind == "binary":
         return pa.array(list(values), pa.binary())
     try:

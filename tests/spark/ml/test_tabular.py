@@ -145,6 +145,9 @@ def test_a_table_trains_as_tensors_made_by_hand_and_scores_wherever_the_model_go
     served = mlflow.pyfunc.load_model(str(tmp_path / "mlflow"))
     answers = served.predict(table[inputs])
     np.testing.assert_allclose(np.stack(answers["probability"]), scores[:ROWS], atol=1e-6)
+    texts = table[inputs].assign(planned=[None if pd.isna(at) else at.isoformat() for at in table["planned"]])
+    answers = served.predict(texts)  # as JSON has times
+    np.testing.assert_allclose(np.stack(answers["probability"]), scores[:ROWS], atol=1e-6)
 
 
 class Told(nn.Module):
@@ -184,7 +187,7 @@ def test_a_regressor_takes_named_columns_rare_categories_as_unknown_and_a_module
     with pytest.raises(ColumnError, match=r"no column 'carier'.*\n.*carrier") as refused:
         regressor.copy({regressor.categoricalCols: ["carier"]}).fit(raw)
     assert refused.value.where["param"] == "categoricalCols"
-    with pytest.raises(ColumnError, match="'both' is array<string>, which is no category"):
+    with pytest.raises(ColumnError, match="'both' is array<string>, neither text"):
         TabularRegressor(labelCol="id", **QUICK).fit(raw.withColumn("both", F.array("carrier")))
 
 
@@ -203,3 +206,23 @@ def test_folds_learn_of_their_own_rows(raw: DataFrame, kind: Any) -> None:
         best = found.bestModel.stages[-1] if estimator is pipeline else found.bestModel
         assert list(best.categories) == ["carrier", "planned.month", "planned.weekday", "planned.hour"]
         assert best.labels == []
+
+
+def test_labels_of_any_size_are_learned_and_the_order_of_columns_is_the_users(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    lines = [f"{i % 10},{'ab'[i % 2]},{1_000_000 + 200_000 * (i % 10)},{i % 3 + 1}" for i in range(200)]
+    (tmp_path / "prices.csv").write_text("\n".join(["size,kind,price,rating", *lines]))
+    prices = spark.read.csv(str(tmp_path / "prices.csv"), header=True, inferSchema=True)
+    chosen: dict[str, Any] = {"batchSize": 20, "learningRate": 0.01, "progress": False}
+    model = TabularRegressor(labelCol="price", inputCols=["size", "kind"], epochs=20, **chosen).fit(prices)
+    assert model.getInputCols() == ["size", "kind"]
+    assert model.evaluate(prices).r2 > 0.99
+    with pytest.raises(ColumnError, match=r"labels 1 \.\.\. 3, and classes are counted from 0"):
+        TabularClassifier(labelCol="rating", **chosen).fit(prices)
+    with pytest.raises(ColumnError, match="the same label in all rows"):
+        TabularClassifier(labelCol="kind", **chosen).fit(prices.where("kind = 'a'"))
+    with pytest.raises(ColumnError, match="no rows that train"):
+        TabularClassifier(labelCol="kind", **chosen).fit(prices.where("size > 10"))
+    with pytest.raises(ColumnError, match="'kind' is not among inputCols"):
+        TabularRegressor(labelCol="price", inputCols=["size"], categoricalCols=["kind"], **chosen).fit(prices)
