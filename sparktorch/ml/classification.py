@@ -78,7 +78,7 @@ class TorchClassificationModel(TorchModelBase, ClassificationModelParams):
             param: f"{self.uid}_{param.name}".replace(".", "_") for param in columns if not self.getOrDefault(param)
         }
         named, dataset = self.copy(unnamed) if unnamed else self, dataframe_of(dataset, "evaluate")
-        return evaluate_classifier(named, named.transform, dataset, classes=self.numClasses)
+        return evaluate_classifier(named, named.transform, dataset, classes=self.numClasses, names=self.labels)
 
     def _scoring(self) -> Scoring:
         scoring = super()._scoring()

@@ -275,14 +275,7 @@ class TabularClassificationModel(_TabularModel, TorchClassificationModel):
 
     def evaluate(self, dataset: DataFrame) -> ClassificationSummary:
         """Scores rows and compares with `labelCol`, as in the fit; see `TorchClassificationModel.evaluate`."""
-        label, labels = self.getLabelCol(), self.labels
-        try:
-            return super().evaluate(_indexed(dataframe_of(dataset, "evaluate"), label, labels))
-        except ColumnError as error:
-            if not labels or "holds -1" not in error.what:
-                raise
-            what = f"column {label!r} holds labels that the model does not know; it knows {', '.join(labels[:10])}"
-            raise ColumnError(what, hint="leave such rows out, or fit again with them", column=label) from error
+        return super().evaluate(_indexed(dataframe_of(dataset, "evaluate"), self.getLabelCol(), self.labels))
 
 
 class TabularClassifier(_TabularEstimator, TorchClassifier, TabularClassifierParams):

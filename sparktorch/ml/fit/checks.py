@@ -181,11 +181,10 @@ def naming_params(instance: Any, *, fits: bool = True) -> Iterator[None]:
         ]
         if len(naming) != 1:
             raise
-        if naming == ["featuresCol"] and not instance.isSet("featuresCol") and error.what.startswith("there is no"):
-            error.hint = (
-                "name the input columns: inputCols=[...], with assembleInputs=True to make one tensor of numbers"
-            )
-        raise error.at(param=naming[0]).with_traceback(error.__traceback__) from error.__cause__
+        named = error.at(param=naming[0])
+        if naming == ["featuresCol"] and not instance.isSet("featuresCol"):
+            named.hint = f"{error.hint}; featuresCol is not set: inputCols names other columns".removeprefix("; ")
+        raise named.with_traceback(error.__traceback__) from error.__cause__
 
 
 def _has(instance: Any, name: str) -> bool:

@@ -8,7 +8,7 @@ regression.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -222,9 +222,16 @@ class RegressionSummary(_Summary):
 
 
 def evaluate_classifier(
-    model: ClassificationModelParams, transform: Transform, dataset: DataFrame, *, classes: int
+    model: ClassificationModelParams,
+    transform: Transform,
+    dataset: DataFrame,
+    *,
+    classes: int,
+    names: Sequence[str] = (),
 ) -> ClassificationSummary:
     """Scores the rows and compares with the labels; all output columns of the model have names.
+
+    `names` are those of the classes, if they have any.
 
     A `ColumnError` refuses columns that are missing or not numeric, and rows without weight or prediction, or with a
     label that is not a class of the model.
@@ -240,7 +247,7 @@ def evaluate_classifier(
         cells = rows.groupBy(class_of, "prediction").agg(*sums)
         groups = rows.groupBy(class_of).agg(*sums).collect() if many else cells.collect()
         found = _described(model, predictions, groups)
-        _check_classes(groups, classes, model.getLabelCol())
+        _check_classes(groups, classes, model.getLabelCol(), names)
         by_prediction = rows.groupBy("prediction").agg(*_totals()).collect() if many else groups
         labels = np.unique(_of(groups, "class").astype(np.int64))
         columns = ((groups, "class", "weight"), (by_prediction, "prediction", "weight"), (groups, "class", "hits"))
@@ -361,12 +368,13 @@ def _of(groups: list[Row], name: str) -> Floats:
     return np.array([group[name] for group in groups], np.float64)
 
 
-def _check_classes(groups: list[Row], classes: int, column: str) -> None:
-    """Refuses a label that is not a class of the model, by its name."""
+def _check_classes(groups: list[Row], classes: int, column: str, labels: Sequence[str]) -> None:
+    """Refuses a label that is not a class of the model; the message has the names of its classes, if they have any."""
     bad = [group["least"] for group in groups if group["class"] == _UNKNOWN]
     if bad:
+        known = f" ({', '.join(labels)})" if labels else ""
         raise ColumnError(
-            f"column {column!r} holds {bad[0]:g}, and the model knows the classes 0 ... {classes - 1}",
-            hint="index the labels as they were for fit",
+            f"column {column!r} holds {bad[0]:g}, and the model knows the classes 0 ... {classes - 1}{known}",
+            hint="index the labels as they were for fit" + ("; -1 is a label that fit did not see" if labels else ""),
             column=column,
         )
