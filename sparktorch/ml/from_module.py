@@ -108,11 +108,12 @@ def _read(module: Any) -> Any:
 
 def _source_of(module: Any, params: Mapping[str, Any], weights: Weights | None, takes: Any) -> dict[str, Any]:
     """Returns code, parameters and weights of a module, as fields of a `TrainedModule`."""
-    if not isinstance(module, torch.export.ExportedProgram | Script):
+    if not isinstance(module, torch.export.ExportedProgram | torch.fx.GraphModule | Script):
         return _made(module, params, weights)
     if params or weights is not None:
         raise ConfigError("module is a program, which has its weights with it", hint="pass it alone", param="module")
-    graph = module() if isinstance(module, Script) else module.module()
+    graph = module() if isinstance(module, Script) else module
+    graph = graph.module() if isinstance(graph, torch.export.ExportedProgram) else graph
     _check_evaluates(graph, takes)
     if isinstance(module, Script):
         return {"source": module, "params": {}, "weights": pack_state({})}
