@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         TextClassifier,
     )
     from sparktorch.ml.regression import TorchRegressionModel, TorchRegressor
-    from sparktorch.ml.tabular import (
+    from sparktorch.ml.tasks.tabular import (
         TabularClassificationModel,
         TabularClassifier,
         TabularRegressionModel,
@@ -75,10 +75,10 @@ _HOMES = {
     "RunContext": "sparktorch.worker.run_context",
     "RunParams": "sparktorch.ml.params.mixins",
     "SparkTorchError": "sparktorch.errors",
-    "TabularClassificationModel": "sparktorch.ml.tabular",
-    "TabularClassifier": "sparktorch.ml.tabular",
-    "TabularRegressionModel": "sparktorch.ml.tabular",
-    "TabularRegressor": "sparktorch.ml.tabular",
+    "TabularClassificationModel": "sparktorch.ml.tasks.tabular",
+    "TabularClassifier": "sparktorch.ml.tasks.tabular",
+    "TabularRegressionModel": "sparktorch.ml.tasks.tabular",
+    "TabularRegressor": "sparktorch.ml.tasks.tabular",
     "TextClassificationModel": "sparktorch.ml.pretrained",
     "TextClassifier": "sparktorch.ml.pretrained",
     "TorchClassificationModel": "sparktorch.ml.classification",
