@@ -1,14 +1,13 @@
 # make demo            trains and scores the digits, from a fresh clone
 # make test            checks of style, types and layers, and the tests of all parts: what to run while you work
 # make test-all        everything but GPUs: before a change lands
-# make test-RING       one of unit, dist, spark, device, paths, faults (those that kill and cut off what a fit runs on),
-#                      clock, slow (minutes, or gigabytes), wheel, petastorm (an older stack), gpu (see docs/gpu.md)
+# make test-RING       a ring of tests: CONTRIBUTING.md lists them
+# make docs            the site, in out/site; SPARKTORCH_DOCS_RUN=cache runs its notebooks
 
 VENV ?= .venv
 OLDER ?= .venv-petastorm
 PYTHON ?= python3
 BIN := $(VENV)/bin
-# Python compiles what it imports when it does; of all that is installed, that is a small part.
 PIP_INSTALL := python -m pip install --quiet --no-compile
 # pip makes a wheel of Spark's source; compressing its jars again would take half of the time.
 SPARK_INSTALL := $(PIP_INSTALL) --no-deps --config-settings=--build-option=--compression=stored pyspark
@@ -20,12 +19,11 @@ export PYSPARK_PYTHON := $(abspath $(BIN)/python)
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: setup demo lint zip mlflow clean test test-all test-unit test-dist test-spark test-device test-paths \
-	test-faults test-clock test-slow test-wheel test-petastorm test-gpu
+	test-faults test-clock test-slow test-wheel test-petastorm test-gpu docs
 
 setup: $(VENV)/.done
-# The older stack is of Spark 3.5 and the real Petastorm.
 $(VENV)/.done: CHOSEN := -c constraints.txt
-$(VENV)/.done: PARTS := -e ".[mlflow,connect,metrics,images,search,peft]" --group test
+$(VENV)/.done: PARTS := -e ".[mlflow,connect,metrics,images,search,peft]" --group test --group docs
 $(VENV)/.done: constraints.txt
 $(OLDER)/.done: CHOSEN := -c constraints-petastorm.txt
 $(OLDER)/.done: PARTS := -e ".[petastorm,metrics]" --group test-petastorm
@@ -39,7 +37,6 @@ $(OLDER)/.done: constraints-petastorm.txt
 	$*/bin/$(PIP_INSTALL) $(CHOSEN) $(PARTS)
 	touch $@
 
-# The classes of Spark, as JVMs of tests map them.
 %/spark.jsa: %/.done scripts/class_archive.py
 	$*/bin/python scripts/class_archive.py $@ 2> $*/spark.jsa.log || { cat $*/spark.jsa.log; exit 1; }
 
@@ -58,8 +55,7 @@ lint: setup
 	$(BIN)/python -m benchmarks.tables --check
 	$(BIN)/python scripts/params.py --check
 
-# So many rings at a time, the longest first: for much of their time, ranks wait for each other. What looks at the clock
-# runs by itself afterwards.
+# Three rings at a time, the longest first: ranks mostly wait for each other. What looks at the clock runs afterwards.
 AT_ONCE := $(MAKE) --no-print-directory --keep-going --jobs=3 \
 	$(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 TOLD := @echo "tests: the output of a ring is shown when it has ended"
@@ -71,7 +67,7 @@ test-all: setup zip $(VENV)/spark.jsa $(OLDER)/spark.jsa
 	@mkdir -p out # the demo's, before tests look whether they have left files
 	$(TOLD)
 	@red=0; \
-	$(AT_ONCE) test-paths test-dist test-spark test-petastorm test-faults test-device test-unit lint demo test-wheel \
+	$(AT_ONCE) test-paths test-dist test-spark test-petastorm test-faults test-device test-unit lint docs demo test-wheel \
 		|| red=1; \
 	$(MAKE) --no-print-directory test-clock || red=1; \
 	exit $$red
@@ -102,6 +98,9 @@ test-gpu: setup
 	$(BIN)/python -c "import torch, sys; sys.exit(0 if torch.cuda.is_available() else 'torch sees no CUDA device here')"
 	SPARKTORCH_TEST_DEVICE=cuda $(PYTEST) tests/unit tests/device tests/gpu
 	SPARKTORCH_TEST_DEVICE=cuda $(PYTEST) tests/dist
+
+docs: setup
+	$(BIN)/sphinx-build -W --keep-going -q -b html docs out/site
 
 mlflow: setup
 	$(BIN)/mlflow ui --backend-store-uri sqlite:///out/mlflow.db --host 127.0.0.1

@@ -1,4 +1,4 @@
-"""The command line, `python -m sparktorch COMMAND`. A command is a module here and an entry in `_COMMANDS`."""
+"""The command line, `python -m sparktorch COMMAND`. A command is a module here and an entry in `COMMANDS`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,21 @@ from collections.abc import Sequence
 import sparktorch
 from sparktorch.cli import doctor, plan, run
 
-__all__ = ["main"]
+__all__ = ["COMMANDS", "main", "parser"]
 
-_COMMANDS = {"doctor": doctor, "plan": plan, "run": run}
+COMMANDS = {"doctor": doctor, "plan": plan, "run": run}
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command line."""
+    made = argparse.ArgumentParser(prog="python -m sparktorch", description="sparktorch, from the command line")
+    made.add_argument("--version", action="version", version=f"sparktorch {sparktorch.__version__}")
+    commands = made.add_subparsers(required=True, metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        subparser = commands.add_parser(name, help=command.HELP, description=command.__doc__)
+        command.add_arguments(subparser)
+        subparser.set_defaults(run=command.run)
+    return made
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -18,13 +30,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     0 is success; invalid arguments end the process with status 2.
     """
-    parser = argparse.ArgumentParser(prog="python -m sparktorch", description="sparktorch, from the command line")
-    parser.add_argument("--version", action="version", version=f"sparktorch {sparktorch.__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, command in _COMMANDS.items():
-        subparser = commands.add_parser(name, help=command.HELP, description=command.__doc__)
-        command.add_arguments(subparser)
-        subparser.set_defaults(run=command.run)
-    options = parser.parse_args(arguments)
+    options = parser().parse_args(arguments)
     status: int = options.run(options)
     return status

@@ -116,7 +116,7 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
 
     @property
     def trained(self) -> TrainedModule:
-        """The trained module: code, weights, inputs and outputs.
+        """The trained module, that is code, weights, inputs and outputs.
 
         Raises:
             ConfigError: The model was constructed by hand.

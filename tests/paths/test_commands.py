@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -72,3 +74,13 @@ def test_a_plan_of_a_job_file_says_what_fits(tmp_path: Path) -> None:
     }
     assert (fits["ddp"], fits["zero3"]) == ("too large", "fits")
     assert "no strategy fits" not in out
+
+
+def test_the_code_of_the_first_page_runs_as_it_stands(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "start.md").read_text()
+    program = tmp_path / "start.py"
+    program.write_text("\n".join(re.findall(r"```python\n(.*?)```", page, re.S)))
+    out = run_python(tmp_path, str(program))
+    accuracy, *_, last = [line for line in out.splitlines() if line]
+    assert float(accuracy) > 0.9
+    assert ast.literal_eval(last)["epoch"] == 5

@@ -103,9 +103,9 @@ def test_every_kind_of_column_and_every_field_is_tried_on_a_device() -> None:
     assert not [name for name in fields if not re.search(rf"return .*\b{name}\b", registry)]
 
 
-@pytest.mark.parametrize("name", main._COMMANDS)
+@pytest.mark.parametrize("name", main.COMMANDS)
 def test_a_command_has_what_main_asks_for_and_a_description(name: str) -> None:
-    command = main._COMMANDS[name]
+    command = main.COMMANDS[name]
     assert command.HELP
     assert command.__doc__
     assert callable(command.add_arguments)

@@ -94,17 +94,17 @@ class ClassificationSummary(_Summary):
 
     @property
     def truePositiveRateByLabel(self) -> list[float]:
-        """For each class: the share of its rows that are predicted as this class."""
+        """For each class, the share of its rows that are predicted as this class."""
         return list(map(float, self._recall))
 
     @property
     def falsePositiveRateByLabel(self) -> list[float]:
-        """For each class: the share of other rows that are predicted as this class; NaN if there are none."""
+        """For each class, the share of other rows that are predicted as this class; NaN if there are none."""
         return list(map(float, self._false_positives))
 
     @property
     def precisionByLabel(self) -> list[float]:
-        """For each class: the share of its predictions that are correct; 0 if it is never predicted."""
+        """For each class, the share of its predictions that are correct; 0 if it is never predicted."""
         return list(map(float, self._precision))
 
     @property
