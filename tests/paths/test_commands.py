@@ -15,6 +15,25 @@ import os, sys
 print(f"{sys.argv[1:]} of rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}", flush=True)
 """
 
+# What pages take as given: a session, rows, and a module in a file.
+DIGITS = """
+from pathlib import Path
+
+Path("nets.py").write_text(
+    "from torch import nn\\n"
+    "class Net(nn.Sequential):\\n"
+    "    def __init__(self):\\n"
+    "        super().__init__(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))\\n"
+)
+from nets import Net
+from pyspark.sql import SparkSession
+from sklearn.datasets import load_digits
+
+spark = SparkSession.builder.master("local[2]").config("spark.ui.showConsoleProgress", "false").getOrCreate()
+rows = [(x.tolist(), int(y), i % 5 == 0) for i, (x, y) in enumerate(zip(*load_digits(return_X_y=True)))][:400]
+df = spark.createDataFrame(rows, "features array<float>, label int, held_out boolean")
+"""
+
 
 def test_a_doctor_under_spark_submit_checks_the_session_of_the_submission(tmp_path: Path) -> None:
     done = subprocess.run(
@@ -76,11 +95,22 @@ def test_a_plan_of_a_job_file_says_what_fits(tmp_path: Path) -> None:
     assert "no strategy fits" not in out
 
 
+def code_of(*pages: str) -> str:
+    texts = [(ROOT / "docs" / page).read_text() for page in pages]
+    return "\n".join(block for text in texts for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL))
+
+
 def test_the_code_of_the_first_page_runs_as_it_stands(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "start.md").read_text()
     program = tmp_path / "start.py"
-    program.write_text("\n".join(re.findall(r"```python\n(.*?)```", page, re.S)))
+    program.write_text(code_of("start.md"))
     out = run_python(tmp_path, str(program))
     accuracy, *_, last = [line for line in out.splitlines() if line]
     assert float(accuracy) > 0.9
     assert ast.literal_eval(last)["epoch"] == 5
+
+
+def test_our_side_of_the_pages_for_those_who_come_from_elsewhere_runs(tmp_path: Path) -> None:
+    pages = [f"moving/{path.name}" for path in sorted((ROOT / "docs" / "moving").glob("*.md"))]
+    program = tmp_path / "moved.py"
+    program.write_text(DIGITS + code_of(*pages) + "\nprint('moved')\n")
+    assert run_python(tmp_path, str(program)).splitlines()[-1] == "moved"
