@@ -51,6 +51,7 @@ _COLUMNS = {
     "preprocess": "preprocess",
     "keyed": "split",
     "groups": "groupCol, orderCol, or what a sample is",
+    "grades": "the kind of labels",
 }
 
 J = TypeVar("J", bound=RankJob)
@@ -185,6 +186,7 @@ def _request(params: Any, p: Values, table: Mapping[str, ParamSpec], job: J) -> 
             "key": p["idCol"],
             "keyed": p["split"] == "key",
             "groups": _groups(params, p),
+            "grades": getattr(params, "_grades", False),
         },
         folds=p.makes_validation,
         **_fields(p, "request", table),
@@ -317,9 +319,7 @@ def _loss_of_groups(estimator: Any, p: Values) -> dict[str, Any]:
         return {"loss": None}
     loss, metrics = estimator._loss_of_groups()
     loss = load_object(loss) if isinstance(loss, str) else loss
-    check_ships(
-        loss, f"loss {name_of(loss)}", param="loss", hint="define it in a module, or make what it holds inside it"
-    )
+    check_ships(loss, f"loss {name_of(loss)}", param="loss", hint="make what it holds inside it")
     return {"loss": None, "training_step": GroupsLossStep(loss, p["lossParams"], metrics)}
 
 
