@@ -275,6 +275,9 @@ def _groups(estimator: Any, p: Values) -> Groups | None:
     """Returns the groups of the rows, `None` if each row is a sample."""
     window = estimator._window() if isinstance(estimator, EstimatorParams) else None  # type: ignore[attr-defined]
     if p["groupCol"] is None and window is None:
+        if getattr(estimator, "_grades", False):
+            hint = "name the column that is the same in rows which are ordered together, such as that of a query"
+            raise ConfigError("groupCol is not set", hint=hint, param="groupCol")
         return None
     if p["split"] == "keep":
         hint = "leave split out: rows of a group are sent to the same worker"
