@@ -16,6 +16,7 @@ from sparktorch.base.batch import Batch, micro_batches
 from sparktorch.data.columns import GROUP, LABEL, ORDER, VALIDATION, WEIGHT, Window
 from sparktorch.data.dataset.base import Shard
 from sparktorch.data.dataset.reader import read_shard
+from sparktorch.data.sampling.groups import Samples
 from sparktorch.data.sampling.plan import SamplingPlan
 from sparktorch.data.storage import RowStorage
 from sparktorch.errors import ColumnError
@@ -204,3 +205,24 @@ def test_the_fingerprint_changes_with_the_rows_and_not_with_their_arrival() -> N
     assert prints[0] == prints[1] != prints[2]
     short = read_shard(table.batches(), replace(table.columns, groups=replace(table.columns.groups, window=WINDOW)))
     assert short.groups == {"groups": 12, "short": 5, "largest": 40, "rows": sum(SIZES)}
+
+
+def test_rows_that_arrive_group_by_group_are_put_in_order() -> None:
+    table = grouped(SIZES, window=WINDOW)
+    draw = np.random.default_rng(2).random(len(table))
+    table = table.take(np.lexsort((draw, table.arrays[GROUP].view(np.uint64))))
+    shard = read_shard(table.batches(size=200), table.columns)
+    shard.place(0, SamplingPlan(rows=shard.rows, batch_size=shard.rows))
+    trained, _ = samples_of(table)
+    assert sorted_rows(next(shard.epoch(0)), WINDOW) == expected_rows(table, trained, WINDOW)
+
+
+def test_samples_that_are_read_together_have_each_of_their_rows_once() -> None:
+    rows = np.random.default_rng(1).permutation(20)
+    samples = Samples(rows, np.array([0, 2, 4, 10, 13, 19]), np.full(6, 5))
+    numbers = np.array([4, 0, 3, 1])
+    some, read = samples.only(numbers)
+    assert sorted(read) == sorted(set(read)) == sorted(rows[[*range(7), *range(10, 18), 19]])
+    for at, number in enumerate([*numbers, samples.count]):  # and the placeholder
+        found, expected = some.locate(torch.tensor([at]))[0], samples.locate(torch.tensor([number]))[0]
+        assert read[found].tolist() == expected.tolist()
