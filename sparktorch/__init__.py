@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         TextClassifier,
     )
     from sparktorch.ml.regression import TorchRegressionModel, TorchRegressor
+    from sparktorch.ml.tasks.ranker import Ranker, RankingModel
     from sparktorch.ml.tasks.tabular import (
         TabularClassificationModel,
         TabularClassifier,
@@ -43,6 +44,8 @@ __all__ = [
     "Callback",
     "ImageClassificationModel",
     "ImageClassifier",
+    "Ranker",
+    "RankingModel",
     "RunContext",
     "RunParams",
     "SparkTorchError",
@@ -75,6 +78,8 @@ _HOMES = {
     "RunContext": "sparktorch.worker.run_context",
     "RunParams": "sparktorch.ml.params.mixins",
     "SparkTorchError": "sparktorch.errors",
+    "Ranker": "sparktorch.ml.tasks.ranker",
+    "RankingModel": "sparktorch.ml.tasks.ranker",
     "TabularClassificationModel": "sparktorch.ml.tasks.tabular",
     "TabularClassifier": "sparktorch.ml.tasks.tabular",
     "TabularRegressionModel": "sparktorch.ml.tasks.tabular",
