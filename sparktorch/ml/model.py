@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
@@ -18,7 +18,7 @@ from sparktorch.base.imports import load_object
 from sparktorch.base.weights_folder import WeightsFolder
 from sparktorch.data.columns import places_of
 from sparktorch.errors import ConfigError, PersistenceError, nearest
-from sparktorch.ml.fit.checks import check_outputs, check_scoring, naming_params
+from sparktorch.ml.fit.checks import check_layers, check_outputs, check_scoring, naming_params
 from sparktorch.ml.fit.prepared_data import make_room
 from sparktorch.ml.fit.summary import TrainingSummary
 from sparktorch.ml.fit.translate import input_names
@@ -27,6 +27,7 @@ from sparktorch.ml.from_module import Weights, trained_from
 from sparktorch.ml.params.mixins import GenericModelParams, ModelParams
 from sparktorch.ml.persistence import ModelReader, ModelWriter
 from sparktorch.ml.scoring.column_metadata import numeric
+from sparktorch.ml.scoring.output_fields import layer_field, output_fields, sql_type
 from sparktorch.ml.scoring.single_row import score_row
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.column_names import ColumnNames
@@ -47,7 +48,7 @@ from sparktorch.train.huggingface.preprocess import FromFolder
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["TorchModel", "TorchModelBase", "output_fields"]
+__all__ = ["TorchModel", "TorchModelBase"]
 
 
 class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
@@ -237,6 +238,7 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
             precision=cast(Precision, self.getPredictPrecision()),
             compiled=self.getPredictCompile(),
             invalid=cast(Invalid, self.getHandleInvalid()),
+            layers=tuple((layer_field(place), name) for place, name in enumerate(self.getOutputLayers().values())),
         )
 
     def _inputs(self) -> list[Any]:
@@ -255,6 +257,16 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
 
     def _fields(self) -> tuple[dict[str, str], dict[str, str]]:
         """Returns the type of each field of the scores (SQL or "vector"), and the field of each output column."""
+        fields, outputs = self._own_fields()
+        if not (wanted := self.getOutputLayers()):
+            return fields, outputs
+        check_layers(wanted, self.trained.layers)
+        layers = {name: layer_field(place) for place, name in enumerate(wanted) if name}
+        found = output_fields([*outputs.items(), *layers.items()])
+        return {**fields, **dict.fromkeys(layers.values(), "array<float>")}, found
+
+    def _own_fields(self) -> tuple[dict[str, str], dict[str, str]]:
+        """Returns the same of the predictions, without `outputLayers`."""
         raise NotImplementedError
 
     def _attribute(self, field: str, kind: str) -> dict[str, Any]:
@@ -332,11 +344,11 @@ class TorchModel(TorchModelBase, GenericModelParams):
         """
         if len(self.trained.outputs) == 1:
             return self._score_row(value, "prediction")
-        _, outputs = self._fields()
+        _, outputs = self._own_fields()
         scored = self._score(value, list(outputs.values()))
         return dict(zip(outputs, scored, strict=True))
 
-    def _fields(self) -> tuple[dict[str, str], dict[str, str]]:
+    def _own_fields(self) -> tuple[dict[str, str], dict[str, str]]:
         specs = self.trained.outputs
         names = self.getOutputCols() if self.isDefined("outputCols") else []
         if len(specs) == 1 and not names:
@@ -349,27 +361,5 @@ class TorchModel(TorchModelBase, GenericModelParams):
                 param="outputCols",
             )
         single = len(specs) == 1
-        fields = {"prediction" if single else spec.name: _sql_type(spec.shape) for spec in specs}
+        fields = {"prediction" if single else spec.name: sql_type(spec.shape) for spec in specs}
         return fields, output_fields(zip(names, fields, strict=True))
-
-
-def output_fields(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Returns pairs of column and field as a dict, without columns that have an empty name.
-
-    Raises:
-        ConfigError: Two columns have the same name.
-    """
-    outputs: dict[str, str] = {}
-    for name, field in pairs:
-        if name in outputs:
-            raise ConfigError(
-                f"two output columns are called {name!r}: {outputs[name]} and {field}",
-                hint="give each a name of its own, or leave one out with ''",
-            )
-        if name:
-            outputs[name] = field
-    return outputs
-
-
-def _sql_type(shape: tuple[int, ...]) -> str:
-    return "array<" * len(shape) + "float" + ">" * len(shape)

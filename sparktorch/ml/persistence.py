@@ -176,7 +176,7 @@ def write_local(model: Any, directory: Path, *, allow_pickle: bool) -> None:
     Raises:
         PersistenceError: Code could only be pickled, and `allow_pickle` is not set.
     """
-    model.trained.save(directory, allow_pickle=allow_pickle)
+    model.trained.save(directory, allow_pickle=allow_pickle, layers=bool(model.getOutputLayers()))
     form = {
         "class": f"{type(model).__module__}:{type(model).__qualname__}",
         "uid": model.uid,

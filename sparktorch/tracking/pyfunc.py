@@ -68,14 +68,16 @@ class PyFuncModel:
         """Builds the module.
 
         Of `settings`, `inputs` are the input columns in order, `outputs` the output column of each field of
-        `Scorer.score`, `invalid` is as for `Scorer.score_arrow`, and `thresholds` are those of the classes, if set.
+        `Scorer.score`, `invalid` is as for `Scorer.score_arrow`, `thresholds` are those of the classes, if set, and
+        `layers` are as for `Scorer`.
         Models of older versions have `keep_null`, whether a row with a null gets null results.
         """
         self._trained = trained
         self._inputs: list[str] = settings["inputs"]
         self._outputs: dict[str, str] = settings["outputs"]
         self._invalid: Invalid = settings.get("invalid", "keep" if settings.get("keep_null") else "error")
-        self._scorer = Scorer(trained, device=device, batch_size="auto", thresholds=settings.get("thresholds"))
+        thresholds, layers = settings.get("thresholds"), settings.get("layers")
+        self._scorer = Scorer(trained, device=device, batch_size="auto", thresholds=thresholds, layers=layers)
 
     def predict(self, model_input: pd.DataFrame, params: dict[str, Any] | None = None) -> pd.DataFrame:
         """Scores rows.

@@ -28,6 +28,7 @@ __all__ = ["Form", "form_of", "read_own_stages", "read_spark_stages", "without_v
 
 _COLUMNS = "columns.json"
 _EXAMPLE_ROWS = 5
+_WITHOUT_NULLS = ("tinyint", "smallint", "int", "bigint", "boolean")  # in pandas
 
 
 class Form(ABC):
@@ -125,6 +126,7 @@ def _columns(model: TorchModelBase) -> dict[str, Any]:
         "outputs": {field: name for name, field in outputs.items()},
         "invalid": model.getHandleInvalid(),
         "thresholds": model._scoring().thresholds,
+        "layers": dict(model._scoring().layers),
     }
 
 
@@ -186,10 +188,10 @@ class _SparkStages(Form):
         from mlflow.models import ModelSignature
         from mlflow.types.schema import AnyType
 
-        # pandas makes other types of columns that have nulls.
-        unchecked = [name for name in self._inputs if self._example[name].isna().any()]
+        rows = self._example
         inputs: list[Any] = [
-            types.ColSpec(AnyType() if name in unchecked else _type_of(kind), name)
+            # pandas has other types for integers and booleans beside a null, and MLflow refuses them.
+            types.ColSpec(AnyType() if kind in _WITHOUT_NULLS and rows[name].isna().any() else _type_of(kind), name)
             for name, kind in self._inputs.items()
         ]
         outputs: list[Any] = [types.ColSpec(_type_of(kind), name) for name, kind in self._outputs.items()]
