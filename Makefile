@@ -25,7 +25,7 @@ export PYTHONDONTWRITEBYTECODE :=
 setup: $(VENV)/.done
 # The older stack is of Spark 3.5 and the real Petastorm.
 $(VENV)/.done: CHOSEN := -c constraints.txt
-$(VENV)/.done: PARTS := -e ".[mlflow,connect,metrics,images,search,peft]" --group test
+$(VENV)/.done: PARTS := -e ".[mlflow,connect,metrics,images,search,peft,onnx]" --group test
 $(VENV)/.done: constraints.txt
 $(OLDER)/.done: CHOSEN := -c constraints-petastorm.txt
 $(OLDER)/.done: PARTS := -e ".[petastorm,metrics]" --group test-petastorm

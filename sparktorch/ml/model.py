@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from pyspark.ml import Model
@@ -29,6 +30,7 @@ from sparktorch.ml.persistence import ModelReader, ModelWriter
 from sparktorch.ml.scoring.column_metadata import numeric
 from sparktorch.ml.scoring.output_fields import layer_field, output_fields, sql_type
 from sparktorch.ml.scoring.single_row import score_row
+from sparktorch.model.formats import write_as
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.frame.encoding import input_columns
@@ -297,6 +299,23 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
         trained = self.trained
         beside = trained.preprocess.load() if isinstance(trained.preprocess, FromFolder) else None
         written(trained.build(), folder, trained.labels, beside)
+
+    def export(self, path: str, format: str = "onnx") -> None:
+        """Writes the module to a local file for other programs.
+
+        A graph takes the tensors that `forward` takes, of any number of rows, and returns what it returns: `preprocess`
+        is not in it, nor what scoring adds, as the probabilities of a classifier's scores.
+
+        Args:
+            path: The file, which is overwritten.
+            format: "onnx" (extra `onnx`); "pt2", a program of `torch.export`; or "safetensors", the weights, with a
+                JSON file beside them that says what makes the module, and its inputs and outputs.
+
+        Raises:
+            ConfigError: There is no such format, or a library for it is not installed.
+            PersistenceError: torch cannot capture the graph, or write it in this format; the message says why.
+        """
+        write_as(self.trained, Path(path), format)
 
     def deleteWeights(self) -> None:
         """Deletes the folder under `modelDir` that has the weights, which the model and its saved copies then lack.

@@ -19,7 +19,6 @@ import torch
 from sparktorch.base.batch import cut
 from sparktorch.base.config import Invalid, Precision
 from sparktorch.base.devices import let_go
-from sparktorch.data.columns import argument_names
 from sparktorch.data.convert.checks import present
 from sparktorch.data.convert.tensors import fitting, held, packed, to_arrow
 from sparktorch.data.fields.base import Field
@@ -80,7 +79,7 @@ class Scorer:
             None if trained.preprocess is None else Preprocess(trained.preprocess, names, trained.returned)
         )
         self._autocast = autocast(self._device, precision)
-        self._names = (trained.returned or ()) if self._preprocess else argument_names(trained.inputs)
+        self._names = trained.names
         self._plain = trained.build(weights).to(self._device)
         self._layers = dict(layers or {})
         self._seen: dict[str, Any] = {}  # what the layers have returned

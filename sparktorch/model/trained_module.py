@@ -28,7 +28,7 @@ from sparktorch.base.imports import import_path, load_object
 from sparktorch.base.json_values import is_json, tuples_made, tuples_marked
 from sparktorch.base.state_dict import pack_state, unpack_state
 from sparktorch.base.weights_folder import WeightsFolder
-from sparktorch.data.columns import TensorSpec
+from sparktorch.data.columns import TensorSpec, argument_names
 from sparktorch.data.preprocess import Function, check_signature
 from sparktorch.errors import PersistenceError, SparkTorchError
 from sparktorch.model.bundled_code import check_code, fingerprints
@@ -90,6 +90,11 @@ class TrainedModule:
     def takes(self) -> tuple[TensorSpec, ...] | tuple[ArgumentSpec, ...]:
         """Specs of the arguments of `forward`."""
         return self.inputs if self.arguments is None else self.arguments
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the arguments of `forward`, by which models of transformers are called."""
+        return argument_names(self.inputs) if self.preprocess is None else self.returned or ()
 
     def build(self, state: Mapping[str, torch.Tensor] | None = None) -> nn.Module:
         """Returns the module with its trained weights, or with `state`, in evaluation mode, on the CPU.
@@ -254,6 +259,11 @@ class TrainedModule:
     def _path(self) -> str | None:
         """The import path of the module's class or factory."""
         return self.source if isinstance(self.source, str) else import_path(self.source)
+
+    def described(self) -> dict[str, Any]:
+        """Returns inputs, outputs and labels as JSON, and what makes the module, if that has an import path."""
+        params = dict(self.params) if self._path is not None and _is_json(dict(self.params)) else None
+        return {**self._describe(), "module": self._path, "params": params}
 
     def _describe(self) -> dict[str, Any]:
         return {
