@@ -85,9 +85,9 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
 
         Args:
             module: An instance with its weights; a class, its import path or a factory, with `moduleParams` for its
-                arguments, and `weights`; a local folder with a model of Hugging Face's; or a program, as
-                `torch.export.ExportedProgram`, TorchScript, or the file of either. Files are read as code that is
-                trusted.
+                arguments, and `weights`; a local folder with a model of Hugging Face's; a program, as
+                `torch.export.ExportedProgram`, TorchScript, or the file of either; or a model of MLflow's `pytorch`
+                flavour by its URI, `models:/name/1`, or folder. All are read as code that is trusted.
             dataset: Rows with the input columns, of which the first one says what types and shapes they have.
             weights: A state dict, or its file: of safetensors, or as `torch.save` writes it, also under the key
                 "state_dict".

@@ -13,7 +13,7 @@ import logging
 import os
 import tempfile
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import sparktorch
-from sparktorch.errors import PersistenceError
+from sparktorch.errors import ModuleError, PersistenceError
 from sparktorch.model.export import ExportError, export_whole
 from sparktorch.tracking.requirements import is_installed, module_of, requirements
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from sparktorch.ml.model import TorchModelBase
     from sparktorch.model.trained_module import TrainedModule
 
-__all__ = ["FLAVOR_NAME", "load_model", "log_model", "save_model"]
+__all__ = ["FLAVOR_NAME", "load_model", "load_module", "log_model", "save_model"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -195,27 +195,57 @@ def load_model(model_uri: str, *, allow_pickle: bool = False) -> Any:
         PersistenceError: The model is of another flavour, or holds pickled code, or this process has imported another
             version of its code.
     """
-    from mlflow.models import Model
-    from mlflow.tracking.artifact_utils import _download_artifact_from_uri
-    from mlflow.utils.model_utils import _add_code_from_conf_to_system_path
-
-    from sparktorch.spark.shipping import add_code
     from sparktorch.tracking.stages import read_own_stages, read_spark_stages
 
-    local = Path(_download_artifact_from_uri(artifact_uri=model_uri))
-    flavors = Model.load(str(local)).flavors
+    local, flavors = _downloaded(model_uri)
     conf = flavors.get(FLAVOR_NAME)
     if conf is None:
         raise PersistenceError(f"{model_uri} was not logged by sparktorch", hint="try mlflow.pyfunc.load_model")
-    _add_code_from_conf_to_system_path(str(local), conf)
-    code = local / conf["code"] if conf.get("code") else None
+    code = _add_code(local, conf)
     if "spark" in flavors:
-        model = read_spark_stages(local, allow_pickle=allow_pickle)
-    else:
-        model = read_own_stages(local / conf["data"], allow_pickle=allow_pickle, code=code)
-    if code is not None:
-        add_code(code)
-    return model
+        return read_spark_stages(local, allow_pickle=allow_pickle)
+    return read_own_stages(local / conf["data"], allow_pickle=allow_pickle, code=code)
+
+
+def load_module(model_uri: str) -> Any:
+    """Loads the module of a model of MLflow's `pytorch` flavour, which runs its code.
+
+    Raises:
+        ModuleError: The model is of another flavour, or was logged by sparktorch.
+    """
+    import mlflow.pytorch
+
+    local, flavors = _downloaded(model_uri)
+    if FLAVOR_NAME in flavors:
+        hint = f"sparktorch.tracking.load_model({model_uri!r}) returns it"
+        raise ModuleError(f"{model_uri} is a model of sparktorch's already", hint=hint, param="module")
+    if "pytorch" not in flavors:
+        what = f"{model_uri} is no model of MLflow's pytorch flavour, but of {', '.join(flavors)}"
+        raise ModuleError(what, hint="mlflow.pyfunc.spark_udf scores with it", param="module")
+    _add_code(local, flavors["pytorch"])
+    return mlflow.pytorch.load_model(str(local))
+
+
+def _downloaded(model_uri: str) -> tuple[Path, dict[str, Any]]:
+    """Returns a local folder of a model of MLflow's, and its flavours."""
+    from mlflow.models import Model
+    from mlflow.tracking.artifact_utils import _download_artifact_from_uri
+
+    local = Path(_download_artifact_from_uri(artifact_uri=model_uri))
+    return local, Model.load(str(local)).flavors
+
+
+def _add_code(local: Path, conf: Mapping[str, Any]) -> Path | None:
+    """Adds the code that a flavour has with it to the Python path, here and on the executors; returns its folder."""
+    from mlflow.utils.model_utils import _add_code_from_conf_to_system_path
+
+    from sparktorch.spark.shipping import add_code
+
+    if not conf.get("code"):
+        return None
+    _add_code_from_conf_to_system_path(str(local), conf)
+    add_code(local / conf["code"])
+    return local / str(conf["code"])
 
 
 @contextmanager

@@ -113,7 +113,7 @@ class _OwnStages(Form):
         return signature_of(self.ours)
 
     def example(self) -> Any:
-        if isinstance(self._example, DataFrame):
+        if _is_frame(self._example):
             return _first_rows(self._example)
         return zeros_for(self.ours) if self._example is None else self._example
 
@@ -148,8 +148,8 @@ class _SparkStages(Form):
             what = "a pipeline with stages of Spark's does not say of which types its input columns are"
             raise PersistenceError(what, hint="pass a few raw rows, as input_example=df.limit(5)")
         rows = input_example
-        if not hasattr(rows, "sparkSession"):
-            rows = SparkSession.builder.getOrCreate().createDataFrame(input_example)
+        if not _is_frame(rows):
+            rows = SparkSession.builder.getOrCreate().createDataFrame(rows)
         if is_connect(rows.sparkSession):
             what = "MLflow saves no stages of Spark's from Spark Connect"
             raise PersistenceError(what, hint="log the stages that are sparktorch's, or log it in a classic session")
@@ -220,6 +220,11 @@ def _type_of(sql: str) -> Any:
         return type_of(sql)
     except ValueError:
         return AnyType()
+
+
+def _is_frame(rows: Any) -> bool:
+    """Whether rows are a DataFrame of Spark's, classic or Connect."""
+    return hasattr(rows, "sparkSession")
 
 
 def _first_rows(rows: DataFrame) -> pd.DataFrame:
