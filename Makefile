@@ -23,7 +23,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 setup: $(VENV)/.done
 $(VENV)/.done: CHOSEN := -c constraints.txt
-$(VENV)/.done: PARTS := -e ".[mlflow,connect,metrics,images,search,peft]" --group test --group docs
+$(VENV)/.done: PARTS := -e ".[mlflow,connect,metrics,images,search,peft,onnx]" --group test --group docs
 $(VENV)/.done: constraints.txt
 $(OLDER)/.done: CHOSEN := -c constraints-petastorm.txt
 $(OLDER)/.done: PARTS := -e ".[petastorm,metrics]" --group test-petastorm

@@ -7,7 +7,7 @@ from typing import Any
 
 from sparktorch.errors import ConfigError, ModuleError, nearest
 
-__all__ = ["MOVED", "SHIPPING_HINT", "import_path", "load_object", "optuna", "pillow", "transformers"]
+__all__ = ["MOVED", "SHIPPING_HINT", "import_path", "load_object", "onnxscript", "optuna", "pillow", "transformers"]
 
 # Modules by the names that saved models and estimators of earlier versions have for them.
 MOVED = {
@@ -63,6 +63,11 @@ def pillow() -> Any:
 def optuna() -> Any:
     """Returns Optuna's module; a `ConfigError` says that it is not installed."""
     return _optional("optuna", "the trials of a search are chosen by Optuna", "search", "on the driver alone")
+
+
+def onnxscript() -> Any:
+    """Returns the module by which torch writes ONNX; a `ConfigError` says that it is not installed."""
+    return _optional("onnxscript", "torch writes ONNX with onnxscript", "onnx", "on the driver alone")
 
 
 def transformers() -> Any:

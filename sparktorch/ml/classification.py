@@ -10,10 +10,11 @@ from pyspark.sql import DataFrame
 
 from sparktorch.ml.estimator import TorchEstimatorBase
 from sparktorch.ml.fit.checks import check_thresholds
-from sparktorch.ml.model import TorchModelBase, output_fields
+from sparktorch.ml.model import TorchModelBase
 from sparktorch.ml.params.mixins import ClassificationModelParams, ClassifierParams
 from sparktorch.ml.scoring.column_metadata import nominal, vector
 from sparktorch.ml.scoring.evaluation import ClassificationSummary, evaluate_classifier
+from sparktorch.ml.scoring.output_fields import output_fields
 from sparktorch.spark.rdd import dataframe_of
 from sparktorch.spark.scoring_udf import Scoring
 from sparktorch.train.recipe.task import classes_in
@@ -87,14 +88,16 @@ class TorchClassificationModel(TorchModelBase, ClassificationModelParams):
         check_thresholds(self, self.numClasses)
         return replace(scoring, thresholds=tuple(self.getThresholds()))
 
-    def _fields(self) -> tuple[dict[str, str], dict[str, str]]:
+    def _own_fields(self) -> tuple[dict[str, str], dict[str, str]]:
         fields = {"scores": "vector", "probability": "vector", "prediction": "double"}
         names = (self.getRawPredictionCol(), self.getProbabilityCol(), self.getPredictionCol())
         outputs = output_fields(zip(names, fields, strict=True))
         return {field: fields[field] for field in outputs.values()}, outputs
 
     def _attribute(self, field: str, kind: str) -> dict[str, Any]:
-        return vector(self.numClasses) if kind == "vector" else nominal(self.numClasses, self.labels)
+        if kind == "vector":
+            return vector(self.numClasses)
+        return nominal(self.numClasses, self.labels) if field == "prediction" else {}
 
 
 def _dense(values: list[float] | None) -> DenseVector | None:

@@ -37,6 +37,7 @@ __all__ = ["Weights", "trained_from"]
 
 Weights = Mapping[str, torch.Tensor] | str | os.PathLike[str]
 
+_MLFLOW = ("models:/", "runs:/")
 _SUFFIXES = (".pt", ".pt2", ".pth", ".ts")  # of files of programs
 
 
@@ -87,9 +88,11 @@ def _check_evaluates(program: nn.Module, takes: Any) -> None:
 
 
 def _read(module: Any) -> Any:
-    """Returns a TorchScript module, or the program in a file, as a value; anything else as it is."""
+    """Returns a TorchScript module, the program in a file or a model in MLflow as a value; all else as it is."""
     if isinstance(module, torch.jit.ScriptModule):
         return Script.of(module)
+    if isinstance(module, str) and (module.startswith(_MLFLOW) or Path(module, "MLmodel").is_file()):
+        return load_object("sparktorch.tracking.flavor:load_module")(module)
     path = Path(module) if isinstance(module, str | os.PathLike) else Path()
     if path.suffix in _SUFFIXES and not path.is_file():
         raise ModuleError(f"there is no file {module} on this machine", param="module")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from pyspark.ml import Model
@@ -18,7 +19,7 @@ from sparktorch.base.imports import load_object
 from sparktorch.base.weights_folder import WeightsFolder
 from sparktorch.data.columns import places_of
 from sparktorch.errors import ConfigError, PersistenceError, nearest
-from sparktorch.ml.fit.checks import check_outputs, check_scoring, naming_params
+from sparktorch.ml.fit.checks import check_layers, check_outputs, check_scoring, naming_params
 from sparktorch.ml.fit.prepared_data import make_room
 from sparktorch.ml.fit.summary import TrainingSummary
 from sparktorch.ml.fit.translate import input_names
@@ -27,7 +28,9 @@ from sparktorch.ml.from_module import Weights, trained_from
 from sparktorch.ml.params.mixins import GenericModelParams, ModelParams
 from sparktorch.ml.persistence import ModelReader, ModelWriter
 from sparktorch.ml.scoring.column_metadata import numeric
+from sparktorch.ml.scoring.output_fields import layer_field, output_fields, sql_type
 from sparktorch.ml.scoring.single_row import score_row
+from sparktorch.model.formats import write_as
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.frame.encoding import input_columns
@@ -47,7 +50,7 @@ from sparktorch.train.huggingface.preprocess import FromFolder
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["TorchModel", "TorchModelBase", "output_fields"]
+__all__ = ["TorchModel", "TorchModelBase"]
 
 
 class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
@@ -82,9 +85,9 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
 
         Args:
             module: An instance with its weights; a class, its import path or a factory, with `moduleParams` for its
-                arguments, and `weights`; a local folder with a model of Hugging Face's; or a program, as
-                `torch.export.ExportedProgram`, TorchScript, or the file of either. Files are read as code that is
-                trusted.
+                arguments, and `weights`; a local folder with a model of Hugging Face's; a program, as
+                `torch.export.ExportedProgram`, TorchScript, or the file of either; or a model of MLflow's `pytorch`
+                flavour by its URI, `models:/name/1`, or folder. All are read as code that is trusted.
             dataset: Rows with the input columns, of which the first one says what types and shapes they have.
             weights: A state dict, or its file: of safetensors, or as `torch.save` writes it, also under the key
                 "state_dict".
@@ -237,6 +240,7 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
             precision=cast(Precision, self.getPredictPrecision()),
             compiled=self.getPredictCompile(),
             invalid=cast(Invalid, self.getHandleInvalid()),
+            layers=tuple((layer_field(place), name) for place, name in enumerate(self.getOutputLayers().values())),
         )
 
     def _inputs(self) -> list[Any]:
@@ -255,6 +259,16 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
 
     def _fields(self) -> tuple[dict[str, str], dict[str, str]]:
         """Returns the type of each field of the scores (SQL or "vector"), and the field of each output column."""
+        fields, outputs = self._own_fields()
+        if not (wanted := self.getOutputLayers()):
+            return fields, outputs
+        check_layers(wanted, self.trained.layers)
+        layers = {name: layer_field(place) for place, name in enumerate(wanted) if name}
+        found = output_fields([*outputs.items(), *layers.items()])
+        return {**fields, **dict.fromkeys(layers.values(), "array<float>")}, found
+
+    def _own_fields(self) -> tuple[dict[str, str], dict[str, str]]:
+        """Returns the same of the predictions, without `outputLayers`."""
         raise NotImplementedError
 
     def _attribute(self, field: str, kind: str) -> dict[str, Any]:
@@ -285,6 +299,23 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
         trained = self.trained
         beside = trained.preprocess.load() if isinstance(trained.preprocess, FromFolder) else None
         written(trained.build(), folder, trained.labels, beside)
+
+    def export(self, path: str, format: str = "onnx") -> None:
+        """Writes the module to a local file for other programs.
+
+        A graph takes the tensors that `forward` takes, of any number of rows, and returns what it returns: `preprocess`
+        is not in it, nor what scoring adds, as the probabilities of a classifier's scores.
+
+        Args:
+            path: The file, which is overwritten.
+            format: "onnx" (extra `onnx`); "pt2", a program of `torch.export`; or "safetensors", the weights, with a
+                JSON file beside them that says what makes the module, and its inputs and outputs.
+
+        Raises:
+            ConfigError: There is no such format, or a library for it is not installed.
+            PersistenceError: torch cannot capture the graph, or write it in this format; the message says why.
+        """
+        write_as(self.trained, Path(path), format)
 
     def deleteWeights(self) -> None:
         """Deletes the folder under `modelDir` that has the weights, which the model and its saved copies then lack.
@@ -332,11 +363,11 @@ class TorchModel(TorchModelBase, GenericModelParams):
         """
         if len(self.trained.outputs) == 1:
             return self._score_row(value, "prediction")
-        _, outputs = self._fields()
+        _, outputs = self._own_fields()
         scored = self._score(value, list(outputs.values()))
         return dict(zip(outputs, scored, strict=True))
 
-    def _fields(self) -> tuple[dict[str, str], dict[str, str]]:
+    def _own_fields(self) -> tuple[dict[str, str], dict[str, str]]:
         specs = self.trained.outputs
         names = self.getOutputCols() if self.isDefined("outputCols") else []
         if len(specs) == 1 and not names:
@@ -349,27 +380,5 @@ class TorchModel(TorchModelBase, GenericModelParams):
                 param="outputCols",
             )
         single = len(specs) == 1
-        fields = {"prediction" if single else spec.name: _sql_type(spec.shape) for spec in specs}
+        fields = {"prediction" if single else spec.name: sql_type(spec.shape) for spec in specs}
         return fields, output_fields(zip(names, fields, strict=True))
-
-
-def output_fields(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Returns pairs of column and field as a dict, without columns that have an empty name.
-
-    Raises:
-        ConfigError: Two columns have the same name.
-    """
-    outputs: dict[str, str] = {}
-    for name, field in pairs:
-        if name in outputs:
-            raise ConfigError(
-                f"two output columns are called {name!r}: {outputs[name]} and {field}",
-                hint="give each a name of its own, or leave one out with ''",
-            )
-        if name:
-            outputs[name] = field
-    return outputs
-
-
-def _sql_type(shape: tuple[int, ...]) -> str:
-    return "array<" * len(shape) + "float" + ">" * len(shape)

@@ -41,12 +41,15 @@ from sparktorch.train.huggingface.models import is_config
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["EstimatorReader", "EstimatorWriter", "ModelReader", "ModelWriter", "read_local", "write_local"]
+__all__ = [
+    *("FOR_ALL", "EstimatorReader", "EstimatorWriter", "ModelReader", "ModelWriter"),
+    *("read_local", "write_local"),
+]
 
 R = TypeVar("R", bound=Any)
 
 # Pipelines and cross-validators do not pass options to the writers and readers of their stages.
-_FOR_ALL = "spark.sparktorch.allowPickle"
+FOR_ALL = "spark.sparktorch.allowPickle"
 _PART_BYTES = 16 << 20
 _BATCH_BYTES = 128 << 20
 _PICKLED = "params.pkl"
@@ -63,7 +66,7 @@ class _Writer(MLWriter):
     @property
     def _allow_pickle(self) -> bool:
         asked = self.optionMap.get("allowpickle")
-        return str(asked).lower() == "true" if asked else switched_on(self.sparkSession, _FOR_ALL)
+        return str(asked).lower() == "true" if asked else switched_on(self.sparkSession, FOR_ALL)
 
     def save(self, path: str) -> None:
         """Saves to a path that Spark can write; fails if it exists, unless `overwrite()` was called, which deletes it.
@@ -124,7 +127,7 @@ class _Reader(MLReader[R]):
     @property
     def _allow_pickle(self) -> bool:
         asked = self._option
-        return asked.lower() == "true" if asked else switched_on(self.sparkSession, _FOR_ALL)
+        return asked.lower() == "true" if asked else switched_on(self.sparkSession, FOR_ALL)
 
     def _check_class(self, path: str) -> dict[str, Any]:
         metadata = DefaultParamsReader.loadMetadata(path, ml_session(self.sparkSession))
@@ -173,7 +176,7 @@ def write_local(model: Any, directory: Path, *, allow_pickle: bool) -> None:
     Raises:
         PersistenceError: Code could only be pickled, and `allow_pickle` is not set.
     """
-    model.trained.save(directory, allow_pickle=allow_pickle)
+    model.trained.save(directory, allow_pickle=allow_pickle, layers=bool(model.getOutputLayers()))
     form = {
         "class": f"{type(model).__module__}:{type(model).__qualname__}",
         "uid": model.uid,
@@ -265,7 +268,7 @@ class EstimatorWriter(_Writer):
             raise PersistenceError(
                 f"{name} has no import path that works outside this session",
                 hint="put it into a module file, or allow pickled code with .write().option('allowPickle', 'true'); "
-                f"for the stages of a pipeline, with spark.conf.set({_FOR_ALL!r}, 'true')",
+                f"for the stages of a pipeline, with spark.conf.set({FOR_ALL!r}, 'true')",
                 param=name,
             )
         if pickled:
@@ -301,7 +304,7 @@ class EstimatorReader(_Reader[R]):
                     f"the Params {', '.join(metadata['pickled'])} were pickled, and loading a pickle runs "
                     "whatever is in it",
                     hint="if you trust where it comes from: .read().option('allowPickle', 'true').load(path); for the "
-                    f"stages of a pipeline, spark.conf.set({_FOR_ALL!r}, 'true')",
+                    f"stages of a pipeline, spark.conf.set({FOR_ALL!r}, 'true')",
                 )
             with tempfile.TemporaryDirectory() as temporary:
                 read_files(self.sparkSession, path, Path(temporary))

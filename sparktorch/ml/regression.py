@@ -48,7 +48,7 @@ class ValueModel(TorchModelBase, RegressionModelParams):
     def _kind(self) -> str:
         return "double" if self.trained.outputs[0].shape in ((), (1,)) else "array<double>"
 
-    def _fields(self) -> tuple[dict[str, str], dict[str, str]]:
+    def _own_fields(self) -> tuple[dict[str, str], dict[str, str]]:
         name = self.getPredictionCol()
         return ({"prediction": self._kind}, {name: "prediction"}) if name else ({}, {})
 

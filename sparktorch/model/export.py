@@ -27,7 +27,10 @@ from sparktorch.data.columns import TensorSpec
 from sparktorch.errors import ModuleError
 from sparktorch.train.recipe.dry_run import ArgumentSpec
 
-__all__ = ["ExportError", "Program", "check_archive", "example_inputs", "export_program", "export_whole"]
+__all__ = [
+    *("ExportError", "Program", "check_archive", "example_inputs", "export_program", "export_whole"),
+    *("exported_whole", "quiet_export"),
+]
 
 Inputs = Sequence[TensorSpec] | Sequence[ArgumentSpec]
 
@@ -71,7 +74,7 @@ def export_program(module: nn.Module, inputs: Inputs) -> Program:
     state = _sorted(module.state_dict())
     arguments = example_inputs(inputs)
     shapes: Any = (dict.fromkeys(state), _any_rows(inputs))
-    with _quiet_export():
+    with quiet_export():
         exported = torch.export.export(_OverState(module), (state, arguments), dynamic_shapes=shapes)
         exported.example_inputs = None  # they would be pickled, and hold the weights
         buffer = io.BytesIO()
@@ -84,15 +87,20 @@ def export_program(module: nn.Module, inputs: Inputs) -> Program:
 
 def export_whole(module: nn.Module, inputs: Inputs) -> bytes:
     """Returns the `.pt2` archive of a module on the CPU, with its weights; the program takes the inputs only."""
+    with quiet_export():
+        buffer = io.BytesIO()
+        torch.export.save(exported_whole(module, inputs), buffer)
+    return buffer.getvalue()
+
+
+def exported_whole(module: nn.Module, inputs: Inputs) -> torch.export.ExportedProgram:
+    """Returns the program of a module on the CPU, which takes any number of rows of the inputs."""
     arguments = example_inputs(inputs)
     shapes: Any = _any_rows(inputs)
-    with _quiet_export():
+    with quiet_export():
         if any(p.kind is p.VAR_POSITIONAL for p in inspect.signature(module.forward).parameters.values()):
             shapes = (shapes,)
-        exported = torch.export.export(module, arguments, dynamic_shapes=shapes)
-        buffer = io.BytesIO()
-        torch.export.save(exported, buffer)
-    return buffer.getvalue()
+        return torch.export.export(module, arguments, dynamic_shapes=shapes)
 
 
 def example_inputs(
@@ -135,7 +143,7 @@ def _any_rows(inputs: Inputs) -> tuple[Any, ...]:
 
 
 @contextmanager
-def _quiet_export() -> Iterator[None]:
+def quiet_export() -> Iterator[None]:
     """Lets one thread export at a time; raises failures as `ExportError`, and suppresses torch's printed reports."""
     try:
         with _lock, quiet("torch"), redirect_stderr(io.StringIO()), torch.no_grad():
@@ -217,7 +225,7 @@ class _ExportedModule(nn.Module):
 
     def __init__(self, program: Program, state: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
-        with _quiet_export():
+        with quiet_export():
             self._run = [torch.export.load(io.BytesIO(program.archive)).module()]
         for name, value in state.items():
             *path, leaf = name.split(".")

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -16,13 +19,13 @@ import torch
 from sparktorch.base.batch import cut
 from sparktorch.base.config import Invalid, Precision
 from sparktorch.base.devices import let_go
-from sparktorch.data.columns import argument_names
 from sparktorch.data.convert.checks import present
 from sparktorch.data.convert.tensors import fitting, held, packed, to_arrow
 from sparktorch.data.fields.base import Field
 from sparktorch.data.fields.registry import field_of
 from sparktorch.data.preprocess import Preprocess
 from sparktorch.data.storage import RowStorage
+from sparktorch.errors import ModuleError
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.train.huggingface.models import call
 from sparktorch.train.numerics.determinism import tf32_allowed
@@ -48,6 +51,7 @@ class Scorer:
         precision: Precision = "fp32",
         compiled: bool = False,
         thresholds: Sequence[float] | None = None,
+        layers: Mapping[str, str] | None = None,
         weights: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         """Builds the module.
@@ -61,6 +65,8 @@ class Scorer:
             compiled: Whether to compile the module with `torch.compile`.
             thresholds: One per class of a classifier: predicts the class with the largest probability / threshold.
                 `None` predicts the class with the largest score.
+            layers: Layers of the module, by the name of the result that each adds: what the layer returns, flattened
+                to `(rows, values)`, float32; of several tensors, the first, and of several calls, the last.
             weights: State dict to use in place of that in `trained`.
         """
         self._trained = trained
@@ -73,8 +79,13 @@ class Scorer:
             None if trained.preprocess is None else Preprocess(trained.preprocess, names, trained.returned)
         )
         self._autocast = autocast(self._device, precision)
-        self._names = (trained.returned or ()) if self._preprocess else argument_names(trained.inputs)
+        self._names = trained.names
         self._plain = trained.build(weights).to(self._device)
+        self._layers = dict(layers or {})
+        self._seen: dict[str, Any] = {}  # what the layers have returned
+        self._alone = Lock() if self._layers else nullcontext()  # other threads would put theirs there
+        for field, name in self._layers.items():
+            self._plain.get_submodule(name).register_forward_hook(partial(_see, self._seen, field))
         self._module: Any = self._plain
         if compiled:
             self._module = torch.compile(self._module, dynamic=True)
@@ -159,7 +170,8 @@ class Scorer:
             scalar = self._trained.task == "regression" and first == (1,)
             shapes = {"prediction": () if scalar else first}
         dtype = np.float32 if self._trained.task == "generic" else np.float64
-        return {name: np.empty((0, *shape), dtype) for name, shape in shapes.items()}
+        nothing = {name: np.empty((0, *shape), dtype) for name, shape in shapes.items()}
+        return {**nothing, **{name: np.empty((0, 0), np.float32) for name in self._layers}}
 
     def _in_parts(self, rows: int, arguments: Callable[[int, int], tuple[torch.Tensor, ...]]) -> dict[str, Array]:
         """Scores rows, at most the batch size at a time, with the arguments from a first to before a last row."""
@@ -200,10 +212,16 @@ class Scorer:
 
     @torch.inference_mode()
     def _forward(self, inputs: tuple[torch.Tensor, ...]) -> dict[str, Array]:
-        with self._autocast, tf32_allowed(False, self._device):
+        rows = len(inputs[0])
+        with self._alone, self._autocast, tf32_allowed(False, self._device):
             output = prediction(call(self._module, inputs, self._names, self._plain))
+            seen = {field: _by_row(self._seen.pop(field, None), layer, rows) for field, layer in self._layers.items()}
+        return {**self._results(output, rows), **seen}
+
+    def _results(self, output: Any, rows: int) -> dict[str, Array]:
+        """Returns the results of what the module has returned."""
         if self._trained.task != "generic":
-            check_rows(output, len(inputs[0]))
+            check_rows(output, rows)
         if self._trained.task == "classification":
             return _classify(output.cpu().double(), self._thresholds)
         if self._trained.task == "regression":
@@ -244,6 +262,29 @@ def _classify(scores: torch.Tensor, thresholds: torch.Tensor | None) -> dict[str
         "probability": probability.numpy(),
         "prediction": prediction.numpy(),
     }
+
+
+def _see(seen: dict[str, Any], field: str, module: torch.nn.Module, arguments: Any, output: Any) -> None:
+    """Keeps what a layer has returned; a hook."""
+    while isinstance(output, Mapping | tuple | list) and output:
+        output = next(iter(output.values() if isinstance(output, Mapping) else output))
+    seen[field] = output
+
+
+def _by_row(output: Any, layer: str, rows: int) -> Array:
+    """Returns what a layer has returned as `(rows, values)`, float32."""
+    what = ""
+    if output is None:
+        what = f"forward does not call the layer {layer!r}"
+    elif not isinstance(output, torch.Tensor):
+        what = f"the layer {layer!r} returns a {type(output).__name__}, and no tensor"
+    elif not output.dim() or len(output) != rows:
+        what = f"the layer {layer!r} returns a tensor of shape {tuple(output.shape)} for {rows} rows"
+    if what:
+        hint = "name a layer that returns a tensor with one entry for each row"
+        raise ModuleError(what, hint=hint, param="outputLayers")
+    values: Array = output.reshape(rows, output[:1].numel() if rows else 0).float().cpu().numpy()
+    return values
 
 
 def _tuple(output: Any) -> tuple[torch.Tensor, ...]:

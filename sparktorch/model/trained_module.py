@@ -16,6 +16,7 @@ import json
 import pickle
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from sparktorch.base.imports import import_path, load_object
 from sparktorch.base.json_values import is_json, tuples_made, tuples_marked
 from sparktorch.base.state_dict import pack_state, unpack_state
 from sparktorch.base.weights_folder import WeightsFolder
-from sparktorch.data.columns import TensorSpec
+from sparktorch.data.columns import TensorSpec, argument_names
 from sparktorch.data.preprocess import Function, check_signature
 from sparktorch.errors import PersistenceError, SparkTorchError
 from sparktorch.model.bundled_code import check_code, fingerprints
@@ -90,6 +91,11 @@ class TrainedModule:
         """Specs of the arguments of `forward`."""
         return self.inputs if self.arguments is None else self.arguments
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the arguments of `forward`, by which models of transformers are called."""
+        return argument_names(self.inputs) if self.preprocess is None else self.returned or ()
+
     def build(self, state: Mapping[str, torch.Tensor] | None = None) -> nn.Module:
         """Returns the module with its trained weights, or with `state`, in evaluation mode, on the CPU.
 
@@ -118,17 +124,28 @@ class TrainedModule:
         load_weights(module, weights)
         return module.eval()
 
+    @cached_property
+    def layers(self) -> tuple[str, ...] | None:
+        """Names of the modules in the module; of a graph, `None`."""
+        return None if self._is_graph else tuple(name for name, _ in self._bare().named_modules() if name)
+
     def parts(self) -> list[nn.Module]:
         """Returns the parts of the module, which need not have values; of a graph, none."""
-        if isinstance(self.source, Program | Script):
-            return []
+        return [] if self._is_graph else list(self._bare().modules())
+
+    @property
+    def _is_graph(self) -> bool:
+        return isinstance(self.source, Program | Script)
+
+    def _bare(self) -> nn.Module:
+        """Returns the module, whose tensors need not have values."""
         if isinstance(self.source, nn.Module):
-            return list(self.source.modules())
+            return self.source
         try:
             with torch.device("meta"):
-                return list(self._recipe().build_module(self.seed).modules())
+                return self._recipe().build_module(self.seed)
         except SparkTorchError:  # its constructor looks at values, or reads files
-            return list(self.build().modules())
+            return self.build()
 
     def _recipe(self, **initial: Any) -> Recipe:
         assert not isinstance(self.source, Program | Script)
@@ -140,13 +157,13 @@ class TrainedModule:
             return self, None
         return replace(self, weights=b""), unpack_state(self.weights)
 
-    def save(self, directory: Path, *, allow_pickle: bool = False) -> None:
-        """Writes the module into an existing directory.
+    def save(self, directory: Path, *, allow_pickle: bool = False, layers: bool = False) -> None:
+        """Writes the module into an existing directory; with `layers`, in a form that has its layers.
 
         Without `allow_pickle`, a `PersistenceError` refuses code that needs it: the module has no import path, or
         parameters that are not JSON, and its graph cannot be exported; or `preprocess` has no import path.
         """
-        form = {**self._describe(), "module": self._save_code(directory, allow_pickle)}
+        form = {**self._describe(), "module": self._save_code(directory, allow_pickle, layers)}
         exported = "program" in form["module"] and not isinstance(self.source, Program)
         # A graph has no source that could make the base of adapters again.
         weights = pack_state(self.build().state_dict()) if exported else self.weights
@@ -158,7 +175,7 @@ class TrainedModule:
             form["preprocess"] = self._save_preprocess(directory, allow_pickle)
         (directory / "module.json").write_text(json.dumps(form, indent=1))
 
-    def _save_code(self, directory: Path, allow_pickle: bool) -> dict[str, Any]:
+    def _save_code(self, directory: Path, allow_pickle: bool, layers: bool) -> dict[str, Any]:
         """Writes the module's code to a file if it needs one; returns its entry in `module.json`."""
         if isinstance(self.source, Program):
             return _write_program(self.source, directory)
@@ -177,6 +194,8 @@ class TrainedModule:
         try:
             if isinstance(self.weights, WeightsFolder):
                 raise ExportError("it was fitted with modelDir, and a graph holds the weights")
+            if layers:
+                raise ExportError("a graph has no layers, which outputLayers names")
             if model_in(self.source) is not None:
                 raise ExportError("its configuration makes another model, and a graph takes no arguments by name")
             return _write_program(export_program(self.build(), self.takes), directory)
@@ -240,6 +259,11 @@ class TrainedModule:
     def _path(self) -> str | None:
         """The import path of the module's class or factory."""
         return self.source if isinstance(self.source, str) else import_path(self.source)
+
+    def described(self) -> dict[str, Any]:
+        """Returns inputs, outputs and labels as JSON, and what makes the module, if that has an import path."""
+        params = dict(self.params) if self._path is not None and _is_json(dict(self.params)) else None
+        return {**self._describe(), "module": self._path, "params": params}
 
     def _describe(self) -> dict[str, Any]:
         return {

@@ -52,6 +52,7 @@ class Scoring:
         device: "cpu"; or an accelerator's type, such as "cuda": the device that Spark assigned to the task, otherwise
             one of the machine's; or "auto": the device that Spark assigned, in local mode otherwise one of the
             machine's, otherwise the CPU.
+        layers: Pairs of the results and the layers of `Scorer`.
     """
 
     batch_size: int | str = 2048
@@ -60,6 +61,7 @@ class Scoring:
     compiled: bool = False
     invalid: Invalid = "error"
     thresholds: tuple[float, ...] | None = None
+    layers: tuple[tuple[str, str], ...] = ()
 
 
 def scoring_udf(
@@ -201,6 +203,7 @@ def _scorer(sent: Sent, scoring: Scoring, local: bool) -> Scorer:
             precision=scoring.precision,
             compiled=scoring.compiled,
             thresholds=scoring.thresholds,
+            layers=dict(scoring.layers),
             weights=weights,
         )
         if len(_scorers) > _KEPT_SCORERS:

@@ -2,18 +2,18 @@
 
 In the model's directory, `sparktorch/` holds the plain files of the saved model, with `model.json` (class, uid
 and Params of the Spark model), and `columns.json` (for the pyfunc). If `torch.export` can capture the module's
-graph, `data/model.pt2` holds it for MLflow's own `pytorch` flavour.
+graph, `data/model.pt2` holds it for MLflow's own `pytorch` flavour. Of a pipeline, `sparktorch/` has a folder for
+each stage; of one with stages of Spark's, it has the columns only, and MLflow's own `spark` flavour writes the stages.
 """
 
 from __future__ import annotations
 
 import importlib
-import json
 import logging
 import os
 import tempfile
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,18 +21,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import sparktorch
-from sparktorch.errors import PersistenceError
+from sparktorch.errors import ModuleError, PersistenceError
 from sparktorch.model.export import ExportError, export_whole
 from sparktorch.tracking.requirements import is_installed, module_of, requirements
-from sparktorch.tracking.signature import signature_of, zeros_for
 
 if TYPE_CHECKING:
     from mlflow.models import Model, ModelSignature
     from mlflow.models.model import ModelInfo
+    from pyspark.ml import PipelineModel
 
     from sparktorch.ml.model import TorchModelBase
+    from sparktorch.model.trained_module import TrainedModule
 
-__all__ = ["FLAVOR_NAME", "load_model", "log_model", "save_model"]
+__all__ = ["FLAVOR_NAME", "load_model", "load_module", "log_model", "save_model"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ _CONDA, _PYTHON = "conda.yaml", "python_env.yaml"
 
 
 def log_model(
-    model: TorchModelBase,
+    model: TorchModelBase | PipelineModel,
     name: str = "model",
     *,
     registered_model_name: str | None = None,
@@ -51,10 +52,10 @@ def log_model(
     pytorch: bool = True,
     **kwargs: Any,
 ) -> ModelInfo:
-    """Logs a fitted model to the active MLflow run.
+    """Logs a fitted model, or a fitted pipeline, to the active MLflow run.
 
     Args:
-        model: What `fit` returned.
+        model: What `fit` returned: a model, a `PipelineModel`, or the model of a search, whose best model is logged.
         name: The model's name in the run.
         registered_model_name: Registers the model under this name.
         code_paths: Files and folders of code to save with the model; by default the file or
@@ -66,17 +67,13 @@ def log_model(
             `extra_pip_requirements=`) and to `mlflow.models.Model.log`: `step=`, `model_id=`, `metadata=`, ...
 
     Raises:
-        PersistenceError: The module could only be pickled, and `allow_pickle` is not set.
-        TypeError: `model` is not a fitted model, or a keyword argument is unknown.
+        PersistenceError: The module could only be pickled, and `allow_pickle` is not set; or a pipeline with stages of
+            Spark's comes without an `input_example`, or from Spark Connect.
+        TypeError: `model` is not a fitted model or pipeline, or a keyword argument is unknown.
         ValueError: Several of `conda_env`, `pip_requirements` and `extra_pip_requirements` are given.
     """
     from mlflow.models import Model
 
-    if not hasattr(model, "trained"):
-        raise TypeError(
-            f"log_model() takes a fitted model of sparktorch's, and got {type(model).__name__}; "
-            "mlflow.spark.log_model logs a whole pipeline"
-        )
     info: ModelInfo = Model.log(
         artifact_path=None,
         name=name,
@@ -92,7 +89,7 @@ def log_model(
 
 
 def save_model(
-    sparktorch_model: TorchModelBase,
+    sparktorch_model: TorchModelBase | PipelineModel,
     path: str,
     *,
     mlflow_model: Any = None,
@@ -106,24 +103,26 @@ def save_model(
     extra_pip_requirements: list[str] | str | None = None,
     metadata: dict[str, Any] | None = None,
 ) -> None:
-    """Saves a fitted model as an MLflow model in a new local directory.
+    """Saves a fitted model, or a fitted pipeline, as an MLflow model in a new local directory.
 
     Args:
-        sparktorch_model: What `fit` returned.
+        sparktorch_model: As for `log_model`.
         path: The directory to make.
         mlflow_model: The MLflow model to fill in; MLflow passes it.
         code_paths: As for `log_model`.
         allow_pickle: As for `log_model`.
         pytorch: As for `log_model`.
         signature: Replaces the signature from the model's columns; `False` for none.
-        input_example: A pandas DataFrame with the input columns; by default two rows of zeros.
+        input_example: A DataFrame of pandas or Spark with the input columns; by default two rows of zeros. A pipeline
+            with stages of Spark's needs one of raw rows, which says the types of its input columns. Of Spark's, the
+            first five rows are saved.
         conda_env: Replaces the environment, as a dict or the path of a YAML file.
         pip_requirements: Replaces the pinned requirements; a list, or the path of a requirements file.
         extra_pip_requirements: Added to the pinned requirements.
         metadata: Metadata that MLflow saves with the model.
 
     Raises:
-        PersistenceError: The module could only be pickled, and `allow_pickle` is not set.
+        PersistenceError, TypeError: As for `log_model`.
         ValueError: Several of `conda_env`, `pip_requirements` and `extra_pip_requirements` are given.
     """
     from mlflow import pyfunc
@@ -131,60 +130,46 @@ def save_model(
     from mlflow.models.model import MLMODEL_FILE_NAME
     from mlflow.models.utils import _save_example
     from mlflow.utils.environment import _process_conda_env, _process_pip_requirements, _validate_env_arguments
-    from mlflow.utils.model_utils import _validate_and_copy_code_paths, _validate_and_prepare_target_save_path
+    from mlflow.utils.model_utils import _validate_and_prepare_target_save_path
 
-    from sparktorch.ml.persistence import write_local
+    from sparktorch.tracking.stages import form_of
 
     _validate_env_arguments(conda_env, pip_requirements, extra_pip_requirements)
-    trained = sparktorch_model.trained
-    with _code_of(trained.source, trained.preprocess) as own:
+    form = form_of(sparktorch_model, input_example)
+    models = [stage.trained for stage in form.ours]
+    if conda_env is None:
+        needed = requirements(models, *form.packages)
+        environment = _process_pip_requirements(needed, pip_requirements, extra_pip_requirements)
+    else:
+        environment = _process_conda_env(conda_env)
+    mlflow_model = mlflow_model or Model()
+    with _code_of(*(source for trained in models for source in (trained.source, trained.preprocess))) as own:
         _check_place(path, own if code_paths is None else code_paths)
         _validate_and_prepare_target_save_path(path)
-        code = _validate_and_copy_code_paths(code_paths or own, path)
-    data = Path(path) / _DATA
-    data.mkdir()
-    write_local(sparktorch_model, data, allow_pickle=allow_pickle)
-    outputs = _write_columns(sparktorch_model, data)
-    mlflow_model = mlflow_model or Model()
+        data = Path(path) / _DATA
+        data.mkdir()
+        code = form.write(data, mlflow_model, code_paths or own, environment[0], allow_pickle=allow_pickle)
     if signature is not False:
         given = signature or mlflow_model.signature
-        mlflow_model.signature = signature_of(sparktorch_model, outputs) if given is None else given
+        mlflow_model.signature = form.signature() if given is None else given
     if metadata is not None:
         mlflow_model.metadata = metadata
-    _save_example(mlflow_model, zeros_for(sparktorch_model) if input_example is None else input_example, path)
-    # The serving machine may differ from the cluster, so the Param `device` does not apply there.
+    _save_example(mlflow_model, form.example(), path)
     pyfunc.add_to_model(
         mlflow_model,
-        loader_module="sparktorch.tracking.pyfunc",
+        loader_module=form.loader,
         data=_DATA,
         code=code,
-        model_config={"device": "auto"},
+        model_config=form.config,
         conda_env=_CONDA,
         python_env=_PYTHON,
     )
     mlflow_model.add_flavor(FLAVOR_NAME, version=sparktorch.__version__, data=_DATA, code=code)
-    if pytorch and isinstance(sparktorch_model.trained.weights, bytes):  # a graph would hold those in a folder
-        _add_pytorch(mlflow_model, sparktorch_model, Path(path), code)
+    # A graph would hold the weights that are in a folder.
+    if pytorch and form.alone and len(models) == 1 and isinstance(models[0].weights, bytes):
+        _add_pytorch(mlflow_model, models[0], Path(path), code)
     mlflow_model.save(os.path.join(path, MLMODEL_FILE_NAME))
-    if conda_env is None:
-        environment = _process_pip_requirements(requirements(trained), pip_requirements, extra_pip_requirements)
-    else:
-        environment = _process_conda_env(conda_env)
     _write_environment(Path(path), *environment)
-
-
-def _write_columns(model: TorchModelBase, data: Path) -> dict[str, str]:
-    """Writes the columns and scoring Params to `columns.json`; returns the field of each output column."""
-    inputs = [name for spec in model._inputs() for name in spec.sources or (spec.column,)]
-    _, outputs = model._fields()
-    columns = {
-        "inputs": inputs,
-        "outputs": {field: name for name, field in outputs.items()},
-        "invalid": model.getHandleInvalid(),
-        "thresholds": model._scoring().thresholds,
-    }
-    (data / "columns.json").write_text(json.dumps(columns))
-    return outputs
 
 
 def _check_place(path: str, code: Iterable[str]) -> None:
@@ -198,7 +183,7 @@ def _check_place(path: str, code: Iterable[str]) -> None:
 
 
 def load_model(model_uri: str, *, allow_pickle: bool = False) -> Any:
-    """Loads a model from MLflow as the Spark model that was logged.
+    """Loads a model from MLflow as the Spark model, or the `PipelineModel`, that was logged.
 
     The code that was saved with it is also added to the executors of each session that uses the model.
 
@@ -210,23 +195,57 @@ def load_model(model_uri: str, *, allow_pickle: bool = False) -> Any:
         PersistenceError: The model is of another flavour, or holds pickled code, or this process has imported another
             version of its code.
     """
-    from mlflow.models import Model
-    from mlflow.tracking.artifact_utils import _download_artifact_from_uri
-    from mlflow.utils.model_utils import _add_code_from_conf_to_system_path
+    from sparktorch.tracking.stages import read_own_stages, read_spark_stages
 
-    from sparktorch.ml.persistence import read_local
-    from sparktorch.spark.shipping import add_code
-
-    local = Path(_download_artifact_from_uri(artifact_uri=model_uri))
-    conf = Model.load(str(local)).flavors.get(FLAVOR_NAME)
+    local, flavors = _downloaded(model_uri)
+    conf = flavors.get(FLAVOR_NAME)
     if conf is None:
         raise PersistenceError(f"{model_uri} was not logged by sparktorch", hint="try mlflow.pyfunc.load_model")
+    code = _add_code(local, conf)
+    if "spark" in flavors:
+        return read_spark_stages(local, allow_pickle=allow_pickle)
+    return read_own_stages(local / conf["data"], allow_pickle=allow_pickle, code=code)
+
+
+def load_module(model_uri: str) -> Any:
+    """Loads the module of a model of MLflow's `pytorch` flavour, which runs its code.
+
+    Raises:
+        ModuleError: The model is of another flavour, or was logged by sparktorch.
+    """
+    import mlflow.pytorch
+
+    local, flavors = _downloaded(model_uri)
+    if FLAVOR_NAME in flavors:
+        hint = f"sparktorch.tracking.load_model({model_uri!r}) returns it"
+        raise ModuleError(f"{model_uri} is a model of sparktorch's already", hint=hint, param="module")
+    if "pytorch" not in flavors:
+        what = f"{model_uri} is no model of MLflow's pytorch flavour, but of {', '.join(flavors)}"
+        raise ModuleError(what, hint="mlflow.pyfunc.spark_udf scores with it", param="module")
+    _add_code(local, flavors["pytorch"])
+    return mlflow.pytorch.load_model(str(local))
+
+
+def _downloaded(model_uri: str) -> tuple[Path, dict[str, Any]]:
+    """Returns a local folder of a model of MLflow's, and its flavours."""
+    from mlflow.models import Model
+    from mlflow.tracking.artifact_utils import _download_artifact_from_uri
+
+    local = Path(_download_artifact_from_uri(artifact_uri=model_uri))
+    return local, Model.load(str(local)).flavors
+
+
+def _add_code(local: Path, conf: Mapping[str, Any]) -> Path | None:
+    """Adds the code that a flavour has with it to the Python path, here and on the executors; returns its folder."""
+    from mlflow.utils.model_utils import _add_code_from_conf_to_system_path
+
+    from sparktorch.spark.shipping import add_code
+
+    if not conf.get("code"):
+        return None
     _add_code_from_conf_to_system_path(str(local), conf)
-    code = local / conf["code"] if conf.get("code") else None
-    model = read_local(local / conf["data"], allow_pickle=allow_pickle, code=code)
-    if code is not None:
-        add_code(code)
-    return model
+    add_code(local / conf["code"])
+    return local / str(conf["code"])
 
 
 @contextmanager
@@ -262,10 +281,10 @@ def _own_code(source: Any, unpacked: Path) -> Path | None:
     return unpacked / inside
 
 
-def _add_pytorch(mlflow_model: Model, model: TorchModelBase, path: Path, code: str | None) -> None:
+def _add_pytorch(mlflow_model: Model, trained: TrainedModule, path: Path, code: str | None) -> None:
     """Adds MLflow's `pytorch` flavour, if the module's graph can be exported."""
     try:
-        archive = export_whole(model.module, model.trained.takes)
+        archive = export_whole(trained.build(), trained.takes)
     except ExportError as error:
         _LOG.info("no pytorch flavour: %s", error)
         return

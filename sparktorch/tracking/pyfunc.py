@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +22,16 @@ from sparktorch.errors import ColumnError
 from sparktorch.model.scorer import Scorer
 from sparktorch.model.trained_module import TrainedModule
 
-__all__ = ["PyFuncModel"]
+__all__ = ["PyFuncModel", "PyFuncPipeline", "pickles_allowed"]
 
 
-def _load_pyfunc(path: str, model_config: Mapping[str, Any] | None = None) -> PyFuncModel:
-    """Loads the model that `sparktorch.tracking.save_model` wrote; MLflow calls this.
+def _load_pyfunc(path: str, model_config: Mapping[str, Any] | None = None) -> PyFuncModel | PyFuncPipeline:
+    """Loads the model, or the pipeline of models, that `sparktorch.tracking.save_model` wrote; MLflow calls this.
 
     The `device` of `model_config` is a torch device or "auto": MLFLOW_DEFAULT_PREDICTION_DEVICE if set, else a GPU if
     there is one, else the CPU.
     """
-    from mlflow.environment_variables import MLFLOW_ALLOW_PICKLE_DESERIALIZATION, MLFLOW_DEFAULT_PREDICTION_DEVICE
+    from mlflow.environment_variables import MLFLOW_DEFAULT_PREDICTION_DEVICE
 
     directory = Path(path)
     settings = json.loads((directory / "columns.json").read_text())
@@ -42,10 +42,23 @@ def _load_pyfunc(path: str, model_config: Mapping[str, Any] | None = None) -> Py
             or (accelerator() if torch.accelerator.is_available() else None)
             or "cpu"
         )
-    # This is on by default in MLflow; sparktorch requires it to be set explicitly.
-    allowed = MLFLOW_ALLOW_PICKLE_DESERIALIZATION.is_set() and bool(MLFLOW_ALLOW_PICKLE_DESERIALIZATION.get())
+    allowed = pickles_allowed()
     code = directory.parent / "code"  # where MLflow keeps it
-    return PyFuncModel(TrainedModule.load(directory, allow_pickle=allowed, code=code), settings, device)
+
+    def model(folder: Path, settings: dict[str, Any]) -> PyFuncModel:
+        return PyFuncModel(TrainedModule.load(folder, allow_pickle=allowed, code=code), settings, device)
+
+    if "stages" not in settings:
+        return model(directory, settings)
+    folders = [directory / name for name in settings["stages"]]
+    return PyFuncPipeline([model(folder, json.loads((folder / "columns.json").read_text())) for folder in folders])
+
+
+def pickles_allowed() -> bool:
+    """Whether pickled code may be run: on by default in MLflow; sparktorch requires it to be set explicitly."""
+    from mlflow.environment_variables import MLFLOW_ALLOW_PICKLE_DESERIALIZATION
+
+    return MLFLOW_ALLOW_PICKLE_DESERIALIZATION.is_set() and bool(MLFLOW_ALLOW_PICKLE_DESERIALIZATION.get())
 
 
 class PyFuncModel:
@@ -55,14 +68,16 @@ class PyFuncModel:
         """Builds the module.
 
         Of `settings`, `inputs` are the input columns in order, `outputs` the output column of each field of
-        `Scorer.score`, `invalid` is as for `Scorer.score_arrow`, and `thresholds` are those of the classes, if set.
+        `Scorer.score`, `invalid` is as for `Scorer.score_arrow`, `thresholds` are those of the classes, if set, and
+        `layers` are as for `Scorer`.
         Models of older versions have `keep_null`, whether a row with a null gets null results.
         """
         self._trained = trained
         self._inputs: list[str] = settings["inputs"]
         self._outputs: dict[str, str] = settings["outputs"]
         self._invalid: Invalid = settings.get("invalid", "keep" if settings.get("keep_null") else "error")
-        self._scorer = Scorer(trained, device=device, batch_size="auto", thresholds=settings.get("thresholds"))
+        thresholds, layers = settings.get("thresholds"), settings.get("layers")
+        self._scorer = Scorer(trained, device=device, batch_size="auto", thresholds=thresholds, layers=layers)
 
     def predict(self, model_input: pd.DataFrame, params: dict[str, Any] | None = None) -> pd.DataFrame:
         """Scores rows.
@@ -106,6 +121,25 @@ class PyFuncModel:
             (_arrow if self._invalid == "error" else _with_nulls)(model_input[name], spec, name)
             for name, spec in zip(names, specs, strict=True)
         ]
+
+
+class PyFuncPipeline:
+    """Models in a row, each of which may take what those before it return."""
+
+    def __init__(self, stages: Sequence[PyFuncModel]) -> None:
+        """Takes the models."""
+        self._stages = stages
+
+    def predict(self, model_input: pd.DataFrame, params: dict[str, Any] | None = None) -> pd.DataFrame:
+        """Scores rows as `PyFuncModel.predict`; returns the columns that all stages add."""
+        known: Any = model_input
+        made: dict[str, Any] = {}
+        for stage in self._stages:
+            scored = stage.predict(known)
+            made |= {str(name): scored[name] for name in scored}
+            # An array has no names: it is all that the first stage takes.
+            known = {**({} if isinstance(known, np.ndarray) else {name: known[name] for name in known}), **made}
+        return pd.DataFrame(made)
 
 
 def _with_nulls(values: Any, spec: TensorSpec, name: str) -> pa.Array:

@@ -20,12 +20,14 @@ __all__ = ["is_installed", "module_of", "requirements"]
 _SCORING = ("numpy", "pandas", "pyarrow", "safetensors", "torch")
 
 
-def requirements(trained: TrainedModule) -> list[str]:
-    """Returns the pinned requirements of scoring with a model, without pyspark. MLflow adds itself.
+def requirements(models: Iterable[TrainedModule], *others: str) -> list[str]:
+    """Returns the pinned requirements of scoring with models, without pyspark. MLflow adds itself.
 
-    Those are the libraries of every model, and those that the classes of the module's parts, and `preprocess`, are of.
+    Those are the libraries of every model, those that the classes of the modules' parts, and `preprocess`, are of, and
+    those of the packages `others`.
     """
-    names = [*_SCORING, *sorted({*_distributions(_packages(trained))} - {*_SCORING})]
+    packages = set(others).union(*map(_packages, models))
+    names = [*_SCORING, *sorted({*_distributions(packages)} - {*_SCORING})]
     pinned = [f"{name}=={version(name).partition('+')[0]}" for name in names]
     return [f"sparktorch-estimator=={sparktorch.__version__}", *pinned]
 

@@ -1,7 +1,8 @@
-"""The MLflow signature of a model, and its input example: two rows of zeros."""
+"""The MLflow signature of models, and their input example: two rows of zeros."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,27 +18,26 @@ if TYPE_CHECKING:
 
     from sparktorch.ml.model import TorchModelBase
 
-__all__ = ["column_type", "signature_of", "zeros_for"]
+__all__ = ["column_type", "signature_of", "type_of", "zeros_for"]
 
 
-def signature_of(model: TorchModelBase, outputs: dict[str, str]) -> ModelSignature:
+def signature_of(stages: Sequence[TorchModelBase]) -> ModelSignature:
     """Returns inputs as named tensors and outputs as columns. MLflow makes tensors from columns, arrays and JSON.
 
-    Inputs are columns if an input is ragged, binary, nullable, of nested lists or for `preprocess`, because MLflow has
-    no tensors for these. Nullable columns have any type, because pandas turns integers beside a null into floats; so
-    have nested lists, because MLflow's arrays of arrays take no ndarrays, and columns whose nulls `preprocess` takes.
+    `stages` are the models of a pipeline, or one alone; what a stage makes is no input. Inputs are columns if an input
+    is ragged, binary, nullable, of nested lists or for `preprocess`, because MLflow has no tensors for these. Nullable
+    columns have any type, because pandas turns integers beside a null into floats; so have nested lists, because
+    MLflow's arrays of arrays take no ndarrays, and columns whose nulls `preprocess` takes.
     """
     from mlflow import types
     from mlflow.models import ModelSignature
     from mlflow.types.schema import AnyType
 
-    fields, _ = model._fields()
+    found = [(name, spec, _is_unchecked(stage)) for stage, name, spec in _columns_of(stages)]
+    as_columns = any(unchecked or spec.ragged or spec.kind in ("binary", "any") for _, spec, unchecked in found)
+    required = all(stage.getHandleInvalid() == "error" for stage in stages)
     inputs: list[types.ColSpec | types.TensorSpec] = []
-    required = model.getHandleInvalid() == "error"
-    nested = any(len(spec.levels) > 1 and not (spec.sources or spec.ragged) for spec in model.trained.inputs)
-    unchecked = nested or not required
-    as_columns = unchecked or any(spec.ragged or spec.kind in ("binary", "any") for spec in model.trained.inputs)
-    for name, spec in _columns_of(model):
+    for name, spec, unchecked in found:
         tensor = np.dtype(spec.dtype), (-1, *(() if spec.sources else spec.shape))
         inputs.append(
             types.ColSpec(AnyType() if unchecked or spec.nulls else column_type(spec), name, required)
@@ -45,23 +45,40 @@ def signature_of(model: TorchModelBase, outputs: dict[str, str]) -> ModelSignatu
             else types.TensorSpec(*tensor, name)
         )
     columns: list[types.ColSpec | types.TensorSpec] = []
-    for name, field in outputs.items():
-        sql = "array<double>" if fields[field] == "vector" else fields[field]
-        columns.append(types.ColSpec(_mlflow_type(arrow_type(sql)), name))
+    for stage in stages:
+        fields, outputs = stage._fields()
+        columns += [types.ColSpec(type_of(fields[field]), name) for name, field in outputs.items()]
     return ModelSignature(inputs=types.Schema(inputs), outputs=types.Schema(columns))
 
 
-def zeros_for(model: TorchModelBase) -> pd.DataFrame:
+def zeros_for(stages: Sequence[TorchModelBase]) -> pd.DataFrame:
     """Returns two input rows of zeros; training rows may be confidential."""
     import pandas as pd
 
-    return pd.DataFrame({name: _zeros(spec) for name, spec in _columns_of(model)})
+    return pd.DataFrame({name: _zeros(spec) for _, name, spec in _columns_of(stages)})
 
 
-def _columns_of(model: TorchModelBase) -> list[tuple[str, TensorSpec]]:
-    """Returns the name of each input column in a pandas frame, and the spec that it belongs to."""
-    found = {name: spec for spec in model._inputs() for name in spec.sources or (spec.column,)}
-    return list(zip(plain_names(list(found)), found.values(), strict=True))
+def type_of(sql: str) -> Any:
+    """Returns MLflow's type of a column of Spark's, whose type is SQL or "vector"; a `ValueError` if it has none."""
+    return _mlflow_type(arrow_type("array<double>" if sql == "vector" else sql))
+
+
+def _is_unchecked(stage: TorchModelBase) -> bool:
+    """Whether MLflow's types cannot describe a stage's inputs."""
+    nested = any(len(spec.levels) > 1 and not (spec.sources or spec.ragged) for spec in stage.trained.inputs)
+    return nested or stage.getHandleInvalid() != "error"
+
+
+def _columns_of(stages: Sequence[TorchModelBase]) -> Iterator[tuple[TorchModelBase, str, TensorSpec]]:
+    """Yields the stage and name of each input column in a pandas frame, and the spec that it belongs to."""
+    known: set[str] = set()
+    for stage in stages:
+        found = {name: spec for spec in stage._inputs() for name in spec.sources or (spec.column,)}
+        for name, spec in zip(plain_names(list(found)), found.values(), strict=True):
+            if name not in known:
+                yield stage, name, spec
+            known.add(name)
+        known |= set(stage._fields()[1])
 
 
 def column_type(spec: TensorSpec) -> Any:

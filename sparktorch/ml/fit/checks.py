@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import marshal
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import CodeType
 from typing import Any
@@ -27,7 +27,8 @@ from sparktorch.train.recipe.metrics import has_metric
 from sparktorch.train.recipe.recipe import Recipe
 
 __all__ = [
-    *("check_best_metric", "check_job", "check_new_columns", "check_outputs", "check_param_names", "check_params"),
+    *("check_best_metric", "check_job", "check_layers", "check_new_columns", "check_outputs", "check_param_names"),
+    "check_params",
     *("check_restarts", "check_scoring", "check_ships", "check_thresholds", "check_version", "naming_params"),
 ]
 
@@ -97,6 +98,17 @@ def check_thresholds(instance: Params, classes: int | None) -> None:
         )
 
 
+def check_layers(wanted: Mapping[str, str], layers: Sequence[str] | None) -> None:
+    """Checks that a module has the layers of `outputLayers`; a graph has none, and `layers` is `None`."""
+    for name in wanted.values():
+        if layers is None:
+            hint = "make the model from the module, by fromModule"
+            raise ConfigError("a graph has no layers that outputLayers could name", hint=hint, param="outputLayers")
+        if name not in layers:
+            hint = nearest(name, layers) or "module.named_modules() has the names"
+            raise ConfigError(f"the module has no layer {name!r}", hint=hint, param="outputLayers")
+
+
 def check_new_columns(estimator: EstimatorParams, dataset: DataFrame, outputs: int) -> None:
     """Checks that the model will add columns that the DataFrame of the fit has not, each under a name of its own.
 
@@ -106,7 +118,7 @@ def check_new_columns(estimator: EstimatorParams, dataset: DataFrame, outputs: i
     names = [estimator.getOrDefault(name) for name in _OUTPUTS if estimator.hasParam(name)]
     if several:  # where they have no names yet, the model asks for them
         names = estimator.getOrDefault("outputCols") if estimator.isDefined("outputCols") else []
-    check_outputs(ColumnNames.of(dataset), [name for name in names if name])
+    check_outputs(ColumnNames.of(dataset), [name for name in (*names, *estimator.getOutputLayers()) if name])
 
 
 def check_outputs(columns: ColumnNames, names: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 from sparktorch.base.config import Task
 from sparktorch.errors import ConfigError
-from sparktorch.ml.fit.checks import check_thresholds
+from sparktorch.ml.fit.checks import check_layers, check_thresholds
 from sparktorch.ml.fit.first_row_trial import try_out
 from sparktorch.ml.fit.launching import check_holdable, one_rank, partitioned
 from sparktorch.ml.fit.listeners import FitReport
@@ -345,4 +345,5 @@ def _tried(
     if request.job.config.model_folder is None:
         check_result_size(frame.data.sparkSession, trial.state_bytes)
     check_thresholds(estimator, trial.classes)
+    check_layers(estimator.getOutputLayers(), trial.layers)
     return request, frame.data, trial

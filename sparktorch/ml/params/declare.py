@@ -97,7 +97,7 @@ def with_constructor(kind: type[Params], table: Sequence[ParamSpec], *, argument
                 raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {name!r}{hint}")
         self._input_kwargs = values  # as pyspark's `keyword_only` leaves them
         super(kind, self).__init__()
-        self._setDefault(**defaults)
+        self._setDefault(**{name: own(value) for name, value in defaults.items()})
         self._set(**{name: value for name, value in values.items() if value is not None})
 
     keyword, itself = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)

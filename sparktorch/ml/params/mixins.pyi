@@ -63,6 +63,10 @@ class EstimatorParams(HasFeaturesCol, HasInputCols, HasLabelCol, HasPredictionCo
         """Sets the value of `labelCol`: the label column; an empty name for a loss without labels."""
     def setPredictionCol(self, value: str) -> Self:
         """Sets the value of `predictionCol`: the output column; an empty name leaves it out."""
+    outputLayers: Param[dict[str, str]]
+    def getOutputLayers(self) -> dict[str, str]: ...
+    def setOutputLayers(self, value: dict[str, str]) -> Self:
+        """Sets the value of `outputLayers`: further output columns, each with what a layer of the module returns, array<float>: names of layers by column, such as {'embedding': 'layers.1'}."""
     def setWeightCol(self, value: str) -> Self:
         """Sets the value of `weightCol`: a column of sample weights (>= 0); without it, all rows weigh the same."""
     def setValidationIndicatorCol(self, value: str) -> Self:
@@ -343,6 +347,10 @@ class ModelParams(HasFeaturesCol, HasInputCols, HasPredictionCol):
         """Sets the value of `inputCols`: the input columns, in the order of the arguments of forward, in place of featuresCol."""
     def setPredictionCol(self, value: str) -> Self:
         """Sets the value of `predictionCol`: the output column; an empty name leaves it out."""
+    outputLayers: Param[dict[str, str]]
+    def getOutputLayers(self) -> dict[str, str]: ...
+    def setOutputLayers(self, value: dict[str, str]) -> Self:
+        """Sets the value of `outputLayers`: further output columns, each with what a layer of the module returns, array<float>: names of layers by column, such as {'embedding': 'layers.1'}."""
     device: Param[str]
     def getDevice(self) -> str: ...
     def setDevice(self, value: str) -> Self:
@@ -386,6 +394,7 @@ class GenericParams(EstimatorParams, HasOutputCols):
         labelCol: str = "label",
         labelCols: list[str] | None = None,
         predictionCol: str = "prediction",
+        outputLayers: dict[str, str] | None = None,
         outputCols: list[str] | None = None,
         weightCol: str | None = None,
         validationIndicatorCol: str | None = None,
@@ -478,6 +487,7 @@ class GenericParams(EstimatorParams, HasOutputCols):
             labelCol: The label column; an empty name for a loss without labels.
             labelCols: Scalar columns that become one label, (rows, columns), in place of labelCol.
             predictionCol: The output column; an empty name leaves it out.
+            outputLayers: Further output columns, each with what a layer of the module returns, array<float>: names of layers by column, such as {'embedding': 'layers.1'}.
             outputCols: The output columns of a module that returns several tensors.
             weightCol: A column of sample weights (>= 0); without it, all rows weigh the same.
             validationIndicatorCol: A boolean column, true for the rows that validate and do not train.
@@ -587,6 +597,7 @@ class ClassifierParams(EstimatorParams, HasProbabilityCol, HasRawPredictionCol, 
         fillValue: float = 0.0,
         labelCol: str = "label",
         predictionCol: str = "prediction",
+        outputLayers: dict[str, str] | None = None,
         probabilityCol: str = "probability",
         rawPredictionCol: str = "rawPrediction",
         thresholds: list[float] | None = None,
@@ -679,6 +690,7 @@ class ClassifierParams(EstimatorParams, HasProbabilityCol, HasRawPredictionCol, 
             fillValue: What stands for nulls and NaN in the inputs under nullPolicy 'fill', in scoring too.
             labelCol: The label column; an empty name for a loss without labels.
             predictionCol: The output column; an empty name leaves it out.
+            outputLayers: Further output columns, each with what a layer of the module returns, array<float>: names of layers by column, such as {'embedding': 'layers.1'}.
             probabilityCol: The output column of probabilities; an empty name leaves it out.
             rawPredictionCol: The output column of scores (logits); an empty name leaves it out.
             thresholds: One threshold per class: the class with the largest probability / threshold is predicted.
@@ -786,6 +798,7 @@ class RegressorParams(EstimatorParams):
         labelCol: str = "label",
         labelCols: list[str] | None = None,
         predictionCol: str = "prediction",
+        outputLayers: dict[str, str] | None = None,
         weightCol: str | None = None,
         validationIndicatorCol: str | None = None,
         idCol: str | None = None,
@@ -875,6 +888,7 @@ class RegressorParams(EstimatorParams):
             labelCol: The label column; an empty name for a loss without labels.
             labelCols: Scalar columns that become one label, (rows, columns), in place of labelCol.
             predictionCol: The output column; an empty name leaves it out.
+            outputLayers: Further output columns, each with what a layer of the module returns, array<float>: names of layers by column, such as {'embedding': 'layers.1'}.
             weightCol: A column of sample weights (>= 0); without it, all rows weigh the same.
             validationIndicatorCol: A boolean column, true for the rows that validate and do not train.
             idCol: A column that identifies a row, used in place of its contents to order the training.
@@ -1003,6 +1017,7 @@ class RankerParams(EstimatorParams):
         labelCol: str = "label",
         groupCol: str | None = None,
         predictionCol: str = "prediction",
+        outputLayers: dict[str, str] | None = None,
         weightCol: str | None = None,
         validationIndicatorCol: str | None = None,
         idCol: str | None = None,
@@ -1092,6 +1107,7 @@ class RankerParams(EstimatorParams):
             labelCol: The label column; an empty name for a loss without labels.
             groupCol: The column that groups rows, such as a query.
             predictionCol: The output column; an empty name leaves it out.
+            outputLayers: Further output columns, each with what a layer of the module returns, array<float>: names of layers by column, such as {'embedding': 'layers.1'}.
             weightCol: A column of sample weights (>= 0); without it, all rows weigh the same.
             validationIndicatorCol: A boolean column, true for the rows that validate and do not train.
             idCol: A column that identifies a row, used in place of its contents to order the training.
@@ -1189,6 +1205,7 @@ class TextClassifierParams(ClassifierParams):
         nullPolicy: str = "error",
         labelCol: str = "label",
         predictionCol: str = "prediction",
+        outputLayers: dict[str, str] | None = None,
         probabilityCol: str = "probability",
         rawPredictionCol: str = "rawPrediction",
         thresholds: list[float] | None = None,
@@ -1273,6 +1290,7 @@ class TextClassifierParams(ClassifierParams):
             nullPolicy: What fit does with rows that hold a null or NaN: 'error', 'drop' the row, or 'fill' in fillValue.
             labelCol: The label column; an empty name for a loss without labels.
             predictionCol: The output column; an empty name leaves it out.
+            outputLayers: Further output columns, each with what a layer of the module returns, array<float>: names of layers by column, such as {'embedding': 'layers.1'}.
             probabilityCol: The output column of probabilities; an empty name leaves it out.
             rawPredictionCol: The output column of scores (logits); an empty name leaves it out.
             thresholds: One threshold per class: the class with the largest probability / threshold is predicted.
@@ -1376,6 +1394,7 @@ class ImageClassifierParams(ClassifierParams):
         nullPolicy: str = "error",
         labelCol: str = "label",
         predictionCol: str = "prediction",
+        outputLayers: dict[str, str] | None = None,
         probabilityCol: str = "probability",
         rawPredictionCol: str = "rawPrediction",
         thresholds: list[float] | None = None,
@@ -1459,6 +1478,7 @@ class ImageClassifierParams(ClassifierParams):
             nullPolicy: What fit does with rows that hold a null or NaN: 'error', 'drop' the row, or 'fill' in fillValue.
             labelCol: The label column; an empty name for a loss without labels.
             predictionCol: The output column; an empty name leaves it out.
+            outputLayers: Further output columns, each with what a layer of the module returns, array<float>: names of layers by column, such as {'embedding': 'layers.1'}.
             probabilityCol: The output column of probabilities; an empty name leaves it out.
             rawPredictionCol: The output column of scores (logits); an empty name leaves it out.
             thresholds: One threshold per class: the class with the largest probability / threshold is predicted.
@@ -1588,6 +1608,7 @@ class TabularClassifierParams(ClassifierParams):
         nullPolicy: str = "error",
         labelCol: str = "label",
         predictionCol: str = "prediction",
+        outputLayers: dict[str, str] | None = None,
         probabilityCol: str = "probability",
         rawPredictionCol: str = "rawPrediction",
         thresholds: list[float] | None = None,
@@ -1675,6 +1696,7 @@ class TabularClassifierParams(ClassifierParams):
             nullPolicy: What fit does with rows that hold a null or NaN: 'error', 'drop' the row, or 'fill' in fillValue.
             labelCol: The label column; an empty name for a loss without labels.
             predictionCol: The output column; an empty name leaves it out.
+            outputLayers: Further output columns, each with what a layer of the module returns, array<float>: names of layers by column, such as {'embedding': 'layers.1'}.
             probabilityCol: The output column of probabilities; an empty name leaves it out.
             rawPredictionCol: The output column of scores (logits); an empty name leaves it out.
             thresholds: One threshold per class: the class with the largest probability / threshold is predicted.
@@ -1783,6 +1805,7 @@ class TabularRegressorParams(RegressorParams):
         labelCol: str = "label",
         labelCols: list[str] | None = None,
         predictionCol: str = "prediction",
+        outputLayers: dict[str, str] | None = None,
         weightCol: str | None = None,
         validationIndicatorCol: str | None = None,
         idCol: str | None = None,
@@ -1867,6 +1890,7 @@ class TabularRegressorParams(RegressorParams):
             labelCol: The label column; an empty name for a loss without labels.
             labelCols: Scalar columns that become one label, (rows, columns), in place of labelCol.
             predictionCol: The output column; an empty name leaves it out.
+            outputLayers: Further output columns, each with what a layer of the module returns, array<float>: names of layers by column, such as {'embedding': 'layers.1'}.
             weightCol: A column of sample weights (>= 0); without it, all rows weigh the same.
             validationIndicatorCol: A boolean column, true for the rows that validate and do not train.
             idCol: A column that identifies a row, used in place of its contents to order the training.

@@ -107,6 +107,9 @@ LABELS = (
 PREDICTION = (
     P("predictionCol", "str", "prediction",
       "the output column; an empty name leaves it out", compared=False, shared=HasPredictionCol),
+    P("outputLayers", "dict[str, str]", {},
+      "further output columns, each with what a layer of the module returns, array<float>: names of layers by column, "
+      "such as {'embedding': 'layers.1'}", compared=False),
 )
 
 CLASSIFIED = (

@@ -43,6 +43,7 @@ def score_row(
             device="cpu" if scoring.device == "auto" else scoring.device,
             precision=scoring.precision,
             thresholds=scoring.thresholds,
+            layers=dict(scoring.layers),
         )
         known = _scorers[model] = scoring, scorer
     return [column[0].as_py() for column in known[1].score_arrow(columns, names, invalid=scoring.invalid)]

@@ -68,6 +68,7 @@ class DryRunResult:
         aligned: Output and label as from `align`; removed once the metrics have been tried on them.
         metrics: The recipe's metrics, with `task` and `num_classes` filled in; see `complete`.
         arguments: One spec per argument that `forward` got.
+        layers: Names of the modules in the module.
     """
 
     outputs: tuple[OutputSpec, ...]
@@ -78,6 +79,7 @@ class DryRunResult:
     aligned: tuple[Any, torch.Tensor | None] = (None, None)
     metrics: Mapping[str, Any] = field(default_factory=dict)
     arguments: tuple[ArgumentSpec, ...] = ()
+    layers: tuple[str, ...] = ()
 
     def packed(self) -> tuple[dict[str, Any], bytes]:
         """Returns the result without metrics as JSON-ready values, and output and label as `torch.save` bytes."""
@@ -88,7 +90,7 @@ class DryRunResult:
     @classmethod
     def unpacked(cls, meta: Mapping[str, Any], content: bytes) -> DryRunResult:
         """Rebuilds a result from `packed`; unpickles only tensors in plain containers."""
-        plain = {name: meta[name] for name in ("classes", "unused_parameters", "ignored", "state_bytes")}
+        plain = {name: meta[name] for name in ("classes", "unused_parameters", "ignored", "state_bytes", "layers")}
         return cls(
             outputs=tuple(OutputSpec(found["name"], tuple(found["shape"])) for found in meta["outputs"]),
             aligned=torch.load(io.BytesIO(content), weights_only=True),
@@ -225,6 +227,7 @@ def _tried(
         state_bytes=sum(tensor.nbytes for tensor in module.state_dict().values()),
         aligned=align(task, output, label),
         arguments=arguments_of(inputs),
+        layers=tuple(name for name, _ in module.named_modules() if name),
     )
 
 
@@ -392,6 +395,4 @@ def _describe(value: Any) -> str:
         return f"{str(value.dtype).removeprefix('torch.')}{layout} of shape ({shape})"
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {_describe(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, tuple | list):
-        return "(" + ", ".join(_describe(item) for item in value) + ")"
-    return type(value).__name__
+    return f"({', '.join(map(_describe, value))})" if isinstance(value, tuple | list) else type(value).__name__

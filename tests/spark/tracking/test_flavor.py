@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import sysconfig
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +23,8 @@ from sparktorch import TorchClassificationModel, TorchClassifier, TorchEstimator
 from sparktorch.tracking import load_model, log_model, save_model
 from tests.spark.modules import MLP, TwoInputs
 from tests.spark.scored import sorted_rows
-from tests.support.mlflow import QUIET, answers
+from tests.support.mlflow import QUIET, answer, serving
 from tests.support.nets import Mlp
-from tests.support.programs import ROOT
-from tests.support.proxy import free_port
-from tests.support.waiting import until
 
 pytestmark = QUIET
 
@@ -217,34 +209,6 @@ print(json.dumps(frame["prediction"].tolist()))
     assert json.loads(run.stdout.splitlines()[-1]) == expected
 
 
-@contextmanager
-def serving(path: str, log: Path) -> Iterator[str]:
-    port = free_port()
-    command = ["-m", "mlflow", "models", "serve", "-m", path, "-p", str(port), "-h", "127.0.0.1", "--env-manager=local"]
-    with log.open("w") as out:
-        server = subprocess.Popen(
-            [sys.executable, *command],
-            stdout=out,
-            stderr=out,
-            start_new_session=True,
-            env={
-                **os.environ,
-                "PYTHONPATH": str(ROOT),
-                # MLflow starts its server by name, which is found only where this environment is active.
-                "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-            },
-        )
-    try:
-        ping = f"http://127.0.0.1:{port}/ping"
-        until(lambda: server.poll() is not None or answers(ping), seconds=90, what=lambda: log.read_text()[-3000:])
-        assert server.poll() is None, log.read_text()[-3000:]
-        yield f"http://127.0.0.1:{port}/invocations"
-    finally:
-        with suppress(ProcessLookupError):  # it may have ended by itself
-            os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
-
-
 def test_mlflow_serves_it_and_answers_as_transform_does(
     tmp_path: Path, frame: DataFrame, table: pd.DataFrame, logged: tuple[TorchClassificationModel, ModelInfo]
 ) -> None:
@@ -260,11 +224,7 @@ def test_mlflow_serves_it_and_answers_as_transform_does(
     ]
     with serving(mlflow.artifacts.download_artifacts(info.model_uri), tmp_path / "serve.log") as address:
         for body in bodies:
-            request = urllib.request.Request(
-                address, json.dumps(body).encode(), {"Content-Type": "application/json"}, method="POST"
-            )
-            with urllib.request.urlopen(request, timeout=30) as answer:
-                found = json.load(answer)["predictions"]
+            found = answer(address, body)
             assert [row["prediction"] for row in found] == [row["prediction"] for row in expected]
             np.testing.assert_allclose(
                 [row["probability"] for row in found], [row["probability"].toArray() for row in expected], atol=1e-6

@@ -31,11 +31,14 @@ MODELS = [TorchClassificationModel, TorchRegressionModel, TorchModel]
 # Mutable defaults, which a signature cannot show.
 EMPTY: dict[str, Any] = {
     **{name: {} for name in ("moduleParams", "lossParams", "optimizerParams", "schedulerParams")},
-    **{name: {} for name in ("strategyParams", "metrics")},
+    **{name: {} for name in ("strategyParams", "metrics", "outputLayers")},
     **{name: {} for name in ("inputShapes", "inputLayouts", "inputDtypes", "maxLengths", "padValues")},
     **{name: [] for name in ("parameterGroups", "freeze", "callbacks")},
 }
-BY_COLUMN = {"inputShapes": {"a": [2, 3]}, "inputLayouts": {"a": "padded"}, "inputDtypes": {"a": "float32"}}
+BY_COLUMN = {
+    **{"inputShapes": {"a": [2, 3]}, "inputLayouts": {"a": "padded"}, "inputDtypes": {"a": "float32"}},
+    "outputLayers": {"a": "layers.1"},
+}
 # Numbers without a default.
 NUMBERS = {"gradientClipNorm": 0.5, "gradientClipValue": 0.5, "emaDecay": 0.5} | dict.fromkeys(
     (

@@ -200,12 +200,12 @@ def test_the_environment_has_the_libraries_that_the_code_of_the_model_is_of(
     change: dict[str, Any], needed: set[str]
 ) -> None:
     trained = replace(model_of(Mlp).trained, **change)
-    found = dict(line.split("==") for line in requirements(trained))
+    found = dict(line.split("==") for line in requirements([trained]))
     assert found.keys() & {"transformers", "peft", "pillow"} == needed
     assert all(found[name] == version(name) for name in needed)
     assert found.keys() - needed <= {*SCORING, "torchvision"}
     if "peft" in needed:  # an instance
-        assert "peft" in " ".join(requirements(replace(trained, source=lora())))
+        assert "peft" in " ".join(requirements([replace(trained, source=lora())]))
 
 
 def test_a_frame_of_pandas_has_the_names_without_the_backticks_of_spark(tmp_path: Path) -> None:

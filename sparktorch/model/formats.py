@@ -1,0 +1,84 @@
+"""A trained module as a file that other programs read: a graph as ONNX or by `torch.export`, or weights."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparktorch.base.config import one_of
+from sparktorch.base.imports import onnxscript
+from sparktorch.base.state_dict import pack_state
+from sparktorch.data.columns import TensorSpec
+from sparktorch.errors import PersistenceError
+from sparktorch.model.export import ExportError, export_whole, exported_whole, quiet_export
+from sparktorch.model.trained_module import TrainedModule
+from sparktorch.train.huggingface.models import call
+from sparktorch.train.recipe.task import prediction
+
+__all__ = ["write_as"]
+
+
+def write_as(trained: TrainedModule, file: Path, kind: str) -> None:
+    """Writes a module to a file of the format "onnx", "pt2" or "safetensors"; see `TorchModelBase.export`."""
+    one_of("format", kind, ("onnx", "pt2", "safetensors"))
+    module = trained.build()
+    if kind == "safetensors":
+        file.write_bytes(pack_state(module.state_dict()))
+        file.with_suffix(".json").write_text(json.dumps(trained.described(), indent=1))
+        return
+    graph = _Called(module, trained.names)
+    try:
+        if kind == "pt2":
+            file.write_bytes(export_whole(graph, trained.takes))
+        else:
+            onnxscript()
+            _write_onnx(graph, trained, file)
+    except ExportError as error:
+        hint = "format='safetensors' writes the weights alone"
+        raise PersistenceError(f"torch cannot write the module as {kind}: {error}", hint=hint) from error
+
+
+def _write_onnx(graph: nn.Module, trained: TrainedModule, file: Path) -> None:
+    exported = exported_whole(graph, trained.takes)
+    outputs = [spec.name or "output" for spec in trained.outputs]
+    with quiet_export(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch's, of its own calls
+        try:
+            program = torch.onnx.export(
+                exported, dynamo=True, verbose=False, input_names=_inputs(trained), output_names=outputs
+            )
+        except Exception as error:  # torch wraps what is wrong in a report of its own
+            cause: BaseException = error
+            while cause.__cause__ is not None:
+                cause = cause.__cause__
+            raise ExportError(str(cause).strip().partition("\n")[0]) from error
+        assert program is not None, "dynamo=True returns the program"
+        program.save(file)
+
+
+def _inputs(trained: TrainedModule) -> list[str]:
+    """Returns a name for each tensor that the graph takes: columns, with their masks, or arguments of `preprocess`."""
+    names: list[str] = []
+    for place, spec in enumerate(trained.takes):
+        if isinstance(spec, TensorSpec):
+            names += [spec.column, f"{spec.column}_mask"] if spec.layout == "padded" else [spec.column]
+        else:
+            names.append(trained.names[place] if trained.names else f"x{place}")
+    return names
+
+
+class _Called(nn.Module):
+    """A module as scoring calls it: a model of transformers by names of arguments, and it returns its logits."""
+
+    def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
+        super().__init__()
+        self.module, self._argument_names = module, tuple(names)
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        return prediction(call(self.module, inputs, self._argument_names))

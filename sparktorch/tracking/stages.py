@@ -1,0 +1,269 @@
+"""How the stages of a model are written for MLflow, and read: ours as plain files, Spark's by its flavour `spark`."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pyspark.ml import PipelineModel
+from pyspark.ml.functions import vector_to_array
+from pyspark.sql import DataFrame, SparkSession
+
+from sparktorch.errors import PersistenceError
+from sparktorch.ml.model import TorchModelBase
+from sparktorch.ml.persistence import FOR_ALL, read_local, write_local
+from sparktorch.spark.column_names import quoted
+from sparktorch.spark.session import is_connect, setting
+from sparktorch.tracking.signature import signature_of, type_of, zeros_for
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from mlflow.models import Model, ModelSignature
+
+__all__ = ["Form", "form_of", "read_own_stages", "read_spark_stages", "without_vectors"]
+
+_COLUMNS = "columns.json"
+_EXAMPLE_ROWS = 5
+_WITHOUT_NULLS = ("tinyint", "smallint", "int", "bigint", "boolean")  # in pandas
+
+
+class Form(ABC):
+    """A model as it is written: first `write`, then the rest.
+
+    Attributes:
+        ours: The stages that are models of ours.
+        alone: Whether there are no others.
+        loader: The module that loads the pyfunc, with `config`.
+        packages: What it needs besides the packages of our models.
+    """
+
+    ours: list[TorchModelBase]
+    alone: bool
+    loader: str
+    config: dict[str, Any] | None = None
+    packages: tuple[str, ...] = ()
+
+    @abstractmethod
+    def write(
+        self, data: Path, mlflow_model: Model, code_paths: list[str], conda_env: Any, *, allow_pickle: bool
+    ) -> str | None:
+        """Writes stages and code into a folder in that of MLflow's model; returns where in that the code is."""
+
+    @abstractmethod
+    def signature(self) -> ModelSignature:
+        """Returns the signature."""
+
+    @abstractmethod
+    def example(self) -> Any:
+        """Returns a few input rows."""
+
+
+def form_of(model: Any, input_example: Any) -> Form:
+    """Returns how a model, a `PipelineModel` or the model of a search is written; see `flavor.save_model`."""
+    model = getattr(model, "bestModel", model)
+    stages = _flat(model)
+    ours = [stage for stage in stages if isinstance(stage, TorchModelBase)]
+    if len(ours) == len(stages):
+        return _OwnStages(model, ours, input_example)
+    if isinstance(model, PipelineModel):
+        return _SparkStages(model, stages, ours, input_example)
+    hint = "mlflow.spark.log_model logs a single model of Spark's"
+    raise TypeError(f"sparktorch logs its fitted models, and fitted pipelines, and got {type(model).__name__}; {hint}")
+
+
+def _flat(model: Any) -> list[Any]:
+    """Returns the stages of a pipeline, also those of pipelines within it; for a search, of its best model."""
+    model = getattr(model, "bestModel", model)
+    return [one for stage in model.stages for one in _flat(stage)] if isinstance(model, PipelineModel) else [model]
+
+
+class _OwnStages(Form):
+    """One model of ours, or a pipeline of them. Of a pipeline, each stage has a folder."""
+
+    alone = True
+    loader = "sparktorch.tracking.pyfunc"
+    config: dict[str, Any] | None = {"device": "auto"}  # the serving machine may differ from the Param `device`'s
+
+    def __init__(self, model: Any, ours: list[TorchModelBase], input_example: Any) -> None:
+        self.ours = ours
+        self._model, self._example = model, input_example
+
+    def write(
+        self, data: Path, mlflow_model: Model, code_paths: list[str], conda_env: Any, *, allow_pickle: bool
+    ) -> str | None:
+        from mlflow.utils.model_utils import _validate_and_copy_code_paths
+
+        code: str | None = _validate_and_copy_code_paths(code_paths, str(data.parent))
+        folders = [data]
+        if isinstance(self._model, PipelineModel):
+            names = [str(place) for place in range(len(self.ours))]
+            (data / _COLUMNS).write_text(json.dumps({"uid": self._model.uid, "stages": names}))
+            folders = [data / name for name in names]
+        for stage, folder in zip(self.ours, folders, strict=True):
+            folder.mkdir(exist_ok=True)
+            write_local(stage, folder, allow_pickle=allow_pickle)
+            (folder / _COLUMNS).write_text(json.dumps(_columns(stage)))
+        return code
+
+    def signature(self) -> ModelSignature:
+        return signature_of(self.ours)
+
+    def example(self) -> Any:
+        if _is_frame(self._example):
+            return _first_rows(self._example)
+        return zeros_for(self.ours) if self._example is None else self._example
+
+
+def _columns(model: TorchModelBase) -> dict[str, Any]:
+    """Returns the columns and scoring Params of a model, with the output column of each field."""
+    _, outputs = model._fields()
+    return {
+        "inputs": [name for spec in model._inputs() for name in spec.sources or (spec.column,)],
+        "outputs": {field: name for name, field in outputs.items()},
+        "invalid": model.getHandleInvalid(),
+        "thresholds": model._scoring().thresholds,
+        "layers": dict(model._scoring().layers),
+    }
+
+
+class _SparkStages(Form):
+    """A pipeline with stages of Spark's, which is served by a session.
+
+    Its inputs are the columns of the example without which it does not transform; its outputs those that the first
+    stage with a `predictionCol`, and the stages after it, add.
+    """
+
+    alone = False
+    packages = ("pyspark",)
+    loader = "sparktorch.tracking.spark_pyfunc"
+
+    def __init__(self, model: PipelineModel, stages: list[Any], ours: list[TorchModelBase], input_example: Any) -> None:
+        self.ours = ours
+        self._model = PipelineModel(stages)._resetUid(model.uid)
+        if input_example is None:
+            what = "a pipeline with stages of Spark's does not say of which types its input columns are"
+            raise PersistenceError(what, hint="pass a few raw rows, as input_example=df.limit(5)")
+        rows = input_example
+        if not _is_frame(rows):
+            rows = SparkSession.builder.getOrCreate().createDataFrame(rows)
+        if is_connect(rows.sparkSession):
+            what = "MLflow saves no stages of Spark's from Spark Connect"
+            raise PersistenceError(what, hint="log the stages that are sparktorch's, or log it in a classic session")
+        self._spark = rows.sparkSession
+        scored = self._model.transform(rows)  # raises what is wrong with the rows, if anything is
+        needed = [name for name in rows.columns if not _transforms(self._model, rows.drop(name))]
+        first = next((at for at, stage in enumerate(stages) if stage.hasParam("predictionCol")), 0)
+        rows = rows.select(*map(quoted, needed))
+        known = PipelineModel(stages[:first]).transform(rows).columns
+        scored = self._model.transform(rows)
+        self._inputs = {field.name: field.dataType.simpleString() for field in rows.schema}
+        made = [field for field in scored.schema if field.name not in known]
+        self._outputs = {field.name: field.dataType.simpleString() for field in made}
+        self._example = _first_rows(rows)
+
+    def write(
+        self, data: Path, mlflow_model: Model, code_paths: list[str], conda_env: Any, *, allow_pickle: bool
+    ) -> str | None:
+        import mlflow.spark
+
+        with _pickles(self._spark, allow_pickle):
+            mlflow.spark.save_model(
+                self._model,
+                str(data.parent),
+                mlflow_model=mlflow_model,
+                conda_env=conda_env,  # otherwise MLflow starts a JVM to find the libraries
+                code_paths=code_paths,
+                signature=False,
+            )
+        (data / _COLUMNS).write_text(json.dumps({"inputs": self._inputs, "outputs": self._outputs}))
+        code: str | None = mlflow_model.flavors["spark"].get("code")
+        return code
+
+    def signature(self) -> ModelSignature:
+        from mlflow import types
+        from mlflow.models import ModelSignature
+        from mlflow.types.schema import AnyType
+
+        rows = self._example
+        inputs: list[Any] = [
+            # pandas has other types for integers and booleans beside a null, and MLflow refuses them.
+            types.ColSpec(AnyType() if kind in _WITHOUT_NULLS and rows[name].isna().any() else _type_of(kind), name)
+            for name, kind in self._inputs.items()
+        ]
+        outputs: list[Any] = [types.ColSpec(_type_of(kind), name) for name, kind in self._outputs.items()]
+        return ModelSignature(inputs=types.Schema(inputs), outputs=types.Schema(outputs))
+
+    def example(self) -> pd.DataFrame:
+        return self._example
+
+
+def _transforms(model: PipelineModel, rows: DataFrame) -> bool:
+    """Whether a pipeline takes rows of these columns, which it says without a job."""
+    try:
+        model.transform(rows)
+    except Exception:  # whatever a stage raises for a column that is missing
+        return False
+    return True
+
+
+def _type_of(sql: str) -> Any:
+    """Returns MLflow's type of a column; any type where it has none, as for maps."""
+    from mlflow.types.schema import AnyType, DataType
+
+    if sql.startswith("decimal"):
+        return DataType.double
+    try:
+        return type_of(sql)
+    except ValueError:
+        return AnyType()
+
+
+def _is_frame(rows: Any) -> bool:
+    """Whether rows are a DataFrame of Spark's, classic or Connect."""
+    return hasattr(rows, "sparkSession")
+
+
+def _first_rows(rows: DataFrame) -> pd.DataFrame:
+    """Returns a few rows as pandas, with vectors as arrays."""
+    return without_vectors(rows.limit(_EXAMPLE_ROWS)).toPandas()
+
+
+def without_vectors(rows: DataFrame) -> DataFrame:
+    """Returns rows with vectors as arrays of double."""
+    vectors = {field.name for field in rows.schema if field.dataType.simpleString() == "vector"}
+    columns = {name: vector_to_array(quoted(name)) if name in vectors else quoted(name) for name in rows.columns}
+    return rows.select(*(column.alias(name) for name, column in columns.items()))
+
+
+@contextmanager
+def _pickles(spark: SparkSession, allowed: bool) -> Iterator[None]:
+    """Allows pickles in stages for the block, which get no options."""
+    before = setting(spark, FOR_ALL, "false")
+    if allowed:
+        spark.conf.set(FOR_ALL, "true")
+    try:
+        yield
+    finally:
+        spark.conf.set(FOR_ALL, before)
+
+
+def read_own_stages(data: Path, *, allow_pickle: bool, code: Path | None) -> Any:
+    """Reads a model of ours, or a pipeline of them."""
+    settings = json.loads((data / _COLUMNS).read_text())
+    if "stages" not in settings:
+        return read_local(data, allow_pickle=allow_pickle, code=code)
+    stages = [read_local(data / name, allow_pickle=allow_pickle, code=code) for name in settings["stages"]]
+    return PipelineModel(stages)._resetUid(settings["uid"])
+
+
+def read_spark_stages(model: Path, *, allow_pickle: bool) -> PipelineModel:
+    """Reads a pipeline from the folder of MLflow's model, in the session of this process."""
+    import mlflow.spark
+
+    with _pickles(SparkSession.builder.getOrCreate(), allow_pickle):
+        found: PipelineModel = mlflow.spark.load_model(str(model))
+    return found

@@ -1,0 +1,144 @@
+"""Modules written for other programs compute what scoring computes, for any number of rows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from sparktorch import TorchClassificationModel, TorchModel
+from sparktorch.base.config import Task
+from sparktorch.base.imports import load_object
+from sparktorch.base.state_dict import pack_state
+from sparktorch.data.columns import TensorSpec
+from sparktorch.errors import ConfigError, PersistenceError
+from sparktorch.model.formats import write_as
+from sparktorch.model.scorer import Scorer
+from sparktorch.model.trained_module import TrainedModule
+from sparktorch.train.recipe.dry_run import describe_outputs
+from tests.support.nets import Mlp
+
+onnxruntime: Any = pytest.importorskip("onnxruntime")
+
+X = np.random.default_rng(0).normal(size=(50, 5)).astype(np.float32)
+
+
+class Words(nn.Module):
+    """Padded words and a number; a dict of two tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 4)
+        self.out = nn.Linear(5, 2)
+
+    def forward(self, words: torch.Tensor, mask: torch.Tensor, number: torch.Tensor) -> dict[str, torch.Tensor]:
+        kept = self.embed(words) * mask[..., None]
+        pooled = kept.sum(1) / mask.sum(1, keepdim=True).clamp(min=1)
+        return {"scores": self.out(torch.cat([pooled, number[:, None]], 1)), "pooled": pooled}
+
+
+class Branching(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if x.sum() > 0 else -super().forward(x)
+
+
+class Special(nn.Linear):
+    """Uses an operator that ONNX has not."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(torch.special.bessel_j0(x))
+
+
+def trained(source: Any, inputs: tuple[TensorSpec, ...], example: tuple[Any, ...], task: Task) -> TrainedModule:
+    torch.manual_seed(0)
+    module = source()
+    weights, outputs = pack_state(module.state_dict()), describe_outputs(module(*example))
+    return TrainedModule(source=source, params={}, weights=weights, inputs=inputs, outputs=outputs, task=task)
+
+
+def flat(source: Any, task: Task = "generic") -> TrainedModule:
+    spec = TensorSpec(name="x0", column="features", dtype="float32", shape=(5,))
+    return trained(source, (spec,), (torch.from_numpy(X),), task)
+
+
+def linear(kind: type[nn.Linear]) -> TrainedModule:
+    module = kind(5, 3)
+    spec = TensorSpec(name="x0", column="features", dtype="float32", shape=(5,))
+    outputs = describe_outputs(module(torch.from_numpy(X)))
+    weights = pack_state(module.state_dict())
+    params = {"in_features": 5, "out_features": 3}
+    return TrainedModule(source=kind, params=params, weights=weights, inputs=(spec,), outputs=outputs, task="generic")
+
+
+def run(file: Path, inputs: dict[str, Any]) -> dict[str, Any]:
+    session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+    names = [output.name for output in session.get_outputs()]
+    return dict(zip(names, session.run(names, inputs), strict=True))
+
+
+def test_onnx_computes_the_scores_of_any_number_of_rows(tmp_path: Path) -> None:
+    model = TorchClassificationModel()._with(flat(Mlp, "classification"), None)
+    model.export(str(tmp_path / "net.onnx"))
+    expected = Scorer(model.trained).score_arrays([X])["scores"]
+    for rows in (1, 7, 50):
+        found = run(tmp_path / "net.onnx", {"features": X[:rows]})
+        assert list(found) == ["output"]
+        np.testing.assert_allclose(found["output"], expected[:rows], atol=1e-5)
+
+
+def test_onnx_names_columns_masks_and_outputs(tmp_path: Path) -> None:
+    words = TensorSpec(name="x0", column="words", dtype="int64", layout="padded")
+    number = TensorSpec(name="x1", column="number", dtype="float32")
+    inputs = torch.tensor([[1, 2, 3], [4, 5, 0]]), torch.tensor([[1, 1, 1], [1, 1, 0]]).bool(), torch.randn(2)
+    model = trained(Words, (words, number), inputs, "generic")
+    write_as(model, tmp_path / "net.onnx", "onnx")
+    names = ["words", "words_mask", "number"]
+    found = run(tmp_path / "net.onnx", {n: t.numpy() for n, t in zip(names, inputs, strict=True)})
+    expected = Scorer(model).score_tensors(inputs)
+    assert set(found) == {"scores", "pooled"}
+    for name, values in expected.items():
+        np.testing.assert_allclose(found[name], values, atol=1e-5)
+
+
+def test_a_program_has_its_weights_with_it(tmp_path: Path) -> None:
+    model = flat(Mlp)
+    TorchModel()._with(model, None).export(str(tmp_path / "net.pt2"), "pt2")
+    program = torch.export.load(tmp_path / "net.pt2").module()
+    with torch.no_grad():
+        found = program(torch.from_numpy(X[:7])).numpy()
+    np.testing.assert_allclose(found, Scorer(model).score_arrays([X[:7]])["prediction"], atol=1e-6)
+
+
+def test_weights_come_with_what_makes_the_module(tmp_path: Path) -> None:
+    model = linear(nn.Linear)
+    write_as(model, tmp_path / "net.safetensors", "safetensors")
+    form = json.loads((tmp_path / "net.json").read_text())
+    module = load_object(form["module"])(**form["params"])
+    module.load_state_dict(load_file(tmp_path / "net.safetensors"))
+    with torch.no_grad():
+        found = module(torch.from_numpy(X)).numpy()
+    np.testing.assert_allclose(found, Scorer(model).score_arrays([X])["prediction"], atol=1e-6)
+    assert [spec["column"] for spec in form["inputs"]] == ["features"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "form", "reason"),
+    [(Branching, "pt2", "data-dependent"), (Branching, "onnx", "data-dependent"), (Special, "onnx", "bessel_j0")],
+)
+def test_what_torch_cannot_write_is_refused_with_its_reason(
+    tmp_path: Path, kind: type[nn.Linear], form: str, reason: str
+) -> None:
+    with pytest.raises(PersistenceError, match=f"cannot write the module as {form}.*{reason}(.|\n)*safetensors"):
+        write_as(linear(kind), tmp_path / "net", form)
+    assert not (tmp_path / "net").exists()
+
+
+def test_a_format_that_there_is_not_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="onnx, pt2, safetensors"):
+        write_as(linear(nn.Linear), tmp_path / "net", "h5")
