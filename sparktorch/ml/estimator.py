@@ -15,7 +15,7 @@ from pyspark.sql import DataFrame
 from sparktorch.base.config import Task, above
 from sparktorch.base.state_dict import unpacked_weights
 from sparktorch.base.weights_folder import WeightsFolder
-from sparktorch.errors import ConfigError
+from sparktorch.errors import ConfigError, SparkTorchError, shortened
 from sparktorch.ml.fit.attempts import train_with_restarts
 from sparktorch.ml.fit.checks import check_new_columns, check_param_names, naming_params
 from sparktorch.ml.fit.first_row_trial import plan_of
@@ -61,7 +61,10 @@ class TorchEstimatorBase(Estimator[M], EstimatorParams, MLReadable[Any], MLWrita
                 hint = "validationIndicatorCol: train.withColumn('held_out', lit(False)).unionByName(validation...)"
                 raise ConfigError("rows for validation are marked in one DataFrame", hint=hint, param="dataset")
             # Undoes the patch of MLflow's autologging: our listener logs the fit already.
-            return inspect.unwrap(Estimator.fit)(self, dataset, params)
+            try:
+                return inspect.unwrap(Estimator.fit)(self, dataset, params)
+            except SparkTorchError as error:
+                raise shortened(error) from error.__cause__
 
     def setParams(self, **params: Any) -> Self:
         """Sets several Params by name; `None` resets a Param to its default.
