@@ -23,7 +23,7 @@ _WARN_SECONDS = 30.0
 _LOOK_SECONDS = 0.5  # between checks of heartbeats; each call of `look` reads everything else
 _STACK_SECONDS = 3.0
 _MUTE_SECONDS = 5.0  # ten heartbeats
-_ENDING_SECONDS = 3.0  # a rank may still be importing torch
+_ENDING_SECONDS = 2.0  # of ranks that are still starting, or compute
 
 
 class Observer(Protocol):

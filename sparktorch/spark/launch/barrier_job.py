@@ -131,8 +131,8 @@ def unshippable(error: ShippingError) -> ModuleError:
     """Returns the error of a fit whose module, loss or optimizer cannot be pickled."""
     return ModuleError(
         f"the module, loss or optimizer cannot be shipped to the ranks: {error}",
-        hint="it holds, or its code uses as a global, something that stays in this process (a lock, a file, a session): "
-        "make that inside the module's __init__",
+        hint="it holds, or its code uses as a global, something that stays in this process (a lock, a file, a "
+        "session): make that inside the module's __init__",
     )
 
 
@@ -147,7 +147,7 @@ def plan(data: DataFrame | RDD[Any], body: Body, launch: Launch, rendezvous: Ren
     task = pickle.dumps(RankTask(launch.device, rendezvous, console, patience=patience, streamed=streamed))
 
     def none_starts() -> bool:
-        """Whether no task of the job can start: who can waits for the others at the store, and never meets them here."""
+        """Whether no task of the job can start: one that can waits at the store, and never comes here."""
         import threading
 
         from pyspark import BarrierTaskContext
@@ -177,7 +177,11 @@ def plan(data: DataFrame | RDD[Any], body: Body, launch: Launch, rendezvous: Ren
         except Exception as error:
             if not hosted or not none_starts():
                 raise
-            columns = [pa.array([-1], pa.int32()), pa.array(["".join(traceback.format_exception(error))]), pa.array([b""])]
+            columns = [
+                pa.array([-1], pa.int32()),
+                pa.array(["".join(traceback.format_exception(error))]),
+                pa.array([b""]),
+            ]
             return iter([pa.RecordBatch.from_arrays(columns, ["rank", "meta", "payload"])])
         finally:
             gc.enable()

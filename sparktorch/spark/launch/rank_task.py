@@ -22,6 +22,7 @@ from sparktorch.base.world import World
 from sparktorch.distributed.addresses import address_towards, host_of
 from sparktorch.distributed.client import Client, PeerFailure
 from sparktorch.distributed.log_capture import LogCapture
+from sparktorch.distributed.process_group import hang_up
 from sparktorch.distributed.store import UNREACHED_HINT, Rendezvous, connect, host_store
 from sparktorch.errors import JVM_MEMORY_HINT, ClusterError, RankError, RankLostError, SparkTorchError, told
 from sparktorch.spark.launch.gpus import choose_device
@@ -116,6 +117,7 @@ class RankTask:
                 failure = client.fail(error)
                 if hosted_by_rank0 or not _reusable(device, error) or not client.is_heard(error):
                     raise _marked(failure) from None
+                hang_up(error)
                 return  # Spark would log what it raises, and Java's stack, for each rank
         result.meta.setdefault("seconds", {})["connect"] = opened
         yield from _chunks(world.rank, result)
