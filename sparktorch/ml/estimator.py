@@ -28,6 +28,7 @@ from sparktorch.ml.params.declare import own
 from sparktorch.ml.params.mixins import EstimatorParams, GenericParams
 from sparktorch.ml.persistence import EstimatorReader, EstimatorWriter
 from sparktorch.ml.scoring.column_metadata import labels_of
+from sparktorch.ml.scoring.html import Shown
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.rdd import dataframe_of
 from sparktorch.train.plan.memory import Plan
@@ -45,7 +46,7 @@ _LOG = logging.getLogger(__name__)
 M = TypeVar("M", bound=TorchModelBase)
 
 
-class TorchEstimatorBase(Estimator[M], EstimatorParams, MLReadable[Any], MLWritable, Generic[M]):
+class TorchEstimatorBase(Shown, Estimator[M], EstimatorParams, MLReadable[Any], MLWritable, Generic[M]):
     """Base class of all estimators."""
 
     _task: Task
