@@ -5,12 +5,14 @@ from __future__ import annotations
 import difflib
 import json
 import linecache
+import logging
 import re
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from types import FrameType, TracebackType
+from typing import Any, NamedTuple, TypeVar
 
 __all__ = [
     "JVM_MEMORY_HINT",
@@ -34,11 +36,16 @@ __all__ = [
     "redacted",
     "refuse",
     "refusing",
+    "shortened",
     "told",
+    "users_part",
 ]
 
 _PASSWORD = re.compile(r"(://[^\s/:@]*:)[^\s/]+@")
+_LOG = logging.getLogger(__name__)
 _STANDARD = f"{sysconfig.get_path('stdlib')}/"
+
+E = TypeVar("E", bound=Exception)
 
 SHIP_HINT = (
     "the executors' Python, which PYSPARK_PYTHON names, needs torch, numpy, pyarrow, safetensors and what your "
@@ -214,11 +221,42 @@ def line_of_user(error: BaseException) -> str:
         if not line or "/" not in name or package in ("torch", "sparktorch"):
             continue
         text = f" at {name}:{number}, {line!r}"
-        if "-packages/" in name or name.startswith(_STANDARD):  # site-packages; of Debian, dist-packages
+        if _of_library(frame):
             of_libraries = text
         else:
             of_user = text
     return of_user or of_libraries
+
+
+def users_part(error: BaseException) -> TracebackType | None:
+    """Returns an exception's traceback from the first line of the user's code on; `None` if there is none in it."""
+    trace = error.__traceback__
+    while trace is not None:
+        frame = trace.tb_frame
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if "/" in frame.f_code.co_filename and package != "sparktorch" and not _of_library(frame):
+            return trace
+        trace = trace.tb_next
+    return None
+
+
+def shortened(error: E) -> E:
+    """Returns an error as `fit` raises it: without the calls in between, and its cause from the user's code on.
+
+    A cause without code of the user's says nothing that the error does not. All is logged at DEBUG.
+    """
+    _LOG.debug("an error, in full", exc_info=error)
+    cause = error.__cause__
+    while cause is not None and users_part(cause) is None:
+        cause = cause.__cause__
+    error.__cause__ = None if cause is None else cause.with_traceback(users_part(cause))
+    return error.with_traceback(None)
+
+
+def _of_library(frame: FrameType) -> bool:
+    """Returns whether code is installed: in site-packages, or Debian's dist-packages, or as Python's own."""
+    name = frame.f_code.co_filename
+    return "-packages/" in name or name.startswith(_STANDARD)
 
 
 def counted(count: int, one: str, many: str) -> str:

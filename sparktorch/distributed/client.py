@@ -27,13 +27,14 @@ from sparktorch.distributed.log_capture import LogCapture
 from sparktorch.distributed.os_memory import out_of_memory_kills, resident_bytes
 from sparktorch.distributed.process_group import collectives_begun
 from sparktorch.distributed.store import SealedStore, pieces_of
-from sparktorch.errors import SHIP_HINT, ClusterError, RankError, SparkTorchError
+from sparktorch.errors import SHIP_HINT, ClusterError, RankError, SparkTorchError, users_part
 
 __all__ = ["Cancelled", "Client", "Order", "PeerFailure", "last_lines"]
 
 _LONGEST_PAUSE = 0.05
 _BUSY_SECONDS = 0.05  # of processor time between two heartbeats
 _SILENT_SECONDS = 1.2  # more than two heartbeats
+_ANSWER_SECONDS = 1.0  # twenty looks of the driver
 
 T = TypeVar("T")
 
@@ -248,8 +249,24 @@ class Client:
                 self._tell_who_is_silent(first=order == 1, look=secondary)
         return failure
 
+    def is_heard(self, error: BaseException) -> bool:
+        """Returns whether the driver ends the fit by itself, after this rank has reported its error to it.
+
+        It does so once it knows the root cause, of which this rank's error may be a consequence. It has a second to
+        say so.
+        """
+        if isinstance(error, Cancelled):
+            return True
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        with suppress(RuntimeError):  # the store may be gone
+            while time.monotonic() < deadline:
+                if self.store.check(["cause known"]):
+                    return True
+                time.sleep(_LONGEST_PAUSE)
+        return False
+
     def describe(self, error: BaseException) -> SparkTorchError:
-        """Returns the error as one that carries rank, host, epoch, step and traceback."""
+        """Returns the error as one that carries rank, host, epoch, step, and its traceback from the user's code on."""
         state = self._state
         place: dict[str, Any] = {
             "rank": self._world.rank,
@@ -262,7 +279,7 @@ class Client:
             return error.at(**place)
         if isinstance(error, RankError) and error.trace:
             return SparkTorchError.from_dict({**error.at(**place).to_dict(), "trace": lines + error.trace})
-        trace = "".join(traceback.format_exception(error))
+        trace = "".join(traceback.format_exception(type(error), error, users_part(error) or error.__traceback__))
         what = f"{type(error).__name__} while {state['phase']}: {error}"
         hint = SHIP_HINT if isinstance(error, ModuleNotFoundError) else ""
         return RankError(what, hint=hint, trace=f"{lines}Traceback of rank {rank}:\n{trace}", **place)

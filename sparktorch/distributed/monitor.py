@@ -23,6 +23,7 @@ _WARN_SECONDS = 30.0
 _LOOK_SECONDS = 0.5  # between checks of heartbeats; each call of `look` reads everything else
 _STACK_SECONDS = 3.0
 _MUTE_SECONDS = 5.0  # ten heartbeats
+_ENDING_SECONDS = 2.0  # of ranks that are still starting, or compute
 
 
 class Observer(Protocol):
@@ -81,6 +82,7 @@ class Monitor:
         self._warned: dict[int, float] = {}
         self._first_arrival = now if running else None
         self._pulses = Pulses[dict[str, Any]](_moves)
+        self._failed_at: float | None = None
 
     def look(self) -> None:
         """Forwards new reports and checks the heartbeats.
@@ -94,6 +96,16 @@ class Monitor:
         if time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + _LOOK_SECONDS
             self._look_at_beats(self.server)
+
+    def look_for_failure(self) -> None:
+        """Lets all ranks end without raising once one has reported the root cause; raises it if they take too long."""
+        failure = self.server.acknowledge() if self.server is not None else None
+        if failure is None:
+            return
+        now = time.monotonic()
+        self._failed_at = self._failed_at or now
+        if now - self._failed_at > _ENDING_SECONDS:
+            raise failure
 
     def listen(self, server: ControlServer) -> None:
         """Forwards epochs, warnings, log lines and progress."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import socket
 import struct
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from datetime import timedelta
@@ -22,7 +24,9 @@ from sparktorch.errors import ClusterError
 __all__ = [
     "abandon",
     "attach",
+    "clear_frames",
     "collectives_begun",
+    "hang_up",
     "max_over_ranks",
     "opening",
     "process_group",
@@ -111,6 +115,25 @@ def abandon(error: BaseException, report: Callable[[BaseException], object]) -> 
             group.abort()
     with suppress(Exception):  # it would replace the error
         dist.destroy_process_group()
+
+
+def hang_up(error: BaseException) -> None:
+    """Closes the connections of the last groups, once an error has closed these: peers that wait for this rank end.
+
+    They close when nothing refers to a group, as frames of the error's traceback may. With collectives that are under
+    way, this waits for the peers.
+    """
+    clear_frames(error)
+    gc.collect()
+    _kept.clear()
+
+
+def clear_frames(error: BaseException | None) -> None:
+    """Clears the local variables in the tracebacks of an error and its causes, because the error lives on."""
+    if error is not None:
+        traceback.clear_frames(error.__traceback__)
+        clear_frames(error.__cause__)
+        clear_frames(error.__context__ if error.__context__ is not error.__cause__ else None)
 
 
 def _groups() -> list[Any]:

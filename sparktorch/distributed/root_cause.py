@@ -73,6 +73,16 @@ class RootCause:
         self._watch = watch
         self._kills = out_of_memory_kills()
 
+    def of_ended(self, error: Exception | None) -> SparkTorchError | None:
+        """Returns the error that `fit` raises for a job that has ended, with an exception or without one.
+
+        Ranks end without raising once the driver knows what one of them has reported.
+        """
+        server = self._watch.server
+        if error is None and (server is None or server.first_failure()[0] is None):
+            return None
+        return self.of(error or RuntimeError("the ranks have ended without results"))
+
     def of(self, error: Exception) -> SparkTorchError:
         """Returns the error that `fit` raises for an exception of Spark.
 

@@ -119,6 +119,14 @@ class ControlServer:
         first = min(forms, key=lambda form: (form["secondary"], form["order"]))
         return SparkTorchError.from_dict(first), not first["secondary"]
 
+    def acknowledge(self) -> SparkTorchError | None:
+        """Returns the root cause once a rank has reported it, and tells the ranks that it is known: see `is_heard`."""
+        failure, primary = self.first_failure()
+        if not primary:
+            return None
+        self._store.set("cause known", "1")
+        return failure
+
     def silent(self) -> set[int]:
         """Returns the ranks whose heartbeats had stopped when the first failed rank looked, before it ended."""
         found = self._read("silent")
@@ -131,7 +139,7 @@ class ControlServer:
         return {rank: beat for rank, beat in beats if beat is not None and rank not in reported}
 
     def ended(self, rank: int) -> bool:
-        """Returns whether a rank has ended without an error."""
+        """Returns whether a rank has ended without raising."""
         return bool(self._store.check([f"ended/{rank}"]))
 
     def out_of_memory_kills(self, host: str) -> int:

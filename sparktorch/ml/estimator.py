@@ -16,7 +16,7 @@ from sparktorch.base.config import Task, above
 from sparktorch.base.state_dict import unpacked_weights
 from sparktorch.base.weights_folder import WeightsFolder
 from sparktorch.data.columns import Window
-from sparktorch.errors import ConfigError
+from sparktorch.errors import ConfigError, SparkTorchError, shortened
 from sparktorch.ml.fit.attempts import train_with_restarts
 from sparktorch.ml.fit.checks import check_new_columns, check_param_names, naming_params
 from sparktorch.ml.fit.first_row_trial import plan_of
@@ -29,6 +29,7 @@ from sparktorch.ml.params.declare import own
 from sparktorch.ml.params.mixins import EstimatorParams, GenericParams
 from sparktorch.ml.persistence import EstimatorReader, EstimatorWriter
 from sparktorch.ml.scoring.column_metadata import labels_of
+from sparktorch.ml.scoring.html import Shown
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.rdd import dataframe_of
 from sparktorch.train.plan.memory import Plan
@@ -46,7 +47,7 @@ _LOG = logging.getLogger(__name__)
 M = TypeVar("M", bound=TorchModelBase)
 
 
-class TorchEstimatorBase(Estimator[M], EstimatorParams, MLReadable[Any], MLWritable, Generic[M]):
+class TorchEstimatorBase(Shown, Estimator[M], EstimatorParams, MLReadable[Any], MLWritable, Generic[M]):
     """Base class of all estimators."""
 
     _task: Task
@@ -63,7 +64,10 @@ class TorchEstimatorBase(Estimator[M], EstimatorParams, MLReadable[Any], MLWrita
                 hint = "validationIndicatorCol: train.withColumn('held_out', lit(False)).unionByName(validation...)"
                 raise ConfigError("rows for validation are marked in one DataFrame", hint=hint, param="dataset")
             # Undoes the patch of MLflow's autologging: our listener logs the fit already.
-            return inspect.unwrap(Estimator.fit)(self, dataset, params)
+            try:
+                return inspect.unwrap(Estimator.fit)(self, dataset, params)
+            except SparkTorchError as error:
+                raise shortened(error) from error.__cause__
 
     def setParams(self, **params: Any) -> Self:
         """Sets several Params by name; `None` resets a Param to its default.

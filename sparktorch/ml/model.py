@@ -16,6 +16,7 @@ from torch import nn
 
 from sparktorch.base.config import Invalid, Precision
 from sparktorch.base.imports import load_object
+from sparktorch.base.redact import shown
 from sparktorch.base.weights_folder import WeightsFolder
 from sparktorch.data.columns import places_of
 from sparktorch.errors import ConfigError, PersistenceError, nearest
@@ -27,6 +28,7 @@ from sparktorch.ml.fit.values import Values
 from sparktorch.ml.from_module import Weights, trained_from
 from sparktorch.ml.params.mixins import GenericModelParams, ModelParams
 from sparktorch.ml.persistence import ModelReader, ModelWriter
+from sparktorch.ml.scoring import html
 from sparktorch.ml.scoring.column_metadata import numeric
 from sparktorch.ml.scoring.output_fields import layer_field, output_fields, sql_type
 from sparktorch.ml.scoring.single_row import score_row
@@ -52,6 +54,8 @@ if TYPE_CHECKING:
 
 __all__ = ["TorchModel", "TorchModelBase"]
 
+_SIZES = ("numClasses", "numFeatures")
+
 
 class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
     """Base class of all fitted models.
@@ -68,8 +72,16 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
         """Returns type, uid and sizes, in the format of Spark's own models."""
         if self._trained is None:
             return str(super().__repr__())
-        sizes = {name: getattr(self, name) for name in ("numClasses", "numFeatures") if hasattr(self, name)}
+        sizes = {name: getattr(self, name) for name in _SIZES if hasattr(self, name)}
         return ", ".join([f"{type(self).__name__}: uid={self.uid}", *(f"{n}={size}" for n, size in sizes.items())])
+
+    def _repr_html_(self) -> str:
+        if self._trained is None:
+            return html.block(type(self).__name__, self.uid)
+        sizes = {name: html.number(getattr(self, name)) for name in _SIZES if hasattr(self, name)}
+        about = {"module": shown(self._trained.source), **sizes, **html.settings(self)}
+        course = self._summary._repr_html_() if self._summary is not None else ""
+        return html.block(type(self).__name__, self.uid, html.pairs(about), course)
 
     @classmethod
     def fromModule(
@@ -114,7 +126,7 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
 
     def _with(self, trained: TrainedModule, summary: TrainingSummary | None) -> Self:
         self._trained = trained
-        self._summary = summary
+        self._summary = None if summary is None else replace(summary, labels=trained.labels)
         return self
 
     @property

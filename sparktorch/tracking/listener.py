@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from sparktorch.tracking import figures
+from sparktorch.ml.scoring import figures
 from sparktorch.tracking import run_metadata as facts
 from sparktorch.tracking.async_logger import Outbox, Sample
 from sparktorch.tracking.runs import FIT_TAG, ActiveRun, Autologging, Target, active_run, autologging, choose
@@ -66,9 +66,7 @@ class MLflowListener:
         fit = self._fit
         self._tag({FIT_TAG: fit.kind})
         self._outbox.send(partial(_log_params, facts.params(fit.estimator)))
-        validated = fit.estimator.isSet("validationIndicatorCol")
-        classes = validated and fit.estimator.hasParam("rawPredictionCol")
-        self._outbox.send(lambda client, run: figures.preload(classes=classes))
+        self._outbox.send(lambda client, run: figures.matplotlib())  # its first import takes seconds
 
     def progress(self, record: dict[str, Any]) -> None:
         """Logs the loss of a step, with the optimizer step as MLflow's step."""

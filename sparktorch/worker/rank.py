@@ -6,7 +6,6 @@ Tests and GPU machines call `train_partition` directly.
 from __future__ import annotations
 
 import pickle
-import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from typing import Protocol
@@ -19,6 +18,7 @@ from sparktorch.base.devices import is_host, let_go, select
 from sparktorch.base.world import World
 from sparktorch.distributed.client import Client, Order
 from sparktorch.distributed.os_memory import forget_peaks
+from sparktorch.distributed.process_group import clear_frames
 from sparktorch.train.numerics.torch_errors import explained
 from sparktorch.train.recipe.dry_run import DryRunResult
 from sparktorch.worker.held_rows import HeldRows
@@ -120,7 +120,7 @@ def _carry_out(order: Order, rows: HeldRows, client: Client) -> None:
                 own.fail(error)
                 raise
     except Exception as error:
-        _clear_frames(error)
+        clear_frames(error)
 
 
 @contextmanager
@@ -158,16 +158,8 @@ def leaving_none_of(device: str) -> Iterator[None]:
         yield
     except BaseException as error:
         if not is_host(device):
-            _clear_frames(error)
+            clear_frames(error)
             with suppress(Exception):  # after some errors, CUDA answers every call with the same one
                 let_go(device)
         raise
     let_go(device)
-
-
-def _clear_frames(error: BaseException | None) -> None:
-    """Clears the local variables in the tracebacks of an error and its causes, because the error lives on."""
-    if error is not None:
-        traceback.clear_frames(error.__traceback__)
-        _clear_frames(error.__cause__)
-        _clear_frames(error.__context__ if error.__context__ is not error.__cause__ else None)

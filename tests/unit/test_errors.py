@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import pickle
+import traceback
+from functools import partial
+from typing import Any
 
 import pytest
 
 from sparktorch import errors
-from sparktorch.errors import ColumnError, RankError, SparkTorchError, nearest
+from sparktorch.errors import ColumnError, ModuleError, RankError, SparkTorchError, nearest, shortened
 
 KINDS = [getattr(errors, name) for name in errors.__all__ if name.endswith("Error") and name != "SparkTorchError"]
 
@@ -53,3 +56,28 @@ def test_more_of_the_place_can_be_told_and_what_is_known_stays() -> None:
 )
 def test_the_nearest_name_is_found_whatever_its_case(name: str, hint: str) -> None:
     assert nearest(name, ["epochs", "batchSize"]) == hint
+
+
+OF_THE_PACKAGE = """
+def fit(function):
+    try:
+        function()
+    except Exception as error:
+        raise ModuleError("it broke") from error
+"""
+
+
+def _broken() -> None:
+    raise KeyError("of the user")
+
+
+@pytest.mark.parametrize(("fails", "frames"), [(_broken, ["_broken"]), (partial(int, "x"), None)])
+def test_an_error_is_shortened_to_the_users_own_frames_or_to_no_cause(fails: Any, frames: list[str] | None) -> None:
+    package: dict[str, Any] = {"__name__": "sparktorch.part", "ModuleError": ModuleError}
+    exec(compile(OF_THE_PACKAGE, "/site-packages/sparktorch/part.py", "exec"), package)
+    with pytest.raises(ModuleError) as caught:
+        package["fit"](fails)
+    short = shortened(caught.value)
+    assert short.__traceback__ is None
+    cause = short.__cause__
+    assert frames == (None if cause is None else [frame.name for frame in traceback.extract_tb(cause.__traceback__)])

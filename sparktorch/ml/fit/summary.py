@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from sparktorch.errors import ConfigError
+from sparktorch.ml.scoring import figures, html
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["TrainingSummary"]
+
+_SHOWN_EPOCHS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +49,7 @@ class TrainingSummary:
             predicts as class `j` (column), without sample weights. `None` otherwise, and with more than 100 classes.
         droppedRows: Number of rows left out because they hold a null, NaN or infinity, under
             `nullPolicy` "drop".
+        labels: Names of a classifier's classes, if they have any; `to_dict` leaves them out.
     """
 
     history: list[dict[str, Any]]
@@ -52,6 +62,7 @@ class TrainingSummary:
     ranks: list[dict[str, Any]]
     confusionMatrix: list[list[int]] | None = None
     droppedRows: int = 0
+    labels: Sequence[str] = ()
 
     @classmethod
     def of(cls, results: list[tuple[dict[str, Any], bytes]], seconds: dict[str, float]) -> TrainingSummary:
@@ -94,6 +105,54 @@ class TrainingSummary:
         """The most rows of a micro-batch that `microBatchSize="auto"` has found; `None` if it was not asked to."""
         return self.history[-1].get("micro_batch_size") if self.history else None
 
+    def plot(self) -> Figure:
+        """Draws the losses by epoch, the metrics of validation, and the learning rate if it changes.
+
+        Raises:
+            ConfigError: matplotlib is not installed.
+        """
+        return figures.curves(self.history)
+
+    def plotConfusion(self) -> Figure:
+        """Draws `confusionMatrix`, with the names of the classes if they have any.
+
+        Raises:
+            ConfigError: There is no matrix, or matplotlib is not installed.
+        """
+        if self.confusionMatrix is None:
+            raise ConfigError(
+                "the training has counted no confusion matrix",
+                hint="that of a classifier does, with validationIndicatorCol and up to 100 classes; "
+                "model.evaluate(rows).plotConfusion() draws that of any rows",
+            )
+        return figures.confusion_matrix(self.confusionMatrix, self.labels)
+
+    def _repr_html_(self) -> str:
+        seconds = sum(record["seconds"] for record in self.history)
+        facts = {
+            "rows": f"{self.rows:,}" + (f", and {self.validationRows:,} of validation" if self.validationRows else ""),
+            "workers": str(self.numWorkers),
+            "epochs": f"{len(self.history)} in {seconds:.1f} s",
+        }
+        names = dict.fromkeys(name for record in self.history for name in record)
+        columns = ["epoch", "loss", *(name for name in names if name.startswith(("val_", "train_")))]
+        columns += [name for name in ("learning_rate", "seconds") if name in names]
+        table = html.grid(_shown(self.history), [*columns, ""]) if self.history else ""
+        return html.block("Training", "", html.pairs(facts), table, html.drawn(self.plot) if self.history else "")
+
     def to_dict(self) -> dict[str, Any]:
         """Returns a JSON-serializable dict; `TrainingSummary(**form)` is the inverse."""
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if name != "labels"}
+
+
+def _shown(history: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the epochs that a table has room for: the first, the best and the last ones, with a mark at the best."""
+    judged = [record for record in history if "val_loss" in record] or history
+    best = min(judged, key=lambda record: record.get("val_loss", record["loss"]))
+    last, found = len(history) - _SHOWN_EPOCHS, list[dict[str, Any]]()
+    for place, record in enumerate(history):
+        if place in (0, history.index(best)) or place > last:
+            found.append({**record, "": "best" if record is best else ""})
+        elif found[-1]["epoch"] != "…":
+            found.append({"epoch": "…"})
+    return found

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,9 +21,13 @@ from pyspark.sql import functions as F
 
 from sparktorch.errors import ColumnError
 from sparktorch.ml.params.mixins import ClassificationModelParams, RegressionModelParams
+from sparktorch.ml.scoring import figures, html
 from sparktorch.spark.column_names import ColumnNames, quoted
 from sparktorch.spark.frame.encoding import NUMERIC
 from sparktorch.spark.frame.refusals import no_label, no_number
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = [
     "BinaryClassificationSummary",
@@ -63,6 +67,11 @@ class Summary:
     weightCol: str
     numInstances: int
 
+    _shown: ClassVar[tuple[str, ...]] = ("numInstances",)  # the metrics that HTML has
+
+    def _repr_html_(self) -> str:
+        return html.block(type(self).__name__, "", html.pairs({n: html.number(getattr(self, n)) for n in self._shown}))
+
 
 @dataclass(frozen=True, kw_only=True)
 class ClassificationSummary(Summary):
@@ -73,8 +82,19 @@ class ClassificationSummary(Summary):
     """
 
     numClasses: int
+    _names: Sequence[str] = field(default=(), repr=False)  # of the classes
     _counts: _Counts = field(repr=False)
     _cells: Callable[[], list[Row]] = field(repr=False)  # those of the confusion matrix with rows
+
+    _shown: ClassVar[tuple[str, ...]] = (*_Summary._shown, "accuracy", "weightedPrecision", "weightedRecall")
+
+    def plotConfusion(self) -> Figure:
+        """Draws `confusionMatrix`, with the names of the classes if they have any.
+
+        Raises:
+            ConfigError: matplotlib is not installed.
+        """
+        return figures.confusion_matrix(self.confusionMatrix, self._names)
 
     @property
     def labels(self) -> list[float]:
@@ -197,6 +217,8 @@ class BinaryClassificationSummary(ClassificationSummary):
     areaUnderROC: float
     areaUnderPR: float
 
+    _shown: ClassVar[tuple[str, ...]] = (*ClassificationSummary._shown, "areaUnderROC", "areaUnderPR")
+
 
 @dataclass(frozen=True, kw_only=True)
 class RegressionSummary(Summary):
@@ -213,6 +235,8 @@ class RegressionSummary(Summary):
     meanAbsoluteError: float
     r2: float
     explainedVariance: float
+
+    _shown: ClassVar[tuple[str, ...]] = (*_Summary._shown, "rootMeanSquaredError", "meanAbsoluteError", "r2")
 
     @property
     def rootMeanSquaredError(self) -> float:
@@ -258,7 +282,7 @@ def evaluate_classifier(
         columns = ((groups, "class", "weight"), (by_prediction, "prediction", "weight"), (groups, "class", "hits"))
         counts = [np.bincount(_of(of, by).astype(np.int64), _of(of, name), classes) for of, by, name in columns]
         found |= {"_counts": _Counts(labels, *(np.asarray(count[labels], np.float64) for count in counts))}
-        found |= {"numClasses": classes, "_cells": cells.collect if many else lambda: groups}
+        found |= {"numClasses": classes, "_names": names, "_cells": cells.collect if many else lambda: groups}
         if not binary:
             return ClassificationSummary(**found)
         areas = BinaryClassificationEvaluator(rawPredictionCol="score", weightCol="weight")

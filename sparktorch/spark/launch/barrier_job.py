@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -12,10 +12,9 @@ from typing import Any, Literal
 import pyarrow as pa
 from pyspark import RDD
 from pyspark.resource import ResourceProfile
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import DataFrame, Row, SparkSession
 
 from sparktorch.base.config import Device
-from sparktorch.base.imports import SHIPPING_HINT
 from sparktorch.distributed.monitor import Monitor, Observer, Timeouts
 from sparktorch.distributed.root_cause import RootCause
 from sparktorch.distributed.server import ControlServer
@@ -27,9 +26,10 @@ from sparktorch.spark.launch.spark_job import Job, new_tag
 from sparktorch.spark.session import driver_address, is_connect, session_of
 from sparktorch.spark.shipping import ShippingError, send
 
-__all__ = ["Launch", "control_server", "plan", "run_ranks", "unshippable"]
+__all__ = ["Launch", "control_server", "plan", "run_ranks", "unshippable", "unstarted"]
 
 _POLL_SECONDS = 0.05
+_MEETING_SECONDS = 10.0  # between the starts of the first and the last task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,14 +82,16 @@ def run_ranks(
         try:
             while not job.wait(_POLL_SECONDS):
                 watch.look()
+                watch.look_for_failure()
             watch.look()
-        except BaseException:  # an interrupt, or stalled ranks
+        except BaseException:  # an interrupt, stalled ranks, or ranks that do not end after a failure
             if server is not None:
                 server.cancel()
             job.cancel()
             raise
-        if job.error is not None:
-            raise causes.of(job.error) from (None if server else job.error)
+        failed = causes.of_ended(job.error or unstarted(job.rows))
+        if failed is not None:
+            raise failed from (None if server else job.error)
     return assemble(job.rows, launch.world_size)
 
 
@@ -120,32 +122,69 @@ def control_server(spark: SparkSession, launch: Launch) -> ControlServer | None:
         ) from error
 
 
+def unstarted(rows: Iterable[Row]) -> RuntimeError | None:
+    """Returns the Python traceback of a job in which no rank could start."""
+    return next((RuntimeError(meta) for rank, meta, _ in rows if rank < 0), None)
+
+
 def unshippable(error: ShippingError) -> ModuleError:
     """Returns the error of a fit whose module, loss or optimizer cannot be pickled."""
-    return ModuleError(f"the module, loss or optimizer cannot be shipped to the ranks: {error}", hint=SHIPPING_HINT)
+    return ModuleError(
+        f"the module, loss or optimizer cannot be shipped to the ranks: {error}",
+        hint="it holds, or its code uses as a global, something that stays in this process (a lock, a file, a "
+        "session): make that inside the module's __init__",
+    )
 
 
 def plan(data: DataFrame | RDD[Any], body: Body, launch: Launch, rendezvous: Rendezvous | None) -> Collect:
     """Returns a callable that runs `body` in the barrier tasks, and collects their results."""
     try:
-        sent = send(session_of(data), body)
+        sent = vars(send(session_of(data), body))
     except ShippingError as error:
         raise unshippable(error) from error.__cause__
     streamed = not isinstance(data, RDD)
-    console, patience = launch.log_level, launch.patience.driver
+    console, patience, hosted = launch.log_level, launch.patience.driver, rendezvous is not None
     task = pickle.dumps(RankTask(launch.device, rendezvous, console, patience=patience, streamed=streamed))
 
+    def none_starts() -> bool:
+        """Whether no task of the job can start: one that can waits at the store, and never comes here."""
+        import threading
+
+        from pyspark import BarrierTaskContext
+
+        met = threading.Event()
+
+        def meet() -> None:
+            BarrierTaskContext.get().allGather()
+            met.set()
+
+        threading.Thread(target=meet, daemon=True).start()
+        return met.wait(_MEETING_SECONDS)
+
+    # Both work without this package, which executors may lack.
     def run(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         import gc
         import pickle
+        import traceback
 
         # Unpickling imports torch, which creates hundreds of thousands of objects and no garbage. Garbage
         # collection would take a large part of the import time.
         gc.disable()
         try:
+            from sparktorch.spark.shipping import Sent
+
             rank_task: RankTask = pickle.loads(task)
+        except Exception as error:
+            if not hosted or not none_starts():
+                raise
+            columns = [
+                pa.array([-1], pa.int32()),
+                pa.array(["".join(traceback.format_exception(error))]),
+                pa.array([b""]),
+            ]
+            return iter([pa.RecordBatch.from_arrays(columns, ["rank", "meta", "payload"])])
         finally:
             gc.enable()
-        return rank_task(batches, sent)
+        return rank_task(batches, Sent(**sent))
 
     return on_barrier(data, run, RESULT_SCHEMA, launch.profile)

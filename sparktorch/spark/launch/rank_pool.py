@@ -13,7 +13,7 @@ from pyspark.sql import DataFrame
 from sparktorch.distributed.monitor import Monitor, Observer
 from sparktorch.distributed.root_cause import RootCause
 from sparktorch.distributed.server import ControlServer
-from sparktorch.spark.launch.barrier_job import Launch, control_server, plan, unshippable
+from sparktorch.spark.launch.barrier_job import Launch, control_server, plan, unshippable, unstarted
 from sparktorch.spark.launch.rank_task import Body, assemble
 from sparktorch.spark.launch.spark_job import Job
 from sparktorch.spark.shipping import ShippingError, pickled
@@ -91,6 +91,7 @@ class RankPool:
         try:
             while not self._job.wait(_POLL_SECONDS):
                 self._monitor.look()
+                self._monitor.look_for_failure()
                 self.facts = self._server.ready(self._launch.world_size) or []
                 if self.facts:
                     self._job.idle = True
@@ -99,7 +100,7 @@ class RankPool:
         except BaseException:
             self.cancel()
             raise
-        failed = None if self._job.error is None else self._causes.of(self._job.error)
+        failed = self._causes.of_ended(self._job.error or unstarted(self._job.rows))
         self._end()
         if failed is not None:
             raise failed

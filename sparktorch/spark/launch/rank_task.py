@@ -17,10 +17,12 @@ from pyspark import BarrierTaskContext
 from pyspark.sql import Row
 
 from sparktorch.base.config import Device
+from sparktorch.base.devices import is_host
 from sparktorch.base.world import World
 from sparktorch.distributed.addresses import address_towards, host_of
-from sparktorch.distributed.client import Client
+from sparktorch.distributed.client import Client, PeerFailure
 from sparktorch.distributed.log_capture import LogCapture
+from sparktorch.distributed.process_group import hang_up
 from sparktorch.distributed.store import UNREACHED_HINT, Rendezvous, connect, host_store
 from sparktorch.errors import JVM_MEMORY_HINT, ClusterError, RankError, RankLostError, SparkTorchError, told
 from sparktorch.spark.launch.gpus import choose_device
@@ -98,6 +100,7 @@ class RankTask:
         client = Client(open_store, world, console=LogCapture(self._log_level), patience=self._patience)
         opened = time.perf_counter() - started
         with client.beating():
+            device = "cpu"
             try:
                 gpus = context.resources().get("gpu")
                 addresses = gpus.addresses if gpus else []
@@ -111,9 +114,18 @@ class RankTask:
             except StreamBrokenError:  # a consequence, which is not reported
                 raise
             except Exception as error:
-                raise _marked(client.fail(error)) from None
+                failure = client.fail(error)
+                if hosted_by_rank0 or not _reusable(device, error) or not client.is_heard(error):
+                    raise _marked(failure) from None
+                hang_up(error)
+                return  # Spark would log what it raises, and Java's stack, for each rank
         result.meta.setdefault("seconds", {})["connect"] = opened
         yield from _chunks(world.rank, result)
+
+
+def _reusable(device: str, error: Exception) -> bool:
+    """Returns whether Spark may reuse the process of a rank that has failed: an accelerator may answer no more."""
+    return is_host(device) or isinstance(error, SparkTorchError | PeerFailure)
 
 
 def unbroken(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

@@ -166,7 +166,8 @@ def dry_run(
 
 
 def _with_values(module: nn.Module, device: str) -> nn.Module:
-    """Moves a module to a device; refuses one that has tensors without values."""
+    """Moves a module to a device; refuses one that has tensors without values, or computed parameters."""
+    _check_leaves(module)
     try:
         return module.to(device)
     except NotImplementedError as error:  # torch's
@@ -175,6 +176,17 @@ def _with_values(module: nn.Module, device: str) -> nn.Module:
             hint="make it without torch.device('meta'): with modelDir, no process ever makes the whole model",
             param="module",
         ) from error
+
+
+def _check_leaves(module: nn.Module) -> None:
+    """Refuses a parameter that is computed from others: torch trains none, and fails in the second step."""
+    computed = [name for name, parameter in module.named_parameters() if not parameter.is_leaf]
+    if computed:
+        raise ModuleError(
+            f"the module has written a value that needs a gradient into its parameter {computed[0]!r}",
+            hint="write it under torch.no_grad(), or without its gradient, as value.detach()",
+            param="module",
+        )
 
 
 def _tried(
@@ -214,6 +226,7 @@ def _tried(
         _try_step(training_step, module, batch, values=values)
         if recipe.training_step == MODEL_LOSS and values:
             check_model_loss(module, batch)
+    _check_leaves(module)
     unused = any(parameter.grad is None for parameter in trainable)
     own.try_validation(batch)
     recipe.check_scored(module)

@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import pytest
 
+from sparktorch.ml.scoring.figures import loss_curve
 from sparktorch.tracking.async_logger import Sample
-from sparktorch.tracking.figures import loss_curve
 from sparktorch.tracking.listener import MLflowListener
 
 

@@ -251,6 +251,30 @@ def test_sparse_gradients_that_a_step_does_not_take_are_refused(optimizer: str, 
     assert not refused or refused in caught.value.hint
 
 
+class Computed(Mlp):
+    """Writes a value with a gradient into a parameter that is not trained: where it is made, or in `forward`."""
+
+    def __init__(self, *, made: bool) -> None:
+        super().__init__()
+        self.center = nn.Parameter(torch.zeros(5), requires_grad=False)
+        if made:
+            self._move()
+
+    def _move(self) -> None:
+        self.center.add_(self.layers[0].weight.mean())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.center.is_leaf:
+            self._move()
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_a_parameter_that_is_computed_from_others_is_refused(made: bool) -> None:
+    with pytest.raises(ModuleError, match="a value that needs a gradient into its parameter 'center'"):
+        trial(Computed, lambda output, label: squares(output.sum(1), label), "generic", module_params={"made": made})
+
+
 def test_a_sum_is_refused() -> None:
     recipes: list[dict[str, Any]] = [
         {"loss": lambda output, label: squares(output.sum(1), label).sum()},

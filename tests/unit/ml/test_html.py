@@ -1,0 +1,68 @@
+"""What notebooks show of estimators and summaries."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from torch import nn
+
+from sparktorch import TorchClassifier
+from sparktorch.ml.fit.summary import TrainingSummary
+from sparktorch.ml.scoring import figures
+
+
+def summary(history: list[dict[str, Any]], **more: Any) -> TrainingSummary:
+    values: Mapping[str, Any] = {"rows": 1000, "validationRows": 200, "stepsPerEpoch": 5, "numWorkers": 2, **more}
+    return TrainingSummary(history=history, fingerprint="", seconds={}, ranks=[], **values)
+
+
+def test_an_estimator_shows_the_params_that_are_set_and_no_others() -> None:
+    estimator = TorchClassifier(module=nn.Linear, epochs=20, batchSize=None)
+    assert repr(estimator) == "TorchClassifier(module=Linear, epochs=20)"
+    html = estimator._repr_html_()
+    assert estimator.uid in html
+    assert "epochs" in html
+    assert "batchSize" not in html
+    assert repr(TorchClassifier()) == "TorchClassifier()"
+    assert "<table" not in TorchClassifier()._repr_html_()
+
+
+def test_values_are_escaped_and_short_and_secrets_are_not_shown() -> None:
+    options = {"hf_token": "hf_abc", "text": "<b>", "long": list(range(1000))}
+    estimator = TorchClassifier(module=nn.Sequential(nn.Linear(2, 1)), moduleParams=options)
+    for shown in (repr(estimator), estimator._repr_html_()):
+        assert "hf_abc" not in shown
+        assert "999" not in shown
+    assert "&lt;b&gt;" in estimator._repr_html_()
+    assert "<b>" not in estimator._repr_html_()
+    assert repr(estimator).startswith("TorchClassifier(module=Sequential, moduleParams={'hf_token': '***',")
+
+
+def test_a_summary_shows_the_first_the_best_and_the_last_epochs() -> None:
+    losses = [9.0, 1.0, *(float(number) for number in range(2, 20))]
+    history = [
+        {"epoch": number, "loss": 1.0 / number, "val_loss": loss, "seconds": 0.25, "rows_per_second": 3.0}
+        for number, loss in enumerate(losses, 1)
+    ]
+    html = summary(history)._repr_html_()
+    assert "1,000, and 200 of validation" in html
+    assert "20 in 5.0 s" in html
+    cells = [part.split("</td>")[0].rpartition(">")[2] for part in html.split("<tr>")[5:]]
+    assert cells == ["1", "2", "…", *map(str, range(14, 21))]
+    (best,) = [part for part in html.split("<tr>") if "best" in part]
+    assert [cell.rpartition(">")[2] for cell in best.split("</td>")[:3]] == ["2", "0.5", "1"]
+    assert "rows_per_second" not in html
+    assert "data:image/png;base64," in html
+
+
+def test_without_matplotlib_tables_are_there_and_plots_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    found = summary([{"epoch": 1, "loss": 1.0, "seconds": 0.1}])
+    assert "<table" in found._repr_html_()
+    assert "image" not in found._repr_html_()
+    for draw in (found.plot, figures.matplotlib):
+        with pytest.raises(ValueError, match="pip install matplotlib"):
+            draw()
