@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         TextClassifier,
     )
     from sparktorch.ml.regression import TorchRegressionModel, TorchRegressor
+    from sparktorch.ml.tasks.recommender import Recommender, RecommenderModel
     from sparktorch.ml.tasks.tabular import (
         TabularClassificationModel,
         TabularClassifier,
@@ -43,6 +44,8 @@ __all__ = [
     "Callback",
     "ImageClassificationModel",
     "ImageClassifier",
+    "Recommender",
+    "RecommenderModel",
     "RunContext",
     "RunParams",
     "SparkTorchError",
@@ -72,6 +75,8 @@ _HOMES = {
     "Callback": "sparktorch.train.callbacks",
     "ImageClassificationModel": "sparktorch.ml.pretrained",
     "ImageClassifier": "sparktorch.ml.pretrained",
+    "Recommender": "sparktorch.ml.tasks.recommender",
+    "RecommenderModel": "sparktorch.ml.tasks.recommender",
     "RunContext": "sparktorch.worker.run_context",
     "RunParams": "sparktorch.ml.params.mixins",
     "SparkTorchError": "sparktorch.errors",

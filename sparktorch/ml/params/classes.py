@@ -9,9 +9,11 @@ from sparktorch.ml.params.tables import (
     CHECKPOINTS,
     CLASS_WEIGHTS,
     CLASSIFIED,
+    COLD_START,
     COLUMNS,
     DEVICE,
     EPOCHS,
+    FACTORS,
     IMAGE,
     INPUTS,
     LABEL,
@@ -22,9 +24,11 @@ from sparktorch.ml.params.tables import (
     NUMERICS,
     OPTIMIZER,
     OUTPUTS,
+    PAIR,
     PATIENCE,
     PREDICTION,
     PRETRAINED,
+    RATING,
     RESULT,
     ROWS,
     SAMPLING,
@@ -47,6 +51,8 @@ __all__ = [
     "IMAGE_CLASSIFIER",
     "IMAGE_MODEL",
     "MODEL",
+    "RECOMMENDER",
+    "RECOMMENDER_MODEL",
     "REGRESSION_MODEL",
     "REGRESSOR",
     "RUN",
@@ -95,6 +101,17 @@ def _tabular(table: tuple[ParamSpec, ...]) -> tuple[ParamSpec, ...]:
 
 TABULAR_CLASSIFIER, TABULAR_REGRESSOR = _tabular(CLASSIFIER), _tabular(REGRESSOR)
 
+_OTHERWISE = {"optimizer": "Adagrad", "learningRate": 0.1}
+RECOMMENDER = (
+    *(*PAIR, *RATING, *FACTORS, *COLD_START, MODULE[1], *PREDICTION, *ROWS),
+    *(spec for spec in INPUTS if spec.name == "nullPolicy"),
+    *(
+        replace(spec, default=_OTHERWISE.get(spec.name, spec.default))
+        for spec in _AFTER_LOSS
+        if spec.name != "trainingStep"
+    ),
+)
+
 # Of `run`, whose function has a loop of its own.
 RUN = (
     *(*COLUMNS, *INPUTS, *_unlabelled(LABEL), *LABELS, *WEIGHT, *ROWS),
@@ -111,3 +128,4 @@ REGRESSION_MODEL = (*MODEL, *LABEL, *WEIGHT)
 CLASSIFICATION_MODEL = (*MODEL, *CLASSIFIED, *LABEL, *WEIGHT)
 TEXT_MODEL = (*CLASSIFICATION_MODEL, PRETRAINED[0], TEXT[0])
 IMAGE_MODEL = (*CLASSIFICATION_MODEL, PRETRAINED[0], IMAGE[0])
+RECOMMENDER_MODEL = (*MODEL, *PAIR, *COLD_START)
