@@ -146,6 +146,7 @@ class Towers(nn.Module):
         item_features: int = 0,
         hidden: Sequence[int] = (64,),
         sparse: bool = False,
+        user_bias: bool = True,
     ) -> None:
         """Makes tables and layers.
 
@@ -158,15 +159,18 @@ class Towers(nn.Module):
             item_features: Number of features of an item.
             hidden: Sizes of the hidden layers over features.
             sparse: Whether the gradients of the tables are sparse.
+            user_bias: Whether users have a bias. Where items are ranked, it counts for nothing, and its gradients are
+                rounding errors, of which Adagrad would make large steps.
         """
         super().__init__()
-        self.mean = mean
+        self.mean, self.user_bias = mean, user_bias
         self.users, self.items = (_Table(count, rank + 1, sparse=sparse) for count in (users, items))
         self.user_layers, self.item_layers = (_layers(n, hidden, rank + 1) for n in (user_features, item_features))
 
     def user_vectors(self, user: torch.Tensor, features: torch.Tensor | None = None) -> torch.Tensor:
         """Returns vectors of users with their biases at the end, of shape `(*user.shape, rank + 1)`."""
-        return _vectors(self.users, self.user_layers, user, features)
+        vectors = _vectors(self.users, self.user_layers, user, features)
+        return vectors if self.user_bias else nn.functional.pad(vectors[..., :-1], (0, 1))
 
     def item_vectors(self, item: torch.Tensor, features: torch.Tensor | None = None) -> torch.Tensor:
         """Returns vectors of items with their biases at the end, of shape `(*item.shape, rank + 1)`."""
@@ -187,8 +191,8 @@ class Towers(nn.Module):
         returned with the sum of squares of both vectors of each row, of the row's first item.
         """
         us, them = self.user_vectors(user, user_features), self.item_vectors(item, item_features)
-        own = us if item.dim() == 1 else us[:, None]
-        scores = (own[..., :-1] * them[..., :-1]).sum(-1) + own[..., -1] + them[..., -1] + self.mean
+        products = torch.einsum("r...d,rd->r...", them[..., :-1], us[:, :-1])
+        scores = products + (us[:, -1] if item.dim() == 1 else us[:, -1:]) + them[..., -1] + self.mean
         if penalised:
             first = them if item.dim() == 1 else them[:, 0]
             return scores, us.square().sum(1) + first.square().sum(1)

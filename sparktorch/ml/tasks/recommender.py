@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["Recommender", "RecommenderModel"]
 
 _IDS = ("string", "tinyint", "smallint", "int", "bigint")
+_FEW = 4  # rows of a table for each that a step reaches, from which on sparse gradients are the faster ones
 _REFUSED = (
     Refusal(
         "ratingCol",
@@ -292,7 +293,8 @@ class Recommender(_Paired, LearningEstimator, RecommenderParams):
             "mean": 0.0 if implicit else self._seen.mean,
             "user_features": len(p["userFeatures"]),
             "item_features": len(p["itemFeatures"]),
-            "sparse": _takes_sparse(p),
+            "sparse": _wants_sparse(p, len(self._seen.users) + items),
+            "user_bias": not implicit,
         }
         negatives = p["numNegatives"] if implicit else 0
         pairs = Pairs(p["userCol"], p["itemCol"], self._seen.users, self._seen.items, negatives, p["seed"])
@@ -320,11 +322,12 @@ class Recommender(_Paired, LearningEstimator, RecommenderParams):
         return model._with(scoring, model._summary)
 
 
-def _takes_sparse(p: Values) -> bool:
-    """Whether gradients of the tables can be sparse: a step then takes as long as its rows need, not the tables."""
+def _wants_sparse(p: Values, rows: int) -> bool:
+    """Whether gradients of the tables, of so many rows, are to be sparse: a step reaches few, and the optimizer can."""
+    reached = p["batchSize"] * (2 + (p["numNegatives"] if p["implicitPrefs"] else 0))
     clips = p["gradientClipNorm"] is not None or p["gradientClipValue"] is not None
     plain = p["optimizer"] in ("Adagrad", "SGD") and not p["optimizerParams"]
-    return plain and not clips and not p.strategy.divides_parameters
+    return rows > _FEW * reached and plain and not clips and not p.strategy.divides_parameters
 
 
 def _seen_in(dataset: DataFrame, p: Values) -> _Seen:
