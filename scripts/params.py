@@ -33,6 +33,8 @@ CLASSES: dict[str, tuple[str, Sequence[ParamSpec]]] = {
     "ImageClassificationModelParams": ("ClassificationModelParams", classes.IMAGE_MODEL),
     "TabularClassifierParams": ("ClassifierParams", classes.TABULAR_CLASSIFIER),
     "TabularRegressorParams": ("RegressorParams", classes.TABULAR_REGRESSOR),
+    "RecommenderParams": ("GenericParams", classes.RECOMMENDER),
+    "RecommenderModelParams": ("ModelParams", classes.RECOMMENDER_MODEL),
     "RunParams": ("", classes.RUN),
 }
 
@@ -46,6 +48,7 @@ SUBJECTS = {
     "How columns become tensors": (tables.INPUTS,),
     "`TextClassifier` and `ImageClassifier`": (tables.PRETRAINED, tables.TEXT, tables.IMAGE),
     "`TabularClassifier` and `TabularRegressor`": (tables.TABLE,),
+    "`Recommender`": (tables.PAIR, tables.RATING, tables.FACTORS, tables.COLD_START),
     "Steps and epochs": (tables.STEPS, tables.EPOCHS, tables.SAMPLING),
     "Numbers": (tables.NUMERICS,),
     "Workers and strategies": (tables.STRATEGY, tables.RESULT, tables.DEVICE, tables.LAUNCH, tables.PATIENCE),

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     )
     from sparktorch.ml.regression import TorchRegressionModel, TorchRegressor
     from sparktorch.ml.tasks.ranker import Ranker, RankingModel
+    from sparktorch.ml.tasks.recommender import Recommender, RecommenderModel
     from sparktorch.ml.tasks.tabular import (
         TabularClassificationModel,
         TabularClassifier,
@@ -46,6 +47,8 @@ __all__ = [
     "ImageClassifier",
     "Ranker",
     "RankingModel",
+    "Recommender",
+    "RecommenderModel",
     "RunContext",
     "RunParams",
     "SparkTorchError",
@@ -75,6 +78,8 @@ _HOMES = {
     "Callback": "sparktorch.train.callbacks",
     "ImageClassificationModel": "sparktorch.ml.pretrained",
     "ImageClassifier": "sparktorch.ml.pretrained",
+    "Recommender": "sparktorch.ml.tasks.recommender",
+    "RecommenderModel": "sparktorch.ml.tasks.recommender",
     "RunContext": "sparktorch.worker.run_context",
     "RunParams": "sparktorch.ml.params.mixins",
     "SparkTorchError": "sparktorch.errors",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from pyspark.ml import Model
 from pyspark.ml.util import MLReadable, MLWritable
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 from torch import nn
 
@@ -18,7 +18,7 @@ from sparktorch.base.config import Invalid, Precision
 from sparktorch.base.imports import load_object
 from sparktorch.base.redact import shown
 from sparktorch.base.weights_folder import WeightsFolder
-from sparktorch.data.columns import places_of
+from sparktorch.data.columns import TensorSpec, places_of
 from sparktorch.errors import ConfigError, PersistenceError, nearest
 from sparktorch.ml.fit.checks import check_layers, check_outputs, check_scoring, naming_params
 from sparktorch.ml.fit.prepared_data import make_room
@@ -190,17 +190,21 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
         ]
         taken = [name for spec in inputs for name in (spec.sources or (spec.column,))]
         rows = rows_for_udf(dataset, [names.column(name) for name in taken])
-        skips = self.getHandleInvalid() == "skip"
-        if skips:
+        if self.getHandleInvalid() == "skip":
             rows = without_invalid(rows, columns, inputs)
-        left_out = skips and found_in_python(inputs)
-        if left_out:  # Spark evaluates a deterministic UDF once more for a filter on its result
+        kept = self._kept(F.col(scored), inputs)
+        if kept is not None:  # Spark evaluates a deterministic UDF once more for a filter on its result
             udf = udf.asNondeterministic()
         # select("*") keeps the user's columns, including duplicate names, which cannot be selected by name.
         rows = rows.select("*", udf(*columns).alias(scored))
-        if left_out:
-            rows = rows.where(F.col(scored)[next(iter(fields))].isNotNull())
+        if kept is not None:
+            rows = rows.where(kept)
         return rows.select("*", *results).drop(scored)
+
+    def _kept(self, scored: Column, inputs: Sequence[TensorSpec]) -> Column | None:
+        """Returns which rows stay, by the struct of their scores; `None` if all do."""
+        skips = self.getHandleInvalid() == "skip" and found_in_python(inputs)
+        return scored[next(iter(self._fields()[0]))].isNotNull() if skips else None
 
     def registerUDF(self, name: str, outputCol: str | None = None, spark: SparkSession | None = None) -> None:
         """Registers the model with a session as an SQL function, `SELECT name(features) FROM ...`.

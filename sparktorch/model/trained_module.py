@@ -7,7 +7,8 @@ It is saved as a directory of plain files:
     module.pt2            the exported graph, if the module's code has no import path
     module.ts             the TorchScript program, if the module is one
     module.pkl            the pickled code, if there is neither an import path nor a graph
-    preprocess.pkl        the pickled `preprocess`, if it has no import path and is no dataclass of JSON values
+    preprocess.arrow      the Arrow arrays of a `preprocess` that is a dataclass of JSON values and such arrays
+    preprocess.pkl        the pickled `preprocess`, if it has no import path and is no such dataclass
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import torch
 from torch import nn
 
@@ -50,6 +52,7 @@ _GRAPH = "module.pt2"
 _SCRIPT = "module.ts"
 _PICKLE = "module.pkl"
 _PREPROCESS = "preprocess.pkl"
+_ARRAYS = "preprocess.arrow"
 _IN_PIPELINE = "for the stages of a pipeline, spark.conf.set('spark.sparktorch.allowPickle', 'true'); in "
 _IN_PIPELINE += "sparktorch.tracking, allow_pickle=True"
 _OPT_IN = f".read().option('allowPickle', 'true').load(path); {_IN_PIPELINE}"
@@ -207,11 +210,11 @@ class TrainedModule:
         """Writes the callable to a file if it needs one; returns its entry in `module.json`."""
         made_by = import_path(type(self.preprocess))
         if made_by is not None and is_dataclass(self.preprocess):
-            given = tuples_marked(
-                {field.name: getattr(self.preprocess, field.name) for field in fields(self.preprocess)}
-            )
-            if is_json(given):
-                return {"path": made_by, "params": given}
+            given = {field.name: getattr(self.preprocess, field.name) for field in fields(self.preprocess)}
+            arrays = {name: given.pop(name) for name in list(given) if isinstance(given[name], pa.Array)}
+            if is_json(given := tuples_marked(given)):
+                _write_arrays(directory / _ARRAYS, arrays)
+                return {"path": made_by, "params": given, **({"arrays": _ARRAYS} if arrays else {})}
         path = import_path(self.preprocess)
         if path is not None:
             return {"path": path}
@@ -290,6 +293,21 @@ def _write_pickle(file: Path, value: object, why: str, allow_pickle: bool) -> di
     return {"pickle": file.name}
 
 
+def _write_arrays(file: Path, arrays: Mapping[str, pa.Array]) -> None:
+    """Writes arrays of any lengths, if there are any, each as the only list of a column."""
+    if arrays:
+        lists = {name: pa.LargeListArray.from_arrays([0, len(array)], array) for name, array in arrays.items()}
+        table = pa.table(lists)
+        with pa.ipc.new_file(str(file), table.schema) as writer:
+            writer.write_table(table)
+
+
+def _read_arrays(file: Path) -> dict[str, pa.Array]:
+    with pa.OSFile(str(file)) as source:
+        table = pa.ipc.open_file(source).read_all()
+    return {name: table.column(name).chunk(0).flatten() for name in table.column_names}
+
+
 def _write_program(program: Program, directory: Path) -> dict[str, Any]:
     (directory / _GRAPH).write_bytes(program.archive)
     return {"program": _GRAPH, "parameters": list(program.parameters)}
@@ -329,7 +347,8 @@ def _load_preprocess(directory: Path, how: Mapping[str, Any] | None, allow_pickl
             if not (isinstance(function, type) and is_dataclass(function)):
                 raise PersistenceError(f"the model's preprocess is made by {how['path']}, which loading does not call")
             check_signature(function.__call__)
-            function = function(**tuples_made(how["params"]))
+            arrays = _read_arrays(directory / _ARRAYS) if "arrays" in how else {}
+            function = function(**tuples_made(how["params"]), **arrays)
         check_signature(function)  # scoring calls it: refuse functions that are no `preprocess`
     else:
         _require_trust("the model's preprocess was pickled, and loading a pickle runs whatever is in it", allow_pickle)

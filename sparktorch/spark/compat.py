@@ -38,7 +38,7 @@ __all__ = [
         "gives_profiles",
         "inheriting",
     ),
-    *("ml_session", "on_barrier", "repartition_by_id", "split_by_hash", "to_vector", "uses_pandas"),
+    *("ml_session", "on_barrier", "repartition_by_id", "split_by_hash", "table_of", "to_vector", "uses_pandas"),
 ]
 
 Collect = Callable[[], list[Row]]
@@ -137,6 +137,13 @@ def frame_of_rows(spark: SparkSession, table: pa.Table) -> DataFrame:
     if not _BEFORE_4_0:
         return spark.createDataFrame(table)
     return spark.createDataFrame([tuple(row.values()) for row in table.to_pylist()], from_arrow_schema(table.schema))
+
+
+def table_of(data: DataFrame) -> pa.Table:
+    """Returns the rows of a DataFrame, which has no nulls, as a table."""
+    if not _BEFORE_4_0:
+        return data.toArrow()
+    return pa.Table.from_pandas(data.toPandas(), preserve_index=False)
 
 
 def repartition_by_id(data: DataFrame, parts: int, part: Column) -> DataFrame:

@@ -32,8 +32,12 @@ __all__ = [
     *("check_restarts", "check_scoring", "check_ships", "check_thresholds", "check_version", "naming_params"),
 ]
 
-_INPUTS = ("featuresCol", "inputCols", "textCol", "imageCol", "categoricalCols", "numericCols")
-_COLUMNS = (*_INPUTS, "labelCol", "labelCols", "weightCol", "validationIndicatorCol", "idCol", "groupCol", "orderCol")
+_INPUTS = (
+    *("featuresCol", "inputCols", "textCol", "imageCol", "categoricalCols", "numericCols"),
+    *("userCol", "itemCol", "userFeatures", "itemFeatures"),
+)
+_ROLES = ("labelCol", "labelCols", "ratingCol", "weightCol", "validationIndicatorCol", "idCol", "groupCol", "orderCol")
+_COLUMNS = (*_INPUTS, *_ROLES)
 _INSTEAD = {"featuresCol": "inputCols", "labelCol": "labelCols"}  # the Param that takes the place of another
 _first: dict[tuple[str, str], dict[str, bytes]] = {}  # by application and module: the code of its first fit
 _OUTPUTS = ("rawPredictionCol", "probabilityCol", "predictionCol")

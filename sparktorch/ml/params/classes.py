@@ -9,9 +9,11 @@ from sparktorch.ml.params.tables import (
     CHECKPOINTS,
     CLASS_WEIGHTS,
     CLASSIFIED,
+    COLD_START,
     COLUMNS,
     DEVICE,
     EPOCHS,
+    FACTORS,
     GROUPS,
     IMAGE,
     INPUTS,
@@ -23,9 +25,11 @@ from sparktorch.ml.params.tables import (
     NUMERICS,
     OPTIMIZER,
     OUTPUTS,
+    PAIR,
     PATIENCE,
     PREDICTION,
     PRETRAINED,
+    RATING,
     RESULT,
     ROWS,
     SAMPLING,
@@ -50,6 +54,8 @@ __all__ = [
     "MODEL",
     "RANKER",
     "RANKING_MODEL",
+    "RECOMMENDER",
+    "RECOMMENDER_MODEL",
     "REGRESSION_MODEL",
     "REGRESSOR",
     "RUN",
@@ -110,6 +116,17 @@ def _tabular(table: tuple[ParamSpec, ...]) -> tuple[ParamSpec, ...]:
 
 TABULAR_CLASSIFIER, TABULAR_REGRESSOR = _tabular(CLASSIFIER), _tabular(REGRESSOR)
 
+_OTHERWISE = {"optimizer": "Adagrad", "learningRate": 0.1}
+RECOMMENDER = (
+    *(*PAIR, *RATING, *FACTORS, *COLD_START, MODULE[1], *PREDICTION, *ROWS),
+    *(spec for spec in INPUTS if spec.name == "nullPolicy"),
+    *(
+        replace(spec, default=_OTHERWISE.get(spec.name, spec.default))
+        for spec in _AFTER_LOSS
+        if spec.name != "trainingStep"
+    ),
+)
+
 # Of `run`, whose function has a loop of its own.
 RUN = (
     *(*COLUMNS, *INPUTS, *_unlabelled(LABEL), *LABELS, *WEIGHT, *ROWS),
@@ -127,3 +144,4 @@ RANKING_MODEL = (*REGRESSION_MODEL, *_GROUP)
 CLASSIFICATION_MODEL = (*MODEL, *CLASSIFIED, *LABEL, *WEIGHT)
 TEXT_MODEL = (*CLASSIFICATION_MODEL, PRETRAINED[0], TEXT[0])
 IMAGE_MODEL = (*CLASSIFICATION_MODEL, PRETRAINED[0], IMAGE[0])
+RECOMMENDER_MODEL = (*MODEL, *PAIR, *COLD_START)

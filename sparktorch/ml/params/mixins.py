@@ -18,6 +18,8 @@ __all__ = [
     "ModelParams",
     "RankerParams",
     "RankingModelParams",
+    "RecommenderModelParams",
+    "RecommenderParams",
     "RegressionModelParams",
     "RegressorParams",
     "RunParams",
@@ -67,6 +69,8 @@ ImageClassificationModelParams = _model(
 _CLASSIFIER, _REGRESSOR = classes.TABULAR_CLASSIFIER, classes.TABULAR_REGRESSOR
 TabularClassifierParams = _estimator("TabularClassifierParams", _CLASSIFIER, "`TabularClassifier`", ClassifierParams)
 TabularRegressorParams = _estimator("TabularRegressorParams", _REGRESSOR, "`TabularRegressor`", RegressorParams)
+RecommenderParams = _estimator("RecommenderParams", classes.RECOMMENDER, "`Recommender`", GenericParams)
+RecommenderModelParams = _model("RecommenderModelParams", classes.RECOMMENDER_MODEL, "`RecommenderModel`")
 
 RunParams = with_constructor(
     params_class("RunParams", classes.RUN, "The Params of `run`."), classes.RUN, arguments=True

@@ -59,6 +59,36 @@ TABLE = (
     P("maxCategories", "int", 1000, "the most categories of a column, its most frequent ones", compared=True),
 )
 
+PAIR = (
+    P("userCol", "str", "user", "the column of users: strings or whole numbers", compared=False),
+    P("itemCol", "str", "item", "the column of items: strings or whole numbers", compared=False),
+    P("userFeatures", "list[str]", [], "columns of numbers that describe the user of a row", compared=False),
+    P("itemFeatures", "list[str]", [], "columns of numbers that describe the item of a row", compared=False),
+)
+
+RATING = (
+    P("ratingCol", "str", "rating",
+      "the column of ratings; with implicitPrefs, of the rows' weights (>= 0), and an empty name weighs all the same",
+      compared=False),
+)
+
+FACTORS = (
+    P("rank", "int", 10, "the number of elements of a user's and of an item's vector (> 0)", compared=True),
+    P("regParam", "float", 0.1,
+      "factor of the sum of squares of both vectors of a row, which is added to its loss (>= 0)", compared=True),
+    P("implicitPrefs", "bool", False,
+      "whether rows are what users chose, and not what they thought of it: items are ranked, not rated", compared=True),
+    P("numNegatives", "int", 64,
+      "with implicitPrefs, the number of other items that each row's is compared with, drawn anew in each epoch (> 0)",
+      compared=True),
+)
+
+COLD_START = (
+    P("coldStartStrategy", "str", "nan",
+      "what transform does with pairs of a user or an item that the fit did not have: 'nan' predicts NaN, 'drop' "
+      "leaves them out", compared=False),
+)
+
 COLUMNS = (
     P("featuresCol", "str", "features", "the input column", compared=False, shared=HasFeaturesCol),
     P("inputCols", "list[str]", None,

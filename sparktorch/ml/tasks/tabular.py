@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pyspark.ml import Estimator
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
@@ -17,9 +16,7 @@ from sparktorch.base.imports import load_object
 from sparktorch.data.tables import TableColumns, TableNetwork
 from sparktorch.errors import ColumnError
 from sparktorch.ml.classification import TorchClassificationModel, TorchClassifier
-from sparktorch.ml.estimator import TorchEstimatorBase
 from sparktorch.ml.fit.checks import naming_params
-from sparktorch.ml.fit.prepared_data import PreparedData, Source
 from sparktorch.ml.fit.translate import translate
 from sparktorch.ml.fit.values import Values
 from sparktorch.ml.model import TorchModelBase
@@ -27,13 +24,13 @@ from sparktorch.ml.params.mixins import TabularClassifierParams, TabularRegresso
 from sparktorch.ml.regression import TorchRegressionModel, TorchRegressor
 from sparktorch.ml.scoring.column_metadata import nominal
 from sparktorch.ml.scoring.evaluation import ClassificationSummary
+from sparktorch.ml.tasks.learning import LearningEstimator
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.frame.encoding import NUMERIC, kept_as
 from sparktorch.spark.frame.refusals import no_number
 from sparktorch.spark.rdd import dataframe_of
 
 if TYPE_CHECKING:
-    from pyspark.ml._typing import ParamMap
     from typing_extensions import Self
 
 __all__ = ["TabularClassificationModel", "TabularClassifier", "TabularRegressionModel", "TabularRegressor"]
@@ -60,25 +57,11 @@ class _Seen(NamedTuple):
     scales: list[list[float]]  # of a regressor's labels: mean and standard deviation of each
 
 
-class _TabularEstimator(TorchEstimatorBase[Any]):
+class _TabularEstimator(LearningEstimator):
     """What both estimators share."""
 
-    _learns = True
+    _learns_from = _LEARNS_FROM
     _seen: _Seen | None = None
-
-    def fitMultiple(
-        self, dataset: DataFrame | PreparedData, paramMaps: Sequence[ParamMap]
-    ) -> Iterator[tuple[int, Any]]:
-        """Trains a model for each of several settings of Params; see `TorchClassifier.fitMultiple`.
-
-        Settings that change what is learned of the rows are fitted one by one.
-        """
-        if isinstance(dataset, PreparedData) or self._seen is not None:
-            return super().fitMultiple(dataset, paramMaps)
-        if any(param.name in _LEARNS_FROM for params in paramMaps for param in params):
-            return Estimator.fitMultiple(self, dataset, paramMaps)
-        estimator, rows = self._learned(dataframe_of(dataset, "fit"))
-        return estimator.fitMultiple(rows, paramMaps)
 
     def completed(self) -> Self:
         """Returns a copy with the Params that follow from the rows, once they were seen: inputs and network."""
@@ -110,15 +93,6 @@ class _TabularEstimator(TorchEstimatorBase[Any]):
         if self._task != "classification":
             return that, dataset
         return that, _indexed(dataset, self.getLabelCol(), that._seen.labels)
-
-    def _fit_on(self, source: Source, judge: Callable[[dict[str, Any]], bool] | None = None) -> Any:
-        that, known = self, getattr(source, "estimator", None)
-        if self._seen is None and isinstance(known, _TabularEstimator):
-            ours, theirs = Values(self), Values(known)
-            if all(ours[name] == theirs[name] for name in _LEARNS_FROM):
-                that = self.copy()
-                that._seen = known._seen
-        return super(_TabularEstimator, that.completed())._fit_on(source, judge)
 
 
 def _seen_in(dataset: DataFrame, estimator: _TabularEstimator) -> _Seen:

@@ -1,0 +1,55 @@
+"""The base class of estimators that learn something of rows before they train on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pyspark.ml import Estimator
+from pyspark.sql import DataFrame
+
+from sparktorch.ml.estimator import TorchEstimatorBase
+from sparktorch.ml.fit.prepared_data import PreparedData, Source
+from sparktorch.ml.fit.values import Values
+from sparktorch.spark.rdd import dataframe_of
+
+if TYPE_CHECKING:
+    from pyspark.ml._typing import ParamMap
+
+__all__ = ["LearningEstimator"]
+
+
+class LearningEstimator(TorchEstimatorBase[Any]):
+    """An estimator whose `_learned` returns a copy that has learned, and whose `completed` sets what follows from it.
+
+    Attributes:
+        _learns_from: The Params that say what is learned.
+        _seen: What was learned; `None` before.
+    """
+
+    _learns = True
+    _learns_from: tuple[str, ...]
+    _seen: Any = None
+
+    def fitMultiple(
+        self, dataset: DataFrame | PreparedData, paramMaps: Sequence[ParamMap]
+    ) -> Iterator[tuple[int, Any]]:
+        """Trains a model for each of several settings of Params; see `TorchClassifier.fitMultiple`.
+
+        Settings that change what is learned of the rows are fitted one by one.
+        """
+        if isinstance(dataset, PreparedData) or self._seen is not None:
+            return super().fitMultiple(dataset, paramMaps)
+        if any(param.name in self._learns_from for params in paramMaps for param in params):
+            return Estimator.fitMultiple(self, dataset, paramMaps)
+        estimator, rows = self._learned(dataframe_of(dataset, "fit"))
+        return estimator.fitMultiple(rows, paramMaps)
+
+    def _fit_on(self, source: Source, judge: Callable[[dict[str, Any]], bool] | None = None) -> Any:
+        that, known = self, getattr(source, "estimator", None)
+        if self._seen is None and isinstance(known, LearningEstimator):
+            ours, theirs = Values(self), Values(known)
+            if all(ours[name] == theirs[name] for name in self._learns_from):
+                that = self.copy()
+                that._seen = known._seen
+        return super(LearningEstimator, that.completed())._fit_on(source, judge)

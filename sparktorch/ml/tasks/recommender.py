@@ -1,0 +1,379 @@
+"""The recommender: users and items of any ids, their vectors, and lists of the best for each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import functions as F
+
+from sparktorch.base.config import at_least, one_of
+from sparktorch.base.state_dict import pack_state
+from sparktorch.data.columns import TensorSpec, input_name
+from sparktorch.data.pairs import PairLoss, Pairs, Towers
+from sparktorch.errors import ColumnError, ConfigError, Refusal, refuse
+from sparktorch.ml.fit.checks import naming_params
+from sparktorch.ml.fit.translate import translate
+from sparktorch.ml.fit.values import Values
+from sparktorch.ml.model import TorchModelBase
+from sparktorch.ml.params.mixins import RecommenderModelParams, RecommenderParams
+from sparktorch.ml.scoring.recommendations import RankingMetrics, ranking_metrics
+from sparktorch.ml.tasks.learning import LearningEstimator
+from sparktorch.model.trained_module import TrainedModule
+from sparktorch.spark.column_names import ColumnNames
+from sparktorch.spark.compat import frame_of_rows, table_of
+from sparktorch.spark.frame.encoding import NUMERIC, kept_as
+from sparktorch.spark.frame.refusals import no_number
+from sparktorch.spark.rdd import dataframe_of
+from sparktorch.spark.recommend import Vectors, recommended
+from sparktorch.train.recipe.dry_run import ArgumentSpec, OutputSpec
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["Recommender", "RecommenderModel"]
+
+_IDS = ("string", "tinyint", "smallint", "int", "bigint")
+_FEW = 4  # rows of a table for each that a step reaches, from which on sparse gradients are the faster ones
+_REFUSED = (
+    Refusal(
+        "ratingCol",
+        lambda p: not (p["ratingCol"] or p["implicitPrefs"]),
+        "ratingCol is '', and without implicitPrefs the ratings are what is learned",
+        "name the column, or set implicitPrefs=True",
+    ),
+    Refusal(
+        "nullPolicy",
+        lambda p: p["nullPolicy"] == "fill",
+        "nullPolicy is 'fill', and no number stands for a user",
+        "set nullPolicy='drop', or fill features before",
+    ),
+)
+
+
+class _Seen(NamedTuple):
+    """What an estimator has learned of rows."""
+
+    users: pa.StructArray
+    items: pa.StructArray
+    mean: float  # of the ratings
+
+
+class _Paired:
+    """Has columns of users, items and their features in place of `inputCols`."""
+
+    def getInputCols(self) -> list[str]:
+        """Gets the columns of users and items, and those of their features."""
+        p = Values(self)  # type: ignore[arg-type]  # a mixin of Params
+        return [p["userCol"], p["itemCol"], *p["userFeatures"], *p["itemFeatures"]]
+
+
+class RecommenderModel(_Paired, TorchModelBase, RecommenderModelParams):
+    """Vectors of users and items, fitted by `Recommender`.
+
+    `transform` adds `predictionCol`, float: the rating of a pair or, with implicit preferences, a score that orders
+    items.
+    """
+
+    _estimator = "sparktorch.ml.tasks.recommender:Recommender"
+    _vectors: dict[str, Vectors]
+
+    def _with(self, trained: TrainedModule, summary: Any) -> Self:
+        self._vectors = {}
+        return super()._with(trained, summary)
+
+    @classmethod
+    def fromFactors(cls, userFactors: DataFrame, itemFactors: DataFrame, **params: Any) -> Self:
+        """Returns a model of vectors that were fitted elsewhere, such as those of Spark's `ALSModel`.
+
+        Args:
+            userFactors: The columns `id`, of strings or whole numbers, and `features`, an array of numbers.
+            itemFactors: Likewise.
+            params: Params of the model, such as `userCol`.
+
+        Raises:
+            ColumnError: A column is missing, or ids are of another type.
+            ConfigError: Vectors have different lengths.
+        """
+        model = cls()
+        model._set(**params)
+        specs, tables, weights = [], [], []
+        for place, (name, factors) in enumerate(zip(model.getInputCols(), (userFactors, itemFactors), strict=True)):
+            names = ColumnNames.of(factors)
+            kind = _id_type(names, "id")
+            specs.append(TensorSpec(name=input_name(place), column=name, dtype="float32", kind="any", sql=kind))
+            features = names.column("features").cast("array<float>").alias("features")
+            found = table_of(factors.select(names.column("id").cast(kind).alias("id"), features)).sort_by("id")
+            lists = found["features"].combine_chunks()
+            if pc.count_distinct(lists.value_lengths()).as_py() != 1:
+                raise ConfigError("features are empty, or of several lengths", param=f"{name}Factors")
+            tables.append(_structs(found.select(["id"]), [name]))
+            vectors = torch.tensor(lists.flatten().to_numpy()).view(len(lists), -1)
+            weights.append(torch.nn.functional.pad(vectors, (0, 1)))  # biases are 0
+        users, items = weights
+        if users.shape[1] != items.shape[1]:
+            what = f"vectors of users have {users.shape[1] - 1} elements, and those of items {items.shape[1] - 1}"
+            raise ConfigError(what, param="itemFactors")
+        trained = TrainedModule(
+            source=f"{Towers.__module__}:{Towers.__qualname__}",
+            params={"users": len(users), "items": len(items), "rank": users.shape[1] - 1},
+            weights=pack_state({"users.weight": users, "items.weight": items}),
+            inputs=tuple(specs),
+            arguments=tuple(ArgumentSpec(name, "int64", ()) for name in ("user", "item")),
+            preprocess=Pairs(specs[0].column, specs[1].column, *tables),
+            returned=("user", "item"),
+            outputs=(OutputSpec("", ()),),
+            task="generic",
+        )
+        return model._set(inputCols=model.getInputCols())._with(trained, None)
+
+    @property
+    def rank(self) -> int:
+        """Number of elements of a vector, without bias."""
+        return int(self.trained.params["rank"])
+
+    @property
+    def userFactors(self) -> DataFrame:
+        """The columns `id` and `features`, an array of floats: a user's vector, then bias and constant, then 1."""
+        return frame_of_rows(_session(), self._of("user").table())
+
+    @property
+    def itemFactors(self) -> DataFrame:
+        """The columns `id` and `features`, an array of floats: an item's vector, then 1, then its bias.
+
+        Its product with the features of a user is the prediction.
+        """
+        return frame_of_rows(_session(), self._of("item").table())
+
+    def predict(self, value: Any) -> float | None:
+        """Predicts one pair in this process, without a Spark job: a `Row` or dict by the names of the columns."""
+        found: float | None = self._score_row(value, "prediction")
+        return found
+
+    def recommendForAllUsers(self, numItems: int, exclude: DataFrame | None = None) -> DataFrame:
+        """Returns the best items of each user, best first; of equal ones, that with the smaller id.
+
+        Args:
+            numItems: Length of the lists.
+            exclude: Pairs that are not recommended, in the columns `userCol` and `itemCol`.
+
+        Returns:
+            A DataFrame of the user's id and `recommendations`, an array of structs of the item's id and `rating`.
+        """
+        return self._recommended("user", None, numItems, exclude)
+
+    def recommendForAllItems(self, numUsers: int, exclude: DataFrame | None = None) -> DataFrame:
+        """Returns the best users of each item, as `recommendForAllUsers`."""
+        return self._recommended("item", None, numUsers, exclude)
+
+    def recommendForUserSubset(self, dataset: DataFrame, numItems: int, exclude: DataFrame | None = None) -> DataFrame:
+        """Returns the best items of each user in `userCol` of a dataset that the fit had."""
+        return self._recommended("user", dataset, numItems, exclude)
+
+    def recommendForItemSubset(self, dataset: DataFrame, numUsers: int, exclude: DataFrame | None = None) -> DataFrame:
+        """Returns the best users of each item in `itemCol` of a dataset that the fit had."""
+        return self._recommended("item", dataset, numUsers, exclude)
+
+    def evaluate(self, dataset: DataFrame, k: int = 10, exclude: DataFrame | None = None) -> RankingMetrics:
+        """Compares the `k` best items of each user with those of a dataset, in `itemCol`; see `recommendForAllUsers`.
+
+        Users that the fit did not have are left out. For the error of ratings, there is Spark's `RegressionEvaluator`.
+        """
+        user, item = self.getUserCol(), self.getItemCol()
+        pairs = self._pairs(dataset, "user", "item").where("one is not null and other is not null")
+        relevant = pairs.groupBy(F.col("one").alias(user)).agg(F.collect_set("other").alias("relevant"))
+        lists = self.recommendForUserSubset(dataset, k, exclude).join(relevant, user)
+        return ranking_metrics(lists, item, k)
+
+    def _recommended(self, side: str, dataset: DataFrame | None, count: int, exclude: DataFrame | None) -> DataFrame:
+        other = "item" if side == "user" else "user"
+        at_least("numItems" if side == "user" else "numUsers", count, 1)
+        own = self._of(side)
+        rows = frame_of_rows(_session() if dataset is None else dataset.sparkSession, own.table())
+        if dataset is not None:
+            rows = rows.join(self._pairs(dataset, side).distinct().toDF("id"), "id", "left_semi")
+        if exclude is not None:
+            seen = self._pairs(exclude, side, other).groupBy(F.col("one").alias("id"))
+            rows = rows.join(seen.agg(F.collect_set("other").alias("seen")), "id", "left")
+        names = [self.getOrDefault(f"{of}Col") for of in (side, other)]
+        return recommended(rows, self._of(other), count, *names)
+
+    def _pairs(self, dataset: DataFrame, *sides: str) -> DataFrame:
+        """Returns the ids in columns of a dataset as `one` and `other`, cast to the types of the known ones."""
+        names = ColumnNames.of(dataset_of := dataframe_of(dataset, "recommendForUserSubset"))
+        kinds = {"user": self.trained.inputs[0].sql, "item": self.trained.inputs[1].sql}
+        with naming_params(self, fits=False):
+            columns = [names.column(self.getOrDefault(f"{side}Col")).cast(kinds[side]) for side in sides]
+        return dataset_of.select(*(c.alias(name) for c, name in zip(columns, ("one", "other"), strict=False)))
+
+    @torch.no_grad()
+    def _of(self, side: str) -> Vectors:
+        """Returns the vectors of all users, or items, with biases folded in."""
+        if side not in self._vectors:
+            module, pairs = self.module, self.trained.preprocess
+            assert isinstance(module, Towers)
+            assert isinstance(pairs, Pairs)
+            known = pairs.known_users if side == "user" else pairs.known_items
+            vectors = (module.user_vectors if side == "user" else module.item_vectors)(
+                torch.arange(len(known.ids)), torch.from_numpy(known.features)
+            )
+            bias, ones = vectors[:, -1:], torch.ones(len(vectors), 1)
+            rest = [bias + module.mean, ones] if side == "user" else [ones, bias]
+            folded = torch.cat([vectors[:, :-1], *rest], dim=1).numpy()
+            self._vectors[side] = Vectors(pairs.users if side == "user" else pairs.items, folded)
+        return self._vectors[side]
+
+    def _own_fields(self) -> tuple[dict[str, str], dict[str, str]]:
+        name = self.getPredictionCol()
+        return ({"prediction": "float"}, {name: "prediction"}) if name else ({}, {})
+
+    def _kept(self, scored: Column, inputs: Sequence[TensorSpec]) -> Column | None:
+        strategy = self.getColdStartStrategy()
+        one_of("coldStartStrategy", strategy, ("nan", "drop"))
+        return super()._kept(scored, inputs) if strategy == "nan" else ~F.isnan(scored["prediction"])
+
+
+class Recommender(_Paired, LearningEstimator, RecommenderParams):
+    """Learns vectors of users and items from pairs of them: ratings, or what users have chosen.
+
+    Its Params and the methods of its model are those of Spark's `ALS`. Users and items are strings or whole numbers.
+    Where they have features, each of the two has a tower of layers, too.
+
+    Example:
+        >>> rows = [(f"u{i % 4}", f"i{i % 5}", float(1 + (i % 4 + i % 5) % 5)) for i in range(20)]
+        >>> ratings = spark.createDataFrame(rows, "user string, item string, rating float")
+        >>> model = Recommender(rank=4, epochs=60, batchSize=5, regParam=0.0, progress=False).fit(ratings)
+        >>> lists = model.recommendForAllUsers(2)
+        >>> lists.columns, lists.count()
+        (['user', 'recommendations'], 4)
+        >>> abs(model.predict({"user": "u0", "item": "i4"}) - 5.0) < 0.5
+        True
+
+    Raises:
+        ConfigError, ColumnError, ModuleError, ClusterError: From `fit`, before training starts.
+        RankError: From `fit`, when a rank fails.
+    """
+
+    _task = "generic"
+    _model_class = RecommenderModel
+    _learns_from = (
+        *("userCol", "itemCol", "ratingCol", "userFeatures", "itemFeatures", "implicitPrefs"),
+        *("validationIndicatorCol", "nullPolicy"),
+    )
+    _seen: _Seen | None = None
+
+    def completed(self) -> Self:
+        """Returns a copy with the Params that follow from others and, once they were seen, from the rows."""
+        p = Values(self)
+        refuse(_REFUSED, p)
+        for name, least in (("rank", 1), ("numNegatives", 1), ("regParam", 0)):
+            at_least(name, p[name], least)
+        one_of("coldStartStrategy", p["coldStartStrategy"], ("nan", "drop"))
+        implicit, rating = p["implicitPrefs"], p["ratingCol"]
+        items = len(self._seen.items) if self._seen is not None else 1
+        that = self.copy()._set(
+            module=Towers,
+            inputCols=self.getInputCols(),
+            labelCol="" if implicit else rating,
+            trainingStep=PairLoss(items if implicit else None, p["regParam"]),
+        )
+        if implicit and rating:
+            that._set(weightCol=rating)
+        if self._seen is None:
+            return that
+        told = {
+            "users": len(self._seen.users),
+            "items": items,
+            "rank": p["rank"],
+            "mean": 0.0 if implicit else self._seen.mean,
+            "user_features": len(p["userFeatures"]),
+            "item_features": len(p["itemFeatures"]),
+            "sparse": _wants_sparse(p, len(self._seen.users) + items),
+            "user_bias": not implicit,
+        }
+        negatives = p["numNegatives"] if implicit else 0
+        pairs = Pairs(p["userCol"], p["itemCol"], self._seen.users, self._seen.items, negatives, p["seed"])
+        return that._set(preprocess=pairs, moduleParams=told | self.getModuleParams())
+
+    def _learned(self, dataset: DataFrame) -> tuple[Self, DataFrame]:
+        if self._seen is not None:
+            return self, dataset
+        translate(self, "generic")  # refuses Params before there is a job
+        that = self.copy()
+        with naming_params(self):
+            that._seen = _seen_in(dataset, Values(self))
+        return that, dataset
+
+    def _model(self, *made: Any) -> RecommenderModel:
+        """Returns the model, which scores a pair at a time."""
+        model: RecommenderModel = super()._model(*made)
+        trained = model.trained
+        assert isinstance(trained.preprocess, Pairs)
+        assert trained.arguments is not None
+        shapes: list[tuple[int, ...]] = [(), (), (len(self.getUserFeatures()),), (len(self.getItemFeatures()),)]
+        arguments = tuple(replace(spec, shape=shape) for spec, shape in zip(trained.arguments, shapes, strict=False))
+        pairs = replace(trained.preprocess, negatives=0)
+        scoring = replace(trained, preprocess=pairs, arguments=arguments, outputs=(OutputSpec("", ()),))
+        return model._with(scoring, model._summary)
+
+
+def _wants_sparse(p: Values, rows: int) -> bool:
+    """Whether gradients of the tables, of so many rows, are to be sparse: a step reaches few, and the optimizer can."""
+    reached = p["batchSize"] * (2 + (p["numNegatives"] if p["implicitPrefs"] else 0))
+    clips = p["gradientClipNorm"] is not None or p["gradientClipValue"] is not None
+    plain = p["optimizer"] in ("Adagrad", "SGD") and not p["optimizerParams"]
+    return rows > _FEW * reached and plain and not clips and not p.strategy.divides_parameters
+
+
+def _seen_in(dataset: DataFrame, p: Values) -> _Seen:
+    """Returns what two jobs learn of the rows that train."""
+    names, rating = ColumnNames.of(dataset), p["ratingCol"]
+    columns = [p["userCol"], p["itemCol"], *p["userFeatures"], *p["itemFeatures"], *([rating] if rating else [])]
+    twice = next((name for name in columns if columns.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"column {twice!r} has two roles", hint="name another one for each", param="userCol")
+    for name in columns[2:]:
+        if not isinstance(names.type_of(name), NUMERIC):
+            raise no_number(names.type_of(name), name)
+    finite = [F.abs(names.column(name).cast("double")) < float("inf") for name in columns[2:]]
+    present = [names.column(name).isNotNull() for name in columns[:2]]
+    rows = dataset.where(~names.column(p["validationIndicatorCol"])) if p["validationIndicatorCol"] else dataset
+    for condition in (*present, *finite):  # the ranks refuse other rows, or leave them out
+        rows = rows.where(condition)
+    score = names.column(rating).cast("double") if rating else F.lit(0.0)
+    tables: list[pa.StructArray] = []
+    for name, features in ((p["userCol"], p["userFeatures"]), (p["itemCol"], p["itemFeatures"])):
+        groups = rows.groupBy(names.column(name).cast(_id_type(names, name)).alias("id"))
+        figures = [F.max(names.column(one).cast("double")).alias(f"f{at}") for at, one in enumerate(features)]
+        found = table_of(groups.agg(*figures, F.count(F.lit(1)).alias("rows"), F.sum(score).alias("sum")))
+        if not found.num_rows:
+            raise ColumnError("the DataFrame has no rows that train", hint="check the filter or the path it comes from")
+        kept = found.sort_by("id").select([0, *range(1, 1 + len(features))])
+        tables.append(_structs(kept, [name, *features]))
+        mean = pc.sum(found["sum"]).as_py() / pc.sum(found["rows"]).as_py()
+    users, items = tables
+    return _Seen(users, items, float(f"{mean:.8g}"))  # the last digits depend on the order in which Spark adds up
+
+
+def _structs(table: pa.Table, names: Sequence[str]) -> pa.StructArray:
+    return pa.StructArray.from_arrays([column.combine_chunks() for column in table.columns], names=list(names))
+
+
+def _id_type(names: ColumnNames, name: str) -> str:
+    """Returns the SQL type of a column of users or items."""
+    kind = names.type_of(name)
+    sql = kept_as(kind)
+    if sql not in _IDS:
+        hint = f"cast({names.sql(name)} as string), or as bigint"
+        what = f"column {name!r} is {kind.simpleString()}, and users and items are strings or whole numbers"
+        raise ColumnError(what, hint=hint, column=name)
+    return sql
+
+
+def _session() -> SparkSession:
+    return SparkSession.getActiveSession() or SparkSession.builder.getOrCreate()
