@@ -86,7 +86,7 @@ class ClassificationSummary(Summary):
     _counts: _Counts = field(repr=False)
     _cells: Callable[[], list[Row]] = field(repr=False)  # those of the confusion matrix with rows
 
-    _shown: ClassVar[tuple[str, ...]] = (*_Summary._shown, "accuracy", "weightedPrecision", "weightedRecall")
+    _shown: ClassVar[tuple[str, ...]] = (*Summary._shown, "accuracy", "weightedPrecision", "weightedRecall")
 
     def plotConfusion(self) -> Figure:
         """Draws `confusionMatrix`, with the names of the classes if they have any.
@@ -236,7 +236,7 @@ class RegressionSummary(Summary):
     r2: float
     explainedVariance: float
 
-    _shown: ClassVar[tuple[str, ...]] = (*_Summary._shown, "rootMeanSquaredError", "meanAbsoluteError", "r2")
+    _shown: ClassVar[tuple[str, ...]] = (*Summary._shown, "rootMeanSquaredError", "meanAbsoluteError", "r2")
 
     @property
     def rootMeanSquaredError(self) -> float:
