@@ -29,6 +29,7 @@ from sparktorch.ml.params.tables import (
     ROWS,
     SAMPLING,
     SCORING,
+    SERIES,
     STEPS,
     STORAGE,
     STRATEGY,
@@ -36,12 +37,15 @@ from sparktorch.ml.params.tables import (
     TEXT,
     TRACKING,
     WEIGHT,
+    WINDOWS,
 )
 
 __all__ = [
     "CLASSIFICATION_MODEL",
     "CLASSIFIER",
     "ESTIMATOR",
+    "FORECASTER",
+    "FORECASTING_MODEL",
     "GENERIC",
     "GENERIC_MODEL",
     "IMAGE_CLASSIFIER",
@@ -95,6 +99,14 @@ def _tabular(table: tuple[ParamSpec, ...]) -> tuple[ParamSpec, ...]:
 
 TABULAR_CLASSIFIER, TABULAR_REGRESSOR = _tabular(CLASSIFIER), _tabular(REGRESSOR)
 
+_OF_ROWS = (*COLUMNS, *INPUTS, *LABELS, *ROWS)
+_OF_WINDOWS = (*GROUPS, *SERIES)
+FORECASTER = (
+    *(*_OF_WINDOWS, *WINDOWS),
+    *(spec for spec in REGRESSOR if spec not in _OF_ROWS or spec.name in ("nullPolicy", "validationIndicatorCol")),
+)
+FORECASTER = tuple(replace(spec, default="L1Loss") if spec.name == "loss" else spec for spec in FORECASTER)
+
 # Of `run`, whose function has a loop of its own.
 RUN = (
     *(*COLUMNS, *INPUTS, *_unlabelled(LABEL), *LABELS, *WEIGHT, *ROWS),
@@ -111,3 +123,4 @@ REGRESSION_MODEL = (*MODEL, *LABEL, *WEIGHT)
 CLASSIFICATION_MODEL = (*MODEL, *CLASSIFIED, *LABEL, *WEIGHT)
 TEXT_MODEL = (*CLASSIFICATION_MODEL, PRETRAINED[0], TEXT[0])
 IMAGE_MODEL = (*CLASSIFICATION_MODEL, PRETRAINED[0], IMAGE[0])
+FORECASTING_MODEL = (*_OF_WINDOWS, *MODEL, *LABEL)

@@ -11,6 +11,8 @@ __all__ = [
     "ClassificationModelParams",
     "ClassifierParams",
     "EstimatorParams",
+    "ForecasterParams",
+    "ForecastingModelParams",
     "GenericModelParams",
     "GenericParams",
     "ImageClassificationModelParams",
@@ -62,6 +64,8 @@ ImageClassificationModelParams = _model(
 _CLASSIFIER, _REGRESSOR = classes.TABULAR_CLASSIFIER, classes.TABULAR_REGRESSOR
 TabularClassifierParams = _estimator("TabularClassifierParams", _CLASSIFIER, "`TabularClassifier`", ClassifierParams)
 TabularRegressorParams = _estimator("TabularRegressorParams", _REGRESSOR, "`TabularRegressor`", RegressorParams)
+ForecasterParams = _estimator("ForecasterParams", classes.FORECASTER, "`Forecaster`")
+ForecastingModelParams = _model("ForecastingModelParams", classes.FORECASTING_MODEL, "`ForecastingModel`")
 
 RunParams = with_constructor(
     params_class("RunParams", classes.RUN, "The Params of `run`."), classes.RUN, arguments=True
