@@ -38,9 +38,9 @@ class Batch:
         inputs: One tensor of shape `(rows, ...)` per argument of `forward`.
         label: Tensor of shape `(rows, ...)`, or `None`.
         weight: float32 sample weights of shape `(rows,)`; `None` means all ones.
-        rows: Number of real rows. If they are fewer than the module's minimum rows, the inputs have extra rows at the
-            end. A rank without rows in a step has placeholder rows only, so that it joins every collective: then label
-            and weights are as long as the inputs, and the weights are zero.
+        rows: Number of real rows; of groups, if there are `sizes`. If they are fewer than the module's minimum rows,
+            the inputs have extra rows at the end. A rank without rows in a step has placeholder rows only, so that it
+            joins every collective: then label and weights are as long as the inputs, and the weights are zero.
         loss_weight: float32 weights in the loss of shape `(rows,)`: sample weight times class weight; `None` means all
             ones.
         lengths: Number of elements of each row, int64 of shape `(rows,)` on the CPU, by the position of the padded,
@@ -49,6 +49,8 @@ class Batch:
         tokens: Number of tokens of each row of the inputs, up to its last one, int64 of shape `(rows,)` on the CPU, if
             `preprocess` returned an attention mask.
         pads: The padding value of each padded input, by its position.
+        sizes: Number of rows of each group, int64 of shape `(groups,)` on the CPU, if samples are whole groups: inputs
+            and label have their rows, one group after the other, and weights are those of groups.
     """
 
     inputs: tuple[torch.Tensor, ...]
@@ -60,6 +62,12 @@ class Batch:
     names: tuple[str, ...] = ()
     tokens: torch.Tensor | None = None
     pads: Mapping[int, float] = field(default_factory=dict)
+    sizes: torch.Tensor | None = None
+
+    @property
+    def shown(self) -> int:
+        """Number of samples, placeholders included."""
+        return len(self.inputs[0]) if self.sizes is None else len(self.sizes)
 
     @property
     def named(self) -> dict[str, torch.Tensor]:
@@ -79,23 +87,38 @@ class Batch:
 
     def complete(self) -> Batch:
         """Returns a batch with label and weight as long as its inputs; in given weights, added rows have zero."""
-        shown, label, weight = len(self.inputs[0]), self.label, self.weight
+        shown, label, weight = self.shown, self.label, self.weight
         if 0 < self.rows < shown:
-            missing = shown - self.rows
             if label is not None:
-                label = torch.cat([label, label[-1:].expand(missing, *label.shape[1:])])
+                label = torch.cat([label, label[-1:].expand(len(self.inputs[0]) - len(label), *label.shape[1:])])
             if weight is not None:
-                weight = torch.cat([weight, weight.new_zeros(missing)])
+                weight = torch.cat([weight, weight.new_zeros(shown - self.rows)])
         return replace(self, label=label, weight=weight, rows=shown, loss_weight=None)
 
+    def filled_from(self, count: int) -> Batch:
+        """Returns the batch with `count` real samples; the others are placeholders, of weight zero if all of them are.
+
+        Label and weights are those of the real samples, if there are any.
+        """
+        if not count:
+            nothing = torch.zeros(self.shown, device=self.inputs[0].device)
+            return replace(self, rows=0, weight=nothing, loss_weight=nothing)
+        real = self.slice(0, count)
+        return replace(self, rows=count, label=real.label, weight=real.weight, loss_weight=real.loss_weight)
+
     def slice(self, start: int, end: int) -> Batch:
-        """Returns the rows from `start` to `end`."""
+        """Returns the samples from `start` to `end`."""
+        first, last = start, end
+        if self.sizes is not None:
+            first, last = int(self.sizes[:start].sum()), int(self.sizes[:end].sum())
 
-        def part(tensor: torch.Tensor | None) -> torch.Tensor | None:
-            return None if tensor is None else tensor[start:end]
+        def part(tensor: torch.Tensor | None, *, of_samples: bool = False) -> torch.Tensor | None:
+            if tensor is None:
+                return None
+            return tensor[start:end] if of_samples else tensor[first:last]
 
-        inputs = [cut(tensor, start, end, self.lengths.get(place)) for place, tensor in enumerate(self.inputs)]
-        lengths = {place: counts[start:end] for place, counts in self.lengths.items()}
+        inputs = [cut(tensor, first, last, self.lengths.get(place)) for place, tensor in enumerate(self.inputs)]
+        lengths = {place: counts[first:last] for place, counts in self.lengths.items()}
         for place, longest in self._padded_to(lengths).items():  # pads to the longest of these rows only
             for both in (place, place + 1):
                 inputs[both] = inputs[both][:, :longest]
@@ -103,11 +126,12 @@ class Batch:
             self,
             inputs=tuple(inputs),
             label=part(self.label),
-            weight=part(self.weight),
+            weight=part(self.weight, of_samples=True),
             rows=end - start,
-            loss_weight=part(self.loss_weight),
+            loss_weight=part(self.loss_weight, of_samples=True),
             lengths=lengths,
             tokens=part(self.tokens),
+            sizes=part(self.sizes, of_samples=True),
         )
 
     def padded(self, lengths: Mapping[int, int]) -> Batch:

@@ -18,16 +18,20 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FOLD",
+    "GROUP",
     "KEY",
     "LABEL",
+    "ORDER",
     "VALIDATION",
     "WEIGHT",
     "Columns",
     "DType",
+    "Groups",
     "InputOptions",
     "Kind",
     "Layout",
     "TensorSpec",
+    "Window",
     "argument_names",
     "carried_name",
     "input_name",
@@ -46,6 +50,8 @@ WEIGHT = "w"
 VALIDATION = "v"
 KEY = "k"
 FOLD = "f"
+GROUP = "g"
+ORDER = "o"
 
 
 _PART = re.compile(r"`((?:[^`]|``)+)`|([^`.]+)")
@@ -202,6 +208,44 @@ class InputOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Window:
+    """Samples that are windows: so many consecutive rows of a group.
+
+    Attributes:
+        context: Number of rows before those that are predicted.
+        horizon: Number of rows that are predicted, the last ones of a window.
+        step: Number of rows from the start of a window to that of the next one.
+        known: Positions among the arguments of `forward` of those that are known ahead: they have all rows of a window,
+            others those of the context, and labels those of the horizon.
+    """
+
+    context: int
+    horizon: int
+    step: int = 1
+    known: tuple[int, ...] = ()
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of a window."""
+        return self.context + self.horizon
+
+
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """The groups of a training set, whose rows stay together, and what a sample is: a whole group, or a window.
+
+    Attributes:
+        group: The user's column; `None` if all rows are one group.
+        order: The user's column that orders the rows of a group; `None` for any order.
+        window: The windows that are samples; `None` if whole groups are.
+    """
+
+    group: str | None
+    order: str | None = None
+    window: Window | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Columns:
     """The columns of a training set.
 
@@ -215,6 +259,7 @@ class Columns:
             ranks add a digest of the others.
         folds: Whether an int column has the fold of each row in a cross-validation.
         carried: The user's numeric columns that evaluators compare with predictions; encoded as doubles.
+        groups: The groups of the rows; `None` if each row is a sample.
     """
 
     inputs: tuple[TensorSpec, ...]
@@ -228,6 +273,14 @@ class Columns:
     keyed: bool = True
     folds: bool = False
     carried: tuple[str, ...] = ()
+    groups: Groups | None = None
+
+    @property
+    def marks(self) -> dict[str, str]:
+        """The user's columns that say what a row is for, by their encoded names."""
+        groups = self.groups or Groups(group=None)
+        named = {VALIDATION: self.validation, GROUP: groups.group, ORDER: groups.order}
+        return {name: column for name, column in named.items() if column is not None}
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:

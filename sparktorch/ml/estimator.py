@@ -15,6 +15,7 @@ from pyspark.sql import DataFrame
 from sparktorch.base.config import Task, above
 from sparktorch.base.state_dict import unpacked_weights
 from sparktorch.base.weights_folder import WeightsFolder
+from sparktorch.data.columns import Window
 from sparktorch.errors import ConfigError
 from sparktorch.ml.fit.attempts import train_with_restarts
 from sparktorch.ml.fit.checks import check_new_columns, check_param_names, naming_params
@@ -188,6 +189,14 @@ class TorchEstimatorBase(Estimator[M], EstimatorParams, MLReadable[Any], MLWrita
     def _learned(self, dataset: DataFrame) -> tuple[Self, DataFrame]:
         """Returns the estimator with what it learns of rows before it trains, and the rows as it trains on them."""
         return self, dataset
+
+    def _window(self) -> Window | None:
+        """Returns the windows that are samples, in estimators that have such."""
+        return None
+
+    def _loss_of_groups(self) -> tuple[Any, Callable[..., Any] | None]:
+        """Returns the loss of whole groups, or its import path, and what validation measures of groups."""
+        return self.getLoss(), None
 
     def _labels(self, dataset: DataFrame, classes: int | None) -> tuple[str, ...]:
         """Returns the label of each class, or `()` if the column metadata does not have all of them."""

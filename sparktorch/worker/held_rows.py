@@ -20,6 +20,7 @@ from sparktorch.base.config import CheckpointConfig, StorageConfig, TrainConfig
 from sparktorch.base.devices import is_host, select
 from sparktorch.base.state_dict import packed_weights
 from sparktorch.base.world import World
+from sparktorch.data.columns import Groups
 from sparktorch.data.dataset.base import Shard
 from sparktorch.data.dataset.in_memory import InMemoryShard
 from sparktorch.data.dataset.reader import read_shard
@@ -83,6 +84,8 @@ class HeldRows:
             self._of_reading = clock.laps
             self.world = world = _on_one_kind(world, self._peers, client)
             counts = [peer["rows"] for peer in self._peers]
+            if job.columns.groups is not None and world.is_main:
+                _tell_of_groups(job.columns.groups, self._peers, client)
             self._max_imbalance = job.max_imbalance
             self._by_place, kept = job.by_place, self._peers[0]["by_place"]
             uneven = job.max_imbalance is not None and _imbalanced(counts, job.max_imbalance)
@@ -101,9 +104,10 @@ class HeldRows:
         with self.together(job, client, without=without):
             config, plan = self.config, self.plan
             if self.world.is_main and plan.rows < config.batch_size:
-                client.warn(
-                    f"there are {counted(plan.rows, 'row', 'rows')}, fewer than batchSize: each epoch is one step"
-                )
+                found = counted(plan.rows, "row", "rows")
+                if job.columns.groups is not None:
+                    found = counted(plan.rows, "sample", "samples")
+                client.warn(f"there are {found}, fewer than batchSize: each epoch is one step")
             outcome = train(
                 self.shard,
                 job.recipe,
@@ -266,8 +270,26 @@ def _meet(shard: Shard, world: World, client: Client, by_place: bool | None) -> 
             "device": world.device,
             "host": world.host,
             "by_place": by_place,
+            "groups": shard.groups,
         },
     )
+
+
+def _tell_of_groups(groups: Groups, peers: Sequence[Mapping[str, Any]], client: Client) -> None:
+    """Warns of groups that are too short for a window, and of one that makes a rank's share larger than others."""
+    found = [peer["groups"] for peer in peers]
+    count, short, rows = (sum(each[name] for each in found) for name in ("groups", "short", "rows"))
+    largest = max(each["largest"] for each in found)
+    if short and groups.window is not None:
+        client.warn(
+            f"{short} of {counted(count, 'group', 'groups')} have fewer than {groups.window.rows} rows, those of a "
+            "window: nothing is trained of them"
+        )
+    if largest * len(peers) > rows and len(peers) > 1:
+        client.warn(
+            f"a group has {largest} of {rows} rows, more than a worker's share: groups are not divided, and the others "
+            f"wait for its worker\n  -> set a smaller numWorkers{'' if groups.group else ', or groupCol'}"
+        )
 
 
 def _facts(shard: Shard, world: World, outcome: Outcome, seconds: dict[str, float]) -> dict[str, Any]:

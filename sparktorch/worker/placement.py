@@ -31,9 +31,13 @@ def place(
     strategy, options = strategy_for(config.strategy, config.strategy_params)
     independent = strategy.own_batches
     if not (min(counts) if independent else sum(counts)):
+        groups, validation = job.columns.groups, job.columns.validation
+        hint = "is every row marked for validation?" if validation else "check the filter or the path they come from"
+        if groups is not None and groups.window is not None:
+            hint = f"no group has {groups.window.rows} rows, those of a window, of which the last ones train"
         raise ColumnError(
             "there are no rows to train on" + (f" for rank {counts.index(0)}" if independent else ""),
-            hint="is every row marked for validation?" if not sum(counts) else "set a smaller numWorkers",
+            hint="set a smaller numWorkers" if sum(counts) else hint,
         )
     validation = job.columns.validation
     marked = [peer["validation"] for peer in peers]

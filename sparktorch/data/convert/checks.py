@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from sparktorch.data.columns import LABEL, VALIDATION, Columns, TensorSpec
+from sparktorch.data.columns import LABEL, Columns, TensorSpec
 from sparktorch.errors import ColumnError, counted
 
 __all__ = [
@@ -44,7 +44,7 @@ class RowFilter:
         self.dropped = 0
 
     def rows_of(self, batch: pa.RecordBatch, *, first_row: int) -> pa.RecordBatch:
-        """Returns the rows of a batch that hold no null, NaN or infinity, nor a null in the validation column.
+        """Returns the rows of a batch that hold no null, NaN or infinity, nor a null in a column of `Columns.marks`.
 
         `first_row` is the row number of its first row, for messages.
         """
@@ -54,10 +54,11 @@ class RowFilter:
                 for name, rows in _by_source(batch.column(spec.name), spec, what, np.flatnonzero(mask)):
                     self._note(spec.name, name, what, rows + first_row)
                 unfit = mask if unfit is None else unfit | mask
-        if self._columns.validation and batch.column(VALIDATION).null_count:
-            mask = batch.column(VALIDATION).is_null().to_numpy(zero_copy_only=False)
-            self._note(VALIDATION, self._columns.validation, "null", np.flatnonzero(mask) + first_row)
-            unfit = mask if unfit is None else unfit | mask
+        for wire, name in self._columns.marks.items():
+            nulls = _nulls(batch.column(wire))
+            if nulls is not None:
+                self._note(wire, name, "null", np.flatnonzero(nulls) + first_row)
+                unfit = nulls if unfit is None else unfit | nulls
         self._through = None if unfit is None else np.flatnonzero(~unfit)
         if unfit is None:
             return batch
@@ -97,7 +98,7 @@ class RowFilter:
         hint = "drop or replace them before fit, or set nullPolicy='drop'"
         if spec in self._columns.inputs and not spec.takes_nulls:  # it fills no labels, and no infinity
             hint += " or 'fill'" if what == "null" else " or, for NaN, 'fill'"
-        if spec is None:  # the validation column
+        if spec is None:  # a column of `Columns.marks`
             return hint
         if what == "null":
             return hint + null_hint(spec)

@@ -14,6 +14,7 @@ from sparktorch.base.batch import Batch, RankDataset
 from sparktorch.data.dataset.folds import Folds
 from sparktorch.data.dataset.rows import Rows
 from sparktorch.data.preprocess import StepContext
+from sparktorch.data.sampling.groups import GroupKeys
 from sparktorch.data.sampling.plan import Numbers, RankOrder, SamplingPlan, mix_words
 from sparktorch.data.sampling.row_keys import RowKeys
 
@@ -59,22 +60,27 @@ class Schedule:
 class Shard(RankDataset):
     """The rows of one rank: training rows addressed by position, validation rows in key order.
 
+    Where rows have groups, samples stand for rows: whole groups, or windows of them.
+
     Attributes:
         dropped: Number of rows dropped because of a null, NaN or infinity.
         fingerprint: Sum of the keys of the training rows, modulo 2**64; independent of their order.
         bytes: Size of the rows in bytes.
         storage: Where the rows are: "disk", "memory" or "device".
         folds: The folds of the rows; `None` if they have none.
+        groups: Numbers of `groups`, of those too `short` for a window, of the rows of the `largest`, and of all `rows`;
+            `None` without groups.
     """
 
     def __init__(self, stored: Rows, row_keys: RowKeys, *, dropped: int, folds: Folds | None = None) -> None:
         """Sets the rows, their keys in order of arrival, the number of dropped rows, and the folds."""
-        self.rows, self.validation_rows = row_keys.count - row_keys.held_out, row_keys.held_out
         self.fingerprint, self.dropped, self.bytes = row_keys.fingerprint, dropped, stored.bytes
         self.storage = "disk" if stored.on_disk else "memory"
         self.varies = stored.varies
         self._stored = stored
         self._order, self._validation_order = self._all_orders = row_keys.orders()
+        self.rows, self.validation_rows = len(self._order), len(self._validation_order)
+        self.groups = row_keys.facts if isinstance(row_keys, GroupKeys) else None
         self._all_keys = row_keys.fingerprint
         self.folds = folds
 

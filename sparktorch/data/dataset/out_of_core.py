@@ -18,7 +18,6 @@ from sparktorch.data.dataset.rows import Rows
 from sparktorch.data.preprocess import StepContext
 from sparktorch.data.sampling.plan import RankOrder, SamplingPlan
 from sparktorch.data.sampling.row_keys import RowKeys
-from sparktorch.data.storage import Runs
 
 __all__ = ["OutOfCoreShard"]
 
@@ -50,15 +49,15 @@ class OutOfCoreShard(Shard):
         self._weights.clear()
         self._orders.clear()
         super().place(first, plan, epochs=epochs)
-        step_bytes = self.bytes / self._stored.count * self.rows / plan.steps
+        step_bytes = self._stored.item_bytes * self.rows / plan.steps
         self._window = min(plan.block, max(1, int(self._budget / 2 // max(step_bytes, 1))))
 
     def weight_by_class(self, classes: int) -> list[float]:
         """Returns the sum of the weights of this rank's training rows by class."""
         sums = np.zeros(classes)
         for start in range(0, len(self._order), CHUNK_ROWS):
-            rows = self._stored.load(_runs(self._order[start : start + CHUNK_ROWS]), inputs=False)
-            sums += rows.weight_by_class(torch.arange(rows.count), classes)
+            numbers = self._order[start : start + CHUNK_ROWS]
+            sums += self._stored.load(numbers, inputs=False).weight_by_class(torch.arange(len(numbers)), classes)
         found: list[float] = sums.tolist()
         return found
 
@@ -133,8 +132,7 @@ class OutOfCoreShard(Shard):
             yield rows.take(torch.arange(len(taken)), min_rows=1 if batches else 0)
 
     def _load(self, order: RowNumbers, places: Int64) -> Rows:
-        """Reads rows, followed by the shard's last row, with which `Rows.take` fills up batches as in memory."""
-        rows = self._stored.load(Runs.of(np.append(at(order, places), self._stored.count - 1)))
+        rows = self._stored.load(at(order, places))
         if self._class_weights is not None:
             rows.weigh_classes(self._class_weights)
         return rows
@@ -149,14 +147,8 @@ class OutOfCoreShard(Shard):
         sums = np.zeros(steps)
         for number in range(order.windows):
             position, step = order.window(number)
-            rows = self._stored.load(Runs.of(at(self._order, position - self._schedule.first)), inputs=False)
+            rows = self._stored.load(at(self._order, position - self._schedule.first), inputs=False)
             if self._class_weights is not None:
                 rows.weigh_classes(self._class_weights)
-            sums += np.bincount(step, rows.loss_weights(), steps)
+            sums += np.bincount(step, rows.loss_weights(torch.arange(len(step))), steps)
         return sums
-
-
-def _runs(rows: RowNumbers) -> Runs:
-    if isinstance(rows, range):
-        return Runs(np.array([rows.start], np.int64), np.array([rows.stop], np.int64))
-    return Runs.of(rows)

@@ -9,15 +9,17 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from sparktorch.data.columns import KEY, VALIDATION, Columns, TensorSpec, carried_name
+from sparktorch.data.columns import GROUP, KEY, ORDER, VALIDATION, Columns, TensorSpec, carried_name
 from sparktorch.data.convert.checks import RowFilter, check_labels, check_weights
 from sparktorch.data.dataset.base import Shard
 from sparktorch.data.dataset.folds import Folds
 from sparktorch.data.dataset.in_memory import InMemoryShard
 from sparktorch.data.dataset.out_of_core import OutOfCoreShard
 from sparktorch.data.dataset.rows import Rows
+from sparktorch.data.dataset.samples import SampledRows
 from sparktorch.data.fields.base import Dense, Field
 from sparktorch.data.fields.registry import field_of
+from sparktorch.data.sampling.groups import GroupKeys
 from sparktorch.data.sampling.row_digest import RowDigests
 from sparktorch.data.sampling.row_keys import RowKeys
 from sparktorch.data.storage import RowStorage
@@ -53,7 +55,8 @@ def read_shard(
     storage = storage or RowStorage()
     fields = {spec.name: _field(spec, columns, storage) for spec in columns.tensors}
     try:
-        row_keys = RowKeys(storage, by_key=by_key)
+        grouped = columns.groups is not None
+        row_keys = GroupKeys(storage, columns) if grouped else RowKeys(storage, by_key=by_key)
         folds = Folds([carried_name(place) for place in range(len(columns.carried))]) if columns.folds else None
         dropped = _read(batches, columns, fields, row_keys, folds)
         size = sum(field.nbytes for field in fields.values())
@@ -64,7 +67,11 @@ def read_shard(
                 else:
                     field.append(placeholder.column(name))
         count = max(1, row_keys.count)
-        stored = Rows(fields, columns, storage, count=count, size=size, by_length=by_length)
+        known: dict[str, Any] = {"count": count, "size": size}
+        if isinstance(row_keys, GroupKeys):
+            stored: Rows = SampledRows(fields, columns, storage, samples=row_keys.samples(), **known)
+        else:
+            stored = Rows(fields, columns, storage, by_length=by_length, **known)
         kind = OutOfCoreShard if storage.on_disk else InMemoryShard
         return kind(stored, row_keys, dropped=dropped, budget=budget, folds=folds)
     except BaseException:
@@ -98,6 +105,10 @@ def _read(
             held_out = np.zeros(rows.num_rows, np.bool_)
         keys = rows.column(KEY).to_numpy() if digests is None else digests.finish()
         row_keys.append(keys, held_out)
+        if isinstance(row_keys, GroupKeys):
+            group = rows.column(GROUP).to_numpy()
+            ordered = ORDER in rows.schema.names
+            row_keys.append_to_groups(group, rows.column(ORDER).to_numpy() if ordered else np.zeros_like(group))
         if folds is not None:
             folds.append(rows, keys, held_out)
         row += batch.num_rows

@@ -14,6 +14,7 @@ from sparktorch.base.devices import upload
 from sparktorch.data.columns import Columns, TensorSpec, argument_names
 from sparktorch.data.fields.base import Dense, Field, Ragged
 from sparktorch.data.preprocess import EVALUATION, StepContext
+from sparktorch.data.sampling.plan import Numbers
 from sparktorch.data.storage import RowStorage, Runs
 
 __all__ = ["Rows"]
@@ -59,12 +60,21 @@ class Rows:
             column.finish()
         return self._opened()
 
-    def load(self, runs: Runs, *, inputs: bool = True) -> Rows:
-        """Returns the rows in `runs`, copied into memory; without `inputs`, only label and weight."""
-        specs = [spec for spec in (self.columns.label, self.columns.weight) if spec is not None]
-        columns = self.columns if inputs else replace(self.columns, inputs=())
-        fields = {spec.name: self._fields[spec.name].read(runs) for spec in (self.columns.tensors if inputs else specs)}
+    @property
+    def item_bytes(self) -> float:
+        """Size of what an index numbers, on average, in bytes."""
+        return self.bytes / self.count
+
+    def load(self, numbers: Numbers | range, *, inputs: bool = True) -> Rows:
+        """Returns rows by number, copied into memory, and the row that fills up batches; see `_read`."""
+        runs = Runs.of(np.append(numbers, self.count - 1))
+        fields, columns = self._read(runs, inputs=inputs)
         return Rows(fields, columns, RowStorage(), count=runs.count, size=0, by_length=self._by_length)._opened()
+
+    def _read(self, runs: Runs, *, inputs: bool) -> tuple[dict[str, Field], Columns]:
+        """Returns the columns of the rows in `runs`; without `inputs`, only label and weight."""
+        columns = self.columns if inputs else replace(self.columns, inputs=())
+        return {spec.name: self._fields[spec.name].read(runs) for spec in columns.tensors}, columns
 
     def close(self) -> None:
         """Frees rows on disk."""
@@ -113,17 +123,14 @@ class Rows:
         if rows < min_rows:
             index = torch.cat([index, index.new_full((min_rows - rows,), self.last)])
         here = upload(index, self.device)
-        shown = here[:rows] if 0 < rows < min_rows else here
         label, weight, loss_weight = self._here
-        if not rows and min_rows:  # placeholder rows, of weight zero
-            weight = loss_weight = torch.zeros(min_rows, device=self.device)
-        else:
-            same, weight = loss_weight is weight, None if weight is None else weight.index_select(0, shown)
-            loss_weight = weight if same or loss_weight is None else loss_weight.index_select(0, shown)
+        same, weight = loss_weight is weight, None if weight is None else weight.index_select(0, here)
+        loss_weight = weight if same or loss_weight is None else loss_weight.index_select(0, here)
         inputs, lengths, names = self._arguments(index, here, context)
-        label = None if label is None else label.index_select(0, shown)
+        label = None if label is None else label.index_select(0, here)
         tokens = None if self._preprocess is None else count_tokens(dict(zip(names, inputs, strict=True)))
-        return Batch(inputs, label, weight, rows, loss_weight, lengths, names, tokens, self._pads)
+        batch = Batch(inputs, label, weight, len(index), loss_weight, lengths, names, tokens, self._pads)
+        return batch.filled_from(rows) if rows < min_rows else batch
 
     def inputs(self, index: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Returns the arguments of `forward` for the rows in `index`, in this order."""
@@ -157,12 +164,9 @@ class Rows:
         weights = None if self._weight is None else self._weight.double()[index].numpy()
         return np.bincount(self._label[index].numpy(), weights, classes).astype(np.float64)
 
-    def loss_weights(self, index: torch.Tensor | None = None) -> npt.NDArray[np.float64] | None:
-        """Returns the loss weights of all rows, or of those in `index`, float64; `None` means all ones."""
-        if self._loss_weight is None:
-            return None
-        weights = self._loss_weight if index is None else self._loss_weight[index]
-        return weights.double().numpy()
+    def loss_weights(self, index: torch.Tensor) -> npt.NDArray[np.float64] | None:
+        """Returns the loss weights of the rows in `index`, float64; `None` means all ones."""
+        return None if self._loss_weight is None else self._loss_weight[index].double().numpy()
 
 
 def _tensor(fields: Mapping[str, Field], spec: TensorSpec | None) -> torch.Tensor | None:

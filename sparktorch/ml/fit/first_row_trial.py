@@ -13,6 +13,7 @@ from pyspark.sql import DataFrame
 from sparktorch.base.batch import Batch
 from sparktorch.base.config import Task, above
 from sparktorch.data.convert.checks import RowFilter
+from sparktorch.data.dataset.samples import windowed
 from sparktorch.data.fields.base import Dense, Field
 from sparktorch.data.fields.registry import field_of
 from sparktorch.data.preprocess import Preprocess, StepContext
@@ -43,12 +44,12 @@ def try_out(
     `in_worker` runs a body in a worker, if the request asks for it; see `one_rank`.
     """
     frame, inputs = first_inputs(frame)
-    label = _first_label(frame)
+    inputs, label = _sampled(frame, inputs)
     config, recipe = request.job.config, request.job.recipe
     weighted = frame.columns.weight is not None or config.class_weights is not None
     names = frame.columns.arguments
     run = partial(dry_run, recipe, config.task, config.seed, inputs, label, names=names, weighted=weighted)
-    run = partial(run, clips=config.clip_norm is not None or config.clip_value is not None)
+    run = partial(run, grouped=_has_groups(frame), clips=config.clip_norm is not None or config.clip_value is not None)
     run = partial(run, check=partial(check_module, config, recipe, request.launch.world_size))
     if config.model_folder and request.dry_run == "driver":
         run = partial(run, values=False)
@@ -78,17 +79,19 @@ def plan_of(estimator: EstimatorParams, task: Task, dataset: DataFrame, memory: 
         check_device(config, "cpu")
     with naming_params(estimator):
         frame, inputs = first_inputs(prepare(dataset, task, **request.columns))
-    label = _first_label(frame)
+    inputs, label = _sampled(frame, inputs)
     weighted = frame.columns.weight is not None or config.class_weights is not None
     weight, names = torch.ones(2) if weighted else None, frame.columns.arguments
     run = partial(dry_run, recipe, task, config.seed, inputs, label, names=names, weighted=weighted)
+    run = partial(run, grouped=_has_groups(frame))
     try:
         trial = run(values=False)
     except Exception:  # as in `plan`; with values, the error has hints
         trial = run()
     if label is not None and trial.classes is not None:
         label = torch.zeros_like(label, dtype=torch.int64)
-    batch = Batch(tuple(inputs.values()), label, weight, 2, weight, names=names)
+    sizes = torch.ones(2, dtype=torch.int64) if _has_groups(frame) else None
+    batch = Batch(tuple(inputs.values()), label, weight, 2, weight, names=names, sizes=sizes)
     most = None if memory is None else int(memory * 10**6)
     return plan(recipe, config, estimator.getNumWorkers(), batch, memory=most)
 
@@ -114,6 +117,23 @@ def first_inputs(frame: Frame) -> tuple[Frame, dict[str, torch.Tensor]]:
             shown = f"input {spec.name[1:]}, {shown}"
         inputs |= dict(zip((shown, f"where {shown} has elements"), arguments, strict=False))
     return frame, inputs
+
+
+def _has_groups(frame: Frame) -> bool:
+    """Whether samples are whole groups; in a trial, each is the first row."""
+    groups = frame.columns.groups
+    return groups is not None and groups.window is None
+
+
+def _sampled(frame: Frame, inputs: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
+    """Returns inputs and label of two samples; windows are made of the first row."""
+    label, groups = _first_label(frame), frame.columns.groups
+    if groups is None or groups.window is None:
+        return inputs, label
+    rows = groups.window.rows
+    columns = [tensor.repeat_interleave(rows, 0) for tensor in inputs.values()]
+    seen, label = windowed(groups.window, columns, None if label is None else label.repeat_interleave(rows, 0))
+    return dict(zip(inputs, seen, strict=True)), label
 
 
 def _first_label(frame: Frame) -> torch.Tensor | None:

@@ -47,6 +47,8 @@ def partitioned(data: DataFrame, request: Request[J], start: Callable[[DataFrame
         _LOG.info("split='keep' behind coalesce() or union(): the rows go through a shuffle, each to its own partition")
         parts = moved_as_they_are(parts, ranks)
     else:
+        if job.columns.groups is not None:  # a split by position would divide groups
+            job = replace(job, max_imbalance=None)
         parts = split(data, ranks, in_order=in_order)
     results = start(parts, job)
     if results[0][0].get("imbalanced"):

@@ -12,13 +12,13 @@ from typing import Any, Generic, Literal, TypeVar
 
 from sparktorch.base.config import CheckpointConfig, StorageConfig, Task, TrainConfig
 from sparktorch.base.imports import load_object
-from sparktorch.data.columns import InputOptions
+from sparktorch.data.columns import Groups, InputOptions
 from sparktorch.data.preprocess import check_signature
 from sparktorch.distributed.monitor import Timeouts
 from sparktorch.errors import ConfigError, refuse
 from sparktorch.ml.fit.checks import check_best_metric, check_job, check_params, check_restarts, check_ships
 from sparktorch.ml.fit.identity import described
-from sparktorch.ml.fit.values import MODEL_FOLDER, Values
+from sparktorch.ml.fit.values import MODEL_FOLDER, WHOLE_GROUPS, Values
 from sparktorch.ml.params.classes import CLASSIFIER, GENERIC, RUN
 from sparktorch.ml.params.declare import ParamSpec
 from sparktorch.ml.params.mixins import EstimatorParams, RunParams
@@ -28,6 +28,7 @@ from sparktorch.train.huggingface.folder import opened
 from sparktorch.train.huggingface.models import MODEL_LOSS
 from sparktorch.train.lightning import LightningRecipe, without_trainer
 from sparktorch.train.recipe.lookup import name_of
+from sparktorch.train.recipe.loss import GroupsLossStep
 from sparktorch.train.recipe.metrics import has_metric
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.registry import check_loop, check_strategy, check_workers
@@ -49,6 +50,7 @@ _COLUMNS = {
     "options": "nullPolicy, or how the inputs are described",
     "preprocess": "preprocess",
     "keyed": "split",
+    "groups": "groupCol, orderCol, or what a sample is",
 }
 
 J = TypeVar("J", bound=RankJob)
@@ -119,7 +121,9 @@ def translate(estimator: EstimatorParams, task: Task) -> Request[TrainJob]:
     p = Values(estimator)
     check_params(p)
     job = _job(p, task, _EVERY, **({} if p["modelDir"] is None else {"modelDir": "set"}))
-    config, recipe = job["config"], _recipe(p, job["config"])
+    groups = _groups(estimator, p)
+    loss = _loss(p) if groups is None or groups.window is not None else _loss_of_groups(estimator, p)
+    config, recipe = job["config"], _recipe(p, job["config"], loss)
     request = _request(estimator, p, _EVERY, TrainJob(recipe=recipe, **job))
     check_best_metric(config, recipe)
     check_strategy(config, recipe)
@@ -180,6 +184,7 @@ def _request(params: Any, p: Values, table: Mapping[str, ParamSpec], job: J) -> 
             "validation": p["validationIndicatorCol"],
             "key": p["idCol"],
             "keyed": p["split"] == "key",
+            "groups": _groups(params, p),
         },
         folds=p.makes_validation,
         **_fields(p, "request", table),
@@ -264,11 +269,22 @@ def _shuffle_block(p: Values) -> int:
     return 1 if p["storage"] == "memory" else _SHUFFLE_BLOCK
 
 
-def _recipe(p: Values, config: TrainConfig) -> Recipe:
+def _groups(estimator: Any, p: Values) -> Groups | None:
+    """Returns the groups of the rows, `None` if each row is a sample."""
+    window = estimator._window() if isinstance(estimator, EstimatorParams) else None  # type: ignore[attr-defined]
+    if p["groupCol"] is None and window is None:
+        return None
+    if p["split"] == "keep":
+        hint = "leave split out: rows of a group are sent to the same worker"
+        raise ConfigError("split='keep' may divide a group among workers", hint=hint, param="split")
+    return Groups(group=p["groupCol"], order=p["orderCol"], window=window)
+
+
+def _recipe(p: Values, config: TrainConfig, loss: Mapping[str, Any]) -> Recipe:
     module, fields = _module(p), _fields(p, "recipe", _EVERY)
     if p.brings_its_training:
         return _lightning_recipe(p, module, fields, config)
-    return Recipe(**{**module, **fields, **_loss(p)})
+    return Recipe(**{**module, **fields, **loss})
 
 
 def _lightning_recipe(
@@ -292,6 +308,19 @@ def _loss(p: Values) -> dict[str, Any]:
     if p["trainingStep"] is not None:
         return {"loss": None}
     return {"loss": p["loss"]} if p["loss"] is not None else {"loss": None, "training_step": MODEL_LOSS}
+
+
+def _loss_of_groups(estimator: Any, p: Values) -> dict[str, Any]:
+    """Returns the recipe's arguments for a loss of whole groups, or a training step that has one."""
+    refuse(WHOLE_GROUPS, p)
+    if p["trainingStep"] is not None:
+        return {"loss": None}
+    loss, metrics = estimator._loss_of_groups()
+    loss = load_object(loss) if isinstance(loss, str) else loss
+    check_ships(
+        loss, f"loss {name_of(loss)}", param="loss", hint="define it in a module, or make what it holds inside it"
+    )
+    return {"loss": None, "training_step": GroupsLossStep(loss, p["lossParams"], metrics)}
 
 
 def _module(p: Values) -> dict[str, Any]:

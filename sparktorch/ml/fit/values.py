@@ -22,7 +22,9 @@ from sparktorch.train.lightning import is_lightning
 from sparktorch.train.strategies.base import Kind
 from sparktorch.train.strategies.registry import resumable, strategy_for, strategy_type
 
-__all__ = ["COLUMNS", "FIT", "JOB", "LIGHTNING", "MODEL_FOLDER", "MODULE", "RESTARTS", "SCORING", "Values"]
+__all__ = [
+    *("COLUMNS", "FIT", "JOB", "LIGHTNING", "MODEL_FOLDER", "MODULE", "RESTARTS", "SCORING", "WHOLE_GROUPS", "Values"),
+]
 
 _MARK = "mark some with validationIndicatorCol"
 _ONE = "leave one of them out"
@@ -186,6 +188,19 @@ MODULE = (
         "moduleParams",
         lambda p: p.trained is not None and p["moduleParams"],
         "moduleParams are given, but module is a fitted model",
+    ),
+)
+
+WHOLE_GROUPS = (
+    Refusal(
+        "groupCol",
+        lambda p: p.brings_its_training or not (p["loss"] or p["trainingStep"]),
+        "the module computes a loss of rows, and with groupCol samples are groups: pass a loss (output, label, sizes)",
+    ),
+    Refusal(
+        "strategy",
+        lambda p: p["strategy"] == "mesh",
+        "strategy 'mesh' exchanges rows among workers, and groups stay whole; use 'zero3'",
     ),
 )
 

@@ -390,6 +390,8 @@ class GenericParams(EstimatorParams, HasOutputCols):
         weightCol: str | None = None,
         validationIndicatorCol: str | None = None,
         idCol: str | None = None,
+        groupCol: str | None = None,
+        orderCol: str | None = None,
         loss: str | Callable[..., Any] | None = None,
         lossParams: dict[str, Any] | None = None,
         trainingStep: str | Callable[..., Any] | None = None,
@@ -480,6 +482,8 @@ class GenericParams(EstimatorParams, HasOutputCols):
             weightCol: A column of sample weights (>= 0); without it, all rows weigh the same.
             validationIndicatorCol: A boolean column, true for the rows that validate and do not train.
             idCol: A column that identifies a row, used in place of its contents to order the training.
+            groupCol: A column that groups rows: those of a group stay together, and batches have whole groups; batchSize then counts groups, and the loss is a callable (output, label, sizes) -> loss per group.
+            orderCol: A column that orders the rows of a group: whole numbers, dates or timestamps.
             loss: A class in torch.nn by name, an import path, or a callable (output, label) -> loss per row; models of Hugging Face's have one of their own, where it is not set.
             lossParams: Keyword arguments of the loss class.
             trainingStep: A callable (module, batch) -> loss, or (loss, metrics), or its import path, in place of loss.
@@ -553,6 +557,14 @@ class GenericParams(EstimatorParams, HasOutputCols):
         """Sets the value of `labelCols`: scalar columns that become one label, (rows, columns), in place of labelCol."""
     def setOutputCols(self, value: list[str]) -> Self:
         """Sets the value of `outputCols`: the output columns of a module that returns several tensors."""
+    groupCol: Param[str]
+    def getGroupCol(self) -> str: ...
+    def setGroupCol(self, value: str) -> Self:
+        """Sets the value of `groupCol`: a column that groups rows: those of a group stay together, and batches have whole groups; batchSize then counts groups, and the loss is a callable (output, label, sizes) -> loss per group."""
+    orderCol: Param[str]
+    def getOrderCol(self) -> str: ...
+    def setOrderCol(self, value: str) -> Self:
+        """Sets the value of `orderCol`: a column that orders the rows of a group: whole numbers, dates or timestamps."""
 
 class ClassifierParams(EstimatorParams, HasProbabilityCol, HasRawPredictionCol, HasThresholds):
     """The Params of `TorchClassifier`."""

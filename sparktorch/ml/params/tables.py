@@ -156,6 +156,14 @@ ROWS = (
       "a column that identifies a row, used in place of its contents to order the training", compared=False),
 )
 
+GROUPS = (
+    P("groupCol", "str", None,
+      "a column that groups rows: those of a group stay together, and batches have whole groups; batchSize then counts "
+      "groups, and the loss is a callable (output, label, sizes) -> loss per group", compared="unless default"),
+    P("orderCol", "str", None, "a column that orders the rows of a group: whole numbers, dates or timestamps",
+      compared="unless default"),
+)
+
 LOSS = (
     P("loss", "str | Callable[..., Any]", None,
       "a class in torch.nn by name, an import path, or a callable (output, label) -> loss per row; models of Hugging "

@@ -8,7 +8,7 @@ import pyarrow as pa
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
-from sparktorch.data.columns import KEY, VALIDATION
+from sparktorch.data.columns import GROUP, KEY, ORDER, VALIDATION
 from sparktorch.errors import ConfigError
 from sparktorch.spark.compat import repartition_by_id
 from sparktorch.spark.session import is_connect
@@ -22,19 +22,21 @@ _PLACE = "place"
 def split(data: DataFrame, parts: int, *, by_place: bool = False, in_order: bool = False) -> DataFrame:
     """Repartitions encoded rows with their keys so that partition r holds the r-th part of the key space.
 
+    Rows of groups are split and sorted by their group, whose hash is the key, and by their order in it.
+
     `by_place` mixes each row's position in the source into its key first, for data with many equal rows, which have
     equal keys. The split then depends on the partitioning of the source. `in_order` sorts the rows of each partition by
     key, validation rows last.
     """
     if by_place:
         data = data.withColumn(KEY, F.xxhash64(F.col(KEY), F.monotonically_increasing_id()))
-    placed = repartition_by_id(data, parts, _part(parts))
+    placed = repartition_by_id(data, parts, _part(data, parts))
     return _in_order(placed) if in_order else placed
 
 
 def split_into_folds(data: DataFrame, parts: int, *, in_order: bool = False) -> DataFrame:
     """Copies every row to every partition, marked for validation in the one that `split` would put it into."""
-    part = _part(parts)
+    part = _part(data, parts)
     copies = data.withColumn(_COPY, F.explode(F.sequence(F.lit(0), F.lit(parts - 1)))).withColumn(
         VALIDATION, part == F.col(_COPY)
     )
@@ -76,14 +78,18 @@ def _one_row(_: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     yield pa.RecordBatch.from_pydict({"found": pa.array([1], pa.int32())})
 
 
-def _part(parts: int) -> Column:
+def _part(data: DataFrame, parts: int) -> Column:
     """Returns the partition of a row by its key; see `sparktorch.data.sampling.plan.rank_of_key`."""
-    return F.shiftright(F.shiftrightunsigned(F.col(KEY), 33) * F.lit(parts), 31).cast("int")
+    key = F.coalesce(F.col(GROUP), F.lit(0)) if GROUP in data.columns else F.col(KEY)  # a rank refuses nulls
+    return F.shiftright(F.shiftrightunsigned(key, 33) * F.lit(parts), 31).cast("int")
 
 
 def _in_order(data: DataFrame) -> DataFrame:
     """Sorts each partition by key, read as unsigned; Spark spills to disk if needed."""
-    order = [F.col(KEY).bitwiseXOR(F.lit(-(2**63)))]
-    if VALIDATION in data.columns:
+    grouped = GROUP in data.columns
+    order = [F.col(GROUP if grouped else KEY).bitwiseXOR(F.lit(-(2**63)))]
+    if grouped and ORDER in data.columns:
+        order.append(F.col(ORDER))
+    elif not grouped and VALIDATION in data.columns:
         order.insert(0, F.coalesce(F.col(VALIDATION), F.lit(False)))
     return data.sortWithinPartitions(*order)

@@ -13,11 +13,14 @@ from pyspark.sql import types as T
 from sparktorch.base.config import Task
 from sparktorch.data.columns import (
     FOLD,
+    GROUP,
     KEY,
     LABEL,
+    ORDER,
     VALIDATION,
     WEIGHT,
     Columns,
+    Groups,
     InputOptions,
     TensorSpec,
     carried_name,
@@ -26,6 +29,7 @@ from sparktorch.data.preprocess import Function, Preprocess
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.frame.encoding import NUMERIC, column_of, exact, is_numeric, plan_inputs
 from sparktorch.spark.frame.first_row import first_row, measured
+from sparktorch.spark.frame.groups import placed
 from sparktorch.spark.frame.nested import hashed
 from sparktorch.spark.frame.refusals import no_boolean, no_label, no_number
 
@@ -57,6 +61,7 @@ def prepare(
     keyed: bool = True,
     fold: str | None = None,
     carried: Sequence[str] = (),
+    groups: Groups | None = None,
 ) -> Frame:
     """Selects and encodes the training columns, and reads the sample row.
 
@@ -73,6 +78,7 @@ def prepare(
         keyed: Whether row keys cover all columns; otherwise they leave out digestible ones, see `Columns.keyed`.
         fold: Name of an int column with the fold of each row, which is not part of its key.
         carried: Names of numeric columns that go with the rows, which are not part of their keys.
+        groups: The groups of the rows, whose columns go with them, and are part of their keys.
     """
     names = ColumnNames.of(dataset)
     specs = plan_inputs(names, inputs, options)
@@ -85,6 +91,7 @@ def prepare(
         keyed=keyed or key is not None,
         folds=fold is not None,
         carried=tuple(carried),
+        groups=groups,
     )
     if weight is not None:
         _require_number(names, weight)
@@ -101,6 +108,7 @@ def prepare(
         wire.append(F.xxhash64(names.column(key)).alias(KEY))
     if fold is not None:
         wire.append(names.column(fold).alias(FOLD))
+    wire += placed(names, groups, specs)
     wire += [names.column(name).cast("double").alias(carried_name(place)) for place, name in enumerate(carried)]
     data = dataset.select(*wire)
     schema = data.schema
@@ -109,6 +117,7 @@ def prepare(
         contents = [column for spec in digested for column in hashed(spec, schema[spec.name].dataType)]
         if keyed and validation is not None:
             contents.append(F.col(VALIDATION))
+        contents += [F.col(name) for name in (GROUP, ORDER) if name in schema.names]
         if contents:
             data = data.withColumn(KEY, F.xxhash64(*contents))
     sample = first_row(data, columns, filled=options.fill is not None)

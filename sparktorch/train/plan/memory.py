@@ -360,9 +360,9 @@ def _rows_of(batch: Batch, rows: int) -> Batch:
     def repeated(tensor: Any) -> Any:
         return None if tensor is None else torch.cat([tensor] * (rows // batch.rows))
 
-    label, weight, loss_weight = map(repeated, (batch.label, batch.weight, batch.loss_weight))
-    inputs = tuple(map(repeated, batch.inputs))
-    return replace(batch, inputs=inputs, label=label, weight=weight, loss_weight=loss_weight, rows=rows)
+    label, weight, loss_weight, sizes = map(repeated, (batch.label, batch.weight, batch.loss_weight, batch.sizes))
+    more = {"label": label, "weight": weight, "loss_weight": loss_weight, "sizes": sizes}
+    return replace(batch, inputs=tuple(map(repeated, batch.inputs)), rows=rows, **more)
 
 
 def _size(tensors: Iterable[torch.Tensor]) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparktorch.base.batch import Batch, cut
+from sparktorch.base.batch import Batch
 from sparktorch.base.config import Task
 from sparktorch.base.state_dict import check_state
 from sparktorch.base.world import World
@@ -106,6 +106,7 @@ def dry_run(
     *,
     names: tuple[str, ...] = (),
     weighted: bool = False,
+    grouped: bool = False,
     device: str = "cpu",
     check: Callable[[nn.Module, Batch], None] | None = None,
     values: bool = True,
@@ -122,6 +123,7 @@ def dry_run(
         label: Labels of shape `(rows, ...)`, or `None`.
         names: Names of the arguments, as in `Batch.names`.
         weighted: Whether rows will have weights.
+        grouped: Whether samples are groups; here each has one row.
         device: The device to run on.
         check: Raises if the module, or what it does with the rows, does not suit the strategy.
         clips: Whether gradients will be clipped.
@@ -144,7 +146,8 @@ def dry_run(
         with nullcontext() if values else torch.device(device):
             inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
             shown, rows = tuple(inputs.values()), len(next(iter(inputs.values())))
-            batch = Batch(shown, None if label is None else label.to(device), None, rows, names=names)
+            sizes = torch.ones(rows, dtype=torch.int64, device="cpu") if grouped else None
+            batch = Batch(shown, None if label is None else label.to(device), None, rows, names=names, sizes=sizes)
             if check is not None:
                 check(module, batch)
             weight = torch.ones(rows, device=device) if weighted else None
@@ -300,19 +303,15 @@ def _try_loss(
 
 def _try_step(step: TrainingStep, module: nn.Module, whole: Batch, *, values: bool) -> None:
     """Runs a training step forward and backward on a few rows, and forward on the first one and two."""
-
-    def batch(start: int, end: int) -> Batch:
-        label, weight = (None if tensor is None else tensor[start:end] for tensor in (whole.label, whole.weight))
-        inputs = tuple(cut(tensor, start, end) for tensor in whole.inputs)
-        return replace(whole, inputs=inputs, label=label, weight=weight, rows=end - start, loss_weight=weight)
-
     arrives = ", ".join(_describe(tensor) for tensor in whole.inputs)
     got = "" if whole.label is None else f" and label {_describe(whole.label)}"
     hint = step.hint or "it is called with the module and a batch"
     hint = f"{hint}; inputs ({arrives}){got}"
     with refusing(f"{step.what} failed on the first row", hint, param=step.param):
-        _check_rows(lambda *span: step.per_row(module, batch(*span))[0], step.what, step.param, hint, values=values)
-        step(module, batch(0, whole.rows))[0].backward()  # type: ignore[no-untyped-call]
+        _check_rows(
+            lambda *span: step.per_row(module, whole.slice(*span))[0], step.what, step.param, hint, values=values
+        )
+        step(module, whole)[0].backward()  # type: ignore[no-untyped-call]
 
 
 def _check_rows(per_row: Callable[[int, int], Any], what: str, param: str, hint: str, *, values: bool) -> None:

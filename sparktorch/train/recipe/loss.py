@@ -6,9 +6,9 @@ No other file weighs or divides losses.
 from __future__ import annotations
 
 import copy
-import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,14 +18,15 @@ import torch.distributed as dist
 from torch import nn
 
 from sparktorch.base.batch import Batch
+from sparktorch.base.devices import upload
 from sparktorch.base.world import World
 from sparktorch.errors import ModuleError
-from sparktorch.train.huggingface.models import model_loss
+from sparktorch.train.huggingface.models import call, model_loss
 from sparktorch.train.recipe.lookup import building, look_up, name_of, parameters_of
-from sparktorch.train.recipe.task import each_tensor
+from sparktorch.train.recipe.task import align, each_tensor, prediction
 
 __all__ = [
-    *("Loss", "Means", "Sums", "TrainingStep"),
+    *("GroupsLossStep", "Loss", "Means", "Sums", "TrainingStep"),
     *("check_mean", "full_precision", "mean_of", "step_scales", "weigh"),
 ]
 
@@ -148,7 +149,7 @@ class TrainingStep:
             ModuleError: The callable returned an invalid value.
         """
         losses, metrics = self.per_row(module, batch)
-        rows = batch.rows or len(batch.inputs[0])  # placeholder rows are complete, with weight zero
+        rows = batch.rows or batch.shown  # placeholder rows are complete, with weight zero
         if isinstance(losses, torch.Tensor):
             losses = _without_filler(losses, batch).to(torch.promote_types(losses.dtype, torch.float32))
         total = weigh(losses, rows, batch.loss_weight, what=self.what, param=self.param, rowwise=self.rowwise)
@@ -182,10 +183,56 @@ class ModelLossStep(TrainingStep):
         self.what = "the model's own loss"
 
 
+class GroupsLossStep(TrainingStep):
+    """The forward pass and a loss of whole groups: `loss(output, label, sizes)`, or `loss(output, sizes)` unlabelled.
+
+    The loss returns one value per group or their mean; `sizes`, int64 of shape `(groups,)`, are the groups' numbers of
+    rows, which follow one another in output and label. In validation, `metrics` is called alike, and returns the values
+    of the groups by name.
+    """
+
+    param, rowwise = "loss", "return one loss per group: a tensor of shape (groups,)"
+    hint = "with groupCol, a loss is called as loss(output, label, sizes)"
+
+    def __init__(
+        self,
+        loss: Callable[..., torch.Tensor],
+        params: Mapping[str, Any] | None = None,
+        metrics: Callable[..., Mapping[str, torch.Tensor]] | None = None,
+    ) -> None:
+        """Takes functions that can be pickled; `params` are keyword arguments of the loss."""
+        super().__init__(self._losses)
+        self.what = f"loss {name_of(loss)}"
+        self._loss, self._metrics = partial(loss, **(params or {})), metrics
+
+    def evaluate(self, module: nn.Module, batch: Batch) -> tuple[torch.Tensor | None, Sums]:
+        """Returns the same as a call for a batch of validation groups, and the sums of the metrics."""
+        self._measures = True
+        try:
+            return self(module, batch)
+        finally:
+            self._measures = False
+
+    _measures = False
+
+    def _losses(self, module: nn.Module, batch: Batch) -> Any:
+        output = full_precision(prediction(call(module, batch.inputs, batch.names, _plain(module))))
+        assert batch.sizes is not None
+        sizes = upload(batch.sizes, batch.inputs[0].device)
+        output, label = align("regression", output, batch.label)
+        given = (output, sizes) if label is None else (output, label, sizes)
+        losses = self._loss(*given)
+        return (losses, self._metrics(*given)) if self._measures and self._metrics is not None else losses
+
+
+def _plain(module: nn.Module) -> nn.Module:
+    return module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
+
+
 def _without_filler(values: torch.Tensor, batch: Batch) -> torch.Tensor:
     """Returns a batch's values without those of rows added to reach the minimum rows."""
-    filled = 0 < batch.rows < len(batch.inputs[0])
-    return values[: batch.rows] if filled and values.dim() and len(values) == len(batch.inputs[0]) else values
+    filled = 0 < batch.rows < batch.shown
+    return values[: batch.rows] if filled and values.dim() and len(values) == batch.shown else values
 
 
 class Means:
@@ -279,7 +326,7 @@ class Loss:
                 self._refuse_sum(str(found.reduction))
                 vars(found)["reduction"] = "none"
         elif reducing:  # the functions of torch.nn.functional
-            found = functools.partial(found, reduction="none")
+            found = partial(found, reduction="none")
         self._function: Callable[..., torch.Tensor] = found
 
     def _refuse_sum(self, reduction: str) -> None:

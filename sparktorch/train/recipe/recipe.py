@@ -58,7 +58,7 @@ class Recipe:
             `(optimizer, **params)`; `None` for a constant learning rate.
         scheduler_params: Keyword arguments of the scheduler.
         training_step: A callable `(module, batch)` that returns the loss, or the loss and a mapping of
-            metrics, or its import path; used instead of `loss`.
+            metrics, or its import path; used instead of `loss`. Or a `TrainingStep`.
         parameter_groups: Options of the optimizer for parameters whose names match the patterns
             under "params". A parameter belongs to the first group that matches its name.
         freeze: Name patterns of parameters that are not trained; `"!pattern"` unfreezes parameters.
@@ -202,6 +202,8 @@ class Recipe:
         step: Any = load_object(self.training_step) if isinstance(self.training_step, str) else self.training_step
         if step is None:
             return None
+        if isinstance(step, TrainingStep):
+            return step
         return ModelLossStep() if self.training_step == MODEL_LOSS else TrainingStep(step)
 
     def build_optimizer(self, module: nn.Module, whole: nn.Module | None = None) -> torch.optim.Optimizer:

@@ -275,11 +275,11 @@ def test_no_more_rows_are_read_at_a_time_than_the_budget_has_room_for(
     table = Table.random(2_000).by_key()
     loaded: list[Runs] = []
 
-    def load(stored: Rows, runs: Runs, *, inputs: bool = True, load: Any = Rows.load) -> Rows:
+    def read(stored: Rows, runs: Runs, *, inputs: bool, read: Any = Rows._read) -> Any:
         loaded.append(runs)
-        return load(stored, runs, inputs=inputs)  # type: ignore[no-any-return]
+        return read(stored, runs, inputs=inputs)
 
-    monkeypatch.setattr(Rows, "load", load)
+    monkeypatch.setattr(Rows, "_read", read)
     shard = read_shard(table.batches(), table.columns, storage=RowStorage(tmp_path, budget=0), budget=budget)
     shard.place(0, SamplingPlan(rows=2_000, batch_size=20, block=8))
     assert sum(batch.rows for batch in shard.epoch(0)) == 2_000

@@ -1,0 +1,173 @@
+"""Which rows are a sample: whole groups, or windows of them, as arithmetic on the sorted rows of a rank."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sparktorch.data.columns import Columns, Window
+from sparktorch.data.sampling.plan import Numbers
+from sparktorch.data.sampling.row_keys import RowKeys
+from sparktorch.data.storage import RowStorage
+from sparktorch.errors import ColumnError, counted
+
+__all__ = ["GroupKeys", "Samples"]
+
+Int64 = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+
+_TOP_BIT = torch.iinfo(torch.int64).min
+
+
+class Samples:
+    """The samples of a rank, by number: training samples first, in the order of their positions.
+
+    Each is a run of rows in the order of groups. The last one is no sample but a placeholder, the last row, as often as
+    a window has rows.
+
+    Attributes:
+        count: Number of samples, without the placeholder.
+        starts: Where each sample begins among the ordered rows, int64 of shape `(count + 1,)`.
+        sizes: Number of rows of each, int64 of the same shape.
+    """
+
+    def __init__(self, rows: Numbers | range, starts: Int64, sizes: Int64) -> None:
+        """Takes row numbers in the order of groups, at least one, and the samples with their placeholder."""
+        self.count, self.starts, self.sizes = len(starts) - 1, starts, sizes
+        self._rows = rows
+
+    def locate(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the numbers of the rows of some samples, and the number of rows of each, both int64 on the CPU."""
+        numbers = index.numpy()
+        sizes = self.sizes[numbers]
+        places = _runs(self.starts[numbers], sizes).clip(max=len(self._rows) - 1)
+        return torch.from_numpy(self._at(places)), torch.from_numpy(sizes)
+
+    def only(self, numbers: Numbers) -> tuple[Samples, Int64]:
+        """Returns some samples, renumbered, and the numbers of the rows that they refer to, each once."""
+        numbers = np.append(numbers, self.count)
+        starts, sizes = self.starts[numbers], self.sizes[numbers]
+        order = np.argsort(starts, kind="stable")
+        first = starts[order]
+        last = np.maximum.accumulate(np.minimum(first + sizes[order], len(self._rows)))
+        begins = np.append(True, first[1:] > last[:-1])  # where a run of rows begins that no sample before has
+        ends = np.append(begins[1:], True)
+        lengths = last[ends] - first[begins]
+        run = np.cumsum(begins) - 1
+        moved = np.empty_like(starts)
+        moved[order] = first + (np.cumsum(lengths) - lengths - first[begins])[run]
+        return Samples(range(int(lengths.sum())), moved, sizes), self._at(_runs(first[begins], lengths))
+
+    def _at(self, places: Int64) -> Int64:
+        if isinstance(self._rows, range):
+            return places + self._rows.start
+        return self._rows[places].astype(np.int64)
+
+
+class GroupKeys(RowKeys):
+    """The keys of rows that belong to groups, with what sorts them."""
+
+    def __init__(self, storage: RowStorage, columns: Columns) -> None:
+        """Starts without rows, whose groups `columns` describe."""
+        super().__init__(storage, by_key=False)
+        assert columns.groups is not None
+        self._groups, self._validation = columns.groups, columns.validation
+        self._group, self._place = storage.spool(np.int64), storage.spool(np.int64)
+        self._end: tuple[int, int] = (0, torch.iinfo(torch.int64).min)
+        self.facts = {"groups": 0, "short": 0, "largest": 0, "rows": 0}
+
+    def append_to_groups(self, group: Int64, place: Int64) -> None:
+        """Appends the group of each row of a batch, and its place in its group."""
+        if not len(group):
+            return
+        before, at = self._end
+        groups, places = np.append(np.uint64(before), group.view(np.uint64)), np.append(at, place)
+        same = groups[1:] == groups[:-1]
+        ordered = (groups[1:] > groups[:-1]) | (same & (places[1:] >= places[:-1]))
+        self._in_order = self._in_order and bool(ordered.all())
+        self._end = int(groups[-1]), int(places[-1])
+        self._group.append(group)
+        self._place.append(place)
+
+    def _follow(self, key: npt.NDArray[np.uint64], held_out: Mask) -> bool:
+        return True  # groups and places alone order the rows
+
+    def samples(self) -> Samples:
+        """Returns the samples of the rows, and ends appending.
+
+        Raises:
+            ColumnError: Two rows of a group have the same place, or one of several rows of a whole group validates.
+        """
+        if not self.count:
+            return self._of(range(1), np.empty(0, np.int64), np.empty(0, np.int64), 0)
+        group, place, marks = self._group.finish(), self._place.finish(), self._marks.finish()
+        rows: Numbers | range = range(self.count)
+        if not self._in_order:
+            order = torch.from_numpy(place).sort(stable=True).indices
+            order = order[(torch.from_numpy(group)[order] ^ _TOP_BIT).sort(stable=True).indices]
+            rows = order.numpy().astype(np.int32 if self.count < 1 << 31 else np.int64)
+            group, place, marks = group[rows], place[rows], marks[rows]
+        same = group[1:] == group[:-1]
+        self._check(same, place, marks)
+        firsts = np.append(0, np.flatnonzero(~same) + 1)
+        sizes = np.diff(np.append(firsts, self.count))
+        self.facts |= {"groups": len(sizes), "largest": int(sizes.max()), "rows": self.count}
+        window = self._groups.window
+        if window is None:
+            starts, held_out = firsts, marks[firsts]
+        else:
+            self.facts["short"] = int((sizes < window.rows).sum())
+            starts, held_out = _windows(window, firsts, sizes, marks)
+            sizes = np.broadcast_to(np.int64(window.rows), len(starts))  # takes no memory
+        if held_out.any():  # training samples come first
+            chosen = np.argsort(held_out, kind="stable")
+            starts, sizes = starts[chosen], sizes[chosen]
+        return self._of(rows, starts, sizes, int(held_out.sum()))
+
+    def _of(self, rows: Numbers | range, starts: Int64, sizes: Int64, held_out: int) -> Samples:
+        self._trained = len(starts) - held_out
+        window, starts = self._groups.window, np.append(starts, len(rows) - 1)
+        sizes = np.append(sizes, 1) if window is None else np.broadcast_to(np.int64(window.rows), len(starts))
+        self._samples = Samples(rows, starts, sizes)
+        return self._samples
+
+    def orders(self) -> tuple[Numbers | range, Numbers | range]:
+        """Returns the numbers of the training and of the validation samples."""
+        return range(self._trained), range(self._trained, self._samples.count)
+
+    def _check(self, same: Mask, place: Int64, marks: Mask) -> None:
+        """Refuses rows of a group with the same place, or other marks for validation; `same` as the row before."""
+        groups = self._groups
+        twice = int((same & (place[1:] == place[:-1])).sum()) if groups.order is not None else 0
+        if twice:
+            of = f"in a group of column {groups.group!r}" if groups.group else "in the rows"
+            raise ColumnError(
+                f"{counted(twice, 'value', 'values')} of column {groups.order!r} {'is' if twice == 1 else 'are'} there "
+                f"twice {of}",
+                hint="the order of a group's rows must be known: aggregate or drop duplicates, or name a finer column",
+                column=groups.order,
+            )
+        if groups.window is None and (mixed := int((same & (marks[1:] != marks[:-1])).sum())):
+            raise ColumnError(
+                f"column {self._validation!r} marks some rows of a group and not others, {mixed} times",
+                hint=f"a group trains or validates as a whole: derive the mark from {groups.group!r}, as by its hash",
+                column=self._validation,
+            )
+
+
+def _windows(window: Window, firsts: Int64, sizes: Int64, marks: Mask) -> tuple[Int64, Mask]:
+    """Returns where windows begin whose horizons validate as a whole, or not at all, and which ones do."""
+    counts = ((sizes - window.rows) // window.step + 1).clip(min=0)
+    starts = np.repeat(firsts, counts)
+    starts += window.step * (np.arange(len(starts)) - np.repeat(np.cumsum(counts) - counts, counts))
+    marked = np.append(0, np.cumsum(marks))
+    found = marked[starts + window.rows] - marked[starts + window.context]
+    used = (found == 0) | (found == window.horizon)
+    return starts[used], found[used] > 0
+
+
+def _runs(starts: Int64, sizes: Int64) -> Int64:
+    """Returns the numbers in runs that start there and are so long, one run after the other."""
+    offsets = np.cumsum(sizes) - sizes
+    return np.repeat(starts - offsets, sizes) + np.arange(int(sizes.sum()))

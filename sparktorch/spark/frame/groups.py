@@ -1,0 +1,64 @@
+"""Encodes the columns that group rows, and order those of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pyspark.sql import Column
+from pyspark.sql import functions as F
+from pyspark.sql import types as T
+
+from sparktorch.data.columns import GROUP, ORDER, Groups, TensorSpec
+from sparktorch.errors import ColumnError
+from sparktorch.spark.column_names import ColumnNames
+
+__all__ = ["placed"]
+
+_WHOLE = (T.ByteType, T.ShortType, T.IntegerType, T.LongType)
+
+
+def placed(names: ColumnNames, groups: Groups | None, inputs: Sequence[TensorSpec]) -> list[Column]:
+    """Returns the encoded group of a row, null where the column is, and its place in the group, if that has an order.
+
+    A `ColumnError` says that a column is missing or cannot order rows, or that windows cannot have one of the inputs.
+    """
+    if groups is None:
+        return []
+    if groups.window is not None:
+        _refuse_uneven(inputs)
+    group = F.lit(0).cast("long")
+    if groups.group is not None:
+        column = names.column(groups.group)
+        group = F.when(column.isNotNull(), F.xxhash64(column))
+    found = [group.alias(GROUP)]
+    return found if groups.order is None else [*found, _place(names, groups.order).alias(ORDER)]
+
+
+def _refuse_uneven(specs: Sequence[TensorSpec]) -> None:
+    """Refuses inputs whose rows are no tensors of one shape, of which windows cannot be made."""
+    for spec in specs:
+        if spec.ragged or spec.layout == "sparse_csr":
+            raise ColumnError(
+                f"column {spec.column!r} is {spec.layout}, and the rows of a window become one tensor",
+                hint="leave inputLayouts out",
+                column=spec.column,
+            )
+
+
+def _place(names: ColumnNames, name: str) -> Column:
+    """Returns a column that orders rows as int64: whole numbers, days of dates, microseconds of timestamps."""
+    kind, column = names.type_of(name), names.column(name)
+    if isinstance(kind, T.DateType):
+        return F.unix_date(column).cast("long")
+    if isinstance(kind, T.TimestampType):
+        return F.unix_micros(column)
+    if isinstance(kind, T.TimestampNTZType):  # in a time zone, a clock that is set back would repeat an hour
+        minutes = F.unix_date(column.cast("date")).cast("long") * 1440 + F.hour(column) * 60 + F.minute(column)
+        return minutes * 60_000_000 + (F.extract(F.lit("SECOND"), column) * 1_000_000).cast("long")
+    if isinstance(kind, _WHOLE):
+        return column.cast("long")
+    raise ColumnError(
+        f"column {name!r} is {kind.simpleString()}, and rows are ordered by whole numbers, dates or timestamps",
+        hint=f"cast({names.sql(name)} as timestamp), or as date or bigint",
+        column=name,
+    )
