@@ -31,6 +31,8 @@ CLASSES: dict[str, tuple[str, Sequence[ParamSpec]]] = {
     "ImageClassificationModelParams": ("ClassificationModelParams", classes.IMAGE_MODEL),
     "TabularClassifierParams": ("ClassifierParams", classes.TABULAR_CLASSIFIER),
     "TabularRegressorParams": ("RegressorParams", classes.TABULAR_REGRESSOR),
+    "ForecasterParams": ("RegressorParams", classes.FORECASTER),
+    "ForecastingModelParams": ("ModelParams", classes.FORECASTING_MODEL),
     "RunParams": ("", classes.RUN),
 }
 
@@ -44,6 +46,7 @@ SUBJECTS = {
     "How columns become tensors": (tables.INPUTS,),
     "`TextClassifier` and `ImageClassifier`": (tables.PRETRAINED, tables.TEXT, tables.IMAGE),
     "`TabularClassifier` and `TabularRegressor`": (tables.TABLE,),
+    "`Forecaster`": (tables.SERIES, tables.WINDOWS),
     "Steps and epochs": (tables.STEPS, tables.EPOCHS, tables.SAMPLING),
     "Numbers": (tables.NUMERICS,),
     "Workers and strategies": (tables.STRATEGY, tables.RESULT, tables.DEVICE, tables.LAUNCH, tables.PATIENCE),

@@ -13,9 +13,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import torch
 
+from sparktorch.data.sampling.even_steps import steps_of
 from sparktorch.errors import ColumnError, counted
 from sparktorch.model.scorer import Scorer
-from sparktorch.series.even_steps import steps_of
 
 __all__ = ["Backtest", "SeriesColumns", "columns_of_quantiles", "forecast", "series_in"]
 

@@ -103,13 +103,17 @@ def _tabular(table: tuple[ParamSpec, ...]) -> tuple[ParamSpec, ...]:
 
 TABULAR_CLASSIFIER, TABULAR_REGRESSOR = _tabular(CLASSIFIER), _tabular(REGRESSOR)
 
-_OF_ROWS = (*COLUMNS, *INPUTS, *LABELS, *ROWS)
-_OF_WINDOWS = (*GROUPS, *SERIES)
+_KEPT = ("nullPolicy", "validationIndicatorCol")
+_OF_SERIES = {
+    "groupCol": "the column that tells series apart; without it, all rows are one",
+    "orderCol": "the column that orders the rows of a series in even steps: whole numbers, dates or timestamps",
+}
+_SERIES = (*(replace(spec, doc=_OF_SERIES[spec.name]) for spec in GROUPS), *SERIES)
 FORECASTER = (
-    *(*_OF_WINDOWS, *WINDOWS),
-    *(spec for spec in REGRESSOR if spec not in _OF_ROWS or spec.name in ("nullPolicy", "validationIndicatorCol")),
+    *(*_SERIES, *WINDOWS),
+    *(*MODULE, *LABEL, *PREDICTION, *WEIGHT, *(spec for spec in (*INPUTS, *ROWS) if spec.name in _KEPT)),
+    *(*_loss_of("L1Loss"), *_AFTER_LOSS),
 )
-FORECASTER = tuple(replace(spec, default="L1Loss") if spec.name == "loss" else spec for spec in FORECASTER)
 
 # Of `run`, whose function has a loop of its own.
 RUN = (
@@ -127,4 +131,4 @@ REGRESSION_MODEL = (*MODEL, *LABEL, *WEIGHT)
 CLASSIFICATION_MODEL = (*MODEL, *CLASSIFIED, *LABEL, *WEIGHT)
 TEXT_MODEL = (*CLASSIFICATION_MODEL, PRETRAINED[0], TEXT[0])
 IMAGE_MODEL = (*CLASSIFICATION_MODEL, PRETRAINED[0], IMAGE[0])
-FORECASTING_MODEL = (*_OF_WINDOWS, *MODEL, *LABEL)
+FORECASTING_MODEL = (*_SERIES, *MODEL, *LABEL)

@@ -64,7 +64,7 @@ ImageClassificationModelParams = _model(
 _CLASSIFIER, _REGRESSOR = classes.TABULAR_CLASSIFIER, classes.TABULAR_REGRESSOR
 TabularClassifierParams = _estimator("TabularClassifierParams", _CLASSIFIER, "`TabularClassifier`", ClassifierParams)
 TabularRegressorParams = _estimator("TabularRegressorParams", _REGRESSOR, "`TabularRegressor`", RegressorParams)
-ForecasterParams = _estimator("ForecasterParams", classes.FORECASTER, "`Forecaster`")
+ForecasterParams = _estimator("ForecasterParams", classes.FORECASTER, "`Forecaster`", RegressorParams)
 ForecastingModelParams = _model("ForecastingModelParams", classes.FORECASTING_MODEL, "`ForecastingModel`")
 
 RunParams = with_constructor(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa
 from pyspark.ml import Estimator
@@ -12,6 +12,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
+from sparktorch.base.config import one_of
 from sparktorch.base.imports import import_path
 from sparktorch.data.columns import Window
 from sparktorch.errors import ColumnError, ConfigError, Refusal, counted, refuse
@@ -31,7 +32,7 @@ from sparktorch.spark.frame.encoding import NUMERIC
 from sparktorch.spark.frame.refusals import no_number
 from sparktorch.spark.rdd import dataframe_of
 from sparktorch.spark.scoring_udf import scorer_here
-from sparktorch.spark.session import is_local
+from sparktorch.spark.session import is_local, setting
 from sparktorch.spark.shipping import send
 
 if TYPE_CHECKING:
@@ -47,7 +48,12 @@ _ORDERS = (T.ByteType, T.ShortType, T.IntegerType, T.LongType, T.DateType, T.Tim
 _PAST, _FUTURE, _STATIC = "past values", "values known ahead", "static values"
 _LEARNS_FROM = ("labelCol", "pastCols", "futureCols", "staticCols", "validationIndicatorCol", "nullPolicy")
 
-Figures = dict[str, tuple[float, float]]  # mean and standard deviation by column
+
+class _Seen(NamedTuple):
+    """What an estimator has learned of rows."""
+
+    figures: dict[str, tuple[float, float]]  # mean and standard deviation by column
+    order: tuple[str, str]  # SQL type and time zone
 
 
 def _named(p: Values) -> list[str]:
@@ -223,7 +229,10 @@ def _rows(dataset: DataFrame, columns: SeriesColumns, backtest: Backtest | None)
         if not isinstance(names.type_of(name), NUMERIC):
             raise no_number(names.type_of(name), name)
     double, whole = T.DoubleType(), T.IntegerType()
-    added = [(columns.prediction, double), *((name, double) for name in columns_of_quantiles(columns))]
+    added: list[tuple[str, T.DataType]] = [
+        (columns.prediction, double),
+        *((name, double) for name in columns_of_quantiles(columns)),
+    ]
     if backtest is not None:
         compared = [("label", double), ("naive", double), ("scale", double)]
         added = [("origin", order), ("step", whole), *compared, *added]
@@ -270,7 +279,7 @@ class Forecaster(TorchEstimatorBase[ForecastingModel], ForecasterParams):
     _task = "generic"
     _model_class = ForecastingModel
     _learns = True
-    _seen: Figures | None = None
+    _seen: _Seen | None = None
 
     def fitMultiple(
         self, dataset: DataFrame | PreparedData, paramMaps: Sequence[ParamMap]
@@ -292,6 +301,7 @@ class Forecaster(TorchEstimatorBase[ForecastingModel], ForecasterParams):
         if p["module"] is SeriesModule:
             return self
         refuse(_TRAINING, p)
+        one_of("scaling", p["scaling"], ("window", "none"))
         named = [*(p[name] for name in ("groupCol", "orderCol") if p[name]), *_named(p)]
         if twice := next((name for name in named if named.count(name) > 1), None):
             hint = "name it once: the target's past and what is known ahead are seen in the context, too"
@@ -300,15 +310,17 @@ class Forecaster(TorchEstimatorBase[ForecastingModel], ForecasterParams):
         inputs = [name for name, of in _inputs(p).items() if of]
         found: dict[str, Any] = {"inputCols": inputs}
         if p["trainingStep"] is None:
-            loss = (QuantileLoss, {"quantiles": p["quantiles"]}) if p["quantiles"] else (p["loss"], p["lossParams"])
-            found |= {"trainingStep": SeriesStep(*loss, scaling)}
+            loss, params = p["loss"], p["lossParams"]
+            if p["quantiles"]:
+                loss, params = QuantileLoss, {"quantiles": p["quantiles"]}
+            found |= {"trainingStep": SeriesStep(loss, params, scaling)}
         that = self.copy()
         for name in ("loss", "lossParams"):
             that.clear(that.getParam(name))
         if p.trained is not None:
             return that._set(**found)
         module = p["module"] or SeriesNetwork
-        seen = self._seen or {}
+        seen = {} if self._seen is None else self._seen.figures
         figures = {of: [seen.get(name, (0.0, 1.0)) for name in p[f"{of}Cols"]] for of in ("past", "future", "static")}
         params = {
             "module": import_path(module) or module,
@@ -324,7 +336,8 @@ class Forecaster(TorchEstimatorBase[ForecastingModel], ForecasterParams):
     def _window(self) -> Window:
         p = Values(self)
         known = (1,) if p["futureCols"] else ()
-        return Window(context=p["context"], horizon=p["horizon"], step=p["step"], known=known)
+        even = None if self._seen is None else self._seen.order
+        return Window(context=p["context"], horizon=p["horizon"], step=p["step"], known=known, even=even)
 
     def _learned(self, dataset: DataFrame) -> tuple[Self, DataFrame]:
         if self._seen is not None:
@@ -337,7 +350,9 @@ class Forecaster(TorchEstimatorBase[ForecastingModel], ForecasterParams):
             for name in _named(p):
                 if not isinstance(names.type_of(name), NUMERIC):
                     raise no_number(names.type_of(name), name)
-            that._seen = _figures(dataset, names, p)
+            zone = setting(dataset.sparkSession, "spark.sql.session.timeZone")
+            order = names.type_of(p["orderCol"]).simpleString(), zone
+            that._seen = _Seen(_figures(dataset, names, p), order)
         return that, _arranged(dataset, names, p)
 
     def _fit_on(self, source: Source, judge: Callable[[dict[str, Any]], bool] | None = None) -> Any:
@@ -372,7 +387,7 @@ def _finite(column: Column) -> Column:
     return F.when(F.abs(number) < float("inf"), number)
 
 
-def _figures(dataset: DataFrame, names: ColumnNames, p: Values) -> Figures:
+def _figures(dataset: DataFrame, names: ColumnNames, p: Values) -> dict[str, tuple[float, float]]:
     """Returns mean and standard deviation of each column of the rows that train; refuses nulls unless they are dropped.
 
     They are rounded: the last digits depend on the order in which Spark adds up.
@@ -398,8 +413,6 @@ def _figures(dataset: DataFrame, names: ColumnNames, p: Values) -> Figures:
 def _arranged(dataset: DataFrame, names: ColumnNames, p: Values) -> DataFrame:
     """Returns the rows as they are trained: the columns that tell windows apart, and an array for each input."""
     roles = [p[name] for name in ("groupCol", "orderCol", "weightCol", "validationIndicatorCol") if p[name]]
-    if p["nullPolicy"] == "drop":
-        dataset = dataset.where(F.array_min(F.array(*[_finite(names.column(n)).isNotNull() for n in _named(p)])))
     arrays = {
         name: F.array(*[names.column(column).cast("float") for column in of]) for name, of in _inputs(p).items() if of
     }

@@ -8,7 +8,7 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
-from sparktorch.series.even_steps import steps_of
+from sparktorch.data.sampling.even_steps import steps_of
 
 
 def after(column: pa.Array, rows: int) -> pa.Array:

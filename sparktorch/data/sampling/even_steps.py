@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-__all__ = ["Steps", "in_order", "steps_of"]
+__all__ = ["Steps", "after_uneven", "steps_of", "typed"]
 
 _DAY = 86_400_000_000  # microseconds
 
@@ -37,7 +37,7 @@ class Steps(NamedTuple):
         return self.values(self.counts[place] + self.step * np.arange(1, rows + 1))
 
 
-def in_order(column: pa.Array) -> Int64:
+def _in_order(column: pa.Array) -> Int64:
     """Returns a column of integers, dates or timestamps as int64, in days or microseconds."""
     kind = column.type
     if pa.types.is_timestamp(kind):
@@ -64,6 +64,34 @@ def steps_of(column: pa.Array) -> Steps:
     return min(found, key=lambda steps: len(steps.uneven))  # the first of several
 
 
+def after_uneven(place: Int64, firsts: Int64, kind: tuple[str, str]) -> Int64:
+    """Returns the numbers of the rows that do not follow the one before in their group by an even step.
+
+    Args:
+        place: The order of the rows as int64, ascending in each group: integers, days or microseconds.
+        firsts: The number of the first row of each group.
+        kind: SQL type and time zone of the order.
+    """
+    steps = np.diff(place)
+    bends = np.flatnonzero(steps[1:] != steps[:-1]) + 1  # rows whose next step is another one
+    before, after = (np.searchsorted(firsts, bends + ahead, side="right") - 1 for ahead in (-1, 1))
+    found = [np.empty(0, np.int64)]
+    for group in np.unique(before[before == after]):  # few: months, local days, and gaps
+        first, end = firsts[group], np.append(firsts, len(place))[group + 1]
+        found.append(first + steps_of(typed(place[first:end], kind)).uneven)
+    return np.concatenate(found)
+
+
+def typed(place: Int64, kind: tuple[str, str]) -> pa.Array:
+    """Returns int64 values of an order as a column of its SQL type, in its time zone."""
+    sql, zone = kind
+    if sql == "date":
+        return pa.array(place.astype(np.int32)).cast(pa.date32())
+    if sql.startswith("timestamp"):
+        return pa.array(place).cast(pa.timestamp("us", zone if sql == "timestamp" else None))
+    return pa.array(place)
+
+
 def _scales(column: pa.Array) -> Iterator[tuple[Int64, int, Callable[[Int64], pa.Array]]]:
     """Yields a column's counts on the scales of its type, what divides a step, and what makes values of counts.
 
@@ -71,10 +99,10 @@ def _scales(column: pa.Array) -> Iterator[tuple[Int64, int, Callable[[Int64], pa
     """
     kind = column.type
     if pa.types.is_integer(kind):
-        yield in_order(column), 1, lambda counts: pa.array(counts).cast(kind)
+        yield _in_order(column), 1, lambda counts: pa.array(counts).cast(kind)
         return
     if pa.types.is_date(kind):
-        instants = in_order(column) * _DAY
+        instants = _in_order(column) * _DAY
 
         def dates(found: Int64) -> pa.Array:
             return pa.array((found // _DAY).astype(np.int32)).cast(pa.date32()).cast(kind)
@@ -93,8 +121,8 @@ def _scales(column: pa.Array) -> Iterator[tuple[Int64, int, Callable[[Int64], pa
         there = pc.assume_timezone(wall, kind.tz, ambiguous="earliest", nonexistent="latest")
         return there.cast(pa.timestamp("us", kind.tz)).cast(kind)
 
-    instants = in_order(column)
-    wall = instants if kind.tz is None else in_order(pc.local_timestamp(column))
+    instants = _in_order(column)
+    wall = instants if kind.tz is None else _in_order(pc.local_timestamp(column))
     yield from _months(wall, local)
     yield wall, _DAY, local
     yield instants, 1, moments
