@@ -24,6 +24,7 @@ import sparktorch
 from sparktorch.errors import PersistenceError
 from sparktorch.model.export import ExportError, export_whole
 from sparktorch.tracking.requirements import is_installed, module_of, requirements
+from sparktorch.tracking.series import series_example, series_signature
 from sparktorch.tracking.signature import signature_of, zeros_for
 
 if TYPE_CHECKING:
@@ -144,14 +145,14 @@ def save_model(
     data = Path(path) / _DATA
     data.mkdir()
     write_local(sparktorch_model, data, allow_pickle=allow_pickle)
-    outputs = _write_columns(sparktorch_model, data)
+    derived, example = _write_columns(sparktorch_model, data)
     mlflow_model = mlflow_model or Model()
     if signature is not False:
         given = signature or mlflow_model.signature
-        mlflow_model.signature = signature_of(sparktorch_model, outputs) if given is None else given
+        mlflow_model.signature = derived if given is None else given
     if metadata is not None:
         mlflow_model.metadata = metadata
-    _save_example(mlflow_model, zeros_for(sparktorch_model) if input_example is None else input_example, path)
+    _save_example(mlflow_model, example if input_example is None else input_example, path)
     # The serving machine may differ from the cluster, so the Param `device` does not apply there.
     pyfunc.add_to_model(
         mlflow_model,
@@ -173,8 +174,13 @@ def save_model(
     _write_environment(Path(path), *environment)
 
 
-def _write_columns(model: TorchModelBase, data: Path) -> dict[str, str]:
-    """Writes the columns and scoring Params to `columns.json`; returns the field of each output column."""
+def _write_columns(model: TorchModelBase, data: Path) -> tuple[ModelSignature, Any]:
+    """Writes the columns and scoring Params to `columns.json`; returns signature and input example."""
+    from sparktorch.ml.tasks.forecaster import ForecastingModel
+
+    if isinstance(model, ForecastingModel):
+        (data / "columns.json").write_text(json.dumps({"series": model.columns.to_dict()}))
+        return series_signature(model.columns), series_example(model.columns)
     inputs = [name for spec in model._inputs() for name in spec.sources or (spec.column,)]
     _, outputs = model._fields()
     columns = {
@@ -184,7 +190,7 @@ def _write_columns(model: TorchModelBase, data: Path) -> dict[str, str]:
         "thresholds": model._scoring().thresholds,
     }
     (data / "columns.json").write_text(json.dumps(columns))
-    return outputs
+    return signature_of(model, outputs), zeros_for(model)
 
 
 def _check_place(path: str, code: Iterable[str]) -> None:

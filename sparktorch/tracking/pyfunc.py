@@ -21,11 +21,12 @@ from sparktorch.data.convert.tensors import to_arrow
 from sparktorch.errors import ColumnError
 from sparktorch.model.scorer import Scorer
 from sparktorch.model.trained_module import TrainedModule
+from sparktorch.tracking.series import SeriesPyFunc
 
 __all__ = ["PyFuncModel"]
 
 
-def _load_pyfunc(path: str, model_config: Mapping[str, Any] | None = None) -> PyFuncModel:
+def _load_pyfunc(path: str, model_config: Mapping[str, Any] | None = None) -> PyFuncModel | SeriesPyFunc:
     """Loads the model that `sparktorch.tracking.save_model` wrote; MLflow calls this.
 
     The `device` of `model_config` is a torch device or "auto": MLFLOW_DEFAULT_PREDICTION_DEVICE if set, else a GPU if
@@ -45,7 +46,10 @@ def _load_pyfunc(path: str, model_config: Mapping[str, Any] | None = None) -> Py
     # This is on by default in MLflow; sparktorch requires it to be set explicitly.
     allowed = MLFLOW_ALLOW_PICKLE_DESERIALIZATION.is_set() and bool(MLFLOW_ALLOW_PICKLE_DESERIALIZATION.get())
     code = directory.parent / "code"  # where MLflow keeps it
-    return PyFuncModel(TrainedModule.load(directory, allow_pickle=allowed, code=code), settings, device)
+    trained = TrainedModule.load(directory, allow_pickle=allowed, code=code)
+    if "series" in settings:
+        return SeriesPyFunc(trained, settings["series"], device)
+    return PyFuncModel(trained, settings, device)
 
 
 class PyFuncModel:
