@@ -109,7 +109,7 @@ def forecast(
 ) -> Iterator[pa.RecordBatch]:
     """Yields forecasts, a row for each step of the horizon: the keys, `prediction` and its quantiles.
 
-    Of a backtest, rows also have the columns `origin` (the time of the last row that the forecast knows), `step` (from
+    Of a backtest, rows also have the columns `cutoff` (the time of the last row that the forecast knows), `step` (from
     1 on), `label`, `naive` (the seasonal naive forecast) and `scale` (the mean absolute error of naive forecasts of the
     rows before; null where there are none).
 
@@ -246,7 +246,7 @@ def _scored(
     arrays[columns.order] = pa.concat_arrays([window.times for window in windows])
     if backtest is not None:
         scales = np.array([window.scale for window in windows])[each]
-        arrays["origin"] = pa.concat_arrays([window.origin for window in windows]).take(pa.array(each))
+        arrays["cutoff"] = pa.concat_arrays([window.origin for window in windows]).take(pa.array(each))
         arrays["step"] = pa.array(np.tile(np.arange(1, columns.horizon + 1, dtype=np.int32), len(windows)))
         arrays["label"] = pa.array(np.concatenate([window.label for window in windows]))
         arrays["naive"] = pa.array(np.concatenate([window.naive for window in windows]), from_pandas=True)

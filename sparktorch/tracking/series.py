@@ -65,9 +65,8 @@ def series_signature(columns: SeriesColumns) -> ModelSignature:
     from mlflow.types.schema import AnyType
 
     inputs = [types.ColSpec(AnyType(), name) for name in (*columns.keys, *columns.numbers)]
-    keys = [types.ColSpec(AnyType(), name) for name in columns.keys]
     made = [types.ColSpec("double", name) for name in (columns.prediction, *columns_of_quantiles(columns))]
-    return ModelSignature(inputs=types.Schema(inputs), outputs=types.Schema([*keys, *made]))
+    return ModelSignature(inputs=types.Schema([*inputs]), outputs=types.Schema([*inputs[: len(columns.keys)], *made]))
 
 
 def series_example(columns: SeriesColumns) -> pd.DataFrame:

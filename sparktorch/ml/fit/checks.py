@@ -32,7 +32,8 @@ __all__ = [
 ]
 
 _INPUTS = ("featuresCol", "inputCols", "textCol", "imageCol", "categoricalCols", "numericCols")
-_COLUMNS = (*_INPUTS, "labelCol", "labelCols", "weightCol", "validationIndicatorCol", "idCol")
+_OF_SERIES = ("groupCol", "orderCol", "pastCols", "futureCols", "staticCols")
+_COLUMNS = (*_INPUTS, "labelCol", "labelCols", "weightCol", "validationIndicatorCol", "idCol", *_OF_SERIES)
 _INSTEAD = {"featuresCol": "inputCols", "labelCol": "labelCols"}  # the Param that takes the place of another
 _first: dict[tuple[str, str], dict[str, bytes]] = {}  # by application and module: the code of its first fit
 _OUTPUTS = ("rawPredictionCol", "probabilityCol", "predictionCol")

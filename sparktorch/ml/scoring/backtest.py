@@ -20,7 +20,7 @@ class ForecastSummary:
     """The metrics of forecasts. Those by step have one value for each row of the horizon.
 
     Attributes:
-        predictions: A row for each forecast value: the columns of the series and of the order, `origin` (the time of
+        predictions: A row for each forecast value: the columns of the series and of the order, `cutoff` (the time of
             the last row that the forecast knows), `step` (from 1 on), `label`, `naive` (the seasonal naive forecast,
             the value one season before), `scale` and the model's columns. It is not cached: each action on it scores
             again.

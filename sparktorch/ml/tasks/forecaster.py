@@ -223,11 +223,7 @@ class ForecastingModel(TorchModelBase, ForecastingModelParams):
 def _rows(dataset: DataFrame, columns: SeriesColumns, backtest: Backtest | None) -> tuple[DataFrame, T.StructType]:
     """Returns the rows that forecasts are made from, and the schema of forecasts."""
     names = ColumnNames.of(dataset)
-    order = names.type_of(columns.order)
-    _check_order(order, columns.order)
-    for name in columns.numbers:
-        if not isinstance(names.type_of(name), NUMERIC):
-            raise no_number(names.type_of(name), name)
+    _check(names, columns.order, columns.numbers)
     double, whole = T.DoubleType(), T.IntegerType()
     added: list[tuple[str, T.DataType]] = [
         (columns.prediction, double),
@@ -235,7 +231,7 @@ def _rows(dataset: DataFrame, columns: SeriesColumns, backtest: Backtest | None)
     ]
     if backtest is not None:
         compared = [("label", double), ("naive", double), ("scale", double)]
-        added = [("origin", order), ("step", whole), *compared, *added]
+        added = [("cutoff", names.type_of(columns.order)), ("step", whole), *compared, *added]
     keys = dataset.select(*map(names.column, columns.keys)).schema.names
     check_outputs(ColumnNames.of(dataset.select(*map(quoted, keys))), [name for name, _ in added])
     fields = [T.StructField(name, names.type_of(name)) for name in columns.keys]
@@ -244,10 +240,15 @@ def _rows(dataset: DataFrame, columns: SeriesColumns, backtest: Backtest | None)
     return rows, T.StructType([*fields, *(T.StructField(name, kind) for name, kind in added)])
 
 
-def _check_order(kind: T.DataType, name: str) -> None:
+def _check(names: ColumnNames, order: str, numbers: Sequence[str]) -> None:
+    """Refuses columns that are missing, or neither order rows nor are numbers."""
+    kind = names.type_of(order)
     if not isinstance(kind, _ORDERS):
-        what = f"column {name!r} is {kind.simpleString()}, and rows are ordered by an integer, a date or a timestamp"
-        raise ColumnError(what, hint=f"cast it, as to_timestamp({name}) does with text", column=name)
+        what = f"column {order!r} is {kind.simpleString()}, and rows are ordered by an integer, a date or a timestamp"
+        raise ColumnError(what, hint=f"cast it, as to_timestamp({order}) does with text", column=order)
+    for name in numbers:
+        if not isinstance(names.type_of(name), NUMERIC):
+            raise no_number(names.type_of(name), name)
 
 
 class Forecaster(TorchEstimatorBase[ForecastingModel], ForecasterParams):
@@ -346,10 +347,7 @@ class Forecaster(TorchEstimatorBase[ForecastingModel], ForecasterParams):
         that, p = self.copy(), Values(self)
         with naming_params(self):
             names = ColumnNames.of(dataset)
-            _check_order(names.type_of(p["orderCol"]), p["orderCol"])
-            for name in _named(p):
-                if not isinstance(names.type_of(name), NUMERIC):
-                    raise no_number(names.type_of(name), name)
+            _check(names, p["orderCol"], _named(p))
             zone = setting(dataset.sparkSession, "spark.sql.session.timeZone")
             order = names.type_of(p["orderCol"]).simpleString(), zone
             that._seen = _Seen(_figures(dataset, names, p), order)
@@ -394,20 +392,24 @@ def _figures(dataset: DataFrame, names: ColumnNames, p: Values) -> dict[str, tup
     """
     wanted = _named(p)
     trains = ~names.column(p["validationIndicatorCol"]) if p["validationIndicatorCol"] else F.lit(True)
+    numbers = [_finite(names.column(name)) for name in wanted]
+    trained = [F.when(trains, number) for number in numbers]
     found = dataset.agg(
-        F.count(F.lit(1)).alias("rows"),
-        *(F.count(_finite(names.column(name))).alias(f"n{place}") for place, name in enumerate(wanted)),
-        *(F.avg(F.when(trains, _finite(names.column(name)))).alias(f"m{place}") for place, name in enumerate(wanted)),
-        *(F.stddev_pop(F.when(trains, _finite(names.column(name)))).alias(f"d{at}") for at, name in enumerate(wanted)),
+        F.count(F.lit(1)),
+        *(
+            of(number)
+            for of, each in ((F.count, numbers), (F.avg, trained), (F.stddev_pop, trained))
+            for number in each
+        ),
     ).collect()[0]
-    for place, name in enumerate(wanted):
-        missing = found["rows"] - found[f"n{place}"]
-        if missing and p["nullPolicy"] == "error":
-            what = f"column {name!r} has {counted(missing, 'row', 'rows')} with null, NaN or infinity"
+    counts, means, deviations = (found[1 + place * len(wanted) :][: len(wanted)] for place in range(3))
+    for name, count in zip(wanted, counts, strict=True):
+        if count < found[0] and p["nullPolicy"] == "error":
+            what = f"column {name!r} has {counted(found[0] - count, 'row', 'rows')} with null, NaN or infinity"
             hint = "fill them before fit, leave rows out that are yet to come, or set nullPolicy='drop', which leaves "
             raise ColumnError(what, hint=f"{hint}out windows that hold a null", column=name)
-    rounded = {name: [float(f"{found[f'{of}{at}'] or 0.0:.8g}") for of in "md"] for at, name in enumerate(wanted)}
-    return {name: (mean, deviation or 1.0) for name, (mean, deviation) in rounded.items()}
+    rounded = [[float(f"{value or 0.0:.8g}") for value in each] for each in (means, deviations)]
+    return {name: (mean, deviation or 1.0) for name, mean, deviation in zip(wanted, *rounded, strict=True)}
 
 
 def _arranged(dataset: DataFrame, names: ColumnNames, p: Values) -> DataFrame:

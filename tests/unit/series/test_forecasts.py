@@ -122,7 +122,7 @@ def test_a_backtest_forecasts_from_several_origins_and_adds_what_to_compare_with
         for place, origin in enumerate([length - 5, length - 3]):
             one = of.iloc[3 * place : 3 * place + 3]
             target = values[:, 0]
-            assert one["origin"].tolist() == [2 * (origin - 1)] * 3
+            assert one["cutoff"].tolist() == [2 * (origin - 1)] * 3
             assert one["step"].tolist() == [1, 2, 3]
             assert one["day"].tolist() == [2 * origin, 2 * origin + 2, 2 * origin + 4]
             assert np.array_equal(one["label"], target[origin : origin + 3])
