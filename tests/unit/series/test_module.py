@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from sklearn.metrics import mean_pinball_loss
 from torch import nn
 
 from sparktorch.base.batch import Batch
@@ -100,12 +101,9 @@ def test_the_loss_is_that_of_scaled_forecasts(scaling: str | None) -> None:
     assert torch.allclose(found, want, rtol=1e-4)
 
 
-def test_the_quantile_loss_is_least_at_the_quantiles() -> None:
-    values, quantiles = torch.rand(5000, generator=torch.Generator().manual_seed(1)), [0.1, 0.5, 0.8]
-    found = torch.zeros(3, requires_grad=True)
-    optimizer = torch.optim.SGD([found], 0.1)
-    for _ in range(100):
-        optimizer.zero_grad()
-        QuantileLoss(quantiles)(found.expand(5000, 3), values).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-    assert torch.allclose(found, torch.quantile(values, torch.tensor(quantiles)), atol=0.01)
+def test_the_quantile_loss_is_that_of_scikit_learn() -> None:
+    torch.manual_seed(1)
+    quantiles, output, label = [0.1, 0.5, 0.8], torch.randn(50, 4, 3), torch.randn(50, 4)
+    want = [mean_pinball_loss(label, output[..., place], alpha=q) for place, q in enumerate(quantiles)]
+    assert float(QuantileLoss(quantiles)(output, label)) == pytest.approx(sum(want) / 3, rel=1e-6)
+    assert QuantileLoss(quantiles, reduction="none")(output, label).shape == (50, 4, 3)
