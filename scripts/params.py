@@ -25,6 +25,8 @@ CLASSES: dict[str, tuple[str, Sequence[ParamSpec]]] = {
     "GenericModelParams": ("ModelParams", classes.GENERIC_MODEL),
     "ClassificationModelParams": ("ModelParams", classes.CLASSIFICATION_MODEL),
     "RegressionModelParams": ("ModelParams", classes.REGRESSION_MODEL),
+    "RankerParams": ("EstimatorParams", classes.RANKER),
+    "RankingModelParams": ("RegressionModelParams", classes.RANKING_MODEL),
     "TextClassifierParams": ("ClassifierParams", classes.TEXT_CLASSIFIER),
     "ImageClassifierParams": ("ClassifierParams", classes.IMAGE_CLASSIFIER),
     "TextClassificationModelParams": ("ClassificationModelParams", classes.TEXT_MODEL),
@@ -41,7 +43,7 @@ SUBJECTS = {
     "What is trained": (tables.MODULE, tables.LOSS, tables.CLASS_WEIGHTS, tables.OPTIMIZER),
     "Columns": (
         *(tables.COLUMNS, tables.LABEL, tables.LABELS, tables.WEIGHT, tables.ROWS),
-        *(tables.PREDICTION, tables.CLASSIFIED, tables.OUTPUTS),
+        *(tables.GROUPS, tables.PREDICTION, tables.CLASSIFIED, tables.OUTPUTS),
     ),
     "How columns become tensors": (tables.INPUTS,),
     "`TextClassifier` and `ImageClassifier`": (tables.PRETRAINED, tables.TEXT, tables.IMAGE),

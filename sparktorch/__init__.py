@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     )
     from sparktorch.ml.regression import TorchRegressionModel, TorchRegressor
     from sparktorch.ml.tasks.forecaster import Forecaster, ForecastingModel
+    from sparktorch.ml.tasks.ranker import Ranker, RankingModel
     from sparktorch.ml.tasks.tabular import (
         TabularClassificationModel,
         TabularClassifier,
@@ -46,6 +47,8 @@ __all__ = [
     "ForecastingModel",
     "ImageClassificationModel",
     "ImageClassifier",
+    "Ranker",
+    "RankingModel",
     "RunContext",
     "RunParams",
     "SparkTorchError",
@@ -80,6 +83,8 @@ _HOMES = {
     "RunContext": "sparktorch.worker.run_context",
     "RunParams": "sparktorch.ml.params.mixins",
     "SparkTorchError": "sparktorch.errors",
+    "Ranker": "sparktorch.ml.tasks.ranker",
+    "RankingModel": "sparktorch.ml.tasks.ranker",
     "TabularClassificationModel": "sparktorch.ml.tasks.tabular",
     "TabularClassifier": "sparktorch.ml.tasks.tabular",
     "TabularRegressionModel": "sparktorch.ml.tasks.tabular",

@@ -262,6 +262,7 @@ class Columns:
         folds: Whether an int column has the fold of each row in a cross-validation.
         carried: The user's numeric columns that evaluators compare with predictions; encoded as doubles.
         groups: The groups of the rows; `None` if each row is a sample.
+        grades: Whether labels are grades, which are >= 0.
     """
 
     inputs: tuple[TensorSpec, ...]
@@ -276,6 +277,7 @@ class Columns:
     folds: bool = False
     carried: tuple[str, ...] = ()
     groups: Groups | None = None
+    grades: bool = False
 
     @property
     def marks(self) -> dict[str, str]:

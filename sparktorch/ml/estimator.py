@@ -52,6 +52,7 @@ class TorchEstimatorBase(Estimator[M], EstimatorParams, MLReadable[Any], MLWrita
     _task: Task
     _model_class: type[M]
     _learns = False  # of rows, before it trains on them
+    _grades = False  # as labels, which are >= 0
     _callers: dict[str, Any] = {}
 
     if not TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pyspark.sql import DataFrame
 
@@ -13,16 +13,17 @@ from sparktorch.ml.params.mixins import RegressionModelParams, RegressorParams
 from sparktorch.ml.scoring.evaluation import RegressionSummary, evaluate_regressor
 from sparktorch.spark.rdd import dataframe_of
 
-__all__ = ["TorchRegressionModel", "TorchRegressor"]
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["TorchRegressionModel", "TorchRegressor", "ValueModel"]
 
 
-class TorchRegressionModel(TorchModelBase, RegressionModelParams):
-    """A module fitted by `TorchRegressor`.
+class ValueModel(TorchModelBase, RegressionModelParams):
+    """Base class of models that predict numbers.
 
     `transform` adds `predictionCol`: double for one value per row, array of double for several. An empty name omits it.
     """
-
-    _estimator = "sparktorch.ml.regression:TorchRegressor"
 
     def predict(self, value: Any) -> Any:
         """Predicts one row in this process, without a Spark job.
@@ -38,6 +39,28 @@ class TorchRegressionModel(TorchModelBase, RegressionModelParams):
         """
         return self._score_row(value, "prediction")
 
+    def _named(self) -> Self:
+        """Returns the model, or a copy if its output column has no name, with one."""
+        unnamed = {self.predictionCol: f"{self.uid}_prediction".replace(".", "_")}
+        return self if self.getPredictionCol() else self.copy(unnamed)
+
+    @property
+    def _kind(self) -> str:
+        return "double" if self.trained.outputs[0].shape in ((), (1,)) else "array<double>"
+
+    def _fields(self) -> tuple[dict[str, str], dict[str, str]]:
+        name = self.getPredictionCol()
+        return ({"prediction": self._kind}, {name: "prediction"}) if name else ({}, {})
+
+
+class TorchRegressionModel(ValueModel):
+    """A module fitted by `TorchRegressor`.
+
+    `transform` adds `predictionCol`: double for one value per row, array of double for several. An empty name omits it.
+    """
+
+    _estimator = "sparktorch.ml.regression:TorchRegressor"
+
     def evaluate(self, dataset: DataFrame) -> RegressionSummary:
         """Scores rows and compares with `labelCol`, weighted by `weightCol` if that is set.
 
@@ -50,17 +73,8 @@ class TorchRegressionModel(TorchModelBase, RegressionModelParams):
                 "evaluate compares one value a row, and the model predicts several",
                 hint="give Spark's RegressionEvaluator one at a time, prediction[0], prediction[1], ...",
             )
-        unnamed = {self.predictionCol: f"{self.uid}_prediction".replace(".", "_")}
-        named = self if self.getPredictionCol() else self.copy(unnamed)
+        named = self._named()
         return evaluate_regressor(named, named.transform, dataframe_of(dataset, "evaluate"))
-
-    @property
-    def _kind(self) -> str:
-        return "double" if self.trained.outputs[0].shape in ((), (1,)) else "array<double>"
-
-    def _fields(self) -> tuple[dict[str, str], dict[str, str]]:
-        name = self.getPredictionCol()
-        return ({"prediction": self._kind}, {name: "prediction"}) if name else ({}, {})
 
 
 class TorchRegressor(TorchEstimatorBase[TorchRegressionModel], RegressorParams):

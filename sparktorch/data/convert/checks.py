@@ -301,6 +301,9 @@ def check_labels(values: npt.NDArray[Any], columns: Columns) -> npt.NDArray[Any]
     spec = columns.label
     assert spec is not None
     check_finite(values, spec)
+    if columns.grades:
+        hint = "labels are grades: 0 for rows that do not matter, and more for better ones"
+        _refuse(values < 0, "label{s} in column {column!r} {is_} negative", hint, spec.column)
     if columns.classes is None:
         _refuse_ignored(values, columns)
         return values

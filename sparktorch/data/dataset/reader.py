@@ -106,9 +106,8 @@ def _read(
         keys = rows.column(KEY).to_numpy() if digests is None else digests.finish()
         row_keys.append(keys, held_out)
         if isinstance(row_keys, GroupKeys):
-            group = rows.column(GROUP).to_numpy()
-            ordered = ORDER in rows.schema.names
-            row_keys.append_to_groups(group, rows.column(ORDER).to_numpy() if ordered else np.zeros_like(group))
+            ordered = ORDER in rows.schema.names  # else by their keys: any order, but the same in each run
+            row_keys.append_to_groups(rows.column(GROUP).to_numpy(), rows.column(ORDER).to_numpy() if ordered else keys)
         if folds is not None:
             folds.append(rows, keys, held_out)
         row += batch.num_rows

@@ -51,6 +51,7 @@ _COLUMNS = {
     "preprocess": "preprocess",
     "keyed": "split",
     "groups": "groupCol, orderCol, or what a sample is",
+    "grades": "the kind of labels",
 }
 
 J = TypeVar("J", bound=RankJob)
@@ -188,6 +189,7 @@ def _request(params: Any, p: Values, table: Mapping[str, ParamSpec], job: J) -> 
             "key": p["idCol"],
             "keyed": p["split"] == "key",
             "groups": _groups(params, p),
+            "grades": getattr(params, "_grades", False),
         },
         folds=p.makes_validation,
         **_fields(p, "request", table),
@@ -276,6 +278,9 @@ def _groups(estimator: Any, p: Values) -> Groups | None:
     """Returns the groups of the rows, `None` if each row is a sample."""
     window = estimator._window() if isinstance(estimator, EstimatorParams) else None  # type: ignore[attr-defined]
     if p["groupCol"] is None and window is None:
+        if getattr(estimator, "_grades", False):
+            hint = "name the column that is the same in rows which are ordered together, such as that of a query"
+            raise ConfigError("groupCol is not set", hint=hint, param="groupCol")
         return None
     if p["split"] == "keep":
         hint = "leave split out: rows of a group are sent to the same worker"
@@ -320,9 +325,7 @@ def _loss_of_groups(estimator: Any, p: Values) -> dict[str, Any]:
         return {"loss": None}
     loss, metrics = estimator._loss_of_groups()
     loss = load_object(loss) if isinstance(loss, str) else loss
-    check_ships(
-        loss, f"loss {name_of(loss)}", param="loss", hint="define it in a module, or make what it holds inside it"
-    )
+    check_ships(loss, f"loss {name_of(loss)}", param="loss", hint="make what it holds inside it")
     return {"loss": None, "training_step": GroupsLossStep(loss, p["lossParams"], metrics)}
 
 

@@ -52,6 +52,8 @@ __all__ = [
     "IMAGE_CLASSIFIER",
     "IMAGE_MODEL",
     "MODEL",
+    "RANKER",
+    "RANKING_MODEL",
     "REGRESSION_MODEL",
     "REGRESSOR",
     "RUN",
@@ -84,6 +86,15 @@ GENERIC = (
     *(*LOSS, *_AFTER_LOSS),
 )
 REGRESSOR = (*_BEFORE_LABELS, *LABELS, *_BEFORE_LOSS, *_loss_of("MSELoss"), *_AFTER_LOSS)
+_GROUP = tuple(replace(spec, doc="the column that groups rows, such as a query") for spec in GROUPS[:1])
+_RANKING = (
+    "'listnet', 'ranknet' or 'lambdarank', or a callable (scores, labels, sizes) -> loss per group, or its import path"
+)
+RANKER = (
+    *(*_BEFORE_LABELS, *_GROUP, *_BEFORE_LOSS),
+    *(replace(spec, doc=_RANKING) if spec.name == "loss" else spec for spec in _loss_of("listnet")),
+    *_AFTER_LOSS,
+)
 CLASSIFIER = (
     *(*_BEFORE_LABELS, *PREDICTION, *CLASSIFIED, *WEIGHT, *ROWS),
     *(*_loss_of("CrossEntropyLoss"), *CLASS_WEIGHTS, *_AFTER_LOSS),
@@ -128,6 +139,7 @@ RUN = (
 MODEL = (*COLUMNS, *PREDICTION, *DEVICE, *SCORING)
 GENERIC_MODEL = (*MODEL, *OUTPUTS)
 REGRESSION_MODEL = (*MODEL, *LABEL, *WEIGHT)
+RANKING_MODEL = (*REGRESSION_MODEL, *_GROUP)
 CLASSIFICATION_MODEL = (*MODEL, *CLASSIFIED, *LABEL, *WEIGHT)
 TEXT_MODEL = (*CLASSIFICATION_MODEL, PRETRAINED[0], TEXT[0])
 IMAGE_MODEL = (*CLASSIFICATION_MODEL, PRETRAINED[0], IMAGE[0])

@@ -18,6 +18,8 @@ __all__ = [
     "ImageClassificationModelParams",
     "ImageClassifierParams",
     "ModelParams",
+    "RankerParams",
+    "RankingModelParams",
     "RegressionModelParams",
     "RegressorParams",
     "RunParams",
@@ -51,6 +53,9 @@ ClassificationModelParams = _model(
     "ClassificationModelParams", classes.CLASSIFICATION_MODEL, "`TorchClassificationModel`"
 )
 RegressionModelParams = _model("RegressionModelParams", classes.REGRESSION_MODEL, "`TorchRegressionModel`")
+
+RankerParams = _estimator("RankerParams", classes.RANKER, "`Ranker`")
+RankingModelParams = _model("RankingModelParams", classes.RANKING_MODEL, "`RankingModel`", RegressionModelParams)
 
 _TEXT, _IMAGE = classes.TEXT_CLASSIFIER, classes.IMAGE_CLASSIFIER
 TextClassifierParams = _estimator("TextClassifierParams", _TEXT, "`TextClassifier`", ClassifierParams)

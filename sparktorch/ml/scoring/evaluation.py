@@ -29,8 +29,13 @@ __all__ = [
     "BinaryClassificationSummary",
     "ClassificationSummary",
     "RegressionSummary",
+    "Summary",
+    "Transform",
+    "compared",
+    "described",
     "evaluate_classifier",
     "evaluate_regressor",
+    "totals",
 ]
 
 _MATRIX_CLASSES = 500  # most classes whose confusion matrix comes to the driver unasked
@@ -41,7 +46,7 @@ Transform = Callable[[DataFrame], DataFrame]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Summary:
+class Summary:
     """Base class of the summaries.
 
     Attributes:
@@ -60,7 +65,7 @@ class _Summary:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClassificationSummary(_Summary):
+class ClassificationSummary(Summary):
     """A classifier's metrics. Metrics by label are in the order of `labels`.
 
     Attributes:
@@ -194,7 +199,7 @@ class BinaryClassificationSummary(ClassificationSummary):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RegressionSummary(_Summary):
+class RegressionSummary(Summary):
     """The metrics of a regressor, as `RegressionEvaluator` computes them.
 
     Attributes:
@@ -242,13 +247,13 @@ def evaluate_classifier(
     known = label.isNull() | ((label >= 0) & (label < classes) & (label == F.rint(label)))
     class_of = F.when(known, label).otherwise(_UNKNOWN).alias("class")
     hits = F.sum(F.when(label == F.col("prediction"), F.col("weight")).otherwise(0.0)).alias("hits")
-    sums = [*_totals(), hits, F.min("label").alias("least")]
-    with _compared(model, transform, dataset, *score, kept=binary or many) as (predictions, rows):
+    sums = [*totals(), hits, F.min("label").alias("least")]
+    with compared(model, transform, dataset, *score, kept=binary or many) as (predictions, rows):
         cells = rows.groupBy(class_of, "prediction").agg(*sums)
         groups = rows.groupBy(class_of).agg(*sums).collect() if many else cells.collect()
-        found = _described(model, predictions, groups)
+        found = described(model, predictions, groups)
         _check_classes(groups, classes, model.getLabelCol(), names)
-        by_prediction = rows.groupBy("prediction").agg(*_totals()).collect() if many else groups
+        by_prediction = rows.groupBy("prediction").agg(*totals()).collect() if many else groups
         labels = np.unique(_of(groups, "class").astype(np.int64))
         columns = ((groups, "class", "weight"), (by_prediction, "prediction", "weight"), (groups, "class", "hits"))
         counts = [np.bincount(_of(of, by).astype(np.int64), _of(of, name), classes) for of, by, name in columns]
@@ -267,8 +272,8 @@ def evaluate_classifier(
 
 def evaluate_regressor(model: RegressionModelParams, transform: Transform, dataset: DataFrame) -> RegressionSummary:
     """Scores the rows and compares with the labels; the model's output column has a name, and is a number."""
-    with _compared(model, transform, dataset, kept=True) as (predictions, rows):
-        found = _described(model, predictions, rows.agg(*_totals()).collect())
+    with compared(model, transform, dataset, kept=True) as (predictions, rows):
+        found = described(model, predictions, rows.agg(*totals()).collect())
         evaluator = RegressionEvaluator(weightCol="weight")
         return RegressionSummary(
             **found,
@@ -279,7 +284,7 @@ def evaluate_regressor(model: RegressionModelParams, transform: Transform, datas
         )
 
 
-def _totals() -> list[Column]:
+def totals() -> list[Column]:
     """Returns aggregates: the weight, all rows, and the rows with a label, a prediction and a valid weight."""
     return [
         F.sum("weight").alias("weight"),
@@ -291,7 +296,7 @@ def _totals() -> list[Column]:
 
 
 @contextmanager
-def _compared(
+def compared(
     model: ClassificationModelParams | RegressionModelParams,
     transform: Transform,
     dataset: DataFrame,
@@ -334,7 +339,7 @@ def _weight_column(model: ClassificationModelParams | RegressionModelParams) -> 
     return model.getWeightCol() or "" if model.isDefined(model.weightCol) else ""
 
 
-def _described(
+def described(
     model: ClassificationModelParams | RegressionModelParams, predictions: DataFrame, totals: list[Row]
 ) -> dict[str, Any]:
     """Returns the fields of all summaries, from rows that have labels, weights and predictions."""

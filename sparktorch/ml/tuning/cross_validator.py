@@ -177,8 +177,8 @@ class TorchCrossValidator(CrossValidator):
             why = "the param maps need different rows"
         elif not can_hold(requests[0], dataset.sparkSession):
             why = "ranks cannot hold rows"
-        elif requests[0].job.storage.kind != "memory":
-            why = "storage is not 'memory'"
+        elif requests[0].job.storage.kind != "memory" or requests[0].columns["groups"] is not None:
+            why = "storage is not 'memory', or rows have groups"
         elif any(names.called(name) for name in set().union(*made)):  # which `transform` refuses
             why = "the DataFrame already has an output column of the model"
         elif not any(outputs.intersection(read) for outputs in made):

@@ -88,8 +88,8 @@ def _in_order(data: DataFrame) -> DataFrame:
     """Sorts each partition by key, read as unsigned; Spark spills to disk if needed."""
     grouped = GROUP in data.columns
     order = [F.col(GROUP if grouped else KEY).bitwiseXOR(F.lit(-(2**63)))]
-    if grouped and ORDER in data.columns:
-        order.append(F.col(ORDER))
+    if grouped:
+        order.append(F.col(ORDER if ORDER in data.columns else KEY))
     elif not grouped and VALIDATION in data.columns:
         order.insert(0, F.coalesce(F.col(VALIDATION), F.lit(False)))
     return data.sortWithinPartitions(*order)

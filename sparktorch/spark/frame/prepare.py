@@ -62,6 +62,7 @@ def prepare(
     fold: str | None = None,
     carried: Sequence[str] = (),
     groups: Groups | None = None,
+    grades: bool = False,
 ) -> Frame:
     """Selects and encodes the training columns, and reads the sample row.
 
@@ -79,6 +80,7 @@ def prepare(
         fold: Name of an int column with the fold of each row, which is not part of its key.
         carried: Names of numeric columns that go with the rows, which are not part of their keys.
         groups: The groups of the rows, whose columns go with them, and are part of their keys.
+        grades: Whether the labels are grades.
     """
     names = ColumnNames.of(dataset)
     specs = plan_inputs(names, inputs, options)
@@ -92,6 +94,7 @@ def prepare(
         folds=fold is not None,
         carried=tuple(carried),
         groups=groups,
+        grades=grades,
     )
     if weight is not None:
         _require_number(names, weight)

@@ -120,6 +120,8 @@ def test_the_defaults_take_the_features_column_and_no_label_column_means_no_labe
         "options": InputOptions(),
         "preprocess": None,
         "keyed": True,
+        "groups": None,
+        "grades": False,
     }
 
 

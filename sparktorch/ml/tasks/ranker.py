@@ -1,0 +1,84 @@
+"""The ranker and its model: scores that order the rows of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pyspark.sql import DataFrame
+
+from sparktorch.errors import ConfigError, nearest
+from sparktorch.ml.estimator import TorchEstimatorBase
+from sparktorch.ml.params.mixins import RankerParams, RankingModelParams
+from sparktorch.ml.regression import ValueModel
+from sparktorch.ml.scoring.ranking import RankingSummary, evaluate_ranker
+from sparktorch.spark.rdd import dataframe_of
+from sparktorch.train.ranking.losses import LOSSES
+from sparktorch.train.ranking.metrics import measured
+
+__all__ = ["Ranker", "RankingModel"]
+
+
+class RankingModel(ValueModel, RankingModelParams):
+    """A module fitted by `Ranker`.
+
+    `transform` adds `predictionCol`, a double: the larger it is, the earlier comes the row in its group. It scores row
+    by row, and needs no group.
+    """
+
+    _estimator = "sparktorch.ml.tasks.ranker:Ranker"
+
+    def evaluate(self, dataset: DataFrame) -> RankingSummary:
+        """Scores rows and compares their order in each group of `groupCol` with `labelCol`.
+
+        With `weightCol`, a group weighs the mean of its rows' weights.
+
+        Raises:
+            ColumnError: A column is missing or not numeric, a row has no group, weight, prediction or label, or a label
+                is negative.
+            ConfigError: `groupCol` is not set.
+        """
+        if not self.isDefined("groupCol"):
+            raise ConfigError("groupCol is not set", hint="model.setGroupCol(...)", param="groupCol")
+        named = self._named()
+        return evaluate_ranker(named, named.transform, dataframe_of(dataset, "evaluate"))
+
+
+class Ranker(TorchEstimatorBase[RankingModel], RankerParams):
+    """Trains a PyTorch module to order the rows of each group, such as the documents that a query finds.
+
+    The module returns one score a row, of shape `(rows,)` or `(rows, 1)`. Labels are grades, numbers >= 0; the larger
+    one is the better. A batch has `batchSize` whole groups. Validations show `val_ndcg_at_10` and `val_mrr`.
+
+    Example:
+        >>> rows = [(query, [float(i), float(query % 3)], float(i // 2)) for query in range(30) for i in range(6)]
+        >>> found = spark.createDataFrame(rows, "query int, features array<float>, label float")
+        >>> ranker = Ranker(
+        ...     module="torch.nn:Linear",
+        ...     moduleParams={"in_features": 2, "out_features": 1},
+        ...     groupCol="query",
+        ...     batchSize=10,
+        ...     epochs=5,
+        ...     learningRate=0.1,
+        ...     progress=False,
+        ... )
+        >>> model = ranker.fit(found)
+        >>> model.evaluate(found).ndcg(10) > 0.99
+        True
+
+    Raises:
+        ConfigError, ColumnError, ModuleError, ClusterError: From `fit`, before training starts.
+        RankError: From `fit`, when a rank fails.
+    """
+
+    _task = "regression"
+    _model_class = RankingModel
+    _grades = True
+
+    def _loss_of_groups(self) -> tuple[Any, Callable[..., Any] | None]:
+        loss = self.getLoss()
+        if isinstance(loss, str) and ":" not in loss:
+            if loss not in LOSSES:
+                raise ConfigError(f"loss {loss!r} is unknown", hint=nearest(loss, LOSSES), param="loss")
+            loss = LOSSES[loss]
+        return loss, measured

@@ -1,0 +1,1 @@
+"""Losses and metrics of rankings, over the groups of a batch at once."""

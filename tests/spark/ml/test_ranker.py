@@ -1,0 +1,188 @@
+"""Rankings: groups stay whole from the DataFrame to the loss, and their metrics are scikit-learn's."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from optuna.samplers import GridSampler
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+from sklearn.metrics import ndcg_score
+from torch import nn
+
+from sparktorch import Ranker, RankingModel, TorchEstimator, TorchRegressor, TorchTuner
+from sparktorch.errors import ColumnError, ConfigError, RankError
+from sparktorch.tracking import save_model
+from tests.support.mlflow import QUIET
+
+pytestmark = QUIET
+LINEAR = {"module": "torch.nn:Linear", "moduleParams": {"in_features": 2, "out_features": 1}}
+QUICK: dict[str, Any] = {**LINEAR, "batchSize": 8, "epochs": 12, "learningRate": 0.05, "seed": 3, "progress": False}
+
+
+def searches(count: int = 60) -> pd.DataFrame:
+    """Hotels that searches find: within a search, the cheaper is the better, and dear cities have better hotels."""
+    draw = np.random.default_rng(4)
+    found = []
+    for number, size in enumerate(draw.integers(1, 25, count)):
+        level = draw.normal()
+        price = draw.normal(size=size)
+        taste = price - 0.7 * draw.normal(size=size)
+        grade = np.digitize(2 * level - taste, [-1.0, 0.5, 1.5, 2.5]).astype(float)
+        features = np.stack([price + 3 * level, draw.normal(size=size)], 1)
+        for row, label in zip(features.tolist(), grade.tolist(), strict=True):
+            found.append((f"search {number}", row, label, 1.0 + number % 3, number % 4 == 0))
+    return pd.DataFrame(found, columns=["search", "features", "label", "weight", "held_out"])
+
+
+@pytest.fixture(scope="module")
+def rows(spark: SparkSession) -> Iterator[DataFrame]:
+    schema = "search string, features array<float>, label double, weight double, held_out boolean"
+    data = spark.createDataFrame(searches(), schema).repartition(4).cache()
+    yield data
+    data.unpersist()
+
+
+@pytest.fixture(scope="module")
+def model(rows: DataFrame) -> RankingModel:
+    return ranker(weightCol="weight", validationIndicatorCol="held_out", numWorkers=2).fit(rows)
+
+
+def ranker(**params: Any) -> Ranker:
+    return Ranker(**{**QUICK, "groupCol": "search", **params})
+
+
+def ndcg_of(scored: DataFrame, k: int | None = None, *, weighted: bool = False) -> float:
+    """Returns the mean by scikit-learn, which refuses groups of one row."""
+    found, weights = [], []
+    for _, group in scored.toPandas().groupby("search"):
+        alone = float(group.label.iloc[0] > 0)
+        found.append(ndcg_score([group.label], [group.prediction], k=k) if len(group) > 1 else alone)
+        weights.append(group.weight.iloc[0] if weighted else 1.0)
+    return float(np.average(found, weights=weights))
+
+
+@pytest.mark.parametrize("loss", ["listnet", "ranknet", "lambdarank"])
+def test_a_ranking_is_better_than_that_of_a_regression(rows: DataFrame, loss: str) -> None:
+    regression = TorchRegressor(**QUICK).fit(rows.where("not held_out"))
+    found = ranker(loss=loss).fit(rows.where("not held_out"))
+    test = rows.where("held_out")
+    by_rank, by_value = (ndcg_of(each.transform(test)) for each in (found, regression))
+    assert by_rank > by_value + 0.1
+    by_chance = ndcg_of(test.withColumn("prediction", F.rand(1)))
+    assert by_rank > by_chance + 0.1
+
+
+def test_evaluate_has_the_figures_of_scikit_learn_and_validation_those_of_evaluate(
+    rows: DataFrame, model: RankingModel
+) -> None:
+    test = rows.where("held_out")
+    summary, scored = model.evaluate(test), model.transform(test)
+    for k in (None, 1, 3, 10):
+        assert summary.ndcg(k) == pytest.approx(ndcg_of(scored, k, weighted=True), abs=1e-6)
+    last = model.summary.history[-1]
+    assert last["val_ndcg_at_10"] == pytest.approx(summary.ndcg(10), abs=1e-5)
+    assert last["val_mrr"] == pytest.approx(summary.meanReciprocalRank, abs=1e-5)
+    assert (summary.numGroups, summary.numInstances) == (15, test.count())
+    assert model.copy({model.predictionCol: ""}).evaluate(test).ndcg(10) == pytest.approx(summary.ndcg(10))
+
+
+def test_equal_scores_share_their_gains_and_come_behind_rows_without_a_grade(spark: SparkSession) -> None:
+    given = [("a", [0.0, 0.0], 3.0), ("a", [0.0, 0.0], 0.0), ("a", [1.0, 0.0], 1.0), ("b", [0.0, 0.0], 0.0)]
+    few = spark.createDataFrame(given, "search string, features array<float>, label double")
+    weights = {"weight": torch.tensor([[1.0, 0.0]]), "bias": torch.zeros(1)}
+    model = RankingModel.fromModule(nn.Linear, few, moduleParams=LINEAR["moduleParams"], weights=weights)
+    summary = model.setGroupCol("search").evaluate(few)
+    assert summary.ndcg() == pytest.approx(ndcg_score([[3, 0, 1]], [[0, 0, 1]]) / 2)
+    assert summary.meanReciprocalRank == 0.5
+
+
+@pytest.mark.parametrize(
+    "params", [{"numWorkers": 3}, {"storage": "disk", "shuffleBlock": 1}, {"accumulationSteps": 3}]
+)
+def test_workers_and_storage_do_not_change_what_is_trained(rows: DataFrame, params: dict[str, Any]) -> None:
+    plain, other = (ranker(epochs=3, optimizer="SGD", **each).fit(rows) for each in ({}, params))
+    torch.testing.assert_close(other.module.state_dict(), plain.module.state_dict(), atol=1e-5, rtol=0)
+
+
+def test_a_model_scores_row_by_row_wherever_models_score(
+    spark: SparkSession, rows: DataFrame, model: RankingModel, tmp_path: Path
+) -> None:
+    scored = model.transform(rows.limit(20)).toPandas()
+    model.write().overwrite().save(str(tmp_path / "model"))
+    again = RankingModel.load(str(tmp_path / "model"))
+    assert again.getGroupCol() == "search"
+    assert [again.predict(row) for row in scored.features] == pytest.approx(list(scored.prediction), abs=1e-6)
+    again.registerUDF("ranking", spark=spark)
+    first = spark.createDataFrame(scored[["features"]]).selectExpr("ranking(features) as found").toPandas()
+    assert list(first.found) == pytest.approx(list(scored.prediction), abs=1e-6)
+    save_model(model, str(tmp_path / "mlflow"))
+    loaded = mlflow.pyfunc.load_model(str(tmp_path / "mlflow"))
+    assert list(loaded.predict(scored[["features"]]).prediction) == pytest.approx(list(scored.prediction), abs=1e-6)
+
+
+def test_a_loss_of_ones_own_gets_whole_groups_and_estimators_of_any_module_too(rows: DataFrame) -> None:
+    def spread(scores: torch.Tensor, labels: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        return torch.stack([part.var(correction=0) for part in scores.view(-1).split(sizes.tolist())])
+
+    for kind in (Ranker, TorchEstimator):
+        found = kind(**{**QUICK, "epochs": 2}, loss=spread, groupCol="search", numWorkers=2).fit(rows)
+        first, last = (record["loss"] for record in found.summary.history)
+        assert 0 < last < first
+
+
+def test_a_tuner_judges_trials_by_their_ranking(rows: DataFrame) -> None:
+    tuner = TorchTuner(
+        estimator=ranker(epochs=3, validationIndicatorCol="held_out", earlyStoppingMetric="val_ndcg_at_10"),
+        space={"learningRate": [1e-6, 0.1]},
+        trials=2,
+        parallelism=1,
+        metric="val_ndcg_at_10",
+        sampler=GridSampler({"learningRate": [1e-6, 0.1]}, seed=1),
+    )
+    assert tuner.fit(rows).bestParams == {"learningRate": 0.1}
+
+
+def test_a_group_that_outweighs_a_workers_share_is_told(rows: DataFrame, caplog: pytest.LogCaptureFixture) -> None:
+    most = rows.withColumn("search", F.when(F.col("label") < 3, "every").otherwise(F.col("search")))
+    with caplog.at_level(logging.WARNING, "sparktorch"):
+        ranker(epochs=1, numWorkers=2).fit(most)
+    assert "rows, more than a worker's share: groups are not divided" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"groupCol": None}, "groupCol is not set"),
+        ({"loss": "listnett"}, "loss 'listnett' is unknown"),
+        ({"split": "keep"}, "split='keep' may divide a group"),
+        ({"strategy": "mesh", "strategyParams": {"shard": 1}}, "strategy 'mesh' exchanges rows"),
+        ({"groupCol": "nope"}, "there is no column 'nope'"),
+        ({"moduleParams": {"in_features": 2, "out_features": 3}}, "a ranker's module returns one score a row"),
+    ],
+)
+def test_what_cannot_rank_is_refused_before_a_job(rows: DataFrame, params: dict[str, Any], message: str) -> None:
+    with pytest.raises((ConfigError, ColumnError, ValueError), match=message):
+        ranker(**params).fit(rows)
+
+
+def test_rows_that_cannot_be_ranked_are_refused(rows: DataFrame, model: RankingModel) -> None:
+    negative = rows.withColumn("label", F.col("label") - 1)
+    nameless = rows.withColumn("search", F.when(F.col("label") < 3, F.col("search")))
+    for bad, message in ((negative, "negative"), (nameless, "column 'search' has .* null")):
+        with pytest.raises((ColumnError, RankError), match=message):
+            ranker().fit(bad)
+    for bad, message in ((negative, "below 0"), (nameless, "null in column 'search'")):
+        with pytest.raises(ColumnError, match=message):
+            model.evaluate(bad)
+    mixed = rows.withColumn("held_out", F.col("label") > 2)
+    with pytest.raises(ColumnError, match="column 'held_out' marks some rows of a group"):
+        ranker(validationIndicatorCol="held_out").fit(mixed)
