@@ -35,6 +35,8 @@ CLASSES: dict[str, tuple[str, Sequence[ParamSpec]]] = {
     "TabularRegressorParams": ("RegressorParams", classes.TABULAR_REGRESSOR),
     "RecommenderParams": ("GenericParams", classes.RECOMMENDER),
     "RecommenderModelParams": ("ModelParams", classes.RECOMMENDER_MODEL),
+    "ForecasterParams": ("RegressorParams", classes.FORECASTER),
+    "ForecastingModelParams": ("ModelParams", classes.FORECASTING_MODEL),
     "RunParams": ("", classes.RUN),
 }
 
@@ -49,6 +51,7 @@ SUBJECTS = {
     "`TextClassifier` and `ImageClassifier`": (tables.PRETRAINED, tables.TEXT, tables.IMAGE),
     "`TabularClassifier` and `TabularRegressor`": (tables.TABLE,),
     "`Recommender`": (tables.PAIR, tables.RATING, tables.FACTORS, tables.COLD_START),
+    "`Forecaster`": (tables.SERIES, tables.WINDOWS),
     "Steps and epochs": (tables.STEPS, tables.EPOCHS, tables.SAMPLING),
     "Numbers": (tables.NUMERICS,),
     "Workers and strategies": (tables.STRATEGY, tables.RESULT, tables.DEVICE, tables.LAUNCH, tables.PATIENCE),

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         TextClassifier,
     )
     from sparktorch.ml.regression import TorchRegressionModel, TorchRegressor
+    from sparktorch.ml.tasks.forecaster import Forecaster, ForecastingModel
     from sparktorch.ml.tasks.ranker import Ranker, RankingModel
     from sparktorch.ml.tasks.recommender import Recommender, RecommenderModel
     from sparktorch.ml.tasks.tabular import (
@@ -43,6 +44,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Callback",
+    "Forecaster",
+    "ForecastingModel",
     "ImageClassificationModel",
     "ImageClassifier",
     "Ranker",
@@ -76,6 +79,8 @@ __all__ = [
 
 _HOMES = {
     "Callback": "sparktorch.train.callbacks",
+    "Forecaster": "sparktorch.ml.tasks.forecaster",
+    "ForecastingModel": "sparktorch.ml.tasks.forecaster",
     "ImageClassificationModel": "sparktorch.ml.pretrained",
     "ImageClassifier": "sparktorch.ml.pretrained",
     "Recommender": "sparktorch.ml.tasks.recommender",

@@ -217,12 +217,14 @@ class Window:
         step: Number of rows from the start of a window to that of the next one.
         known: Positions among the arguments of `forward` of those that are known ahead: they have all rows of a window,
             others those of the context, and labels those of the horizon.
+        even: SQL type and time zone of the order, if rows must follow each other in even steps; `None` for any.
     """
 
     context: int
     horizon: int
     step: int = 1
     known: tuple[int, ...] = ()
+    even: tuple[str, str] | None = None
 
     @property
     def rows(self) -> int:

@@ -29,7 +29,7 @@ from sparktorch.spark.session import is_local, switched_on
 from sparktorch.spark.shipping import Sent, send
 
 __all__ = [
-    *("CHUNK_BYTES", "Scoring", "device_of", "rechunk", "result_column", "rows_for_udf", "scoring_udf"),
+    *("CHUNK_BYTES", "Scoring", "device_of", "rechunk", "result_column", "rows_for_udf", "scorer_here", "scoring_udf"),
     *("found_in_python", "take_rows_in_sql", "without_invalid"),
 ]
 
@@ -83,7 +83,7 @@ def scoring_udf(
     sent, local = send(spark, trained, stream=stream), is_local(spark)
 
     def score(batches: Iterator[tuple[pa.Array, ...]]) -> Iterator[pa.Array]:
-        scorer = _scorer(sent, scoring, local)
+        scorer = scorer_here(sent, scoring, local)
         for chunk in rechunk(batches, first_batch_size(scoring.batch_size)):
             scored = scorer.score_arrow(chunk, names, invalid=scoring.invalid)
             yield pa.StructArray.from_arrays(scored, names=names) if struct else scored[0]
@@ -182,7 +182,7 @@ def _joined(batches: list[tuple[pa.Array, ...]]) -> tuple[pa.Array, ...]:
     return tuple(pa.concat_arrays(parts) for parts in zip(*batches, strict=True))
 
 
-def _scorer(sent: Sent, scoring: Scoring, local: bool) -> Scorer:
+def scorer_here(sent: Sent, scoring: Scoring, local: bool) -> Scorer:
     """Returns this process's scorer for the module; builds it on first use."""
     context = TaskContext.get()
     torch.set_num_threads(max(1, context.cpus()) if context else 1)

@@ -21,11 +21,14 @@ from sparktorch.data.convert.tensors import to_arrow
 from sparktorch.errors import ColumnError
 from sparktorch.model.scorer import Scorer
 from sparktorch.model.trained_module import TrainedModule
+from sparktorch.tracking.series import SeriesPyFunc
 
 __all__ = ["PyFuncModel", "PyFuncPipeline", "pickles_allowed"]
 
 
-def _load_pyfunc(path: str, model_config: Mapping[str, Any] | None = None) -> PyFuncModel | PyFuncPipeline:
+def _load_pyfunc(
+    path: str, model_config: Mapping[str, Any] | None = None
+) -> PyFuncModel | PyFuncPipeline | SeriesPyFunc:
     """Loads the model, or the pipeline of models, that `sparktorch.tracking.save_model` wrote; MLflow calls this.
 
     The `device` of `model_config` is a torch device or "auto": MLFLOW_DEFAULT_PREDICTION_DEVICE if set, else a GPU if
@@ -48,6 +51,9 @@ def _load_pyfunc(path: str, model_config: Mapping[str, Any] | None = None) -> Py
     def model(folder: Path, settings: dict[str, Any]) -> PyFuncModel:
         return PyFuncModel(TrainedModule.load(folder, allow_pickle=allowed, code=code), settings, device)
 
+    if "series" in settings:
+        trained = TrainedModule.load(directory, allow_pickle=allowed, code=code)
+        return SeriesPyFunc(trained, settings["series"], device)
     if "stages" not in settings:
         return model(directory, settings)
     folders = [directory / name for name in settings["stages"]]

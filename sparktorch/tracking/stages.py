@@ -16,8 +16,10 @@ from pyspark.sql import DataFrame, SparkSession
 from sparktorch.errors import PersistenceError
 from sparktorch.ml.model import TorchModelBase
 from sparktorch.ml.persistence import FOR_ALL, read_local, write_local
+from sparktorch.ml.tasks.forecaster import ForecastingModel
 from sparktorch.spark.column_names import quoted
 from sparktorch.spark.session import is_connect, setting
+from sparktorch.tracking.series import series_example, series_signature
 from sparktorch.tracking.signature import signature_of, type_of, zeros_for
 
 if TYPE_CHECKING:
@@ -67,7 +69,9 @@ def form_of(model: Any, input_example: Any) -> Form:
     model = getattr(model, "bestModel", model)
     stages = _flat(model)
     ours = [stage for stage in stages if isinstance(stage, TorchModelBase)]
-    if len(ours) == len(stages):
+    if len(stages) == 1 and isinstance(stages[0], ForecastingModel):
+        return _Series(stages[0], ours, input_example)
+    if len(ours) == len(stages) and not any(isinstance(stage, ForecastingModel) for stage in ours):
         return _OwnStages(model, ours, input_example)
     if isinstance(model, PipelineModel):
         return _SparkStages(model, stages, ours, input_example)
@@ -115,11 +119,26 @@ class _OwnStages(Form):
     def example(self) -> Any:
         if _is_frame(self._example):
             return _first_rows(self._example)
-        return zeros_for(self.ours) if self._example is None else self._example
+        return self._zeros() if self._example is None else self._example
+
+    def _zeros(self) -> Any:
+        return zeros_for(self.ours)
+
+
+class _Series(_OwnStages):
+    """A model of series, whose rows are not those that it gets."""
+
+    def signature(self) -> ModelSignature:
+        return series_signature(self._model.columns)
+
+    def _zeros(self) -> Any:
+        return series_example(self._model.columns)
 
 
 def _columns(model: TorchModelBase) -> dict[str, Any]:
     """Returns the columns and scoring Params of a model, with the output column of each field."""
+    if isinstance(model, ForecastingModel):
+        return {"series": model.columns.to_dict()}
     _, outputs = model._fields()
     return {
         "inputs": [name for spec in model._inputs() for name in spec.sources or (spec.column,)],

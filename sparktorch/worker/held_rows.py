@@ -278,13 +278,15 @@ def _meet(shard: Shard, world: World, client: Client, by_place: bool | None) -> 
 def _tell_of_groups(groups: Groups, peers: Sequence[Mapping[str, Any]], client: Client) -> None:
     """Warns of groups that are too short for a window, and of one that makes a rank's share larger than others."""
     found = [peer["groups"] for peer in peers]
-    count, short, rows = (sum(each[name] for each in found) for name in ("groups", "short", "rows"))
+    count, short, rows, gaps = (sum(each[name] for each in found) for name in ("groups", "short", "rows", "gaps"))
     largest = max(each["largest"] for each in found)
     if short and groups.window is not None:
         client.warn(
             f"{short} of {counted(count, 'group', 'groups')} have fewer than {groups.window.rows} rows, those of a "
             "window: nothing is trained of them"
         )
+    if gaps:
+        client.warn(f"column {groups.order!r} has {counted(gaps, 'gap', 'gaps')}: no window across one is trained")
     if largest * len(peers) > rows and len(peers) > 1:
         client.warn(
             f"a group has {largest} of {rows} rows, more than a worker's share: groups are not divided, and the others "

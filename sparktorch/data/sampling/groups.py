@@ -7,6 +7,7 @@ import numpy.typing as npt
 import torch
 
 from sparktorch.data.columns import Columns, Window
+from sparktorch.data.sampling.even_steps import after_uneven, typed
 from sparktorch.data.sampling.plan import Numbers
 from sparktorch.data.sampling.row_keys import RowKeys
 from sparktorch.data.storage import RowStorage
@@ -72,10 +73,10 @@ class GroupKeys(RowKeys):
         """Starts without rows, whose groups `columns` describe."""
         super().__init__(storage, by_key=False)
         assert columns.groups is not None
-        self._groups, self._validation = columns.groups, columns.validation
+        self._groups, self._validation, self._drops = columns.groups, columns.validation, columns.drop_nulls
         self._group, self._place = storage.spool(np.int64), storage.spool(np.int64)
         self._end: tuple[int, int] = (0, torch.iinfo(torch.int64).min)
-        self.facts = {"groups": 0, "short": 0, "largest": 0, "rows": 0}
+        self.facts = {"groups": 0, "short": 0, "largest": 0, "rows": 0, "gaps": 0}
 
     def append_to_groups(self, group: Int64, place: Int64) -> None:
         """Appends the group of each row of a batch, and its place in its group."""
@@ -118,7 +119,8 @@ class GroupKeys(RowKeys):
             starts, held_out = firsts, marks[firsts]
         else:
             self.facts["short"] = int((sizes < window.rows).sum())
-            starts, held_out = _windows(window, firsts, sizes, marks)
+            gaps = np.empty(0, np.int64) if window.even is None else self._gaps(place, firsts, window.even)
+            starts, held_out = _windows(window, firsts, sizes, marks, gaps)
             sizes = np.broadcast_to(np.int64(window.rows), len(starts))  # takes no memory
         if held_out.any():  # training samples come first
             chosen = np.argsort(held_out, kind="stable")
@@ -135,6 +137,20 @@ class GroupKeys(RowKeys):
     def orders(self) -> tuple[Numbers | range, Numbers | range]:
         """Returns the numbers of the training and of the validation samples."""
         return range(self._trained), range(self._trained, self._samples.count)
+
+    def _gaps(self, place: Int64, firsts: Int64, kind: tuple[str, str]) -> Int64:
+        """Returns the rows that follow an uneven step; refuses them, unless rows with nulls are dropped."""
+        found = after_uneven(place, firsts, kind)
+        self.facts["gaps"] = len(found)
+        if len(found) and not self._drops:
+            one, other = (typed(place[found[:1] + ahead], kind)[0].as_py() for ahead in (-1, 0))
+            raise ColumnError(
+                f"column {self._groups.order!r} has {counted(len(found), 'uneven step', 'uneven steps')}: in a group, "
+                f"after {one} comes {other}",
+                hint="add the rows that are missing, or set nullPolicy='drop', which leaves out windows across a gap",
+                column=self._groups.order,
+            )
+        return found
 
     def _check(self, same: Mask, place: Int64, marks: Mask) -> None:
         """Refuses rows of a group with the same place, or other marks for validation; `same` as the row before."""
@@ -156,14 +172,19 @@ class GroupKeys(RowKeys):
             )
 
 
-def _windows(window: Window, firsts: Int64, sizes: Int64, marks: Mask) -> tuple[Int64, Mask]:
-    """Returns where windows begin whose horizons validate as a whole, or not at all, and which ones do."""
+def _windows(window: Window, firsts: Int64, sizes: Int64, marks: Mask, gaps: Int64) -> tuple[Int64, Mask]:
+    """Returns where windows begin whose horizons validate as a whole, or not at all, and which ones do.
+
+    No window has a gap before one of its rows but the first; `gaps` are the numbers of rows that have.
+    """
     counts = ((sizes - window.rows) // window.step + 1).clip(min=0)
     starts = np.repeat(firsts, counts)
     starts += window.step * (np.arange(len(starts)) - np.repeat(np.cumsum(counts) - counts, counts))
     marked = np.append(0, np.cumsum(marks))
     found = marked[starts + window.rows] - marked[starts + window.context]
     used = (found == 0) | (found == window.horizon)
+    if len(gaps):
+        used &= np.searchsorted(gaps, starts, side="right") == np.searchsorted(gaps, starts + window.rows - 1, "right")
     return starts[used], found[used] > 0
 
 

@@ -37,7 +37,8 @@ _INPUTS = (
     *("userCol", "itemCol", "userFeatures", "itemFeatures"),
 )
 _ROLES = ("labelCol", "labelCols", "ratingCol", "weightCol", "validationIndicatorCol", "idCol", "groupCol", "orderCol")
-_COLUMNS = (*_INPUTS, *_ROLES)
+_OF_SERIES = ("pastCols", "futureCols", "staticCols")
+_COLUMNS = (*_INPUTS, *_ROLES, *_OF_SERIES)
 _INSTEAD = {"featuresCol": "inputCols", "labelCol": "labelCols"}  # the Param that takes the place of another
 _first: dict[tuple[str, str], dict[str, bytes]] = {}  # by application and module: the code of its first fit
 _OUTPUTS = ("rawPredictionCol", "probabilityCol", "predictionCol")

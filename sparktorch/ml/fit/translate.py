@@ -121,8 +121,11 @@ def translate(estimator: EstimatorParams, task: Task) -> Request[TrainJob]:
     estimator = estimator.completed()  # type: ignore[attr-defined]  # what all estimators have
     p = Values(estimator)
     check_params(p)
-    job = _job(p, task, _EVERY, **({} if p["modelDir"] is None else {"modelDir": "set"}))
     groups = _groups(estimator, p)
+    known = {} if p["modelDir"] is None else {"modelDir": "set"}
+    if groups is not None and groups.window is not None:
+        known["window"] = str(groups.window)
+    job = _job(p, task, _EVERY, **known)
     loss = _loss(p) if groups is None or groups.window is not None else _loss_of_groups(estimator, p)
     config, recipe = job["config"], _recipe(p, job["config"], loss)
     request = _request(estimator, p, _EVERY, TrainJob(recipe=recipe, **job))

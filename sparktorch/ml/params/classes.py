@@ -34,6 +34,7 @@ from sparktorch.ml.params.tables import (
     ROWS,
     SAMPLING,
     SCORING,
+    SERIES,
     STEPS,
     STORAGE,
     STRATEGY,
@@ -41,12 +42,15 @@ from sparktorch.ml.params.tables import (
     TEXT,
     TRACKING,
     WEIGHT,
+    WINDOWS,
 )
 
 __all__ = [
     "CLASSIFICATION_MODEL",
     "CLASSIFIER",
     "ESTIMATOR",
+    "FORECASTER",
+    "FORECASTING_MODEL",
     "GENERIC",
     "GENERIC_MODEL",
     "IMAGE_CLASSIFIER",
@@ -127,6 +131,18 @@ RECOMMENDER = (
     ),
 )
 
+_KEPT = ("nullPolicy", "validationIndicatorCol")
+_OF_SERIES = {
+    "groupCol": "the column that tells series apart; without it, all rows are one",
+    "orderCol": "the column that orders the rows of a series in even steps: whole numbers, dates or timestamps",
+}
+_SERIES = (*(replace(spec, doc=_OF_SERIES[spec.name]) for spec in GROUPS), *SERIES)
+FORECASTER = (
+    *(*_SERIES, *WINDOWS),
+    *(*MODULE, *LABEL, *PREDICTION, *WEIGHT, *(spec for spec in (*INPUTS, *ROWS) if spec.name in _KEPT)),
+    *(*_loss_of("L1Loss"), *_AFTER_LOSS),
+)
+
 # Of `run`, whose function has a loop of its own.
 RUN = (
     *(*COLUMNS, *INPUTS, *_unlabelled(LABEL), *LABELS, *WEIGHT, *ROWS),
@@ -145,3 +161,4 @@ CLASSIFICATION_MODEL = (*MODEL, *CLASSIFIED, *LABEL, *WEIGHT)
 TEXT_MODEL = (*CLASSIFICATION_MODEL, PRETRAINED[0], TEXT[0])
 IMAGE_MODEL = (*CLASSIFICATION_MODEL, PRETRAINED[0], IMAGE[0])
 RECOMMENDER_MODEL = (*MODEL, *PAIR, *COLD_START)
+FORECASTING_MODEL = (*_SERIES, *MODEL, *LABEL)

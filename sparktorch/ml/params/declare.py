@@ -192,6 +192,7 @@ _CONVERTERS: dict[str, Callable[[Any], Any]] = {
     "int | str": _to_int_or_str,
     "list[Any]": TypeConverters.toList,
     "list[dict[str, Any]]": _to_dicts,
+    "list[float]": TypeConverters.toListFloat,
     "list[str]": TypeConverters.toListString,
     "str": TypeConverters.toString,
 }

@@ -11,6 +11,8 @@ __all__ = [
     "ClassificationModelParams",
     "ClassifierParams",
     "EstimatorParams",
+    "ForecasterParams",
+    "ForecastingModelParams",
     "GenericModelParams",
     "GenericParams",
     "ImageClassificationModelParams",
@@ -71,6 +73,8 @@ TabularClassifierParams = _estimator("TabularClassifierParams", _CLASSIFIER, "`T
 TabularRegressorParams = _estimator("TabularRegressorParams", _REGRESSOR, "`TabularRegressor`", RegressorParams)
 RecommenderParams = _estimator("RecommenderParams", classes.RECOMMENDER, "`Recommender`", GenericParams)
 RecommenderModelParams = _model("RecommenderModelParams", classes.RECOMMENDER_MODEL, "`RecommenderModel`")
+ForecasterParams = _estimator("ForecasterParams", classes.FORECASTER, "`Forecaster`", RegressorParams)
+ForecastingModelParams = _model("ForecastingModelParams", classes.FORECASTING_MODEL, "`ForecastingModel`")
 
 RunParams = with_constructor(
     params_class("RunParams", classes.RUN, "The Params of `run`."), classes.RUN, arguments=True

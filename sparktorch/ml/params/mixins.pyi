@@ -2213,6 +2213,265 @@ class RecommenderModelParams(ModelParams):
     def setColdStartStrategy(self, value: str) -> Self:
         """Sets the value of `coldStartStrategy`: what transform does with pairs of a user or an item that the fit did not have: 'nan' predicts NaN, 'drop' leaves them out."""
 
+class ForecasterParams(RegressorParams):
+    """The Params of `Forecaster`."""
+
+    def __init__(
+        self,
+        *,
+        groupCol: str | None = None,
+        orderCol: str | None = None,
+        context: int | None = None,
+        horizon: int | None = None,
+        pastCols: list[str] | None = None,
+        futureCols: list[str] | None = None,
+        staticCols: list[str] | None = None,
+        quantiles: list[float] | None = None,
+        step: int = 1,
+        scaling: str = "window",
+        module: Any = None,
+        moduleParams: dict[str, Any] | None = None,
+        labelCol: str = "label",
+        predictionCol: str = "prediction",
+        outputLayers: dict[str, str] | None = None,
+        weightCol: str | None = None,
+        nullPolicy: str = "error",
+        validationIndicatorCol: str | None = None,
+        loss: str | Callable[..., Any] = "L1Loss",
+        lossParams: dict[str, Any] | None = None,
+        trainingStep: str | Callable[..., Any] | None = None,
+        optimizer: str | Callable[..., Any] = "AdamW",
+        optimizerParams: dict[str, Any] | None = None,
+        learningRate: float = 0.001,
+        parameterGroups: list[dict[str, Any]] | None = None,
+        freeze: list[str] | None = None,
+        scheduler: str | Callable[..., Any] | None = None,
+        schedulerParams: dict[str, Any] | None = None,
+        schedulerInterval: str = "epoch",
+        warmupSteps: int | None = None,
+        referenceBatchSize: int | None = None,
+        batchSize: int = 256,
+        accumulationSteps: int = 1,
+        microBatchSize: int | str | None = None,
+        gradientClipNorm: float | None = None,
+        gradientClipValue: float | None = None,
+        precision: str = "fp32",
+        compile: bool = False,
+        channelsLast: bool = False,
+        syncBatchNorm: bool = False,
+        emaDecay: float | None = None,
+        nonFiniteLoss: str = "error",
+        deterministic: bool = False,
+        epochs: int = 1,
+        validationInterval: int = 1,
+        validationUnit: str = "epoch",
+        metrics: dict[str, Any] | None = None,
+        validationBatchSize: int | None = None,
+        earlyStoppingPatience: int | None = None,
+        earlyStoppingMetric: str = "val_loss",
+        earlyStoppingMode: str = "auto",
+        earlyStoppingMinDelta: float = 0.0,
+        callbacks: list[Any] | None = None,
+        split: str = "key",
+        storage: str = "memory",
+        memoryBudget: int = 1024,
+        shuffle: bool = True,
+        shuffleBlock: int | None = None,
+        seed: int = 0,
+        strategy: str = "ddp",
+        strategyParams: dict[str, Any] | None = None,
+        numWorkers: int = 1,
+        device: str = "auto",
+        rendezvous: str = "auto",
+        preflight: str = "basic",
+        dryRun: str = "driver",
+        modelDir: str | None = None,
+        checkpointDir: str | None = None,
+        checkpointInterval: int = 1,
+        checkpointUnit: str = "epoch",
+        keepCheckpoints: int = 2,
+        maxRestarts: int = 0,
+        minWorkers: int | None = None,
+        startTimeout: float = 3600.0,
+        stallTimeout: float = 600.0,
+        driverTimeout: float = 30.0,
+        logLevel: str = "WARNING",
+        handleInvalid: str = "error",
+        predictBatchSize: int | str = 2048,
+        predictPrecision: str = "fp32",
+        predictCompile: bool = False,
+        progress: bool = True,
+        mlflowExperiment: str | None = None,
+        mlflowRunName: str | None = None,
+    ) -> None:
+        """Sets Params by name; `None` leaves one at its default.
+
+        Args:
+            groupCol: The column that tells series apart; without it, all rows are one.
+            orderCol: The column that orders the rows of a series in even steps: whole numbers, dates or timestamps.
+            context: Rows of a series that a forecast is made from (> 1).
+            horizon: Rows of a forecast (> 0).
+            pastCols: Columns of numbers that are known up to the last row of the context.
+            futureCols: Columns of numbers that are known ahead, such as prices and the calendar.
+            staticCols: Columns of numbers that do not change within a series.
+            quantiles: Quantiles to forecast, ascending, such as [0.1, 0.5, 0.9], in place of one value (> 0, < 1).
+            step: Rows from the beginning of a window that is trained to that of the next (> 0).
+            scaling: 'window' gives the module each window's target less the mean of its context, in units of its standard deviation, 'none' the target as it is.
+            module: The nn.Module class or factory, its import path 'package.module:Name', an instance, a fitted model to go on from, or a model of Hugging Face's as a local folder or a configuration.
+            moduleParams: Keyword arguments of the module's factory; entries to replace in the configuration of a folder.
+            labelCol: The label column; an empty name for a loss without labels.
+            predictionCol: The output column; an empty name leaves it out.
+            outputLayers: Further output columns, each with what a layer of the module returns, array<float>: names of layers by column, such as {'embedding': 'layers.1'}.
+            weightCol: A column of sample weights (>= 0); without it, all rows weigh the same.
+            nullPolicy: What fit does with rows that hold a null or NaN: 'error', 'drop' the row, or 'fill' in fillValue.
+            validationIndicatorCol: A boolean column, true for the rows that validate and do not train.
+            loss: A class in torch.nn by name, an import path, or a callable (output, label) -> loss per row; models of Hugging Face's have one of their own, where it is not set.
+            lossParams: Keyword arguments of the loss class.
+            trainingStep: A callable (module, batch) -> loss, or (loss, metrics), or its import path, in place of loss.
+            optimizer: A class in torch.optim by name, an import path, or a factory.
+            optimizerParams: Keyword arguments of the optimizer besides the learning rate.
+            learningRate: Learning rate (> 0).
+            parameterGroups: Optimizer settings of some parameters: dicts with 'params', glob patterns of names, and what differs for them, such as lr or weight_decay; the first that matches a name holds.
+            freeze: Glob patterns of the names of parameters that are not trained; '!pattern' takes some out again.
+            scheduler: A class in torch.optim.lr_scheduler by name, an import path, or a factory (optimizer, **params).
+            schedulerParams: Keyword arguments of the scheduler; T_max and total_steps are known without them.
+            schedulerInterval: Whether the scheduler steps after each 'step' or each 'epoch'.
+            warmupSteps: Steps over which the learning rate rises linearly to what the scheduler says (>= 0).
+            referenceBatchSize: The batch size that learningRate was chosen for: scales it to batchSize, with a warm-up (> 0).
+            batchSize: Rows of one optimizer step over all workers together (> 0).
+            accumulationSteps: Parts into which a worker splits its rows of a step, their gradients added up (> 0).
+            microBatchSize: The most rows a worker takes through the module at a time, in place of accumulationSteps (> 0); 'auto' finds how many the devices of all workers have memory for.
+            gradientClipNorm: Largest norm of the whole gradient; a larger one is scaled down (> 0).
+            gradientClipValue: Largest absolute value of an element of the gradient; a larger one is cut off (> 0).
+            precision: 'fp32', 'tf32' to let GPUs multiply float32 matrices with shorter mantissas, or 'bf16' or 'fp16' to train under autocast; the weights stay fp32.
+            compile: Whether to train through torch.compile; workers need a C++ compiler for it on CPUs.
+            channelsLast: Whether images, inputs of four axes, and the module's weights are laid out with the channels last.
+            syncBatchNorm: Whether batch normalisation takes its statistics over the rows of all workers.
+            emaDecay: Decay of an exponential moving average of the weights, which validation and the model then use (> 0, < 1).
+            nonFiniteLoss: What happens at a loss that is NaN or infinite: 'error', or 'skip' the step.
+            deterministic: Whether two runs on the same machines give the same bits; operations that cannot are errors.
+            epochs: Passes over the training rows (> 0).
+            validationInterval: Epochs or steps from one validation to the next; the last is always validated (> 0).
+            validationUnit: What validationInterval counts: 'epoch' or 'step'.
+            metrics: Further validation metrics by name: the name of a class in torchmetrics, {'name': ..., and its parameters}, a factory or an instance.
+            validationBatchSize: Validation rows that a worker takes through the module at a time; without it, as many as training takes, and 4096 at most (> 0).
+            earlyStoppingPatience: Validations in a row without a better one after which training ends; the model has the weights of the best (> 0).
+            earlyStoppingMetric: The metric of a validation by which it is better than another.
+            earlyStoppingMode: Whether the best value of that metric is the smallest, 'min', or the largest, 'max'; 'auto' takes the smallest if the name ends in loss, error, mae, mse, rmse or mape.
+            earlyStoppingMinDelta: A validation is better only if by more than this (>= 0).
+            callbacks: Callback instances, whose hooks run in the workers and on the driver.
+            split: 'key' sends each row to a worker by its contents, and the training depends on nothing else; 'keep' makes a worker of each partition as it is, without a shuffle.
+            storage: Where a worker keeps its rows: in 'memory', on 'disk' in Spark's local directories, or 'auto': in memory as far as memoryBudget goes, and else on disk.
+            memoryBudget: MB of memory that the rows of one worker may take, with storage 'disk' or 'auto' (> 0).
+            shuffle: Whether every epoch draws its batches anew.
+            shuffleBlock: Shuffle in blocks of this many neighbours (by key), so that a block is one disk read; an epoch trains a block within as many steps; 1, as with storage 'memory', shuffles single rows; 32 if it is not set otherwise (> 0).
+            seed: Seed of the initial weights, the sampling and each worker's generators.
+            strategy: How the workers share the work: 'ddp'; 'zero1', 'zero2' and 'zero3' divide optimizer state, gradients and parameters among them, 'mesh' within groups of them, and layers; 'localSGD', 'parameterServer', 'independent'.
+            strategyParams: Options of the strategy, as docs/strategies.md lists them.
+            numWorkers: Number of barrier tasks, the world size (> 0).
+            device: 'auto', 'cpu' or a type of accelerator, such as 'cuda', for training and for scoring; auto takes one per task where there are any.
+            rendezvous: Who hosts the store at which workers meet: 'auto', 'driver' or 'rank0'.
+            preflight: What is checked before the job starts: 'basic' for settings, slots and GPUs, 'full' for the executors as well.
+            dryRun: Where module and loss are tried on the first row before the job starts: on the 'driver', or in a 'worker' for modules that need an accelerator, or more memory than the driver has.
+            modelDir: Folder, mounted on all hosts, in which the workers write the model, each fit's in a folder of its own there: neither the driver nor a worker ever holds all of it; for strategies that divide parameters, 'zero2', 'zero3' and 'mesh'.
+            checkpointDir: Path or URL of a directory that all workers can write, for checkpoints; a fit whose directory holds an unfinished training of the same configuration goes on with it.
+            checkpointInterval: Epochs or steps from one checkpoint to the next (> 0).
+            checkpointUnit: What checkpointInterval counts: 'epoch' or 'step'.
+            keepCheckpoints: Number of checkpoints that are kept, besides that of the best validation (> 0).
+            maxRestarts: How often a training that loses a worker is started again, from its last checkpoint if it has one (>= 0).
+            minWorkers: The fewest workers that a restart goes on with, where the cluster has no slots for all of them any more (> 0).
+            startTimeout: Seconds that a fit waits for executors that are to come, and for slots which other jobs hold (> 0).
+            stallTimeout: Seconds that a worker may stand still, or start after the first one, before the fit ends with its name, its place and its Python stack (> 0).
+            driverTimeout: Seconds without a sign of life from the driver after which a worker ends by itself (> 0).
+            logLevel: From which level on the driver shows what workers log; what they print counts as 'INFO'.
+            handleInvalid: What transform does with a row whose inputs are null or hold a null: 'error', 'keep' it with null results, or 'skip' it, as one that holds NaN or infinity.
+            predictBatchSize: The most rows that go through the module at a time when scoring (> 0); 'auto' begins with 2048, and halves them where the device has no memory for them.
+            predictPrecision: 'fp32', or 'bf16' or 'fp16' to score under autocast.
+            predictCompile: Whether to score through torch.compile; executors need a C++ compiler for it on CPUs.
+            progress: Whether fit shows a progress bar on the driver.
+            mlflowExperiment: Name of the MLflow experiment, made if it is missing, in which each fit starts a run of its own, nested where a run is active.
+            mlflowRunName: Name of the MLflow run that each fit starts for itself, nested where a run is active.
+        """
+    groupCol: Param[str]
+    def getGroupCol(self) -> str: ...
+    def setGroupCol(self, value: str) -> Self:
+        """Sets the value of `groupCol`: the column that tells series apart; without it, all rows are one."""
+    orderCol: Param[str]
+    def getOrderCol(self) -> str: ...
+    def setOrderCol(self, value: str) -> Self:
+        """Sets the value of `orderCol`: the column that orders the rows of a series in even steps: whole numbers, dates or timestamps."""
+    context: Param[int]
+    def getContext(self) -> int: ...
+    def setContext(self, value: int) -> Self:
+        """Sets the value of `context`: rows of a series that a forecast is made from (> 1)."""
+    horizon: Param[int]
+    def getHorizon(self) -> int: ...
+    def setHorizon(self, value: int) -> Self:
+        """Sets the value of `horizon`: rows of a forecast (> 0)."""
+    pastCols: Param[list[str]]
+    def getPastCols(self) -> list[str]: ...
+    def setPastCols(self, value: list[str]) -> Self:
+        """Sets the value of `pastCols`: columns of numbers that are known up to the last row of the context."""
+    futureCols: Param[list[str]]
+    def getFutureCols(self) -> list[str]: ...
+    def setFutureCols(self, value: list[str]) -> Self:
+        """Sets the value of `futureCols`: columns of numbers that are known ahead, such as prices and the calendar."""
+    staticCols: Param[list[str]]
+    def getStaticCols(self) -> list[str]: ...
+    def setStaticCols(self, value: list[str]) -> Self:
+        """Sets the value of `staticCols`: columns of numbers that do not change within a series."""
+    quantiles: Param[list[float]]
+    def getQuantiles(self) -> list[float]: ...
+    def setQuantiles(self, value: list[float]) -> Self:
+        """Sets the value of `quantiles`: quantiles to forecast, ascending, such as [0.1, 0.5, 0.9], in place of one value (> 0, < 1)."""
+    step: Param[int]
+    def getStep(self) -> int: ...
+    def setStep(self, value: int) -> Self:
+        """Sets the value of `step`: rows from the beginning of a window that is trained to that of the next (> 0)."""
+    scaling: Param[str]
+    def getScaling(self) -> str: ...
+    def setScaling(self, value: str) -> Self:
+        """Sets the value of `scaling`: 'window' gives the module each window's target less the mean of its context, in units of its standard deviation, 'none' the target as it is."""
+
+class ForecastingModelParams(ModelParams, HasLabelCol):
+    """The Params of `ForecastingModel`."""
+
+    def __init__(self) -> None: ...
+    groupCol: Param[str]
+    def getGroupCol(self) -> str: ...
+    def setGroupCol(self, value: str) -> Self:
+        """Sets the value of `groupCol`: the column that tells series apart; without it, all rows are one."""
+    orderCol: Param[str]
+    def getOrderCol(self) -> str: ...
+    def setOrderCol(self, value: str) -> Self:
+        """Sets the value of `orderCol`: the column that orders the rows of a series in even steps: whole numbers, dates or timestamps."""
+    context: Param[int]
+    def getContext(self) -> int: ...
+    def setContext(self, value: int) -> Self:
+        """Sets the value of `context`: rows of a series that a forecast is made from (> 1)."""
+    horizon: Param[int]
+    def getHorizon(self) -> int: ...
+    def setHorizon(self, value: int) -> Self:
+        """Sets the value of `horizon`: rows of a forecast (> 0)."""
+    pastCols: Param[list[str]]
+    def getPastCols(self) -> list[str]: ...
+    def setPastCols(self, value: list[str]) -> Self:
+        """Sets the value of `pastCols`: columns of numbers that are known up to the last row of the context."""
+    futureCols: Param[list[str]]
+    def getFutureCols(self) -> list[str]: ...
+    def setFutureCols(self, value: list[str]) -> Self:
+        """Sets the value of `futureCols`: columns of numbers that are known ahead, such as prices and the calendar."""
+    staticCols: Param[list[str]]
+    def getStaticCols(self) -> list[str]: ...
+    def setStaticCols(self, value: list[str]) -> Self:
+        """Sets the value of `staticCols`: columns of numbers that do not change within a series."""
+    quantiles: Param[list[float]]
+    def getQuantiles(self) -> list[float]: ...
+    def setQuantiles(self, value: list[float]) -> Self:
+        """Sets the value of `quantiles`: quantiles to forecast, ascending, such as [0.1, 0.5, 0.9], in place of one value (> 0, < 1)."""
+    def setLabelCol(self, value: str) -> Self:
+        """Sets the value of `labelCol`: the label column; an empty name for a loss without labels."""
+
 class RunParams(HasFeaturesCol, HasInputCols, HasLabelCol, HasWeightCol, HasValidationIndicatorCol, HasSeed):
     """The Params of `run`."""
 

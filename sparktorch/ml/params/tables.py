@@ -89,6 +89,26 @@ COLD_START = (
       "leaves them out", compared=False),
 )
 
+SERIES = (
+    P("context", "int", None, "rows of a series that a forecast is made from (> 1)", compared=True),
+    P("horizon", "int", None, "rows of a forecast (> 0)", compared=True),
+    P("pastCols", "list[str]", [], "columns of numbers that are known up to the last row of the context",
+      compared=True),
+    P("futureCols", "list[str]", [], "columns of numbers that are known ahead, such as prices and the calendar",
+      compared=True),
+    P("staticCols", "list[str]", [], "columns of numbers that do not change within a series", compared=True),
+    P("quantiles", "list[float]", [],
+      "quantiles to forecast, ascending, such as [0.1, 0.5, 0.9], in place of one value (> 0, < 1)", compared=True),
+)
+
+WINDOWS = (
+    P("step", "int", 1, "rows from the beginning of a window that is trained to that of the next (> 0)",
+      compared=True),
+    P("scaling", "str", "window",
+      "'window' gives the module each window's target less the mean of its context, in units of its standard "
+      "deviation, 'none' the target as it is", compared=True),
+)
+
 COLUMNS = (
     P("featuresCol", "str", "features", "the input column", compared=False, shared=HasFeaturesCol),
     P("inputCols", "list[str]", None,

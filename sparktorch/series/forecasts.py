@@ -1,0 +1,257 @@
+"""Forecasts from rows in Arrow, sorted by series and time: windows are cut from them, checked and scored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from itertools import islice, pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import torch
+
+from sparktorch.data.sampling.even_steps import steps_of
+from sparktorch.errors import ColumnError, counted
+from sparktorch.model.scorer import Scorer
+
+__all__ = ["Backtest", "SeriesColumns", "columns_of_quantiles", "forecast", "series_in"]
+
+_WINDOWS = 2048  # scored at a time
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeriesColumns:
+    """The columns that are read for forecasts, and those that they have.
+
+    Attributes:
+        group: The column that tells series apart; empty if all rows are one.
+        order: The column of integers, dates or timestamps that orders the rows of a series.
+        target: The column that is forecast.
+        past: Columns known up to the last row of the context.
+        future: Columns known ahead.
+        static: Columns that do not change within a series.
+        context: Rows that a forecast is made from.
+        horizon: Rows of a forecast.
+        quantiles: The quantiles that the module returns, ascending; without, it returns one value.
+        prediction: The column of forecasts.
+        skips: Whether series without a forecast are left out; otherwise they are an error.
+    """
+
+    group: str
+    order: str
+    target: str
+    past: Sequence[str] = ()
+    future: Sequence[str] = ()
+    static: Sequence[str] = ()
+    context: int
+    horizon: int
+    quantiles: Sequence[float] = ()
+    prediction: str = "prediction"
+    skips: bool = False
+
+    @property
+    def keys(self) -> list[str]:
+        """The columns that say which row of which series a row is."""
+        return [*([self.group] if self.group else []), self.order]
+
+    @property
+    def numbers(self) -> list[str]:
+        """The columns of numbers, in the order in which rows have them after the keys."""
+        return [self.target, *self.past, *self.future, *self.static]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns a JSON-ready form."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backtest:
+    """Which known rows are forecast, as if they were not.
+
+    Attributes:
+        origins: Number of forecasts of each series, the last one of its last rows.
+        stride: Rows from one forecast's first row to that of the next.
+        season: Rows of a season, for the naive forecast: the value one season before.
+    """
+
+    origins: int = 1
+    stride: int = 1
+    season: int = 1
+
+
+def columns_of_quantiles(columns: SeriesColumns) -> list[str]:
+    """Returns the names of the columns of quantiles: `prediction_p10` of 0.1."""
+    names = [f"{columns.prediction}_p{100 * quantile:.10g}" for quantile in columns.quantiles]
+    return [name.replace(".", "_") for name in names]
+
+
+class _Window(NamedTuple):
+    """What a forecast is made from, and compared with."""
+
+    group: pa.Array  # of one value
+    times: pa.Array  # of the horizon
+    past: Floats
+    future: Floats
+    static: Floats
+    origin: pa.Array  # of one value
+    label: Floats
+    naive: Floats
+    scale: float
+
+
+def forecast(
+    batches: Iterable[pa.RecordBatch], columns: SeriesColumns, scorer: Scorer, backtest: Backtest | None = None
+) -> Iterator[pa.RecordBatch]:
+    """Yields forecasts, a row for each step of the horizon: the keys, `prediction` and its quantiles.
+
+    Of a backtest, rows also have the columns `cutoff` (the time of the last row that the forecast knows), `step` (from
+    1 on), `label`, `naive` (the seasonal naive forecast) and `scale` (the mean absolute error of naive forecasts of the
+    rows before; null where there are none).
+
+    Args:
+        batches: Rows of `columns.keys` and `columns.numbers`, the latter as double, sorted by the keys.
+        columns: What the columns are.
+        scorer: Of the module.
+        backtest: Which rows to forecast; by default those after the last one of each series that has a target.
+
+    Raises:
+        ColumnError: A series has fewer rows than the context, a null in it, or uneven steps.
+    """
+    found = (window for series in series_in(batches, columns) for window in _windows(series, columns, backtest))
+    while some := list(islice(found, _WINDOWS)):
+        yield _scored(some, columns, scorer, backtest)
+
+
+def series_in(batches: Iterable[pa.RecordBatch], columns: SeriesColumns) -> Iterator[pa.Table]:
+    """Yields the rows of each series, given rows that are sorted by series."""
+    held: list[pa.RecordBatch] = []
+    for batch in batches:
+        if not batch.num_rows:
+            continue
+        places = np.zeros(1, np.int64)
+        if columns.group:
+            codes = np.asarray(batch.column(0).dictionary_encode("encode").indices)
+            places = np.concatenate([places, np.flatnonzero(np.diff(codes)) + 1])
+        for start, stop in zip(places, [*places[1:], batch.num_rows], strict=True):
+            part = batch.slice(start, stop - start)
+            if held and columns.group and held[-1].column(0)[0] != part.column(0)[0]:
+                yield pa.Table.from_batches(held)
+                held = []
+            held.append(part)
+    if held:
+        yield pa.Table.from_batches(held)
+
+
+def _windows(series: pa.Table, columns: SeriesColumns, backtest: Backtest | None) -> Iterator[_Window]:
+    """Yields the windows of one series; refuses, or leaves out, those that cannot be scored."""
+    series = series.combine_chunks()
+    if series[columns.order].null_count:
+        raise ColumnError(f"column {columns.order!r} holds null", hint="leave such rows out", column=columns.order)
+    values = np.column_stack([np.asarray(series[name], np.float64) for name in columns.numbers])
+    known = np.flatnonzero(~np.isnan(values[:, 0]))
+    end = int(known[-1]) + 1 if len(known) else 0
+    origins = [end]
+    if backtest is not None:
+        last = end - columns.horizon
+        origins = [last - backtest.stride * place for place in reversed(range(backtest.origins))]
+    left_out = (ColumnError,) if columns.skips else ()
+    for origin in origins:
+        with suppress(*left_out):
+            yield _window(series, values, origin, columns, backtest)
+
+
+def _window(
+    series: pa.Table, values: Floats, origin: int, columns: SeriesColumns, backtest: Backtest | None
+) -> _Window:
+    """Returns the window whose horizon begins at row `origin`; refuses one that is not complete."""
+    order = series[columns.order].chunk(0)
+    start, stop = origin - columns.context, origin + columns.horizon
+    places = np.cumsum([0, 1, *map(len, (columns.past, columns.future, columns.static))])
+    target, past, future, static = (slice(*pair) for pair in pairwise(places.tolist()))
+
+    def unfit(what: str, column: str) -> ColumnError:
+        of = f"series {series[columns.group][0].as_py()!r}" if columns.group else "the series"
+        hint = "add what is missing, or set handleInvalid='skip', which leaves out such series"
+        return ColumnError(f"{of} {what}", hint=hint, column=column)
+
+    def present(rows: slice, part: slice) -> Floats:
+        found: Floats = values[rows, part]
+        if (absent := np.argwhere(~np.isfinite(found))).size:
+            row, place = absent[0]
+            column = columns.numbers[part.start + place]
+            at = order[rows.start + int(row)].as_py()
+            raise unfit(f"has no number in column {column!r} where {columns.order} is {at}", column)
+        return found
+
+    if start < 0:
+        need = f"a context of {columns.context}" + (" before the rows to compare with" if backtest else "")
+        what = f"has {counted(max(0, origin), 'row', 'rows')} with {columns.target!r} for {need}"
+        raise unfit(what, columns.target)
+    if columns.future and stop > len(order):
+        what = f"has {counted(len(order) - origin, 'row', 'rows')} after its last {columns.target!r}, and horizon is "
+        raise unfit(f"{what}{columns.horizon}: what is known ahead is in rows without a target", columns.future[0])
+    seen = slice(start, origin)
+    steps = steps_of(order[start:stop])
+    if len(steps.uneven):
+        one, other = (order[start + int(steps.uneven[0]) + ahead].as_py() for ahead in (-1, 0))
+        raise unfit(f"has uneven steps: after {one} comes {other}", columns.order)
+    scale, naive = _naive(values[:, 0], origin, columns.horizon, backtest.season if backtest else 1)
+    return _Window(
+        group=series[columns.group].chunk(0)[:1] if columns.group else pa.nulls(1),
+        times=steps.after(columns.context - 1, columns.horizon),
+        past=np.concatenate([present(seen, target), present(seen, past)], 1),
+        future=present(slice(start, stop), future) if columns.future else np.empty((stop - start, 0)),
+        static=present(seen, static),
+        origin=order[origin - 1 : origin],
+        label=present(slice(origin, stop), target)[:, 0] if backtest else np.empty(0),
+        naive=naive,
+        scale=scale,
+    )
+
+
+def _naive(target: Floats, origin: int, horizon: int, season: int) -> tuple[float, Floats]:
+    """Returns the mean absolute error of seasonal naive forecasts before `origin`, and the one from there on."""
+    before = target[:origin]
+    if len(before) < season:
+        return np.nan, np.full(horizon, np.nan)
+    errors = np.abs(before[season:] - before[:-season])
+    errors = errors[np.isfinite(errors)]
+    return float(errors.mean()) if len(errors) else np.nan, before[len(before) - season + np.arange(horizon) % season]
+
+
+def _scored(
+    windows: Sequence[_Window], columns: SeriesColumns, scorer: Scorer, backtest: Backtest | None
+) -> pa.RecordBatch:
+    """Returns the rows of the forecasts of some windows."""
+    parts = [[window.past for window in windows]]
+    if columns.future:
+        parts.append([window.future for window in windows])
+    if columns.static:
+        parts.append([window.static for window in windows])
+    tensors = [torch.from_numpy(np.stack(part).astype(np.float32)) for part in parts]
+    found = np.asarray(scorer.score_tensors(tensors)["prediction"], np.float64)
+    middle = found
+    if columns.quantiles:
+        found = np.sort(found, axis=-1)  # trained one by one, quantiles may cross
+        middle = found[..., np.abs(np.array(columns.quantiles) - 0.5).argmin()]
+    each = np.repeat(np.arange(len(windows)), columns.horizon)
+    arrays: dict[str, Any] = {}
+    if columns.group:
+        arrays[columns.group] = pa.concat_arrays([window.group for window in windows]).take(pa.array(each))
+    arrays[columns.order] = pa.concat_arrays([window.times for window in windows])
+    if backtest is not None:
+        scales = np.array([window.scale for window in windows])[each]
+        arrays["cutoff"] = pa.concat_arrays([window.origin for window in windows]).take(pa.array(each))
+        arrays["step"] = pa.array(np.tile(np.arange(1, columns.horizon + 1, dtype=np.int32), len(windows)))
+        arrays["label"] = pa.array(np.concatenate([window.label for window in windows]))
+        arrays["naive"] = pa.array(np.concatenate([window.naive for window in windows]), from_pandas=True)
+        arrays["scale"] = pa.array(np.where(scales > 0, scales, np.nan), from_pandas=True)
+    arrays[columns.prediction] = pa.array(middle.reshape(-1))
+    for place, name in enumerate(columns_of_quantiles(columns)):
+        arrays[name] = pa.array(found[..., place].reshape(-1))
+    return pa.RecordBatch.from_pydict(arrays)

@@ -1,0 +1,171 @@
+"""Modules that forecast: the one that scales windows for another, and the one that is trained where none is named."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparktorch.base.imports import load_object
+from sparktorch.errors import ModuleError
+
+__all__ = ["SeriesModule", "SeriesNetwork", "scale_of"]
+
+Figures = Sequence[Sequence[float]]  # mean and standard deviation of each column
+
+
+class SeriesModule(nn.Module):
+    """Calls a module with scaled windows, and returns its forecasts in the units of the series."""
+
+    def __init__(
+        self,
+        module: Any,
+        params: Mapping[str, Any],
+        context: int,
+        horizon: int,
+        past: Figures = (),
+        future: Figures = (),
+        static: Figures = (),
+        scaling: str | None = "window",
+        quantiles: Sequence[float] = (),
+    ) -> None:
+        """Builds the module.
+
+        Args:
+            module: An instance, or its class or factory or the import path of either, which is called with `params`
+                and those of these numbers that it has parameters for: `context`, `horizon`, `past_columns`,
+                `future_columns`, `static_columns` and `quantiles`.
+            params: Keyword arguments for `module`.
+            context: Rows of a window that are known.
+            horizon: Rows after them, to be forecast.
+            past: Figures of the columns known up to the last row of the context.
+            future: Figures of those known ahead.
+            static: Figures of those that do not change within a series.
+            scaling: "window" for a target less the mean of its context, in units of the standard deviation; or `None`.
+            quantiles: The quantiles that the module returns; without, it returns one value.
+        """
+        super().__init__()
+        self.past, self.future, self.static = past, future, static
+        self.context, self.horizon, self.scaling, self.quantiles = context, horizon, scaling, len(quantiles)
+        made_by = load_object(module) if isinstance(module, str) else module
+        if isinstance(made_by, nn.Module):
+            self.module = made_by
+            return
+        told = {
+            "context": context,
+            "horizon": horizon,
+            "past_columns": 1 + len(past) + len(future),
+            "future_columns": len(future),
+            "static_columns": len(static),
+            "quantiles": list(quantiles),
+        }
+        takes = inspect.signature(made_by).parameters
+        self.module = made_by(**{**{name: value for name, value in told.items() if name in takes}, **params})
+
+    def forward(self, past: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
+        """Returns forecasts, float32 of shape `(samples, horizon)`, or `(samples, horizon, quantiles)`.
+
+        Args:
+            past: Of shape `(samples, context, 1 + past columns)`, the target first.
+            more: If there are columns known ahead, these, of shape `(samples, context + horizon, columns)`; then, if
+                there are, the static ones, of shape `(samples, context, columns)`.
+        """
+        mean, deviation = scale_of(past[:, :, 0], self.scaling)
+        seen = [((past[:, :, 0] - mean) / deviation).unsqueeze(2), *_standardised(past[:, :, 1:], self.past)]
+        ahead = []
+        if self.future:
+            known = torch.cat(_standardised(more[0], self.future), 2)
+            seen.append(known[:, : self.context])
+            ahead.append(known[:, self.context :])
+        if self.static:
+            ahead.append(torch.cat(_standardised(more[-1][:, -1], self.static), 1))
+        found = self.module(torch.cat(seen, 2), *ahead).float()
+        wanted = (len(past), self.horizon, *([self.quantiles] if self.quantiles else []))
+        if found.numel() != len(past) * self.horizon * max(1, self.quantiles):
+            raise ModuleError(
+                f"{type(self.module).__qualname__} returned shape {tuple(found.shape)}",
+                hint=f"return (samples, horizon{', quantiles' if self.quantiles else ''}), here {wanted}",
+                param="module",
+            )
+        forecast: torch.Tensor = found.view(len(past), self.horizon, -1) * deviation[:, :, None] + mean[:, :, None]
+        return forecast.view(wanted)
+
+
+def scale_of(target: torch.Tensor, scaling: str | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns what is subtracted from each sample's target, and what it is divided by: both of shape `(samples, 1)`.
+
+    They are mean and standard deviation of the target's context, of shape `(samples, context)`. A constant one is
+    divided by 1.
+    """
+    first = target[:, :1]
+    if scaling is None:
+        return torch.zeros_like(first), torch.ones_like(first)
+    rest = target - first  # of large numbers that differ little, the mean of squares would have no digits left
+    deviation = rest.std(1, correction=0, keepdim=True)
+    return first + rest.mean(1, keepdim=True), torch.where(deviation > 0, deviation, torch.ones_like(deviation))
+
+
+def _standardised(values: torch.Tensor, figures: Figures) -> list[torch.Tensor]:
+    """Returns the columns of the last axis less their mean in units of their deviation, each with an axis of one."""
+    return [
+        ((values[..., place] - mean) / (deviation or 1.0)).unsqueeze(-1)
+        for place, (mean, deviation) in enumerate(figures)
+    ]
+
+
+class SeriesNetwork(nn.Module):
+    """A linear map from the context to the horizon, and a multilayer perceptron of all that is known.
+
+    The linear map takes differences from the last value, as NLinear does (Zeng et al., "Are Transformers Effective for
+    Time Series Forecasting?", AAAI 2023). A perceptron beside it is from TiDE (Das et al., "Long-term Forecasting with
+    TiDE", TMLR 2023), without its decoder.
+    """
+
+    def __init__(
+        self,
+        context: int,
+        horizon: int,
+        past_columns: int = 1,
+        future_columns: int = 0,
+        static_columns: int = 0,
+        quantiles: Sequence[float] = (),
+        hidden: Sequence[int] = (128,),
+        dropout: float = 0.0,
+    ) -> None:
+        """Makes the layers.
+
+        Args:
+            context: Rows that are known.
+            horizon: Rows to be forecast.
+            past_columns: Columns of the context, the target among them.
+            future_columns: Columns of the horizon.
+            static_columns: Columns of the series.
+            quantiles: The quantiles to return; without, one value.
+            hidden: Sizes of the perceptron's hidden layers; without any, only the linear map is left.
+            dropout: Probability with which a hidden value is left out in training.
+        """
+        super().__init__()
+        self.shape = (horizon, len(quantiles)) if quantiles else (horizon,)
+        outputs = horizon * max(1, len(quantiles))
+        self.linear = nn.Linear(context, outputs)
+        width = context * past_columns + horizon * future_columns + static_columns
+        layers: list[nn.Module] = []
+        for size in hidden:
+            layers += [nn.Linear(width, size), nn.ReLU(), nn.Dropout(dropout)]
+            width = size
+        self.layers = nn.Sequential(*layers, nn.Linear(width, outputs)) if hidden else None
+
+    def forward(self, past: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
+        """Returns forecasts of shape `(samples, horizon)`, or `(samples, horizon, quantiles)`.
+
+        `past` has the shape `(samples, context, columns)`, the target first; `more` are columns known ahead, of shape
+        `(samples, horizon, columns)`, and static ones, of shape `(samples, columns)`, if there are any.
+        """
+        last = past[:, -1:, 0]
+        found: torch.Tensor = self.linear(past[:, :, 0] - last) + last
+        if self.layers is not None:
+            found = found + self.layers(torch.cat([part.flatten(1) for part in (past, *more)], 1))
+        return found.view(len(past), *self.shape)

@@ -1,0 +1,237 @@
+"""Series from a file are forecast, compared, saved and served as NumPy and the trained module say."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from pyspark.errors import PySparkException
+from pyspark.ml import Pipeline, PipelineModel
+from pyspark.ml.feature import SQLTransformer
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+from torch import nn
+
+from sparktorch import Forecaster, ForecastingModel
+from sparktorch.errors import ColumnError, ConfigError
+from sparktorch.tracking import save_model
+from tests.support.mlflow import QUIET
+from tests.support.programs import ROOT
+
+pytestmark = QUIET
+QUICK: dict[str, Any] = {"batchSize": 32, "learningRate": 0.005, "seed": 3, "progress": False}
+SHOPS: dict[str, Any] = {
+    **{"groupCol": "shop", "orderCol": "day", "labelCol": "sold", "context": 14, "horizon": 7, "numWorkers": 2},
+    **{"pastCols": ["visits"], "futureCols": ["price", "sunday"], "staticCols": ["size"], "epochs": 3, **QUICK},
+}
+SUNSPOTS: dict[str, Any] = {"orderCol": "date", "labelCol": "spots", "context": 33, "horizon": 5, "epochs": 30, **QUICK}
+
+
+def shops() -> pd.DataFrame:
+    """Sales by day into summer time, then a week whose prices alone are known."""
+    draw = np.random.default_rng(1)
+    frames = []
+    for place, rows in enumerate((70, 64, 90)):
+        days = [datetime(2024, 2, 1) + timedelta(days=day) for day in range(rows)]
+        price = draw.choice([1.0, 2.0], rows)
+        sold = 100.0 * (place + 1) + 10 * np.sin(np.arange(rows) * 2 * np.pi / 7) - 5 * price + draw.normal(size=rows)
+        sold[-7:] = np.nan
+        frame = {"day": days, "sold": sold, "visits": sold * 2, "price": price, "size": float(place)}
+        frames.append(pd.DataFrame({"shop": "ABC"[place], **frame, "sunday": [day.weekday() == 6 for day in days]}))
+    return pd.concat(frames, ignore_index=True)
+
+
+@pytest.fixture(scope="module")
+def known(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> DataFrame:
+    path = str(tmp_path_factory.mktemp("shops") / "rows.parquet")
+    shops().to_parquet(path, coerce_timestamps="us")
+    rows = spark.read.parquet(path)  # of wall clocks without a time zone
+    return rows.withColumn("day", F.col("day").cast("timestamp"))
+
+
+@pytest.fixture(scope="module")
+def past(known: DataFrame) -> DataFrame:
+    return known.where("sold is not null")
+
+
+@pytest.fixture(scope="module")
+def model(past: DataFrame) -> ForecastingModel:
+    return Forecaster(**SHOPS).fit(past)
+
+
+@pytest.fixture(scope="module")
+def sunspots(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> DataFrame:
+    path = str(tmp_path_factory.mktemp("sunspots") / "rows.parquet")
+    table = pd.read_csv(ROOT / "tests/data/series/sunspots.csv")
+    table.assign(date=pd.to_datetime(table["year"], format="%Y").dt.date).to_parquet(path)
+    return spark.read.parquet(path).repartition(3)
+
+
+def rows_of(forecasts: DataFrame) -> list[Any]:
+    return sorted(forecasts.collect(), key=lambda row: row[:2])
+
+
+def by_hand(module: nn.Module, rows: pd.DataFrame, origin: int) -> list[float]:
+    """Returns the forecast of the rows of a shop from `origin` on."""
+    context, window = rows.iloc[origin - 14 : origin], rows.iloc[origin - 14 : origin + 7]
+    parts = (context[["sold", "visits"]], window[["price", "sunday"]], context[["size"]])
+    with torch.no_grad():
+        return list(module(*(torch.from_numpy(part.to_numpy(np.float32))[None] for part in parts))[0].tolist())
+
+
+def test_a_forecast_is_that_of_the_module_on_the_last_rows_and_goes_on_by_local_days(
+    model: ForecastingModel, known: DataFrame
+) -> None:
+    found = model.forecast(known).toPandas().sort_values(["shop", "day"])
+    assert found.columns.tolist() == ["shop", "day", "prediction"]
+    table, module = shops(), model.module
+    each = [table[table["shop"] == shop] for shop in "ABC"]
+    want = [value for rows in each for value in by_hand(module, rows, len(rows) - 7)]
+    assert np.allclose(found["prediction"], want, atol=1e-3)
+    assert found["day"].tolist() == [day for rows in each for day in rows["day"].iloc[-7:]]
+
+
+def test_what_was_learned_of_columns_is_that_of_the_rows_that_train(past: DataFrame) -> None:
+    late = past.withColumn("late", F.col("day") > datetime(2024, 3, 20))
+    module = Forecaster(**{**SHOPS, "epochs": 1}, validationIndicatorCol="late").fit(late).module
+    table = shops()
+    seen = table[(table["day"] <= datetime(2024, 3, 20)) & table["sold"].notna()]
+    for of, names in (("past", ["visits"]), ("future", ["price", "sunday"]), ("static", ["size"])):
+        want = [(seen[name].mean(), seen[name].std(ddof=0)) for name in names]
+        assert np.allclose(np.array(getattr(module, of)), want, rtol=1e-6)
+
+
+def test_a_backtest_measures_what_numpy_measures(model: ForecastingModel, past: DataFrame) -> None:
+    found = model.backtest(past, origins=3, stride=4, season=7)
+    rows, module = [], model.module
+    for shop in "ABC":
+        table = shops()
+        table = table[(table["shop"] == shop) & table["sold"].notna()]
+        sold = table["sold"].to_numpy()
+        for origin in [len(sold) - 7 - 4 * place for place in range(3)]:
+            label, forecast = sold[origin : origin + 7], np.array(by_hand(module, table, origin))
+            scale = np.abs(sold[7:origin] - sold[: origin - 7]).mean()
+            rows.append((label - forecast, (label - forecast) / scale, (label - sold[origin - 7 : origin]) / scale))
+    error, scaled, naive = (np.array(part) for part in zip(*rows, strict=True))
+    assert found.numForecasts == 9
+    close = {"rtol": 1e-4}
+    assert np.allclose(found.meanAbsoluteErrorByStep, np.abs(error).mean(0), **close)
+    assert np.allclose(found.rootMeanSquaredErrorByStep, np.sqrt((error**2).mean(0)), **close)
+    assert np.allclose(found.meanAbsoluteScaledErrorByStep, np.abs(scaled).mean(0), **close)
+    assert np.allclose(found.quantileLossByStep, np.abs(error).mean(0) / 2, **close)
+    assert found.meanAbsoluteError == pytest.approx(np.abs(error).mean(), rel=1e-4)
+    assert found.rootMeanSquaredError == pytest.approx(np.sqrt((error**2).mean()), rel=1e-4)
+    assert found.naiveScaledError == pytest.approx(np.abs(naive).mean(), rel=1e-9)
+    assert {row["cutoff"] for row in found.predictions.where("shop = 'A'").collect()} == {
+        datetime(2024, 2, 1) + timedelta(days=55 - 4 * place) for place in range(3)
+    }
+
+
+def test_quantiles_of_sunspots_are_in_order_and_better_than_the_naive_forecast(sunspots: DataFrame) -> None:
+    late = sunspots.withColumn("late", F.year("date") >= 1950)
+    model = Forecaster(**SUNSPOTS, quantiles=[0.1, 0.5, 0.9], validationIndicatorCol="late").fit(late)
+    assert model.summary.history[-1]["val_loss"] < model.summary.history[0]["val_loss"]
+    found = model.backtest(late, origins=8, stride=3, season=11)
+    assert found.meanAbsoluteScaledError < 0.8 * found.naiveScaledError
+    table = found.predictions.toPandas()
+    assert (table["prediction_p10"] <= table["prediction_p50"]).all()
+    assert (table["prediction_p50"] <= table["prediction_p90"]).all()
+    losses = [
+        np.maximum(q * (table["label"] - table[name]), (q - 1) * (table["label"] - table[name]))
+        for q, name in ((0.1, "prediction_p10"), (0.5, "prediction_p50"), (0.9, "prediction_p90"))
+    ]
+    assert found.quantileLoss == pytest.approx(np.mean(losses), rel=1e-9)
+    ahead = [(row["date"].year, row["date"].month) for row in rows_of(model.forecast(late))]
+    assert ahead == [(year, 1) for year in range(2009, 2014)]
+
+
+def test_a_model_forecasts_the_same_from_disk_in_a_pipeline_and_in_mlflow(
+    model: ForecastingModel, known: DataFrame, tmp_path: Path
+) -> None:
+    want = rows_of(model.forecast(known))
+    model.write().overwrite().save(str(tmp_path / "model"))
+    assert rows_of(ForecastingModel.load(str(tmp_path / "model")).transform(known)) == want
+    assert not list((tmp_path / "model").rglob("*.pkl"))
+    stage = SQLTransformer(statement="SELECT * FROM __THIS__ WHERE shop <> 'B'")
+    fitted = Pipeline(stages=[stage, Forecaster(**{**SHOPS, "epochs": 1})]).fit(known.where("sold is not null"))
+    fitted.write().overwrite().save(str(tmp_path / "pipeline"))
+    again = PipelineModel.load(str(tmp_path / "pipeline"))
+    assert rows_of(again.transform(known)) == rows_of(fitted.transform(known))
+    save_model(model, str(tmp_path / "mlflow"))
+    served = mlflow.pyfunc.load_model(str(tmp_path / "mlflow"))
+    found = served.predict(shops().sample(frac=1, random_state=0))
+    assert [(row.shop, row.day) for row in found.itertuples()] == [(row["shop"], row["day"]) for row in want]
+    assert np.allclose(found["prediction"], [row["prediction"] for row in want], atol=1e-4)
+    strings = shops().assign(day=shops()["day"].dt.strftime("%Y-%m-%d"))
+    assert served.predict(strings)["day"].tolist() == found["day"].tolist()
+    example = served.input_example
+    assert len(served.predict(example)) == 7
+
+
+def test_gaps_and_nulls_are_refused_or_left_out_with_their_windows(past: DataFrame, known: DataFrame) -> None:
+    with pytest.raises(ColumnError, match="column 'sold' has 21 rows with null, NaN or infinity") as refused:
+        Forecaster(**SHOPS).fit(known)
+    assert refused.value.where == {"column": "sold", "param": "labelCol"}
+    gap = past.where("NOT (shop = 'A' AND day = '2024-02-20')")
+    with pytest.raises(ColumnError, match="column 'day' has 1 uneven step: in a group, after 2024-02-19"):
+        Forecaster(**SHOPS).fit(gap)
+    of_sales = {"pastCols": [], "futureCols": [], "staticCols": []}
+    dropping = Forecaster(**{**SHOPS, **of_sales, "nullPolicy": "drop", "epochs": 1})
+    model = dropping.fit(known.where("NOT (shop = 'A' AND day = '2024-02-20')"))
+    assert model.summary.history[-1]["loss"] == dropping.fit(gap).summary.history[-1]["loss"]
+    short = known.where("shop <> 'B' OR day > '2024-03-20'")
+    with pytest.raises(PySparkException, match="series 'B' has 8 rows with 'sold' for a context of 14"):
+        model.forecast(short).collect()
+    skipping = model.setHandleInvalid("skip")
+    assert {row["shop"] for row in skipping.forecast(short).collect()} == {"A", "C"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"orderCol": None}, "orderCol is not set"),
+        ({"context": 1}, "context is 1"),
+        ({"horizon": None}, "horizon is not set"),
+        ({"quantiles": [0.9, 0.1]}, "quantiles are"),
+        ({"quantiles": [0.5], "loss": "MSELoss"}, "quantiles have a loss of their own"),
+        ({"nullPolicy": "fill"}, "nullPolicy is 'fill'"),
+        ({"pastCols": ["sold"]}, "column 'sold' is named twice"),
+        ({"scaling": "series"}, "scaling"),
+        ({"step": 0}, "step is 0"),
+    ],
+)
+def test_params_that_cannot_be_are_refused(past: DataFrame, changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Forecaster(**{**SHOPS, **changed}).fit(past)
+
+
+def test_columns_that_cannot_be_are_refused(past: DataFrame, model: ForecastingModel) -> None:
+    with pytest.raises(ColumnError, match="column 'shop' must be a number"):
+        Forecaster(**{**SHOPS, "pastCols": ["shop"], "groupCol": None}).fit(past)
+    with pytest.raises(ColumnError, match="ordered by an integer, a date or a timestamp"):
+        Forecaster(**{**SHOPS, "orderCol": "shop", "groupCol": None}).fit(past)
+    with pytest.raises(ColumnError, match="already has a column 'step'"):
+        model.copy({model.orderCol: "step"}).evaluate(past.withColumnRenamed("day", "step"))
+    with pytest.raises(ConfigError, match="handleInvalid is 'keep'"):
+        model.copy({model.handleInvalid: "keep"}).forecast(past)
+    with pytest.raises(ConfigError, match="origins is 0"):
+        model.backtest(past, origins=0)
+
+
+def test_a_fitted_model_is_trained_on_and_several_settings_share_the_rows(
+    past: DataFrame, model: ForecastingModel
+) -> None:
+    further = Forecaster(**{**SHOPS, "module": model, "epochs": 1}).fit(past)
+    assert further.summary.history[0]["loss"] < model.summary.history[0]["loss"]
+    forecaster = Forecaster(**{**SHOPS, "epochs": 1})
+    settings = [{forecaster.learningRate: rate} for rate in (0.001, 0.005)]
+    several = forecaster.fit(past, settings)
+    alone = forecaster.setLearningRate(0.005).fit(past)
+    assert several[1].summary.history[0]["loss"] == alone.summary.history[0]["loss"]
+    assert several[0].summary.history != several[1].summary.history

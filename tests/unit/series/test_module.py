@@ -1,0 +1,109 @@
+"""A module gets scaled windows and those numbers that it asks for, and its forecasts are in the units of the series."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from sklearn.metrics import mean_pinball_loss
+from torch import nn
+
+from sparktorch.base.batch import Batch
+from sparktorch.errors import ModuleError
+from sparktorch.series.module import SeriesModule, SeriesNetwork
+from sparktorch.series.training import QuantileLoss, SeriesStep
+
+PAST, FUTURE, STATIC = [(2.0, 4.0)], [(0.0, 0.0), (1.0, 2.0)], [(3.0, 1.0)]
+
+
+class Seen(nn.Module):
+    """Keeps what it gets, and forecasts the last value."""
+
+    def __init__(self, horizon: int, past_columns: int, future_columns: int, extra: int = 0) -> None:
+        super().__init__()
+        self.told = (horizon, past_columns, future_columns, extra)
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, *parts: torch.Tensor) -> torch.Tensor:
+        self.parts = parts
+        return self.weight * parts[0][:, -1:, 0].expand(-1, self.told[0])
+
+
+def windows() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    past = torch.rand(5, 4, 2, generator=generator) * 10 + 1e3
+    return past, torch.rand(5, 6, 2, generator=generator), torch.rand(5, 4, 1, generator=generator)
+
+
+def test_a_module_gets_scaled_windows_and_what_is_known_ahead_twice() -> None:
+    module = SeriesModule(Seen, {"extra": 7}, 4, 2, PAST, FUTURE, STATIC)
+    past, future, static = windows()
+    found = module(past, future, static)
+    target, seen = past[:, :, 0].double(), module.module
+    assert isinstance(seen, Seen)
+    assert seen.told == (2, 4, 2, 7)
+    scaled = (target - target.mean(1, keepdim=True)) / target.std(1, correction=0, keepdim=True)
+    known = torch.stack([future[..., 0], (future[..., 1] - 1) / 2], 2)
+    want = torch.cat([scaled.float().unsqueeze(2), (past[..., 1:] - 2) / 4, known[:, :4]], 2)
+    assert torch.allclose(seen.parts[0], want, atol=1e-4)
+    assert torch.equal(seen.parts[1], known[:, 4:])
+    assert torch.equal(seen.parts[2], static[:, -1] - 3)
+    assert torch.allclose(found, past[:, -1:, 0].expand(-1, 2))
+
+
+def test_a_constant_context_is_divided_by_one() -> None:
+    module = SeriesModule(Seen, {}, 4, 2)
+    assert torch.equal(module(torch.full((3, 4, 1), 0.1)), torch.full((3, 2), 0.1))
+    assert module.module.parts[0].abs().max() == 0  # type: ignore[union-attr]
+
+
+def test_without_scaling_a_module_gets_the_series_as_it_is() -> None:
+    module = SeriesModule(Seen, {}, 4, 2, scaling=None)
+    past = windows()[0][..., :1]
+    module(past)
+    assert torch.equal(module.module.parts[0], past)  # type: ignore[arg-type]
+
+
+def test_an_output_of_another_shape_is_refused() -> None:
+    module = SeriesModule(nn.Flatten(), {}, 4, 2)
+    with pytest.raises(ModuleError, match="returned shape") as refused:
+        module(torch.rand(3, 4, 1))
+    assert "(samples, horizon)" in refused.value.hint
+
+
+@pytest.mark.parametrize("quantiles", [[], [0.1, 0.5, 0.9]])
+@pytest.mark.parametrize("hidden", [[], [8, 4]])
+@pytest.mark.parametrize("columns", [{}, {"past": PAST}, {"static": STATIC}, {"future": FUTURE, "static": STATIC}])
+def test_the_network_forecasts_from_all_kinds_of_columns(
+    quantiles: list[float], hidden: list[int], columns: dict[str, Any]
+) -> None:
+    module = SeriesModule(SeriesNetwork, {"hidden": hidden}, 4, 2, **columns, quantiles=quantiles)
+    past, future, static = windows()
+    past = past[..., : 1 + len(columns.get("past", ()))]
+    more = [part for name, part in (("future", future), ("static", static)) if name in columns]
+    found = module(past, *more)
+    assert found.shape == ((5, 2, 3) if quantiles else (5, 2))
+    assert torch.allclose(module(2 * past + 5, *more) if not columns.get("past") else 2 * found + 5, 2 * found + 5)
+
+
+@pytest.mark.parametrize("scaling", ["window", None])
+def test_the_loss_is_that_of_scaled_forecasts(scaling: str | None) -> None:
+    module = SeriesModule(SeriesNetwork, {}, 4, 2, scaling=scaling)
+    past, label = windows()[0][..., :1], torch.rand(5, 2) * 1e6
+    step = SeriesStep("HuberLoss", {"delta": 0.5}, scaling)
+    found = step(module, Batch((past,), label, None, 5))
+    mean, deviation = past.mean(1), past.std(1, correction=0)
+    if scaling is None:
+        mean, deviation = torch.zeros(5, 1), torch.ones(5, 1)
+    loss = nn.HuberLoss(reduction="none", delta=0.5)
+    want = loss((module(past) - mean) / deviation, (label - mean) / deviation)
+    assert torch.allclose(found, want, rtol=1e-4)
+
+
+def test_the_quantile_loss_is_that_of_scikit_learn() -> None:
+    torch.manual_seed(1)
+    quantiles, output, label = [0.1, 0.5, 0.8], torch.randn(50, 4, 3), torch.randn(50, 4)
+    want = [mean_pinball_loss(label, output[..., place], alpha=q) for place, q in enumerate(quantiles)]
+    assert float(QuantileLoss(quantiles)(output, label)) == pytest.approx(sum(want) / 3, rel=1e-6)
+    assert QuantileLoss(quantiles, reduction="none")(output, label).shape == (50, 4, 3)
