@@ -137,6 +137,8 @@ def own(value: Any) -> Any:
 
 def _getter(spec: ParamSpec) -> Any:
     def get(self: Any) -> Any:
+        if spec.default is not None and not self.isDefined(spec.name):  # pickled before there was this Param
+            return own(spec.default)
         return self.getOrDefault(spec.name)
 
     end = "." if spec.default is None else " or its default."
