@@ -10,8 +10,8 @@ import pyarrow as pa
 
 from sparktorch.errors import ColumnError
 from sparktorch.model.scorer import Scorer
+from sparktorch.model.series.forecasts import SeriesColumns, columns_of_quantiles, forecast
 from sparktorch.model.trained_module import TrainedModule
-from sparktorch.series.forecasts import SeriesColumns, columns_of_quantiles, forecast
 
 if TYPE_CHECKING:
     from mlflow.models import ModelSignature

@@ -24,9 +24,9 @@ from sparktorch.ml.fit.values import Values
 from sparktorch.ml.model import TorchModelBase
 from sparktorch.ml.params.mixins import ForecasterParams, ForecastingModelParams
 from sparktorch.ml.scoring.backtest import ForecastSummary, summary_of
-from sparktorch.series.forecasts import Backtest, SeriesColumns, columns_of_quantiles, forecast
-from sparktorch.series.module import SeriesModule, SeriesNetwork
-from sparktorch.series.training import QuantileLoss, SeriesStep
+from sparktorch.model.series.forecasts import Backtest, SeriesColumns, columns_of_quantiles, forecast
+from sparktorch.model.series.module import SeriesModule, SeriesNetwork
+from sparktorch.model.series.training import QuantileLoss, SeriesStep
 from sparktorch.spark.column_names import ColumnNames, quoted
 from sparktorch.spark.frame.encoding import NUMERIC
 from sparktorch.spark.frame.refusals import no_number

@@ -7,14 +7,14 @@ from typing import Any
 
 from pyspark.sql import DataFrame
 
+from sparktorch.data.ranking.losses import LOSSES
+from sparktorch.data.ranking.metrics import measured
 from sparktorch.errors import ConfigError, nearest
 from sparktorch.ml.estimator import TorchEstimatorBase
 from sparktorch.ml.params.mixins import RankerParams, RankingModelParams
 from sparktorch.ml.regression import ValueModel
 from sparktorch.ml.scoring.ranking import RankingSummary, evaluate_ranker
 from sparktorch.spark.rdd import dataframe_of
-from sparktorch.train.ranking.losses import LOSSES
-from sparktorch.train.ranking.metrics import measured
 
 __all__ = ["Ranker", "RankingModel"]
 

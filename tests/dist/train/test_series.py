@@ -14,8 +14,8 @@ from sparktorch.base.config import TrainConfig
 from sparktorch.data.columns import GROUP, KEY, LABEL, ORDER, VALIDATION, WEIGHT, Columns, Groups, TensorSpec, Window
 from sparktorch.data.sampling.plan import SamplingPlan
 from sparktorch.errors import ColumnError
-from sparktorch.series.module import SeriesModule
-from sparktorch.series.training import QuantileLoss, SeriesStep
+from sparktorch.model.series.module import SeriesModule
+from sparktorch.model.series.training import QuantileLoss, SeriesStep
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.worker import TrainJob
 from tests.support.frames import Table
@@ -25,7 +25,7 @@ CONTEXT, HORIZON, STEP = 6, 3, 2
 WINDOW = Window(context=CONTEXT, horizon=HORIZON, step=STEP, known=(1,), even=("date", "UTC"))
 QUANTILES = [0.2, 0.5, 0.9]
 PARAMS: dict[str, Any] = {
-    "module": "sparktorch.series.module:SeriesNetwork",
+    "module": "sparktorch.model.series.module:SeriesNetwork",
     "params": {"hidden": [9]},
     "context": CONTEXT,
     "horizon": HORIZON,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sparktorch.train.ranking.segments import group_of_rows, places, ranked, sums
+from sparktorch.data.ranking.segments import group_of_rows, places, ranked, sums
 
 __all__ = ["discounts", "measured", "ndcg", "reciprocal_rank"]
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional as F
 
+from sparktorch.data.ranking.metrics import discounts
+from sparktorch.data.ranking.segments import group_of_rows, places, ranked, sums
 from sparktorch.errors import ModuleError
-from sparktorch.train.ranking.metrics import discounts
-from sparktorch.train.ranking.segments import group_of_rows, places, ranked, sums
 
 __all__ = ["LOSSES", "lambdarank", "listnet", "ranknet"]
 

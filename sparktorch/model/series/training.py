@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from sparktorch.base.batch import Batch
-from sparktorch.series.module import scale_of
+from sparktorch.model.series.module import scale_of
 from sparktorch.train.recipe.loss import Loss
 
 __all__ = ["QuantileLoss", "SeriesStep"]

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from sparktorch.series.module import SeriesModule
+from sparktorch.model.series.module import SeriesModule
 
-NETWORK = "sparktorch.series.neuralforecast:NeuralForecastNetwork"
+NETWORK = "sparktorch.model.series.neuralforecast:NeuralForecastNetwork"
 COLUMNS: dict[str, Any] = {"past": [(0.0, 1.0)], "future": [(0.0, 1.0), (0.0, 1.0)], "static": [(0.0, 1.0)]}
 
 

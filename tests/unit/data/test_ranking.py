@@ -9,9 +9,9 @@ import pytest
 import torch
 from sklearn.metrics import ndcg_score
 
+from sparktorch.data.ranking.losses import LOSSES
+from sparktorch.data.ranking.metrics import measured, ndcg, reciprocal_rank
 from sparktorch.errors import ModuleError
-from sparktorch.train.ranking.losses import LOSSES
-from sparktorch.train.ranking.metrics import measured, ndcg, reciprocal_rank
 from sparktorch.train.recipe.loss import GroupsLossStep
 from tests.support.ranking import PLAIN
 

@@ -16,9 +16,9 @@ from sparktorch.base.state_dict import pack_state
 from sparktorch.data.columns import TensorSpec
 from sparktorch.errors import ColumnError
 from sparktorch.model.scorer import Scorer
+from sparktorch.model.series.forecasts import Backtest, SeriesColumns, forecast
+from sparktorch.model.series.module import SeriesModule
 from sparktorch.model.trained_module import TrainedModule
-from sparktorch.series.forecasts import Backtest, SeriesColumns, forecast
-from sparktorch.series.module import SeriesModule
 from sparktorch.train.recipe.dry_run import OutputSpec
 
 COLUMNS = SeriesColumns(
@@ -29,12 +29,12 @@ PLAIN = SeriesColumns(group="", order="day", target="sold", context=4, horizon=3
 
 def scorer(columns: SeriesColumns) -> tuple[Scorer, torch.nn.Module]:
     figures = {of: [(1.0, 2.0)] * len(getattr(columns, of)) for of in ("past", "future", "static")}
-    params = {"module": "sparktorch.series.module:SeriesNetwork", "params": {"hidden": [5]}, **figures}
+    params = {"module": "sparktorch.model.series.module:SeriesNetwork", "params": {"hidden": [5]}, **figures}
     params |= {"context": columns.context, "horizon": columns.horizon, "quantiles": list(columns.quantiles)}
     torch.manual_seed(0)
     module = SeriesModule(**params).eval()
     trained = TrainedModule(
-        source="sparktorch.series.module:SeriesModule",
+        source="sparktorch.model.series.module:SeriesModule",
         params=params,
         weights=pack_state(module.state_dict()),
         inputs=(TensorSpec(name="x0", column="past values", dtype="float32", shape=(4, 1)),),
