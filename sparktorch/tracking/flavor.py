@@ -129,7 +129,7 @@ def save_model(
     from mlflow.models import Model
     from mlflow.models.model import MLMODEL_FILE_NAME
     from mlflow.models.utils import _save_example
-    from mlflow.utils.environment import _process_conda_env, _process_pip_requirements, _validate_env_arguments
+    from mlflow.utils.environment import _validate_env_arguments
     from mlflow.utils.model_utils import _validate_and_prepare_target_save_path
 
     from sparktorch.tracking.stages import form_of
@@ -137,11 +137,8 @@ def save_model(
     _validate_env_arguments(conda_env, pip_requirements, extra_pip_requirements)
     form = form_of(sparktorch_model, input_example)
     models = [stage.trained for stage in form.ours]
-    if conda_env is None:
-        needed = requirements(models, *form.packages)
-        environment = _process_pip_requirements(needed, pip_requirements, extra_pip_requirements)
-    else:
-        environment = _process_conda_env(conda_env)
+    needed = requirements(models, *form.packages)
+    environment = _environment(needed, conda_env, pip_requirements, extra_pip_requirements)
     mlflow_model = mlflow_model or Model()
     with _code_of(*(source for trained in models for source in (trained.source, trained.preprocess))) as own:
         _check_place(path, own if code_paths is None else code_paths)
@@ -170,6 +167,16 @@ def save_model(
         _add_pytorch(mlflow_model, models[0], Path(path), code)
     mlflow_model.save(os.path.join(path, MLMODEL_FILE_NAME))
     _write_environment(Path(path), *environment)
+
+
+def _environment(needed: list[str], conda_env: Any, pip: Any, extra: Any) -> tuple[Any, ...]:
+    """Returns conda environment, requirements and constraints: those given, or those that are needed."""
+    from mlflow.utils.environment import _process_conda_env, _process_pip_requirements
+
+    found: tuple[Any, ...] = (
+        _process_pip_requirements(needed, pip, extra) if conda_env is None else _process_conda_env(conda_env)
+    )
+    return found
 
 
 def _check_place(path: str, code: Iterable[str]) -> None:

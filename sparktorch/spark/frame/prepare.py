@@ -114,15 +114,8 @@ def prepare(
     wire += placed(names, groups, specs)
     wire += [names.column(name).cast("double").alias(carried_name(place)) for place, name in enumerate(carried)]
     data = dataset.select(*wire)
-    schema = data.schema
     if key is None:
-        digested = [spec for spec in columns.tensors if keyed or not spec.digestible]
-        contents = [column for spec in digested for column in hashed(spec, schema[spec.name].dataType)]
-        if keyed and validation is not None:
-            contents.append(F.col(VALIDATION))
-        contents += [F.col(name) for name in (GROUP, ORDER) if name in schema.names]
-        if contents:
-            data = data.withColumn(KEY, F.xxhash64(*contents))
+        data = _keyed(data, columns)
     sample = first_row(data, columns, filled=options.fill is not None)
     columns = replace(
         columns,
@@ -130,6 +123,16 @@ def prepare(
         label=measured(columns.label, sample) if columns.label else None,
     )
     return Frame(data, columns, sample)
+
+
+def _keyed(data: DataFrame, columns: Columns) -> DataFrame:
+    """Adds the row key of the contents that ranks do not digest, if there are any."""
+    digested = [spec for spec in columns.tensors if columns.keyed or not spec.digestible]
+    contents = [column for spec in digested for column in hashed(spec, data.schema[spec.name].dataType)]
+    if columns.keyed and columns.validation is not None:
+        contents.append(F.col(VALIDATION))
+    contents += [F.col(name) for name in (GROUP, ORDER) if name in data.columns]
+    return data.withColumn(KEY, F.xxhash64(*contents)) if contents else data
 
 
 def _label(columns: ColumnNames, name: str | Sequence[str], task: Task) -> TensorSpec:
