@@ -97,11 +97,9 @@ def picture(figure: Figure) -> bytes:
 
 def _figure(width: float, height: float) -> Figure:
     """Makes a figure of so many inches that notebooks show without pyplot, which would show it twice."""
-
-    class Shown(matplotlib().Figure):  # type: ignore[misc]  # imported only here
-        _repr_png_ = _png
-
-    return Shown(figsize=(width, height), layout="constrained")
+    kind: Any = type("Figure", (matplotlib().Figure,), {"_repr_png_": _png})
+    figure: Figure = kind(figsize=(width, height), layout="constrained")
+    return figure
 
 
 def _png(figure: Figure) -> bytes:

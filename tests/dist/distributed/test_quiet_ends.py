@@ -1,0 +1,106 @@
+"""When ranks end without raising: once the driver knows the root cause, and not before."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sparktorch.base.world import World
+from sparktorch.distributed.client import Cancelled, Client, PeerFailure
+from sparktorch.distributed.process_group import hang_up
+from sparktorch.distributed.root_cause import RootCause
+from sparktorch.distributed.server import ControlServer
+from sparktorch.distributed.store import connect
+from sparktorch.errors import ColumnError
+from tests.support.ranks import control_server, in_group, watch
+
+LOST = PeerFailure("another rank failed")
+BAD = ColumnError("column 'a' has 3 null values", column="a")
+
+
+@pytest.fixture
+def server() -> Iterator[ControlServer]:
+    with control_server() as started:
+        yield started
+
+
+@pytest.fixture
+def clients(server: ControlServer) -> list[Client]:
+    meeting = server.rendezvous
+    opened = partial(connect, meeting.host, meeting.port, token=meeting.prefix)
+    return [Client(opened, World(rank=rank, world_size=2, host=f"host-{rank}")) for rank in range(2)]
+
+
+def test_a_root_cause_is_acknowledged_to_all_ranks(server: ControlServer, clients: list[Client]) -> None:
+    assert server.acknowledge() is None
+    clients[1].fail(BAD)
+    failure = server.acknowledge()
+    assert failure is not None
+    assert failure.what == BAD.what
+    assert clients[1].is_heard(BAD)
+    assert clients[0].is_heard(LOST)
+    ended = RootCause(watch(server, 2)).of_ended(None)
+    assert ended is not None
+    assert ended.to_dict() == failure.to_dict()
+
+
+def test_a_consequence_alone_is_not_and_its_rank_raises(server: ControlServer, clients: list[Client]) -> None:
+    clients[0].fail(LOST)
+    assert server.acknowledge() is None
+    assert not clients[0].is_heard(LOST)
+    assert clients[0].is_heard(Cancelled("the fit was cancelled"))
+
+
+def test_a_rank_whose_driver_does_not_answer_raises(server: ControlServer, clients: list[Client]) -> None:
+    clients[0].fail(BAD)
+    assert not clients[0].is_heard(BAD)
+
+
+def test_the_driver_raises_itself_where_a_rank_does_not_end(server: ControlServer, clients: list[Client]) -> None:
+    monitor = watch(server, 2)
+    monitor.look_for_failure()
+    clients[0].fail(BAD)
+    with pytest.raises(ColumnError, match="3 null values"):
+        for _ in range(100):
+            monitor.look_for_failure()
+            time.sleep(0.1)
+
+
+def test_a_job_without_errors_has_no_failure(server: ControlServer) -> None:
+    assert RootCause(watch(server, 2)).of_ended(None) is None
+
+
+def _one_fails(world: World) -> str:
+    """Rank 1 fails and hangs up, and its process goes on; returns what rank 0 then gets of the sum."""
+    if world.is_main:
+        try:
+            dist.all_reduce(torch.ones(1))
+        except RuntimeError as error:
+            return type(error).__name__
+        return "nothing"
+    time.sleep(0.5)
+    try:
+        _fail()
+    except ArithmeticError as error:
+        dist.distributed_c10d._get_default_group().abort()
+        dist.destroy_process_group()
+        hang_up(error)
+    gc.collect()
+    time.sleep(5)
+    return ""
+
+
+def _fail() -> None:
+    held = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1), init_sync=False)
+    assert held
+    raise ArithmeticError
+
+
+def test_peers_in_a_collective_learn_of_a_rank_that_fails_and_lives_on() -> None:
+    assert in_group(2, _one_fails, seconds=30)[0] == "RuntimeError"
