@@ -81,7 +81,7 @@ class RecommenderModel(_Paired, TorchModelBase, RecommenderModelParams):
     """
 
     _estimator = "sparktorch.ml.tasks.recommender:Recommender"
-    _vectors: dict[str, Vectors]
+    _vectors: dict[str, Vectors] = {}
 
     def _with(self, trained: TrainedModule, summary: Any) -> Self:
         self._vectors = {}
@@ -205,11 +205,12 @@ class RecommenderModel(_Paired, TorchModelBase, RecommenderModelParams):
 
     def _pairs(self, dataset: DataFrame, *sides: str) -> DataFrame:
         """Returns the ids in columns of a dataset as `one` and `other`, cast to the types of the known ones."""
-        names = ColumnNames.of(dataset_of := dataframe_of(dataset, "recommendForUserSubset"))
+        found = dataframe_of(dataset, "a recommender")
+        names = ColumnNames.of(found)
         kinds = {"user": self.trained.inputs[0].sql, "item": self.trained.inputs[1].sql}
         with naming_params(self, fits=False):
             columns = [names.column(self.getOrDefault(f"{side}Col")).cast(kinds[side]) for side in sides]
-        return dataset_of.select(*(c.alias(name) for c, name in zip(columns, ("one", "other"), strict=False)))
+        return found.select(*(c.alias(name) for c, name in zip(columns, ("one", "other"), strict=False)))
 
     @torch.no_grad()
     def _of(self, side: str) -> Vectors:

@@ -1,0 +1,50 @@
+"""What a recommender asks of its network."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from sparktorch.data.pairs import PairLoss
+from sparktorch.ml.tasks.recommender import Recommender, _Seen
+
+
+def known(count: int) -> pa.StructArray:
+    return pa.StructArray.from_arrays([pa.array(range(count))], names=["id"])
+
+
+@pytest.mark.parametrize(
+    ("params", "sparse"),
+    [
+        ({}, True),
+        ({"optimizer": "SGD"}, True),
+        ({"optimizer": "AdamW"}, False),
+        ({"optimizerParams": {"weight_decay": 0.1}}, False),
+        ({"gradientClipNorm": 1.0}, False),
+        ({"strategy": "zero3"}, False),
+        ({"batchSize": 600}, False),
+        ({"implicitPrefs": True}, False),
+        ({"implicitPrefs": True, "numNegatives": 2}, True),
+        ({"moduleParams": {"sparse": False}}, False),
+    ],
+)
+def test_gradients_of_tables_are_sparse_where_that_is_faster_and_possible(params: dict[str, Any], sparse: bool) -> None:
+    estimator = Recommender(**{"batchSize": 100, **params})
+    estimator._seen = _Seen(known(3_000), known(1_000), 3.5)
+    assert estimator.completed().getModuleParams()["sparse"] is sparse
+
+
+def test_the_loss_estimates_a_choice_among_all_items_or_squares_the_error() -> None:
+    estimator = Recommender(implicitPrefs=True, ratingCol="", regParam=0.2, numNegatives=5)
+    estimator._seen = _Seen(known(3), known(7), 0.0)
+    found = estimator.completed()
+    assert found.getTrainingStep() == PairLoss(7, 0.2)
+    assert found.getPreprocess().negatives == 5
+    assert not found.getModuleParams()["user_bias"]
+    estimator.setImplicitPrefs(False).setRatingCol("stars")
+    found = estimator.completed()
+    assert found.getTrainingStep() == PairLoss(None, 0.2)
+    assert found.getPreprocess().negatives == 0
+    assert found.getLabelCol() == "stars"
