@@ -1375,6 +1375,7 @@ class TabularClassifierParams(ClassifierParams):
         numericCols: list[str] | None = None,
         minCount: int = 1,
         maxCategories: int = 1000,
+        maxIntegerCategories: int = 32,
         module: Any = None,
         moduleParams: dict[str, Any] | None = None,
         inputCols: list[str] | None = None,
@@ -1462,6 +1463,7 @@ class TabularClassifierParams(ClassifierParams):
             numericCols: The columns of numbers; by default those of numbers that categoricalCols does not name.
             minCount: The fewest training rows of a category; a rarer one is unknown.
             maxCategories: The most categories of a column, its most frequent ones.
+            maxIntegerCategories: Columns of integers are categories, too, if the range of their values has at most so many of them, and neither categoricalCols nor numericCols is set; 0 for none.
             module: The nn.Module class or factory, its import path 'package.module:Name', an instance, a fitted model to go on from, or a model of Hugging Face's as a local folder or a configuration.
             moduleParams: Keyword arguments of the module's factory; entries to replace in the configuration of a folder.
             inputCols: The input columns, in the order of the arguments of forward, in place of featuresCol.
@@ -1558,6 +1560,10 @@ class TabularClassifierParams(ClassifierParams):
     def getMaxCategories(self) -> int: ...
     def setMaxCategories(self, value: int) -> Self:
         """Sets the value of `maxCategories`: the most categories of a column, its most frequent ones."""
+    maxIntegerCategories: Param[int]
+    def getMaxIntegerCategories(self) -> int: ...
+    def setMaxIntegerCategories(self, value: int) -> Self:
+        """Sets the value of `maxIntegerCategories`: columns of integers are categories, too, if the range of their values has at most so many of them, and neither categoricalCols nor numericCols is set; 0 for none."""
 
 class TabularRegressorParams(RegressorParams):
     """The Params of `TabularRegressor`."""
@@ -1569,6 +1575,7 @@ class TabularRegressorParams(RegressorParams):
         numericCols: list[str] | None = None,
         minCount: int = 1,
         maxCategories: int = 1000,
+        maxIntegerCategories: int = 32,
         module: Any = None,
         moduleParams: dict[str, Any] | None = None,
         inputCols: list[str] | None = None,
@@ -1653,6 +1660,7 @@ class TabularRegressorParams(RegressorParams):
             numericCols: The columns of numbers; by default those of numbers that categoricalCols does not name.
             minCount: The fewest training rows of a category; a rarer one is unknown.
             maxCategories: The most categories of a column, its most frequent ones.
+            maxIntegerCategories: Columns of integers are categories, too, if the range of their values has at most so many of them, and neither categoricalCols nor numericCols is set; 0 for none.
             module: The nn.Module class or factory, its import path 'package.module:Name', an instance, a fitted model to go on from, or a model of Hugging Face's as a local folder or a configuration.
             moduleParams: Keyword arguments of the module's factory; entries to replace in the configuration of a folder.
             inputCols: The input columns, in the order of the arguments of forward, in place of featuresCol.
@@ -1746,6 +1754,10 @@ class TabularRegressorParams(RegressorParams):
     def getMaxCategories(self) -> int: ...
     def setMaxCategories(self, value: int) -> Self:
         """Sets the value of `maxCategories`: the most categories of a column, its most frequent ones."""
+    maxIntegerCategories: Param[int]
+    def getMaxIntegerCategories(self) -> int: ...
+    def setMaxIntegerCategories(self, value: int) -> Self:
+        """Sets the value of `maxIntegerCategories`: columns of integers are categories, too, if the range of their values has at most so many of them, and neither categoricalCols nor numericCols is set; 0 for none."""
 
 class RunParams(HasFeaturesCol, HasInputCols, HasLabelCol, HasWeightCol, HasValidationIndicatorCol, HasSeed):
     """The Params of `run`."""
