@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import pandas as pd
 from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
 
 from sparktorch.errors import ConfigError
 from sparktorch.ml.estimator import TorchEstimatorBase
 from sparktorch.ml.model import TorchModelBase
 from sparktorch.ml.params.mixins import RegressionModelParams, RegressorParams
 from sparktorch.ml.scoring.evaluation import RegressionSummary, evaluate_regressor
+from sparktorch.ml.scoring.importance import importance_of
 from sparktorch.spark.rdd import dataframe_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["TorchRegressionModel", "TorchRegressor"]
 
@@ -45,14 +51,28 @@ class TorchRegressionModel(TorchModelBase, RegressionModelParams):
             ColumnError: A column is missing or not numeric, or a row has no weight, prediction or label.
             ConfigError: The model predicts several values per row.
         """
+        named = self._named("evaluate")
+        return evaluate_regressor(named, named.transform, dataframe_of(dataset, "evaluate"))
+
+    def importance(self, dataset: DataFrame, metric: str = "r2", repeats: int = 5, seed: int = 0) -> pd.DataFrame:
+        """Returns how much each input column matters; see `TorchClassificationModel.importance`.
+
+        `metric` is "r2", "rootMeanSquaredError", "meanSquaredError" or "meanAbsoluteError"; of errors, the importance
+        is the increase.
+        """
+        valid = ["r2", "rootMeanSquaredError", "meanSquaredError", "meanAbsoluteError"]
+        rows = dataframe_of(dataset, "importance")
+        return importance_of(self._named("importance"), rows, metric, valid, F.lit(0.0), repeats, seed)
+
+    def _named(self, what: str) -> Self:
+        """Returns a copy whose output column has a name, or the model itself; refuses several values per row."""
         if self._kind != "double":
             raise ConfigError(
-                "evaluate compares one value a row, and the model predicts several",
+                f"{what} compares one value a row, and the model predicts several",
                 hint="give Spark's RegressionEvaluator one at a time, prediction[0], prediction[1], ...",
             )
         unnamed = {self.predictionCol: f"{self.uid}_prediction".replace(".", "_")}
-        named = self if self.getPredictionCol() else self.copy(unnamed)
-        return evaluate_regressor(named, named.transform, dataframe_of(dataset, "evaluate"))
+        return self if self.getPredictionCol() else self.copy(unnamed)
 
     @property
     def _kind(self) -> str:

@@ -29,8 +29,10 @@ __all__ = [
     "BinaryClassificationSummary",
     "ClassificationSummary",
     "RegressionSummary",
+    "compared",
     "evaluate_classifier",
     "evaluate_regressor",
+    "weight_column",
 ]
 
 _MATRIX_CLASSES = 500  # most classes whose confusion matrix comes to the driver unasked
@@ -243,7 +245,7 @@ def evaluate_classifier(
     class_of = F.when(known, label).otherwise(_UNKNOWN).alias("class")
     hits = F.sum(F.when(label == F.col("prediction"), F.col("weight")).otherwise(0.0)).alias("hits")
     sums = [*_totals(), hits, F.min("label").alias("least")]
-    with _compared(model, transform, dataset, *score, kept=binary or many) as (predictions, rows):
+    with compared(model, transform, dataset, *score, kept=binary or many) as (predictions, rows):
         cells = rows.groupBy(class_of, "prediction").agg(*sums)
         groups = rows.groupBy(class_of).agg(*sums).collect() if many else cells.collect()
         found = _described(model, predictions, groups)
@@ -267,7 +269,7 @@ def evaluate_classifier(
 
 def evaluate_regressor(model: RegressionModelParams, transform: Transform, dataset: DataFrame) -> RegressionSummary:
     """Scores the rows and compares with the labels; the model's output column has a name, and is a number."""
-    with _compared(model, transform, dataset, kept=True) as (predictions, rows):
+    with compared(model, transform, dataset, kept=True) as (predictions, rows):
         found = _described(model, predictions, rows.agg(*_totals()).collect())
         evaluator = RegressionEvaluator(weightCol="weight")
         return RegressionSummary(
@@ -291,7 +293,7 @@ def _totals() -> list[Column]:
 
 
 @contextmanager
-def _compared(
+def compared(
     model: ClassificationModelParams | RegressionModelParams,
     transform: Transform,
     dataset: DataFrame,
@@ -303,7 +305,7 @@ def _compared(
     `more` are further columns of the second, which is persisted until the block ends if `kept`, so that jobs score
     once.
     """
-    names, weight = ColumnNames.of(dataset), _weight_column(model)
+    names, weight = ColumnNames.of(dataset), weight_column(model)
     for name in (model.getLabelCol(), *([weight] if weight else [])):
         kind = names.type_of(name)
         if not isinstance(kind, NUMERIC):
@@ -330,7 +332,8 @@ def _there(column: Column) -> Column:
     return F.nanvl(column.cast("double"), F.lit(None).cast("double"))
 
 
-def _weight_column(model: ClassificationModelParams | RegressionModelParams) -> str:
+def weight_column(model: ClassificationModelParams | RegressionModelParams) -> str:
+    """Returns the name of the column of weights; empty if there is none."""
     return model.getWeightCol() or "" if model.isDefined(model.weightCol) else ""
 
 
@@ -338,7 +341,7 @@ def _described(
     model: ClassificationModelParams | RegressionModelParams, predictions: DataFrame, totals: list[Row]
 ) -> dict[str, Any]:
     """Returns the fields of all summaries, from rows that have labels, weights and predictions."""
-    label, weight = model.getLabelCol(), _weight_column(model)
+    label, weight = model.getLabelCol(), weight_column(model)
     rows = sum(row["rows"] for row in totals)
     if not rows:
         raise ColumnError("the DataFrame has no rows", hint="check the filter or the path it comes from")

@@ -46,29 +46,36 @@ def categories_and_figures(
     places = range(len(texts) + len(numbers))
     named = [column.alias(f"c{place}") for place, column in zip(places, (*texts, *numbers), strict=True)]
     summed = rows.select(*named).mapInArrow(partial(_of_batches, texts=len(texts)), _DDL)
-    weight = F.col("rows")
+    of_batches = F.when(F.col("place") >= len(texts), F.struct("rows", "mean", "squares"))
     groups = summed.groupBy("place", "value").agg(
         F.sum("rows").alias("rows"),
-        F.sum(weight * F.col("mean")).alias("sum"),
-        F.sum(weight * F.col("mean") * F.col("mean") + F.col("squares")).alias("squares"),
+        (F.sum(F.col("rows") * F.col("mean")) / F.sum("rows")).alias("mean"),
+        F.collect_list(of_batches).alias("batches"),
         F.min("smallest").alias("smallest"),
         F.max("largest").alias("largest"),
     )
     order = Window.partitionBy("place").orderBy(F.desc("rows"), "value")
     ranked = groups.withColumn("rank", F.row_number().over(order))
-    kept = (F.col("place") >= limited) | ((weight >= least) & (F.col("rank") <= most))
-    found = sorted(ranked.where(kept).collect(), key=lambda row: (row["place"], row["rank"]))
+    kept = (F.col("place") >= limited) | ((F.col("rows") >= least) & (F.col("rank") <= most))
+    squares = F.aggregate("batches", F.lit(0.0), _with_batch).alias("squares")
+    found = ranked.where(kept).select("*", squares).drop("batches").collect()
     values: list[list[str]] = [[] for _ in texts]
     figures = [Figures() for _ in numbers]
-    for row in found:
-        place, count = row["place"], row["rows"]
+    for row in sorted(found, key=lambda row: (row["place"], row["rank"])):
+        place, rest = row["place"], (row["smallest"], row["largest"])
         if place < len(texts):
             values[place].append(row["value"])
-            continue
-        mean = row["sum"] / count
-        deviation = math.sqrt(max(0.0, row["squares"] / count - mean * mean))
-        figures[place - len(texts)] = Figures(count, mean, deviation, row["smallest"], row["largest"])
+        else:
+            varies = rest[0] < rest[1]  # what rounding leaves of equal numbers is no deviation
+            deviation = math.sqrt(row["squares"] / row["rows"]) if varies else 0.0
+            figures[place - len(texts)] = Figures(row["rows"], row["mean"], deviation, *rest)
     return values, figures
+
+
+def _with_batch(squares: Column, batch: Column) -> Column:
+    """Returns the sum of squared differences from the mean of a group, with those of one more batch of it."""
+    apart = batch["mean"] - F.col("mean")
+    return squares + batch["squares"] + batch["rows"] * apart * apart
 
 
 def _of_batches(batches: Iterator[pa.RecordBatch], texts: int) -> Iterator[pa.RecordBatch]:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import pandas as pd
 from pyspark.ml import Estimator
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
@@ -192,13 +193,14 @@ def _labels(column: str, trained: list[str], validated: list[str]) -> list[str]:
 
 def _classes(column: str, figures: Figures) -> int:
     """Returns the number of classes of labels that are numbers, by the smallest and the largest."""
-    if figures.smallest != 0:
+    smallest, largest = figures.smallest, figures.largest
+    if smallest != 0:
         raise ColumnError(
-            f"column {column!r} has labels {figures.smallest:g} ... {figures.largest:g}, and classes are counted from 0",
+            f"column {column!r} has labels {smallest:g} ... {largest:g}, and classes are counted from 0",
             hint="subtract the smallest, or cast the column to string: then the labels are learned",
             column=column,
         )
-    return int(figures.largest) + 1
+    return int(largest) + 1
 
 
 def _by_kind(p: Values, names: ColumnNames) -> tuple[list[str], dict[str, list[str]], list[str]]:
@@ -269,7 +271,16 @@ class TabularClassificationModel(_TabularModel, TorchClassificationModel):
 
     def evaluate(self, dataset: DataFrame) -> ClassificationSummary:
         """Scores rows and compares with `labelCol`, as in the fit; see `TorchClassificationModel.evaluate`."""
-        return super().evaluate(_indexed(dataframe_of(dataset, "evaluate"), self.getLabelCol(), self.labels))
+        return super().evaluate(self._indexed(dataframe_of(dataset, "evaluate")))
+
+    def importance(
+        self, dataset: DataFrame, metric: str | None = None, repeats: int = 5, seed: int = 0
+    ) -> pd.DataFrame:
+        """Returns how much each input column matters; see `TorchClassificationModel.importance`."""
+        return super().importance(self._indexed(dataframe_of(dataset, "importance")), metric, repeats, seed)
+
+    def _indexed(self, dataset: DataFrame) -> DataFrame:
+        return _indexed(dataset, self.getLabelCol(), self.labels)
 
 
 class TabularClassifier(_TabularEstimator, TorchClassifier, TabularClassifierParams):
