@@ -72,10 +72,8 @@ def importance_of(
     variants = rows.mapInArrow(shuffled, schema)
     scores = F.round(F.greatest(F.lit(-_LARGEST), F.least(F.lit(_LARGEST), score)), 2).alias("score")
     named = model.copy({model.inputCols: renamed})
-    with compared(named, named.transform, variants, quoted(variant).alias("variant"), scores, kept=False) as (
-        _,
-        scored,
-    ):
+    also = (quoted(variant).alias("variant"), scores)
+    with compared(named, named.transform, variants, *also, kept=False) as (_, scored):
         known = scored.where("label is not null and prediction is not null")
         found = {row["variant"]: row["metric"] for row in _by_variant(known, metric).collect()}
     if not found:

@@ -134,11 +134,15 @@ def _seen_in(dataset: DataFrame, estimator: _TabularEstimator) -> _Seen:
     predicted = [] if label else [name for name in p["labelCols"] or [p["labelCol"]] if _is_number(names.type_of(name))]
     figures = [*numeric, *([label] if isinstance(kind, NUMERIC) else predicted)]
     validates = names.column(p["validationIndicatorCol"]) if p["validationIndicatorCol"] else F.lit(False)
-    texts = {name: names.column(name).cast(str(kept_as(names.type_of(name)))).cast("string") for name in categorical}
-    unseen = [F.when(validates, names.column(name)) for name in named]
+    texts = [
+        names.column(name).cast(str(kept_as(names.type_of(name)))).cast("string") for name in (*categorical, *named)
+    ]
     values, found = categories_and_figures(
         dataset,
-        [*(F.when(~validates, text) for text in (*texts.values(), *map(names.column, named))), *unseen],
+        [
+            *(F.when(~validates, text) for text in texts),
+            *(F.when(validates, text) for text in texts[len(categorical) :]),
+        ],
         [F.when(~validates, column) for column in (F.lit(1.0), *(names.column(n).cast("double") for n in figures))],
         limited=len(categorical),
         least=p["minCount"],
