@@ -33,11 +33,13 @@ class TableColumns:
         categories: Known categories by column. Index 0 is any other one, 1 is null, and 2 the first known one.
         times: Parts by column of dates or timestamps, "month", "weekday" (0 is Monday) and "hour", in UTC.
         numbers: Mean and standard deviation by column. Nulls and NaN become 0, the mean.
+        missing: Columns of `numbers` of which another column says where they are null or NaN.
     """
 
     categories: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     times: Mapping[str, Sequence[str]] = field(default_factory=dict)
     numbers: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    missing: Sequence[str] = ()
     takes_nulls: ClassVar[bool] = True
 
     @property
@@ -52,6 +54,11 @@ class TableColumns:
         parts = [part for parts in self.times.values() for part in parts]
         return [_KNOWN + len(known) for known in (*self.categories.values(), *(_PARTS[part][1] for part in parts))]
 
+    @property
+    def width(self) -> int:
+        """Number of columns of the tensor `numbers`."""
+        return len(self.numbers) + len(self.missing)
+
     def __call__(
         self, columns: Mapping[str, pa.Array], *, epoch: int | None, generator: Any
     ) -> dict[str, torch.Tensor]:
@@ -61,6 +68,7 @@ class TableColumns:
             instants = columns[name].cast(pa.timestamp("us"))
             indices += [_indices(_PARTS[part][0](instants), _PARTS[part][1]) for part in parts]
         numbers = [_standardised(columns[name], *values) for name, values in self.numbers.items()]
+        numbers += [pc.is_null(columns[name], nan_is_null=True).to_numpy(zero_copy_only=False) for name in self.missing]
         rows = len(next(iter(columns.values())))
         return {"categories": _beside(indices, rows, np.int64), "numbers": _beside(numbers, rows, np.float32)}
 
@@ -131,10 +139,10 @@ class TableNetwork(nn.Module):
 
 
 class _Embedding(nn.Embedding):
-    """An embedding in which unknown and null begin as zeros: training may see no row that has them."""
+    """An embedding whose weights begin small, and those of unknown and null as zeros: rows may lack a category."""
 
     def reset_parameters(self) -> None:
         """Draws the weights of the categories."""
-        super().reset_parameters()
+        nn.init.normal_(self.weight, std=0.1)
         with torch.no_grad():
             self.weight[:_KNOWN].zero_()

@@ -23,9 +23,9 @@ from sparktorch.errors import ConfigError, PersistenceError, nearest
 from sparktorch.ml.fit.checks import check_layers, check_outputs, check_scoring, naming_params
 from sparktorch.ml.fit.prepared_data import make_room
 from sparktorch.ml.fit.summary import TrainingSummary
-from sparktorch.ml.fit.translate import input_names
 from sparktorch.ml.fit.values import Values
 from sparktorch.ml.from_module import Weights, trained_from
+from sparktorch.ml.params.declare import input_names
 from sparktorch.ml.params.mixins import GenericModelParams, ModelParams
 from sparktorch.ml.persistence import ModelReader, ModelWriter
 from sparktorch.ml.scoring import html

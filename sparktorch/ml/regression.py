@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import pandas as pd
 from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
 
 from sparktorch.errors import ConfigError
 from sparktorch.ml.estimator import TorchEstimatorBase
 from sparktorch.ml.model import TorchModelBase
 from sparktorch.ml.params.mixins import RegressionModelParams, RegressorParams
 from sparktorch.ml.scoring.evaluation import RegressionSummary, evaluate_regressor
+from sparktorch.ml.scoring.importance import importance_of
 from sparktorch.spark.rdd import dataframe_of
 
 if TYPE_CHECKING:
@@ -68,13 +71,27 @@ class TorchRegressionModel(ValueModel):
             ColumnError: A column is missing or not numeric, or a row has no weight, prediction or label.
             ConfigError: The model predicts several values per row.
         """
+        named = self._single("evaluate")
+        return evaluate_regressor(named, named.transform, dataframe_of(dataset, "evaluate"))
+
+    def importance(self, dataset: DataFrame, metric: str = "r2", repeats: int = 5, seed: int = 0) -> pd.DataFrame:
+        """Returns how much each input column matters; see `TorchClassificationModel.importance`.
+
+        `metric` is "r2", "rootMeanSquaredError", "meanSquaredError" or "meanAbsoluteError"; of errors, the importance
+        is the increase.
+        """
+        valid = ["r2", "rootMeanSquaredError", "meanSquaredError", "meanAbsoluteError"]
+        rows = dataframe_of(dataset, "importance")
+        return importance_of(self._single("importance"), rows, metric, valid, F.lit(0.0), repeats, seed)
+
+    def _single(self, what: str) -> Self:
+        """Returns the model, with a name for its output column; refuses several values per row."""
         if self._kind != "double":
             raise ConfigError(
-                "evaluate compares one value a row, and the model predicts several",
+                f"{what} compares one value a row, and the model predicts several",
                 hint="give Spark's RegressionEvaluator one at a time, prediction[0], prediction[1], ...",
             )
-        named = self._named()
-        return evaluate_regressor(named, named.transform, dataframe_of(dataset, "evaluate"))
+        return self._named()
 
 
 class TorchRegressor(TorchEstimatorBase[TorchRegressionModel], RegressorParams):

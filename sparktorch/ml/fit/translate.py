@@ -20,7 +20,7 @@ from sparktorch.ml.fit.checks import check_best_metric, check_job, check_params,
 from sparktorch.ml.fit.identity import described
 from sparktorch.ml.fit.values import MODEL_FOLDER, WHOLE_GROUPS, Values
 from sparktorch.ml.params.classes import CLASSIFIER, GENERIC, RUN
-from sparktorch.ml.params.declare import ParamSpec
+from sparktorch.ml.params.declare import ParamSpec, input_names
 from sparktorch.ml.params.mixins import EstimatorParams, RunParams
 from sparktorch.spark.launch.barrier_job import Launch
 from sparktorch.train.checkpoint.store import CheckpointStore
@@ -34,7 +34,7 @@ from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.registry import check_loop, check_strategy, check_workers
 from sparktorch.worker import RankJob, TrainJob
 
-__all__ = ["Request", "config_of", "input_columns", "input_names", "translate", "translate_run"]
+__all__ = ["Request", "config_of", "input_columns", "translate", "translate_run"]
 
 _EVERY = {spec.name: spec for spec in (*GENERIC, *CLASSIFIER)}
 _SHUFFLE_BLOCK = 32  # for storage on disk
@@ -154,11 +154,6 @@ def translate_run(params: RunParams, function: Any) -> Request[RankJob]:
 def config_of(estimator: Any) -> TrainConfig:
     """Returns how an estimator trains, unless its Params are refused."""
     return _config(Values(estimator.completed()), estimator._task, _EVERY)
-
-
-def input_names(instance: Any) -> list[str]:
-    """Returns the input columns: `inputCols` where it is set, else `featuresCol`."""
-    return list(instance.getInputCols()) if instance.isSet("inputCols") else [instance.getFeaturesCol()]
 
 
 def input_columns(instance: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from pyspark.ml.param import Param, Params, TypeConverters
 
 from sparktorch.errors import nearest
 
-__all__ = ["ParamSpec", "described", "params_class", "with_constructor"]
+__all__ = ["ParamSpec", "described", "input_names", "params_class", "with_constructor"]
 
 _MUTABLE = dict, list
 
@@ -203,3 +203,8 @@ _UNCONVERTED = "Any", "str | Callable[..., Any]", "str | list[float]"
 
 def _converter(kind: str) -> Callable[[Any], Any] | None:
     return None if kind in _UNCONVERTED else _CONVERTERS[kind]
+
+
+def input_names(instance: Any) -> list[str]:
+    """Returns the input columns: `inputCols` where it is set, else `featuresCol`."""
+    return list(instance.getInputCols()) if instance.isSet("inputCols") else [instance.getFeaturesCol()]

@@ -1602,6 +1602,7 @@ class TabularClassifierParams(ClassifierParams):
         numericCols: list[str] | None = None,
         minCount: int = 1,
         maxCategories: int = 1000,
+        maxIntegerCategories: int = 32,
         module: Any = None,
         moduleParams: dict[str, Any] | None = None,
         inputCols: list[str] | None = None,
@@ -1690,6 +1691,7 @@ class TabularClassifierParams(ClassifierParams):
             numericCols: The columns of numbers; by default those of numbers that categoricalCols does not name.
             minCount: The fewest training rows of a category; a rarer one is unknown.
             maxCategories: The most categories of a column, its most frequent ones.
+            maxIntegerCategories: Columns of integers are categories, too, if the range of their values has at most so many of them, and neither categoricalCols nor numericCols is set; 0 for none.
             module: The nn.Module class or factory, its import path 'package.module:Name', an instance, a fitted model to go on from, or a model of Hugging Face's as a local folder or a configuration.
             moduleParams: Keyword arguments of the module's factory; entries to replace in the configuration of a folder.
             inputCols: The input columns, in the order of the arguments of forward, in place of featuresCol.
@@ -1787,6 +1789,10 @@ class TabularClassifierParams(ClassifierParams):
     def getMaxCategories(self) -> int: ...
     def setMaxCategories(self, value: int) -> Self:
         """Sets the value of `maxCategories`: the most categories of a column, its most frequent ones."""
+    maxIntegerCategories: Param[int]
+    def getMaxIntegerCategories(self) -> int: ...
+    def setMaxIntegerCategories(self, value: int) -> Self:
+        """Sets the value of `maxIntegerCategories`: columns of integers are categories, too, if the range of their values has at most so many of them, and neither categoricalCols nor numericCols is set; 0 for none."""
 
 class TabularRegressorParams(RegressorParams):
     """The Params of `TabularRegressor`."""
@@ -1798,6 +1804,7 @@ class TabularRegressorParams(RegressorParams):
         numericCols: list[str] | None = None,
         minCount: int = 1,
         maxCategories: int = 1000,
+        maxIntegerCategories: int = 32,
         module: Any = None,
         moduleParams: dict[str, Any] | None = None,
         inputCols: list[str] | None = None,
@@ -1883,6 +1890,7 @@ class TabularRegressorParams(RegressorParams):
             numericCols: The columns of numbers; by default those of numbers that categoricalCols does not name.
             minCount: The fewest training rows of a category; a rarer one is unknown.
             maxCategories: The most categories of a column, its most frequent ones.
+            maxIntegerCategories: Columns of integers are categories, too, if the range of their values has at most so many of them, and neither categoricalCols nor numericCols is set; 0 for none.
             module: The nn.Module class or factory, its import path 'package.module:Name', an instance, a fitted model to go on from, or a model of Hugging Face's as a local folder or a configuration.
             moduleParams: Keyword arguments of the module's factory; entries to replace in the configuration of a folder.
             inputCols: The input columns, in the order of the arguments of forward, in place of featuresCol.
@@ -1977,6 +1985,10 @@ class TabularRegressorParams(RegressorParams):
     def getMaxCategories(self) -> int: ...
     def setMaxCategories(self, value: int) -> Self:
         """Sets the value of `maxCategories`: the most categories of a column, its most frequent ones."""
+    maxIntegerCategories: Param[int]
+    def getMaxIntegerCategories(self) -> int: ...
+    def setMaxIntegerCategories(self, value: int) -> Self:
+        """Sets the value of `maxIntegerCategories`: columns of integers are categories, too, if the range of their values has at most so many of them, and neither categoricalCols nor numericCols is set; 0 for none."""
 
 class RecommenderParams(GenericParams):
     """The Params of `Recommender`."""

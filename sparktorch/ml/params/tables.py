@@ -57,6 +57,9 @@ TABLE = (
       "the columns of numbers; by default those of numbers that categoricalCols does not name", compared=True),
     P("minCount", "int", 1, "the fewest training rows of a category; a rarer one is unknown", compared=True),
     P("maxCategories", "int", 1000, "the most categories of a column, its most frequent ones", compared=True),
+    P("maxIntegerCategories", "int", 32,
+      "columns of integers are categories, too, if the range of their values has at most so many of them, and neither "
+      "categoricalCols nor numericCols is set; 0 for none", compared="unless default"),
 )
 
 PAIR = (

@@ -40,6 +40,7 @@ __all__ = [
     "evaluate_classifier",
     "evaluate_regressor",
     "totals",
+    "weight_column",
 ]
 
 _MATRIX_CLASSES = 500  # most classes whose confusion matrix comes to the driver unasked
@@ -332,7 +333,7 @@ def compared(
     `more` are further columns of the second, which is persisted until the block ends if `kept`, so that jobs score
     once.
     """
-    names, weight = ColumnNames.of(dataset), _weight_column(model)
+    names, weight = ColumnNames.of(dataset), weight_column(model)
     for name in (model.getLabelCol(), *([weight] if weight else [])):
         kind = names.type_of(name)
         if not isinstance(kind, NUMERIC):
@@ -359,7 +360,8 @@ def _there(column: Column) -> Column:
     return F.nanvl(column.cast("double"), F.lit(None).cast("double"))
 
 
-def _weight_column(model: ClassificationModelParams | RegressionModelParams) -> str:
+def weight_column(model: ClassificationModelParams | RegressionModelParams) -> str:
+    """Returns the name of the column of weights; empty if there is none."""
     return model.getWeightCol() or "" if model.isDefined(model.weightCol) else ""
 
 
@@ -367,7 +369,7 @@ def described(
     model: ClassificationModelParams | RegressionModelParams, predictions: DataFrame, totals: list[Row]
 ) -> dict[str, Any]:
     """Returns the fields of all summaries, from rows that have labels, weights and predictions."""
-    label, weight = model.getLabelCol(), _weight_column(model)
+    label, weight = model.getLabelCol(), weight_column(model)
     rows = sum(row["rows"] for row in totals)
     if not rows:
         raise ColumnError("the DataFrame has no rows", hint="check the filter or the path it comes from")

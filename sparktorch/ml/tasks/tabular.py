@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pyspark.sql import Column, DataFrame, Window
+import pandas as pd
+from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 from torch import nn
@@ -21,9 +22,11 @@ from sparktorch.ml.fit.translate import translate
 from sparktorch.ml.fit.values import Values
 from sparktorch.ml.model import TorchModelBase
 from sparktorch.ml.params.mixins import TabularClassifierParams, TabularRegressorParams
+from sparktorch.ml.params.tables import TABLE
 from sparktorch.ml.regression import TorchRegressionModel, TorchRegressor
 from sparktorch.ml.scoring.column_metadata import nominal
 from sparktorch.ml.scoring.evaluation import ClassificationSummary
+from sparktorch.ml.tasks.column_statistics import Figures, categories_and_figures
 from sparktorch.ml.tasks.learning import LearningEstimator
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.frame.encoding import NUMERIC, kept_as
@@ -36,7 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["TabularClassificationModel", "TabularClassifier", "TabularRegressionModel", "TabularRegressor"]
 
 _ROLES = ("labelCol", "labelCols", "weightCol", "validationIndicatorCol", "idCol")
-_LEARNS_FROM = (*_ROLES, "inputCols", "categoricalCols", "numericCols", "minCount", "maxCategories")
+_LEARNS_FROM = (*_ROLES, *(spec.name for spec in TABLE), "inputCols")
 _DRAWN = re.compile(r"_[0-9a-f]{12}_rand$")  # by which Spark's CrossValidator and TrainValidationSplit mark rows
 _TIMES = (T.DateType, T.TimestampType, T.TimestampNTZType)
 _VALUES: dict[str | None, Callable[[str], Any]] = {
@@ -70,7 +73,7 @@ class _TabularEstimator(LearningEstimator):
         if self._seen is None:
             return that
         table, inputs, outputs, _, scales = self._seen
-        told = {"cardinalities": table.cardinalities, "numbers": len(table.numbers), "outputs": outputs}
+        told = {"cardinalities": table.cardinalities, "numbers": table.width, "outputs": outputs}
         if self._task == "regression":
             told["scales"] = scales
         made_by = load_object(module) if isinstance(module, str) else module
@@ -101,49 +104,74 @@ def _seen_in(dataset: DataFrame, estimator: _TabularEstimator) -> _Seen:
     categorical, times, numeric = _by_kind(p, names)
     label = p["labelCol"] if estimator._task == "classification" else ""
     kind = names.type_of(label) if label else None
-    texts = [*categorical, *([label] if isinstance(kind, T.StringType) else [])]
+    named = [label] if isinstance(kind, T.StringType) else []
     predicted = [] if label else [name for name in p["labelCols"] or [p["labelCol"]] if _is_number(names.type_of(name))]
     figures = [*numeric, *([label] if isinstance(kind, NUMERIC) else predicted)]
-    trains = ~names.column(p["validationIndicatorCol"]) if p["validationIndicatorCol"] else F.lit(True)
-    found = _counted(
-        dataset.where(trains),
-        [names.column(name).cast(str(kept_as(names.type_of(name)))).cast("string") for name in texts],
-        [names.column(name).cast("double") for name in figures],
+    validates = names.column(p["validationIndicatorCol"]) if p["validationIndicatorCol"] else F.lit(False)
+    texts = [
+        names.column(name).cast(str(kept_as(names.type_of(name)))).cast("string") for name in (*categorical, *named)
+    ]
+    values, found = categories_and_figures(
+        dataset,
+        [
+            *(F.when(~validates, text) for text in texts),
+            *(F.when(validates, text) for text in texts[len(categorical) :]),
+        ],
+        [F.when(~validates, column) for column in (F.lit(1.0), *(names.column(n).cast("double") for n in figures))],
         limited=len(categorical),
         least=p["minCount"],
         most=p["maxCategories"],
     )
-    if texts + figures and not found:
+    rows, *found = found
+    if not rows.rows:
         raise ColumnError("the DataFrame has no rows that train", hint="check the filter or the path it comes from")
-    values = [[row["value"] for row in found if row["place"] == place] for place in range(len(texts))]
-    sizes = {row["place"] - len(texts): row for row in found if row["place"] >= len(texts)}
     categories = {
         name: [_VALUES.get(kept_as(names.type_of(name)), int)(value) for value in of]
         for name, of in zip(categorical, values, strict=False)
     }
-    scales = [
-        [_rounded(sizes[place][of]) if place in sizes else 0.0 for of in ("mean", "deviation")]
-        for place in range(len(figures))
-    ]
+    of_numbers = dict(zip(numeric, found, strict=False))
+    if p["categoricalCols"] is None and p["numericCols"] is None:
+        categories |= _coded(of_numbers, names, p["maxIntegerCategories"])
+    scales = [[_rounded(of.mean), _rounded(of.deviation)] for of in found]
     numbers = dict(zip(numeric, scales, strict=False))
-    labels = sorted(values[-1]) if isinstance(kind, T.StringType) else []
+    missing = [name for name, of in of_numbers.items() if of.rows < rows.rows and name not in categories]
+    labels = _labels(label, *values[len(categorical) :]) if named else []
     if isinstance(kind, T.BooleanType):
         labels = ["false", "true"]
     outputs = len(labels) or len(p["labelCols"] or ()) or 1
-    if label and not labels and len(numeric) in sizes:
-        outputs = _classes(label, sizes[len(numeric)])
+    if label and not labels:
+        outputs = _classes(label, found[-1])
     if label and outputs < 2:
         hint = "a classifier learns to tell two or more apart"
         raise ColumnError(f"column {label!r} has the same label in all rows that train", hint=hint, column=label)
     known = {*categorical, *times, *numeric}
     order = [*(p["inputCols"] or names.schema.names), *(p["categoricalCols"] or ()), *(p["numericCols"] or ())]
     inputs = [name for name in dict.fromkeys(order) if name in known]
-    return _Seen(TableColumns(categories, times, numbers), inputs, outputs, labels, scales[len(numeric) :])
+    table = TableColumns(categories, times, numbers, missing)
+    return _Seen(table, inputs, outputs, labels, scales[len(numeric) :])
 
 
-def _classes(column: str, figures: Any) -> int:
+def _coded(figures: Mapping[str, Figures], names: ColumnNames, most: int) -> dict[str, list[int]]:
+    """Returns the whole numbers of columns that have a few: such as months and codes, which are categories, too."""
+    found = {}
+    for name, of in figures.items():
+        values = range(int(of.smallest), int(of.largest) + 1)
+        if isinstance(names.type_of(name), T.IntegralType) and 2 < len(values) <= most:
+            found[name] = list(values)
+    return found
+
+
+def _labels(column: str, trained: list[str], validated: list[str]) -> list[str]:
+    """Returns the labels of the rows that train; refuses others in the rows that validate."""
+    if unseen := sorted({*validated} - {*trained}):
+        what = f"column {column!r} has the label {unseen[0]!r} in validation rows, and in no row that trains"
+        raise ColumnError(what, hint="let rows with it train, or leave them out", column=column)
+    return sorted(trained)
+
+
+def _classes(column: str, figures: Figures) -> int:
     """Returns the number of classes of labels that are numbers, by the smallest and the largest."""
-    smallest, largest = figures["smallest"], figures["largest"]
+    smallest, largest = figures.smallest, figures.largest
     if smallest != 0:
         raise ColumnError(
             f"column {column!r} has labels {smallest:g} ... {largest:g}, and classes are counted from 0",
@@ -187,34 +215,6 @@ def _is_number(kind: T.DataType) -> bool:
     return isinstance(kind, NUMERIC) and not isinstance(kind, T.BooleanType)
 
 
-def _counted(
-    rows: DataFrame, texts: Sequence[Column], figures: Sequence[Column], *, limited: int, least: int, most: int
-) -> list[Any]:
-    """Returns each category by the place of its column, frequent ones first, and then the figures of each number.
-
-    Of the columns at the first `limited` places, it returns at most `most` categories of `least` rows or more.
-    """
-    text, figure = F.lit(None).cast("string"), F.lit(None).cast("double")
-    finite = [F.when(F.abs(column) < float("inf"), column) for column in figures]  # neither null nor NaN
-    pairs = [*((column, figure) for column in texts), *((text, column) for column in finite)]
-    cells = [F.struct(F.lit(at).alias("place"), v.alias("value"), n.alias("number")) for at, (v, n) in enumerate(pairs)]
-    if not cells:
-        return []
-    every = rows.select(F.explode(F.array(*cells)).alias("cell")).select("cell.*")
-    counted = every.where("value is not null or number is not null").groupBy("place", "value")
-    groups = counted.agg(
-        F.count(F.lit(1)).alias("rows"),
-        F.avg("number").alias("mean"),
-        F.stddev_pop("number").alias("deviation"),
-        F.min("number").alias("smallest"),
-        F.max("number").alias("largest"),
-    )
-    order = Window.partitionBy("place").orderBy(F.desc("rows"), "value")
-    ranked = groups.withColumn("rank", F.row_number().over(order))
-    kept = (F.col("place") >= limited) | ((F.col("rows") >= least) & (F.col("rank") <= most))
-    return sorted(ranked.where(kept).collect(), key=lambda row: (row["place"], row["rank"]))
-
-
 def _rounded(value: float) -> float:
     """Returns a number without its last digits, which depend on the order in which Spark has added up."""
     return float(f"{value:.8g}")
@@ -249,7 +249,16 @@ class TabularClassificationModel(_TabularModel, TorchClassificationModel):
 
     def evaluate(self, dataset: DataFrame) -> ClassificationSummary:
         """Scores rows and compares with `labelCol`, as in the fit; see `TorchClassificationModel.evaluate`."""
-        return super().evaluate(_indexed(dataframe_of(dataset, "evaluate"), self.getLabelCol(), self.labels))
+        return super().evaluate(self._indexed(dataframe_of(dataset, "evaluate")))
+
+    def importance(
+        self, dataset: DataFrame, metric: str | None = None, repeats: int = 5, seed: int = 0
+    ) -> pd.DataFrame:
+        """Returns how much each input column matters; see `TorchClassificationModel.importance`."""
+        return super().importance(self._indexed(dataframe_of(dataset, "importance")), metric, repeats, seed)
+
+    def _indexed(self, dataset: DataFrame) -> DataFrame:
+        return _indexed(dataset, self.getLabelCol(), self.labels)
 
 
 class TabularClassifier(_TabularEstimator, TorchClassifier, TabularClassifierParams):
@@ -259,7 +268,7 @@ class TabularClassifier(_TabularEstimator, TorchClassifier, TabularClassifierPar
     numbers `0 ... classes - 1`. By default, it trains a multilayer perceptron with embeddings.
 
     Example:
-        >>> rows = [("ab"[i % 2], i % 7, "late" if i % 2 else "on time") for i in range(40)]
+        >>> rows = [("ab"[i % 2], 100 * i, "late" if i % 2 else "on time") for i in range(40)]
         >>> flights = spark.createDataFrame(rows, "carrier string, distance int, arrival string")
         >>> quick = {"batchSize": 10, "learningRate": 0.01, "progress": False}
         >>> model = TabularClassifier(labelCol="arrival", epochs=10, **quick).fit(flights)

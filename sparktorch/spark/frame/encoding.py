@@ -359,11 +359,23 @@ def input_columns(dataset: DataFrame, specs: Sequence[TensorSpec]) -> list[Colum
             if not _fits(kind, spec):
                 raise ColumnError(
                     f"column {name!r} is {kind.simpleString()}, but the model was fitted on {spec.describe()}",
-                    hint=as_numbers(kind, columns.sql(name), source) if (source := _source(spec)) else "",
+                    hint=_as_in_fit(kind, spec, columns.sql(name)),
                     column=name,
                 )
     sent = [(spec, column_of(columns, spec)) for spec in specs]
     return [for_pandas(column, columns.type_of(spec.column)) if spec.kind == "any" else column for spec, column in sent]
+
+
+def _as_in_fit(kind: T.DataType, spec: TensorSpec, sql: str) -> str:
+    """Returns the hint that casts a column, by its name in SQL, to what the model was fitted on; empty if none can."""
+    source = _source(spec)
+    if source is not None:
+        return as_numbers(kind, sql, source)
+    if spec.kind != "any" or not isinstance(kind, (*NUMERIC, *_PLAIN)) or "<" in spec.sql:
+        return ""
+    zoned = {kind.simpleString(), spec.sql} == {"timestamp", "timestamp_ntz"}
+    zone = "; its time zone is then spark.sql.session.timeZone" if zoned else ""
+    return f"as in the fit: cast({sql} as {spec.sql}){zone}"
 
 
 def _source(spec: TensorSpec) -> str | None:

@@ -66,10 +66,14 @@ def test_the_driver_raises_itself_where_a_rank_does_not_end(server: ControlServe
     monitor = watch(server, 2)
     monitor.look_for_failure()
     clients[0].fail(BAD)
-    with pytest.raises(ColumnError, match="3 null values"):
+
+    def look_on() -> None:
         for _ in range(100):
             monitor.look_for_failure()
             time.sleep(0.1)
+
+    with pytest.raises(ColumnError, match="3 null values"):
+        look_on()
 
 
 def test_a_job_without_errors_has_no_failure(server: ControlServer) -> None:

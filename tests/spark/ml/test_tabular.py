@@ -84,10 +84,12 @@ def by_hand(table: pd.DataFrame) -> tuple[list[list[int]], list[list[float]], di
         columns.append([1 if value is None else places.get(value, 0) for value in table[name]])
     times = table["planned"].dt
     columns += [(times.month - 1 + 2).tolist(), (times.dayofweek + 2).tolist(), (times.hour + 2).tolist()]
-    numbers = []
+    numbers, missing = [], []
     for name in ("seats", "distance"):
         values, seen = table[name].astype("float64"), train[name].astype("float64")
         numbers.append(((values - seen.mean()) / seen.std(ddof=0)).fillna(0.0).tolist())
+        missing.append(values.isna().astype(float).tolist())
+    numbers += missing
     return [list(row) for row in zip(*columns, strict=True)], [list(r) for r in zip(*numbers, strict=True)], known
 
 
@@ -104,7 +106,7 @@ def test_a_table_trains_as_tensors_made_by_hand_and_scores_wherever_the_model_go
     labels = [float(label == "on time") for label in table["arrival"]]
     rows = list(zip(range(ROWS), categories, numbers, labels, table["held_out"].tolist(), strict=True))
     kinds = "id long, categories array<long>, numbers array<float>, label double, held_out boolean"
-    network = {"cardinalities": [5, 4, 14, 9, 26], "numbers": 2, "outputs": 2}
+    network = {"cardinalities": [5, 4, 14, 9, 26], "numbers": 4, "outputs": 2}
     expected = TorchClassifier(
         module=TableNetwork, moduleParams=network, inputCols=["categories", "numbers"], **shared
     ).fit(spark.createDataFrame(rows, kinds))
@@ -173,7 +175,7 @@ def test_a_regressor_takes_named_columns_rare_categories_as_unknown_and_a_module
     regressor = TabularRegressor(**own, **named, **QUICK)
     model = regressor.fit(raw)
     assert model.categories == {"carrier": ["AA"], "seats": []}
-    assert (model.module.cardinalities, model.module.numbers) == ([3, 2], 1)
+    assert (model.module.cardinalities, model.module.numbers) == ([3, 2], 2)
     model.save(str(tmp_path / "model"))
     loaded = TabularRegressionModel.load(str(tmp_path / "model"))
     assert not any(np.isnan(row["prediction"]) for row in loaded.transform(raw).collect())

@@ -39,6 +39,13 @@ def test_numbers_are_standardised_and_missing_ones_are_the_mean() -> None:
     assert found == {"categories": [[]] * 3, "numbers": [[2.0, 0.0, 1.0], [0.0, 0.0, 0.0], [0.0, 2.0, -1.0]]}
 
 
+def test_columns_say_where_numbers_are_missing_after_all_the_numbers() -> None:
+    table = TableColumns(numbers={"a": [3.0, 2.0], "b": [1.0, 1.0]}, missing=["b"])
+    found = made(table, a=pa.array([None, 3.0]), b=pa.array([float("nan"), 2.0]))
+    assert found["numbers"] == [[0.0, 0.0, 1.0], [0.0, 1.0, 0.0]]
+    assert (table.width, TableColumns(numbers=table.numbers).width) == (3, 2)
+
+
 def test_times_are_parts_in_utc() -> None:
     instant = datetime(2024, 2, 29, 23, 30, tzinfo=timezone.utc)  # a Thursday
     plain = pa.array([instant.replace(tzinfo=None), None], pa.timestamp("us"))
