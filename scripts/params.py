@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from sparktorch.ml.params import classes, mixins, tables
+from sparktorch.ml.params import classes, mixins, tables, task_tables
 from sparktorch.ml.params.declare import ParamSpec, described, optional
 
 ROOT = Path(__file__).parents[1]
@@ -48,10 +48,10 @@ SUBJECTS = {
         *(tables.GROUPS, tables.PREDICTION, tables.CLASSIFIED, tables.OUTPUTS),
     ),
     "How columns become tensors": (tables.INPUTS,),
-    "`TextClassifier` and `ImageClassifier`": (tables.PRETRAINED, tables.TEXT, tables.IMAGE),
-    "`TabularClassifier` and `TabularRegressor`": (tables.TABLE,),
-    "`Recommender`": (tables.PAIR, tables.RATING, tables.FACTORS, tables.COLD_START),
-    "`Forecaster`": (tables.SERIES, tables.WINDOWS),
+    "`TextClassifier` and `ImageClassifier`": (task_tables.PRETRAINED, task_tables.TEXT, task_tables.IMAGE),
+    "`TabularClassifier` and `TabularRegressor`": (task_tables.TABLE,),
+    "`Recommender`": (task_tables.PAIR, task_tables.RATING, task_tables.FACTORS, task_tables.COLD_START),
+    "`Forecaster`": (task_tables.SERIES, task_tables.WINDOWS),
     "Steps and epochs": (tables.STEPS, tables.EPOCHS, tables.SAMPLING),
     "Numbers": (tables.NUMERICS,),
     "Workers and strategies": (tables.STRATEGY, tables.RESULT, tables.DEVICE, tables.LAUNCH, tables.PATIENCE),

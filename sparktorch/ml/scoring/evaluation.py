@@ -8,23 +8,21 @@ regression.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 from pyspark.ml.evaluation import BinaryClassificationEvaluator, RegressionEvaluator
-from pyspark.sql import Column, DataFrame, Row
+from pyspark.sql import DataFrame, Row
 from pyspark.sql import functions as F
 
 from sparktorch.errors import ColumnError
 from sparktorch.ml.params.mixins import ClassificationModelParams, RegressionModelParams
-from sparktorch.ml.scoring import figures, html
+from sparktorch.ml.scoring import figures
+from sparktorch.ml.scoring.comparison import Summary, Transform, compared, described, totals
 from sparktorch.spark.column_names import ColumnNames, quoted
-from sparktorch.spark.frame.encoding import NUMERIC
-from sparktorch.spark.frame.refusals import no_label, no_number
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -33,45 +31,14 @@ __all__ = [
     "BinaryClassificationSummary",
     "ClassificationSummary",
     "RegressionSummary",
-    "Summary",
-    "Transform",
-    "compared",
-    "described",
     "evaluate_classifier",
     "evaluate_regressor",
-    "totals",
-    "weight_column",
 ]
 
 _MATRIX_CLASSES = 500  # most classes whose confusion matrix comes to the driver unasked
 _UNKNOWN = -1.0  # all labels that are no class: a column of identifiers has too many for the driver
 
 Floats = npt.NDArray[np.float64]
-Transform = Callable[[DataFrame], DataFrame]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Summary:
-    """Base class of the summaries.
-
-    Attributes:
-        predictions: The output of `transform`; not cached, so each action on it scores again.
-        predictionCol: Its column of predictions.
-        labelCol: Its column of true values.
-        weightCol: Its column of weights, used by all metrics; "" for equal weights.
-        numInstances: Number of rows.
-    """
-
-    predictions: DataFrame
-    predictionCol: str
-    labelCol: str
-    weightCol: str
-    numInstances: int
-
-    _shown: ClassVar[tuple[str, ...]] = ("numInstances",)  # the metrics that HTML has
-
-    def _repr_html_(self) -> str:
-        return html.block(type(self).__name__, "", html.pairs({n: html.number(getattr(self, n)) for n in self._shown}))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,92 +274,6 @@ def evaluate_regressor(model: RegressionModelParams, transform: Transform, datas
             r2=evaluator.setMetricName("r2").evaluate(rows),
             explainedVariance=evaluator.setMetricName("var").evaluate(rows),
         )
-
-
-def totals() -> list[Column]:
-    """Returns aggregates: the weight, all rows, and the rows with a label, a prediction and a valid weight."""
-    return [
-        F.sum("weight").alias("weight"),
-        F.count(F.lit(1)).alias("rows"),
-        F.count("label").alias("labels"),
-        F.count("prediction").alias("predictions"),
-        F.sum(F.col("weight").between(0, F.lit(float(np.finfo(np.float64).max))).cast("int")).alias("weights"),
-    ]
-
-
-@contextmanager
-def compared(
-    model: ClassificationModelParams | RegressionModelParams,
-    transform: Transform,
-    dataset: DataFrame,
-    *more: Column,
-    kept: bool,
-) -> Iterator[tuple[DataFrame, DataFrame]]:
-    """Yields two DataFrames: the output of `transform`, and its `label`, `prediction` and `weight` as double.
-
-    `more` are further columns of the second, which is persisted until the block ends if `kept`, so that jobs score
-    once.
-    """
-    names, weight = ColumnNames.of(dataset), weight_column(model)
-    for name in (model.getLabelCol(), *([weight] if weight else [])):
-        kind = names.type_of(name)
-        if not isinstance(kind, NUMERIC):
-            classes = isinstance(model, ClassificationModelParams) and name == model.getLabelCol()
-            raise no_label(kind, name, classes=True) if classes else no_number(kind, name)
-    predictions = transform(dataset)
-    rows = predictions.select(
-        _there(names.column(model.getLabelCol())).alias("label"),
-        _there(quoted(model.getPredictionCol())).alias("prediction"),
-        (_there(names.column(weight)) if weight else F.lit(1.0)).alias("weight"),
-        *more,
-    )
-    if kept:
-        rows.persist()
-    try:
-        yield predictions, rows
-    finally:
-        if kept:
-            rows.unpersist()
-
-
-def _there(column: Column) -> Column:
-    """Casts a number to double, and NaN to null."""
-    return F.nanvl(column.cast("double"), F.lit(None).cast("double"))
-
-
-def weight_column(model: ClassificationModelParams | RegressionModelParams) -> str:
-    """Returns the name of the column of weights; empty if there is none."""
-    return model.getWeightCol() or "" if model.isDefined(model.weightCol) else ""
-
-
-def described(
-    model: ClassificationModelParams | RegressionModelParams, predictions: DataFrame, totals: list[Row]
-) -> dict[str, Any]:
-    """Returns the fields of all summaries, from rows that have labels, weights and predictions."""
-    label, weight = model.getLabelCol(), weight_column(model)
-    rows = sum(row["rows"] for row in totals)
-    if not rows:
-        raise ColumnError("the DataFrame has no rows", hint="check the filter or the path it comes from")
-    needed = (
-        ("labels", label, f"null or NaN in column {label!r}", "leave them out with a filter"),
-        ("weights", weight, f"null, NaN, infinite or negative in column {weight!r}", "leave them out with a filter"),
-        ("predictions", None, "without a prediction", "leave them out with handleInvalid='skip'"),
-    )
-    for count, column, what, hint in needed:
-        missing = rows - sum(row[count] or 0 for row in totals)
-        if missing:
-            raise ColumnError(f"{missing} rows are {what}", hint=hint, column=column)
-    if not sum(row["weight"] for row in totals):
-        raise ColumnError(
-            "all rows have the weight 0", hint="evaluate rows with weights, or unset weightCol", column=weight
-        )
-    return {
-        "predictions": predictions,
-        "predictionCol": model.getPredictionCol(),
-        "labelCol": label,
-        "weightCol": weight,
-        "numInstances": rows,
-    }
 
 
 def _of(groups: list[Row], name: str) -> Floats:

@@ -20,7 +20,7 @@ from pyspark.sql import functions as F
 from sparktorch.base.config import above, one_of
 from sparktorch.errors import ColumnError
 from sparktorch.ml.params.declare import input_names
-from sparktorch.ml.scoring.evaluation import compared, weight_column
+from sparktorch.ml.scoring.comparison import compared, weight_column
 from sparktorch.spark.column_names import ColumnNames, quoted
 
 __all__ = ["importance_of"]

@@ -11,7 +11,7 @@ from pyspark.sql import functions as F
 from sparktorch.base.config import at_least
 from sparktorch.errors import ColumnError, counted
 from sparktorch.ml.params.mixins import RankingModelParams
-from sparktorch.ml.scoring.evaluation import Summary, compared, described, totals
+from sparktorch.ml.scoring.comparison import Summary, compared, described, totals
 from sparktorch.spark.column_names import ColumnNames
 
 __all__ = ["RankingSummary", "evaluate_ranker"]

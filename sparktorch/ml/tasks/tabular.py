@@ -22,7 +22,7 @@ from sparktorch.ml.fit.translate import translate
 from sparktorch.ml.fit.values import Values
 from sparktorch.ml.model import TorchModelBase
 from sparktorch.ml.params.mixins import TabularClassifierParams, TabularRegressorParams
-from sparktorch.ml.params.tables import TABLE
+from sparktorch.ml.params.task_tables import TABLE
 from sparktorch.ml.regression import TorchRegressionModel, TorchRegressor
 from sparktorch.ml.scoring.column_metadata import nominal
 from sparktorch.ml.scoring.evaluation import ClassificationSummary

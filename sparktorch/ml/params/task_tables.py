@@ -1,0 +1,86 @@
+"""The Params of the estimators for one kind of task, in one table per subject; as in `tables`."""
+
+from __future__ import annotations
+
+from sparktorch.ml.params.declare import ParamSpec as P
+
+# fmt: off
+PRETRAINED = (
+    P("modelFolder", "str", None,
+      "a local folder with a model of Hugging Face's and its tokenizer or image processor, at the same path on each "
+      "machine", compared=True),
+    P("numLabels", "int", None,
+      "the number of classes; without it, that of the folder's configuration (> 1)", compared=True),
+)
+
+TEXT = (
+    P("textCol", "str", "text", "the column of text", compared=False),
+    P("maxLength", "int", 128, "the number of tokens after which a row is cut off (> 0)", compared=True),
+)
+
+IMAGE = (
+    P("imageCol", "str", "image", "the binary column of image files, such as JPEG and PNG", compared=False),
+)
+
+TABLE = (
+    P("categoricalCols", "list[str]", None,
+      "the columns of categories, among them dates and timestamps, of which parts are taken; by default those of "
+      "strings, booleans, dates and timestamps", compared=True),
+    P("numericCols", "list[str]", None,
+      "the columns of numbers; by default those of numbers that categoricalCols does not name", compared=True),
+    P("minCount", "int", 1, "the fewest training rows of a category; a rarer one is unknown", compared=True),
+    P("maxCategories", "int", 1000, "the most categories of a column, its most frequent ones", compared=True),
+    P("maxIntegerCategories", "int", 32,
+      "columns of integers are categories, too, if the range of their values has at most so many of them, and neither "
+      "categoricalCols nor numericCols is set; 0 for none", compared="unless default"),
+)
+
+PAIR = (
+    P("userCol", "str", "user", "the column of users: strings or whole numbers", compared=False),
+    P("itemCol", "str", "item", "the column of items: strings or whole numbers", compared=False),
+    P("userFeatures", "list[str]", [], "columns of numbers that describe the user of a row", compared=False),
+    P("itemFeatures", "list[str]", [], "columns of numbers that describe the item of a row", compared=False),
+)
+
+RATING = (
+    P("ratingCol", "str", "rating",
+      "the column of ratings; with implicitPrefs, of the rows' weights (>= 0), and an empty name weighs all the same",
+      compared=False),
+)
+
+FACTORS = (
+    P("rank", "int", 10, "the number of elements of a user's and of an item's vector (> 0)", compared=True),
+    P("regParam", "float", 0.1,
+      "factor of the sum of squares of both vectors of a row, which is added to its loss (>= 0)", compared=True),
+    P("implicitPrefs", "bool", False,
+      "whether rows are what users chose, and not what they thought of it: items are ranked, not rated", compared=True),
+    P("numNegatives", "int", 64,
+      "with implicitPrefs, the number of other items that each row's is compared with, drawn anew in each epoch (> 0)",
+      compared=True),
+)
+
+COLD_START = (
+    P("coldStartStrategy", "str", "nan",
+      "what transform does with pairs of a user or an item that the fit did not have: 'nan' predicts NaN, 'drop' "
+      "leaves them out", compared=False),
+)
+
+SERIES = (
+    P("context", "int", None, "rows of a series that a forecast is made from (> 1)", compared=True),
+    P("horizon", "int", None, "rows of a forecast (> 0)", compared=True),
+    P("pastCols", "list[str]", [], "columns of numbers that are known up to the last row of the context",
+      compared=True),
+    P("futureCols", "list[str]", [], "columns of numbers that are known ahead, such as prices and the calendar",
+      compared=True),
+    P("staticCols", "list[str]", [], "columns of numbers that do not change within a series", compared=True),
+    P("quantiles", "list[float]", [],
+      "quantiles to forecast, ascending, such as [0.1, 0.5, 0.9], in place of one value (> 0, < 1)", compared=True),
+)
+
+WINDOWS = (
+    P("step", "int", 1, "rows from the beginning of a window that is trained to that of the next (> 0)",
+      compared=True),
+    P("scaling", "str", "window",
+      "'window' gives the module each window's target less the mean of its context, in units of its standard "
+      "deviation, 'none' the target as it is", compared=True),
+)
