@@ -24,7 +24,16 @@ from sparktorch.train.recipe.hints import hints_for
 from sparktorch.train.recipe.loss import Loss, TrainingStep, check_mean
 from sparktorch.train.recipe.metrics import try_metrics
 from sparktorch.train.recipe.recipe import Recipe
-from sparktorch.train.recipe.task import align, are_shares, check_rows, classes_in, each_tensor, prediction, rows_of
+from sparktorch.train.recipe.task import (
+    align,
+    are_shares,
+    check_rows,
+    classes_in,
+    described,
+    each_tensor,
+    prediction,
+    rows_of,
+)
 
 __all__ = ["ArgumentSpec", "DryRunResult", "OutputSpec", "arguments_of", "describe_outputs", "dry_run", "try_forward"]
 
@@ -252,7 +261,7 @@ def _forward(module: nn.Module, inputs: Mapping[str, torch.Tensor], names: tuple
         raise
     except Exception as error:
         mapping = "".join(
-            f"\n     argument {i} of forward <- {name}: {_describe(tensor)}"
+            f"\n     argument {i} of forward <- {name}: {described(tensor)}"
             for i, (name, tensor) in enumerate(inputs.items())
         )
         raise ModuleError(
@@ -302,8 +311,8 @@ def _try_loss(
     loss: Loss, task: Task, output: Any, label: torch.Tensor | None, weight: torch.Tensor | None, *, values: bool
 ) -> None:
     """Runs a loss forward and backward on a few rows, and forward on the first one and two."""
-    got = "" if label is None else f" and labels {_describe(label)}"
-    hint = f"the module returned {_describe(output)}{got}"
+    got = "" if label is None else f" and labels {described(label)}"
+    hint = f"the module returned {described(output)}{got}"
     if task == "classification":
         hint += "; CrossEntropyLoss takes a score for each class, BCEWithLogitsLoss one a row, for two classes"
     elif label is not None and not label.is_floating_point() and getattr(output, "shape", None) == label.shape:
@@ -319,8 +328,8 @@ def _try_loss(
 
 def _try_step(step: TrainingStep, module: nn.Module, whole: Batch, *, values: bool) -> None:
     """Runs a training step forward and backward on a few rows, and forward on the first one and two."""
-    arrives = ", ".join(_describe(tensor) for tensor in whole.inputs)
-    got = "" if whole.label is None else f" and label {_describe(whole.label)}"
+    arrives = ", ".join(described(tensor) for tensor in whole.inputs)
+    got = "" if whole.label is None else f" and label {described(whole.label)}"
     hint = step.hint or "it is called with the module and a batch"
     hint = f"{hint}; inputs ({arrives}){got}"
     with refusing(f"{step.what} failed on the first row", hint, param=step.param):
@@ -361,7 +370,7 @@ def describe_outputs(output: Any) -> tuple[OutputSpec, ...]:
         named = {}
     if not named or not all(isinstance(t, torch.Tensor) and t.dim() for t in named.values()):
         raise ModuleError(
-            f"forward returned {_describe(output)}",
+            f"forward returned {described(output)}",
             hint="return a tensor with one row per row of the input, or a tuple or dict of such tensors",
         )
     return tuple(OutputSpec(str(name), tuple(tensor.shape[1:])) for name, tensor in named.items())
@@ -373,7 +382,7 @@ def _check_classes(task: Task, output: Any, rows: int, loss: Loss | None) -> int
         return None
     if not isinstance(output, torch.Tensor) or output.dim() > 2:
         raise ModuleError(
-            f"the module returned {_describe(output)}",
+            f"the module returned {described(output)}",
             hint="a classifier returns scores of shape (rows, classes), a regressor (rows,) or "
             "(rows, values); for anything else there is TorchEstimator",
             param="module",
@@ -399,13 +408,3 @@ def _check_classes(task: Task, output: Any, rows: int, loss: Loss | None) -> int
             "out; scoring applies one, and so does CrossEntropyLoss"
         )
     return classes_in(tuple(output.shape[1:]))
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        shape = ", ".join(("rows", *map(str, value.shape[1:]))) if value.dim() else ""
-        layout = "" if value.layout == torch.strided else f" {str(value.layout).removeprefix('torch.')}"
-        return f"{str(value.dtype).removeprefix('torch.')}{layout} of shape ({shape})"
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {_describe(item)}" for key, item in value.items()) + "}"
-    return f"({', '.join(map(_describe, value))})" if isinstance(value, tuple | list) else type(value).__name__

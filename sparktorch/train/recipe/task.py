@@ -12,7 +12,17 @@ from sparktorch.base.config import Precision, Task
 from sparktorch.errors import ModuleError, counted
 
 __all__ = [
-    *("align", "are_shares", "autocast", "check_rows", "classes_in", "correct", "each_tensor", "predicted"),
+    *(
+        "align",
+        "are_shares",
+        "autocast",
+        "check_rows",
+        "classes_in",
+        "correct",
+        "described",
+        "each_tensor",
+        "predicted",
+    ),
     *("prediction", "rows_of"),
 ]
 
@@ -116,3 +126,14 @@ def are_shares(output: torch.Tensor) -> bool:
     """Whether the scores of each row are as a softmax returns them."""
     sums = output.detach().double().sum(1)
     return bool((output >= 0).all() and torch.allclose(sums, torch.ones_like(sums), atol=1e-4))
+
+
+def described(value: Any) -> str:
+    """Returns dtype and shape of a tensor, or of those in a mapping or sequence, for messages."""
+    if isinstance(value, torch.Tensor):
+        shape = ", ".join(("rows", *map(str, value.shape[1:]))) if value.dim() else ""
+        layout = "" if value.layout == torch.strided else f" {str(value.layout).removeprefix('torch.')}"
+        return f"{str(value.dtype).removeprefix('torch.')}{layout} of shape ({shape})"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {described(item)}" for key, item in value.items()) + "}"
+    return f"({', '.join(map(described, value))})" if isinstance(value, tuple | list) else type(value).__name__
