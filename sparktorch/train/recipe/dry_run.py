@@ -22,7 +22,7 @@ from sparktorch.train.huggingface.models import MODEL_LOSS, call, check_model_lo
 from sparktorch.train.huggingface.weights import log_differences
 from sparktorch.train.recipe.hints import hints_for
 from sparktorch.train.recipe.loss import Loss, TrainingStep, check_mean
-from sparktorch.train.recipe.metrics import try_metrics
+from sparktorch.train.recipe.metrics import ones_for, try_metrics
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.recipe.task import (
     align,
@@ -171,7 +171,7 @@ def dry_run(
     if built is None:
         return found
     built.check_reset()
-    return replace(found, aligned=each_tensor(_ones, found.aligned))
+    return replace(found, aligned=each_tensor(ones_for, found.aligned))
 
 
 def _with_values(module: nn.Module, device: str) -> nn.Module:
@@ -283,7 +283,11 @@ def try_forward(
 
 def arguments_of(inputs: Mapping[str, torch.Tensor]) -> tuple[ArgumentSpec, ...]:
     """Returns one spec per argument of `forward`, of a few rows by a name for messages."""
-    return tuple(_argument(name, tensor) for name, tensor in inputs.items())
+    found = []
+    for name, tensor in inputs.items():
+        dtype, layout = str(tensor.dtype).removeprefix("torch."), str(tensor.layout).removeprefix("torch.")
+        found.append(ArgumentSpec(name, dtype, () if tensor.is_nested else tuple(tensor.shape[1:]), layout))
+    return tuple(found)
 
 
 def complete(trial: DryRunResult, metrics: Mapping[str, Any], task: Task) -> DryRunResult:
@@ -294,17 +298,6 @@ def complete(trial: DryRunResult, metrics: Mapping[str, Any], task: Task) -> Dry
     """
     tried = try_metrics(metrics, task, trial.classes, *trial.aligned)
     return replace(trial, metrics=tried, aligned=(None, None))
-
-
-def _ones(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns ones, or zeros where a tensor without values is of integers, for metrics."""
-    return torch.full(tensor.shape, 1 if tensor.is_floating_point() else 0, dtype=tensor.dtype)
-
-
-def _argument(name: str, tensor: torch.Tensor) -> ArgumentSpec:
-    dtype, layout = str(tensor.dtype).removeprefix("torch."), str(tensor.layout).removeprefix("torch.")
-    shape = () if tensor.is_nested else tuple(tensor.shape[1:])
-    return ArgumentSpec(name, dtype, shape, layout)
 
 
 def _try_loss(

@@ -22,7 +22,7 @@ from sparktorch.errors import ConfigError, nearest
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
-__all__ = ["Metrics", "has_metric", "quiet", "reduce_over_ranks", "try_metrics"]
+__all__ = ["Metrics", "has_metric", "ones_for", "quiet", "reduce_over_ranks", "try_metrics"]
 
 _HOMES = ("torchmetrics", "torchmetrics.classification", "torchmetrics.regression")
 _TAKEN = {"loss", "accuracy"}  # names that validation reports itself
@@ -88,6 +88,11 @@ def has_metric(name: str, task: Task, metrics: Iterable[str]) -> bool:
     """Whether a validation computes this from the module's output, by its task or the named metrics."""
     named = any(name == f"val_{metric}" or name.startswith(f"val_{metric}_") for metric in metrics)  # see `_numbers`
     return named or (name == "val_accuracy" and task == "classification")
+
+
+def ones_for(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns ones, or zeros where a tensor without values is of integers, for metrics."""
+    return torch.full(tensor.shape, 1 if tensor.is_floating_point() else 0, dtype=tensor.dtype)
 
 
 def try_metrics(

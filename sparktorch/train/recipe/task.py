@@ -23,7 +23,7 @@ __all__ = [
         "each_tensor",
         "predicted",
     ),
-    *("prediction", "rows_of"),
+    *("each_tensor", "predicted", "prediction", "rows_of"),
 ]
 
 
