@@ -296,8 +296,7 @@ def complete(trial: DryRunResult, metrics: Mapping[str, Any], task: Task) -> Dry
     Raises:
         ConfigError: A metric cannot be built or computed; names the metric.
     """
-    tried = try_metrics(metrics, task, trial.classes, *trial.aligned)
-    return replace(trial, metrics=tried, aligned=(None, None))
+    return replace(trial, metrics=try_metrics(metrics, task, trial.classes, *trial.aligned), aligned=(None, None))
 
 
 def _try_loss(
@@ -323,8 +322,7 @@ def _try_step(step: TrainingStep, module: nn.Module, whole: Batch, *, values: bo
     """Runs a training step forward and backward on a few rows, and forward on the first one and two."""
     arrives = ", ".join(described(tensor) for tensor in whole.inputs)
     got = "" if whole.label is None else f" and label {described(whole.label)}"
-    hint = step.hint or "it is called with the module and a batch"
-    hint = f"{hint}; inputs ({arrives}){got}"
+    hint = f"{step.hint or 'it is called with the module and a batch'}; inputs ({arrives}){got}"
     with refusing(f"{step.what} failed on the first row", hint, param=step.param):
         _check_rows(
             lambda *span: step.per_row(module, whole.slice(*span))[0], step.what, step.param, hint, values=values
@@ -353,14 +351,13 @@ def describe_outputs(output: Any) -> tuple[OutputSpec, ...]:
     Raises:
         ModuleError: It is neither a tensor nor a tuple or mapping of tensors with rows first.
     """
+    named: dict[Any, Any] = {}
     if isinstance(output, torch.Tensor):
         named = {"": output}
     elif isinstance(output, Mapping):
         named = dict(output)
     elif isinstance(output, tuple | list):
-        named = {str(i): tensor for i, tensor in enumerate(output)}
-    else:
-        named = {}
+        named = dict(enumerate(output))
     if not named or not all(isinstance(t, torch.Tensor) and t.dim() for t in named.values()):
         raise ModuleError(
             f"forward returned {described(output)}",

@@ -11,6 +11,7 @@ from pyspark.sql import SparkSession
 
 import sparktorch
 from sparktorch import (
+    Forecaster,
     Ranker,
     Recommender,
     TabularClassifier,
@@ -24,7 +25,9 @@ from sparktorch.ml.fit.prepared_data import PreparedData
 ESTIMATORS = [TorchClassifier, TorchEstimator, TorchRegressor]
 
 
-@pytest.mark.parametrize("kind", [*ESTIMATORS, PreparedData, Ranker, Recommender, TabularClassifier, TorchTuner])
+@pytest.mark.parametrize(
+    "kind", [*ESTIMATORS, PreparedData, Forecaster, Ranker, Recommender, TabularClassifier, TorchTuner]
+)
 def test_the_example_runs(spark: SparkSession, kind: Any) -> None:
     public = {name: getattr(sparktorch, name) for name in sparktorch.__all__}
     names = {**public, kind.__name__: kind, "spark": spark}
