@@ -176,7 +176,7 @@ def save_model(
 
 def _write_columns(model: TorchModelBase, data: Path) -> tuple[ModelSignature, Any]:
     """Writes the columns and scoring Params to `columns.json`; returns signature and input example."""
-    from sparktorch.ml.tasks.forecaster import ForecastingModel
+    from sparktorch.ml.tasks.forecasting_model import ForecastingModel
 
     if isinstance(model, ForecastingModel):
         (data / "columns.json").write_text(json.dumps({"series": model.columns.to_dict()}))
