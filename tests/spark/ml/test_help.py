@@ -10,13 +10,21 @@ import pytest
 from pyspark.sql import SparkSession
 
 import sparktorch
-from sparktorch import Forecaster, TabularClassifier, TorchClassifier, TorchEstimator, TorchRegressor, TorchTuner
+from sparktorch import (
+    Forecaster,
+    Ranker,
+    TabularClassifier,
+    TorchClassifier,
+    TorchEstimator,
+    TorchRegressor,
+    TorchTuner,
+)
 from sparktorch.ml.fit.prepared_data import PreparedData
 
 ESTIMATORS = [TorchClassifier, TorchEstimator, TorchRegressor]
 
 
-@pytest.mark.parametrize("kind", [*ESTIMATORS, PreparedData, Forecaster, TabularClassifier, TorchTuner])
+@pytest.mark.parametrize("kind", [*ESTIMATORS, PreparedData, Forecaster, Ranker, TabularClassifier, TorchTuner])
 def test_the_example_runs(spark: SparkSession, kind: Any) -> None:
     public = {name: getattr(sparktorch, name) for name in sparktorch.__all__}
     names = {**public, kind.__name__: kind, "spark": spark}
