@@ -24,7 +24,8 @@ if TYPE_CHECKING:
         TextClassifier,
     )
     from sparktorch.ml.regression import TorchRegressionModel, TorchRegressor
-    from sparktorch.ml.tasks.forecaster import Forecaster, ForecastingModel
+    from sparktorch.ml.tasks.forecaster import Forecaster
+    from sparktorch.ml.tasks.forecasting_model import ForecastingModel
     from sparktorch.ml.tasks.ranker import Ranker, RankingModel
     from sparktorch.ml.tasks.recommender import Recommender, RecommenderModel
     from sparktorch.ml.tasks.tabular import (
@@ -80,7 +81,7 @@ __all__ = [
 _HOMES = {
     "Callback": "sparktorch.train.callbacks",
     "Forecaster": "sparktorch.ml.tasks.forecaster",
-    "ForecastingModel": "sparktorch.ml.tasks.forecaster",
+    "ForecastingModel": "sparktorch.ml.tasks.forecasting_model",
     "ImageClassificationModel": "sparktorch.ml.pretrained",
     "ImageClassifier": "sparktorch.ml.pretrained",
     "Recommender": "sparktorch.ml.tasks.recommender",

@@ -16,7 +16,7 @@ from pyspark.sql import DataFrame, SparkSession
 from sparktorch.errors import PersistenceError
 from sparktorch.ml.model import TorchModelBase
 from sparktorch.ml.persistence import FOR_ALL, read_local, write_local
-from sparktorch.ml.tasks.forecaster import ForecastingModel
+from sparktorch.ml.tasks.forecasting_model import ForecastingModel
 from sparktorch.spark.column_names import quoted
 from sparktorch.spark.session import is_connect, setting
 from sparktorch.tracking.series import series_example, series_signature

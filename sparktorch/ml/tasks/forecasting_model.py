@@ -1,0 +1,197 @@
+"""The model of series: it forecasts the rows that follow, and compares forecasts with rows that are known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+from pyspark.sql import DataFrame
+from pyspark.sql import types as T
+
+from sparktorch.errors import ColumnError, ConfigError, Refusal, refuse
+from sparktorch.ml.fit.checks import check_outputs, naming_params
+from sparktorch.ml.fit.prepared_data import make_room
+from sparktorch.ml.fit.values import Values
+from sparktorch.ml.model import TorchModelBase
+from sparktorch.ml.params.mixins import ForecastingModelParams
+from sparktorch.ml.scoring.backtest import ForecastSummary, summary_of
+from sparktorch.model.series.forecasts import Backtest, SeriesColumns, columns_of_quantiles, forecast
+from sparktorch.spark.column_names import ColumnNames, quoted
+from sparktorch.spark.frame.encoding import NUMERIC
+from sparktorch.spark.frame.refusals import no_number
+from sparktorch.spark.rdd import dataframe_of
+from sparktorch.spark.scoring_udf import scorer_here
+from sparktorch.spark.session import is_local
+from sparktorch.spark.shipping import send
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["WINDOWS", "ForecastingModel", "check_series"]
+
+_ORDERS = (T.ByteType, T.ShortType, T.IntegerType, T.LongType, T.DateType, T.TimestampType, T.TimestampNTZType)
+
+WINDOWS = (
+    Refusal("orderCol", lambda p: not p["orderCol"], "orderCol is not set", "name the column of the rows' times"),
+    Refusal("labelCol", lambda p: not p["labelCol"], "labelCol is empty", "name the column to forecast"),
+    Refusal("context", lambda p: p["context"] is None, "context is not set", "set it to some seasons' rows"),
+    Refusal("context", lambda p: p["context"] < 2, "context is {p[context]}, and steps are seen from two rows on"),
+    Refusal("horizon", lambda p: p["horizon"] is None, "horizon is not set", "set it to the rows to forecast"),
+    Refusal("horizon", lambda p: p["horizon"] < 1, "horizon is {p[horizon]}", "set it to 1 or more"),
+    Refusal(
+        "quantiles",
+        lambda p: p["quantiles"] != sorted({q for q in p["quantiles"] if 0 < q < 1}),
+        "quantiles are {p[quantiles]}",
+        "give them in ascending order, each between 0 and 1",
+    ),
+)
+
+
+class ForecastingModel(TorchModelBase, ForecastingModelParams):
+    """A model fitted by `Forecaster`. `transform` is `forecast`: it returns rows to come, and none of its input."""
+
+    _estimator = "sparktorch.ml.tasks.forecaster:Forecaster"
+
+    @property
+    def columns(self) -> SeriesColumns:
+        """The columns that forecasts are made from, and those that they have.
+
+        Raises:
+            ConfigError: A Param is out of range.
+        """
+        p = Values(self)
+        refuse(WINDOWS, p)
+        if p["handleInvalid"] == "keep":
+            what = "handleInvalid is 'keep', and a series without a context has no times to forecast"
+            raise ConfigError(what, hint="set 'skip', which leaves it out, or 'error'", param="handleInvalid")
+        return SeriesColumns(
+            group=p["groupCol"] or "",
+            order=p["orderCol"],
+            target=p["labelCol"],
+            past=p["pastCols"],
+            future=p["futureCols"],
+            static=p["staticCols"],
+            context=p["context"],
+            horizon=p["horizon"],
+            quantiles=p["quantiles"],
+            prediction=p["predictionCol"],
+            skips=p["handleInvalid"] == "skip",
+        )
+
+    def forecast(self, dataset: DataFrame) -> DataFrame:
+        """Forecasts the rows after the last one of each series that has a target.
+
+        Args:
+            dataset: The last `context` rows of each series, or more, in any order. With `futureCols`, also `horizon`
+                rows with these and without a target.
+
+        Returns:
+            `horizon` rows for each series: `groupCol`, `orderCol`, `predictionCol` (double) and, of each quantile,
+            a column such as `prediction_p10`. Without one at 0.5, `predictionCol` is the quantile nearest to it.
+
+        Raises:
+            ColumnError: A column is missing or mistyped. Also, in the job, where a series has less than `context` rows,
+                nulls in them or uneven steps, unless `handleInvalid` is "skip".
+        """
+        return self._forecast(dataframe_of(dataset, "forecast"), None)
+
+    def evaluate(self, dataset: DataFrame, *, season: int = 1) -> ForecastSummary:
+        """Forecasts the last `horizon` rows of each series from those before, and compares; see `backtest`."""
+        return self.backtest(dataset, season=season)
+
+    def backtest(
+        self, dataset: DataFrame, *, origins: int = 1, stride: int | None = None, season: int = 1
+    ) -> ForecastSummary:
+        """Forecasts rows that are known from those before them, at several times of each series, and compares.
+
+        Args:
+            dataset: Rows with a target, in any order.
+            origins: Number of forecasts of each series. The last one ends with its last row.
+            stride: Rows from one forecast to the next; by default `horizon`, so that none overlap.
+            season: Rows of a season, for the naive forecast.
+
+        Raises:
+            ConfigError: A number is less than 1.
+            ColumnError: As from `forecast`.
+        """
+        stride = self.getHorizon() if stride is None else stride
+        for name, value in (("origins", origins), ("stride", stride), ("season", season)):
+            if value < 1:
+                raise ConfigError(f"{name} is {value}", hint="set it to 1 or more", param=name)
+        columns = self.columns
+        quantiles = dict(zip(columns.quantiles, columns_of_quantiles(columns), strict=True))
+        asked = Backtest(origins=origins, stride=stride, season=season)
+        return summary_of(self._forecast(dataframe_of(dataset, "backtest"), asked), columns.prediction, quantiles)
+
+    def _transform(self, dataset: DataFrame) -> DataFrame:
+        return self.forecast(dataset)
+
+    def _forecast(self, dataset: DataFrame, backtest: Backtest | None) -> DataFrame:
+        spark, columns, scoring = dataset.sparkSession, self.columns, self._scoring()
+        if dataset.isStreaming:
+            what = "a forecast takes all rows of a series, and the DataFrame is a stream"
+            raise ConfigError(what, hint="forecast in foreachBatch, from rows that a table keeps", param="dataset")
+        make_room(spark, 1)
+        with naming_params(self):
+            rows, schema = _rows(dataset, columns, backtest)
+        sent, local = send(spark, self.trained), is_local(spark)
+
+        def forecasts(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+            return forecast(batches, columns, scorer_here(sent, scoring, local), backtest)
+
+        by_series = rows.repartition(quoted(columns.group)) if columns.group else rows.repartition(1)
+        return by_series.sortWithinPartitions(*map(quoted, columns.keys)).mapInArrow(forecasts, schema)
+
+    def registerUDF(self, name: str, outputCol: str | None = None, spark: Any = None) -> None:
+        """Refuses: an SQL function takes one row at a time, and a forecast many.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError("a forecast takes the rows of a series", hint="make a view of model.forecast(df)")
+
+    @classmethod
+    def fromModule(cls, module: Any, dataset: DataFrame, **params: Any) -> Self:
+        """Refuses: what a window has is learned in `fit`.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError("a model of windows comes from fit", hint="fit for an epoch with Forecaster(module=...)")
+
+    def _fields(self) -> tuple[dict[str, str], dict[str, str]]:
+        columns = self.columns
+        names = [columns.prediction, *columns_of_quantiles(columns)]
+        return dict.fromkeys(names, "double"), {name: name for name in names}
+
+
+def _rows(dataset: DataFrame, columns: SeriesColumns, backtest: Backtest | None) -> tuple[DataFrame, T.StructType]:
+    """Returns the rows that forecasts are made from, and the schema of forecasts."""
+    names = ColumnNames.of(dataset)
+    check_series(names, columns.order, columns.numbers)
+    double, whole = T.DoubleType(), T.IntegerType()
+    added: list[tuple[str, T.DataType]] = [
+        (columns.prediction, double),
+        *((name, double) for name in columns_of_quantiles(columns)),
+    ]
+    if backtest is not None:
+        compared = [("label", double), ("naive", double), ("scale", double)]
+        added = [("cutoff", names.type_of(columns.order)), ("step", whole), *compared, *added]
+    keys = dataset.select(*map(names.column, columns.keys)).schema.names
+    check_outputs(ColumnNames.of(dataset.select(*map(quoted, keys))), [name for name, _ in added])
+    fields = [T.StructField(name, names.type_of(name)) for name in columns.keys]
+    numbers = [names.column(name).cast("double").alias(name) for name in columns.numbers]
+    rows = dataset.select(*(names.column(name).alias(name) for name in columns.keys), *numbers)
+    return rows, T.StructType([*fields, *(T.StructField(name, kind) for name, kind in added)])
+
+
+def check_series(names: ColumnNames, order: str, numbers: Sequence[str]) -> None:
+    """Refuses columns that are missing, or neither order rows nor are numbers."""
+    kind = names.type_of(order)
+    if not isinstance(kind, _ORDERS):
+        what = f"column {order!r} is {kind.simpleString()}, and rows are ordered by an integer, a date or a timestamp"
+        raise ColumnError(what, hint=f"cast it, as to_timestamp({order}) does with text", column=order)
+    for name in numbers:
+        if not isinstance(names.type_of(name), NUMERIC):
+            raise no_number(names.type_of(name), name)
