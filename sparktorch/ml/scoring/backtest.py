@@ -54,7 +54,7 @@ class ForecastSummary:
 
     @property
     def meanAbsoluteScaledError(self) -> float:
-        """The mean over all steps: MASE."""
+        """MASE, the mean over all steps."""
         return _mean(self.meanAbsoluteScaledErrorByStep)
 
     @property
@@ -64,7 +64,7 @@ class ForecastSummary:
 
     @property
     def naiveScaledError(self) -> float:
-        """The mean over all steps: MASE of the seasonal naive forecast."""
+        """MASE, over all steps, of the seasonal naive forecast."""
         return _mean(self.naiveScaledErrorByStep)
 
 
