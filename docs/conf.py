@@ -25,12 +25,10 @@ extensions = [
     *("sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"),
 ]
 nitpicky = True
-_FOREIGN = (
-    "Transformer",
-    "optional",
-    "pyspark.sql.DataFrame",
-    "collections.abc.Mapping",
-)  # of Spark's and Python's text
+_FOREIGN = (  # of Spark's and Python's own text
+    *("Transformer", "optional", "pyspark.sql.DataFrame", "pyspark.sql.dataframe.DataFrame"),
+    *("collections.abc.Mapping", "collections.abc.Sequence"),
+)
 nitpick_ignore = [("py:class", name) for name in _FOREIGN]
 highlight_language = "none"  # of blocks that name none: diagrams, and what was printed
 default_role = "code"  # of what docstrings put between backticks
