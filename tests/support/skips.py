@@ -20,7 +20,7 @@ MAY_SKIP = {
     "may be written",
     "tests/faults/test_larger_than_memory.py": "wants memory control groups that may be written; what ranks hold is "
     "measured by tests/dist/train/test_model_folder.py",
-    "tests/unit/series/test_neuralforecast.py::test_models": "wants neuralforecast, which brings Ray and is "
+    "tests/unit/model/series/test_neuralforecast.py::test_models": "wants neuralforecast, which brings Ray and is "
     "not installed with the rest; what a model is called with is proven beside it",
     "tests/unit/ml/test_discarded_models.py": "wants Optuna, which the older stack of Petastorm is set up without",
     "tests/unit/ml/test_space.py": "wants Optuna, which the older stack of Petastorm is set up without",

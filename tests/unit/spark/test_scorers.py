@@ -30,7 +30,7 @@ def test_scorers_that_leave_the_cache_are_freed_also_where_modules_are_in_cycles
         model = trained(Cyclic)
         for key in range(8):
             sent: Any = SimpleNamespace(key=str(key), load=lambda: model)
-            scoring_udf._scorer(sent, Scoring(device="cpu"), local=True)
+            scoring_udf.scorer_here(sent, Scoring(device="cpu"), local=True)
         assert len(scoring_udf._scorers) == scoring_udf._KEPT_SCORERS
         assert len(Cyclic.alive) <= scoring_udf._KEPT_SCORERS + 1  # and the one that was trained
     finally:
