@@ -57,10 +57,11 @@ class SampledRows(Rows):
         return SampledRows(fields, columns, RowStorage(), count=len(rows), size=0, samples=samples)._opened()
 
     def take(self, index: torch.Tensor, *, min_rows: int = 0, context: StepContext = EVALUATION) -> Batch:
-        """Returns the batch of the samples `index`, int64 on the CPU; placeholders fill it up to `min_rows`."""
+        """Returns the batch of the samples `index`, int64 on the CPU; its last one again fills it up to `min_rows`."""
         count, missing = len(index), max(0, min_rows - len(index))
         if missing:
-            index = torch.cat([index, index.new_full((missing,), self._samples.count)])
+            last = index[-1:] if count else index.new_tensor([self._samples.count])
+            index = torch.cat([index, last.expand(missing)])
         rows, sizes = self._samples.locate(index)
         batch = super().take(rows, context=context)
         window = self._window

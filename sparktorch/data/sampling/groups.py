@@ -24,8 +24,8 @@ _TOP_BIT = torch.iinfo(torch.int64).min
 class Samples:
     """The samples of a rank, by number: training samples first, in the order of their positions.
 
-    Each is a run of rows in the order of groups. The last one is no sample but a placeholder, the last row, as often as
-    a window has rows.
+    Each is a run of rows in the order of groups. The last one is a placeholder: the first sample again or, without any,
+    the last row, as often as a window has rows.
 
     Attributes:
         count: Number of samples, without the placeholder.
@@ -76,7 +76,7 @@ class GroupKeys(RowKeys):
         self._groups, self._validation, self._drops = columns.groups, columns.validation, columns.drop_nulls
         self._group, self._place = storage.spool(np.int64), storage.spool(np.int64)
         self._end: tuple[int, int] = (0, torch.iinfo(torch.int64).min)
-        self.facts = {"groups": 0, "short": 0, "largest": 0, "rows": 0, "gaps": 0}
+        self.facts = {"groups": 0, "short": 0, "largest": 0, "rows": 0, "gaps": 0, "marked": 0}
 
     def append_to_groups(self, group: Int64, place: Int64) -> None:
         """Appends the group of each row of a batch, and its place in its group."""
@@ -113,7 +113,8 @@ class GroupKeys(RowKeys):
         self._check(same, place, marks)
         firsts = np.append(0, np.flatnonzero(~same) + 1)
         sizes = np.diff(np.append(firsts, self.count))
-        self.facts |= {"groups": len(sizes), "largest": int(sizes.max()), "rows": self.count}
+        self.facts |= {"groups": len(sizes), "largest": int(sizes.max())}
+        self.facts |= {"rows": self.count, "marked": int(marks.sum())}
         window = self._groups.window
         if window is None:
             starts, held_out = firsts, marks[firsts]
@@ -129,8 +130,10 @@ class GroupKeys(RowKeys):
 
     def _of(self, rows: Numbers | range, starts: Int64, sizes: Int64, held_out: int) -> Samples:
         self._trained = len(starts) - held_out
-        window, starts = self._groups.window, np.append(starts, len(rows) - 1)
-        sizes = np.append(sizes, 1) if window is None else np.broadcast_to(np.int64(window.rows), len(starts))
+        window = self._groups.window
+        start, size = (starts[0], sizes[0]) if len(starts) else (len(rows) - 1, 1)
+        starts = np.append(starts, start)
+        sizes = np.append(sizes, size) if window is None else np.broadcast_to(np.int64(window.rows), len(starts))
         self._samples = Samples(rows, starts, sizes)
         return self._samples
 
@@ -175,10 +178,11 @@ class GroupKeys(RowKeys):
 def _windows(window: Window, firsts: Int64, sizes: Int64, marks: Mask, gaps: Int64) -> tuple[Int64, Mask]:
     """Returns where windows begin whose horizons validate as a whole, or not at all, and which ones do.
 
-    No window has a gap before one of its rows but the first; `gaps` are the numbers of rows that have.
+    One ends with the last row of its group, so that the newest rows are trained, or validate. No window has a gap
+    before one of its rows but the first; `gaps` are the numbers of rows that have.
     """
     counts = ((sizes - window.rows) // window.step + 1).clip(min=0)
-    starts = np.repeat(firsts, counts)
+    starts = np.repeat(firsts + (sizes - window.rows) % window.step, counts)
     starts += window.step * (np.arange(len(starts)) - np.repeat(np.cumsum(counts) - counts, counts))
     marked = np.append(0, np.cumsum(marks))
     found = marked[starts + window.rows] - marked[starts + window.context]

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -148,13 +149,14 @@ class TrainingStep:
         Raises:
             ModuleError: The callable returned an invalid value.
         """
-        losses, metrics = self.per_row(module, batch)
+        with nullcontext() if batch.rows else _sending_nothing_back(module):
+            losses, metrics = self.per_row(module, batch)
         rows = batch.rows or batch.shown  # placeholder rows are complete, with weight zero
         if isinstance(losses, torch.Tensor):
             losses = _without_filler(losses, batch).to(torch.promote_types(losses.dtype, torch.float32))
         total = weigh(losses, rows, batch.loss_weight, what=self.what, param=self.param, rowwise=self.rowwise)
-        if not batch.rows:
-            return total, {}
+        if not batch.rows:  # the loss of a placeholder may be NaN, which no weight of zero hides
+            return total.nan_to_num(0.0, 0.0, 0.0), {}
         return total, {name: self._sums(name, value, batch) for name, value in metrics.items()}
 
     def per_row(self, module: nn.Module, batch: Batch) -> tuple[Any, Mapping[str, Any]]:
@@ -223,6 +225,25 @@ class GroupsLossStep(TrainingStep):
         given = (output, sizes) if label is None else (output, label, sizes)
         losses = self._loss(*given)
         return (losses, self._metrics(*given)) if self._measures and self._metrics is not None else losses
+
+
+@contextmanager
+def _sending_nothing_back(module: nn.Module) -> Iterator[None]:
+    """Context in which the outputs of a module pass gradients of zero back, whatever a loss makes of them."""
+
+    def stop(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.requires_grad:
+            tensor.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
+        return tensor
+
+    def listen(_module: nn.Module, _given: Any, output: Any) -> None:
+        each_tensor(stop, output)
+
+    handle = module.register_forward_hook(listen)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _plain(module: nn.Module) -> nn.Module:
