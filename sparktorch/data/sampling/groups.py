@@ -45,6 +45,16 @@ class Samples:
         places = _runs(self.starts[numbers], sizes).clip(max=len(self._rows) - 1)
         return torch.from_numpy(self._at(places)), torch.from_numpy(sizes)
 
+    def means(self, values: npt.NDArray[np.float32], *, skipped: int) -> npt.NDArray[np.float64]:
+        """Returns the mean of the rows' values in each sample but for its first `skipped` rows, float64.
+
+        `values` are by row number; rows that several samples share are added once.
+        """
+        sums = np.append(0, np.cumsum(values[self._at(np.arange(len(self._rows)))], dtype=np.float64))
+        starts, sizes = self.starts[: self.count], self.sizes[: self.count]
+        found: npt.NDArray[np.float64] = (sums[starts + sizes] - sums[starts + skipped]) / (sizes - skipped)
+        return found
+
     def only(self, numbers: Numbers) -> tuple[Samples, Int64]:
         """Returns some samples, renumbered, and the numbers of the rows that they refer to, each once."""
         numbers = np.append(numbers, self.count)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -104,6 +105,19 @@ def test_a_sample_weighs_the_mean_of_the_rows_that_it_predicts(shard_of: Make, w
         assert batch.weight is not None
         assert sorted(batch.weight.tolist()) == pytest.approx(sorted(means))
         assert float(weight) == pytest.approx(sum(means))
+
+
+def test_weights_of_steps_take_memory_for_rows_and_not_for_those_of_each_window(tmp_path: Path) -> None:
+    table = grouped([3000], window=Window(context=500, horizon=2), weighted=True)
+    for storage in (RowStorage(), RowStorage(tmp_path, budget=0)):
+        shard = read_shard(table.batches(), table.columns, storage=storage)
+        shard.place(0, SamplingPlan(rows=shard.rows, batch_size=100, block=8))
+        shard.step_rows(0)
+        tracemalloc.start()
+        shard.step_weights(0)
+        assert tracemalloc.get_traced_memory()[1] < 200 * len(table)
+        tracemalloc.stop()
+        shard.close()
 
 
 def test_inputs_that_are_known_ahead_have_all_rows_of_a_window() -> None:
