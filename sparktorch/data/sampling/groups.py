@@ -85,6 +85,7 @@ class GroupKeys(RowKeys):
         assert columns.groups is not None
         self._groups, self._validation, self._drops = columns.groups, columns.validation, columns.drop_nulls
         self._group, self._place = storage.spool(np.int64), storage.spool(np.int64)
+        self._dropped_group, self._dropped_place = storage.spool(np.int64), storage.spool(np.int64)
         self._end: tuple[int, int] = (0, torch.iinfo(torch.int64).min)
         self.facts = {"groups": 0, "short": 0, "largest": 0, "rows": 0, "gaps": 0, "marked": 0}
 
@@ -100,6 +101,11 @@ class GroupKeys(RowKeys):
         self._end = int(groups[-1]), int(places[-1])
         self._group.append(group)
         self._place.append(place)
+
+    def append_dropped(self, group: Int64, place: Int64) -> None:
+        """Appends group and place of rows that were dropped: their steps are even, and no window goes across them."""
+        self._dropped_group.append(group)
+        self._dropped_place.append(place)
 
     def _follow(self, key: npt.NDArray[np.uint64], held_out: Mask) -> bool:
         return True  # groups and places alone order the rows
@@ -130,7 +136,7 @@ class GroupKeys(RowKeys):
             starts, held_out = firsts, marks[firsts]
         else:
             self.facts["short"] = int((sizes < window.rows).sum())
-            gaps = np.empty(0, np.int64) if window.even is None else self._gaps(place, firsts, window.even)
+            gaps = np.empty(0, np.int64) if window.even is None else self._gaps(group, place, firsts, window.even)
             starts, held_out = _windows(window, firsts, sizes, marks, gaps)
             sizes = np.broadcast_to(np.int64(window.rows), len(starts))  # takes no memory
         if held_out.any():  # training samples come first
@@ -151,9 +157,12 @@ class GroupKeys(RowKeys):
         """Returns the numbers of the training and of the validation samples."""
         return range(self._trained), range(self._trained, self._samples.count)
 
-    def _gaps(self, place: Int64, firsts: Int64, kind: tuple[str, str]) -> Int64:
-        """Returns the rows that follow an uneven step; refuses them, unless rows with nulls are dropped."""
-        found = after_uneven(place, firsts, kind)
+    def _gaps(self, group: Int64, place: Int64, firsts: Int64, kind: tuple[str, str]) -> Int64:
+        """Returns the rows that follow an uneven step, or a dropped row; refuses them, unless rows are dropped."""
+        groups = np.append(group, self._dropped_group.finish()).view(np.uint64)
+        places = np.append(place, self._dropped_place.finish())
+        dropped = len(places) > len(place)
+        found = _breaks(groups, places, len(place), kind) if dropped else after_uneven(place, firsts, kind)
         self.facts["gaps"] = len(found)
         if len(found) and not self._drops:
             one, other = (typed(place[found[:1] + ahead], kind)[0].as_py() for ahead in (-1, 0))
@@ -183,6 +192,21 @@ class GroupKeys(RowKeys):
                 hint=f"a group trains or validates as a whole: derive the mark from {groups.group!r}, as by its hash",
                 column=self._validation,
             )
+
+
+def _breaks(groups: npt.NDArray[np.uint64], places: Int64, count: int, kind: tuple[str, str]) -> Int64:
+    """Returns the numbers of kept rows that do not follow the one kept before by an even step, dropped rows included.
+
+    The first `count` groups and places are those of kept rows, in their order; the others are of dropped ones.
+    """
+    order = np.lexsort((places, groups))
+    groups, places = groups[order], places[order]
+    firsts = np.append(0, np.flatnonzero(groups[1:] != groups[:-1]) + 1)
+    uneven = np.zeros(len(order), np.bool_)
+    uneven[after_uneven(places, firsts, kind)] = True
+    kept = np.flatnonzero(order < count)
+    apart = (np.diff(kept) > 1) | (np.diff(np.cumsum(uneven)[kept]) > 0)
+    return np.flatnonzero(apart & (groups[kept[1:]] == groups[kept[:-1]])) + 1
 
 
 def _windows(window: Window, firsts: Int64, sizes: Int64, marks: Mask, gaps: Int64) -> tuple[Int64, Mask]:

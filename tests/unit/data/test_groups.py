@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -107,19 +106,6 @@ def test_a_sample_weighs_the_mean_of_the_rows_that_it_predicts(shard_of: Make, w
         assert float(weight) == pytest.approx(sum(means))
 
 
-def test_weights_of_steps_take_memory_for_rows_and_not_for_those_of_each_window(tmp_path: Path) -> None:
-    table = grouped([3000], window=Window(context=500, horizon=2), weighted=True)
-    for storage in (RowStorage(), RowStorage(tmp_path, budget=0)):
-        shard = read_shard(table.batches(), table.columns, storage=storage)
-        shard.place(0, SamplingPlan(rows=shard.rows, batch_size=100, block=8))
-        shard.step_rows(0)
-        tracemalloc.start()
-        shard.step_weights(0)
-        assert tracemalloc.get_traced_memory()[1] < 200 * len(table)
-        tracemalloc.stop()
-        shard.close()
-
-
 def test_inputs_that_are_known_ahead_have_all_rows_of_a_window() -> None:
     table = grouped(SIZES, window=Window(context=4, horizon=2, known=(1,)))
     first = table.columns.inputs[0]
@@ -195,15 +181,6 @@ def test_a_step_without_samples_shows_one_of_the_rank(shard_of: Make, window: Wi
     whole = last.complete()
     assert (last.rows, whole.weight.tolist()) == (0, [0])  # type: ignore[union-attr]
     assert sorted_rows(whole, window) == expected_rows(table, samples_of(table)[0][:1], window)
-
-
-def test_the_last_rows_of_each_group_are_the_horizon_of_its_last_window() -> None:
-    table = grouped(SIZES, window=Window(context=4, horizon=3, step=3), validated=True)
-    groups, places = table.arrays[GROUP], table.arrays[ORDER] // 3600
-    ends = {group: places[groups == group].max() for group in groups.tolist()}
-    table = table.with_values(VALIDATION, [at > ends[group] - 3 for group, at in zip(groups, places, strict=True)])
-    shard = read_shard(table.batches(), table.columns)
-    assert shard.validation_rows == sum(size >= 7 for size in SIZES)
 
 
 def test_places_that_are_there_twice_are_refused() -> None:
