@@ -90,7 +90,8 @@ class Batch:
         shown, label, weight = self.shown, self.label, self.weight
         if 0 < self.rows < shown:
             if label is not None:
-                label = torch.cat([label, label[-1:].expand(len(self.inputs[0]) - len(label), *label.shape[1:])])
+                last = label[-1:] if self.sizes is None else label[-int(self.sizes[-1]) :]  # as the last sample is
+                label = torch.cat([label, *[last] * (shown - self.rows)])
             if weight is not None:
                 weight = torch.cat([weight, weight.new_zeros(shown - self.rows)])
         return replace(self, label=label, weight=weight, rows=shown, loss_weight=None)

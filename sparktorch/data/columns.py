@@ -214,7 +214,7 @@ class Window:
     Attributes:
         context: Number of rows before those that are predicted.
         horizon: Number of rows that are predicted, the last ones of a window.
-        step: Number of rows from the start of a window to that of the next one.
+        step: Number of rows from the start of a window to that of the next one; the last one ends with its group.
         known: Positions among the arguments of `forward` of those that are known ahead: they have all rows of a window,
             others those of the context, and labels those of the horizon.
         even: SQL type and time zone of the order, if rows must follow each other in even steps; `None` for any.

@@ -276,7 +276,7 @@ def _meet(shard: Shard, world: World, client: Client, by_place: bool | None) -> 
 
 
 def _tell_of_groups(groups: Groups, peers: Sequence[Mapping[str, Any]], client: Client) -> None:
-    """Warns of groups that are too short for a window, and of one that makes a rank's share larger than others."""
+    """Warns of groups that are too short for a window, and of shares of the ranks that are too different."""
     found = [peer["groups"] for peer in peers]
     count, short, rows, gaps = (sum(each[name] for each in found) for name in ("groups", "short", "rows", "gaps"))
     largest = max(each["largest"] for each in found)
@@ -291,6 +291,11 @@ def _tell_of_groups(groups: Groups, peers: Sequence[Mapping[str, Any]], client: 
         client.warn(
             f"a group has {largest} of {rows} rows, more than a worker's share: groups are not divided, and the others "
             f"wait for its worker\n  -> set a smaller numWorkers{'' if groups.group else ', or groupCol'}"
+        )
+    elif idle := sum(not peer["rows"] for peer in peers):
+        client.warn(
+            f"{idle} of {len(peers)} workers {'has' if idle == 1 else 'have'} nothing to train: a group goes to the "
+            "worker of its hash, and there are few\n  -> set a smaller numWorkers"
         )
 
 

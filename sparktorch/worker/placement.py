@@ -34,7 +34,8 @@ def place(
         groups, validation = job.columns.groups, job.columns.validation
         hint = "is every row marked for validation?" if validation else "check the filter or the path they come from"
         if groups is not None and groups.window is not None:
-            hint = f"no group has {groups.window.rows} rows, those of a window, of which the last ones train"
+            gaps = " without a gap" if any(peer["groups"]["gaps"] for peer in peers) else ""
+            hint = f"no group has {groups.window.rows} rows{gaps}, those of a window, of which the last ones train"
         raise ColumnError(
             "there are no rows to train on" + (f" for rank {counts.index(0)}" if independent else ""),
             hint="set a smaller numWorkers" if sum(counts) else hint,
@@ -43,10 +44,16 @@ def place(
     marked = [peer["validation"] for peer in peers]
     early = "earlyStoppingMetric" if config.patience is None else "earlyStoppingPatience"
     if config.needs_metric and validation is not None and not (min(marked) if independent else sum(marked)):
+        says, hint = "marks none", "it is to be true in some rows"
+        lacking = [peers[marked.index(0)]] if independent else peers
+        window = None if job.columns.groups is None else job.columns.groups.window
+        if window is not None and any(peer["groups"]["marked"] for peer in lacking):
+            says = "marks no window's whole horizon"
+            hint = f"a window validates if all of its last {window.horizon} rows are marked: mark more of them"
         raise ConfigError(
             f"{early} looks at a metric of validation rows, and of the rows "
-            f"{f'of rank {marked.index(0)}' if independent else 'that take part'} column {validation!r} marks none",
-            hint=f"it is to be true in some rows; or leave {early} out",
+            f"{f'of rank {marked.index(0)}' if independent else 'that take part'} column {validation!r} {says}",
+            hint=f"{hint}; or leave {early} out",
             param=early,
         )
     team, rows, first = world, sum(counts), sum(counts[: world.rank])

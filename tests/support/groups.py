@@ -69,8 +69,8 @@ def samples_of(table: Table) -> tuple[list[npt.NDArray[np.int64]], list[npt.NDAr
         if window is None:
             (validated if marks[rows[0]] else trained).append(rows)
             continue
-        for start in range(0, len(rows) - window.rows + 1, window.step):
-            sample = rows[start : start + window.rows]
+        for end in reversed(range(len(rows), window.rows - 1, -window.step)):
+            sample = rows[end - window.rows : end]
             found = marks[sample[window.context :]]
             if found.all():
                 validated.append(sample)

@@ -34,14 +34,14 @@ _FLOATS = ("float16", "float32", "float64")
 
 
 class RowFilter:
-    """Removes rows that cannot be trained on, and counts them in `dropped`."""
+    """Removes rows that cannot be trained on, and counts them in `dropped`; `unfit` is their mask in the last batch."""
 
     def __init__(self, columns: Columns) -> None:
         """Sets the columns; their `drop_nulls` says whether `close` raises for unfit rows."""
         self._columns = columns
         self._found: dict[tuple[str, str, str], tuple[int, list[int]]] = {}
-        self._through: npt.NDArray[np.intp] | None = None  # rows kept of the last batch; `None`: all
         self.dropped = 0
+        self.unfit: Mask | None = None  # none of them
 
     def rows_of(self, batch: pa.RecordBatch, *, first_row: int) -> pa.RecordBatch:
         """Returns the rows of a batch that hold no null, NaN or infinity, nor a null in a column of `Columns.marks`.
@@ -59,7 +59,7 @@ class RowFilter:
             if nulls is not None:
                 self._note(wire, name, "null", np.flatnonzero(nulls) + first_row)
                 unfit = nulls if unfit is None else unfit | nulls
-        self._through = None if unfit is None else np.flatnonzero(~unfit)
+        self.unfit = unfit
         if unfit is None:
             return batch
         self.dropped += int(unfit.sum())
@@ -68,8 +68,8 @@ class RowFilter:
     def placed(self, error: ColumnError, *, first_row: int) -> ColumnError:
         """Returns an error about the batch that `rows_of` returned last, with a row number that counts removed rows."""
         where = dict(error.where)
-        if self._through is not None and "row" in where:
-            where["row"] = first_row + int(self._through[where["row"] - first_row])
+        if self.unfit is not None and "row" in where:
+            where["row"] = first_row + int(np.flatnonzero(~self.unfit)[where["row"] - first_row])
         return ColumnError(error.what, hint=error.hint, **where)
 
     def close(self, *, sample: bool = False) -> None:

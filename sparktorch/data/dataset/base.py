@@ -68,8 +68,8 @@ class Shard(RankDataset):
         bytes: Size of the rows in bytes.
         storage: Where the rows are: "disk", "memory" or "device".
         folds: The folds of the rows; `None` if they have none.
-        groups: Numbers of `groups`, of those too `short` for a window, of the rows of the `largest`, and of all `rows`;
-            `None` without groups.
+        groups: Numbers of `groups`, of those too `short` for a window, of the rows of the `largest`, of all `rows`, of
+            those `marked` for validation, and of the `gaps` between them; `None` without groups.
     """
 
     def __init__(self, stored: Rows, row_keys: RowKeys, *, dropped: int, folds: Folds | None = None) -> None:

@@ -108,6 +108,9 @@ def _read(
         if isinstance(row_keys, GroupKeys):
             ordered = ORDER in rows.schema.names  # else by their keys: any order, but the same in each run
             row_keys.append_to_groups(rows.column(GROUP).to_numpy(), rows.column(ORDER).to_numpy() if ordered else keys)
+            if ordered and screen.unfit is not None:
+                left = batch.select([GROUP, ORDER]).filter(pa.array(screen.unfit)).drop_null()
+                row_keys.append_dropped(left.column(GROUP).to_numpy(), left.column(ORDER).to_numpy())
         if folds is not None:
             folds.append(rows, keys, held_out)
         row += batch.num_rows

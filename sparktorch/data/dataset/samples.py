@@ -44,6 +44,7 @@ class SampledRows(Rows):
         assert columns.groups is not None
         self._samples, self._window = samples, columns.groups.window
         self.varies = self.varies or self._window is None
+        self._weighed: tuple[torch.Tensor, npt.NDArray[np.float64]] | None = None  # of rows, and of samples
 
     @property
     def item_bytes(self) -> float:
@@ -57,10 +58,11 @@ class SampledRows(Rows):
         return SampledRows(fields, columns, RowStorage(), count=len(rows), size=0, samples=samples)._opened()
 
     def take(self, index: torch.Tensor, *, min_rows: int = 0, context: StepContext = EVALUATION) -> Batch:
-        """Returns the batch of the samples `index`, int64 on the CPU; placeholders fill it up to `min_rows`."""
+        """Returns the batch of the samples `index`, int64 on the CPU; its last one again fills it up to `min_rows`."""
         count, missing = len(index), max(0, min_rows - len(index))
         if missing:
-            index = torch.cat([index, index.new_full((missing,), self._samples.count)])
+            last = index[-1:] if count else index.new_tensor([self._samples.count])
+            index = torch.cat([index, last.expand(missing)])
         rows, sizes = self._samples.locate(index)
         batch = super().take(rows, context=context)
         window = self._window
@@ -80,8 +82,11 @@ class SampledRows(Rows):
         """Returns the loss weights of samples, float64; `None` means all ones."""
         if self._loss_weight is None:
             return None
-        rows, sizes = self._samples.locate(index)
-        return self._means(self._loss_weight[rows].double(), sizes).numpy()
+        if self._weighed is None or self._weighed[0] is not self._loss_weight:
+            skipped = 0 if self._window is None else self._window.context
+            self._weighed = self._loss_weight, self._samples.means(self._loss_weight.numpy(), skipped=skipped)
+        found: npt.NDArray[np.float64] = self._weighed[1][index.numpy()]
+        return found
 
     def _means(self, weights: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
         """Returns what samples weigh: the mean over the rows of a group, or over the horizon of a window."""

@@ -24,8 +24,8 @@ _TOP_BIT = torch.iinfo(torch.int64).min
 class Samples:
     """The samples of a rank, by number: training samples first, in the order of their positions.
 
-    Each is a run of rows in the order of groups. The last one is no sample but a placeholder, the last row, as often as
-    a window has rows.
+    Each is a run of rows in the order of groups. The last one is a placeholder: the first sample again or, without any,
+    the last row, as often as a window has rows.
 
     Attributes:
         count: Number of samples, without the placeholder.
@@ -44,6 +44,16 @@ class Samples:
         sizes = self.sizes[numbers]
         places = _runs(self.starts[numbers], sizes).clip(max=len(self._rows) - 1)
         return torch.from_numpy(self._at(places)), torch.from_numpy(sizes)
+
+    def means(self, values: npt.NDArray[np.float32], *, skipped: int) -> npt.NDArray[np.float64]:
+        """Returns the mean of the rows' values in each sample but for its first `skipped` rows, float64.
+
+        `values` are by row number; rows that several samples share are added once.
+        """
+        sums = np.append(0, np.cumsum(values[self._at(np.arange(len(self._rows)))], dtype=np.float64))
+        starts, sizes = self.starts[: self.count], self.sizes[: self.count]
+        found: npt.NDArray[np.float64] = (sums[starts + sizes] - sums[starts + skipped]) / (sizes - skipped)
+        return found
 
     def only(self, numbers: Numbers) -> tuple[Samples, Int64]:
         """Returns some samples, renumbered, and the numbers of the rows that they refer to, each once."""
@@ -75,8 +85,9 @@ class GroupKeys(RowKeys):
         assert columns.groups is not None
         self._groups, self._validation, self._drops = columns.groups, columns.validation, columns.drop_nulls
         self._group, self._place = storage.spool(np.int64), storage.spool(np.int64)
+        self._dropped_group, self._dropped_place = storage.spool(np.int64), storage.spool(np.int64)
         self._end: tuple[int, int] = (0, torch.iinfo(torch.int64).min)
-        self.facts = {"groups": 0, "short": 0, "largest": 0, "rows": 0, "gaps": 0}
+        self.facts = {"groups": 0, "short": 0, "largest": 0, "rows": 0, "gaps": 0, "marked": 0}
 
     def append_to_groups(self, group: Int64, place: Int64) -> None:
         """Appends the group of each row of a batch, and its place in its group."""
@@ -90,6 +101,11 @@ class GroupKeys(RowKeys):
         self._end = int(groups[-1]), int(places[-1])
         self._group.append(group)
         self._place.append(place)
+
+    def append_dropped(self, group: Int64, place: Int64) -> None:
+        """Appends group and place of rows that were dropped: their steps are even, and no window goes across them."""
+        self._dropped_group.append(group)
+        self._dropped_place.append(place)
 
     def _follow(self, key: npt.NDArray[np.uint64], held_out: Mask) -> bool:
         return True  # groups and places alone order the rows
@@ -113,13 +129,14 @@ class GroupKeys(RowKeys):
         self._check(same, place, marks)
         firsts = np.append(0, np.flatnonzero(~same) + 1)
         sizes = np.diff(np.append(firsts, self.count))
-        self.facts |= {"groups": len(sizes), "largest": int(sizes.max()), "rows": self.count}
+        self.facts |= {"groups": len(sizes), "largest": int(sizes.max())}
+        self.facts |= {"rows": self.count, "marked": int(marks.sum())}
         window = self._groups.window
         if window is None:
             starts, held_out = firsts, marks[firsts]
         else:
             self.facts["short"] = int((sizes < window.rows).sum())
-            gaps = np.empty(0, np.int64) if window.even is None else self._gaps(place, firsts, window.even)
+            gaps = np.empty(0, np.int64) if window.even is None else self._gaps(group, place, firsts, window.even)
             starts, held_out = _windows(window, firsts, sizes, marks, gaps)
             sizes = np.broadcast_to(np.int64(window.rows), len(starts))  # takes no memory
         if held_out.any():  # training samples come first
@@ -129,8 +146,10 @@ class GroupKeys(RowKeys):
 
     def _of(self, rows: Numbers | range, starts: Int64, sizes: Int64, held_out: int) -> Samples:
         self._trained = len(starts) - held_out
-        window, starts = self._groups.window, np.append(starts, len(rows) - 1)
-        sizes = np.append(sizes, 1) if window is None else np.broadcast_to(np.int64(window.rows), len(starts))
+        window = self._groups.window
+        start, size = (starts[0], sizes[0]) if len(starts) else (len(rows) - 1, 1)
+        starts = np.append(starts, start)
+        sizes = np.append(sizes, size) if window is None else np.broadcast_to(np.int64(window.rows), len(starts))
         self._samples = Samples(rows, starts, sizes)
         return self._samples
 
@@ -138,9 +157,12 @@ class GroupKeys(RowKeys):
         """Returns the numbers of the training and of the validation samples."""
         return range(self._trained), range(self._trained, self._samples.count)
 
-    def _gaps(self, place: Int64, firsts: Int64, kind: tuple[str, str]) -> Int64:
-        """Returns the rows that follow an uneven step; refuses them, unless rows with nulls are dropped."""
-        found = after_uneven(place, firsts, kind)
+    def _gaps(self, group: Int64, place: Int64, firsts: Int64, kind: tuple[str, str]) -> Int64:
+        """Returns the rows that follow an uneven step, or a dropped row; refuses them, unless rows are dropped."""
+        groups = np.append(group, self._dropped_group.finish()).view(np.uint64)
+        places = np.append(place, self._dropped_place.finish())
+        dropped = len(places) > len(place)
+        found = _breaks(groups, places, len(place), kind) if dropped else after_uneven(place, firsts, kind)
         self.facts["gaps"] = len(found)
         if len(found) and not self._drops:
             one, other = (typed(place[found[:1] + ahead], kind)[0].as_py() for ahead in (-1, 0))
@@ -172,13 +194,29 @@ class GroupKeys(RowKeys):
             )
 
 
+def _breaks(groups: npt.NDArray[np.uint64], places: Int64, count: int, kind: tuple[str, str]) -> Int64:
+    """Returns the numbers of kept rows that do not follow the one kept before by an even step, dropped rows included.
+
+    The first `count` groups and places are those of kept rows, in their order; the others are of dropped ones.
+    """
+    order = np.lexsort((places, groups))
+    groups, places = groups[order], places[order]
+    firsts = np.append(0, np.flatnonzero(groups[1:] != groups[:-1]) + 1)
+    uneven = np.zeros(len(order), np.bool_)
+    uneven[after_uneven(places, firsts, kind)] = True
+    kept = np.flatnonzero(order < count)
+    apart = (np.diff(kept) > 1) | (np.diff(np.cumsum(uneven)[kept]) > 0)
+    return np.flatnonzero(apart & (groups[kept[1:]] == groups[kept[:-1]])) + 1
+
+
 def _windows(window: Window, firsts: Int64, sizes: Int64, marks: Mask, gaps: Int64) -> tuple[Int64, Mask]:
     """Returns where windows begin whose horizons validate as a whole, or not at all, and which ones do.
 
-    No window has a gap before one of its rows but the first; `gaps` are the numbers of rows that have.
+    One ends with the last row of its group, so that the newest rows are trained, or validate. No window has a gap
+    before one of its rows but the first; `gaps` are the numbers of rows that have.
     """
     counts = ((sizes - window.rows) // window.step + 1).clip(min=0)
-    starts = np.repeat(firsts, counts)
+    starts = np.repeat(firsts + (sizes - window.rows) % window.step, counts)
     starts += window.step * (np.arange(len(starts)) - np.repeat(np.cumsum(counts) - counts, counts))
     marked = np.append(0, np.cumsum(marks))
     found = marked[starts + window.rows] - marked[starts + window.context]

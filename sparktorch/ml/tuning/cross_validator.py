@@ -154,8 +154,14 @@ class TorchCrossValidator(CrossValidator):
         for stage in [stage for stage in stages if isinstance(stage, TorchEstimatorBase)]:
             for params in maps:
                 fitted = stage.copy(params)
-                translate(fitted, stage._task)
+                request = translate(fitted, stage._task)
                 refuse(NO_CHECKPOINTS, Values(fitted))
+                if request.columns["groups"] is not None and not self.getFoldCol():
+                    raise ConfigError(
+                        "foldCol is not set, and folds drawn row by row would divide the groups",
+                        hint="name a column of folds that is the same in all rows of a group, as by its hash",
+                        param="foldCol",
+                    )
 
     def _carried(self, estimators: list[Any], dataset: DataFrame) -> tuple[str, ...]:
         """Returns the numeric columns that the evaluator reads beside the predictions.

@@ -90,6 +90,6 @@ def _in_order(data: DataFrame) -> DataFrame:
     order = [F.col(GROUP if grouped else KEY).bitwiseXOR(F.lit(-(2**63)))]
     if grouped:
         order.append(F.col(ORDER if ORDER in data.columns else KEY))
-    elif not grouped and VALIDATION in data.columns:
+    elif VALIDATION in data.columns:
         order.insert(0, F.coalesce(F.col(VALIDATION), F.lit(False)))
     return data.sortWithinPartitions(*order)

@@ -112,7 +112,7 @@ class Engine:
         self.schedule: Schedule = self.own.schedule(self.optimizer) or Schedule(recipe, config, self.optimizer, steps)
         own_step: TrainingStep | None = self.own.training_step(self.strategy.within_forward)
         self.training_step = own_step or recipe.build_training_step()
-        self.loss: Loss | None = None if self.training_step else recipe.build_loss().to(world.device)
+        self.loss: Loss | None = None if self.training_step else recipe.build_loss()
         self._autocast = autocast(device, config.precision)
         # Small float16 gradients underflow unless the loss is scaled up; bfloat16 has the exponent range of float32.
         self.scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")

@@ -217,7 +217,7 @@ def _tried(
     check_state(module.state_dict())
     own = recipe.build_own(module, World(device=device), _STEPS)
     training_step = own.training_step(lambda _, function: function()) or recipe.build_training_step()
-    loss = None if training_step else recipe.build_loss().to(device)
+    loss = None if training_step else recipe.build_loss()
     recipe.check_optimizer(module)
     recipe.check_scheduler()
     module.eval()  # a few equal rows have no batch statistics

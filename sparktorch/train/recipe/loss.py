@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -148,13 +150,14 @@ class TrainingStep:
         Raises:
             ModuleError: The callable returned an invalid value.
         """
-        losses, metrics = self.per_row(module, batch)
+        with nullcontext() if batch.rows else _sending_nothing_back(module):
+            losses, metrics = self.per_row(module, batch)
         rows = batch.rows or batch.shown  # placeholder rows are complete, with weight zero
         if isinstance(losses, torch.Tensor):
             losses = _without_filler(losses, batch).to(torch.promote_types(losses.dtype, torch.float32))
         total = weigh(losses, rows, batch.loss_weight, what=self.what, param=self.param, rowwise=self.rowwise)
-        if not batch.rows:
-            return total, {}
+        if not batch.rows:  # the loss of a placeholder may be NaN, which no weight of zero hides
+            return total.nan_to_num(0.0, 0.0, 0.0), {}
         return total, {name: self._sums(name, value, batch) for name, value in metrics.items()}
 
     def per_row(self, module: nn.Module, batch: Batch) -> tuple[Any, Mapping[str, Any]]:
@@ -200,10 +203,13 @@ class GroupsLossStep(TrainingStep):
         params: Mapping[str, Any] | None = None,
         metrics: Callable[..., Mapping[str, torch.Tensor]] | None = None,
     ) -> None:
-        """Takes functions that can be pickled; `params` are keyword arguments of the loss."""
+        """Takes what can be pickled; `params` are keyword arguments of the loss, or of its class."""
         super().__init__(self._losses)
-        self.what = f"loss {name_of(loss)}"
-        self._loss, self._metrics = partial(loss, **(params or {})), metrics
+        self.what, options = f"loss {name_of(loss)}", dict(params or {})
+        if isinstance(loss, type):
+            with building("loss", loss):
+                loss, options = loss(**options), {}
+        self._loss, self._params, self._metrics = loss, options, metrics
 
     def evaluate(self, module: nn.Module, batch: Batch) -> tuple[torch.Tensor | None, Sums]:
         """Returns the same as a call for a batch of validation groups, and the sums of the metrics."""
@@ -221,8 +227,22 @@ class GroupsLossStep(TrainingStep):
         sizes = upload(batch.sizes, batch.inputs[0].device)
         output, label = align("regression", output, batch.label)
         given = (output, sizes) if label is None else (output, label, sizes)
-        losses = self._loss(*given)
+        losses = _beside(output, self._loss)(*given, **self._params)
         return (losses, self._metrics(*given)) if self._measures and self._metrics is not None else losses
+
+
+@contextmanager
+def _sending_nothing_back(module: nn.Module) -> Iterator[None]:
+    """Context in which the outputs of a module pass gradients of zero back, whatever a loss makes of them."""
+
+    def hook(tensor: Any) -> Any:
+        return tensor.register_hook(torch.zeros_like) if tensor.requires_grad else None
+
+    def listen(_module: nn.Module, _given: Any, output: Any) -> None:
+        each_tensor(hook, output)
+
+    with module.register_forward_hook(listen):
+        yield
 
 
 def _plain(module: nn.Module) -> nn.Module:
@@ -346,20 +366,15 @@ class Loss:
                 param="lossParams",
             )
 
-    def to(self, device: str) -> Loss:
-        """Moves the loss's own tensors, if it has any, to the device."""
-        if isinstance(self._function, nn.Module):
-            self._function.to(device)
-        return self
-
     def __call__(self, output: Any, label: torch.Tensor | None, weight: torch.Tensor | None) -> torch.Tensor:
         """Returns the weighted sum of the rows' losses, a scalar tensor; raises as `weigh`."""
         losses = self.per_row(output, label)
-        return weigh(losses, _rows(output), weight, what=f"loss {self.name}", param="loss")
+        return weigh(losses, len(_first(output)), weight, what=f"loss {self.name}", param="loss")
 
     def per_row(self, output: Any, label: torch.Tensor | None) -> torch.Tensor:
         """Returns what the user's loss returns: shape `(rows, ...)`, or a scalar mean."""
-        return self._function(output) if label is None else self._function(output, label)
+        function = _beside(output, self._function)
+        return function(output) if label is None else function(output, label)
 
 
 def _ignored(loss: Any, params: Mapping[str, Any]) -> int | None:
@@ -369,8 +384,15 @@ def _ignored(loss: Any, params: Mapping[str, Any]) -> int | None:
     return found if isinstance(found, int) else None
 
 
-def _rows(output: Any) -> int:
-    """Returns the number of rows of an output: a tensor, or the first one in a tuple or mapping."""
+def _first(output: Any) -> torch.Tensor:
+    """Returns an output that is a tensor, or the first one in a tuple or mapping."""
     while not isinstance(output, torch.Tensor):
         output = next(iter(output.values() if isinstance(output, Mapping) else output))
-    return len(output)
+    return output
+
+
+def _beside(output: Any, loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Returns a loss whose own tensors, if it has any, are on the device of an output."""
+    if isinstance(loss, nn.Module) and any(True for _ in chain(loss.parameters(), loss.buffers())):
+        loss.to(_first(output).device)
+    return loss

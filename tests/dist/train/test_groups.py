@@ -170,6 +170,27 @@ def test_ranks_without_groups_train_with_the_others() -> None:
     torch.testing.assert_close(state, alone, **TOLERANCE)
 
 
+def standardized(output: torch.Tensor, label: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    """One loss per group, which one row or equal rows do not have."""
+    pairs = zip(output.split(sizes.tolist()), label.split(sizes.tolist()), strict=True)
+    return torch.stack([of_differing(*pair) for pair in pairs])
+
+
+def of_differing(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return (scores / scores.std() - labels / labels.std()).square().mean()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@pytest.mark.parametrize("sizes", [[20], [9, 12, 30, 8, 20]], ids=["a rank without groups", "steps without groups"])
+def test_a_loss_need_not_be_defined_for_placeholders(sizes: list[int], strategy: str) -> None:
+    table = grouped(sizes)
+    job = job_for(table, batch_size=1, strategy=strategy)
+    job = replace(job, recipe=replace(job.recipe, training_step=GroupsLossStep(standardized)))
+    expected, _ = plain_training(table, job, of_differing)
+    state, _ = train_on([part.batches() for part in parts(table, 2)], job)
+    torch.testing.assert_close(state, expected, **TOLERANCE)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("name", LOSSES)
 def test_any_number_of_ranks_trains_a_ranking_as_a_plain_loop_over_its_groups(name: str, ranks: int) -> None:

@@ -90,8 +90,8 @@ def windows(rows: Table) -> tuple[Windows, Windows]:
     for group in sorted(set(arrays[GROUP].tolist()), key=lambda key: key % 2**64):
         places = np.flatnonzero(arrays[GROUP] == group)
         places = places[np.argsort(arrays[ORDER][places])]
-        for start in range(0, len(places) - CONTEXT - HORIZON + 1, STEP):
-            here = places[start : start + CONTEXT + HORIZON]
+        for end in reversed(range(len(places), CONTEXT + HORIZON - 1, -STEP)):
+            here = places[end - CONTEXT - HORIZON : end]
             context, horizon = here[:CONTEXT], here[CONTEXT:]
             marks = arrays[VALIDATION][horizon]
             if np.ptp(arrays[ORDER][here]) != len(here) - 1 or (marks.any() and not marks.all()):

@@ -166,10 +166,21 @@ def test_a_batch_that_is_filled_up_has_label_and_sizes_of_real_groups_first() ->
     assert batch.sizes is not None
     assert batch.label is not None
     real = int(batch.sizes[0])
-    assert (batch.rows, batch.shown, len(batch.label), batch.sizes[1:].tolist()) == (1, 3, real, [1, 1])
+    assert (batch.rows, batch.shown, len(batch.label), batch.sizes[1:].tolist()) == (1, 3, real, [real, real])
     whole = batch.complete()
-    assert len(whole.label) == len(whole.inputs[0]) == real + 2  # type: ignore[arg-type]
     assert whole.weight.tolist()[1:] == [0, 0]  # type: ignore[union-attr]
+    for tensor in (whole.inputs[0], whole.label):  # the others are the same group again
+        assert torch.equal(tensor, tensor[:real].repeat(3, *[1] * (tensor.dim() - 1)))  # type: ignore[index, union-attr]
+
+
+@pytest.mark.parametrize("window", [None, WINDOW], ids=["groups", "windows"])
+def test_a_step_without_samples_shows_one_of_the_rank(shard_of: Make, window: Window | None) -> None:
+    table = grouped([12], window=window)
+    shard = shard_of(table, plan=SamplingPlan(rows=100, batch_size=1, shuffle=False))
+    *_, last = shard.epoch(0)
+    whole = last.complete()
+    assert (last.rows, whole.weight.tolist()) == (0, [0])  # type: ignore[union-attr]
+    assert sorted_rows(whole, window) == expected_rows(table, samples_of(table)[0][:1], window)
 
 
 def test_places_that_are_there_twice_are_refused() -> None:
@@ -204,7 +215,7 @@ def test_the_fingerprint_changes_with_the_rows_and_not_with_their_arrival() -> N
     ]
     assert prints[0] == prints[1] != prints[2]
     short = read_shard(table.batches(), replace(table.columns, groups=replace(table.columns.groups, window=WINDOW)))
-    assert short.groups == {"groups": 12, "short": 5, "largest": 40, "rows": sum(SIZES), "gaps": 0}
+    assert short.groups == {"groups": 12, "short": 5, "largest": 40, "rows": sum(SIZES), "gaps": 0, "marked": 0}
 
 
 def test_rows_that_arrive_group_by_group_are_put_in_order() -> None:

@@ -14,6 +14,7 @@ from pyspark.sql import types as T
 from sparktorch import TorchClassifier, TorchEstimator, TorchRegressor
 from sparktorch.errors import ColumnError, ConfigError, SparkTorchError
 from sparktorch.ml.fit.checks import check_new_columns, check_version
+from sparktorch.ml.fit.translate import translate
 
 SCHEMA = T.StructType().add("features", T.ArrayType(T.FloatType())).add("prediction", T.DoubleType())
 
@@ -73,3 +74,9 @@ def test_a_module_that_was_edited_between_two_fits_is_refused(tmp_path: Path, mo
         with pytest.raises(ConfigError, match="module 'edited_net' has other code than in an earlier fit"):
             check_version(source)
     check_version(str(tmp_path))  # a folder
+
+
+def test_a_name_is_refused_as_a_loss_of_groups_because_torchs_are_of_rows() -> None:
+    given = {"module": "torch.nn:Linear", "moduleParams": {"in_features": 1, "out_features": 1}, "loss": "MSELoss"}
+    with pytest.raises(ConfigError, match="loss 'MSELoss' is no import path, and torch's losses, which have names"):
+        translate(TorchEstimator(**given, groupCol="bag"), "generic")

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import nn
 
+from sparktorch.base.batch import Batch
 from sparktorch.base.config import Task
 from sparktorch.errors import ModuleError
-from sparktorch.train.recipe.loss import Loss, check_mean, step_scales
+from sparktorch.train.recipe.loss import GroupsLossStep, Loss, check_mean, step_scales
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.recipe.task import align, autocast, correct
 
@@ -91,7 +92,29 @@ def test_parameters_reach_the_loss_class() -> None:
     output, label = torch.tensor([[0.0]]), torch.tensor([[1.0]])
     weighted = Loss("BCEWithLogitsLoss", {"pos_weight": torch.tensor([3.0])})
     assert float(weighted(output, label, None)) == pytest.approx(3 * 0.6931472)
-    assert float(weighted.to("cpu")(output, label, None)) == pytest.approx(3 * 0.6931472)
+
+
+class Margin(nn.Module):
+    """A loss with a tensor of its own."""
+
+    def __init__(self, width: float) -> None:
+        super().__init__()
+        self.register_buffer("width", torch.tensor([width]))
+
+    def forward(self, output: torch.Tensor, label: torch.Tensor, *sizes: torch.Tensor) -> torch.Tensor:
+        return (output - label - self.width).abs()
+
+
+@pytest.mark.parametrize("given", [(Margin, {"width": 3.0}), (Margin(3.0), {})], ids=["class", "instance"])
+def test_the_tensors_of_a_loss_are_where_outputs_are(given: tuple[Any, dict[str, Any]]) -> None:
+    of_rows, of_groups = Loss(*given), GroupsLossStep(*given)
+    for device in ("cpu", "meta"):
+        output, label = OUTPUT.to(device), LABEL.to(device)
+        batch = Batch((output,), label, None, 3, names=("x",), sizes=torch.ones(3, dtype=torch.int64, device=device))
+        for found in (of_rows.per_row(output, label), of_groups.per_row(nn.Identity(), batch)[0]):
+            assert found.device.type == device
+            if device == "cpu":
+                assert found.tolist() == [3, 2, 0]
 
 
 @pytest.mark.parametrize("kind", [nn.CrossEntropyLoss, nn.NLLLoss])
