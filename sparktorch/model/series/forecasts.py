@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import torch
 
-from sparktorch.data.sampling.even_steps import steps_of
+from sparktorch.data.sampling.even_steps import Steps, steps_of
 from sparktorch.errors import ColumnError, counted
 from sparktorch.model.scorer import Scorer
 
@@ -200,7 +200,9 @@ def _window(
     if len(steps.uneven):
         one, other = (order[start + int(steps.uneven[0]) + ahead].as_py() for ahead in (-1, 0))
         raise unfit(f"has uneven steps: after {one} comes {other}", columns.order)
-    scale, naive = _naive(values[:, 0], origin, columns.horizon, backtest.season if backtest else 1)
+    scale, naive = np.nan, np.empty(0)
+    if backtest is not None:
+        scale, naive = _naive(values[:, 0], steps_of(order), origin, columns.horizon, backtest.season)
     return _Window(
         group=series[columns.group].chunk(0)[:1] if columns.group else pa.nulls(1),
         times=steps.after(columns.context - 1, columns.horizon),
@@ -214,14 +216,21 @@ def _window(
     )
 
 
-def _naive(target: Floats, origin: int, horizon: int, season: int) -> tuple[float, Floats]:
-    """Returns the mean absolute error of seasonal naive forecasts before `origin`, and the one from there on."""
-    before = target[:origin]
-    if len(before) < season:
-        return np.nan, np.full(horizon, np.nan)
-    errors = np.abs(before[season:] - before[:-season])
+def _naive(target: Floats, steps: Steps, origin: int, horizon: int, season: int) -> tuple[float, Floats]:
+    """Returns the mean absolute error of seasonal naive forecasts before `origin`, and the one from there on.
+
+    What is a season before is found by its time: rows may be missing before the context.
+    """
+    known, back = steps.counts[:origin], steps.step * season
+
+    def at(counts: npt.NDArray[np.int64]) -> Floats:
+        places = np.searchsorted(known, counts).clip(max=origin - 1)
+        return np.where(known[places] == counts, target[places], np.nan)
+
+    errors = np.abs(target[:origin] - at(known - back))
     errors = errors[np.isfinite(errors)]
-    return float(errors.mean()) if len(errors) else np.nan, before[len(before) - season + np.arange(horizon) % season]
+    ahead = steps.counts[origin : origin + horizon] - back * (1 + np.arange(horizon) // season)
+    return float(errors.mean()) if len(errors) else np.nan, at(ahead)
 
 
 def _scored(

@@ -84,7 +84,7 @@ class SeriesModule(nn.Module):
             ahead.append(torch.cat(_standardised(more[-1][:, -1], self.static), 1))
         found = self.module(torch.cat(seen, 2), *ahead).float()
         wanted = (len(past), self.horizon, *([self.quantiles] if self.quantiles else []))
-        if found.numel() != len(past) * self.horizon * max(1, self.quantiles):
+        if tuple(found.shape) not in (wanted, *([] if self.quantiles else [(*wanted, 1)])):
             raise ModuleError(
                 f"{type(self.module).__qualname__} returned shape {tuple(found.shape)}",
                 hint=f"return (samples, horizon{', quantiles' if self.quantiles else ''}), here {wanted}",

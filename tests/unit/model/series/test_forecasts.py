@@ -131,6 +131,17 @@ def test_a_backtest_forecasts_from_several_origins_and_adds_what_to_compare_with
             assert np.allclose(one["prediction"], by_hand(values, origin, COLUMNS), atol=1e-5)
 
 
+def test_behind_a_gap_the_naive_forecast_is_that_of_the_time_a_season_before() -> None:
+    days = np.delete(np.arange(40), [30])  # before the context of 33 to 36
+    table = rows([39], PLAIN, day=days, sold=np.where(days == 25, 50.0, days % 12))
+    found = forecasts(table, PLAIN, Backtest(season=12))
+    assert found["day"].tolist() == [37, 38, 39]
+    assert found["naive"].tolist() == [50.0, 2.0, 3.0]
+    assert np.allclose(found["scale"], 49 / 24)  # of days 12 to 36 but 30, the error of day 25 alone is not 0
+    found = forecasts(table, PLAIN, Backtest(season=7))
+    assert found["naive"].isna().tolist() == [True, False, False]
+
+
 def test_what_has_no_season_before_it_has_no_scale() -> None:
     flat = rows([12], PLAIN, sold=np.ones(12))
     assert forecasts(flat, PLAIN, Backtest(season=1))["scale"].isna().all()

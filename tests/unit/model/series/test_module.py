@@ -72,6 +72,32 @@ def test_an_output_of_another_shape_is_refused() -> None:
     assert "(samples, horizon)" in refused.value.hint
 
 
+class Returns(nn.Module):
+    """Returns what it was made with."""
+
+    def __init__(self, found: torch.Tensor) -> None:
+        super().__init__()
+        self.found = found
+
+    def forward(self, past: torch.Tensor) -> torch.Tensor:
+        return self.found
+
+
+@pytest.mark.parametrize(
+    ("shape", "quantiles"), [((2, 3), []), ((6,), []), ((3, 3, 2), [0.1, 0.5, 0.9]), ((3, 6), [0.1, 0.5, 0.9])]
+)
+def test_axes_in_another_order_are_refused(shape: tuple[int, ...], quantiles: list[float]) -> None:
+    module = SeriesModule(Returns(torch.zeros(shape)), {}, 4, 2, quantiles=quantiles)
+    with pytest.raises(ModuleError, match="returned shape"):
+        module(torch.rand(3, 4, 1))
+
+
+@pytest.mark.parametrize(("shape", "quantiles"), [((3, 2), []), ((3, 2, 1), []), ((3, 2, 3), [0.1, 0.5, 0.9])])
+def test_without_quantiles_a_last_axis_of_one_may_be_there(shape: tuple[int, ...], quantiles: list[float]) -> None:
+    module = SeriesModule(Returns(torch.zeros(shape)), {}, 4, 2, quantiles=quantiles)
+    assert module(torch.rand(3, 4, 1)).shape == ((3, 2, 3) if quantiles else (3, 2))
+
+
 @pytest.mark.parametrize("quantiles", [[], [0.1, 0.5, 0.9]])
 @pytest.mark.parametrize("hidden", [[], [8, 4]])
 @pytest.mark.parametrize("columns", [{}, {"past": PAST}, {"static": STATIC}, {"future": FUTURE, "static": STATIC}])
