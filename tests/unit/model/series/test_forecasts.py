@@ -145,7 +145,7 @@ def test_behind_a_gap_the_naive_forecast_is_that_of_the_time_a_season_before() -
 def test_what_has_no_season_before_it_has_no_scale() -> None:
     flat = rows([12], PLAIN, sold=np.ones(12))
     assert forecasts(flat, PLAIN, Backtest(season=1))["scale"].isna().all()
-    found = forecasts(rows([7], PLAIN), PLAIN, Backtest(season=5))
+    found = forecasts(rows([7], PLAIN), PLAIN, Backtest(season=7))
     assert found[["scale", "naive"]].isna().all(axis=None)
 
 
