@@ -122,10 +122,20 @@ def _scales(column: pa.Array) -> Iterator[tuple[Int64, int, Callable[[Int64], pa
         return there.cast(pa.timestamp("us", kind.tz)).cast(kind)
 
     instants = _in_order(column)
-    wall = instants if kind.tz is None else _in_order(pc.local_timestamp(column))
+    wall = instants if kind.tz is None else _clock(column, local)
     yield from _months(wall, local)
     yield wall, _DAY, local
     yield instants, 1, moments
+
+
+def _clock(column: pa.Array, local: Callable[[Int64], pa.Array]) -> Int64:
+    """Returns the local times of a column; one that clocks skip, such as a midnight, is that of most other rows."""
+    wall = _in_order(pc.local_timestamp(column))
+    times, counts = np.unique(wall % _DAY, return_counts=True)
+    if len(times) == 1:
+        return wall
+    usual = wall - wall % _DAY + times[counts.argmax()]
+    return np.where(_in_order(local(usual)) == _in_order(column), usual, wall)
 
 
 def _months(

@@ -6,6 +6,7 @@ from datetime import date, datetime
 
 import pandas as pd
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 
 from sparktorch.data.sampling.even_steps import steps_of
@@ -28,6 +29,19 @@ def test_times_go_on_as_the_calendar_of_pandas_does(frequency: str, zone: str | 
     every = pd.date_range("2024-03-08", periods=rows + 60, freq=frequency, tz=zone)  # into and out of summer time
     column = pa.array(every[:rows].astype(f"datetime64[us{f', {zone}' if zone else ''}]"))
     assert after(column, 60).to_pylist() == every[rows:].to_pydatetime().tolist()
+
+
+@pytest.mark.parametrize(
+    ("zone", "skipped"),
+    [("Africa/Cairo", "2024-04-26"), ("Asia/Beirut", "2024-03-31"), ("America/Sao_Paulo", "2018-11-04")],
+)
+@pytest.mark.parametrize("before", [0, 1, 5])
+def test_a_day_without_a_midnight_begins_when_its_clocks_do(zone: str, skipped: str, before: int) -> None:
+    midnights = pa.array(pd.date_range(pd.Timestamp(skipped) - pd.Timedelta(days=before), periods=12).to_pydatetime())
+    days = pc.assume_timezone(midnights, zone, nonexistent="latest")
+    assert days[before].as_py().hour == 1
+    for rows in range(2, 11):
+        assert after(days[:rows], 12 - rows).equals(days[rows:])
 
 
 @pytest.mark.parametrize("kind", [pa.int8(), pa.int32(), pa.int64(), pa.uint16()])
