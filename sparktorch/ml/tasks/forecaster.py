@@ -156,7 +156,7 @@ class Forecaster(LearningEstimator, ForecasterParams):
         that, p = self.copy(), Values(self)
         with naming_params(self):
             names = ColumnNames.of(dataset)
-            check_series(names, p["orderCol"], _named(p))
+            check_series(dataset.sparkSession, names, p["groupCol"], p["orderCol"], _named(p))
             zone = setting(dataset.sparkSession, "spark.sql.session.timeZone")
             order = names.type_of(p["orderCol"]).simpleString(), zone
             that._seen = _Seen(_figures(dataset, names, p), order)

@@ -216,12 +216,28 @@ def test_columns_that_cannot_be_are_refused(past: DataFrame, model: ForecastingM
         Forecaster(**{**SHOPS, "pastCols": ["shop"], "groupCol": None}).fit(past)
     with pytest.raises(ColumnError, match="ordered by an integer, a date or a timestamp"):
         Forecaster(**{**SHOPS, "orderCol": "shop", "groupCol": None}).fit(past)
+    with pytest.raises(ColumnError, match="column 'shop' is struct<shop:string>, and groups are told apart"):
+        Forecaster(**SHOPS).fit(past.withColumn("shop", F.struct("shop")))
+    with pytest.raises(ColumnError, match="column 'shop' is array<string>, and groups are told apart"):
+        model.forecast(past.withColumn("shop", F.array("shop")))
     with pytest.raises(ColumnError, match="already has a column 'step'"):
         model.copy({model.orderCol: "step"}).evaluate(past.withColumnRenamed("day", "step"))
     with pytest.raises(ConfigError, match="handleInvalid is 'keep'"):
         model.copy({model.handleInvalid: "keep"}).forecast(past)
     with pytest.raises(ConfigError, match="origins is 0"):
         model.backtest(past, origins=0)
+
+
+def test_a_time_zone_that_arrow_does_not_know_is_refused(past: DataFrame, model: ForecastingModel) -> None:
+    spark, name = past.sparkSession, "spark.sql.session.timeZone"
+    before = spark.conf.get(name)
+    spark.conf.set(name, "GMT+8")
+    try:
+        for of in (Forecaster(**SHOPS).fit, model.forecast):
+            with pytest.raises(ConfigError, match="timeZone is 'GMT\\+8', a short form that Arrow does not know"):
+                of(past)
+    finally:
+        spark.conf.set(name, before)
 
 
 def test_a_fitted_model_is_trained_on_and_several_settings_share_the_rows(
