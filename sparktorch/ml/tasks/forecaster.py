@@ -32,6 +32,7 @@ __all__ = ["Forecaster"]
 
 # The columns of windows, which are arrays; messages name them.
 _PAST, _FUTURE, _STATIC = "past values", "values known ahead", "static values"
+_KEPT = ("context", "horizon", "quantiles", "scaling", "pastCols", "futureCols", "staticCols")  # by training on
 _LEARNS_FROM = ("labelCol", "pastCols", "futureCols", "staticCols", "validationIndicatorCol", "nullPolicy")
 
 
@@ -128,6 +129,7 @@ class Forecaster(LearningEstimator, ForecasterParams):
         for name in ("loss", "lossParams"):
             that.clear(that.getParam(name))
         if p.trained is not None:
+            _check_kept(p, p.trained)
             return that._set(**found)
         module = p["module"] or SeriesNetwork
         seen = {} if self._seen is None else self._seen.figures
@@ -172,6 +174,16 @@ def _of_windows(trained: TrainedModule, window: Window) -> TrainedModule:
     length = [window.context + (place in window.known) * window.horizon for place in range(len(trained.inputs))]
     inputs = [replace(spec, shape=(rows, *spec.shape)) for rows, spec in zip(length, trained.inputs, strict=True)]
     return replace(trained, inputs=tuple(inputs))
+
+
+def _check_kept(p: Values, trained: TrainedModule) -> None:
+    """Refuses to train a fitted model on with other windows or columns: it would scale them as those it has learned."""
+    model = Values(p["module"])
+    for name in _KEPT:
+        had = trained.params.get(name) or "none" if name == "scaling" else model[name]
+        if p[name] != had:
+            what = f"{name} is {p[name]!r}, and {had!r} in the fitted model that is to be trained on"
+            raise ConfigError(what, hint="set the same, or train a module of its own", param=name)
 
 
 def _inputs(p: Values) -> dict[str, list[str]]:
