@@ -31,8 +31,8 @@ class SeriesPyFunc:
         """Forecasts the rows after the last one of each series that has a target.
 
         Args:
-            model_input: Rows as for `ForecastingModel.forecast`, in any order. An order of strings is read as times, and
-                one of periods as their starts.
+            model_input: Rows as for `ForecastingModel.forecast`, in any order. Strings in the column of the order are
+                read as times, and periods as their starts.
             params: Not used.
 
         Returns:

@@ -246,7 +246,9 @@ def test_a_fitted_model_is_trained_on_and_several_settings_share_the_rows(
     further = Forecaster(**{**SHOPS, "module": model, "epochs": 1}).fit(past)
     assert further.summary.history[0]["loss"] < model.summary.history[0]["loss"]
     for changed in ({"pastCols": ["price"], "futureCols": ["sunday"]}, {"context": 13}, {"scaling": "none"}):
-        with pytest.raises(ConfigError, match=f"{next(iter(changed))} is .* in the fitted model that is to be trained on"):
+        with pytest.raises(
+            ConfigError, match=f"{next(iter(changed))} is .* in the fitted model that is to be trained on"
+        ):
             Forecaster(**{**SHOPS, "module": model, **changed}).fit(past)
     forecaster = Forecaster(**{**SHOPS, "epochs": 1})
     settings = [{forecaster.learningRate: rate} for rate in (0.001, 0.005)]

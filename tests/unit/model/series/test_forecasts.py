@@ -149,6 +149,16 @@ def test_what_has_no_season_before_it_has_no_scale() -> None:
     assert found[["scale", "naive"]].isna().all(axis=None)
 
 
+def test_windows_are_scored_in_batches_of_so_many_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = rows([9, 9, 9, 9])
+    want = forecasts(table, COLUMNS, Backtest())
+    for values, sizes in ((7 * 4 * 3, [9, 3]), (1, [3, 3, 3, 3])):  # a window has 7 rows of 4 columns
+        monkeypatch.setattr("sparktorch.model.series.forecasts._VALUES", values)
+        found = list(forecast(batches(table, 100), COLUMNS, scorer(COLUMNS)[0], Backtest()))
+        assert [batch.num_rows for batch in found] == sizes
+        assert np.allclose(pa.Table.from_batches(found)["prediction"], want["prediction"], atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("table", "column", "message"),
     [
