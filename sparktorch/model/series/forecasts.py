@@ -197,6 +197,9 @@ def _window(series: _Series, origin: int, columns: SeriesColumns, backtest: Back
             raise unfit(f"has no number in column {names[place]!r} where {columns.order} is {at}", names[place])
         return found
 
+    if columns.group and series.group.null_count:
+        hint = "leave such rows out, or set handleInvalid='skip'"
+        raise ColumnError(f"column {columns.group!r} holds null", hint=hint, column=columns.group)
     if start < 0:
         need = f"a context of {columns.context}" + (" before the rows to compare with" if backtest else "")
         raise unfit(f"has {counted(max(0, origin), 'row', 'rows')} with {target!r} for {need}", target)

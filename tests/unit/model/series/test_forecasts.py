@@ -194,3 +194,10 @@ def test_a_null_in_the_order_is_refused() -> None:
     table = rows([5], PLAIN, day=pa.array([date(2024, 1, 1), None, None, None, None]))
     with pytest.raises(ColumnError, match="column 'day' holds null"):
         forecasts(table, PLAIN)
+
+
+def test_rows_without_a_group_are_no_series_of_their_own() -> None:
+    table = without(rows([9, 9], shop=pa.array([None] * 9 + ["s1"] * 9)), "sold", [6, 7, 8, 15, 16, 17])
+    with pytest.raises(ColumnError, match="column 'shop' holds null"):
+        forecasts(table, COLUMNS)
+    assert forecasts(table, replace(COLUMNS, skips=True))["shop"].tolist() == ["s1"] * 3
