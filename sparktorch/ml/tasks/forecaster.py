@@ -120,19 +120,22 @@ class Forecaster(LearningEstimator, ForecasterParams):
         scaling = None if p["scaling"] == "none" else "window"
         inputs = [name for name, of in _inputs(p).items() if of]
         found: dict[str, Any] = {"inputCols": inputs}
+        seen = {} if self._seen is None else self._seen.figures
+        _, deviation = seen.get(p["labelCol"], (0.0, 1.0))
+        if p.trained is not None:
+            _check_kept(p, p.trained)
+            deviation = p.trained.params.get("deviation", 1.0)
         if p["trainingStep"] is None:
             loss, params = p["loss"], p["lossParams"]
             if p["quantiles"]:
                 loss, params = QuantileLoss, {"quantiles": p["quantiles"]}
-            found |= {"trainingStep": SeriesStep(loss, params, scaling)}
+            found |= {"trainingStep": SeriesStep(loss, params, scaling, deviation)}
         that = self.copy()
         for name in ("loss", "lossParams"):
             that.clear(that.getParam(name))
         if p.trained is not None:
-            _check_kept(p, p.trained)
             return that._set(**found)
         module = p["module"] or SeriesNetwork
-        seen = {} if self._seen is None else self._seen.figures
         figures = {of: [seen.get(name, (0.0, 1.0)) for name in p[f"{of}Cols"]] for of in ("past", "future", "static")}
         params = {
             "module": import_path(module) or module,
@@ -141,6 +144,7 @@ class Forecaster(LearningEstimator, ForecasterParams):
             "horizon": p["horizon"],
             "scaling": scaling,
             "quantiles": p["quantiles"],
+            "deviation": deviation,
             **figures,
         }
         return that._set(**found, module=SeriesModule, moduleParams=params)
