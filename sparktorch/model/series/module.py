@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -54,7 +55,7 @@ class SeriesModule(nn.Module):
         self.context, self.horizon, self.scaling, self.quantiles = context, horizon, scaling, len(quantiles)
         made_by = load_object(module) if isinstance(module, str) else module
         if isinstance(made_by, nn.Module):
-            self.module = made_by
+            self.module = copy.deepcopy(made_by)  # training leaves the user's as it is
             return
         told = {
             "context": context,

@@ -73,6 +73,14 @@ def test_a_constant_context_is_scaled_by_the_deviation_of_all_rows() -> None:
     assert torch.equal(module(past), torch.full((3, 2), 5.1))
 
 
+def test_an_instance_is_copied() -> None:
+    network = SeriesNetwork(4, 2)
+    module = SeriesModule(network, {}, 4, 2)
+    module(windows()[0][..., :1]).sum().backward()
+    assert all(parameter.grad is None for parameter in network.parameters())
+    assert torch.equal(network.linear.weight, module.module.linear.weight)  # type: ignore[union-attr]
+
+
 def test_without_scaling_a_module_gets_the_series_as_it_is() -> None:
     module = SeriesModule(Seen, {}, 4, 2, scaling=None)
     past = windows()[0][..., :1]
