@@ -30,9 +30,11 @@ from sparktorch.spark.shipping import send
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["WINDOWS", "ForecastingModel", "check_series"]
+__all__ = ["COMPARED", "WINDOWS", "ForecastingModel", "check_series"]
 
 _ORDERS = (T.ByteType, T.ShortType, T.IntegerType, T.LongType, T.DateType, T.TimestampType, T.TimestampNTZType)
+
+COMPARED = ("cutoff", "step", "label", "naive", "scale")  # the columns that `evaluate` adds
 
 WINDOWS = (
     Refusal("orderCol", lambda p: not p["orderCol"], "orderCol is not set", "name the column of the rows' times"),
@@ -172,14 +174,14 @@ def _rows(dataset: DataFrame, columns: SeriesColumns, backtest: Backtest | None)
     """Returns the rows that forecasts are made from, and the schema of forecasts."""
     names = ColumnNames.of(dataset)
     check_series(dataset.sparkSession, names, columns.group, columns.order, columns.numbers)
-    double, whole = T.DoubleType(), T.IntegerType()
+    double = T.DoubleType()
     added: list[tuple[str, T.DataType]] = [
         (columns.prediction, double),
         *((name, double) for name in columns_of_quantiles(columns)),
     ]
     if backtest is not None:
-        compared = [("label", double), ("naive", double), ("scale", double)]
-        added = [("cutoff", names.type_of(columns.order)), ("step", whole), *compared, *added]
+        kinds = (names.type_of(columns.order), T.IntegerType(), double, double, double)
+        added = [*zip(COMPARED, kinds, strict=True), *added]
     keys = dataset.select(*map(names.column, columns.keys)).schema.names
     check_outputs(ColumnNames.of(dataset.select(*map(quoted, keys))), [name for name, _ in added])
     fields = [T.StructField(name, names.type_of(name)) for name in columns.keys]

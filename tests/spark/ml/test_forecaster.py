@@ -105,6 +105,7 @@ def test_what_was_learned_of_columns_is_that_of_the_rows_that_train(past: DataFr
     for of, names in (("past", ["visits"]), ("future", ["price", "sunday"]), ("static", ["size"])):
         want = [(seen[name].mean(), seen[name].std(ddof=0)) for name in names]
         assert np.allclose(np.array(getattr(module, of)), want, rtol=1e-6)
+    assert module.deviation == pytest.approx(seen["sold"].std(ddof=0), rel=1e-6)
 
 
 def test_a_backtest_measures_what_numpy_measures(model: ForecastingModel, past: DataFrame) -> None:
@@ -204,6 +205,7 @@ def test_gaps_and_nulls_are_refused_or_left_out_with_their_windows(past: DataFra
         ({"pastCols": ["sold"]}, "column 'sold' is named twice"),
         ({"scaling": "series"}, "scaling"),
         ({"step": 0}, "step is 0"),
+        ({"groupCol": "Label"}, "column 'Label' would be there twice in the forecasts of evaluate"),
     ],
 )
 def test_params_that_cannot_be_are_refused(past: DataFrame, changed: dict[str, Any], message: str) -> None:
@@ -226,6 +228,14 @@ def test_columns_that_cannot_be_are_refused(past: DataFrame, model: ForecastingM
         model.copy({model.handleInvalid: "keep"}).forecast(past)
     with pytest.raises(ConfigError, match="origins is 0"):
         model.backtest(past, origins=0)
+
+
+def test_prepared_rows_of_other_columns_are_refused_by_name(past: DataFrame) -> None:
+    with (
+        Forecaster(**SHOPS).prepare(past) as prepared,
+        pytest.raises(ConfigError, match="other rows than the prepared ones: it differs in pastCols, futureCols"),
+    ):
+        Forecaster(**{**SHOPS, "pastCols": ["price"], "futureCols": ["sunday"]}).fit(prepared)
 
 
 def test_a_time_zone_that_arrow_does_not_know_is_refused(past: DataFrame, model: ForecastingModel) -> None:
