@@ -31,22 +31,23 @@ class SeriesPyFunc:
         """Forecasts the rows after the last one of each series that has a target.
 
         Args:
-            model_input: Rows as for `ForecastingModel.forecast`, in any order. An order of strings is read as times.
+            model_input: Rows as for `ForecastingModel.forecast`, in any order. Strings in the column of the order are
+                read as times, and periods as their starts.
             params: Not used.
 
         Returns:
             What `forecast` returns, sorted by series and order.
 
         Raises:
-            ColumnError: A column is missing, or a series cannot be forecast.
+            ColumnError: A column is missing, the order is neither whole numbers nor times of one time zone, or a series
+                cannot be forecast.
         """
         columns, rows = self._columns, pd.DataFrame(model_input)
         for name in [*columns.keys, *columns.numbers]:
             if name not in rows:
                 raise ColumnError(f"the input has no column {name!r}", column=name)
-        order = rows[columns.order]
-        if pd.api.types.infer_dtype(order) == "string":
-            rows = rows.assign(**{columns.order: pd.to_datetime(order)})
+        plain = {name: _without_categories(rows[name]) for name in columns.keys}
+        rows = rows.assign(**{**plain, columns.order: _ordering(plain[columns.order], columns.order)})
         rows = rows.sort_values(columns.keys, kind="stable")
         keys = {name: pa.Array.from_pandas(rows[name]) for name in columns.keys}
         numbers = {
@@ -56,6 +57,31 @@ class SeriesPyFunc:
         found = [one.to_pandas() for one in forecast([batch], columns, self._scorer)]
         names = [*columns.keys, columns.prediction, *columns_of_quantiles(columns)]
         return pd.concat(found, ignore_index=True) if found else pd.DataFrame(columns=names)
+
+
+def _without_categories(column: pd.Series[Any]) -> pd.Series[Any]:
+    return column.astype(column.cat.categories.dtype) if isinstance(column.dtype, pd.CategoricalDtype) else column
+
+
+def _ordering(order: pd.Series[Any], name: str) -> pd.Series[Any]:
+    """Returns an order as integers, dates or timestamps, or without rows as it is; refuses another one."""
+    kind, why = pd.api.types.infer_dtype(order), None
+    try:
+        if kind in ("string", "datetime"):
+            order = pd.to_datetime(order)
+        elif kind == "period":
+            order = order.dt.to_timestamp()
+        elif kind == "floating":  # integers, as JSON and missing values leave them
+            order = order.astype("Int64")
+    except (TypeError, ValueError) as error:
+        why = error
+    if pd.api.types.infer_dtype(order) in ("integer", "date", "datetime64", "empty"):
+        return order
+    raise ColumnError(
+        f"column {name!r} holds {kind} values, which are no whole numbers, dates or times of one time zone",
+        hint="convert it; times with several offsets by pd.to_datetime(..., utc=True).dt.tz_convert(...)",
+        column=name,
+    ) from why
 
 
 def series_signature(columns: SeriesColumns) -> ModelSignature:

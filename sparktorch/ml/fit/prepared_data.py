@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -36,7 +36,7 @@ from sparktorch.worker import RankJob, RankResult, TrainJob, run_held, serve, tr
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["FreshData", "PreparedData", "Source", "launchable", "make_room"]
+__all__ = ["FreshData", "PreparedData", "Source", "launchable", "make_room", "needs_other_rows"]
 
 J = TypeVar("J", bound=RankJob)
 
@@ -71,6 +71,15 @@ class FreshData:
             return run_ranks(parts, partial(train_partition, job=job), request.launch, report)
 
         return partitioned(data, request, start)
+
+
+def needs_other_rows(params: Sequence[str]) -> ConfigError:
+    """Returns the error that an estimator differs, in some Params, from the one that has prepared rows."""
+    return ConfigError(
+        f"the estimator needs other rows than the prepared ones: it differs in {', '.join(params)}",
+        hint="prepare the DataFrame with this estimator, or fit on the DataFrame",
+        param=params[0],
+    )
 
 
 class PreparedData:
@@ -265,11 +274,7 @@ class PreparedData:
             )
         other = [name for name, value in request.rows.items() if value != self._needs[name]]
         if other:
-            raise ConfigError(
-                f"the estimator needs other rows than the prepared ones: it differs in {', '.join(other)}",
-                hint="prepare the DataFrame with this estimator, or fit on the DataFrame",
-                param=other[0],
-            )
+            raise needs_other_rows(other)
 
     def _wait_for_more(self) -> None:
         """Starts the time after which ranks without work are ended."""

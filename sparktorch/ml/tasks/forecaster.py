@@ -16,7 +16,7 @@ from sparktorch.ml.fit.checks import naming_params
 from sparktorch.ml.fit.translate import translate
 from sparktorch.ml.fit.values import Values
 from sparktorch.ml.params.mixins import ForecasterParams
-from sparktorch.ml.tasks.forecasting_model import WINDOWS, ForecastingModel, check_series
+from sparktorch.ml.tasks.forecasting_model import COMPARED, WINDOWS, ForecastingModel, check_series
 from sparktorch.ml.tasks.learning import LearningEstimator
 from sparktorch.model.series.module import SeriesModule, SeriesNetwork
 from sparktorch.model.series.training import QuantileLoss, SeriesStep
@@ -32,6 +32,7 @@ __all__ = ["Forecaster"]
 
 # The columns of windows, which are arrays; messages name them.
 _PAST, _FUTURE, _STATIC = "past values", "values known ahead", "static values"
+_KEPT = ("context", "horizon", "quantiles", "scaling", "pastCols", "futureCols", "staticCols")  # by training on
 _LEARNS_FROM = ("labelCol", "pastCols", "futureCols", "staticCols", "validationIndicatorCol", "nullPolicy")
 
 
@@ -113,24 +114,31 @@ class Forecaster(LearningEstimator, ForecasterParams):
         refuse(_TRAINING, p)
         one_of("scaling", p["scaling"], ("window", "none"))
         named = [*(p[name] for name in ("groupCol", "orderCol") if p[name]), *_named(p)]
+        if taken := next((name for name in (p["groupCol"], p["orderCol"]) if str(name).lower() in COMPARED), None):
+            hint = f"rename it: {', '.join(COMPARED)} are the columns that evaluate and backtest add"
+            raise ConfigError(f"column {taken!r} would be there twice in the forecasts of evaluate", hint=hint)
         if twice := next((name for name in named if named.count(name) > 1), None):
             hint = "name it once: the target's past and what is known ahead are seen in the context, too"
             raise ConfigError(f"column {twice!r} is named twice", hint=hint)
         scaling = None if p["scaling"] == "none" else "window"
         inputs = [name for name, of in _inputs(p).items() if of]
         found: dict[str, Any] = {"inputCols": inputs}
+        seen = {} if self._seen is None else self._seen.figures
+        _, deviation = seen.get(p["labelCol"], (0.0, 1.0))
+        if p.trained is not None:
+            _check_kept(p, p.trained)
+            deviation = p.trained.params.get("deviation", 1.0)
         if p["trainingStep"] is None:
             loss, params = p["loss"], p["lossParams"]
             if p["quantiles"]:
                 loss, params = QuantileLoss, {"quantiles": p["quantiles"]}
-            found |= {"trainingStep": SeriesStep(loss, params, scaling)}
+            found |= {"trainingStep": SeriesStep(loss, params, scaling, deviation)}
         that = self.copy()
         for name in ("loss", "lossParams"):
             that.clear(that.getParam(name))
         if p.trained is not None:
             return that._set(**found)
         module = p["module"] or SeriesNetwork
-        seen = {} if self._seen is None else self._seen.figures
         figures = {of: [seen.get(name, (0.0, 1.0)) for name in p[f"{of}Cols"]] for of in ("past", "future", "static")}
         params = {
             "module": import_path(module) or module,
@@ -139,6 +147,7 @@ class Forecaster(LearningEstimator, ForecasterParams):
             "horizon": p["horizon"],
             "scaling": scaling,
             "quantiles": p["quantiles"],
+            "deviation": deviation,
             **figures,
         }
         return that._set(**found, module=SeriesModule, moduleParams=params)
@@ -156,7 +165,7 @@ class Forecaster(LearningEstimator, ForecasterParams):
         that, p = self.copy(), Values(self)
         with naming_params(self):
             names = ColumnNames.of(dataset)
-            check_series(names, p["orderCol"], _named(p))
+            check_series(dataset.sparkSession, names, p["groupCol"], p["orderCol"], _named(p))
             zone = setting(dataset.sparkSession, "spark.sql.session.timeZone")
             order = names.type_of(p["orderCol"]).simpleString(), zone
             that._seen = _Seen(_figures(dataset, names, p), order)
@@ -172,6 +181,16 @@ def _of_windows(trained: TrainedModule, window: Window) -> TrainedModule:
     length = [window.context + (place in window.known) * window.horizon for place in range(len(trained.inputs))]
     inputs = [replace(spec, shape=(rows, *spec.shape)) for rows, spec in zip(length, trained.inputs, strict=True)]
     return replace(trained, inputs=tuple(inputs))
+
+
+def _check_kept(p: Values, trained: TrainedModule) -> None:
+    """Refuses to train a fitted model on with other windows or columns: it would scale them as those it has learned."""
+    model = Values(p["module"])
+    for name in _KEPT:
+        had = trained.params.get(name) or "none" if name == "scaling" else model[name]
+        if p[name] != had:
+            what = f"{name} is {p[name]!r}, and {had!r} in the fitted model that is to be trained on"
+            raise ConfigError(what, hint="set the same, or train a module of its own", param=name)
 
 
 def _inputs(p: Values) -> dict[str, list[str]]:

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-from pyspark.sql import DataFrame
+import pyarrow.compute as pc
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import types as T
 
 from sparktorch.errors import ColumnError, ConfigError, Refusal, refuse
@@ -19,18 +20,21 @@ from sparktorch.ml.scoring.backtest import ForecastSummary, summary_of
 from sparktorch.model.series.forecasts import Backtest, SeriesColumns, columns_of_quantiles, forecast
 from sparktorch.spark.column_names import ColumnNames, quoted
 from sparktorch.spark.frame.encoding import NUMERIC
+from sparktorch.spark.frame.groups import check_group
 from sparktorch.spark.frame.refusals import no_number
 from sparktorch.spark.rdd import dataframe_of
 from sparktorch.spark.scoring_udf import scorer_here
-from sparktorch.spark.session import is_local
+from sparktorch.spark.session import is_local, setting
 from sparktorch.spark.shipping import send
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["WINDOWS", "ForecastingModel", "check_series"]
+__all__ = ["COMPARED", "WINDOWS", "ForecastingModel", "check_series"]
 
 _ORDERS = (T.ByteType, T.ShortType, T.IntegerType, T.LongType, T.DateType, T.TimestampType, T.TimestampNTZType)
+
+COMPARED = ("cutoff", "step", "label", "naive", "scale")  # the columns that `evaluate` adds
 
 WINDOWS = (
     Refusal("orderCol", lambda p: not p["orderCol"], "orderCol is not set", "name the column of the rows' times"),
@@ -169,15 +173,15 @@ class ForecastingModel(TorchModelBase, ForecastingModelParams):
 def _rows(dataset: DataFrame, columns: SeriesColumns, backtest: Backtest | None) -> tuple[DataFrame, T.StructType]:
     """Returns the rows that forecasts are made from, and the schema of forecasts."""
     names = ColumnNames.of(dataset)
-    check_series(names, columns.order, columns.numbers)
-    double, whole = T.DoubleType(), T.IntegerType()
+    check_series(dataset.sparkSession, names, columns.group, columns.order, columns.numbers)
+    double = T.DoubleType()
     added: list[tuple[str, T.DataType]] = [
         (columns.prediction, double),
         *((name, double) for name in columns_of_quantiles(columns)),
     ]
     if backtest is not None:
-        compared = [("label", double), ("naive", double), ("scale", double)]
-        added = [("cutoff", names.type_of(columns.order)), ("step", whole), *compared, *added]
+        kinds = (names.type_of(columns.order), T.IntegerType(), double, double, double)
+        added = [*zip(COMPARED, kinds, strict=True), *added]
     keys = dataset.select(*map(names.column, columns.keys)).schema.names
     check_outputs(ColumnNames.of(dataset.select(*map(quoted, keys))), [name for name, _ in added])
     fields = [T.StructField(name, names.type_of(name)) for name in columns.keys]
@@ -186,12 +190,28 @@ def _rows(dataset: DataFrame, columns: SeriesColumns, backtest: Backtest | None)
     return rows, T.StructType([*fields, *(T.StructField(name, kind) for name, kind in added)])
 
 
-def check_series(names: ColumnNames, order: str, numbers: Sequence[str]) -> None:
-    """Refuses columns that are missing, or neither order rows nor are numbers."""
+def check_series(
+    spark: SparkSession, names: ColumnNames, group: str | None, order: str, numbers: Sequence[str]
+) -> None:
+    """Refuses columns that are missing or of a type for something else, and time zones that Arrow does not know."""
+    if group:
+        check_group(names, group)
     kind = names.type_of(order)
     if not isinstance(kind, _ORDERS):
         what = f"column {order!r} is {kind.simpleString()}, and rows are ordered by an integer, a date or a timestamp"
         raise ColumnError(what, hint=f"cast it, as to_timestamp({order}) does with text", column=order)
+    if isinstance(kind, T.TimestampType):
+        _check_zone(setting(spark, "spark.sql.session.timeZone"))
     for name in numbers:
         if not isinstance(names.type_of(name), NUMERIC):
             raise no_number(names.type_of(name), name)
+
+
+def _check_zone(zone: str) -> None:
+    """Refuses a time zone that Spark knows and Arrow does not, which has the rows of forecasts."""
+    try:
+        pc.local_timestamp(pa.array([0], pa.timestamp("us", zone)))
+    except pa.ArrowInvalid as error:
+        what = f"spark.sql.session.timeZone is {zone!r}, a short form that Arrow does not know"
+        hint = "set a region, such as 'America/Los_Angeles', 'UTC', or an offset, such as '+08:00'"
+        raise ConfigError(what, hint=hint) from error

@@ -9,7 +9,7 @@ from pyspark.ml import Estimator
 from pyspark.sql import DataFrame
 
 from sparktorch.ml.estimator import TorchEstimatorBase
-from sparktorch.ml.fit.prepared_data import PreparedData, Source
+from sparktorch.ml.fit.prepared_data import PreparedData, Source, needs_other_rows
 from sparktorch.ml.fit.values import Values
 from sparktorch.spark.rdd import dataframe_of
 
@@ -49,7 +49,8 @@ class LearningEstimator(TorchEstimatorBase[Any]):
         that, known = self, getattr(source, "estimator", None)
         if self._seen is None and isinstance(known, LearningEstimator):
             ours, theirs = Values(self), Values(known)
-            if all(ours[name] == theirs[name] for name in self._learns_from):
-                that = self.copy()
-                that._seen = known._seen
+            if other := [name for name in self._learns_from if ours[name] != theirs[name]]:
+                raise needs_other_rows(other)
+            that = self.copy()
+            that._seen = known._seen
         return super(LearningEstimator, that.completed())._fit_on(source, judge)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from itertools import islice, pairwise
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,13 +13,13 @@ import numpy.typing as npt
 import pyarrow as pa
 import torch
 
-from sparktorch.data.sampling.even_steps import steps_of
+from sparktorch.data.sampling.even_steps import Steps, steps_of
 from sparktorch.errors import ColumnError, counted
 from sparktorch.model.scorer import Scorer
 
 __all__ = ["Backtest", "SeriesColumns", "columns_of_quantiles", "forecast", "series_in"]
 
-_WINDOWS = 2048  # scored at a time
+_WINDOWS, _VALUES = 2048, 1 << 22  # scored at a time, at most
 
 Floats = npt.NDArray[np.float64]
 
@@ -90,14 +90,21 @@ def columns_of_quantiles(columns: SeriesColumns) -> list[str]:
     return [name.replace(".", "_") for name in names]
 
 
+class _Series(NamedTuple):
+    """The rows of a series."""
+
+    group: pa.Array  # of one value
+    order: pa.Array
+    values: dict[str, Floats]
+    steps: Steps | None  # of all rows, to find what is a season before
+
+
 class _Window(NamedTuple):
     """What a forecast is made from, and compared with."""
 
     group: pa.Array  # of one value
     times: pa.Array  # of the horizon
-    past: Floats
-    future: Floats
-    static: Floats
+    inputs: list[npt.NDArray[np.float32]]
     origin: pa.Array  # of one value
     label: Floats
     naive: Floats
@@ -123,7 +130,8 @@ def forecast(
         ColumnError: A series has fewer rows than the context, a null in it, or uneven steps.
     """
     found = (window for series in series_in(batches, columns) for window in _windows(series, columns, backtest))
-    while some := list(islice(found, _WINDOWS)):
+    values = (columns.context + columns.horizon) * len(columns.numbers)
+    while some := list(islice(found, max(1, min(_WINDOWS, _VALUES // values)))):
         yield _scored(some, columns, scorer, backtest)
 
 
@@ -147,13 +155,19 @@ def series_in(batches: Iterable[pa.RecordBatch], columns: SeriesColumns) -> Iter
         yield pa.Table.from_batches(held)
 
 
-def _windows(series: pa.Table, columns: SeriesColumns, backtest: Backtest | None) -> Iterator[_Window]:
+def _windows(rows: pa.Table, columns: SeriesColumns, backtest: Backtest | None) -> Iterator[_Window]:
     """Yields the windows of one series; refuses, or leaves out, those that cannot be scored."""
-    series = series.combine_chunks()
-    if series[columns.order].null_count:
+    rows = rows.combine_chunks()
+    if rows[columns.order].null_count:
         raise ColumnError(f"column {columns.order!r} holds null", hint="leave such rows out", column=columns.order)
-    values = np.column_stack([np.asarray(series[name], np.float64) for name in columns.numbers])
-    known = np.flatnonzero(~np.isnan(values[:, 0]))
+    order = rows[columns.order].chunk(0)
+    series = _Series(
+        group=rows[columns.group].chunk(0)[:1] if columns.group else pa.nulls(1),
+        order=order,
+        values={name: np.asarray(rows[name], np.float64) for name in columns.numbers},
+        steps=steps_of(order) if backtest is not None and len(order) > 1 else None,
+    )
+    known = np.flatnonzero(~np.isnan(series.values[columns.target]))
     end = int(known[-1]) + 1 if len(known) else 0
     origins = [end]
     if backtest is not None:
@@ -162,78 +176,80 @@ def _windows(series: pa.Table, columns: SeriesColumns, backtest: Backtest | None
     left_out = (ColumnError,) if columns.skips else ()
     for origin in origins:
         with suppress(*left_out):
-            yield _window(series, values, origin, columns, backtest)
+            yield _window(series, origin, columns, backtest)
 
 
-def _window(
-    series: pa.Table, values: Floats, origin: int, columns: SeriesColumns, backtest: Backtest | None
-) -> _Window:
+def _window(series: _Series, origin: int, columns: SeriesColumns, backtest: Backtest | None) -> _Window:
     """Returns the window whose horizon begins at row `origin`; refuses one that is not complete."""
-    order = series[columns.order].chunk(0)
+    order, target = series.order, columns.target
     start, stop = origin - columns.context, origin + columns.horizon
-    places = np.cumsum([0, 1, *map(len, (columns.past, columns.future, columns.static))])
-    target, past, future, static = (slice(*pair) for pair in pairwise(places.tolist()))
 
     def unfit(what: str, column: str) -> ColumnError:
-        of = f"series {series[columns.group][0].as_py()!r}" if columns.group else "the series"
+        of = f"series {series.group[0].as_py()!r}" if columns.group else "the series"
         hint = "add what is missing, or set handleInvalid='skip', which leaves out such series"
         return ColumnError(f"{of} {what}", hint=hint, column=column)
 
-    def present(rows: slice, part: slice) -> Floats:
-        found: Floats = values[rows, part]
+    def present(rows: slice, names: Sequence[str]) -> Floats:
+        found = np.column_stack([series.values[name][rows] for name in names])
         if (absent := np.argwhere(~np.isfinite(found))).size:
-            row, place = absent[0]
-            column = columns.numbers[part.start + place]
-            at = order[rows.start + int(row)].as_py()
-            raise unfit(f"has no number in column {column!r} where {columns.order} is {at}", column)
+            row, place = absent[0].tolist()
+            at = order[rows.start + row].as_py()
+            raise unfit(f"has no number in column {names[place]!r} where {columns.order} is {at}", names[place])
         return found
 
+    if columns.group and series.group.null_count:
+        hint = "leave such rows out, or set handleInvalid='skip'"
+        raise ColumnError(f"column {columns.group!r} holds null", hint=hint, column=columns.group)
     if start < 0:
         need = f"a context of {columns.context}" + (" before the rows to compare with" if backtest else "")
-        what = f"has {counted(max(0, origin), 'row', 'rows')} with {columns.target!r} for {need}"
-        raise unfit(what, columns.target)
+        raise unfit(f"has {counted(max(0, origin), 'row', 'rows')} with {target!r} for {need}", target)
     if columns.future and stop > len(order):
-        what = f"has {counted(len(order) - origin, 'row', 'rows')} after its last {columns.target!r}, and horizon is "
+        what = f"has {counted(len(order) - origin, 'row', 'rows')} after its last {target!r}, and horizon is "
         raise unfit(f"{what}{columns.horizon}: what is known ahead is in rows without a target", columns.future[0])
-    seen = slice(start, origin)
     steps = steps_of(order[start:stop])
     if len(steps.uneven):
         one, other = (order[start + int(steps.uneven[0]) + ahead].as_py() for ahead in (-1, 0))
         raise unfit(f"has uneven steps: after {one} comes {other}", columns.order)
-    scale, naive = _naive(values[:, 0], origin, columns.horizon, backtest.season if backtest else 1)
+    seen, every, ahead = slice(start, origin), slice(start, stop), slice(origin, stop)
+    inputs = ((seen, [target, *columns.past]), (every, columns.future), (seen, columns.static))
+    scale, naive = np.nan, np.empty(0)
+    if backtest is not None:
+        assert series.steps is not None
+        scale, naive = _naive(series.values[target], series.steps, origin, columns.horizon, backtest.season)
     return _Window(
-        group=series[columns.group].chunk(0)[:1] if columns.group else pa.nulls(1),
+        group=series.group,
         times=steps.after(columns.context - 1, columns.horizon),
-        past=np.concatenate([present(seen, target), present(seen, past)], 1),
-        future=present(slice(start, stop), future) if columns.future else np.empty((stop - start, 0)),
-        static=present(seen, static),
+        inputs=[present(rows, names).astype(np.float32) for rows, names in inputs if names],
         origin=order[origin - 1 : origin],
-        label=present(slice(origin, stop), target)[:, 0] if backtest else np.empty(0),
+        label=present(ahead, [target])[:, 0] if backtest else np.empty(0),
         naive=naive,
         scale=scale,
     )
 
 
-def _naive(target: Floats, origin: int, horizon: int, season: int) -> tuple[float, Floats]:
-    """Returns the mean absolute error of seasonal naive forecasts before `origin`, and the one from there on."""
-    before = target[:origin]
-    if len(before) < season:
-        return np.nan, np.full(horizon, np.nan)
-    errors = np.abs(before[season:] - before[:-season])
+def _naive(target: Floats, steps: Steps, origin: int, horizon: int, season: int) -> tuple[float, Floats]:
+    """Returns the mean absolute error of seasonal naive forecasts before `origin`, and the one from there on.
+
+    What is a season before is found by its time: rows may be missing before the context.
+    """
+    known, back = steps.counts[:origin], steps.step * season
+
+    def at(counts: npt.NDArray[np.int64]) -> Floats:
+        places = np.searchsorted(known, counts).clip(max=origin - 1)
+        return np.where(known[places] == counts, target[places], np.nan)
+
+    errors = np.abs(target[:origin] - at(known - back))
     errors = errors[np.isfinite(errors)]
-    return float(errors.mean()) if len(errors) else np.nan, before[len(before) - season + np.arange(horizon) % season]
+    ahead = steps.counts[origin : origin + horizon] - back * (1 + np.arange(horizon) // season)
+    return float(errors.mean()) if len(errors) else np.nan, at(ahead)
 
 
 def _scored(
     windows: Sequence[_Window], columns: SeriesColumns, scorer: Scorer, backtest: Backtest | None
 ) -> pa.RecordBatch:
     """Returns the rows of the forecasts of some windows."""
-    parts = [[window.past for window in windows]]
-    if columns.future:
-        parts.append([window.future for window in windows])
-    if columns.static:
-        parts.append([window.static for window in windows])
-    tensors = [torch.from_numpy(np.stack(part).astype(np.float32)) for part in parts]
+    parts = zip(*(window.inputs for window in windows), strict=True)
+    tensors = [torch.from_numpy(np.stack(part)) for part in parts]
     found = np.asarray(scorer.score_tensors(tensors)["prediction"], np.float64)
     middle = found
     if columns.quantiles:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -31,6 +32,7 @@ class SeriesModule(nn.Module):
         static: Figures = (),
         scaling: str | None = "window",
         quantiles: Sequence[float] = (),
+        deviation: float = 1.0,
     ) -> None:
         """Builds the module.
 
@@ -46,13 +48,14 @@ class SeriesModule(nn.Module):
             static: Figures of those that do not change within a series.
             scaling: "window" for a target less the mean of its context, in units of the standard deviation; or `None`.
             quantiles: The quantiles that the module returns; without, it returns one value.
+            deviation: Standard deviation of the target, which scales windows whose context is constant.
         """
         super().__init__()
-        self.past, self.future, self.static = past, future, static
+        self.past, self.future, self.static, self.deviation = past, future, static, deviation
         self.context, self.horizon, self.scaling, self.quantiles = context, horizon, scaling, len(quantiles)
         made_by = load_object(module) if isinstance(module, str) else module
         if isinstance(made_by, nn.Module):
-            self.module = made_by
+            self.module = copy.deepcopy(made_by)  # training leaves the user's as it is
             return
         told = {
             "context": context,
@@ -73,7 +76,7 @@ class SeriesModule(nn.Module):
             more: If there are columns known ahead, these, of shape `(samples, context + horizon, columns)`; then, if
                 there are, the static ones, of shape `(samples, context, columns)`.
         """
-        mean, deviation = scale_of(past[:, :, 0], self.scaling)
+        mean, deviation = scale_of(past[:, :, 0], self.scaling, self.deviation)
         seen = [((past[:, :, 0] - mean) / deviation).unsqueeze(2), *_standardised(past[:, :, 1:], self.past)]
         ahead = []
         if self.future:
@@ -84,7 +87,7 @@ class SeriesModule(nn.Module):
             ahead.append(torch.cat(_standardised(more[-1][:, -1], self.static), 1))
         found = self.module(torch.cat(seen, 2), *ahead).float()
         wanted = (len(past), self.horizon, *([self.quantiles] if self.quantiles else []))
-        if found.numel() != len(past) * self.horizon * max(1, self.quantiles):
+        if tuple(found.shape) not in (wanted, *([] if self.quantiles else [(*wanted, 1)])):
             raise ModuleError(
                 f"{type(self.module).__qualname__} returned shape {tuple(found.shape)}",
                 hint=f"return (samples, horizon{', quantiles' if self.quantiles else ''}), here {wanted}",
@@ -94,18 +97,18 @@ class SeriesModule(nn.Module):
         return forecast.view(wanted)
 
 
-def scale_of(target: torch.Tensor, scaling: str | None) -> tuple[torch.Tensor, torch.Tensor]:
+def scale_of(target: torch.Tensor, scaling: str | None, constant: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns what is subtracted from each sample's target, and what it is divided by: both of shape `(samples, 1)`.
 
     They are mean and standard deviation of the target's context, of shape `(samples, context)`. A constant one is
-    divided by 1.
+    divided by `constant`.
     """
     first = target[:, :1]
     if scaling is None:
         return torch.zeros_like(first), torch.ones_like(first)
     rest = target - first  # of large numbers that differ little, the mean of squares would have no digits left
     deviation = rest.std(1, correction=0, keepdim=True)
-    return first + rest.mean(1, keepdim=True), torch.where(deviation > 0, deviation, torch.ones_like(deviation))
+    return first + rest.mean(1, keepdim=True), torch.where(deviation > 0, deviation, constant)
 
 
 def _standardised(values: torch.Tensor, figures: Figures) -> list[torch.Tensor]:

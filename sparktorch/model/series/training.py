@@ -25,11 +25,13 @@ class SeriesStep:
         loss: As the Param.
         params: As the Param `lossParams`.
         scaling: As for `SeriesModule`.
+        deviation: As for `SeriesModule`.
     """
 
     loss: Any
     params: Mapping[str, Any] = field(default_factory=dict)
     scaling: str | None = "window"
+    deviation: float = 1.0
 
     @cached_property
     def _loss(self) -> Loss:
@@ -39,7 +41,7 @@ class SeriesStep:
         """Returns the loss of each window, of shape `(samples, ...)`."""
         forecast, label = module(*batch.inputs), batch.label
         assert label is not None
-        mean, deviation = scale_of(batch.inputs[0][:, :, 0], self.scaling)
+        mean, deviation = scale_of(batch.inputs[0][:, :, 0], self.scaling, self.deviation)
         each = (len(label), *[1] * (forecast.dim() - 1))
         scaled = (forecast - mean.view(each)) / deviation.view(each)
         return self._loss.per_row(scaled, (label - mean) / deviation)

@@ -12,8 +12,9 @@ from sparktorch.data.columns import GROUP, ORDER, Groups, TensorSpec
 from sparktorch.errors import ColumnError
 from sparktorch.spark.column_names import ColumnNames
 
-__all__ = ["placed"]
+__all__ = ["check_group", "placed"]
 
+_NESTED = (T.ArrayType, T.MapType, T.StructType)
 _WHOLE = (T.ByteType, T.ShortType, T.IntegerType, T.LongType)
 
 
@@ -28,10 +29,22 @@ def placed(names: ColumnNames, groups: Groups | None, inputs: Sequence[TensorSpe
         _refuse_uneven(inputs)
     group = F.lit(0).cast("long")
     if groups.group is not None:
+        check_group(names, groups.group)
         column = names.column(groups.group)
         group = F.when(column.isNotNull(), F.xxhash64(column))
     found = [group.alias(GROUP)]
     return found if groups.order is None else [*found, _place(names, groups.order).alias(ORDER)]
+
+
+def check_group(names: ColumnNames, name: str) -> None:
+    """Refuses a nested column, whose hash leaves out nulls: it would take several groups for one."""
+    kind = names.type_of(name)
+    if isinstance(kind, _NESTED):
+        raise ColumnError(
+            f"column {name!r} is {kind.simpleString()}, and groups are told apart by a value",
+            hint=f"make a string of it, as to_json({names.sql(name)}) does",
+            column=name,
+        )
 
 
 def _refuse_uneven(specs: Sequence[TensorSpec]) -> None:

@@ -105,6 +105,7 @@ def test_what_was_learned_of_columns_is_that_of_the_rows_that_train(past: DataFr
     for of, names in (("past", ["visits"]), ("future", ["price", "sunday"]), ("static", ["size"])):
         want = [(seen[name].mean(), seen[name].std(ddof=0)) for name in names]
         assert np.allclose(np.array(getattr(module, of)), want, rtol=1e-6)
+    assert module.deviation == pytest.approx(seen["sold"].std(ddof=0), rel=1e-6)
 
 
 def test_a_backtest_measures_what_numpy_measures(model: ForecastingModel, past: DataFrame) -> None:
@@ -204,6 +205,7 @@ def test_gaps_and_nulls_are_refused_or_left_out_with_their_windows(past: DataFra
         ({"pastCols": ["sold"]}, "column 'sold' is named twice"),
         ({"scaling": "series"}, "scaling"),
         ({"step": 0}, "step is 0"),
+        ({"groupCol": "Label"}, "column 'Label' would be there twice in the forecasts of evaluate"),
     ],
 )
 def test_params_that_cannot_be_are_refused(past: DataFrame, changed: dict[str, Any], message: str) -> None:
@@ -216,6 +218,10 @@ def test_columns_that_cannot_be_are_refused(past: DataFrame, model: ForecastingM
         Forecaster(**{**SHOPS, "pastCols": ["shop"], "groupCol": None}).fit(past)
     with pytest.raises(ColumnError, match="ordered by an integer, a date or a timestamp"):
         Forecaster(**{**SHOPS, "orderCol": "shop", "groupCol": None}).fit(past)
+    with pytest.raises(ColumnError, match="column 'shop' is struct<shop:string>, and groups are told apart"):
+        Forecaster(**SHOPS).fit(past.withColumn("shop", F.struct("shop")))
+    with pytest.raises(ColumnError, match="column 'shop' is array<string>, and groups are told apart"):
+        model.forecast(past.withColumn("shop", F.array("shop")))
     with pytest.raises(ColumnError, match="already has a column 'step'"):
         model.copy({model.orderCol: "step"}).evaluate(past.withColumnRenamed("day", "step"))
     with pytest.raises(ConfigError, match="handleInvalid is 'keep'"):
@@ -224,11 +230,36 @@ def test_columns_that_cannot_be_are_refused(past: DataFrame, model: ForecastingM
         model.backtest(past, origins=0)
 
 
+def test_prepared_rows_of_other_columns_are_refused_by_name(past: DataFrame) -> None:
+    with (
+        Forecaster(**SHOPS).prepare(past) as prepared,
+        pytest.raises(ConfigError, match="other rows than the prepared ones: it differs in pastCols, futureCols"),
+    ):
+        Forecaster(**{**SHOPS, "pastCols": ["price"], "futureCols": ["sunday"]}).fit(prepared)
+
+
+def test_a_time_zone_that_arrow_does_not_know_is_refused(past: DataFrame, model: ForecastingModel) -> None:
+    spark, name = past.sparkSession, "spark.sql.session.timeZone"
+    before = spark.conf.get(name)
+    spark.conf.set(name, "GMT+8")
+    try:
+        for of in (Forecaster(**SHOPS).fit, model.forecast):
+            with pytest.raises(ConfigError, match="timeZone is 'GMT\\+8', a short form that Arrow does not know"):
+                of(past)
+    finally:
+        spark.conf.set(name, before)
+
+
 def test_a_fitted_model_is_trained_on_and_several_settings_share_the_rows(
     past: DataFrame, model: ForecastingModel
 ) -> None:
     further = Forecaster(**{**SHOPS, "module": model, "epochs": 1}).fit(past)
     assert further.summary.history[0]["loss"] < model.summary.history[0]["loss"]
+    for changed in ({"pastCols": ["price"], "futureCols": ["sunday"]}, {"context": 13}, {"scaling": "none"}):
+        with pytest.raises(
+            ConfigError, match=f"{next(iter(changed))} is .* in the fitted model that is to be trained on"
+        ):
+            Forecaster(**{**SHOPS, "module": model, **changed}).fit(past)
     forecaster = Forecaster(**{**SHOPS, "epochs": 1})
     settings = [{forecaster.learningRate: rate} for rate in (0.001, 0.005)]
     several = forecaster.fit(past, settings)

@@ -131,11 +131,32 @@ def test_a_backtest_forecasts_from_several_origins_and_adds_what_to_compare_with
             assert np.allclose(one["prediction"], by_hand(values, origin, COLUMNS), atol=1e-5)
 
 
+def test_behind_a_gap_the_naive_forecast_is_that_of_the_time_a_season_before() -> None:
+    days = np.delete(np.arange(40), [30])  # before the context of 33 to 36
+    table = rows([39], PLAIN, day=days, sold=np.where(days == 25, 50.0, days % 12))
+    found = forecasts(table, PLAIN, Backtest(season=12))
+    assert found["day"].tolist() == [37, 38, 39]
+    assert found["naive"].tolist() == [50.0, 2.0, 3.0]
+    assert np.allclose(found["scale"], 49 / 24)  # of days 12 to 36 but 30, the error of day 25 alone is not 0
+    found = forecasts(table, PLAIN, Backtest(season=7))
+    assert found["naive"].isna().tolist() == [True, False, False]
+
+
 def test_what_has_no_season_before_it_has_no_scale() -> None:
     flat = rows([12], PLAIN, sold=np.ones(12))
     assert forecasts(flat, PLAIN, Backtest(season=1))["scale"].isna().all()
-    found = forecasts(rows([7], PLAIN), PLAIN, Backtest(season=5))
+    found = forecasts(rows([7], PLAIN), PLAIN, Backtest(season=7))
     assert found[["scale", "naive"]].isna().all(axis=None)
+
+
+def test_windows_are_scored_in_batches_of_so_many_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = rows([9, 9, 9, 9])
+    want = forecasts(table, COLUMNS, Backtest())
+    for values, sizes in ((7 * 4 * 3, [9, 3]), (1, [3, 3, 3, 3])):  # a window has 7 rows of 4 columns
+        monkeypatch.setattr("sparktorch.model.series.forecasts._VALUES", values)
+        found = list(forecast(batches(table, 100), COLUMNS, scorer(COLUMNS)[0], Backtest()))
+        assert [batch.num_rows for batch in found] == sizes
+        assert np.allclose(pa.Table.from_batches(found)["prediction"], want["prediction"], atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -173,3 +194,10 @@ def test_a_null_in_the_order_is_refused() -> None:
     table = rows([5], PLAIN, day=pa.array([date(2024, 1, 1), None, None, None, None]))
     with pytest.raises(ColumnError, match="column 'day' holds null"):
         forecasts(table, PLAIN)
+
+
+def test_rows_without_a_group_are_no_series_of_their_own() -> None:
+    table = without(rows([9, 9], shop=pa.array([None] * 9 + ["s1"] * 9)), "sold", [6, 7, 8, 15, 16, 17])
+    with pytest.raises(ColumnError, match="column 'shop' holds null"):
+        forecasts(table, COLUMNS)
+    assert forecasts(table, replace(COLUMNS, skips=True))["shop"].tolist() == ["s1"] * 3

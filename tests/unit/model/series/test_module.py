@@ -30,6 +30,17 @@ class Seen(nn.Module):
         return self.weight * parts[0][:, -1:, 0].expand(-1, self.told[0])
 
 
+class Returns(nn.Module):
+    """Returns what it was made with."""
+
+    def __init__(self, found: torch.Tensor) -> None:
+        super().__init__()
+        self.found = found
+
+    def forward(self, past: torch.Tensor) -> torch.Tensor:
+        return self.found
+
+
 def windows() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     past = torch.rand(5, 4, 2, generator=generator) * 10 + 1e3
@@ -52,10 +63,22 @@ def test_a_module_gets_scaled_windows_and_what_is_known_ahead_twice() -> None:
     assert torch.allclose(found, past[:, -1:, 0].expand(-1, 2))
 
 
-def test_a_constant_context_is_divided_by_one() -> None:
-    module = SeriesModule(Seen, {}, 4, 2)
-    assert torch.equal(module(torch.full((3, 4, 1), 0.1)), torch.full((3, 2), 0.1))
+def test_a_constant_context_is_scaled_by_the_deviation_of_all_rows() -> None:
+    module, step = SeriesModule(Seen, {}, 4, 2, deviation=5.0), SeriesStep("L1Loss", deviation=5.0)
+    past = torch.full((3, 4, 1), 0.1)
+    assert torch.equal(module(past), torch.full((3, 2), 0.1))
     assert module.module.parts[0].abs().max() == 0  # type: ignore[union-attr]
+    assert torch.allclose(step(module, Batch((past,), torch.full((3, 2), 10.1), None, 3)), torch.tensor(2.0))
+    module = SeriesModule(Returns(torch.ones(3, 2)), {}, 4, 2, deviation=5.0)
+    assert torch.equal(module(past), torch.full((3, 2), 5.1))
+
+
+def test_an_instance_is_copied() -> None:
+    network = SeriesNetwork(4, 2)
+    module = SeriesModule(network, {}, 4, 2)
+    module(windows()[0][..., :1]).sum().backward()
+    assert all(parameter.grad is None for parameter in network.parameters())
+    assert torch.equal(network.linear.weight, module.module.linear.weight)  # type: ignore[union-attr]
 
 
 def test_without_scaling_a_module_gets_the_series_as_it_is() -> None:
@@ -70,6 +93,21 @@ def test_an_output_of_another_shape_is_refused() -> None:
     with pytest.raises(ModuleError, match="returned shape") as refused:
         module(torch.rand(3, 4, 1))
     assert "(samples, horizon)" in refused.value.hint
+
+
+@pytest.mark.parametrize(
+    ("shape", "quantiles"), [((2, 3), []), ((6,), []), ((3, 3, 2), [0.1, 0.5, 0.9]), ((3, 6), [0.1, 0.5, 0.9])]
+)
+def test_axes_in_another_order_are_refused(shape: tuple[int, ...], quantiles: list[float]) -> None:
+    module = SeriesModule(Returns(torch.zeros(shape)), {}, 4, 2, quantiles=quantiles)
+    with pytest.raises(ModuleError, match="returned shape"):
+        module(torch.rand(3, 4, 1))
+
+
+@pytest.mark.parametrize(("shape", "quantiles"), [((3, 2), []), ((3, 2, 1), []), ((3, 2, 3), [0.1, 0.5, 0.9])])
+def test_without_quantiles_a_last_axis_of_one_may_be_there(shape: tuple[int, ...], quantiles: list[float]) -> None:
+    module = SeriesModule(Returns(torch.zeros(shape)), {}, 4, 2, quantiles=quantiles)
+    assert module(torch.rand(3, 4, 1)).shape == ((3, 2, 3) if quantiles else (3, 2))
 
 
 @pytest.mark.parametrize("quantiles", [[], [0.1, 0.5, 0.9]])

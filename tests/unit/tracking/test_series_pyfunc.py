@@ -1,0 +1,74 @@
+"""The pyfunc of series takes the rows that pandas makes of files, and tells which orders it cannot read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from sparktorch.base.state_dict import pack_state
+from sparktorch.data.columns import TensorSpec
+from sparktorch.errors import ColumnError
+from sparktorch.model.series.forecasts import SeriesColumns
+from sparktorch.model.series.module import SeriesModule
+from sparktorch.model.trained_module import TrainedModule
+from sparktorch.tracking.series import SeriesPyFunc
+from sparktorch.train.recipe.dry_run import OutputSpec
+
+COLUMNS = SeriesColumns(group="shop", order="day", target="sold", context=4, horizon=2)
+DAYS = pd.date_range("2024-03-29", periods=8)
+
+
+@pytest.fixture(scope="module")
+def served() -> SeriesPyFunc:
+    params = {"module": "sparktorch.model.series.module:SeriesNetwork", "params": {}, "context": 4, "horizon": 2}
+    trained = TrainedModule(
+        source="sparktorch.model.series.module:SeriesModule",
+        params=params,
+        weights=pack_state(SeriesModule(**params).state_dict()),
+        inputs=(TensorSpec(name="x0", column="past values", dtype="float32", shape=(4, 1)),),
+        outputs=(OutputSpec("", (2,)),),
+        task="generic",
+    )
+    return SeriesPyFunc(trained, COLUMNS.to_dict(), "cpu")
+
+
+def rows(order: Any) -> pd.DataFrame:
+    sold = np.random.default_rng(0).normal(size=12)
+    return pd.DataFrame({"shop": ["b"] * 6 + ["a"] * 6, "day": [*order[:6]] * 2, "sold": sold})
+
+
+def test_groups_that_are_categories_are_those_of_their_values(served: SeriesPyFunc) -> None:
+    table = rows(DAYS)
+    found = served.predict(table.assign(shop=table["shop"].astype(pd.CategoricalDtype(["b", "a"]))))
+    pd.testing.assert_frame_equal(found, served.predict(table))
+
+
+@pytest.mark.parametrize("kind", ["float64", "Int64", "category"])
+def test_whole_numbers_of_any_type_order_rows(served: SeriesPyFunc, kind: str) -> None:
+    table = rows(range(8))
+    found = served.predict(table.assign(day=table["day"].astype(kind)))
+    assert found["day"].tolist() == [6, 7, 6, 7]
+    assert found["prediction"].equals(served.predict(table)["prediction"])
+
+
+@pytest.mark.parametrize("order", [DAYS.to_period("D"), DAYS.strftime("%Y-%m-%d"), DAYS.to_pydatetime()])
+def test_periods_and_strings_are_read_as_times(served: SeriesPyFunc, order: Any) -> None:
+    found = served.predict(rows(order))
+    pd.testing.assert_frame_equal(found, served.predict(rows(DAYS)), check_dtype=False)
+
+
+@pytest.mark.filterwarnings("ignore:In a future version of pandas:FutureWarning")
+@pytest.mark.parametrize(
+    ("order", "kind"),
+    [
+        ([time.isoformat() for time in DAYS.tz_localize("Europe/Berlin")], "string"),
+        ([0.5, 1.5, 2.5, 3.5, 4.5, 5.5], "floating"),
+        ([True, False] * 3, "boolean"),
+    ],
+)
+def test_another_order_is_refused(served: SeriesPyFunc, order: Any, kind: str) -> None:
+    with pytest.raises(ColumnError, match=f"column 'day' holds {kind} values, which are no whole numbers, dates"):
+        served.predict(rows(order))
