@@ -39,6 +39,7 @@ myst_heading_anchors = 4
 nb_execution_mode = os.environ.get("SPARKTORCH_DOCS_RUN", "off")
 nb_execution_timeout = 300
 nb_execution_raise_on_error = True
+nb_output_stderr = "remove"  # progress bars, and what Spark logs
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"

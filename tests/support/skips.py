@@ -22,6 +22,7 @@ MAY_SKIP = {
     "measured by tests/dist/train/test_model_folder.py",
     "tests/unit/model/series/test_neuralforecast.py::test_models": "wants neuralforecast, which brings Ray and is "
     "not installed with the rest; what a model is called with is proven beside it",
+    "tests/unit/model/test_formats.py": "wants onnxruntime, which the older stack of Petastorm is set up without",
     "tests/unit/ml/test_discarded_models.py": "wants Optuna, which the older stack of Petastorm is set up without",
     "tests/unit/ml/test_space.py": "wants Optuna, which the older stack of Petastorm is set up without",
     "tests/unit/train/test_huggingface.py": "wants transformers, which the older stack of Petastorm is set up without",
