@@ -187,7 +187,7 @@ def _check_kept(p: Values, trained: TrainedModule) -> None:
     """Refuses to train a fitted model on with other windows or columns: it would scale them as those it has learned."""
     model = Values(p["module"])
     for name in _KEPT:
-        had = trained.params.get(name) or "none" if name == "scaling" else model[name]
+        had = trained.params.get(name, p[name]) or "none" if name == "scaling" else model[name]
         if p[name] != had:
             what = f"{name} is {p[name]!r}, and {had!r} in the fitted model that is to be trained on"
             raise ConfigError(what, hint="set the same, or train a module of its own", param=name)

@@ -118,7 +118,7 @@ def forecast(
 
     Of a backtest, rows also have the columns `cutoff` (the time of the last row that the forecast knows), `step` (from
     1 on), `label`, `naive` (the seasonal naive forecast) and `scale` (the mean absolute error of naive forecasts of the
-    rows before; null where there are none).
+    rows before). The last two are null where no row is one season before.
 
     Args:
         batches: Rows of `columns.keys` and `columns.numbers`, the latter as double, sorted by the keys.

@@ -86,14 +86,14 @@ class SeriesModule(nn.Module):
         if self.static:
             ahead.append(torch.cat(_standardised(more[-1][:, -1], self.static), 1))
         found = self.module(torch.cat(seen, 2), *ahead).float()
-        wanted = (len(past), self.horizon, *([self.quantiles] if self.quantiles else []))
+        wanted = (past.shape[0], self.horizon, *([self.quantiles] if self.quantiles else []))
         if tuple(found.shape) not in (wanted, *([] if self.quantiles else [(*wanted, 1)])):
             raise ModuleError(
                 f"{type(self.module).__qualname__} returned shape {tuple(found.shape)}",
                 hint=f"return (samples, horizon{', quantiles' if self.quantiles else ''}), here {wanted}",
                 param="module",
             )
-        forecast: torch.Tensor = found.view(len(past), self.horizon, -1) * deviation[:, :, None] + mean[:, :, None]
+        forecast: torch.Tensor = found.view(past.shape[0], self.horizon, -1) * deviation[:, :, None] + mean[:, :, None]
         return forecast.view(wanted)
 
 
@@ -171,4 +171,4 @@ class SeriesNetwork(nn.Module):
         found: torch.Tensor = self.linear(past[:, :, 0] - last) + last
         if self.layers is not None:
             found = found + self.layers(torch.cat([part.flatten(1) for part in (past, *more)], 1))
-        return found.view(len(past), *self.shape)
+        return found.view(past.shape[0], *self.shape)

@@ -175,6 +175,15 @@ def test_a_model_forecasts_the_same_from_disk_in_a_pipeline_and_in_mlflow(
     assert len(served.predict(example)) == 7
 
 
+def test_a_model_of_an_instance_is_saved_as_its_graph(sunspots: DataFrame, tmp_path: Path) -> None:
+    network = nn.Sequential(nn.Flatten(), nn.Linear(33, 5))
+    model = Forecaster(**{**SUNSPOTS, "epochs": 1}, module=network).fit(sunspots)
+    model.save(str(tmp_path / "model"))
+    found = ForecastingModel.load(str(tmp_path / "model")).forecast(sunspots)
+    want = [row["prediction"] for row in rows_of(model.forecast(sunspots))]
+    assert np.allclose([row["prediction"] for row in rows_of(found)], want, rtol=1e-5)
+
+
 def test_gaps_and_nulls_are_refused_or_left_out_with_their_windows(past: DataFrame, known: DataFrame) -> None:
     with pytest.raises(ColumnError, match="column 'sold' has 21 rows with null, NaN or infinity") as refused:
         Forecaster(**SHOPS).fit(known)

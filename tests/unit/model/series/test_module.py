@@ -81,6 +81,15 @@ def test_an_instance_is_copied() -> None:
     assert torch.equal(network.linear.weight, module.module.linear.weight)  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("quantiles", [[], [0.1, 0.9]])
+def test_its_graph_takes_any_number_of_windows(quantiles: list[float]) -> None:
+    module = SeriesModule(SeriesNetwork(4, 2, 4, 2, 1, quantiles), {}, 4, 2, PAST, FUTURE, STATIC, quantiles=quantiles)
+    inputs, batch = windows(), torch.export.Dim("batch")
+    graph = torch.export.export(module, inputs, dynamic_shapes={"past": {0: batch}, "more": ({0: batch}, {0: batch})})
+    few = [part[:3] for part in inputs]
+    assert torch.allclose(graph.module()(*few), module(*few))
+
+
 def test_without_scaling_a_module_gets_the_series_as_it_is() -> None:
     module = SeriesModule(Seen, {}, 4, 2, scaling=None)
     past = windows()[0][..., :1]
