@@ -14,6 +14,7 @@ from sparktorch.ml.model import TorchModelBase
 from sparktorch.ml.params.mixins import RegressionModelParams, RegressorParams
 from sparktorch.ml.scoring.evaluation import RegressionSummary, evaluate_regressor
 from sparktorch.ml.scoring.importance import importance_of
+from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.rdd import dataframe_of
 
 if TYPE_CHECKING:
@@ -81,8 +82,9 @@ class TorchRegressionModel(ValueModel):
         is the increase.
         """
         valid = ["r2", "rootMeanSquaredError", "meanSquaredError", "meanAbsoluteError"]
-        rows = dataframe_of(dataset, "importance")
-        return importance_of(self._single("importance"), rows, metric, valid, F.lit(0.0), repeats, seed)
+        named, rows = self._single("importance"), dataframe_of(dataset, "importance")
+        label = ColumnNames.of(rows).column(self.getLabelCol())
+        return importance_of(named, rows, label, metric, valid, F.lit(0.0), repeats, seed)
 
     def _single(self, what: str) -> Self:
         """Returns the model, with a name for its output column; refuses several values per row."""

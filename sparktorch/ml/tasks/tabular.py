@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import pandas as pd
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
@@ -24,14 +23,12 @@ from sparktorch.ml.model import TorchModelBase
 from sparktorch.ml.params.mixins import TabularClassifierParams, TabularRegressorParams
 from sparktorch.ml.params.task_tables import TABLE
 from sparktorch.ml.regression import TorchRegressionModel, TorchRegressor
-from sparktorch.ml.scoring.column_metadata import nominal
-from sparktorch.ml.scoring.evaluation import ClassificationSummary
+from sparktorch.ml.scoring.column_metadata import class_index, nominal
 from sparktorch.ml.tasks.column_statistics import Figures, categories_and_figures
 from sparktorch.ml.tasks.learning import LearningEstimator
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.frame.encoding import NUMERIC, kept_as
 from sparktorch.spark.frame.refusals import no_number
-from sparktorch.spark.rdd import dataframe_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -222,16 +219,11 @@ def _rounded(value: float) -> float:
 
 def _indexed(dataset: DataFrame, column: str, labels: Sequence[str]) -> DataFrame:
     """Returns the rows with a label of strings or booleans as the index of its class; -1 if it is none of `labels`."""
-    names = ColumnNames.of(dataset)
-    kind = names.type_of(column) if labels else None
-    if isinstance(kind, T.StringType):
-        known = F.array(*map(F.lit, labels))
-        index = (F.array_position(known, names.column(column)) - 1).cast("double")
-    elif isinstance(kind, T.BooleanType):
-        index = names.column(column).cast("double")
-    else:
+    if not labels:
         return dataset
-    return dataset.withColumn(column, index).withMetadata(column, nominal(len(labels), labels))
+    index = class_index(dataset, column, labels)
+    # withMetadata would read a dot as that of a field; a field becomes a column, which is found before it.
+    return dataset.withColumn(column, index.alias(column, metadata=nominal(len(labels), labels)))
 
 
 class _TabularModel(TorchModelBase):
@@ -246,19 +238,6 @@ class _TabularModel(TorchModelBase):
 
 class TabularClassificationModel(_TabularModel, TorchClassificationModel):
     """A classifier fitted by `TabularClassifier`; `labels` are the labels of its classes, if they are no numbers."""
-
-    def evaluate(self, dataset: DataFrame) -> ClassificationSummary:
-        """Scores rows and compares with `labelCol`, as in the fit; see `TorchClassificationModel.evaluate`."""
-        return super().evaluate(self._indexed(dataframe_of(dataset, "evaluate")))
-
-    def importance(
-        self, dataset: DataFrame, metric: str | None = None, repeats: int = 5, seed: int = 0
-    ) -> pd.DataFrame:
-        """Returns how much each input column matters; see `TorchClassificationModel.importance`."""
-        return super().importance(self._indexed(dataframe_of(dataset, "importance")), metric, repeats, seed)
-
-    def _indexed(self, dataset: DataFrame) -> DataFrame:
-        return _indexed(dataset, self.getLabelCol(), self.labels)
 
 
 class TabularClassifier(_TabularEstimator, TorchClassifier, TabularClassifierParams):
