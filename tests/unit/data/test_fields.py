@@ -222,6 +222,10 @@ def test_rows_that_are_unfit_are_left_out_and_counted_once() -> None:
     with pytest.raises(ColumnError) as caught:
         label.close()
     assert caught.value.hint.endswith("or set nullPolicy='drop'")
+    _, screen = screened([{"x0": pa.array(["a", None])}], spec_of(kind="any", sql="string"), drop=False)
+    with pytest.raises(ColumnError) as caught:  # nothing stands for a missing text
+        screen.close()
+    assert caught.value.hint.endswith("or set nullPolicy='drop'")
 
 
 def test_infinity_has_no_filling() -> None:
