@@ -188,6 +188,9 @@ def _by_kind(p: Values, names: ColumnNames) -> tuple[list[str], dict[str, list[s
     if p["inputCols"] and (beyond := named - set(p["inputCols"])):
         hint = "name it in inputCols, too, or leave inputCols out"
         raise ColumnError(f"column {min(beyond)!r} is not among inputCols", hint=hint, column=min(beyond))
+    if both := {*(p["labelCols"] or [p["labelCol"]])} & {*(p["inputCols"] or ()), *named}:
+        what = f"the label {min(both)!r} is among the input columns"
+        raise ColumnError(what, hint="leave it out: a model would only repeat it", column=min(both))
     numbers = [name for name in rest if _is_number(names.type_of(name))]
     numeric = numbers if p["numericCols"] is None else p["numericCols"]
     others = [name for name in rest if name not in numbers]
@@ -205,6 +208,9 @@ def _by_kind(p: Values, names: ColumnNames) -> tuple[list[str], dict[str, list[s
     for name in numeric:
         if not isinstance(names.type_of(name), NUMERIC):
             raise no_number(names.type_of(name), name)
+    if left := [name for name in p["inputCols"] or () if name not in {*categorical, *times, *numeric}]:
+        what = f"column {left[0]!r} is among inputCols, and in neither categoricalCols nor numericCols"
+        raise ColumnError(what, hint="name it in one of them, or leave it out of inputCols", column=left[0])
     return categorical, times, numeric
 
 

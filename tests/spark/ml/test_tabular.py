@@ -30,8 +30,6 @@ from sparktorch import (
 )
 from sparktorch.data.tables import TableNetwork
 from sparktorch.errors import ColumnError
-from sparktorch.ml.scoring.column_metadata import labels_of
-from sparktorch.spark.column_names import ColumnNames
 from sparktorch.tracking import save_model
 from tests.spark.scored import sorted_rows
 from tests.support.mlflow import QUIET
@@ -193,17 +191,6 @@ def test_a_regressor_takes_named_columns_rare_categories_as_unknown_and_a_module
     assert refused.value.where["param"] == "categoricalCols"
     with pytest.raises(ColumnError, match="'both' is array<string>, neither text"):
         TabularRegressor(labelCol="id", **QUICK).fit(raw.withColumn("both", F.array("carrier")))
-
-
-@pytest.mark.parametrize("name", ["late.is", "`late.is`", "s.late"])
-def test_a_label_of_strings_may_have_a_dot_in_its_name_or_be_a_field(spark: SparkSession, name: str) -> None:
-    rows = spark.createDataFrame([(1, "b"), (2, "a")], "n int, `late.is` string")
-    rows = rows.select("n", F.struct(F.col("`late.is`").alias("late")).alias("s")) if name == "s.late" else rows
-    learned, indexed = TabularClassifier(labelCol=name, inputCols=["n"])._learned(rows)
-    names = ColumnNames.of(indexed)
-    assert learned._seen.labels == ["a", "b"]
-    assert labels_of(indexed, name) == ("a", "b")
-    assert sorted(indexed.select("n", names.column(name)).collect()) == [(1, 1.0), (2, 0.0)]
 
 
 @pytest.mark.parametrize("kind", [CrossValidator, TorchCrossValidator])
