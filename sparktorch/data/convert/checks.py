@@ -279,7 +279,7 @@ def refuse_lengths(
     raise ColumnError(
         f"{inner}{counted(rows.size, 'row', 'rows')} of column {spec.column!r} "
         f"{'does' if rows.size == 1 and per_row == 1 else 'do'} not hold {length} {unit}; "
-        f"the first has {int(lengths[wrong[0]])}",
+        f"the first of them has {int(lengths[wrong[0]])}",
         hint=hint,
         column=spec.column,
         row=first_row + int(rows[0]),

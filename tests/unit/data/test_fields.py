@@ -171,7 +171,7 @@ def test_what_is_null_is_filled() -> None:
             pa.list_(pa.list_(pa.float32())),
             [[[1, 2], [3]], [[4], [5, 6], [7, 8]]],
             1,
-            "1 row of column 'c' does not hold 2 values; the first has 3",
+            "1 row of column 'c' does not hold 2 values; the first of them has 3",
         ),
 
     ],
