@@ -11,6 +11,7 @@ from pyspark.ml.linalg import DenseVector, Vectors
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
+from sparktorch.errors import shortens
 from sparktorch.ml.estimator import TorchEstimatorBase
 from sparktorch.ml.fit.checks import check_thresholds
 from sparktorch.ml.model import TorchModelBase
@@ -72,6 +73,7 @@ class TorchClassificationModel(TorchModelBase, ClassificationModelParams):
         """Returns the probabilities of one row, one per class; otherwise as `predict`."""
         return _dense(self._score_row(value, "probability"))
 
+    @shortens
     def evaluate(self, dataset: DataFrame) -> ClassificationSummary:
         """Scores rows and compares with `labelCol`, weighted by `weightCol` if that is set.
 
@@ -87,6 +89,7 @@ class TorchClassificationModel(TorchModelBase, ClassificationModelParams):
         named, dataset = self._named(), dataframe_of(dataset, "evaluate")
         return evaluate_classifier(named, named.transform, dataset, classes=self.numClasses, names=self.labels)
 
+    @shortens
     def importance(
         self, dataset: DataFrame, metric: str | None = None, repeats: int = 5, seed: int = 0
     ) -> pd.DataFrame:

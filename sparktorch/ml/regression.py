@@ -8,7 +8,7 @@ import pandas as pd
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
-from sparktorch.errors import ConfigError
+from sparktorch.errors import ConfigError, shortens
 from sparktorch.ml.estimator import TorchEstimatorBase
 from sparktorch.ml.model import TorchModelBase
 from sparktorch.ml.params.mixins import RegressionModelParams, RegressorParams
@@ -65,6 +65,7 @@ class TorchRegressionModel(ValueModel):
 
     _estimator = "sparktorch.ml.regression:TorchRegressor"
 
+    @shortens
     def evaluate(self, dataset: DataFrame) -> RegressionSummary:
         """Scores rows and compares with `labelCol`, weighted by `weightCol` if that is set.
 
@@ -75,6 +76,7 @@ class TorchRegressionModel(ValueModel):
         named = self._single("evaluate")
         return evaluate_regressor(named, named.transform, dataframe_of(dataset, "evaluate"))
 
+    @shortens
     def importance(self, dataset: DataFrame, metric: str = "r2", repeats: int = 5, seed: int = 0) -> pd.DataFrame:
         """Returns how much each input column matters; see `TorchClassificationModel.importance`.
 
