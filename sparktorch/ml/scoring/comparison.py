@@ -23,7 +23,7 @@ __all__ = ["Summary", "Transform", "compared", "described", "totals", "weight_co
 Transform = Callable[[DataFrame], DataFrame]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Summary:
     """Base class of the summaries.
 
@@ -41,10 +41,18 @@ class Summary:
     weightCol: str
     numInstances: int
 
-    _shown: ClassVar[tuple[str, ...]] = ("numInstances",)  # the metrics that HTML has
+    _shown: ClassVar[tuple[str, ...]] = ("numInstances",)  # the metrics that text and HTML have
+
+    def __repr__(self) -> str:
+        """Returns the class with its main metrics."""
+        return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in self._metrics.items())})"
 
     def _repr_html_(self) -> str:
-        return html.block(type(self).__name__, "", html.pairs({n: html.number(getattr(self, n)) for n in self._shown}))
+        return html.block(type(self).__name__, "", html.pairs(self._metrics))
+
+    @property
+    def _metrics(self) -> dict[str, str]:
+        return {name: html.number(getattr(self, name)) for name in self._shown}
 
 
 def totals() -> list[Column]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -42,7 +42,7 @@ _UNKNOWN = -1.0  # all labels that are no class: a column of identifiers has too
 Floats = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class ClassificationSummary(Summary):
     """A classifier's metrics. Metrics by label are in the order of `labels`.
 
@@ -51,9 +51,9 @@ class ClassificationSummary(Summary):
     """
 
     numClasses: int
-    _names: Sequence[str] = field(default=(), repr=False)  # of the classes
-    _counts: _Counts = field(repr=False)
-    _cells: Callable[[], list[Row]] = field(repr=False)  # those of the confusion matrix with rows
+    _names: Sequence[str] = ()  # of the classes
+    _counts: _Counts
+    _cells: Callable[[], list[Row]]  # those of the confusion matrix with rows
 
     _shown: ClassVar[tuple[str, ...]] = (*Summary._shown, "accuracy", "weightedPrecision", "weightedRecall")
 
@@ -171,7 +171,7 @@ def _ratio(part: Floats, whole: Floats) -> Floats:
         return np.asarray(part / whole)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class BinaryClassificationSummary(ClassificationSummary):
     """The metrics of a binary classifier.
 
@@ -189,7 +189,7 @@ class BinaryClassificationSummary(ClassificationSummary):
     _shown: ClassVar[tuple[str, ...]] = (*ClassificationSummary._shown, "areaUnderROC", "areaUnderPR")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class RegressionSummary(Summary):
     """The metrics of a regressor, as `RegressionEvaluator` computes them.
 

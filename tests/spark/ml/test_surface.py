@@ -224,6 +224,7 @@ def test_evaluate_gives_the_figures_of_sparks_own_summary(rows: DataFrame, three
         assert ours.weightedFMeasure(beta) == pytest.approx(theirs.weightedFMeasure(beta), rel=1e-9)
         assert ours.fMeasureByLabel(beta) == pytest.approx(theirs.fMeasureByLabel(beta), rel=1e-9)
     assert ours.numInstances == 1001
+    assert repr(ours).startswith(f"ClassificationSummary(numInstances=1,001, accuracy={ours.accuracy:.4g}, weighted")
     assert np.trace(ours.confusionMatrix) / np.sum(ours.confusionMatrix) == pytest.approx(ours.accuracy)
     assert len(ours.predictions.select(ours.predictionCol, ours.labelCol).collect()) == 1001
 
@@ -317,6 +318,10 @@ def test_evaluate_names_what_cannot_be_compared(rows: DataFrame, threefold: Logi
     for scorer, data, says in cases:
         with pytest.raises(ColumnError, match=says):
             scorer.evaluate(data)
+    for action in (model.transform, model.evaluate, model.importance):
+        with pytest.raises(ColumnError, match="no column 'features'") as caught:
+            action(rows.drop("features"))
+        assert [frame.name for frame in caught.traceback][-1] == "short"  # without the calls in between
     assert skipped.evaluate(holes).numInstances == holes.where("target < 0").count()
     assert "numClasses=3, numFeatures=5" in repr(model)
 
