@@ -11,8 +11,9 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import wraps
 from types import FrameType, TracebackType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 __all__ = [
     "JVM_MEMORY_HINT",
@@ -37,6 +38,7 @@ __all__ = [
     "refuse",
     "refusing",
     "shortened",
+    "shortens",
     "told",
     "users_part",
 ]
@@ -46,6 +48,8 @@ _LOG = logging.getLogger(__name__)
 _STANDARD = f"{sysconfig.get_path('stdlib')}/"
 
 E = TypeVar("E", bound=Exception)
+P = ParamSpec("P")
+R = TypeVar("R")
 
 SHIP_HINT = (
     "the executors' Python, which PYSPARK_PYTHON names, needs torch, numpy, pyarrow, safetensors and what your "
@@ -251,6 +255,19 @@ def shortened(error: E) -> E:
         cause = cause.__cause__
     error.__cause__ = None if cause is None else cause.with_traceback(users_part(cause))
     return error.with_traceback(None)
+
+
+def shortens(method: Callable[P, R]) -> Callable[P, R]:
+    """Makes a method raise errors as `fit` does, `shortened`."""
+
+    @wraps(method)
+    def short(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return method(*args, **kwargs)
+        except SparkTorchError as error:
+            raise shortened(error) from error.__cause__
+
+    return short
 
 
 def _of_library(frame: FrameType) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from typing import Any
 
 from sparktorch.distributed.monitor import Monitor
@@ -81,7 +82,7 @@ class RootCause:
         server = self._watch.server
         if error is None and (server is None or server.first_failure()[0] is None):
             return None
-        return self.of(error or RuntimeError("the ranks have ended without results"))
+        return _located(self.of(error or RuntimeError("the ranks have ended without results")))
 
     def of(self, error: Exception) -> SparkTorchError:
         """Returns the error that `fit` raises for an exception of Spark.
@@ -172,6 +173,15 @@ class RootCause:
         """Returns whether the out-of-memory killer ran on a host, as seen by this process or reported by its ranks."""
         here = out_of_memory_kills() - self._kills if host == server.rendezvous.host else 0
         return here + server.out_of_memory_kills(host) > 0
+
+
+def _located(error: SparkTorchError) -> SparkTorchError:
+    """Adds to the hint about a module that the ranks lack from which file this process has it."""
+    missing = re.search(r"No module named '(\w+)", error.what)
+    file = getattr(sys.modules.get(missing[1]), "__file__", None) if missing else None
+    if file is None:
+        return error
+    return SparkTorchError.from_dict({**error.to_dict(), "hint": f"{error.hint}; this process has it from {file}"})
 
 
 def _cancelled(message: str, error: Exception) -> ClusterError | None:

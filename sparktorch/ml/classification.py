@@ -11,11 +11,12 @@ from pyspark.ml.linalg import DenseVector, Vectors
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
+from sparktorch.errors import shortens
 from sparktorch.ml.estimator import TorchEstimatorBase
 from sparktorch.ml.fit.checks import check_thresholds
 from sparktorch.ml.model import TorchModelBase
 from sparktorch.ml.params.mixins import ClassificationModelParams, ClassifierParams
-from sparktorch.ml.scoring.column_metadata import nominal, vector
+from sparktorch.ml.scoring.column_metadata import class_index, nominal, vector
 from sparktorch.ml.scoring.evaluation import ClassificationSummary, evaluate_classifier
 from sparktorch.ml.scoring.importance import importance_of
 from sparktorch.ml.scoring.output_fields import output_fields
@@ -72,19 +73,23 @@ class TorchClassificationModel(TorchModelBase, ClassificationModelParams):
         """Returns the probabilities of one row, one per class; otherwise as `predict`."""
         return _dense(self._score_row(value, "probability"))
 
+    @shortens
     def evaluate(self, dataset: DataFrame) -> ClassificationSummary:
         """Scores rows and compares with `labelCol`, weighted by `weightCol` if that is set.
+
+        Labels are the numbers of the classes or, where the model has `labels`, these strings.
 
         Returns:
             The metrics of Spark's own summaries; for two classes, a `BinaryClassificationSummary`.
 
         Raises:
             ColumnError: A column is missing or not numeric, or a row has no weight, no prediction, or a label that
-                is not a class of the model.
+                is not a class of the model; or the numbers stand for other labels by the column's metadata.
         """
         named, dataset = self._named(), dataframe_of(dataset, "evaluate")
         return evaluate_classifier(named, named.transform, dataset, classes=self.numClasses, names=self.labels)
 
+    @shortens
     def importance(
         self, dataset: DataFrame, metric: str | None = None, repeats: int = 5, seed: int = 0
     ) -> pd.DataFrame:
@@ -112,7 +117,8 @@ class TorchClassificationModel(TorchModelBase, ClassificationModelParams):
             valid.insert(0, "areaUnderROC")
             score = vector_to_array(quoted(named.getRawPredictionCol()))[1]
         rows = dataframe_of(dataset, "importance")
-        return importance_of(named, rows, metric or valid[0], valid, score, repeats, seed)
+        label = class_index(rows, self.getLabelCol(), self.labels)
+        return importance_of(named, rows, label, metric or valid[0], valid, score, repeats, seed)
 
     def _named(self) -> Self:
         """Returns a copy whose output columns all have names, or the model itself."""

@@ -16,7 +16,7 @@ from sparktorch.base.config import Task, above
 from sparktorch.base.state_dict import unpacked_weights
 from sparktorch.base.weights_folder import WeightsFolder
 from sparktorch.data.columns import Window
-from sparktorch.errors import ConfigError, SparkTorchError, shortened
+from sparktorch.errors import ConfigError, shortens
 from sparktorch.ml.fit.attempts import train_with_restarts
 from sparktorch.ml.fit.checks import check_new_columns, check_param_names, naming_params
 from sparktorch.ml.fit.first_row_trial import plan_of
@@ -58,16 +58,14 @@ class TorchEstimatorBase(Shown, Estimator[M], EstimatorParams, MLReadable[Any], 
 
     if not TYPE_CHECKING:
 
+        @shortens
         def fit(self, dataset: DataFrame | PreparedData, params: Any = None) -> Any:
             """Fits a model to a dataset, or one for each of several settings of Params; see `Estimator.fit`."""
             if isinstance(params, DataFrame):
                 hint = "validationIndicatorCol: train.withColumn('held_out', lit(False)).unionByName(validation...)"
                 raise ConfigError("rows for validation are marked in one DataFrame", hint=hint, param="dataset")
             # Undoes the patch of MLflow's autologging: our listener logs the fit already.
-            try:
-                return inspect.unwrap(Estimator.fit)(self, dataset, params)
-            except SparkTorchError as error:
-                raise shortened(error) from error.__cause__
+            return inspect.unwrap(Estimator.fit)(self, dataset, params)
 
     def setParams(self, **params: Any) -> Self:
         """Sets several Params by name; `None` resets a Param to its default.

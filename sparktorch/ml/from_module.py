@@ -45,8 +45,10 @@ def trained_from(
     estimator: EstimatorParams, task: Task, dataset: DataFrame, weights: Weights | None, labels: Sequence[str]
 ) -> TrainedModule:
     """Returns the module that an estimator names, tried on the first row; see `TorchModelBase.fromModule`."""
+    taken = input_columns(estimator)
+    options = replace(taken["options"], drop=taken["options"].fill is None)  # a row with nulls has no shapes
     with naming_params(estimator, fits=False):
-        frame, rows = first_inputs(prepare(dataset, task, label=None, **input_columns(estimator)))
+        frame, rows = first_inputs(prepare(dataset, task, label=None, **{**taken, "options": options}))
     columns, arguments = frame.columns, arguments_of(rows)
     made = columns.preprocess
     takes = columns.inputs if made is None else arguments
@@ -143,10 +145,14 @@ def _made(module: Any, params: Mapping[str, Any], weights: Weights | None) -> di
         )
     built = recipe_type(found["module"])(**found).build_module(0)
     if weights is not None:
+        state = _state(weights)
         try:
-            built.load_state_dict(_state(weights))
+            built.load_state_dict(state)
         except RuntimeError as error:
-            raise ModuleError(f"the weights are not those of the module: {error}", param="weights") from error
+            inner = [key for key, value in state.items() if isinstance(value, Mapping)]
+            hint = f"of the keys {', '.join(map(repr, state))}, pass what is under {inner[0]!r}" if inner else ""
+            what = f"the weights are not those of the module: {error}"
+            raise ModuleError(what, hint=hint, param="weights") from error
     # A function is not called again on the executors: what it reads may be on this machine alone.
     code = {"source": source, "params": found["module_params"]} if of_class else {"source": built, "params": {}}
     return {**code, "weights": pack_state(built.state_dict())}

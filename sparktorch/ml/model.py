@@ -19,7 +19,7 @@ from sparktorch.base.imports import load_object
 from sparktorch.base.redact import shown
 from sparktorch.base.weights_folder import WeightsFolder
 from sparktorch.data.columns import TensorSpec, places_of
-from sparktorch.errors import ConfigError, PersistenceError, nearest
+from sparktorch.errors import ConfigError, PersistenceError, nearest, shortens
 from sparktorch.ml.fit.checks import check_layers, check_outputs, check_scoring, naming_params
 from sparktorch.ml.fit.prepared_data import make_room
 from sparktorch.ml.fit.summary import TrainingSummary
@@ -54,8 +54,6 @@ if TYPE_CHECKING:
 
 __all__ = ["TorchModel", "TorchModelBase"]
 
-_SIZES = ("numClasses", "numFeatures")
-
 
 class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
     """Base class of all fitted models.
@@ -72,13 +70,13 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
         """Returns type, uid and sizes, in the format of Spark's own models."""
         if self._trained is None:
             return str(super().__repr__())
-        sizes = {name: getattr(self, name) for name in _SIZES if hasattr(self, name)}
-        return ", ".join([f"{type(self).__name__}: uid={self.uid}", *(f"{n}={size}" for n, size in sizes.items())])
+        sizes = (f"{name}={size}" for name, size in html.sizes(self).items())
+        return ", ".join([f"{type(self).__name__}: uid={self.uid}", *sizes])
 
     def _repr_html_(self) -> str:
         if self._trained is None:
             return html.block(type(self).__name__, self.uid)
-        sizes = {name: html.number(getattr(self, name)) for name in _SIZES if hasattr(self, name)}
+        sizes = {name: html.number(size) for name, size in html.sizes(self).items()}
         about = {"module": shown(self._trained.source), **sizes, **html.settings(self)}
         course = self._summary._repr_html_() if self._summary is not None else ""
         return html.block(type(self).__name__, self.uid, html.pairs(about), course)
@@ -100,7 +98,7 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
                 arguments, and `weights`; a local folder with a model of Hugging Face's; a program, as
                 `torch.export.ExportedProgram`, TorchScript, or the file of either; or a model of MLflow's `pytorch`
                 flavour by its URI, `models:/name/1`, or folder. All are read as code that is trusted.
-            dataset: Rows with the input columns, of which the first one says what types and shapes they have.
+            dataset: Rows with the input columns; the first one without nulls says what types and shapes they have.
             weights: A state dict, or its file: of safetensors, or as `torch.save` writes it, also under the key
                 "state_dict".
             labels: Names of a classifier's classes.
@@ -171,6 +169,7 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
             raise ConfigError("this model has no training summary")
         return self._summary
 
+    @shortens
     def _transform(self, dataset: DataFrame) -> DataFrame:
         fields, outputs = self._fields()
         if not outputs:

@@ -44,6 +44,12 @@ _REFUSED = (
         for name in ("module", "moduleParams", "preprocess", "inputCols")
     ),
     Refusal(
+        "nullPolicy",
+        lambda p: p["nullPolicy"] == "fill",
+        "nullPolicy is 'fill', and fillValue stands for no text and for no image",
+        "'drop' leaves out rows without one; or replace them before fit",
+    ),
+    Refusal(
         "modelFolder", lambda p: p["modelFolder"] is None, "modelFolder is not set", "pass the path of a local folder"
     ),
 )
@@ -139,6 +145,8 @@ class TextClassifier(_FromFolderClassifier, TextClassifierParams):
             params["pad_token_id"] = tokenizer.pad_token_id
         positions = getattr(config, "max_position_embeddings", None)
         most = min(positions, tokenizer.model_max_length) if positions else length
+        if not self.isSet("maxLength"):
+            return replace(tokens, max_length=min(length, most))
         if length > most:
             what = f"maxLength is {length}, and the model and its tokenizer take {most} tokens at most"
             raise ConfigError(what, hint=f"set maxLength to {most} or less", param="maxLength")

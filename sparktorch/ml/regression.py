@@ -8,12 +8,13 @@ import pandas as pd
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
-from sparktorch.errors import ConfigError
+from sparktorch.errors import ConfigError, shortens
 from sparktorch.ml.estimator import TorchEstimatorBase
 from sparktorch.ml.model import TorchModelBase
 from sparktorch.ml.params.mixins import RegressionModelParams, RegressorParams
 from sparktorch.ml.scoring.evaluation import RegressionSummary, evaluate_regressor
 from sparktorch.ml.scoring.importance import importance_of
+from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.rdd import dataframe_of
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class TorchRegressionModel(ValueModel):
 
     _estimator = "sparktorch.ml.regression:TorchRegressor"
 
+    @shortens
     def evaluate(self, dataset: DataFrame) -> RegressionSummary:
         """Scores rows and compares with `labelCol`, weighted by `weightCol` if that is set.
 
@@ -74,6 +76,7 @@ class TorchRegressionModel(ValueModel):
         named = self._single("evaluate")
         return evaluate_regressor(named, named.transform, dataframe_of(dataset, "evaluate"))
 
+    @shortens
     def importance(self, dataset: DataFrame, metric: str = "r2", repeats: int = 5, seed: int = 0) -> pd.DataFrame:
         """Returns how much each input column matters; see `TorchClassificationModel.importance`.
 
@@ -81,8 +84,9 @@ class TorchRegressionModel(ValueModel):
         is the increase.
         """
         valid = ["r2", "rootMeanSquaredError", "meanSquaredError", "meanAbsoluteError"]
-        rows = dataframe_of(dataset, "importance")
-        return importance_of(self._single("importance"), rows, metric, valid, F.lit(0.0), repeats, seed)
+        named, rows = self._single("importance"), dataframe_of(dataset, "importance")
+        label = ColumnNames.of(rows).column(self.getLabelCol())
+        return importance_of(named, rows, label, metric, valid, F.lit(0.0), repeats, seed)
 
     def _single(self, what: str) -> Self:
         """Returns the model, with a name for its output column; refuses several values per row."""

@@ -181,7 +181,12 @@ def _arrow(values: Any, spec: TensorSpec, name: str) -> pa.Array:
         try:
             if kind is not None and pa.types.is_temporal(kind) and any(isinstance(row, str) for row in rows):
                 rows = list(pd.to_datetime(pd.Series(rows)))  # as JSON has them
-            return pa.array(rows, kind, from_pandas=True)
+            if kind is not None and pa.types.is_boolean(kind):
+                return pa.array(pd.Series(rows).astype("boolean"), kind)  # pandas makes 0.0 and 1.0 beside nulls
+            found = pa.array(rows, kind, from_pandas=True)
+            if kind is None and (pa.types.is_string(found.type) or pa.types.is_large_string(found.type)):
+                raise TypeError(f"it holds text, such as {next(row for row in rows if isinstance(row, str))!r}")
+            return found
         except (pa.ArrowException, ValueError, TypeError) as error:
             raise ColumnError(f"column {name!r} is {spec.sql} in the model: {error}", column=name) from error
     if spec.kind == "binary":

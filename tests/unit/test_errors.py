@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sparktorch import errors
-from sparktorch.errors import ColumnError, ModuleError, RankError, SparkTorchError, nearest, shortened
+from sparktorch.errors import ColumnError, ModuleError, RankError, SparkTorchError, nearest, shortened, shortens
 
 KINDS = [getattr(errors, name) for name in errors.__all__ if name.endswith("Error") and name != "SparkTorchError"]
 
@@ -81,3 +81,13 @@ def test_an_error_is_shortened_to_the_users_own_frames_or_to_no_cause(fails: Any
     assert short.__traceback__ is None
     cause = short.__cause__
     assert frames == (None if cause is None else [frame.name for frame in traceback.extract_tb(cause.__traceback__)])
+
+
+def test_a_method_that_shortens_its_errors_shows_none_of_its_calls() -> None:
+    @shortens
+    def evaluate(column: str) -> None:
+        raise ColumnError(f"there is no column {column!r}", column=column)
+
+    with pytest.raises(ColumnError, match="no column 'a'") as caught:
+        evaluate("a")
+    assert [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)][1:] == ["short"]

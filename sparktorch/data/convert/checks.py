@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from sparktorch.data.columns import LABEL, Columns, TensorSpec
+from sparktorch.data.convert.sql_types import NUMBERS
 from sparktorch.errors import ColumnError, counted
 
 __all__ = [
@@ -96,7 +97,7 @@ class RowFilter:
     def _hint(self, column: str, what: str) -> str:
         spec = next((spec for spec in self._columns.tensors if column in (spec.column, *spec.sources)), None)
         hint = "drop or replace them before fit, or set nullPolicy='drop'"
-        if spec in self._columns.inputs and not spec.takes_nulls:  # it fills no labels, and no infinity
+        if spec in self._columns.inputs and not spec.takes_nulls and _filled(spec):  # nor labels, nor infinity
             hint += " or 'fill'" if what == "null" else " or, for NaN, 'fill'"
         if spec is None:  # a column of `Columns.marks`
             return hint
@@ -170,6 +171,11 @@ def non_finite_mask(column: pa.Array, spec: TensorSpec, *, nan: bool = True) -> 
     return _marked(array, partial(_infinite, nan=nan))
 
 
+def _filled(spec: TensorSpec) -> bool:
+    """Whether `nullPolicy` "fill" has a value for a column: not for text, times and lists that `preprocess` gets."""
+    return spec.kind != "any" or spec.sql in (*NUMBERS, "boolean")
+
+
 def null_hint(spec: TensorSpec) -> str:
     """Returns the part of a hint that says which other values of a column count as null."""
     narrow = spec.kind == "number" and np.dtype(spec.dtype).kind == "i"
@@ -236,7 +242,9 @@ def refuse_nulls(array: pa.Array, spec: TensorSpec, first_row: int, per_row: int
     column = spec.sources[first % per_row] if spec.sources else spec.column
     raise ColumnError(
         f"column {column!r} has {array.null_count} null values",
-        hint="drop or fill them, set handleInvalid='skip' or 'keep', or fit with nullPolicy='fill'" + null_hint(spec),
+        hint="drop or fill them, set handleInvalid='skip' or 'keep'"
+        + (", or fit with nullPolicy='fill'" if _filled(spec) else "")
+        + null_hint(spec),
         column=column,
         row=first_row + first // per_row,
     )
@@ -271,7 +279,7 @@ def refuse_lengths(
     raise ColumnError(
         f"{inner}{counted(rows.size, 'row', 'rows')} of column {spec.column!r} "
         f"{'does' if rows.size == 1 and per_row == 1 else 'do'} not hold {length} {unit}; "
-        f"the first has {int(lengths[wrong[0]])}",
+        f"the first of them has {int(lengths[wrong[0]])}",
         hint=hint,
         column=spec.column,
         row=first_row + int(rows[0]),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ __all__ = ["TrainingSummary"]
 _SHOWN_EPOCHS = 8
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class TrainingSummary:
     """The summary of a fit.
 
@@ -127,15 +127,23 @@ class TrainingSummary:
             )
         return figures.confusion_matrix(self.confusionMatrix, self.labels)
 
+    def __repr__(self) -> str:
+        """Returns the numbers of rows, workers and epochs, and the losses and metrics of the last epoch."""
+        last = self.history[-1] if self.history else {}
+        facts = {"rows": self.rows, "validationRows": self.validationRows, "numWorkers": self.numWorkers}
+        facts |= {"epochs": len(self.history), **{name: last[name] for name in last if name in _measured(last)}}
+        return f"TrainingSummary({', '.join(f'{name}={html.number(value)}' for name, value in facts.items())})"
+
     def _repr_html_(self) -> str:
         seconds = sum(record["seconds"] for record in self.history)
+        whole = sum(self.seconds.get(phase, 0.0) for phase in ("prepare", "job"))
         facts = {
             "rows": f"{self.rows:,}" + (f", and {self.validationRows:,} of validation" if self.validationRows else ""),
             "workers": str(self.numWorkers),
-            "epochs": f"{len(self.history)} in {seconds:.1f} s",
+            "epochs": f"{len(self.history)} in {seconds:.1f} s" + (f", of {whole:.1f} s of the fit" if whole else ""),
         }
         names = dict.fromkeys(name for record in self.history for name in record)
-        columns = ["epoch", "loss", *(name for name in names if name.startswith(("val_", "train_")))]
+        columns = ["epoch", *_measured(names)]
         columns += [name for name in ("learning_rate", "seconds") if name in names]
         table = html.grid(_shown(self.history), [*columns, ""]) if self.history else ""
         return html.block("Training", "", html.pairs(facts), table, html.drawn(self.plot) if self.history else "")
@@ -145,14 +153,20 @@ class TrainingSummary:
         return {name: value for name, value in asdict(self).items() if name != "labels"}
 
 
+def _measured(names: Iterable[str]) -> list[str]:
+    """Returns the names of losses and metrics among those of a record."""
+    return ["loss", *(name for name in names if name.startswith(("val_", "train_")))]
+
+
 def _shown(history: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the epochs that a table has room for: the first, the best and the last ones, with a mark at the best."""
+    """Returns the epochs that a table has room for: the first, that of the lowest loss, with a mark, and the last."""
     judged = [record for record in history if "val_loss" in record] or history
-    best = min(judged, key=lambda record: record.get("val_loss", record["loss"]))
+    loss = "val_loss" if "val_loss" in judged[0] else "loss"
+    best = min(judged, key=lambda record: record[loss])
     last, found = len(history) - _SHOWN_EPOCHS, list[dict[str, Any]]()
     for place, record in enumerate(history):
         if place in (0, history.index(best)) or place > last:
-            found.append({**record, "": "best" if record is best else ""})
+            found.append({**record, "": f"lowest {loss}" if record is best else ""})
         elif found[-1]["epoch"] != "…":
             found.append({"epoch": "…"})
     return found

@@ -1286,7 +1286,7 @@ class TextClassifierParams(ClassifierParams):
             modelFolder: A local folder with a model of Hugging Face's and its tokenizer or image processor, at the same path on each machine.
             numLabels: The number of classes; without it, that of the folder's configuration (> 1).
             textCol: The column of text.
-            maxLength: The number of tokens after which a row is cut off (> 0).
+            maxLength: The number of tokens after which a row is cut off (> 0); if it is not set, at most as many as the model takes.
             nullPolicy: What fit does with rows that hold a null or NaN: 'error', 'drop' the row, or 'fill' in fillValue.
             labelCol: The label column; an empty name for a loss without labels.
             predictionCol: The output column; an empty name leaves it out.
@@ -1380,7 +1380,7 @@ class TextClassifierParams(ClassifierParams):
     maxLength: Param[int]
     def getMaxLength(self) -> int: ...
     def setMaxLength(self, value: int) -> Self:
-        """Sets the value of `maxLength`: the number of tokens after which a row is cut off (> 0)."""
+        """Sets the value of `maxLength`: the number of tokens after which a row is cut off (> 0); if it is not set, at most as many as the model takes."""
 
 class ImageClassifierParams(ClassifierParams):
     """The Params of `ImageClassifier`."""

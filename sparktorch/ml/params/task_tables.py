@@ -15,7 +15,9 @@ PRETRAINED = (
 
 TEXT = (
     P("textCol", "str", "text", "the column of text", compared=False),
-    P("maxLength", "int", 128, "the number of tokens after which a row is cut off (> 0)", compared=True),
+    P("maxLength", "int", 128,
+      "the number of tokens after which a row is cut off (> 0); if it is not set, at most as many as the model takes",
+      compared=True),
 )
 
 IMAGE = (

@@ -8,11 +8,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pyspark.sql import DataFrame
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F
+from pyspark.sql import types as T
 
+from sparktorch.errors import ColumnError
 from sparktorch.spark.column_names import ColumnNames
+from sparktorch.spark.frame.encoding import NUMERIC
+from sparktorch.spark.frame.refusals import no_number
 
-__all__ = ["labels_of", "nominal", "numeric", "vector"]
+__all__ = ["class_index", "labels_of", "nominal", "numeric", "vector"]
 
 
 def labels_of(dataset: DataFrame, column: str) -> tuple[str, ...]:
@@ -20,6 +25,26 @@ def labels_of(dataset: DataFrame, column: str) -> tuple[str, ...]:
     found = [dataset.schema[name].metadata for name in ColumnNames.of(dataset).called(column)]
     attribute = found[0].get("ml_attr", {}) if found else {}
     return tuple(map(str, attribute.get("vals", ())))
+
+
+def class_index(dataset: DataFrame, column: str, labels: Sequence[str]) -> Column:
+    """Returns a column of labels as indices in `labels`: those of strings, -1 where it is none of them, or its numbers.
+
+    A `ColumnError` refuses other types, and numbers that stand for other labels by the column's metadata.
+    """
+    names = ColumnNames.of(dataset)
+    kind, found = names.type_of(column), names.column(column)
+    if labels and isinstance(kind, T.StringType):
+        return (F.array_position(F.array(*map(F.lit, labels)), found) - 1).cast("double")
+    same = "; transform the rows with the StringIndexerModel that indexed those of the fit"
+    if not isinstance(kind, NUMERIC):
+        hint = f"labels are the numbers 0, 1, ... of their classes{same if isinstance(kind, T.StringType) else ''}"
+        raise no_number(kind, column, hint)
+    for index, (ours, theirs) in enumerate(zip(labels, labels_of(dataset, column), strict=False)):
+        if ours != theirs:
+            what = f"index {index} of column {column!r} is the label {theirs!r}, the model's class {index} is {ours!r}"
+            raise ColumnError(what, hint=f"set labelCol to a column of the labels themselves{same}", column=column)
+    return found
 
 
 def nominal(classes: int, labels: Sequence[str]) -> dict[str, Any]:

@@ -16,14 +16,14 @@ from sparktorch.ml.params.mixins import ClassificationModelParams, RegressionMod
 from sparktorch.ml.scoring import html
 from sparktorch.spark.column_names import ColumnNames, quoted
 from sparktorch.spark.frame.encoding import NUMERIC
-from sparktorch.spark.frame.refusals import no_label, no_number
+from sparktorch.spark.frame.refusals import no_number
 
 __all__ = ["Summary", "Transform", "compared", "described", "totals", "weight_column"]
 
 Transform = Callable[[DataFrame], DataFrame]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Summary:
     """Base class of the summaries.
 
@@ -41,10 +41,18 @@ class Summary:
     weightCol: str
     numInstances: int
 
-    _shown: ClassVar[tuple[str, ...]] = ("numInstances",)  # the metrics that HTML has
+    _shown: ClassVar[tuple[str, ...]] = ("numInstances",)  # the metrics that text and HTML have
+
+    def __repr__(self) -> str:
+        """Returns the class with its main metrics."""
+        return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in self._metrics.items())})"
 
     def _repr_html_(self) -> str:
-        return html.block(type(self).__name__, "", html.pairs({n: html.number(getattr(self, n)) for n in self._shown}))
+        return html.block(type(self).__name__, "", html.pairs(self._metrics))
+
+    @property
+    def _metrics(self) -> dict[str, str]:
+        return {name: html.number(getattr(self, name)) for name in self._shown}
 
 
 def totals() -> list[Column]:
@@ -65,21 +73,21 @@ def compared(
     dataset: DataFrame,
     *more: Column,
     kept: bool,
+    label: Column | None = None,
 ) -> Iterator[tuple[DataFrame, DataFrame]]:
     """Yields two DataFrames: the output of `transform`, and its `label`, `prediction` and `weight` as double.
 
     `more` are further columns of the second, which is persisted until the block ends if `kept`, so that jobs score
-    once.
+    once. `label` is what `labelCol` means, if not the number that it has.
     """
     names, weight = ColumnNames.of(dataset), weight_column(model)
-    for name in (model.getLabelCol(), *([weight] if weight else [])):
+    for name in (*([model.getLabelCol()] if label is None else []), *([weight] if weight else [])):
         kind = names.type_of(name)
         if not isinstance(kind, NUMERIC):
-            classes = isinstance(model, ClassificationModelParams) and name == model.getLabelCol()
-            raise no_label(kind, name, classes=True) if classes else no_number(kind, name)
+            raise no_number(kind, name)
     predictions = transform(dataset)
     rows = predictions.select(
-        _there(names.column(model.getLabelCol())).alias("label"),
+        _there(names.column(model.getLabelCol()) if label is None else label).alias("label"),
         _there(quoted(model.getPredictionCol())).alias("prediction"),
         (_there(names.column(weight)) if weight else F.lit(1.0)).alias("weight"),
         *more,

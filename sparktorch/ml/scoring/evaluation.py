@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -21,6 +21,7 @@ from pyspark.sql import functions as F
 from sparktorch.errors import ColumnError
 from sparktorch.ml.params.mixins import ClassificationModelParams, RegressionModelParams
 from sparktorch.ml.scoring import figures
+from sparktorch.ml.scoring.column_metadata import class_index
 from sparktorch.ml.scoring.comparison import Summary, Transform, compared, described, totals
 from sparktorch.spark.column_names import ColumnNames, quoted
 
@@ -41,7 +42,7 @@ _UNKNOWN = -1.0  # all labels that are no class: a column of identifiers has too
 Floats = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class ClassificationSummary(Summary):
     """A classifier's metrics. Metrics by label are in the order of `labels`.
 
@@ -50,9 +51,9 @@ class ClassificationSummary(Summary):
     """
 
     numClasses: int
-    _names: Sequence[str] = field(default=(), repr=False)  # of the classes
-    _counts: _Counts = field(repr=False)
-    _cells: Callable[[], list[Row]] = field(repr=False)  # those of the confusion matrix with rows
+    _names: Sequence[str] = ()  # of the classes
+    _counts: _Counts
+    _cells: Callable[[], list[Row]]  # those of the confusion matrix with rows
 
     _shown: ClassVar[tuple[str, ...]] = (*Summary._shown, "accuracy", "weightedPrecision", "weightedRecall")
 
@@ -170,7 +171,7 @@ def _ratio(part: Floats, whole: Floats) -> Floats:
         return np.asarray(part / whole)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class BinaryClassificationSummary(ClassificationSummary):
     """The metrics of a binary classifier.
 
@@ -188,7 +189,7 @@ class BinaryClassificationSummary(ClassificationSummary):
     _shown: ClassVar[tuple[str, ...]] = (*ClassificationSummary._shown, "areaUnderROC", "areaUnderPR")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class RegressionSummary(Summary):
     """The metrics of a regressor, as `RegressionEvaluator` computes them.
 
@@ -233,18 +234,21 @@ def evaluate_classifier(
     A `ColumnError` refuses columns that are missing or not numeric, and rows without weight or prediction, or with a
     label that is not a class of the model.
     """
+    column = model.getLabelCol()
+    index = class_index(dataset, column, names)
+    given = ColumnNames.of(dataset).column(column).alias("given")
     binary, many = classes == 2, classes > _MATRIX_CLASSES
     score = [quoted(model.getProbabilityCol()).alias("score")] if binary else []
     label = F.col("label")
     known = label.isNull() | ((label >= 0) & (label < classes) & (label == F.rint(label)))
     class_of = F.when(known, label).otherwise(_UNKNOWN).alias("class")
     hits = F.sum(F.when(label == F.col("prediction"), F.col("weight")).otherwise(0.0)).alias("hits")
-    sums = [*totals(), hits, F.min("label").alias("least")]
-    with compared(model, transform, dataset, *score, kept=binary or many) as (predictions, rows):
+    sums = [*totals(), hits, F.min("given").alias("least")]
+    with compared(model, transform, dataset, given, *score, kept=binary or many, label=index) as (predictions, rows):
         cells = rows.groupBy(class_of, "prediction").agg(*sums)
         groups = rows.groupBy(class_of).agg(*sums).collect() if many else cells.collect()
         found = described(model, predictions, groups)
-        _check_classes(groups, classes, model.getLabelCol(), names)
+        _check_classes(groups, classes, column, names)
         by_prediction = rows.groupBy("prediction").agg(*totals()).collect() if many else groups
         labels = np.unique(_of(groups, "class").astype(np.int64))
         columns = ((groups, "class", "weight"), (by_prediction, "prediction", "weight"), (groups, "class", "hits"))
@@ -282,11 +286,14 @@ def _of(groups: list[Row], name: str) -> Floats:
 
 def _check_classes(groups: list[Row], classes: int, column: str, labels: Sequence[str]) -> None:
     """Refuses a label that is not a class of the model; the message has the names of its classes, if they have any."""
-    bad = [group["least"] for group in groups if group["class"] == _UNKNOWN]
+    bad = [group for group in groups if group["class"] == _UNKNOWN]
     if bad:
-        known = f" ({', '.join(labels)})" if labels else ""
+        least, known = min(group["least"] for group in bad), f" ({', '.join(labels)})" if labels else ""
+        text = isinstance(least, str)
+        hint = "leave out rows with labels that fit did not see" if text else "index the labels as they were for fit"
         raise ColumnError(
-            f"column {column!r} holds {bad[0]:g}, and the model knows the classes 0 ... {classes - 1}{known}",
-            hint="index the labels as they were for fit" + ("; -1 is a label that fit did not see" if labels else ""),
+            f"column {column!r} holds {repr(least) if text else format(least, 'g')}, and the model knows the classes "
+            f"0 ... {classes - 1}{known}: {sum(group['rows'] for group in bad)} rows have no label of its",
+            hint=hint,
             column=column,
         )

@@ -16,7 +16,7 @@ from sparktorch.ml.scoring.figures import picture
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Shown", "block", "drawn", "grid", "number", "pairs", "settings"]
+__all__ = ["Shown", "block", "drawn", "grid", "number", "pairs", "settings", "sizes"]
 
 _LONGEST = 100  # characters of a value
 # Notebooks have styles of their own for tables, in light and dark; these keep them narrow and to the left.
@@ -39,6 +39,12 @@ def settings(params: Params) -> dict[str, str]:
     """Returns the Params that are set as text: functions and modules by name, `***` for secrets."""
     found = {param.name: shown(value, param.name) for param, value in params._paramMap.items()}
     return {name: text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…" for name, text in found.items()}
+
+
+def sizes(model: Any) -> dict[str, int]:
+    """Returns the numbers of a model's classes and input values, where there are any and they are known."""
+    found = {name: getattr(model, name, -1) for name in ("numClasses", "numFeatures")}
+    return {name: size for name, size in found.items() if size >= 0}
 
 
 def number(value: Any) -> str:

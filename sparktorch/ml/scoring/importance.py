@@ -40,13 +40,14 @@ _METRICS: dict[str, Callable[[], Column]] = {
 
 
 def importance_of(
-    model: Any, dataset: DataFrame, metric: str, valid: list[str], score: Column, repeats: int, seed: int
+    model: Any, dataset: DataFrame, label: Column, metric: str, valid: list[str], score: Column, repeats: int, seed: int
 ) -> pd.DataFrame:
     """Returns `column`, `importance` and `deviation` of each input column, the most important first.
 
     Args:
         model: A model whose output columns have names.
         dataset: Rows with inputs and labels.
+        label: The labels, as numbers.
         metric: Name of the metric.
         valid: Names of the metrics that the model has.
         score: Of a classifier with two classes: what is larger for class 1, of the output of `transform`.
@@ -61,7 +62,8 @@ def importance_of(
     one_of("metric", metric, tuple(valid))
     inputs, names = input_names(model), ColumnNames.of(dataset)
     renamed = [f"{model.uid}_{place}" for place in range(len(inputs))]
-    kept = {name: names.column(name) for name in (model.getLabelCol(), weight_column(model)) if name}
+    weight = weight_column(model)
+    kept = {model.getLabelCol(): label} | ({weight: names.column(weight)} if weight else {})
     taken = dict(zip(renamed, map(names.column, inputs), strict=True)) | kept
     rows = dataset.select(*[column.alias(name) for name, column in taken.items()])
     mixed = F.xxhash64(F.lit(seed), *map(quoted, taken))  # not in the order of files

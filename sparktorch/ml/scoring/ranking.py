@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from pyspark.sql import Column, DataFrame, Row, Window
 from pyspark.sql import functions as F
@@ -19,7 +19,7 @@ __all__ = ["RankingSummary", "evaluate_ranker"]
 _SHOWN = 10  # rows of a group whose NDCG is computed unasked
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class RankingSummary(Summary):
     """The metrics of a ranking, means over groups.
 
@@ -33,8 +33,8 @@ class RankingSummary(Summary):
     groupCol: str
     numGroups: int
     meanReciprocalRank: float
-    _ndcg: dict[int | None, float] = field(repr=False)
-    _again: Callable[[int | None], float] = field(repr=False)
+    _ndcg: dict[int | None, float]
+    _again: Callable[[int | None], float]
 
     def ndcg(self, k: int | None = None) -> float:
         """Returns the mean normalised discounted cumulative gain of the first `k` rows of a group, or of all of them.

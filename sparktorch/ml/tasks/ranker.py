@@ -9,7 +9,7 @@ from pyspark.sql import DataFrame
 
 from sparktorch.data.ranking.losses import LOSSES
 from sparktorch.data.ranking.metrics import measured
-from sparktorch.errors import ConfigError, nearest
+from sparktorch.errors import ConfigError, nearest, shortens
 from sparktorch.ml.estimator import TorchEstimatorBase
 from sparktorch.ml.params.mixins import RankerParams, RankingModelParams
 from sparktorch.ml.regression import ValueModel
@@ -28,6 +28,7 @@ class RankingModel(ValueModel, RankingModelParams):
 
     _estimator = "sparktorch.ml.tasks.ranker:Ranker"
 
+    @shortens
     def evaluate(self, dataset: DataFrame) -> RankingSummary:
         """Scores rows and compares their order in each group of `groupCol` with `labelCol`.
 

@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import pandas as pd
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
@@ -24,14 +23,12 @@ from sparktorch.ml.model import TorchModelBase
 from sparktorch.ml.params.mixins import TabularClassifierParams, TabularRegressorParams
 from sparktorch.ml.params.task_tables import TABLE
 from sparktorch.ml.regression import TorchRegressionModel, TorchRegressor
-from sparktorch.ml.scoring.column_metadata import nominal
-from sparktorch.ml.scoring.evaluation import ClassificationSummary
+from sparktorch.ml.scoring.column_metadata import class_index, nominal
 from sparktorch.ml.tasks.column_statistics import Figures, categories_and_figures
 from sparktorch.ml.tasks.learning import LearningEstimator
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.frame.encoding import NUMERIC, kept_as
 from sparktorch.spark.frame.refusals import no_number
-from sparktorch.spark.rdd import dataframe_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -191,6 +188,9 @@ def _by_kind(p: Values, names: ColumnNames) -> tuple[list[str], dict[str, list[s
     if p["inputCols"] and (beyond := named - set(p["inputCols"])):
         hint = "name it in inputCols, too, or leave inputCols out"
         raise ColumnError(f"column {min(beyond)!r} is not among inputCols", hint=hint, column=min(beyond))
+    if both := {*(p["labelCols"] or [p["labelCol"]])} & {*(p["inputCols"] or ()), *named}:
+        what = f"the label {min(both)!r} is among the input columns"
+        raise ColumnError(what, hint="leave it out: a model would only repeat it", column=min(both))
     numbers = [name for name in rest if _is_number(names.type_of(name))]
     numeric = numbers if p["numericCols"] is None else p["numericCols"]
     others = [name for name in rest if name not in numbers]
@@ -208,6 +208,9 @@ def _by_kind(p: Values, names: ColumnNames) -> tuple[list[str], dict[str, list[s
     for name in numeric:
         if not isinstance(names.type_of(name), NUMERIC):
             raise no_number(names.type_of(name), name)
+    if left := [name for name in p["inputCols"] or () if name not in {*categorical, *times, *numeric}]:
+        what = f"column {left[0]!r} is among inputCols, and in neither categoricalCols nor numericCols"
+        raise ColumnError(what, hint="name it in one of them, or leave it out of inputCols", column=left[0])
     return categorical, times, numeric
 
 
@@ -222,16 +225,11 @@ def _rounded(value: float) -> float:
 
 def _indexed(dataset: DataFrame, column: str, labels: Sequence[str]) -> DataFrame:
     """Returns the rows with a label of strings or booleans as the index of its class; -1 if it is none of `labels`."""
-    names = ColumnNames.of(dataset)
-    kind = names.type_of(column) if labels else None
-    if isinstance(kind, T.StringType):
-        known = F.array(*map(F.lit, labels))
-        index = (F.array_position(known, names.column(column)) - 1).cast("double")
-    elif isinstance(kind, T.BooleanType):
-        index = names.column(column).cast("double")
-    else:
+    if not labels:
         return dataset
-    return dataset.withColumn(column, index).withMetadata(column, nominal(len(labels), labels))
+    index = class_index(dataset, column, labels)
+    # withMetadata would read a dot as that of a field; a field becomes a column, which is found before it.
+    return dataset.withColumn(column, index.alias(column, metadata=nominal(len(labels), labels)))
 
 
 class _TabularModel(TorchModelBase):
@@ -246,19 +244,6 @@ class _TabularModel(TorchModelBase):
 
 class TabularClassificationModel(_TabularModel, TorchClassificationModel):
     """A classifier fitted by `TabularClassifier`; `labels` are the labels of its classes, if they are no numbers."""
-
-    def evaluate(self, dataset: DataFrame) -> ClassificationSummary:
-        """Scores rows and compares with `labelCol`, as in the fit; see `TorchClassificationModel.evaluate`."""
-        return super().evaluate(self._indexed(dataframe_of(dataset, "evaluate")))
-
-    def importance(
-        self, dataset: DataFrame, metric: str | None = None, repeats: int = 5, seed: int = 0
-    ) -> pd.DataFrame:
-        """Returns how much each input column matters; see `TorchClassificationModel.importance`."""
-        return super().importance(self._indexed(dataframe_of(dataset, "importance")), metric, repeats, seed)
-
-    def _indexed(self, dataset: DataFrame) -> DataFrame:
-        return _indexed(dataset, self.getLabelCol(), self.labels)
 
 
 class TabularClassifier(_TabularEstimator, TorchClassifier, TabularClassifierParams):

@@ -91,9 +91,9 @@ def no_label(kind: T.DataType, name: str, *, classes: bool) -> ColumnError:
     )
 
 
-def no_number(kind: T.DataType, name: str) -> ColumnError:
+def no_number(kind: T.DataType, name: str, hint: str = "") -> ColumnError:
     """Returns the error for a column that must be a number."""
-    hint = "" if isinstance(kind, T.ArrayType) else as_numbers(kind, _sql(name))
+    hint = hint or ("" if isinstance(kind, T.ArrayType) else as_numbers(kind, _sql(name)))
     return ColumnError(f"column {name!r} must be a number, but is {kind.simpleString()}", hint=hint, column=name)
 
 

@@ -12,7 +12,7 @@ __all__ = ["hints_for"]
 
 def hints_for(error: Exception, inputs: Mapping[str, torch.Tensor]) -> str:
     """Returns lines about other options of the input columns, for a module that has failed on them."""
-    return _together(inputs) + _other_dtype(error, inputs)
+    return _together(inputs) + _other_dtype(error, inputs) + _other_shape(error, inputs)
 
 
 def _other_dtype(error: Exception, inputs: Mapping[str, torch.Tensor]) -> str:
@@ -40,6 +40,15 @@ def _asked(inputs: Mapping[str, torch.Tensor], why: str, dtype: str) -> str:
     columns = [name.removeprefix("column ") for name in others if name.startswith("column ") and " ... " not in name]
     wanted = ", ".join(f"{column}: {dtype!r}" for column in columns)
     return f"\n     {why} set inputDtypes={{{wanted}}}" if columns else ""
+
+
+def _other_shape(error: Exception, inputs: Mapping[str, torch.Tensor]) -> str:
+    """Returns a hint at `inputShapes` if a layer, as a convolution, has refused a flat column for its dimensions."""
+    flat = [name for name, tensor in inputs.items() if tensor.dim() == 2 and name.startswith("column ")]
+    if not flat or not re.search(r"\b[345]D\b", str(error)):
+        return ""
+    column = flat[0].removeprefix("column ")
+    return f"\n     a flat column gets a shape by inputShapes={{{column}: [channels, height, width]}}"
 
 
 def _together(inputs: Mapping[str, torch.Tensor]) -> str:

@@ -52,6 +52,16 @@ def test_a_root_cause_is_acknowledged_to_all_ranks(server: ControlServer, client
     assert ended.to_dict() == failure.to_dict()
 
 
+def test_a_module_that_ranks_lack_is_told_with_the_file_of_this_process(
+    server: ControlServer, clients: list[Client]
+) -> None:
+    clients[1].fail(ModuleNotFoundError("No module named 'pytest'"))
+    ended = RootCause(watch(server, 2)).of_ended(None)
+    assert ended is not None
+    assert ended.hint.endswith(f"spark.addArtifacts; this process has it from {pytest.__file__}")
+    assert ended.where["rank"] == 1
+
+
 def test_a_consequence_alone_is_not_and_its_rank_raises(server: ControlServer, clients: list[Client]) -> None:
     clients[0].fail(LOST)
     assert server.acknowledge() is None

@@ -133,6 +133,9 @@ def test_what_has_no_trained_weights_is_refused(data: DataFrame, tmp_path: Path,
         TorchModel.fromModule(bert(), data)
     with pytest.raises(ModuleError, match=r"not those of the module: (?s:.*)Missing key"):
         TorchModel.fromModule(Mlp, data, moduleParams=sizes, weights={})
+    torch.save({"epoch": 3, "model_state_dict": Mlp(**sizes).state_dict()}, tmp_path / "checkpoint")
+    with pytest.raises(ModuleError, match=r"'epoch', 'model_state_dict', pass what is under 'model_state_dict'"):
+        TorchModel.fromModule(Mlp, data, moduleParams=sizes, weights=tmp_path / "checkpoint")
     (tmp_path / "net.pt").write_bytes(b"rubbish")
     with pytest.raises(ModuleError, match="holds no program"):
         TorchModel.fromModule(str(tmp_path / "net.pt"), data)
@@ -162,6 +165,14 @@ def test_a_function_is_called_on_the_driver_alone(net: nn.Module, data: DataFram
         return net
 
     np.testing.assert_allclose(scored(TorchModel.fromModule(make, data), data), expected(net), atol=1e-6)
+
+
+def test_the_first_row_without_nulls_says_what_the_columns_are(net: nn.Module, spark: SparkSession) -> None:
+    rows = spark.createDataFrame([(0, None), (1, INPUTS[1].tolist())], "id int, features array<float>").coalesce(1)
+    model = TorchModel.fromModule(net, rows, handleInvalid="keep")
+    none, scores = (row["prediction"] for row in model.transform(rows).orderBy("id").collect())
+    assert none is None
+    np.testing.assert_allclose(scores, expected(net)[1], atol=1e-6)
 
 
 def test_what_does_not_fit_is_refused_by_name(net: nn.Module, data: DataFrame) -> None:

@@ -224,6 +224,7 @@ def test_evaluate_gives_the_figures_of_sparks_own_summary(rows: DataFrame, three
         assert ours.weightedFMeasure(beta) == pytest.approx(theirs.weightedFMeasure(beta), rel=1e-9)
         assert ours.fMeasureByLabel(beta) == pytest.approx(theirs.fMeasureByLabel(beta), rel=1e-9)
     assert ours.numInstances == 1001
+    assert repr(ours).startswith(f"ClassificationSummary(numInstances=1,001, accuracy={ours.accuracy:.4g}, weighted")
     assert np.trace(ours.confusionMatrix) / np.sum(ours.confusionMatrix) == pytest.approx(ours.accuracy)
     assert len(ours.predictions.select(ours.predictionCol, ours.labelCol).collect()) == 1001
 
@@ -317,8 +318,28 @@ def test_evaluate_names_what_cannot_be_compared(rows: DataFrame, threefold: Logi
     for scorer, data, says in cases:
         with pytest.raises(ColumnError, match=says):
             scorer.evaluate(data)
+    for action in (model.transform, model.evaluate, model.importance):
+        with pytest.raises(ColumnError, match="no column 'features'") as caught:
+            action(rows.drop("features"))
+        assert [frame.name for frame in caught.traceback][-1] == "short"  # without the calls in between
     assert skipped.evaluate(holes).numInstances == holes.where("target < 0").count()
     assert "numClasses=3, numFeatures=5" in repr(model)
+
+
+def test_labels_that_have_names_are_compared_by_name(rows: DataFrame, threefold: LogisticRegressionModel) -> None:
+    usual = classifier(threefold)
+    model = TorchClassificationModel()._with(replace(usual.trained, labels=tuple(NAMES)), None)
+    by_word = model.copy({model.labelCol: "word"})
+    found = by_word.evaluate(rows)
+    assert found.confusionMatrix == usual.evaluate(rows).confusionMatrix
+    assert found.predictions.schema["word"].dataType.simpleString() == "string"
+    assert by_word.importance(rows)["importance"][0] > 0
+    indexer = StringIndexer(inputCol="word", outputCol="index", stringOrderType="alphabetAsc")
+    with pytest.raises(ColumnError, match=r"index 0 of column 'index' is the label 'high'.*class 0 is 'low'") as caught:
+        model.copy({model.labelCol: "index"}).evaluate(indexer.fit(rows).transform(rows))
+    assert "labelCol to a column of the labels themselves" in caught.value.hint
+    with pytest.raises(ColumnError, match=r"holds 'new'.* 0 \.\.\. 2 \(low, middle, high\): 1001 rows"):
+        by_word.evaluate(rows.withColumn("word", F.lit("new")))
 
 
 def test_rows_with_nulls_and_nan_are_skipped_on_request(

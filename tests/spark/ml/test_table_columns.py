@@ -17,6 +17,8 @@ from pyspark.sql import functions as F
 
 from sparktorch import TabularClassifier, TabularRegressor
 from sparktorch.errors import ColumnError
+from sparktorch.ml.scoring.column_metadata import labels_of
+from sparktorch.spark.column_names import ColumnNames
 
 QUICK: dict[str, Any] = {"batchSize": 50, "learningRate": 0.01, "progress": False}
 ROWS = 400
@@ -110,3 +112,31 @@ def test_rare_types_are_learned_as_pandas_counts_them_over_many_batches(
     zoned = rows.withColumn("seen", F.col("seen").cast("timestamp"))
     with pytest.raises(ColumnError, match=r"cast\(`seen` as timestamp_ntz\); its time zone is then"):
         model.transform(zoned)
+
+
+@pytest.mark.parametrize("name", ["late.is", "`late.is`", "s.late"])
+def test_a_label_of_strings_may_have_a_dot_in_its_name_or_be_a_field(spark: SparkSession, name: str) -> None:
+    rows = spark.createDataFrame([(1, "b"), (2, "a")], "n int, `late.is` string")
+    rows = rows.select("n", F.struct(F.col("`late.is`").alias("late")).alias("s")) if name == "s.late" else rows
+    learned, indexed = TabularClassifier(labelCol=name, inputCols=["n"])._learned(rows)
+    names = ColumnNames.of(indexed)
+    assert learned._seen.labels == ["a", "b"]
+    assert labels_of(indexed, name) == ("a", "b")
+    assert sorted(indexed.select("n", names.column(name)).collect()) == [(1, 1.0), (2, 0.0)]
+
+
+@pytest.mark.parametrize(
+    ("params", "says"),
+    [
+        ({"inputCols": ["n", "when"], "categoricalCols": ["n"]}, "'when' is among inputCols, and in neither cat"),
+        ({"inputCols": ["n", "m"], "numericCols": ["m"]}, "'n' is among inputCols, and in neither cat"),
+        ({"inputCols": ["n", "late"]}, "the label 'late' is among the input columns"),
+        ({"categoricalCols": ["late"]}, "the label 'late' is among the input columns"),
+    ],
+)
+def test_an_input_column_is_neither_left_out_without_a_word_nor_the_label(
+    spark: SparkSession, params: dict[str, Any], says: str
+) -> None:
+    rows = spark.sql("SELECT 1 AS n, 2 AS m, 'monday' AS when, 'no' AS late")
+    with pytest.raises(ColumnError, match=says):
+        TabularClassifier(labelCol="late", **params).fit(rows)

@@ -171,7 +171,7 @@ def test_what_is_null_is_filled() -> None:
             pa.list_(pa.list_(pa.float32())),
             [[[1, 2], [3]], [[4], [5, 6], [7, 8]]],
             1,
-            "1 row of column 'c' does not hold 2 values; the first has 3",
+            "1 row of column 'c' does not hold 2 values; the first of them has 3",
         ),
 
     ],
@@ -221,6 +221,10 @@ def test_rows_that_are_unfit_are_left_out_and_counted_once() -> None:
     label.rows_of(pa.RecordBatch.from_pydict({**batches[0], "x1": pa.array([[1.0]] * 3)}), first_row=0)
     with pytest.raises(ColumnError) as caught:
         label.close()
+    assert caught.value.hint.endswith("or set nullPolicy='drop'")
+    _, screen = screened([{"x0": pa.array(["a", None])}], spec_of(kind="any", sql="string"), drop=False)
+    with pytest.raises(ColumnError) as caught:  # nothing stands for a missing text
+        screen.close()
     assert caught.value.hint.endswith("or set nullPolicy='drop'")
 
 

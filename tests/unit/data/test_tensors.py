@@ -75,10 +75,10 @@ def test_dense_and_sparse_vectors_mix_in_a_column_and_in_a_slice_of_it() -> None
         (lists([1, 2], None, [3, 4]), PAIR, 1, "column 'position' has 1 null values"),
         (lists([1, 2], [3, None], [None, 4]), PAIR, 1, "column 'position' has 2 null values"),
         (lists([1, 2], [3, None]).slice(1), PAIR, 0, "column 'position' has 1 null values"),
-        (lists([1, 2], [3]), PAIR, 1, "1 row of column 'position' does not hold 2 values; the first has 1"),
+        (lists([1, 2], [3]), PAIR, 1, "1 row of column 'position' does not hold 2 values; the first of them has 1"),
         # The total fits two values a row: reshaping alone would shift values between rows.
-        (lists([1, 2], [3], [4, 5, 6]), PAIR, 1, "2 rows of column 'position' do not hold 2 values; the first has 1"),
-        (lists([1, 2, 3], []), PAIR, 0, "2 rows of column 'position' do not hold 2 values; the first has 3"),
+        (lists([1, 2], [3], [4, 5, 6]), PAIR, 1, "2 rows of column 'position' do not hold 2 values; the first of them"),
+        (lists([1, 2, 3], []), PAIR, 0, "2 rows of column 'position' do not hold 2 values; the first of them has 3"),
     ],
 )
 def test_a_row_that_does_not_fit_is_named(array: pa.Array, spec: TensorSpec, row: int, message: str) -> None:

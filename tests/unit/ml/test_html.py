@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,12 +12,12 @@ from torch import nn
 
 from sparktorch import TorchClassifier
 from sparktorch.ml.fit.summary import TrainingSummary
-from sparktorch.ml.scoring import figures
+from sparktorch.ml.scoring import figures, html
 
 
 def summary(history: list[dict[str, Any]], **more: Any) -> TrainingSummary:
-    values: Mapping[str, Any] = {"rows": 1000, "validationRows": 200, "stepsPerEpoch": 5, "numWorkers": 2, **more}
-    return TrainingSummary(history=history, fingerprint="", seconds={}, ranks=[], **values)
+    values: Mapping[str, Any] = {"rows": 1000, "validationRows": 200, "stepsPerEpoch": 5, "numWorkers": 2}
+    return TrainingSummary(history=history, fingerprint="", ranks=[], **{**values, "seconds": {}, **more})
 
 
 def test_an_estimator_shows_the_params_that_are_set_and_no_others() -> None:
@@ -47,15 +48,24 @@ def test_a_summary_shows_the_first_the_best_and_the_last_epochs() -> None:
         {"epoch": number, "loss": 1.0 / number, "val_loss": loss, "seconds": 0.25, "rows_per_second": 3.0}
         for number, loss in enumerate(losses, 1)
     ]
-    html = summary(history)._repr_html_()
+    found = summary(history, seconds={"prepare": 1.0, "job": 21.5, "rank0.train": 5.0})
+    html = found._repr_html_()
     assert "1,000, and 200 of validation" in html
-    assert "20 in 5.0 s" in html
+    assert "20 in 5.0 s, of 22.5 s of the fit" in html
+    assert repr(found) == (
+        "TrainingSummary(rows=1,000, validationRows=200, numWorkers=2, epochs=20, loss=0.05, val_loss=19)"
+    )
     cells = [part.split("</td>")[0].rpartition(">")[2] for part in html.split("<tr>")[5:]]
     assert cells == ["1", "2", "…", *map(str, range(14, 21))]
-    (best,) = [part for part in html.split("<tr>") if "best" in part]
+    (best,) = [part for part in html.split("<tr>") if "lowest val_loss" in part]
     assert [cell.rpartition(">")[2] for cell in best.split("</td>")[:3]] == ["2", "0.5", "1"]
     assert "rows_per_second" not in html
     assert "data:image/png;base64," in html
+
+
+def test_a_models_sizes_are_those_that_are_known() -> None:
+    assert html.sizes(SimpleNamespace(numFeatures=-1)) == {}
+    assert html.sizes(SimpleNamespace(numFeatures=-1, numClasses=3)) == {"numClasses": 3}
 
 
 def test_without_matplotlib_tables_are_there_and_plots_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from sparktorch.base.state_dict import pack_state
 from sparktorch.data.columns import TensorSpec
 from sparktorch.errors import ColumnError, PersistenceError
 from sparktorch.model.trained_module import TrainedModule
-from sparktorch.tracking.pyfunc import PyFuncModel
+from sparktorch.tracking.pyfunc import PyFuncModel, _arrow
 from sparktorch.tracking.requirements import requirements
 from sparktorch.train.huggingface.preprocess import Pixels, Tokens
 from sparktorch.train.recipe.dry_run import describe_outputs
@@ -390,6 +390,17 @@ def test_a_callable_gets_the_numbers_of_a_pyfunc_and_of_a_single_row_as_in_trans
         found = pyfunc.predict(pd.DataFrame({"id": pd.Series(values)}))["p"]
         assert [found[0], pd.isna(found[1])] == [model.predict(7), True]
         assert [model.predict(value) for value in values] == [found[0], None]
+
+
+def test_a_category_is_a_boolean_in_any_form_that_pandas_has_for_it_and_text_is_no_number() -> None:
+    spec = TensorSpec(name="x0", column="late", dtype="float32", kind="any", sql="boolean")
+    for values in ([True, None], [1.0, math.nan], pd.array([1, None], "Int8"), np.array([True, None], object)):
+        assert _arrow(pd.Series(values), spec, "late").to_pylist() == [True, None]
+    assert _arrow(np.array([1, 0]), spec, "late").to_pylist() == [True, False]
+    for values, sql in (([2.0, 0.0], "boolean"), (["5", None], "int")):
+        with pytest.raises(ColumnError, match=f"column 'late' is {sql} in the model: ") as caught:
+            _arrow(pd.Series(values), replace(spec, sql=sql), "late")
+        assert caught.value.where == {"column": "late"}
 
 
 def test_the_pyfunc_scores_where_it_is_asked_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

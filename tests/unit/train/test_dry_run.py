@@ -167,6 +167,9 @@ def test_a_module_that_does_not_take_the_columns_is_refused_with_what_arrives() 
         "     argument 0 of forward <- column 'user': float32 of shape (rows, 7)\n"
         "     argument 1 of forward <- column 'n': int64 of shape (rows)"
     )
+    with pytest.raises(ModuleError) as caught:
+        trial(nn.Conv2d(1, 2, 3), first_of, "generic", {"column 'pixels'": torch.ones(2, 64)})
+    assert "by inputShapes={'pixels': [channels, height, width]}" in caught.value.hint
 
 
 def test_the_line_that_failed_is_the_users_and_no_limit_of_tracebacks_hides_it(monkeypatch: pytest.MonkeyPatch) -> None:
