@@ -214,8 +214,11 @@ class Scorer:
     def _forward(self, inputs: tuple[torch.Tensor, ...]) -> dict[str, Array]:
         rows = len(inputs[0])
         with self._alone, self._autocast, tf32_allowed(False, self._device):
-            output = prediction(call(self._module, inputs, self._names, self._plain))
-            seen = {field: _by_row(self._seen.pop(field, None), layer, rows) for field, layer in self._layers.items()}
+            try:
+                output = prediction(call(self._module, inputs, self._names, self._plain))
+                seen = {field: _by_row(self._seen.get(field), layer, rows) for field, layer in self._layers.items()}
+            finally:
+                self._seen.clear()  # also where forward fails: they hold the device's memory
         return {**self._results(output, rows), **seen}
 
     def _results(self, output: Any, rows: int) -> dict[str, Array]:
@@ -268,7 +271,8 @@ def _see(seen: dict[str, Any], field: str, module: torch.nn.Module, arguments: A
     """Keeps what a layer has returned; a hook."""
     while isinstance(output, Mapping | tuple | list) and output:
         output = next(iter(output.values() if isinstance(output, Mapping) else output))
-    seen[field] = output
+    # A copy: ReLU(inplace=True), or `out += x`, changes what the layer has returned.
+    seen[field] = output.clone() if isinstance(output, torch.Tensor) else output
 
 
 def _by_row(output: Any, layer: str, rows: int) -> Array:

@@ -21,7 +21,7 @@ from sparktorch.spark.column_names import quoted
 from sparktorch.spark.compat import frame_of_rows, to_vector
 from sparktorch.spark.shipping import add_code
 from sparktorch.tracking.pyfunc import pickles_allowed
-from sparktorch.tracking.stages import read_spark_stages, without_vectors
+from sparktorch.tracking.stages import in_utc, read_spark_stages, with_doubles, without_vectors
 
 __all__ = ["SparkPyFunc"]
 
@@ -60,7 +60,8 @@ class SparkPyFunc:
         """Scores rows.
 
         Args:
-            model_input: A pandas DataFrame with the input columns. What pandas counts as missing is null.
+            model_input: A pandas DataFrame with the input columns. What pandas counts as missing is null; times without
+                a time zone are in that of the session.
             params: Not used.
 
         Returns:
@@ -69,7 +70,7 @@ class SparkPyFunc:
         Raises:
             ColumnError: An input column is missing, or has values of another type.
         """
-        arrays = {name: _arrow(model_input, name, kind) for name, kind in self._inputs.items()}
+        arrays = {name: _arrow(model_input, name, kind, self._spark) for name, kind in self._inputs.items()}
         rows = len(next(iter(arrays.values())))
         table = pa.table({**arrays, _ROW: np.arange(rows)})
         columns = [_typed(quoted(name), kind).alias(name) for name, kind in self._inputs.items()]
@@ -80,21 +81,22 @@ class SparkPyFunc:
         return found.set_index(_ROW).reindex(range(rows)).rename_axis(None) if numbered else found
 
 
-def _arrow(model_input: pd.DataFrame, name: str, kind: str) -> pa.Array:
+def _arrow(model_input: pd.DataFrame, name: str, kind: str, spark: SparkSession) -> pa.Array:
     """Returns a column as Arrow, of the type from which Spark casts to `kind`."""
     if name not in model_input:
         raise ColumnError(f"the input has no column {name!r}", column=name)
     values = pd.Series(model_input[name])
     special = {
         "vector": pa.list_(pa.float64()),
-        "timestamp": pa.timestamp("us", "UTC"),  # as which one without a time zone counts
+        "timestamp": pa.timestamp("us", "UTC"),
         "date": pa.timestamp("us"),
     }
     try:
         if kind in ("timestamp", "timestamp_ntz", "date") and values.map(lambda value: isinstance(value, str)).any():
             values = pd.to_datetime(values)  # as JSON has them
-        kind = "double" if kind.startswith("decimal") else kind
-        return pa.array(values, special.get(kind) or arrow_type(kind), from_pandas=True)
+        if kind == "timestamp":
+            values = in_utc(pd.to_datetime(values), spark)
+        return pa.array(values, special.get(kind) or arrow_type(with_doubles(kind)), from_pandas=True)
     except (pa.ArrowException, ValueError, TypeError) as error:
         raise ColumnError(f"column {name!r} is {kind} in the model: {error}", column=name) from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pyspark.ml import PipelineModel
 from pyspark.ml.functions import vector_to_array
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import types as T
 
 from sparktorch.errors import PersistenceError
 from sparktorch.ml.model import TorchModelBase
@@ -26,7 +28,15 @@ if TYPE_CHECKING:
     import pandas as pd
     from mlflow.models import Model, ModelSignature
 
-__all__ = ["Form", "form_of", "read_own_stages", "read_spark_stages", "without_vectors"]
+__all__ = [
+    "Form",
+    "form_of",
+    "in_utc",
+    "read_own_stages",
+    "read_spark_stages",
+    "with_doubles",
+    "without_vectors",
+]
 
 _COLUMNS = "columns.json"
 _EXAMPLE_ROWS = 5
@@ -118,7 +128,7 @@ class _OwnStages(Form):
 
     def example(self) -> Any:
         if _is_frame(self._example):
-            return _first_rows(self._example)
+            return _first_rows(self._example, utc=True)  # as which the pyfunc reads them
         return self._zeros() if self._example is None else self._example
 
     def _zeros(self) -> Any:
@@ -231,12 +241,10 @@ def _transforms(model: PipelineModel, rows: DataFrame) -> bool:
 
 def _type_of(sql: str) -> Any:
     """Returns MLflow's type of a column; any type where it has none, as for maps."""
-    from mlflow.types.schema import AnyType, DataType
+    from mlflow.types.schema import AnyType
 
-    if sql.startswith("decimal"):
-        return DataType.double
     try:
-        return type_of(sql)
+        return type_of(with_doubles(sql))
     except ValueError:
         return AnyType()
 
@@ -246,9 +254,31 @@ def _is_frame(rows: Any) -> bool:
     return hasattr(rows, "sparkSession")
 
 
-def _first_rows(rows: DataFrame) -> pd.DataFrame:
-    """Returns a few rows as pandas, with vectors as arrays."""
-    return without_vectors(rows.limit(_EXAMPLE_ROWS)).toPandas()
+def _first_rows(rows: DataFrame, *, utc: bool = False) -> pd.DataFrame:
+    """Returns a few rows as pandas, with vectors as arrays, and decimals as doubles, which JSON has.
+
+    MLflow refuses times with a time zone: timestamps are in the session's, or in UTC.
+    """
+    rows = without_vectors(rows.limit(_EXAMPLE_ROWS))
+    schema = T.StructType.fromJson(json.loads(with_doubles(rows.schema.json())))
+    found = rows.select(*(quoted(field.name).cast(field.dataType).alias(field.name) for field in schema)).toPandas()
+    for field in schema:
+        if utc and isinstance(field.dataType, T.TimestampType):
+            found[field.name] = in_utc(found[field.name], rows.sparkSession).dt.tz_localize(None)
+    return found
+
+
+def with_doubles(types: str) -> str:
+    """Returns SQL types, or a schema's JSON, with decimals as doubles."""
+    return re.sub(r"\bdecimal\(\d+,\d+\)", "double", types)
+
+
+def in_utc(values: pd.Series[Any], spark: SparkSession) -> pd.Series[Any]:
+    """Returns times in UTC; those without a time zone are in that of the session, as for `createDataFrame`."""
+    if values.dt.tz is None:
+        zone = setting(spark, "spark.sql.session.timeZone")
+        values = values.dt.tz_localize(zone, ambiguous=False, nonexistent="shift_forward")
+    return values.dt.tz_convert("UTC")
 
 
 def without_vectors(rows: DataFrame) -> DataFrame:

@@ -22,6 +22,7 @@ from torch import nn
 from sparktorch import TorchClassificationModel, TorchModel, TorchRegressionModel
 from sparktorch.errors import PersistenceError
 from sparktorch.tracking import load_model, log_model, save_model
+from sparktorch.tracking.stages import form_of
 from tests.spark.modules import MLP
 from tests.support.mlflow import QUIET, answer, serving
 
@@ -178,6 +179,31 @@ def test_rows_that_a_pipeline_leaves_out_are_null_at_their_places(raw: DataFrame
     assert found["prediction"].notna().tolist() == kept.tolist()
     expected = [row.prediction for row in pipeline.transform(raw).orderBy("id").collect()]
     np.testing.assert_allclose(found["prediction"][kept], expected, atol=1e-6)
+
+
+def test_timestamps_and_decimals_of_pandas_score_as_in_spark(spark: SparkSession, tmp_path: Path) -> None:
+    spark.conf.set("spark.sql.session.timeZone", "America/New_York")
+    try:
+        columns = ["timestamp '2024-07-01 10:00:00' + make_interval(0, 0, 0, 0, id) as at"]
+        columns += ["cast(id as decimal(10, 2)) as price", "array(cast(id as decimal(9, 1))) as rest"]
+        columns += ["named_struct('x', cast(id as decimal(9, 1))) as net"]
+        rows = spark.range(4).selectExpr(*columns).coalesce(1)
+        statement = "SELECT *, double(hour(at)) as h, double(price + rest[0] + net.x) as p FROM __THIS__"
+        parts = SQLTransformer(statement=statement)
+        named: dict[str, Any] = {"inputCols": ["h", "p"], "assembleInputs": True}
+        model = TorchRegressionModel.fromModule(nn.Linear(2, 1), parts.transform(rows), **named)
+        pipeline = PipelineModel([parts, model])
+        save_model(pipeline, str(tmp_path / "model"), input_example=rows)
+        expected = [row.prediction for row in pipeline.transform(rows).collect()]
+        served = mlflow.pyfunc.load_model(str(tmp_path / "model"))
+        plain = rows.selectExpr("at", "double(price) as price", "cast(rest as array<double>) as rest")
+        plain_rows = plain.toPandas().assign(net=[{"x": float(place)} for place in range(4)])
+        example = mlflow.models.Model.load(str(tmp_path / "model")).load_input_example(str(tmp_path / "model"))
+        for given in (plain_rows, example):
+            np.testing.assert_allclose(served.predict(given)["prediction"], expected, atol=1e-6)
+        assert form_of(model, rows).example()["at"].iloc[0] == pd.Timestamp("2024-07-01 14:00")
+    finally:
+        spark.conf.unset("spark.sql.session.timeZone")
 
 
 def test_a_pipeline_is_pickled_only_where_that_is_allowed(

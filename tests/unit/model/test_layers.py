@@ -48,13 +48,27 @@ class Mean(nn.Module):
         return x.mean()
 
 
-def trained(task: Task = "classification") -> TrainedModule:
+class InPlace(nn.Module):
+    """Changes what its first layer has returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.relu, self.last = nn.Linear(24, 5), nn.ReLU(inplace=True), nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.relu(self.first(x.flatten(1)))
+        hidden += 1
+        out: torch.Tensor = self.last(hidden)
+        return out
+
+
+def trained(task: Task = "classification", source: type[nn.Module] = Net) -> TrainedModule:
     torch.manual_seed(0)
-    net = Net().eval()
+    net = source().eval()
     inputs = (TensorSpec(name="x0", column="features", dtype="float32", shape=X.shape[1:]),)
     outputs = describe_outputs(net(torch.from_numpy(X)))
     return TrainedModule(
-        source=Net, params={}, weights=pack_state(net.state_dict()), inputs=inputs, outputs=outputs, task=task
+        source=source, params={}, weights=pack_state(net.state_dict()), inputs=inputs, outputs=outputs, task=task
     )
 
 
@@ -90,6 +104,24 @@ def test_layers_of_a_compiled_module_return_the_same() -> None:
     found = Scorer(model, compiled=True, layers=WANTED).score_arrays([X])
     for name, values in hooked(model.build()).items():
         np.testing.assert_allclose(found[name], values, atol=1e-5)
+
+
+def test_a_layer_returns_what_it_did_before_it_was_changed_in_place() -> None:
+    model = trained(source=InPlace)
+    found = Scorer(model, layers={"first": "first", "relu": "relu"}).score_arrays([X])
+    module: Any = model.build()
+    with torch.no_grad():
+        first = module.first(torch.from_numpy(X).flatten(1))
+    np.testing.assert_allclose(found["first"], first, atol=1e-6)
+    np.testing.assert_allclose(found["relu"], first.relu(), atol=1e-6)
+
+
+def test_a_forward_that_fails_leaves_no_tensors_of_its_layers_behind() -> None:
+    scorer = Scorer(trained(source=InPlace), layers={"first": "first"})
+    scorer._plain.get_submodule("last").register_forward_pre_hook(lambda module, arguments: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        scorer.score_arrays([X])
+    assert not scorer._seen
 
 
 def test_threads_that_share_a_scorer_get_the_layers_of_their_own_rows() -> None:
