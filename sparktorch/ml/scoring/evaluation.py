@@ -33,6 +33,7 @@ __all__ = [
     "RegressionSummary",
     "evaluate_classifier",
     "evaluate_regressor",
+    "no_class",
 ]
 
 _MATRIX_CLASSES = 500  # most classes whose confusion matrix comes to the driver unasked
@@ -281,12 +282,17 @@ def _of(groups: list[Row], name: str) -> Floats:
 
 
 def _check_classes(groups: list[Row], classes: int, column: str, labels: Sequence[str]) -> None:
-    """Refuses a label that is not a class of the model; the message has the names of its classes, if they have any."""
+    """Refuses a label that is not a class of the model."""
     bad = [group["least"] for group in groups if group["class"] == _UNKNOWN]
     if bad:
-        known = f" ({', '.join(labels)})" if labels else ""
-        raise ColumnError(
-            f"column {column!r} holds {bad[0]:g}, and the model knows the classes 0 ... {classes - 1}{known}",
-            hint="index the labels as they were for fit" + ("; -1 is a label that fit did not see" if labels else ""),
-            column=column,
-        )
+        raise no_class(bad[0], classes, column, labels)
+
+
+def no_class(label: float, classes: int, column: str, labels: Sequence[str]) -> ColumnError:
+    """Returns the refusal of a label that is not a class of the model; `labels` are the names of its classes."""
+    known = f" ({', '.join(labels)})" if labels else ""
+    return ColumnError(
+        f"column {column!r} holds {label:g}, and the model knows the classes 0 ... {classes - 1}{known}",
+        hint="index the labels as they were for fit" + ("; -1 is a label that fit did not see" if labels else ""),
+        column=column,
+    )
