@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -148,7 +149,7 @@ class TrainingSummary:
 def _shown(history: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns the epochs that a table has room for: the first, the best and the last ones, with a mark at the best."""
     judged = [record for record in history if "val_loss" in record] or history
-    best = min(judged, key=lambda record: record.get("val_loss", record["loss"]))
+    best = min(judged, key=lambda record: (math.isnan(loss := record.get("val_loss", record["loss"])), loss))
     last, found = len(history) - _SHOWN_EPOCHS, list[dict[str, Any]]()
     for place, record in enumerate(history):
         if place in (0, history.index(best)) or place > last:
