@@ -162,7 +162,8 @@ class PyFuncPipeline:
                 kept = scored.notna().any(axis=1).to_numpy()
                 places = places[kept]
                 known = {name: [row for row, keep in zip(of, kept, strict=True) if keep] for name, of in known.items()}
-        return pd.concat(found, axis=1).loc[places].reindex(range(len(found[0])))
+        made: pd.DataFrame = pd.concat(found, axis=1).loc[places].reindex(range(len(found[0])))
+        return made
 
 
 def _with_nulls(values: Any, spec: TensorSpec, name: str) -> pa.Array:
