@@ -73,7 +73,8 @@ def importance_of(
     taken = dict(zip(renamed, map(names.column, inputs), strict=True)) | kept
     rows = dataset.select(*[column.alias(name) for name, column in taken.items()])
     mixed = F.xxhash64(F.lit(seed), *map(quoted, taken))  # not in the order of files
-    rows = rows.repartition(*_partitions(dataset), mixed).sortWithinPartitions(mixed)
+    parts = _partitions(dataset)
+    rows = (rows.repartition(parts, mixed) if parts else rows.repartition(mixed)).sortWithinPartitions(mixed)
     variant = f"{model.uid}_variant"
     schema = rows.withColumn(variant, F.lit(_AS_IT_IS)).schema
     shuffled = partial(_variants, names=schema.names, columns=len(inputs), repeats=repeats, seed=seed)
@@ -95,13 +96,13 @@ def importance_of(
     return table.sort_values("importance", ascending=False, kind="stable", ignore_index=True)
 
 
-def _partitions(dataset: DataFrame) -> list[int]:
-    """Returns how many partitions have rows enough to shuffle; nothing where Spark joins small ones itself."""
+def _partitions(dataset: DataFrame) -> int | None:
+    """Returns how many partitions have rows enough to shuffle; `None` where Spark joins small ones itself."""
     spark = dataset.sparkSession
     if all(switched_on(spark, f"spark.sql.adaptive.{name}") for name in ("enabled", "coalescePartitions.enabled")):
-        return []
+        return None
     batch = int(setting(spark, "spark.sql.execution.arrow.maxRecordsPerBatch", "10000"))
-    return [max(1, dataset.count() // max(1, batch))]
+    return max(1, dataset.count() // max(1, batch))
 
 
 def _some_label(labels: DataFrame) -> float:
