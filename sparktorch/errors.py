@@ -30,6 +30,7 @@ __all__ = [
     "Refusal",
     "SparkTorchError",
     "UnusedParameterError",
+    "causes",
     "counted",
     "failure_in",
     "line_of_user",
@@ -44,6 +45,9 @@ __all__ = [
 ]
 
 _PASSWORD = re.compile(r"(://[^\s/:@]*:)[^\s/]+@")
+_IN_QUERY = re.compile(
+    r"([?&][\w.-]*(?:sig|signature|token|secret|passw(?:or)?d|key|credential)=)[^&\s'\"]+", re.IGNORECASE
+)
 _LOG = logging.getLogger(__name__)
 _STANDARD = f"{sysconfig.get_path('stdlib')}/"
 
@@ -220,9 +224,9 @@ def line_of_user(error: BaseException) -> str:
     """
     of_libraries, of_user = "", ""
     for frame, number in traceback.walk_tb(error.__traceback__):
-        name, package = frame.f_code.co_filename, frame.f_globals.get("__name__", "").partition(".")[0]
+        name, package = frame.f_code.co_filename, _package(frame)
         line = linecache.getline(name, number, frame.f_globals).strip()
-        if not line or "/" not in name or package in ("torch", "sparktorch"):
+        if not line or not _has_a_place(frame) or package in ("torch", "sparktorch"):
             continue
         text = f" at {name}:{number}, {line!r}"
         if _of_library(frame):
@@ -237,11 +241,24 @@ def users_part(error: BaseException) -> TracebackType | None:
     trace = error.__traceback__
     while trace is not None:
         frame = trace.tb_frame
-        package = frame.f_globals.get("__name__", "").partition(".")[0]
-        if "/" in frame.f_code.co_filename and package != "sparktorch" and not _of_library(frame):
+        if _has_a_place(frame) and _package(frame) != "sparktorch" and not _of_library(frame):
             return trace
         trace = trace.tb_next
     return None
+
+
+def causes(error: BaseException | None, *, contexts: bool = False) -> Iterator[BaseException]:
+    """Yields an error and the errors that it was raised from, each once: `raise error from error` makes a ring.
+
+    With `contexts`, it also yields those during whose handling they were raised.
+    """
+    rest, known = [error], set[int]()
+    while rest:
+        one = rest.pop()
+        if one is not None and id(one) not in known:
+            known.add(id(one))
+            yield one
+            rest += [one.__context__ if contexts else None, one.__cause__]
 
 
 def shortened(error: E) -> E:
@@ -250,9 +267,7 @@ def shortened(error: E) -> E:
     A cause without code of the user's says nothing that the error does not. All is logged at DEBUG.
     """
     _LOG.debug("an error, in full", exc_info=error)
-    cause = error.__cause__
-    while cause is not None and users_part(cause) is None:
-        cause = cause.__cause__
+    cause = next((one for one in causes(error.__cause__) if users_part(one) is not None), None)
     error.__cause__ = None if cause is None else cause.with_traceback(users_part(cause))
     return error.with_traceback(None)
 
@@ -268,6 +283,15 @@ def shortens(method: Callable[P, R]) -> Callable[P, R]:
             raise shortened(error) from error.__cause__
 
     return short
+
+
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
+def _has_a_place(frame: FrameType) -> bool:
+    """Whether code is in a file, or was typed into a console, as `<stdin>` is; the rest is generated."""
+    return "/" in frame.f_code.co_filename or _package(frame) == "__main__"
 
 
 def _of_library(frame: FrameType) -> bool:
@@ -300,8 +324,8 @@ def nearest(name: str, valid: Iterable[str], otherwise: str = "") -> str:
 
 
 def redacted(text: str) -> str:
-    """Returns a text with `***` for the passwords of URLs in it."""
-    return _PASSWORD.sub(r"\1***@", text)
+    """Returns a text with `***` for passwords of URLs in it, and for signatures, tokens and keys in their queries."""
+    return _IN_QUERY.sub(r"\1***", _PASSWORD.sub(r"\1***@", text))
 
 
 def told(failure: SparkTorchError) -> str:

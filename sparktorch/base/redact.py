@@ -12,7 +12,8 @@ from sparktorch.errors import redacted
 __all__ = ["shown"]
 
 _SECRET = re.compile(
-    r"(token|secret|passw(or)?d|pwd|api_?key|access_?key|secret_?key|private_?key|credentials?)$", re.IGNORECASE
+    r"(token(_value)?|secret|passw(or)?d|pwd|(api|access|secret|private)_?key(_?id)?|credentials?|authorization)$",
+    re.IGNORECASE,
 )
 
 
@@ -26,9 +27,9 @@ def shown(value: Any, name: object = "") -> str:
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key!r}: {shown(item, key)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
-        return f"[{', '.join(map(shown, value))}]"
+        return f"[{', '.join(shown(item, name) for item in value)}]"
     if type(value) is tuple:
-        return f"({', '.join(map(shown, value))}{',' * (len(value) == 1)})"
+        return f"({', '.join(shown(item, name) for item in value)}{',' * (len(value) == 1)})"
     if isinstance(value, partial):
         named = (f"{key}={shown(item, key)}" for key, item in value.keywords.items())
         return f"{shown(value.func)}({', '.join([*map(shown, value.args), *named])})"

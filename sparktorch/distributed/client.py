@@ -27,7 +27,7 @@ from sparktorch.distributed.log_capture import LogCapture
 from sparktorch.distributed.os_memory import out_of_memory_kills, resident_bytes
 from sparktorch.distributed.process_group import collectives_begun
 from sparktorch.distributed.store import SealedStore, pieces_of
-from sparktorch.errors import SHIP_HINT, ClusterError, RankError, SparkTorchError, users_part
+from sparktorch.errors import SHIP_HINT, ClusterError, RankError, SparkTorchError, causes, users_part
 
 __all__ = ["Cancelled", "Client", "Order", "PeerFailure", "last_lines"]
 
@@ -378,13 +378,12 @@ def last_lines(rank: int, lines: list[str]) -> str:
 
 def _is_communication(error: BaseException) -> bool:
     """Returns whether the error or one of its causes is a broken connection, as ranks see when a peer dies."""
-    if isinstance(error, SparkTorchError) and not isinstance(error, RankError):
-        return False  # already explained, such as an NCCL that cannot be set up
-    if error.__cause__ is not None and _is_communication(error.__cause__):
-        return True
-    if isinstance(error, dist.DistError):
-        return True
-    text = str(error)
-    return isinstance(error, RuntimeError) and any(
-        sign in text for sign in ("Connection reset by peer", "Connection closed by peer", "gloo", "NCCL")
-    )
+    signs = ("Connection reset by peer", "Connection closed by peer", "gloo", "NCCL")
+    for one in causes(error):
+        if isinstance(one, SparkTorchError) and not isinstance(one, RankError):
+            return False  # already explained, such as an NCCL that cannot be set up
+        if isinstance(one, dist.DistError):
+            return True
+        if isinstance(one, RuntimeError) and any(sign in str(one) for sign in signs):
+            return True
+    return False

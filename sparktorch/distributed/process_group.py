@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from sparktorch.base.devices import backend_of, is_host
 from sparktorch.base.world import World
-from sparktorch.errors import ClusterError
+from sparktorch.errors import ClusterError, causes
 
 __all__ = [
     "abandon",
@@ -130,10 +130,8 @@ def hang_up(error: BaseException) -> None:
 
 def clear_frames(error: BaseException | None) -> None:
     """Clears the local variables in the tracebacks of an error and its causes, because the error lives on."""
-    if error is not None:
-        traceback.clear_frames(error.__traceback__)
-        clear_frames(error.__cause__)
-        clear_frames(error.__context__ if error.__context__ is not error.__cause__ else None)
+    for one in causes(error, contexts=True):
+        traceback.clear_frames(one.__traceback__)
 
 
 def _groups() -> list[Any]:

@@ -20,7 +20,7 @@ from sparktorch.errors import (
     failure_in,
 )
 
-__all__ = ["ChainError", "RootCause"]
+__all__ = ["ChainError", "RootCause", "missing_module"]
 
 _DEATH = (
     r"exited unexpectedly|ExecutorLostFailure|Executor heartbeat timed out|exit code|worker crashed|Connection reset"
@@ -28,6 +28,7 @@ _DEATH = (
 )
 _FIRST = r"barrier task \w+\(\d+, (\d+)\) finished unsuccessfully"  # stage and partition, which is the rank
 _MEMORY = r"OOMKilled|exceeding (?:physical |virtual )?memory limits"
+_RAISED = r"Traceback \(most recent call last\):\n(?:.*\n)*?(\w[\w.]*: .*)(?:\n|$)"
 _EXECUTOR = r"ExecutorLostFailure \(executor (\S+) (.*)\)(?: Reason: (.*))?"
 _CHAIN = "SPARK-24820"  # in Spark's message when it refuses a barrier job after coalesce(), union() or the like
 _CANCELLED = r"Job \d+ cancelled *(.*?)(?: SQLSTATE: \w+)?(?:\n|$)"
@@ -198,9 +199,18 @@ def _cancelled(message: str, error: Exception) -> ClusterError | None:
     )
 
 
+def missing_module(message: str) -> ClusterError | None:
+    """Returns the error of executors whose Python lacks a module, by the traceback in Spark's message."""
+    raised = re.search(_RAISED, message)
+    missing = re.match(r"(?:ModuleNotFoundError|ImportError): (.*)", raised[1]) if raised else None
+    if missing is None:
+        return None
+    return ClusterError(f"the Python of the executors cannot start a rank: {missing[1]}", hint=SHIP_HINT)
+
+
 def _from_message(message: str) -> SparkTorchError:
     """Returns an error from the Python traceback in Spark's message, for ranks that could not report."""
-    raised = re.search(r"Traceback \(most recent call last\):\n(?:.*\n)*?(\w[\w.]*: .*)\n", message)
+    raised = re.search(_RAISED, message)
     broken = re.search(r"StreamBrokenError: (.*)", message)
     if broken is not None:
         what = f"the rows that Spark sends to a rank broke off: {broken[1]}"
@@ -213,7 +223,4 @@ def _from_message(message: str) -> SparkTorchError:
     if "DistNetworkError" in raised[1]:
         what = f"a rank did not reach the store at which the ranks meet: {raised[1].partition(': ')[2]}"
         return ClusterError(what, hint=UNREACHED_HINT)
-    missing = re.match(r"(?:ModuleNotFoundError|ImportError): (.*)", raised[1])
-    if missing is None:
-        return RankError(f"a rank could not start: {raised[1]}", trace=raised[0])
-    return ClusterError(f"the Python of the executors cannot start a rank: {missing[1]}", hint=SHIP_HINT)
+    return missing_module(message) or RankError(f"a rank could not start: {raised[1]}", trace=raised[0])

@@ -93,8 +93,8 @@ def _read(module: Any) -> Any:
     """Returns a TorchScript module, the program in a file or a model in MLflow as a value; all else as it is."""
     if isinstance(module, torch.jit.ScriptModule):
         return Script.of(module)
-    if isinstance(module, str) and (module.startswith(_MLFLOW) or Path(module, "MLmodel").is_file()):
-        return load_object("sparktorch.tracking.flavor:load_module")(module)
+    if isinstance(module, str | os.PathLike) and (str(module).startswith(_MLFLOW) or Path(module, "MLmodel").is_file()):
+        return load_object("sparktorch.tracking.flavor:load_module")(str(module))
     path = Path(module) if isinstance(module, str | os.PathLike) else Path()
     if path.suffix in _SUFFIXES and not path.is_file():
         raise ModuleError(f"there is no file {module} on this machine", param="module")

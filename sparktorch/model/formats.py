@@ -15,7 +15,7 @@ from sparktorch.base.config import one_of
 from sparktorch.base.imports import onnxscript
 from sparktorch.base.state_dict import pack_state
 from sparktorch.data.columns import TensorSpec
-from sparktorch.errors import PersistenceError
+from sparktorch.errors import PersistenceError, causes
 from sparktorch.model.export import ExportError, export_whole, exported_whole, quiet_export
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.train.huggingface.models import call
@@ -29,6 +29,9 @@ def write_as(trained: TrainedModule, file: Path, kind: str) -> None:
     one_of("format", kind, ("onnx", "pt2", "safetensors"))
     module = trained.build()
     if kind == "safetensors":
+        if file.suffix == ".json":
+            what = f"{file} would be the description beside the weights"
+            raise PersistenceError(what, hint="give the weights another ending, such as .safetensors")
         file.write_bytes(pack_state(module.state_dict()))
         file.with_suffix(".json").write_text(json.dumps(trained.described(), indent=1))
         return
@@ -46,17 +49,15 @@ def write_as(trained: TrainedModule, file: Path, kind: str) -> None:
 
 def _write_onnx(graph: nn.Module, trained: TrainedModule, file: Path) -> None:
     exported = exported_whole(graph, trained.takes)
-    outputs = [spec.name or "output" for spec in trained.outputs]
+    inputs = _inputs(trained)
+    single = "output" if "output" not in inputs else "output_0"  # ONNX has one name for each tensor
+    outputs = [spec.name or single for spec in trained.outputs]
     with quiet_export(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch's, of its own calls
         try:
-            program = torch.onnx.export(
-                exported, dynamo=True, verbose=False, input_names=_inputs(trained), output_names=outputs
-            )
+            program = torch.onnx.export(exported, dynamo=True, verbose=False, input_names=inputs, output_names=outputs)
         except Exception as error:  # torch wraps what is wrong in a report of its own
-            cause: BaseException = error
-            while cause.__cause__ is not None:
-                cause = cause.__cause__
+            *_, cause = causes(error)
             raise ExportError(str(cause).strip().partition("\n")[0]) from error
         assert program is not None, "dynamo=True returns the program"
         program.save(file)

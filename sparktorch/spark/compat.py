@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import reduce
 from typing import Any, TypeVar, cast
 
@@ -19,6 +19,7 @@ from pyspark.sql import types as T
 from pyspark.sql.pandas.functions import PandasUDFType, pandas_udf
 from pyspark.sql.pandas.types import from_arrow_schema
 
+from sparktorch.base.quiet import quiet
 from sparktorch.data.columns import TensorSpec, places_of
 from sparktorch.data.convert.sql_types import arrow_type
 from sparktorch.errors import ColumnError, ConfigError
@@ -38,7 +39,8 @@ __all__ = [
         "gives_profiles",
         "inheriting",
     ),
-    *("ml_session", "on_barrier", "repartition_by_id", "split_by_hash", "table_of", "to_vector", "uses_pandas"),
+    *("ml_session", "on_barrier", "repartition_by_id", "split_by_hash", "table_of", "to_vector"),
+    *("unlogged_errors", "uses_pandas"),
 ]
 
 Collect = Callable[[], list[Row]]
@@ -137,6 +139,22 @@ def frame_of_rows(spark: SparkSession, table: pa.Table) -> DataFrame:
     if not _BEFORE_4_0:
         return spark.createDataFrame(table)
     return spark.createDataFrame([tuple(row.values()) for row in table.to_pylist()], from_arrow_schema(table.schema))
+
+
+@contextmanager
+def unlogged_errors() -> Iterator[None]:
+    """Context in which pyspark >= 4 does not log the errors of queries, with Java's stack, before it raises them."""
+    if _BEFORE_4_0:
+        yield
+        return
+    from pyspark.logger import PySparkLogger
+
+    names = ("SQLQueryContextLogger", "DataFrameQueryContextLogger")
+    with ExitStack() as muted:
+        for name in names:
+            PySparkLogger.getLogger(name)  # made as one of another class, it could not take what pyspark logs
+            muted.enter_context(quiet(name))
+        yield
 
 
 def table_of(data: DataFrame) -> pa.Table:

@@ -20,6 +20,7 @@ from sparktorch.spark.shipping import Sent, send
 
 __all__ = ["Vectors", "recommended"]
 
+_MOST_ELEMENTS = (1 << 31) - 1  # of an array of lists
 _loaded: dict[str, Vectors] = {}  # of this process, the last ones alone: they may be large
 
 
@@ -44,7 +45,9 @@ class Vectors:
         """Returns the columns `id` and `features`, an array of floats."""
         ends = np.arange(len(self.values) + 1, dtype=np.int64) * self.values.shape[1]
         lists = pa.LargeListArray.from_arrays(pa.array(ends), pa.array(self.values.reshape(-1)))
-        return pa.table({"id": self.ids, "features": lists.cast(pa.list_(pa.float32()))})
+        kind, most = pa.list_(pa.float32()), max(1, _MOST_ELEMENTS // self.values.shape[1])
+        parts = [lists.slice(start, most).cast(kind) for start in range(0, len(lists), most)]
+        return pa.table({"id": self.ids, "features": pa.chunked_array(parts, kind)})
 
 
 def recommended(rows: DataFrame, candidates: Vectors, count: int, name: str, other: str) -> DataFrame:

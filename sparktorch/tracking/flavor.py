@@ -230,7 +230,7 @@ def load_module(model_uri: str) -> Any:
         what = f"{model_uri} is no model of MLflow's pytorch flavour, but of {', '.join(flavors)}"
         raise ModuleError(what, hint="mlflow.pyfunc.spark_udf scores with it", param="module")
     _add_code(local, flavors["pytorch"])
-    return mlflow.pytorch.load_model(str(local))
+    return mlflow.pytorch.load_model(str(local), map_location="cpu")  # this machine may have no GPU
 
 
 def _downloaded(model_uri: str) -> tuple[Path, dict[str, Any]]:

@@ -85,6 +85,16 @@ class PyFuncModel:
         thresholds, layers = settings.get("thresholds"), settings.get("layers")
         self._scorer = Scorer(trained, device=device, batch_size="auto", thresholds=thresholds, layers=layers)
 
+    @property
+    def outputs(self) -> list[str]:
+        """The columns that it adds."""
+        return list(self._outputs.values())
+
+    @property
+    def skips(self) -> bool:
+        """Whether it leaves rows with nulls, NaN or infinity out in Spark."""
+        return self._invalid == "skip"
+
     def predict(self, model_input: pd.DataFrame, params: dict[str, Any] | None = None) -> pd.DataFrame:
         """Scores rows.
 
@@ -137,15 +147,23 @@ class PyFuncPipeline:
         self._stages = stages
 
     def predict(self, model_input: pd.DataFrame, params: dict[str, Any] | None = None) -> pd.DataFrame:
-        """Scores rows as `PyFuncModel.predict`; returns the columns that all stages add."""
+        """Scores rows as `PyFuncModel.predict`; returns the columns of all stages, null where one leaves a row out."""
         known: Any = model_input
-        made: dict[str, Any] = {}
+        found: list[pd.DataFrame] = []
+        places: Any = None  # numbers of the rows that no stage has left out: later ones do not get those, as in Spark
         for stage in self._stages:
-            scored = stage.predict(known)
-            made |= {str(name): scored[name] for name in scored}
+            left = places is None or len(places)
+            scored = stage.predict(known) if left else pd.DataFrame(columns=stage.outputs)
+            places = np.arange(len(scored)) if places is None else places
+            found.append(scored.set_axis(places))
             # An array has no names: it is all that the first stage takes.
-            known = {**({} if isinstance(known, np.ndarray) else {name: known[name] for name in known}), **made}
-        return pd.DataFrame(made)
+            known = {**({} if isinstance(known, np.ndarray) else {name: known[name] for name in known}), **scored}
+            if stage.skips:
+                kept = scored.notna().any(axis=1).to_numpy()
+                places = places[kept]
+                known = {name: [row for row, keep in zip(of, kept, strict=True) if keep] for name, of in known.items()}
+        made: pd.DataFrame = pd.concat(found, axis=1).loc[places].reindex(range(len(found[0])))
+        return made
 
 
 def _with_nulls(values: Any, spec: TensorSpec, name: str) -> pa.Array:

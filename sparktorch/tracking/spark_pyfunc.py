@@ -65,7 +65,8 @@ class SparkPyFunc:
             params: Not used.
 
         Returns:
-            A DataFrame with the output columns, vectors as arrays. A row that the pipeline leaves out has nulls.
+            A DataFrame with the output columns, vectors as arrays. A row that the pipeline leaves out has nulls, unless
+            it makes several rows of others.
 
         Raises:
             ColumnError: An input column is missing, or has values of another type.
@@ -78,7 +79,9 @@ class SparkPyFunc:
         # A stage may leave rows out, or change their order; an SQL statement, also the numbers of rows.
         numbered = [_ROW] if _ROW in scored.columns else []
         found = without_vectors(scored.select(*map(quoted, self._outputs), *numbered)).toPandas()
-        return found.set_index(_ROW).reindex(range(rows)).rename_axis(None) if numbered else found
+        if not numbered or not found[_ROW].is_unique:  # a stage has made several rows of one
+            return found.drop(columns=numbered)
+        return found.set_index(_ROW).reindex(range(rows)).rename_axis(None)
 
 
 def _arrow(model_input: pd.DataFrame, name: str, kind: str, spark: SparkSession) -> pa.Array:

@@ -20,6 +20,7 @@ from sparktorch.ml.model import TorchModelBase
 from sparktorch.ml.persistence import FOR_ALL, read_local, write_local
 from sparktorch.ml.tasks.forecasting_model import ForecastingModel
 from sparktorch.spark.column_names import quoted
+from sparktorch.spark.compat import unlogged_errors
 from sparktorch.spark.session import is_connect, setting
 from sparktorch.tracking.series import series_example, series_signature
 from sparktorch.tracking.signature import signature_of, type_of, zeros_for
@@ -233,7 +234,8 @@ class _SparkStages(Form):
 def _transforms(model: PipelineModel, rows: DataFrame) -> bool:
     """Whether a pipeline takes rows of these columns, which it says without a job."""
     try:
-        model.transform(rows)
+        with unlogged_errors():
+            model.transform(rows)
     except Exception:  # whatever a stage raises for a column that is missing
         return False
     return True
@@ -278,7 +280,8 @@ def in_utc(values: pd.Series[Any], spark: SparkSession) -> pd.Series[Any]:
     if values.dt.tz is None:
         zone = setting(spark, "spark.sql.session.timeZone")
         values = values.dt.tz_localize(zone, ambiguous=False, nonexistent="shift_forward")
-    return values.dt.tz_convert("UTC")
+    found: pd.Series[Any] = values.dt.tz_convert("UTC")
+    return found
 
 
 def without_vectors(rows: DataFrame) -> DataFrame:

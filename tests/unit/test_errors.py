@@ -71,6 +71,28 @@ def _broken() -> None:
     raise KeyError("of the user")
 
 
+def test_rings_of_causes_end() -> None:
+    first, second = ValueError("first"), ValueError("second")
+    first.__cause__, second.__cause__ = second, first
+    assert list(errors.causes(first)) == [first, second]
+    second.__cause__, second.__context__ = None, first
+    assert list(errors.causes(second)) == [second]
+    assert list(errors.causes(second, contexts=True)) == [second, first]
+
+
+@pytest.mark.parametrize("name", ["<stdin>", "<ipython-input-1-9c>"])
+def test_code_typed_into_a_console_is_the_users(name: str) -> None:
+    console: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile("def fails():\n    raise KeyError('mine')", name, "exec"), console)
+    package: dict[str, Any] = {"__name__": "sparktorch.part", "ModuleError": ModuleError}
+    exec(compile(OF_THE_PACKAGE, "/site-packages/sparktorch/part.py", "exec"), package)
+    with pytest.raises(ModuleError) as caught:
+        package["fit"](console["fails"])
+    short = shortened(caught.value)
+    assert isinstance(short.__cause__, KeyError)
+    assert [frame.filename for frame in traceback.extract_tb(short.__cause__.__traceback__)] == [name]
+
+
 @pytest.mark.parametrize(("fails", "frames"), [(_broken, ["_broken"]), (partial(int, "x"), None)])
 def test_an_error_is_shortened_to_the_users_own_frames_or_to_no_cause(fails: Any, frames: list[str] | None) -> None:
     package: dict[str, Any] = {"__name__": "sparktorch.part", "ModuleError": ModuleError}

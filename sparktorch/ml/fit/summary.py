@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -162,7 +163,7 @@ def _shown(history: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns the epochs that a table has room for: the first, that of the lowest loss, with a mark, and the last."""
     judged = [record for record in history if "val_loss" in record] or history
     loss = "val_loss" if "val_loss" in judged[0] else "loss"
-    best = min(judged, key=lambda record: record[loss])
+    best = min(judged, key=lambda record: (math.isnan(record[loss]), record[loss]))
     last, found = len(history) - _SHOWN_EPOCHS, list[dict[str, Any]]()
     for place, record in enumerate(history):
         if place in (0, history.index(best)) or place > last:

@@ -18,7 +18,7 @@ from pyspark.ml.evaluation import BinaryClassificationEvaluator, RegressionEvalu
 from pyspark.sql import DataFrame, Row
 from pyspark.sql import functions as F
 
-from sparktorch.errors import ColumnError
+from sparktorch.errors import ColumnError, counted
 from sparktorch.ml.params.mixins import ClassificationModelParams, RegressionModelParams
 from sparktorch.ml.scoring import figures
 from sparktorch.ml.scoring.column_metadata import class_index
@@ -34,6 +34,7 @@ __all__ = [
     "RegressionSummary",
     "evaluate_classifier",
     "evaluate_regressor",
+    "no_class",
 ]
 
 _MATRIX_CLASSES = 500  # most classes whose confusion matrix comes to the driver unasked
@@ -285,15 +286,21 @@ def _of(groups: list[Row], name: str) -> Floats:
 
 
 def _check_classes(groups: list[Row], classes: int, column: str, labels: Sequence[str]) -> None:
-    """Refuses a label that is not a class of the model; the message has the names of its classes, if they have any."""
+    """Refuses a label that is not a class of the model."""
     bad = [group for group in groups if group["class"] == _UNKNOWN]
     if bad:
-        least, known = min(group["least"] for group in bad), f" ({', '.join(labels)})" if labels else ""
-        text = isinstance(least, str)
-        hint = "leave out rows with labels that fit did not see" if text else "index the labels as they were for fit"
-        raise ColumnError(
-            f"column {column!r} holds {repr(least) if text else format(least, 'g')}, and the model knows the classes "
-            f"0 ... {classes - 1}{known}: {sum(group['rows'] for group in bad)} rows have no label of its",
-            hint=hint,
-            column=column,
+        raise no_class(
+            min(group["least"] for group in bad), sum(group["rows"] for group in bad), classes, column, labels
         )
+
+
+def no_class(label: Any, rows: int, classes: int, column: str, labels: Sequence[str]) -> ColumnError:
+    """Returns the refusal of rows whose label is not a class of the model; `labels` are the names of its classes."""
+    known, text = f" ({', '.join(labels)})" if labels else "", isinstance(label, str)
+    hint = "leave out rows with labels that fit did not see" if text else "index the labels as they were for fit"
+    return ColumnError(
+        f"column {column!r} holds {repr(label) if text else format(label, 'g')}, and the model knows the classes "
+        f"0 ... {classes - 1}{known}: {counted(rows, 'row has', 'rows have')} no label of its",
+        hint=hint,
+        column=column,
+    )

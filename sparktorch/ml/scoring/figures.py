@@ -73,6 +73,8 @@ def confusion_matrix(counts: Sequence[Sequence[float]], labels: Sequence[str] = 
     names = [labels[tick] if labels else str(tick) for tick in ticks]
     axes.set_xticks(ticks, labels=names, rotation=90 if any(len(name) > _SHORT for name in names) else 0)
     axes.set_yticks(ticks, labels=names)
+    for label in (*axes.get_xticklabels(), *axes.get_yticklabels()):
+        label.set_parse_math(False)  # a name may have dollars
     axes.set(xlabel="predicted class", ylabel="class")
     return figure
 

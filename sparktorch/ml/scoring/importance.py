@@ -14,28 +14,35 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 from pyspark import TaskContext
-from pyspark.sql import Column, DataFrame, Window
+from pyspark.sql import Column, DataFrame, Row, Window
 from pyspark.sql import functions as F
 
 from sparktorch.base.config import above, one_of
 from sparktorch.errors import ColumnError
 from sparktorch.ml.params.declare import input_names
 from sparktorch.ml.scoring.comparison import compared, weight_column
+from sparktorch.ml.scoring.evaluation import no_class
 from sparktorch.spark.column_names import ColumnNames, quoted
+from sparktorch.spark.session import setting, switched_on
 
 __all__ = ["importance_of"]
 
 _AS_IT_IS = -1
-_LARGEST = 20.0  # scores beyond are alike; with two decimals, a curve has 4,001 thresholds at most
+
+
+def _ratio(part: Column, whole: Column) -> Column:
+    """Returns a quotient, null for a zero divisor: Spark raises there, or not, by a setting."""
+    return part / F.nullif(whole, F.lit(0.0))
+
 
 # What a metric is, by its name in the summaries, of sums by variant: functions, as an expression needs a session.
 _METRICS: dict[str, Callable[[], Column]] = {
-    "accuracy": lambda: F.sum("hits") / F.sum("weight"),
-    "areaUnderROC": lambda: F.sum("ordered") / (F.sum("positive") * F.sum("negative")),
-    "meanAbsoluteError": lambda: F.sum("differences") / F.sum("weight"),
-    "meanSquaredError": lambda: F.sum("squares") / F.sum("weight"),
-    "rootMeanSquaredError": lambda: F.sqrt(F.sum("squares") / F.sum("weight")),
-    "r2": lambda: 1 - F.sum("squares") / (F.sum("label2") - F.sum("label1") * F.sum("label1") / F.sum("weight")),
+    "accuracy": lambda: _ratio(F.sum("hits"), F.sum("weight")),
+    "areaUnderROC": lambda: _ratio(F.sum("ordered"), F.sum("positive") * F.sum("negative")),
+    "meanAbsoluteError": lambda: _ratio(F.sum("differences"), F.sum("weight")),
+    "meanSquaredError": lambda: _ratio(F.sum("squares"), F.sum("weight")),
+    "rootMeanSquaredError": lambda: F.sqrt(_ratio(F.sum("squares"), F.sum("weight"))),
+    "r2": lambda: 1 - _ratio(F.sum("squares"), F.sum("label2") - _ratio(F.sum("label1") ** 2, F.sum("weight"))),
 }
 
 
@@ -56,7 +63,8 @@ def importance_of(
 
     Raises:
         ConfigError: `metric` is none of the model's, or `repeats` is out of range.
-        ColumnError: A column is missing, or is of another type than in the fit; or there are no rows.
+        ColumnError: A column is missing, or is of another type than in the fit; there are no rows; a label is no class
+            of the model; or the metric needs different labels, and there is one.
     """
     above("repeats", repeats, 0)
     one_of("metric", metric, tuple(valid))
@@ -67,23 +75,54 @@ def importance_of(
     taken = dict(zip(renamed, map(names.column, inputs), strict=True)) | kept
     rows = dataset.select(*[column.alias(name) for name, column in taken.items()])
     mixed = F.xxhash64(F.lit(seed), *map(quoted, taken))  # not in the order of files
-    rows = rows.repartition(mixed).sortWithinPartitions(mixed)
+    parts = _partitions(dataset)
+    rows = (rows.repartition(parts, mixed) if parts else rows.repartition(mixed)).sortWithinPartitions(mixed)
     variant = f"{model.uid}_variant"
     schema = rows.withColumn(variant, F.lit(_AS_IT_IS)).schema
     shuffled = partial(_variants, names=schema.names, columns=len(inputs), repeats=repeats, seed=seed)
     variants = rows.mapInArrow(shuffled, schema)
-    scores = F.round(F.greatest(F.lit(-_LARGEST), F.least(F.lit(_LARGEST), score)), 2).alias("score")
     named = model.copy({model.inputCols: renamed})
-    also = (quoted(variant).alias("variant"), scores)
+    also = (quoted(variant).alias("variant"), score.alias("score"))
     with compared(named, named.transform, variants, *also, kept=False) as (_, scored):
         known = scored.where("label is not null and prediction is not null")
-        found = {row["variant"]: row["metric"] for row in _by_variant(known, metric).collect()}
-    if not found:
+        origin = _some_label(dataset.select(kept[model.getLabelCol()].cast("double"))) if metric == "r2" else 0.0
+        classes = getattr(model, "numClasses", None)  # a regressor has none
+        by_variant = {row["variant"]: row for row in _by_variant(known, metric, origin, classes).collect()}
+    if not by_variant:
         raise ColumnError("no row has a label and a prediction", hint="check the filter or the path it comes from")
+    _check(by_variant[_AS_IT_IS], model, metric)
+    found = {variant: row["metric"] for variant, row in by_variant.items()}
     worse = -1.0 if metric.endswith("Error") else 1.0
     drops = worse * (found.pop(_AS_IT_IS) - np.array([found[at] for at in sorted(found)]).reshape(-1, repeats))
     table = pd.DataFrame({"column": inputs, "importance": drops.mean(1), "deviation": drops.std(1)})
     return table.sort_values("importance", ascending=False, kind="stable", ignore_index=True)
+
+
+def _partitions(dataset: DataFrame) -> int | None:
+    """Returns how many partitions have rows enough to shuffle; `None` where Spark joins small ones itself."""
+    spark = dataset.sparkSession
+    if all(switched_on(spark, f"spark.sql.adaptive.{name}") for name in ("enabled", "coalescePartitions.enabled")):
+        return None
+    batch = int(setting(spark, "spark.sql.execution.arrow.maxRecordsPerBatch", "10000"))
+    return max(1, dataset.count() // max(1, batch))
+
+
+def _some_label(labels: DataFrame) -> float:
+    """Returns a label, from which the others differ by less than from 0 where all are large, as times are."""
+    found = labels.toDF("label").where("label is not null and not isnan(label)").first()
+    return float(found["label"]) if found else 0.0
+
+
+def _check(row: Row, model: Any, metric: str) -> None:
+    """Refuses labels that are no classes, and those of which there is no metric, by the row of the unchanged rows."""
+    label = model.getLabelCol()
+    if row["stranger"] is not None:
+        raise no_class(row["stranger"], row["strangers"], model.numClasses, label, model.labels)
+    if not row["weight"]:
+        raise ColumnError("all rows have the weight 0", hint="unset weightCol", column=weight_column(model))
+    if row["metric"] is None:
+        hint = f"{metric!r} compares rows of different labels: take rows that have them"
+        raise ColumnError("all rows have the same label", hint=hint, column=label)
 
 
 def _variants(
@@ -102,9 +141,14 @@ def _variants(
             yield pa.RecordBatch.from_arrays(arrays, names=names)
 
 
-def _by_variant(scored: DataFrame, metric: str) -> DataFrame:
-    """Returns `variant` and `metric` of rows with `label`, `prediction`, `weight`, `score` and `variant`."""
+def _by_variant(scored: DataFrame, metric: str, origin: float, classes: int | None) -> DataFrame:
+    """Returns `variant`, `metric`, `weight` and of labels that are no class the least, `stranger`, and their number.
+
+    `scored` has `label`, `prediction`, `weight`, `score` and `variant`; `origin` is near the labels.
+    """
     label, weight, error = F.col("label"), F.col("weight"), F.col("label") - F.col("prediction")
+    apart = label - origin  # squares of large labels would differ by less than their last digit
+    strange = F.lit(False) if classes is None else (label < 0) | (label >= classes) | (label != F.rint(label))
     sums: Mapping[str, Column] = {
         "weight": weight,
         "hits": F.when(error == 0, weight).otherwise(0.0),
@@ -112,11 +156,17 @@ def _by_variant(scored: DataFrame, metric: str) -> DataFrame:
         "negative": F.when(label == 1, 0.0).otherwise(weight),
         "differences": weight * F.abs(error),
         "squares": weight * error * error,
-        "label1": weight * label,
-        "label2": weight * label * label,
+        "label1": weight * apart,
+        "label2": weight * apart * apart,
+        "strangers": strange.cast("long"),
     }
-    groups = scored.groupBy("variant", "score").agg(*[F.sum(column).alias(name) for name, column in sums.items()])
+    stranger = F.min(F.when(strange, label))
+    groups = scored.groupBy("variant", "score").agg(
+        *[F.sum(column).alias(name) for name, column in sums.items()], stranger.alias("stranger")
+    )
     lower = Window.partitionBy("variant").orderBy("score").rowsBetween(Window.unboundedPreceding, -1)
     below = F.coalesce(F.sum("negative").over(lower), F.lit(0.0))
     groups = groups.withColumn("ordered", F.col("positive") * (below + F.col("negative") / 2))
-    return groups.groupBy("variant").agg(_METRICS[metric]().alias("metric"))
+    columns = {"metric": _METRICS[metric](), "weight": F.sum("weight"), "stranger": F.min("stranger")}
+    columns["strangers"] = F.sum("strangers")
+    return groups.groupBy("variant").agg(*[column.alias(name) for name, column in columns.items()])

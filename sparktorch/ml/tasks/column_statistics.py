@@ -13,6 +13,8 @@ import pyarrow.compute as pc
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F
 
+from sparktorch.distributed.root_cause import missing_module
+
 __all__ = ["Figures", "categories_and_figures"]
 
 _SCHEMA = pa.schema(
@@ -37,11 +39,22 @@ class Figures(NamedTuple):
 
 
 def categories_and_figures(
-    rows: DataFrame, texts: Sequence[Column], numbers: Sequence[Column], *, limited: int, least: int, most: int
+    rows: DataFrame,
+    texts: Sequence[Column],
+    numbers: Sequence[Column],
+    *,
+    limited: int,
+    least: int,
+    most: int,
+    labels: int,
 ) -> tuple[list[list[str]], list[Figures]]:
     """Returns the values of each column of strings, frequent ones first, and the figures of each column of doubles.
 
-    Of the first `limited` texts, it returns at most `most` values, of `least` rows or more.
+    Of the first `limited` texts, it returns at most `most` values, of `least` rows or more; of the others, which are
+    labels, at most `labels`.
+
+    Raises:
+        ClusterError: The executors' Python lacks a module, such as this one.
     """
     places = range(len(texts) + len(numbers))
     named = [column.alias(f"c{place}") for place, column in zip(places, (*texts, *numbers), strict=True)]
@@ -56,9 +69,16 @@ def categories_and_figures(
     )
     order = Window.partitionBy("place").orderBy(F.desc("rows"), "value")
     ranked = groups.withColumn("rank", F.row_number().over(order))
-    kept = (F.col("place") >= limited) | ((F.col("rows") >= least) & (F.col("rank") <= most))
+    often = (F.col("place") >= limited) | (F.col("rows") >= least)
+    kept = often & (F.col("rank") <= F.when(F.col("place") < limited, most).otherwise(labels))
     squares = F.aggregate("batches", F.lit(0.0), _with_batch).alias("squares")
-    found = ranked.where(kept).select("*", squares).drop("batches").collect()
+    try:
+        found = ranked.where(kept).select("*", squares).drop("batches").collect()
+    except Exception as error:
+        missing = missing_module(str(error))
+        if missing is None:
+            raise
+        raise missing from error
     values: list[list[str]] = [[] for _ in texts]
     figures = [Figures() for _ in numbers]
     for row in sorted(found, key=lambda row: (row["place"], row["rank"])):

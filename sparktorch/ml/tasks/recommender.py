@@ -103,7 +103,8 @@ class RecommenderModel(_Paired, TorchModelBase, RecommenderModelParams):
         model = cls()
         model._set(**params)
         specs, tables, weights = [], [], []
-        for place, (name, factors) in enumerate(zip(model.getInputCols(), (userFactors, itemFactors), strict=True)):
+        given = (("userFactors", userFactors), ("itemFactors", itemFactors))
+        for place, (name, (param, factors)) in enumerate(zip(model.getInputCols(), given, strict=True)):
             names = ColumnNames.of(factors)
             kind = _id_type(names, "id")
             specs.append(TensorSpec(name=input_name(place), column=name, dtype="float32", kind="any", sql=kind))
@@ -111,7 +112,7 @@ class RecommenderModel(_Paired, TorchModelBase, RecommenderModelParams):
             found = table_of(factors.select(names.column("id").cast(kind).alias("id"), features)).sort_by("id")
             lists = found["features"].combine_chunks()
             if pc.count_distinct(lists.value_lengths()).as_py() != 1:
-                raise ConfigError("features are empty, or of several lengths", param=f"{name}Factors")
+                raise ConfigError("features are empty, or of several lengths", param=param)
             tables.append(_structs(found.select(["id"]), [name]))
             vectors = torch.tensor(lists.flatten().to_numpy()).view(len(lists), -1)
             weights.append(torch.nn.functional.pad(vectors, (0, 1)))  # biases are 0

@@ -38,6 +38,7 @@ __all__ = ["TabularClassificationModel", "TabularClassifier", "TabularRegression
 _ROLES = ("labelCol", "labelCols", "weightCol", "validationIndicatorCol", "idCol")
 _LEARNS_FROM = (*_ROLES, *(spec.name for spec in TABLE), "inputCols")
 _DRAWN = re.compile(r"_[0-9a-f]{12}_rand$")  # by which Spark's CrossValidator and TrainValidationSplit mark rows
+_MOST_LABELS = 100_000  # what comes to the driver, and an output for each
 _TIMES = (T.DateType, T.TimestampType, T.TimestampNTZType)
 _VALUES: dict[str | None, Callable[[str], Any]] = {
     "string": str,
@@ -118,6 +119,7 @@ def _seen_in(dataset: DataFrame, estimator: _TabularEstimator) -> _Seen:
         limited=len(categorical),
         least=p["minCount"],
         most=p["maxCategories"],
+        labels=_MOST_LABELS + 1,
     )
     rows, *found = found
     if not rows.rows:
@@ -159,7 +161,10 @@ def _coded(figures: Mapping[str, Figures], names: ColumnNames, most: int) -> dic
 
 
 def _labels(column: str, trained: list[str], validated: list[str]) -> list[str]:
-    """Returns the labels of the rows that train; refuses others in the rows that validate."""
+    """Returns the labels of the rows that train; refuses others in the rows that validate, and too many."""
+    if len(trained) > _MOST_LABELS:
+        hint = "a classifier has an output for each: does labelCol name identifiers, or numbers as text?"
+        raise ColumnError(f"column {column!r} has more than {_MOST_LABELS:,} labels", hint=hint, column=column)
     if unseen := sorted({*validated} - {*trained}):
         what = f"column {column!r} has the label {unseen[0]!r} in validation rows, and in no row that trains"
         raise ColumnError(what, hint="let rows with it train, or leave them out", column=column)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from sparktorch.base.config import TrainConfig
-from sparktorch.errors import ClusterError, ModuleError, SparkTorchError
+from sparktorch.errors import ClusterError, ModuleError, SparkTorchError, causes
 
 __all__ = ["explained", "is_out_of_memory"]
 
@@ -22,11 +22,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 
     Libraries under torch have no class of their own for it; torch.compile wraps errors.
     """
-    if isinstance(error, torch.OutOfMemoryError):
-        return True
-    if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _FULL):
-        return True
-    return error.__cause__ is not None and is_out_of_memory(error.__cause__)
+    return any(
+        isinstance(one, torch.OutOfMemoryError)
+        or (isinstance(one, RuntimeError) and any(sign in str(one) for sign in _FULL))
+        for one in causes(error)
+    )
 
 
 # By which Param causes it and a part of torch's text: what is raised and said, with torch's first line, and a hint.

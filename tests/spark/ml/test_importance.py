@@ -16,8 +16,9 @@ from sklearn.inspection import permutation_importance
 from sklearn.metrics import accuracy_score, r2_score, roc_auc_score, root_mean_squared_error
 from torch import nn
 
-from sparktorch import TabularClassifier, TorchRegressionModel
+from sparktorch import TabularClassifier, TorchClassificationModel, TorchRegressionModel
 from sparktorch.errors import ColumnError, ConfigError
+from tests.support.sessions import settings
 
 ROWS, REPEATS = 2000, 8
 
@@ -132,3 +133,74 @@ def test_a_regressors_errors_grow_as_the_weights_of_its_columns_say(spark: Spark
         shuffled = permutation_importance(Fitted(), inputs, label, scoring=scoring, n_repeats=REPEATS, random_state=0)
         importance = model.importance(rows, metric, repeats=REPEATS)["importance"]
         np.testing.assert_allclose(importance, shuffled.importances_mean, atol=3 * shuffled.importances_std.max())
+
+
+class Double(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.double())
+
+
+def linear(weights: list[list[float]], bias: list[float]) -> nn.Module:
+    """A layer of two columns, in double."""
+    net = Double(2, len(weights), dtype=torch.float64)
+    net.weight.data, net.bias.data = torch.tensor(weights).double(), torch.tensor(bias).double()
+    return net
+
+
+def two_columns(spark: SparkSession, path: Path) -> DataFrame:
+    draw = np.random.default_rng(1)
+    rows = pd.DataFrame(draw.normal(size=(400, 2)), columns=["a", "b"])
+    noisy = rows["a"] + draw.normal(size=400)
+    rows.assign(label=(noisy > 0) * 1.0, time=1.7e9 + noisy, same=1.0, none=0.0).to_parquet(str(path / "rows.parquet"))
+    return spark.read.parquet(str(path / "rows.parquet"))
+
+
+NAMED: dict[str, Any] = {"inputCols": ["a", "b"], "assembleInputs": True}
+
+
+def test_scores_that_are_close_or_large_are_ordered_as_they_are(spark: SparkSession, tmp_path: Path) -> None:
+    rows = two_columns(spark, tmp_path)
+    found = []
+    for scale, bias in ((1.0, 0.0), (1e-4, 0.0), (1.0, 60.0)):
+        net = linear([[-scale, 0.0], [scale, 0.0]], [-bias, bias])
+        model = TorchClassificationModel.fromModule(net, rows, **NAMED)
+        found.append(model.importance(rows, repeats=2).set_index("column")["importance"])
+    assert found[0]["a"] > 0.15
+    for others in found[1:]:
+        np.testing.assert_allclose(others, found[0], atol=1e-9)
+
+
+def test_r2_of_labels_far_from_zero_is_scikit_learns(spark: SparkSession, tmp_path: Path) -> None:
+    rows = two_columns(spark, tmp_path)
+    model = TorchRegressionModel.fromModule(linear([[1.0, 0.0]], [1.7e9]), rows, labelCol="time", **NAMED)
+    table = rows.toPandas()
+    deviation = table["time"].var(ddof=0)
+    for metric in ("r2", "meanSquaredError"):
+        found = model.importance(rows, metric, repeats=2, seed=1).set_index("column")["importance"]
+        expected = 2 * table["a"].var() / (deviation if metric == "r2" else 1.0)
+        np.testing.assert_allclose(found["a"], expected, rtol=0.2)
+
+
+def test_labels_without_a_metric_and_those_that_are_no_class_are_refused(spark: SparkSession, tmp_path: Path) -> None:
+    rows = two_columns(spark, tmp_path)
+    net = linear([[-1.0, 0.0], [1.0, 0.0]], [0.0, 0.0])
+    model = TorchClassificationModel.fromModule(net, rows, **NAMED)
+    unseen = rows.selectExpr("a", "b", "if(b > 1, -1.0, label) as label")
+    for metric in ("areaUnderROC", "accuracy"):
+        with pytest.raises(ColumnError, match=r"'label' holds -1, and the model knows the classes 0 \.\.\. 1"):
+            model.importance(unseen, metric)
+    with pytest.raises(ColumnError, match="all rows have the same label"):
+        model.importance(rows.where("label = 1"))
+    with pytest.raises(ColumnError, match="all rows have the weight 0"):
+        model.copy({model.weightCol: "none"}).importance(rows)
+    regressor = TorchRegressionModel.fromModule(linear([[1.0, 0.0]], [0.0]), rows, labelCol="same", **NAMED)
+    with pytest.raises(ColumnError, match="all rows have the same label"):
+        regressor.importance(rows)
+
+
+def test_few_rows_are_shuffled_among_all_where_spark_joins_no_partitions(spark: SparkSession, tmp_path: Path) -> None:
+    rows = two_columns(spark, tmp_path)
+    model = TorchRegressionModel.fromModule(linear([[1.0, 0.0]], [0.0]), rows, labelCol="a", **NAMED)
+    with settings(spark, {"spark.sql.adaptive.enabled": "false", "spark.sql.shuffle.partitions": "300"}):
+        found = model.importance(rows, "meanSquaredError", repeats=2).set_index("column")["importance"]
+    np.testing.assert_allclose(found["a"], 2.0, rtol=0.25)

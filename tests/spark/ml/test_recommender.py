@@ -79,6 +79,12 @@ def assert_same_lists(found: DataFrame, expected: DataFrame) -> None:
         assert [item for item, _ in pairs] == [item for item, _ in theirs[key]]
 
 
+def test_vectors_of_several_lengths_are_refused_by_the_argument_that_has_them(als: ALSModel) -> None:
+    ragged = als.userFactors.withColumn("features", F.expr("slice(features, 1, 1 + int(id % 2))"))
+    with pytest.raises(ConfigError, match=r"several lengths \[param=userFactors\]"):
+        RecommenderModel.fromFactors(ragged, als.itemFactors, userCol="number")
+
+
 def test_lists_and_predictions_of_vectors_of_als_are_those_of_als(rows: DataFrame, als: ALSModel) -> None:
     ours = RecommenderModel.fromFactors(als.userFactors, als.itemFactors, userCol="number")
     assert ours.rank == als.rank == 3

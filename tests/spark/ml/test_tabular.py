@@ -29,7 +29,7 @@ from sparktorch import (
     TorchCrossValidator,
 )
 from sparktorch.data.tables import TableNetwork
-from sparktorch.errors import ColumnError
+from sparktorch.errors import ClusterError, ColumnError
 from sparktorch.tracking import save_model
 from tests.spark.scored import sorted_rows
 from tests.support.mlflow import QUIET
@@ -231,3 +231,20 @@ def test_labels_of_any_size_are_learned_and_the_order_of_columns_is_the_users(
         TabularClassifier(labelCol="kind", **chosen).fit(prices.where("size > 10"))
     with pytest.raises(ColumnError, match="'kind' is not among inputCols"):
         TabularRegressor(labelCol="price", inputCols=["size"], categoricalCols=["kind"], **chosen).fit(prices)
+
+
+def test_more_labels_than_a_network_has_outputs_for_are_refused(
+    raw: DataFrame, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sparktorch.ml.tasks.tabular._MOST_LABELS", 1)
+    with pytest.raises(ColumnError, match=r"column 'arrival' has more than 1 labels(.|\n)*identifiers"):
+        TabularClassifier(labelCol="arrival", **QUICK).fit(raw)
+
+
+def test_executors_that_lack_a_module_are_told_with_how_to_ship_it(raw: DataFrame) -> None:
+    def lacks(batches: Any) -> Any:
+        raise ModuleNotFoundError("No module named 'sparktorch'")
+
+    rows = raw.mapInArrow(lacks, raw.schema)
+    with pytest.raises(ClusterError, match=r"No module named 'sparktorch'(.|\n)*--py-files"):
+        TabularClassifier(labelCol="arrival", **QUICK).fit(rows)

@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 import torch
 from mlflow.models.model import ModelInfo
+from pyspark.logger import PySparkLogger
 from pyspark.ml import PipelineModel
 from pyspark.ml.classification import LogisticRegressionModel
 from pyspark.ml.feature import IndexToString, SQLTransformer, StringIndexerModel, VectorAssembler
@@ -179,6 +180,22 @@ def test_rows_that_a_pipeline_leaves_out_are_null_at_their_places(raw: DataFrame
     assert found["prediction"].notna().tolist() == kept.tolist()
     expected = [row.prediction for row in pipeline.transform(raw).orderBy("id").collect()]
     np.testing.assert_allclose(found["prediction"][kept], expected, atol=1e-6)
+
+
+def test_several_rows_of_one_are_returned_and_the_columns_are_found_in_silence(raw: DataFrame, tmp_path: Path) -> None:
+    several = SQLTransformer(statement="SELECT *, explode(array(double(id), id + 0.5)) as x FROM __THIS__")
+    model = TorchRegressionModel.fromModule(
+        nn.Linear(1, 1), several.transform(raw), inputCols=["x"], assembleInputs=True
+    )
+    pipeline, told = PipelineModel([several, model]), list[Any]()
+    logger = PySparkLogger.getLogger("SQLQueryContextLogger")
+    logger.addFilter(told.append)
+    save_model(pipeline, str(tmp_path / "model"), input_example=raw)
+    logger.removeFilter(told.append)
+    assert not told
+    found = mlflow.pyfunc.load_model(str(tmp_path / "model")).predict(raw.select("id").toPandas())
+    expected = [row.prediction for row in pipeline.transform(raw).collect()]
+    np.testing.assert_allclose(found["prediction"], expected, atol=1e-6)
 
 
 def test_timestamps_and_decimals_of_pandas_score_as_in_spark(spark: SparkSession, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def test_a_pytorch_model_scores_by_its_uri_and_by_its_folder(logged: ModelInfo, 
     folder = mlflow.artifacts.download_artifacts(logged.model_uri)
     with torch.no_grad():
         expected = net(torch.tensor([row.features for row in rows.collect()])).numpy()
-    for uri in ("models:/net/1", folder):
+    for uri in ("models:/net/1", folder, Path(folder)):
         found = TorchModel.fromModule(uri, rows).transform(rows).collect()
         np.testing.assert_allclose([row.prediction for row in found], expected, atol=1e-6)
 

@@ -37,6 +37,11 @@ class Patient(Callback):
             {"max_tokens": 3, "tokenizer": "bert", "eos_token": 7},
             "{'max_tokens': 3, 'tokenizer': 'bert', 'eos_token': 7}",
         ),
+        (
+            {"aws_access_key_id": "abc", "Authorization": "abc", "token_value": "abc", "hf_token": ["abc", ("abc",)]},
+            "{'aws_access_key_id': '***', 'Authorization': '***', 'token_value': '***', 'hf_token': ['***', ('***',)]}",
+        ),
+        ("https://host/c?part=1&sig=a%2Fb&X-Amz-Signature=abc", "'https://host/c?part=1&sig=***&X-Amz-Signature=***'"),
         (["postgresql://me:s3@cret@host/db", (1,)], "['postgresql://me:***@host/db', (1,)]"),
         ([Plain(), Patient()], "[Plain, Patient(epochs=3)]"),
         (partial(torch.optim.SGD, lr=0.1), "SGD(lr=0.1)"),

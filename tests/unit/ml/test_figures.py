@@ -9,7 +9,7 @@ import pytest
 from matplotlib.axes import Axes
 
 from sparktorch.errors import ConfigError
-from sparktorch.ml.scoring.figures import confusion_matrix, curves
+from sparktorch.ml.scoring.figures import confusion_matrix, curves, picture
 from tests.unit.ml.test_html import summary
 
 HISTORY = [
@@ -21,6 +21,14 @@ HISTORY = [
 def lines(axes: Axes) -> dict[str, list[list[float]]]:
     """Returns the points of each line, by its label."""
     return {str(line.get_label()): np.asarray(line.get_xydata()).tolist() for line in axes.lines}
+
+
+def test_dollars_in_names_of_classes_are_dollars() -> None:
+    figure = confusion_matrix([[3, 1], [0, 2]], ["$0_$10", "<$10_a$"])
+    assert picture(figure).startswith(b"\x89PNG")
+    (axes,) = figure.axes
+    labels = [*axes.get_xticklabels(), *axes.get_yticklabels()]
+    assert not any(label.get_parse_math() for label in labels)
 
 
 def test_classes_have_their_names_where_labels_have() -> None:

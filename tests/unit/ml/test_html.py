@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from types import SimpleNamespace
@@ -60,6 +61,9 @@ def test_a_summary_shows_the_first_the_best_and_the_last_epochs() -> None:
     (best,) = [part for part in html.split("<tr>") if "lowest val_loss" in part]
     assert [cell.rpartition(">")[2] for cell in best.split("</td>")[:3]] == ["2", "0.5", "1"]
     assert "rows_per_second" not in html
+    history[0]["val_loss"] = math.nan
+    (best,) = [part for part in summary(history)._repr_html_().split("<tr>") if "best" in part]
+    assert best.split("</td>")[0].rpartition(">")[2] == "2"
     assert "data:image/png;base64," in html
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
 from sparktorch.data.pairs import PairLoss
 from sparktorch.ml.tasks.recommender import Recommender, _Seen
+from sparktorch.spark.recommend import Vectors
 
 
 def known(count: int) -> pa.StructArray:
@@ -48,3 +50,14 @@ def test_the_loss_estimates_a_choice_among_all_items_or_squares_the_error() -> N
     assert found.getTrainingStep() == PairLoss(None, 0.2)
     assert found.getPreprocess().negatives == 0
     assert found.getLabelCol() == "stars"
+
+
+@pytest.mark.parametrize("most", [2, 4, 1000])
+def test_vectors_beyond_the_elements_of_an_array_are_in_several_chunks(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sparktorch.spark.recommend._MOST_ELEMENTS", most)
+    values = np.arange(10, dtype=np.float32).reshape(5, 2)
+    table = Vectors(known(5), values).table()
+    assert table["features"].to_pylist() == values.tolist()
+    assert table["features"].num_chunks == max(1, -(-5 // (most // 2)))

@@ -82,6 +82,18 @@ def run(file: Path, inputs: dict[str, Any]) -> dict[str, Any]:
     return dict(zip(names, session.run(names, inputs), strict=True))
 
 
+def test_a_column_may_have_the_name_of_the_output(tmp_path: Path) -> None:
+    inputs = (TensorSpec(name="x0", column="output", dtype="float32", shape=(5,)),)
+    write_as(trained(Mlp, inputs, (torch.from_numpy(X),), "generic"), tmp_path / "net.onnx", "onnx")
+    session = onnxruntime.InferenceSession(str(tmp_path / "net.onnx"))
+    assert [one.name for one in (*session.get_inputs(), *session.get_outputs())] == ["output", "output_0"]
+
+
+def test_weights_are_not_overwritten_by_their_description(tmp_path: Path) -> None:
+    with pytest.raises(PersistenceError, match=r"description beside the weights(.|\n)*\.safetensors"):
+        write_as(flat(Mlp), tmp_path / "net.json", "safetensors")
+
+
 def test_onnx_computes_the_scores_of_any_number_of_rows(tmp_path: Path) -> None:
     model = TorchClassificationModel()._with(flat(Mlp, "classification"), None)
     model.export(str(tmp_path / "net.onnx"))

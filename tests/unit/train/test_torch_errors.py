@@ -14,6 +14,13 @@ def wrapped(cause: Exception) -> Exception:
     return error
 
 
+def ring() -> Exception:
+    """What `raise error from error` makes."""
+    error = wrapped(ValueError())
+    error.__cause__ = error
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "full"),
     [
@@ -23,6 +30,7 @@ def wrapped(cause: Exception) -> Exception:
         (wrapped(torch.OutOfMemoryError("full")), True),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
         (ValueError("out of memory"), False),
+        (ring(), False),
     ],
 )
 def test_a_full_device_is_known_by_type_text_and_cause(error: Exception, full: bool) -> None:

@@ -1,0 +1,44 @@
+"""What a pipeline of our stages returns of rows that one of them leaves out."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import nn
+
+from sparktorch.base.state_dict import pack_state
+from sparktorch.data.columns import TensorSpec
+from sparktorch.model.trained_module import TrainedModule
+from sparktorch.tracking.pyfunc import PyFuncModel, PyFuncPipeline
+from sparktorch.train.recipe.dry_run import describe_outputs
+
+
+def stage(column: str, made: str, invalid: str) -> PyFuncModel:
+    """A layer that adds an array of three elements to rows that have one."""
+    torch.manual_seed(0)
+    net = nn.Linear(3, 3)
+    trained = TrainedModule(
+        source=nn.Linear,
+        params={"in_features": 3, "out_features": 3},
+        weights=pack_state(net.state_dict()),
+        inputs=(TensorSpec(name="x0", column=column, dtype="float32", shape=(3,)),),
+        outputs=describe_outputs(net(torch.ones(2, 3))),
+        task="generic",
+    )
+    return PyFuncModel(trained, {"inputs": [column], "outputs": {"prediction": made}, "invalid": invalid}, "cpu")
+
+
+def test_rows_that_a_stage_leaves_out_are_null_and_do_not_reach_the_next() -> None:
+    pipeline = PyFuncPipeline([stage("x", "hidden", "skip"), stage("hidden", "y", "error")])
+    rows = [[1.0, 2.0, 3.0], None, [4.0, 5.0, 6.0], [float("nan"), 0.0, 0.0]]
+    found = pipeline.predict(pd.DataFrame({"x": rows}))
+    assert list(found) == ["hidden", "y"]
+    for name in found:
+        assert found[name].isna().tolist() == [False, True, False, True]
+    good = pipeline.predict(pd.DataFrame({"x": rows[::2]}))
+    for name in found:
+        np.testing.assert_allclose(np.stack(found[name].dropna()), np.stack(good[name]), atol=1e-6)
+    none = pipeline.predict(pd.DataFrame({"x": [None, None]}))
+    assert none.isna().all(axis=None)
+    assert none.shape == (2, 2)
