@@ -62,7 +62,7 @@ def test_a_summary_shows_the_first_the_best_and_the_last_epochs() -> None:
     assert [cell.rpartition(">")[2] for cell in best.split("</td>")[:3]] == ["2", "0.5", "1"]
     assert "rows_per_second" not in html
     history[0]["val_loss"] = math.nan
-    (best,) = [part for part in summary(history)._repr_html_().split("<tr>") if "best" in part]
+    (best,) = [part for part in summary(history)._repr_html_().split("<tr>") if "lowest val_loss" in part]
     assert best.split("</td>")[0].rpartition(">")[2] == "2"
     assert "data:image/png;base64," in html
 
