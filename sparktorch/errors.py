@@ -46,7 +46,7 @@ __all__ = [
 
 _PASSWORD = re.compile(r"(://[^\s/:@]*:)[^\s/]+@")
 _IN_QUERY = re.compile(
-    r"([?&][\w.-]*(?:sig|signature|token|secret|passw(?:or)?d|key|credential)=)[^&\s'\"]+", re.IGNORECASE
+    r"([?&][\w.-]*(?:sig|signature|token|secret|passw(?:or)?d|key(?:_?id)?|credential)=)[^&\s'\"]+", re.IGNORECASE
 )
 _LOG = logging.getLogger(__name__)
 _STANDARD = f"{sysconfig.get_path('stdlib')}/"

@@ -43,11 +43,14 @@ class Vectors:
 
     def table(self) -> pa.Table:
         """Returns the columns `id` and `features`, an array of floats."""
-        ends = np.arange(len(self.values) + 1, dtype=np.int64) * self.values.shape[1]
-        lists = pa.LargeListArray.from_arrays(pa.array(ends), pa.array(self.values.reshape(-1)))
-        kind, most = pa.list_(pa.float32()), max(1, _MOST_ELEMENTS // self.values.shape[1])
-        parts = [lists.slice(start, most).cast(kind) for start in range(0, len(lists), most)]
-        return pa.table({"id": self.ids, "features": pa.chunked_array(parts, kind)})
+        width = self.values.shape[1]
+        most = max(1, _MOST_ELEMENTS // width)
+        lists = []
+        for start in range(0, len(self.values), most):
+            part = self.values[start : start + most]
+            ends = np.arange(len(part) + 1, dtype=np.int32) * np.int32(width)
+            lists.append(pa.ListArray.from_arrays(ends, part.reshape(-1)))
+        return pa.table({"id": self.ids, "features": pa.chunked_array(lists, pa.list_(pa.float32()))})
 
 
 def recommended(rows: DataFrame, candidates: Vectors, count: int, name: str, other: str) -> DataFrame:

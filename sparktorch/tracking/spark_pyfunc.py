@@ -55,13 +55,14 @@ class SparkPyFunc:
         self._spark, self._model = spark, model
         self._inputs: Mapping[str, str] = settings["inputs"]
         self._outputs = list(settings["outputs"])
+        self._zone: str = settings["zone"]  # of the session that has logged it
 
     def predict(self, model_input: pd.DataFrame, params: dict[str, Any] | None = None) -> pd.DataFrame:
         """Scores rows.
 
         Args:
             model_input: A pandas DataFrame with the input columns. What pandas counts as missing is null; times without
-                a time zone are in that of the session.
+                a time zone are in that of the session that has logged it.
             params: Not used.
 
         Returns:
@@ -71,7 +72,7 @@ class SparkPyFunc:
         Raises:
             ColumnError: An input column is missing, or has values of another type.
         """
-        arrays = {name: _arrow(model_input, name, kind, self._spark) for name, kind in self._inputs.items()}
+        arrays = {name: _arrow(model_input, name, kind, self._zone) for name, kind in self._inputs.items()}
         rows = len(next(iter(arrays.values())))
         table = pa.table({**arrays, _ROW: np.arange(rows)})
         columns = [_typed(quoted(name), kind).alias(name) for name, kind in self._inputs.items()]
@@ -84,7 +85,7 @@ class SparkPyFunc:
         return found.set_index(_ROW).reindex(range(rows)).rename_axis(None)
 
 
-def _arrow(model_input: pd.DataFrame, name: str, kind: str, spark: SparkSession) -> pa.Array:
+def _arrow(model_input: pd.DataFrame, name: str, kind: str, zone: str) -> pa.Array:
     """Returns a column as Arrow, of the type from which Spark casts to `kind`."""
     if name not in model_input:
         raise ColumnError(f"the input has no column {name!r}", column=name)
@@ -98,7 +99,7 @@ def _arrow(model_input: pd.DataFrame, name: str, kind: str, spark: SparkSession)
         if kind in ("timestamp", "timestamp_ntz", "date") and values.map(lambda value: isinstance(value, str)).any():
             values = pd.to_datetime(values)  # as JSON has them
         if kind == "timestamp":
-            values = in_utc(pd.to_datetime(values), spark)
+            values = in_utc(pd.to_datetime(values), zone)
         return pa.array(values, special.get(kind) or arrow_type(with_doubles(kind)), from_pandas=True)
     except (pa.ArrowException, ValueError, TypeError) as error:
         raise ColumnError(f"column {name!r} is {kind} in the model: {error}", column=name) from error

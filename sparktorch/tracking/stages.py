@@ -209,7 +209,9 @@ class _SparkStages(Form):
                 code_paths=code_paths,
                 signature=False,
             )
-        (data / _COLUMNS).write_text(json.dumps({"inputs": self._inputs, "outputs": self._outputs}))
+        (data / _COLUMNS).write_text(
+            json.dumps({"inputs": self._inputs, "outputs": self._outputs, "zone": _zone(self._spark)})
+        )
         code: str | None = mlflow_model.flavors["spark"].get("code")
         return code
 
@@ -266,7 +268,7 @@ def _first_rows(rows: DataFrame, *, utc: bool = False) -> pd.DataFrame:
     found = rows.select(*(quoted(field.name).cast(field.dataType).alias(field.name) for field in schema)).toPandas()
     for field in schema:
         if utc and isinstance(field.dataType, T.TimestampType):
-            found[field.name] = in_utc(found[field.name], rows.sparkSession).dt.tz_localize(None)
+            found[field.name] = in_utc(found[field.name], _zone(rows.sparkSession)).dt.tz_localize(None)
     return found
 
 
@@ -275,11 +277,20 @@ def with_doubles(types: str) -> str:
     return re.sub(r"\bdecimal\(\d+,\d+\)", "double", types)
 
 
-def in_utc(values: pd.Series[Any], spark: SparkSession) -> pd.Series[Any]:
-    """Returns times in UTC; those without a time zone are in that of the session, as for `createDataFrame`."""
+def _zone(spark: SparkSession) -> str:
+    return setting(spark, "spark.sql.session.timeZone")
+
+
+def in_utc(values: pd.Series[Any], zone: str) -> pd.Series[Any]:
+    """Returns times in UTC; those without a time zone are in `zone`.
+
+    A `ValueError` refuses a zone that pandas does not know.
+    """
     if values.dt.tz is None:
-        zone = setting(spark, "spark.sql.session.timeZone")
-        values = values.dt.tz_localize(zone, ambiguous=False, nonexistent="shift_forward")
+        try:
+            values = values.dt.tz_localize(zone, ambiguous=False, nonexistent="shift_forward")
+        except KeyError:  # pytz's
+            raise ValueError(f"pandas does not know the time zone {zone!r}: set spark.sql.session.timeZone") from None
     found: pd.Series[Any] = values.dt.tz_convert("UTC")
     return found
 

@@ -295,11 +295,15 @@ def _check_classes(groups: list[Row], classes: int, column: str, labels: Sequenc
 
 
 def no_class(label: Any, rows: int, classes: int, column: str, labels: Sequence[str]) -> ColumnError:
-    """Returns the refusal of rows whose label is not a class of the model; `labels` are the names of its classes."""
-    known, text = f" ({', '.join(labels)})" if labels else "", isinstance(label, str)
-    hint = "leave out rows with labels that fit did not see" if text else "index the labels as they were for fit"
+    """Returns the refusal of rows whose label is not a class of the model; `labels` are the names of its classes.
+
+    `label` is one of theirs, or `None` if it is some string.
+    """
+    known, number = f" ({', '.join(labels)})" if labels else "", isinstance(label, int | float)
+    hint = "index the labels as they were for fit" if number else "leave out rows with labels that fit did not see"
+    held = f"{label:g}" if number else "another label" if label is None else repr(label)
     return ColumnError(
-        f"column {column!r} holds {repr(label) if text else format(label, 'g')}, and the model knows the classes "
+        f"column {column!r} holds {held}, and the model knows the classes "
         f"0 ... {classes - 1}{known}: {counted(rows, 'row has', 'rows have')} no label of its",
         hint=hint,
         column=column,

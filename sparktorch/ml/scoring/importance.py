@@ -88,7 +88,7 @@ def importance_of(
         origin = _some_label(dataset.select(kept[model.getLabelCol()].cast("double"))) if metric == "r2" else 0.0
         classes = getattr(model, "numClasses", None)  # a regressor has none
         by_variant = {row["variant"]: row for row in _by_variant(known, metric, origin, classes).collect()}
-    if not by_variant:
+    if _AS_IT_IS not in by_variant:
         raise ColumnError("no row has a label and a prediction", hint="check the filter or the path it comes from")
     _check(by_variant[_AS_IT_IS], model, metric)
     found = {variant: row["metric"] for variant, row in by_variant.items()}
@@ -117,7 +117,8 @@ def _check(row: Row, model: Any, metric: str) -> None:
     """Refuses labels that are no classes, and those of which there is no metric, by the row of the unchanged rows."""
     label = model.getLabelCol()
     if row["stranger"] is not None:
-        raise no_class(row["stranger"], row["strangers"], model.numClasses, label, model.labels)
+        given = None if model.labels and row["stranger"] == -1 else row["stranger"]
+        raise no_class(given, row["strangers"], model.numClasses, label, model.labels)
     if not row["weight"]:
         raise ColumnError("all rows have the weight 0", hint="unset weightCol", column=weight_column(model))
     if row["metric"] is None:

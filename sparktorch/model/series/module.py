@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -48,14 +49,17 @@ class SeriesModule(nn.Module):
             static: Figures of those that do not change within a series.
             scaling: "window" for a target less the mean of its context, in units of the standard deviation; or `None`.
             quantiles: The quantiles that the module returns; without, it returns one value.
-            deviation: Standard deviation of the target, which scales windows whose context is constant.
+            deviation: Standard deviation of the target, which scales windows whose context is 0 throughout; other
+                constant ones are scaled by their value.
         """
         super().__init__()
         self.past, self.future, self.static, self.deviation = past, future, static, deviation
         self.context, self.horizon, self.scaling, self.quantiles = context, horizon, scaling, len(quantiles)
         made_by = load_object(module) if isinstance(module, str) else module
         if isinstance(made_by, nn.Module):
-            self.module = copy.deepcopy(made_by)  # training leaves the user's as it is
+            self.module = made_by
+            with suppress(RuntimeError):  # some cannot be copied, such as those of torch.nn.utils.weight_norm
+                self.module = copy.deepcopy(made_by)  # training leaves the user's as it is
             return
         told = {
             "context": context,
@@ -87,7 +91,8 @@ class SeriesModule(nn.Module):
             ahead.append(torch.cat(_standardised(more[-1][:, -1], self.static), 1))
         found = self.module(torch.cat(seen, 2), *ahead).float()
         wanted = (past.shape[0], self.horizon, *([self.quantiles] if self.quantiles else []))
-        if tuple(found.shape) not in (wanted, *([] if self.quantiles else [(*wanted, 1)])):
+        alike = () if self.quantiles else ((*wanted, 1), *(((past.shape[0],),) if self.horizon == 1 else ()))
+        if tuple(found.shape) not in (wanted, *alike):
             raise ModuleError(
                 f"{type(self.module).__qualname__} returned shape {tuple(found.shape)}",
                 hint=f"return (samples, horizon{', quantiles' if self.quantiles else ''}), here {wanted}",
@@ -101,14 +106,15 @@ def scale_of(target: torch.Tensor, scaling: str | None, constant: float = 1.0) -
     """Returns what is subtracted from each sample's target, and what it is divided by: both of shape `(samples, 1)`.
 
     They are mean and standard deviation of the target's context, of shape `(samples, context)`. A constant one is
-    divided by `constant`.
+    divided by its size, or by `constant` if it is 0.
     """
     first = target[:, :1]
     if scaling is None:
         return torch.zeros_like(first), torch.ones_like(first)
     rest = target - first  # of large numbers that differ little, the mean of squares would have no digits left
     deviation = rest.std(1, correction=0, keepdim=True)
-    return first + rest.mean(1, keepdim=True), torch.where(deviation > 0, deviation, constant)
+    flat = torch.where(first != 0, first.abs(), constant)
+    return first + rest.mean(1, keepdim=True), torch.where(deviation > 0, deviation, flat)
 
 
 def _standardised(values: torch.Tensor, figures: Figures) -> list[torch.Tensor]:

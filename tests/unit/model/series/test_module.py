@@ -63,14 +63,19 @@ def test_a_module_gets_scaled_windows_and_what_is_known_ahead_twice() -> None:
     assert torch.allclose(found, past[:, -1:, 0].expand(-1, 2))
 
 
-def test_a_constant_context_is_scaled_by_the_deviation_of_all_rows() -> None:
+@pytest.mark.parametrize(("value", "unit"), [(0.0, 5.0), (-0.5, 0.5)])
+def test_a_constant_context_is_scaled_by_its_size_and_zeros_by_the_deviation_of_all_rows(
+    value: float, unit: float
+) -> None:
     module, step = SeriesModule(Seen, {}, 4, 2, deviation=5.0), SeriesStep("L1Loss", deviation=5.0)
-    past = torch.full((3, 4, 1), 0.1)
-    assert torch.equal(module(past), torch.full((3, 2), 0.1))
+    past = torch.full((3, 4, 1), value)
+    assert torch.equal(module(past), torch.full((3, 2), value))
     assert module.module.parts[0].abs().max() == 0  # type: ignore[union-attr]
-    assert torch.allclose(step(module, Batch((past,), torch.full((3, 2), 10.1), None, 3)), torch.tensor(2.0))
+    assert torch.allclose(
+        step(module, Batch((past,), torch.full((3, 2), value + 10), None, 3))[0], torch.tensor(10 / unit)
+    )
     module = SeriesModule(Returns(torch.ones(3, 2)), {}, 4, 2, deviation=5.0)
-    assert torch.equal(module(past), torch.full((3, 2), 5.1))
+    assert torch.equal(module(past), torch.full((3, 2), value + unit))
 
 
 def test_an_instance_is_copied() -> None:
