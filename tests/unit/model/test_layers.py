@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 import torch
 from torch import nn
+from torch._inductor import config as inductor
 
 from sparktorch.base.config import Task
 from sparktorch.base.state_dict import pack_state
@@ -101,7 +102,8 @@ def test_layers_return_what_a_hook_sees_beside_the_predictions(task: Task, batch
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of its compiler
 def test_layers_of_a_compiled_module_return_the_same() -> None:
     model = trained()
-    found = Scorer(model, compiled=True, layers=WANTED).score_arrays([X])
+    with inductor.patch(compile_threads=1):  # with more, a pool of threads stays
+        found = Scorer(model, compiled=True, layers=WANTED).score_arrays([X])
     for name, values in hooked(model.build()).items():
         np.testing.assert_allclose(found[name], values, atol=1e-5)
 
