@@ -32,7 +32,7 @@ __all__ = ["Forecaster"]
 
 # The columns of windows, which are arrays; messages name them.
 _PAST, _FUTURE, _STATIC = "past values", "values known ahead", "static values"
-_KEPT = ("context", "horizon", "quantiles", "scaling", "pastCols", "futureCols", "staticCols")  # by training on
+_KEPT = ("context", "horizon", "quantiles", "pastCols", "futureCols", "staticCols")  # by training on
 _LEARNS_FROM = ("labelCol", "pastCols", "futureCols", "staticCols", "validationIndicatorCol", "nullPolicy")
 
 
@@ -51,9 +51,6 @@ def _named(p: Values) -> list[str]:
 _TRAINING = (
     *WINDOWS,
     Refusal("step", lambda p: p["step"] < 1, "step is {p[step]}", "set it to 1 or more"),
-    Refusal(
-        "scaling", lambda p: p["scaling"] not in ("window", "none"), "scaling is {p[scaling]!r}", "'window', 'none'"
-    ),
     Refusal(
         "loss",
         lambda p: p["quantiles"] and (p.is_set("loss") or p.is_set("lossParams")),
@@ -186,10 +183,10 @@ def _of_windows(trained: TrainedModule, window: Window) -> TrainedModule:
 def _check_kept(p: Values, trained: TrainedModule) -> None:
     """Refuses to train a fitted model on with other windows or columns: it would scale them as those it has learned."""
     model = Values(p["module"])
-    for name in _KEPT:
-        had = trained.params.get(name, p[name]) or "none" if name == "scaling" else model[name]
-        if p[name] != had:
-            what = f"{name} is {p[name]!r}, and {had!r} in the fitted model that is to be trained on"
+    had = {name: model[name] for name in _KEPT} | {"scaling": trained.params.get("scaling", "window") or "none"}
+    for name, value in had.items():
+        if p[name] != value:
+            what = f"{name} is {p[name]!r}, and {value!r} in the fitted model that is to be trained on"
             raise ConfigError(what, hint="set the same, or train a module of its own", param=name)
 
 

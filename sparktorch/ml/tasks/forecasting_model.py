@@ -10,6 +10,7 @@ import pyarrow.compute as pc
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import types as T
 
+from sparktorch.data.columns import input_name
 from sparktorch.errors import ColumnError, ConfigError, Refusal, refuse
 from sparktorch.ml.fit.checks import check_outputs, naming_params
 from sparktorch.ml.fit.prepared_data import make_room
@@ -142,10 +143,13 @@ class ForecastingModel(TorchModelBase, ForecastingModelParams):
         sent, local = send(spark, self.trained), is_local(spark)
 
         def forecasts(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-            return forecast(batches, columns, scorer_here(sent, scoring, local), backtest)
+            names = [*columns.keys, *columns.numbers]
+            named = (pa.RecordBatch.from_arrays(batch.columns, names) for batch in batches)
+            return forecast(named, columns, scorer_here(sent, scoring, local), backtest)
 
-        by_series = rows.repartition(quoted(columns.group)) if columns.group else rows.repartition(1)
-        return by_series.sortWithinPartitions(*map(quoted, columns.keys)).mapInArrow(forecasts, schema)
+        keys = rows.columns[: len(columns.keys)]
+        by_series = rows.repartition(keys[0]) if columns.group else rows.repartition(1)
+        return by_series.sortWithinPartitions(*keys).mapInArrow(forecasts, schema)
 
     def registerUDF(self, name: str, outputCol: str | None = None, spark: Any = None) -> None:
         """Refuses: an SQL function takes one row at a time, and a forecast many.
@@ -171,7 +175,10 @@ class ForecastingModel(TorchModelBase, ForecastingModelParams):
 
 
 def _rows(dataset: DataFrame, columns: SeriesColumns, backtest: Backtest | None) -> tuple[DataFrame, T.StructType]:
-    """Returns the rows that forecasts are made from, and the schema of forecasts."""
+    """Returns the rows that forecasts are made from, and the schema of forecasts.
+
+    Rows have their columns of keys and numbers under names without dots, which `mapInArrow` takes for fields.
+    """
     names = ColumnNames.of(dataset)
     check_series(dataset.sparkSession, names, columns.group, columns.order, columns.numbers)
     double = T.DoubleType()
@@ -185,8 +192,8 @@ def _rows(dataset: DataFrame, columns: SeriesColumns, backtest: Backtest | None)
     keys = dataset.select(*map(names.column, columns.keys)).schema.names
     check_outputs(ColumnNames.of(dataset.select(*map(quoted, keys))), [name for name, _ in added])
     fields = [T.StructField(name, names.type_of(name)) for name in columns.keys]
-    numbers = [names.column(name).cast("double").alias(name) for name in columns.numbers]
-    rows = dataset.select(*(names.column(name).alias(name) for name in columns.keys), *numbers)
+    read = [*map(names.column, columns.keys), *(names.column(name).cast("double") for name in columns.numbers)]
+    rows = dataset.select(*(column.alias(input_name(place)) for place, column in enumerate(read)))
     return rows, T.StructType([*fields, *(T.StructField(name, kind) for name, kind in added)])
 
 

@@ -85,6 +85,20 @@ def by_hand(module: nn.Module, rows: pd.DataFrame, origin: int) -> list[float]:
         return list(module(*(torch.from_numpy(part.to_numpy(np.float32))[None] for part in parts))[0].tolist())
 
 
+def test_names_with_dots_are_forecast_as_others_are(past: DataFrame) -> None:
+    dotted = {name: f"of.{name}" for name in past.columns}
+    named = {
+        name: [dotted[one] for one in of] if isinstance(of, list) else dotted.get(of, of) for name, of in SHOPS.items()
+    }
+    rows = past.withColumnsRenamed(dotted)
+    again = Forecaster(**{**named, "futureCols": []}).fit(rows).forecast(rows)
+    plain = Forecaster(**{**SHOPS, "futureCols": []}).fit(past).forecast(past)
+    found, wanted = (one.toPandas().sort_values(list(one.columns[:2])).reset_index(drop=True) for one in (again, plain))
+    assert list(found) == ["of.shop", "of.day", "prediction"]
+    assert np.allclose(found["prediction"], wanted["prediction"], rtol=1e-5)
+    assert (found["of.day"] == wanted["day"]).all()
+
+
 def test_a_forecast_is_that_of_the_module_on_the_last_rows_and_goes_on_by_local_days(
     model: ForecastingModel, known: DataFrame
 ) -> None:
