@@ -15,7 +15,7 @@ from typing import Any
 ROOT, PAGES = Path(__file__).parents[1], Path(__file__).parent
 sys.path.insert(0, str(ROOT))
 
-import sparktorch  # noqa: E402
+import sparktorch  # noqa: E402  # of this checkout
 from sparktorch.cli import job_file, main  # noqa: E402
 
 project, author = "sparktorch", "the authors of sparktorch"

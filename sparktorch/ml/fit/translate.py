@@ -271,9 +271,9 @@ def _shuffle_block(p: Values) -> int:
 
 def _groups(estimator: Any, p: Values) -> Groups | None:
     """Returns the groups of the rows, `None` if each row is a sample."""
-    window = estimator._window() if isinstance(estimator, EstimatorParams) else None  # type: ignore[attr-defined]
+    window, grades = (None, False) if isinstance(estimator, RunParams) else (estimator._window(), estimator._grades)
     if p["groupCol"] is None and window is None:
-        if getattr(estimator, "_grades", False):
+        if grades:
             hint = "name the column that is the same in rows which are ordered together, such as that of a query"
             raise ConfigError("groupCol is not set", hint=hint, param="groupCol")
         return None

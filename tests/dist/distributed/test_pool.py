@@ -3,36 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from functools import partial
 
 import pytest
 import torch.distributed as dist
 
-from sparktorch.base.world import World
 from sparktorch.distributed.client import Client
 from sparktorch.distributed.server import ControlServer
-from sparktorch.distributed.store import connect
 from sparktorch.errors import ClusterError
-from tests.support.ranks import control_server
 from tests.support.waiting import until
 
 LARGE = os.urandom(9 << 20)  # torch's store takes no value of more than 8 MiB
-
-
-@pytest.fixture
-def server() -> Iterator[ControlServer]:
-    with control_server() as started:
-        yield started
-
-
-@pytest.fixture
-def clients(server: ControlServer) -> list[Client]:
-    meeting = server.rendezvous
-    opened = partial(connect, meeting.host, meeting.port, token=meeting.prefix)
-    return [Client(opened, World(rank=rank, world_size=2, host=f"host-{rank}")) for rank in range(2)]
 
 
 def test_tasks_and_results_of_any_size_arrive_as_they_are(server: ControlServer, clients: list[Client]) -> None:

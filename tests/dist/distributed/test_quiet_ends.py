@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,26 +15,12 @@ from sparktorch.distributed.client import Cancelled, Client, PeerFailure
 from sparktorch.distributed.process_group import abandon, hang_up
 from sparktorch.distributed.root_cause import RootCause
 from sparktorch.distributed.server import ControlServer
-from sparktorch.distributed.store import connect
 from sparktorch.errors import ColumnError
-from tests.support.ranks import control_server, in_group, watch
+from tests.support.ranks import in_group, watch
 from tests.support.waiting import until
 
 LOST = PeerFailure("another rank failed")
 BAD = ColumnError("column 'a' has 3 null values", column="a")
-
-
-@pytest.fixture
-def server() -> Iterator[ControlServer]:
-    with control_server() as started:
-        yield started
-
-
-@pytest.fixture
-def clients(server: ControlServer) -> list[Client]:
-    meeting = server.rendezvous
-    opened = partial(connect, meeting.host, meeting.port, token=meeting.prefix)
-    return [Client(opened, World(rank=rank, world_size=2, host=f"host-{rank}")) for rank in range(2)]
 
 
 def test_a_root_cause_is_acknowledged_to_all_ranks(server: ControlServer, clients: list[Client]) -> None:
