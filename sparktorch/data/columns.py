@@ -28,7 +28,6 @@ __all__ = [
     "DType",
     "Groups",
     "InputOptions",
-    "Kind",
     "Layout",
     "TensorSpec",
     "Window",
@@ -41,7 +40,6 @@ __all__ = [
 ]
 
 DType = Literal["float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8"]
-Kind = Literal["number", "vector", "binary", "any"]
 Layout = Literal["dense", "sparse_csr", "padded", "jagged", "raw", "image"]
 
 # Column names of the encoding. The specs carry the user's column names, for messages only.
@@ -74,7 +72,7 @@ class TensorSpec:
     Attributes:
         name: Column name in the encoding; `column` is the user's.
         shape: Shape of one row, `()` for a scalar; for ragged rows, shape of one element.
-        kind: Encoded type: numbers and (nested) lists of numbers, ML vectors, bytes, or any type.
+        kind: Name of the kind of column in `data/fields/kinds.py`.
         lists: Length of the lists on each level, if it differs from `shape`; for ragged rows, from the second level on.
         sources: The user's columns, if several scalar ones are packed into this one.
         places: Indices of `sources` among the user's columns; empty if they follow those of the specs before.
@@ -82,14 +80,14 @@ class TensorSpec:
         nulls: Whether `preprocess` gets nulls and NaN as they are, in an Arrow array, whatever `fill` says.
         limit: Maximum number of elements in a ragged row, the rest is cut off; `None` for no limit.
         resize: Whether images of another size are resized; otherwise they are an error.
-        sql: Spark SQL type of a column of kind "any", for `preprocess`; `dtype`, `shape` and `layout` do not apply.
+        sql: Spark SQL type of a column that `preprocess` gets as it is; `dtype`, `shape` and `layout` do not apply.
     """
 
     name: str
     column: str
     dtype: DType
     shape: tuple[int, ...] = ()
-    kind: Kind = "number"
+    kind: str = "number"
     layout: Layout = "dense"
     lists: tuple[int, ...] | None = None
     sources: tuple[str, ...] = ()
@@ -122,13 +120,13 @@ class TensorSpec:
         return self.nulls or self.fill is not None
 
     @property
-    def digestible(self) -> bool:
-        """Whether ranks can compute row digests from the column: its rows are numbers of one shape."""
-        return self.kind == "vector" or (self.kind == "number" and not self.ragged)
+    def as_it_is(self) -> bool:
+        """Whether rows stay what they are in Spark, of the type `sql`."""
+        return bool(self.sql)
 
     def describe(self) -> str:
         """Returns `column 'x': float32 of shape (rows, 64)`."""
-        if self.kind == "any":
+        if self.as_it_is:
             return f"column {self.column!r}: {self.sql}"
         inner = ("longest", *self.shape) if self.ragged else self.shape
         shape = ", ".join(("rows", *map(str, inner)))

@@ -150,7 +150,7 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
     @property
     def numFeatures(self) -> int:
         """Number of input values per row; -1 if rows differ in length, or `preprocess` determines it."""
-        widths = [-1 if spec.ragged or spec.kind == "any" else spec.width for spec in self.trained.inputs]
+        widths = [-1 if spec.ragged or spec.as_it_is else spec.width for spec in self.trained.inputs]
         return -1 if -1 in widths else sum(widths)
 
     @property

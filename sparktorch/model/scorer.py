@@ -20,9 +20,9 @@ from sparktorch.base.batch import cut
 from sparktorch.base.config import Invalid, Precision
 from sparktorch.base.devices import let_go
 from sparktorch.data.convert.checks import present
-from sparktorch.data.convert.tensors import fitting, held, packed, to_arrow
+from sparktorch.data.convert.tensors import packed, to_arrow
 from sparktorch.data.fields.base import Field
-from sparktorch.data.fields.registry import field_of
+from sparktorch.data.fields.kinds import field_of, kind_of
 from sparktorch.data.preprocess import Preprocess
 from sparktorch.data.storage import RowStorage
 from sparktorch.errors import ModuleError
@@ -139,12 +139,12 @@ class Scorer:
         specs = self._trained.inputs
         names = [name for spec in specs for name in spec.sources or (spec.column,)]
         if len(columns) != len(names):
-            return [held(fitting(column, spec), spec) for column, spec in zip(columns, specs, strict=True)]
+            return [kind_of(spec).as_fitted(column, spec) for column, spec in zip(columns, specs, strict=True)]
         rest, inputs = list(columns), []
         for spec in specs:
             own, rest = rest[: len(spec.sources) or 1], rest[len(spec.sources) or 1 :]
             single = not spec.sources or pa.types.is_list(own[0].type)
-            inputs.append(held(fitting(own[0], spec), spec) if single else packed(own, spec))
+            inputs.append(kind_of(spec).as_fitted(own[0], spec) if single else packed(own, spec))
         return inputs
 
     def _score(self, inputs: Sequence[pa.Array]) -> dict[str, Array]:

@@ -21,7 +21,7 @@ from pyspark.sql.pandas.types import from_arrow_schema
 
 from sparktorch.base.quiet import quiet
 from sparktorch.data.columns import TensorSpec, places_of
-from sparktorch.data.convert.sql_types import arrow_type
+from sparktorch.data.fields.kinds import kind_of
 from sparktorch.errors import ColumnError, ConfigError
 from sparktorch.spark.session import is_connect
 
@@ -252,9 +252,10 @@ def from_pandas(batch: Any, inputs: Sequence[TensorSpec]) -> tuple[pa.Array, ...
     """Returns the columns of a batch as Arrow arrays, as they were before pyspark converted them to pandas."""
     columns = _in_order(batch, inputs)
     if len(columns) == len(inputs):
-        kinds = [_kind(spec) for spec in inputs]
+        kinds = [kind_of(spec).arrow(spec) for spec in inputs]
     else:
-        kinds = [kind for spec in inputs for kind in [None if spec.sources else _kind(spec)] * (len(spec.sources) or 1)]
+        of = [None if spec.sources else kind_of(spec).arrow(spec) for spec in inputs]
+        kinds = [kind for spec, kind in zip(inputs, of, strict=True) for _ in spec.sources or (spec.column,)]
     return tuple(_array(column, kind) for column, kind in zip(columns, kinds, strict=True))
 
 
@@ -272,18 +273,6 @@ def _in_order(batch: Any, inputs: Sequence[TensorSpec]) -> tuple[Any, ...]:
         f"the model takes {len(wanted)} columns, and got {len(columns)}",
         hint=f"give it {', '.join(wanted)}, in this order",
     )
-
-
-def _kind(spec: TensorSpec) -> pa.DataType | None:
-    """Returns the Arrow type of an input, `None` if unknown; columns passed to SQL functions may have another type."""
-    if spec.kind == "any":
-        return arrow_type(spec.sql)
-    if spec.kind != "number":
-        return None
-    kind = pa.from_numpy_dtype(spec.dtype)
-    for _ in range(1 if spec.sources else len(spec.levels) + spec.ragged):
-        kind = pa.list_(kind)
-    return kind
 
 
 def _array(column: Any, kind: pa.DataType | None) -> pa.Array:

@@ -9,8 +9,8 @@ import numpy as np
 import pyarrow as pa
 
 from sparktorch.data.columns import TensorSpec, plain_names
-from sparktorch.data.convert.sql_types import arrow_type, empty_value
-from sparktorch.data.fields.images import black_image
+from sparktorch.data.convert.sql_types import arrow_type
+from sparktorch.data.fields.kinds import kind_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -34,7 +34,7 @@ def signature_of(stages: Sequence[TorchModelBase]) -> ModelSignature:
     from mlflow.types.schema import AnyType
 
     found = [(name, spec, _is_unchecked(stage)) for stage, name, spec in _columns_of(stages)]
-    as_columns = any(unchecked or spec.ragged or spec.kind in ("binary", "any") for _, spec, unchecked in found)
+    as_columns = any(unchecked or not kind_of(spec).digestible(spec) for _, spec, unchecked in found)
     required = all(stage.getHandleInvalid() == "error" for stage in stages)
     inputs: list[types.ColSpec | types.TensorSpec] = []
     for name, spec, unchecked in found:
@@ -55,7 +55,7 @@ def zeros_for(stages: Sequence[TorchModelBase]) -> pd.DataFrame:
     """Returns two input rows of zeros; training rows may be confidential."""
     import pandas as pd
 
-    return pd.DataFrame({name: _zeros(spec) for _, name, spec in _columns_of(stages)})
+    return pd.DataFrame({name: kind_of(spec).zeros(spec) for _, name, spec in _columns_of(stages)})
 
 
 def type_of(sql: str) -> Any:
@@ -83,14 +83,8 @@ def _columns_of(stages: Sequence[TorchModelBase]) -> Iterator[tuple[TorchModelBa
 
 def column_type(spec: TensorSpec) -> Any:
     """Returns MLflow's type of a column."""
-    if spec.kind == "any":
-        return _mlflow_type(arrow_type(spec.sql))
-    if spec.kind == "binary":
-        return _mlflow_type(pa.binary())
-    kind = pa.from_numpy_dtype(spec.dtype)
-    for _ in range((0 if spec.sources else len(spec.levels)) + spec.ragged):
-        kind = pa.list_(kind)
-    return _mlflow_type(kind)
+    kind = kind_of(spec).arrow(spec)
+    return _mlflow_type(kind.value_type if spec.sources else kind)
 
 
 def _mlflow_type(kind: pa.DataType, *, wide: bool = False) -> Any:
@@ -117,18 +111,3 @@ def _mlflow_type(kind: pa.DataType, *, wide: bool = False) -> Any:
     if kind not in kinds:
         raise ValueError(f"MLflow has no type for {kind}")
     return kinds[kind]
-
-
-def _zeros(spec: TensorSpec) -> Any:
-    """Returns two rows of one column."""
-    if spec.kind == "any":
-        kind = arrow_type(spec.sql)
-        if pa.types.is_primitive(kind):
-            return np.zeros(2, "datetime64[us]" if pa.types.is_temporal(kind) else kind.to_pandas_dtype())
-        return [empty_value(kind)] * 2
-    if spec.kind == "binary":
-        size = spec.width * np.dtype(spec.dtype).itemsize
-        return [black_image(spec) if spec.layout == "image" else bytes(size)] * 2
-    shape = () if spec.sources else (1, *spec.levels) if spec.ragged else spec.shape
-    zeros = np.zeros((2, *shape), spec.dtype)
-    return zeros.tolist() if shape else zeros

@@ -12,12 +12,13 @@ import pytest
 
 from sparktorch.base.config import CheckpointConfig, StorageConfig, TrainConfig
 from sparktorch.cli import main
-from sparktorch.data.columns import Kind, Layout
+from sparktorch.data.columns import Layout
 from sparktorch.data.fields.base import Field
+from sparktorch.data.fields.kinds import KINDS as COLUMN_KINDS
 from sparktorch.distributed.monitor import Timeouts
 from sparktorch.ml.fit.translate import Request
 from sparktorch.ml.params.classes import CLASSIFIER, GENERIC
-from sparktorch.spark.frame import encoding
+from sparktorch.spark.frame.kinds import ENCODINGS
 from sparktorch.spark.launch.barrier_job import Launch
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.registry import STRATEGIES
@@ -87,7 +88,7 @@ def test_a_param_is_read_somewhere(name: str) -> None:
 
 @pytest.mark.parametrize("layout", get_args(Layout))
 def test_a_layout_of_columns_is_kept_documented_and_tried(layout: str) -> None:
-    assert layout in {name for sort in encoding._SORTS for name in sort.layouts}
+    assert layout in {name for encoding in ENCODINGS for name in encoding.layouts}
     assert f'"{layout}"' in text_of("docs/data.md") or layout == "dense"
     assert f"'{layout}'" in PARAMS["inputLayouts"].doc
     if layout != "raw":  # the same field as "dense"
@@ -97,10 +98,11 @@ def test_a_layout_of_columns_is_kept_documented_and_tried(layout: str) -> None:
 
 def test_every_kind_of_column_and_every_field_is_tried_on_a_device() -> None:
     tried = {spec.kind for kind in KINDS.values() for spec in kind.specs}
-    assert tried == set(get_args(Kind))
+    assert tried == set(COLUMN_KINDS)
+    assert {encoding.kind for encoding in ENCODINGS} == set(COLUMN_KINDS) - {"any"}  # which is of every type
     fields = {kind.__name__ for kind in Field.__subclasses__()}
-    registry = text_of("sparktorch/data/fields/registry.py")
-    assert not [name for name in fields if not re.search(rf"return .*\b{name}\b", registry)]
+    kinds = text_of("sparktorch/data/fields/kinds.py")
+    assert not [name for name in fields if not re.search(rf"return .*\b{name}\(", kinds)]
 
 
 @pytest.mark.parametrize("name", main.COMMANDS)

@@ -103,7 +103,7 @@ class RowFilter:
             return hint
         if what == "null":
             return hint + null_hint(spec)
-        if spec.kind == "any" or spec.dtype not in _FLOATS:
+        if spec.as_it_is or spec.dtype not in _FLOATS:
             return hint
         return f"{hint}; beyond {np.finfo(spec.dtype).max:.2g} a number is infinite as {spec.dtype}"
 
@@ -173,18 +173,18 @@ def non_finite_mask(column: pa.Array, spec: TensorSpec, *, nan: bool = True) -> 
 
 def _filled(spec: TensorSpec) -> bool:
     """Whether `nullPolicy` "fill" has a value for a column: not for text, times and lists that `preprocess` gets."""
-    return spec.kind != "any" or spec.sql in (*NUMBERS, "boolean")
+    return not spec.as_it_is or spec.sql in (*NUMBERS, "boolean")
 
 
 def null_hint(spec: TensorSpec) -> str:
     """Returns the part of a hint that says which other values of a column count as null."""
-    narrow = spec.kind == "number" and np.dtype(spec.dtype).kind == "i"
+    narrow = spec.layout != "raw" and np.dtype(spec.dtype).kind == "i"
     return f"; what {spec.dtype} cannot hold, as NaN in a column of floats, counts as null" if narrow else ""
 
 
 def _looked_at(column: pa.Array, spec: TensorSpec) -> pa.Array:
     """Returns the part of a column to check: the values of vectors, whose size is null if dense; the data of images."""
-    if pa.types.is_struct(column.type) and spec.kind != "any":
+    if pa.types.is_struct(column.type) and not spec.as_it_is:
         vector = column.type.get_field_index("values") >= 0  # scoring accepts vectors where arrays were fitted
         return pc.struct_field(column, "values" if vector else "data")  # null where the struct is
     return column
@@ -259,10 +259,12 @@ def refuse_lengths(
     *,
     unit: str = "values",
     among: npt.NDArray[np.bool_] | None = None,
+    lists: bool = True,
 ) -> None:
     """Refuses lists that do not hold `length` values.
 
-    `per_row` is the number of lists in a row, `unit` what a list holds, `among` a mask of the lists to check.
+    `per_row` is the number of lists in a row, `unit` what a list holds, `among` a mask of the lists to check; `lists`
+    says that other layouts take rows of any length.
     """
     differs = lengths != length
     wrong = np.flatnonzero(differs if among is None else differs & among)
@@ -270,11 +272,10 @@ def refuse_lengths(
         return
     rows = np.unique(wrong // per_row)
     inner = "" if per_row == 1 else "the lists of "
-    lists = spec.kind == "number" and per_row == 1
     hint = "every row of an input must have the same length: pad, truncate or filter"
     if spec.name == LABEL:
         hint = "every label must have the same length: pad, truncate or filter the rows before fit"
-    elif lists:
+    elif lists and per_row == 1:
         hint += f", or fit with inputLayouts={{{spec.column!r}: 'padded'}} or 'jagged'"
     raise ColumnError(
         f"{inner}{counted(rows.size, 'row', 'rows')} of column {spec.column!r} "

@@ -13,13 +13,11 @@ import pyarrow.compute as pc
 
 from sparktorch.data.columns import TensorSpec
 from sparktorch.data.convert.checks import refuse_lengths, refuse_nulls
-from sparktorch.data.convert.sql_types import NUMBERS, arrow_type
 from sparktorch.errors import ColumnError
 
 __all__ = [
     "VectorRows",
     "byte_rows",
-    "fitting",
     "held",
     "numbers",
     "packed",
@@ -65,25 +63,9 @@ def _filled(values: Array, spec: TensorSpec) -> Array:
     return np.where(np.isnan(values), np.array(spec.fill, values.dtype), values)
 
 
-def held(array: pa.Array, spec: TensorSpec) -> pa.Array:
-    """Returns a column whose numbers are null if the input's integer type cannot hold them, like Spark's `try_cast`.
-
-    What a `preprocess` callable takes is also converted to the type of the fit, where both are numbers.
-    """
-    if spec.kind == "any":
-        kind = arrow_type(spec.sql)
-        if kind == array.type or spec.sql not in NUMBERS or not _is_number(array.type):
-            return array
-        whole = pa.types.is_integer(kind)
-        return (_held(array, np.iinfo(kind.to_pandas_dtype())) if whole else array).cast(kind, safe=False)
-    if spec.kind != "number" or np.dtype(spec.dtype).kind != "i":
-        return array
-    return _held(array, np.iinfo(spec.dtype))
-
-
-def _is_number(kind: pa.DataType) -> bool:
-    sorts = pa.types.is_boolean, pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal, pa.types.is_null
-    return any(check(kind) for check in sorts)
+def held(array: pa.Array, dtype: npt.DTypeLike) -> pa.Array:
+    """Returns a column whose numbers are null where an integer dtype cannot hold them, like Spark's `try_cast`."""
+    return _held(array, np.iinfo(dtype)) if np.dtype(dtype).kind == "i" else array
 
 
 def _held(array: pa.Array, limits: np.iinfo[Any]) -> pa.Array:
@@ -156,7 +138,7 @@ def vector_rows(array: pa.StructArray, spec: TensorSpec, *, first_row: int = 0) 
     lengths = np.where(valid, values.value_lengths().fill_null(0).to_numpy(), 0).astype(np.int64)
     sparse = sizes.is_valid().to_numpy(zero_copy_only=False) & valid
     held = np.where(sparse, sizes.fill_null(0).to_numpy(), lengths)
-    refuse_lengths(held, spec, spec.width, first_row, among=valid)
+    refuse_lengths(held, spec, spec.width, first_row, among=valid, lists=False)
     elements = _flattened(values, valid)
     if spec.fill is None and elements.null_count:  # sparse rows have fewer than `spec.width`
         nulls = elements.is_null().to_numpy(zero_copy_only=False)
@@ -189,23 +171,6 @@ class VectorRows:
         dense = self.lengths[~self.sparse]  # all of the same length
         found[~of_sparse] = np.tile(np.arange(dense[0] if len(dense) else 0), len(dense))
         return found
-
-
-def fitting(column: pa.Array, spec: TensorSpec) -> pa.Array:
-    """Returns a column after a check of its type: SQL functions can be called with columns of any type."""
-    kind = column.type
-    while pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-        kind = kind.value_type
-    strange = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_temporal(kind)
-    flat = kind == column.type and not pa.types.is_struct(kind) and not pa.types.is_null(kind)
-    lists = spec.kind == "vector" or bool(spec.levels) or spec.ragged
-    if spec.kind in ("number", "vector") and (strange or (lists and flat)):
-        raise ColumnError(
-            f"column {spec.column!r} is {column.type}, but the model was fitted on {spec.describe()}",
-            hint="an SQL function takes the input columns of the model, in their order",
-            column=spec.column,
-        )
-    return column
 
 
 def _elements(array: pa.Array, spec: TensorSpec, levels: tuple[int, ...], first_row: int) -> pa.Array:
@@ -250,7 +215,7 @@ def _from_bytes(array: pa.Array, spec: TensorSpec, first_row: int) -> Array:
     if array.null_count:
         array = array.fill_null(np.full(spec.shape, spec.fill, dtype).tobytes())
     offsets, content = byte_rows(array)
-    refuse_lengths(np.diff(offsets), spec, spec.width * dtype.itemsize, first_row, unit="bytes")
+    refuse_lengths(np.diff(offsets), spec, spec.width * dtype.itemsize, first_row, unit="bytes", lists=False)
     return _filled(content.view(dtype).astype(spec.dtype, copy=False), spec).reshape(len(array), *spec.shape)
 
 
@@ -269,7 +234,7 @@ def packed(columns: Sequence[pa.Array], spec: TensorSpec) -> pa.ListArray:
     """Packs scalar columns of equal length into one column of lists, as the encoding does in Spark."""
     rows, width = len(columns[0]), len(columns)
     kind = pa.from_numpy_dtype(spec.dtype)
-    values = pa.concat_arrays([held(column, spec).cast(kind, safe=False) for column in columns])
+    values = pa.concat_arrays([held(column, spec.dtype).cast(kind, safe=False) for column in columns])
     by_row = np.arange(rows * width).reshape(width, rows).T.reshape(-1)
     return pa.ListArray.from_arrays(pa.array(np.arange(rows + 1, dtype=np.int32) * width), values.take(by_row))
 

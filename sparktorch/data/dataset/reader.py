@@ -18,7 +18,7 @@ from sparktorch.data.dataset.out_of_core import OutOfCoreShard
 from sparktorch.data.dataset.rows import Rows
 from sparktorch.data.dataset.samples import SampledRows
 from sparktorch.data.fields.base import Dense, Field
-from sparktorch.data.fields.registry import field_of
+from sparktorch.data.fields.kinds import field_of, kind_of
 from sparktorch.data.sampling.groups import GroupKeys
 from sparktorch.data.sampling.row_digest import RowDigests
 from sparktorch.data.sampling.row_keys import RowKeys
@@ -94,7 +94,7 @@ def _read(
         digests = _digests(rows, columns)
         try:
             for spec in columns.tensors:
-                added = digests if spec.digestible else None
+                added = digests if kind_of(spec).digestible(spec) else None
                 fields[spec.name].append(rows.column(spec.name), first_row=row, digests=added)
         except ColumnError as error:
             raise screen.placed(error, first_row=row) from None

@@ -74,17 +74,10 @@ class Field(ABC):
 
     @abstractmethod
     def append(self, column: pa.Array, *, first_row: int = 0, digests: RowDigests | None = None) -> None:
-        """Checks and stores the rows of a batch; adds the column to the row digests, if it is `TensorSpec.digestible`.
+        """Checks and stores the rows of a batch; adds the column to the row digests, if it is `ColumnKind.digestible`.
 
         A `ColumnError` names column, count and first row; `first_row` is the batch's first row number.
         """
-
-    @classmethod
-    def measured(cls, value: Any, spec: TensorSpec) -> tuple[int, ...]:
-        """Returns the lengths and sizes that a value, as Python has it, shows on the levels of its column."""
-        if isinstance(value, bytes):
-            return (len(value) // np.dtype(spec.dtype).itemsize,)
-        return _lengths(value, len(spec.levels))
 
     @abstractmethod
     def stand_in(self) -> None:
@@ -182,11 +175,6 @@ class Vectors(Field):
         if self.uneven:
             _hush_sparse_csr()
 
-    @classmethod
-    def measured(cls, value: Any, spec: TensorSpec) -> tuple[int, ...]:
-        """Returns the size of a vector; see `Field.measured`."""
-        return (len(value["values"]) if value["size"] is None else value["size"],)
-
     def append(self, column: pa.Array, *, first_row: int = 0, digests: RowDigests | None = None) -> None:
         """Checks and stores the rows of a batch, vectors or lists; see `Field.append`."""
         if pa.types.is_struct(column.type):
@@ -251,11 +239,6 @@ class Ragged(Field):
         self.padded = spec.layout == "padded"
         self.arguments, self.uneven = 1 + self.padded, True
 
-    @classmethod
-    def measured(cls, value: Any, spec: TensorSpec) -> tuple[int, ...]:
-        """Returns the lengths of nested lists, but of the outermost; see `Field.measured`."""
-        return _lengths(value, len(spec.levels) + 1)[1:]
-
     def append(self, column: pa.Array, *, first_row: int = 0, digests: RowDigests | None = None) -> None:
         """Checks and stores the rows of a batch; see `Field.append`."""
         self._elements.append(*ragged(column, self._spec, first_row=first_row))
@@ -283,17 +266,6 @@ class Ragged(Field):
     def lengths(self, index: torch.Tensor) -> torch.Tensor:
         """Returns the number of elements of each row, int64 of shape `(rows,)`, on the CPU."""
         return self.rows.lengths[index]
-
-
-def _lengths(value: Any, depth: int) -> tuple[int, ...]:
-    """Returns the length of the first list on each level, as deep as there are lists, at most `depth`."""
-    found = []
-    for _ in range(depth):
-        if not isinstance(value, list):
-            break
-        found.append(len(value))
-        value = value[0] if value else None
-    return tuple(found)
 
 
 def _ends(lengths: torch.Tensor) -> torch.Tensor:

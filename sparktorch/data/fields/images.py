@@ -51,12 +51,6 @@ class Images(Field):
         # Its threads start with the first step, and end with this field and the fields that `read` returned.
         self._pool = ThreadPoolExecutor(max(1, torch.get_num_threads()), "sparktorch-decode")
 
-    @classmethod
-    def measured(cls, value: Any, spec: TensorSpec) -> tuple[int, ...]:
-        """Returns three channels, height and width; see `Field.measured`."""
-        size = (value["height"], value["width"]) if isinstance(value, dict) else image_size(value, spec)
-        return 3, *size
-
     def append(self, column: pa.Array, *, first_row: int = 0, digests: RowDigests | None = None) -> None:
         """Checks the size of each image and stores the rows; see `Field.append`."""
         sizes = np.full((len(column), 3), _ENCODED, np.int32)

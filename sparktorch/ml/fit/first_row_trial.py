@@ -15,7 +15,7 @@ from sparktorch.base.config import Task, above
 from sparktorch.data.convert.checks import RowFilter
 from sparktorch.data.dataset.samples import windowed
 from sparktorch.data.fields.base import Dense, Field
-from sparktorch.data.fields.registry import field_of
+from sparktorch.data.fields.kinds import field_of
 from sparktorch.data.preprocess import Preprocess, StepContext
 from sparktorch.data.storage import RowStorage
 from sparktorch.errors import ConfigError, ModuleError, SparkTorchError

@@ -13,8 +13,7 @@ from pyspark.ml.linalg import SparseVector, Vector
 from pyspark.sql import Row
 
 from sparktorch.data.columns import TensorSpec, name_parts
-from sparktorch.data.convert.sql_types import NUMBERS, arrow_type
-from sparktorch.data.convert.tensors import held
+from sparktorch.data.fields.kinds import kind_of
 from sparktorch.errors import ColumnError, nearest
 from sparktorch.model.scorer import Scorer
 from sparktorch.model.trained_module import TrainedModule
@@ -53,8 +52,7 @@ def columns_of(row: Any, specs: Sequence[TensorSpec]) -> list[pa.Array]:
     """Returns a row as Arrow arrays of length one, as Spark would send them."""
     single = specs[0] if len(specs) == 1 else None
     given = row.asDict() if isinstance(row, Row) else row
-    takes_structs = single is not None and (single.kind == "any" or single.layout == "image")
-    if single is not None and (not isinstance(given, Mapping) or (takes_structs and _is_struct(given, single))):
+    if single is not None and (not isinstance(given, Mapping) or _is_struct(given, single)):
         return [_column(given, single, single.column)]
     names = [name for spec in specs for name in spec.sources or (spec.column,)]
     if not isinstance(given, Mapping):
@@ -67,12 +65,9 @@ def columns_of(row: Any, specs: Sequence[TensorSpec]) -> list[pa.Array]:
 def _is_struct(given: Mapping[Any, Any], spec: TensorSpec) -> bool:
     """Whether a mapping is the value of a column of structs, and no row that has it."""
     keys = [key for name in (spec.column, name_parts(spec.column)[0]) if (key := _key(given, name)) is not None]
-    kind = arrow_type(spec.sql) if spec.kind == "any" and spec.sql not in NUMBERS else None
-    if not isinstance(kind, pa.StructType):
-        return not keys
     if any(given[key] is None or isinstance(given[key], Mapping | Row) for key in keys):
         return False
-    return any(kind.field(i).name in given for i in range(kind.num_fields))
+    return any(name in given for name in kind_of(spec).parts(spec))
 
 
 def _named(row: Mapping[str, Any], name: str) -> Any:
@@ -100,26 +95,17 @@ def _key(fields: Mapping[str, Any], name: str) -> str | None:
 def _column(value: Any, spec: TensorSpec, name: str) -> pa.Array:
     """Returns a value as an Arrow array of length one."""
     if isinstance(value, Vector):
-        if spec.kind not in ("number", "vector"):
+        if not kind_of(spec).numeric:
             raise ColumnError(
                 f"the value for column {name!r} is a vector", hint=f"the model takes {spec.describe()}", column=name
             )
-        return _vector(value, spec)
+        value = _parts(value)
     if isinstance(value, Row):
         value = value.asDict(recursive=True)
     if isinstance(value, np.ndarray):
         value = value.tolist()
     try:
-        if spec.kind == "any":
-            return held(pa.array([value], None if spec.sql in NUMBERS else arrow_type(spec.sql)), spec)
-        if spec.kind == "binary":
-            return _binary(value)
-        kind = pa.from_numpy_dtype(np.dtype(spec.dtype))
-        one_of_packed = spec.sources and not isinstance(value, Sequence)
-        for _ in range(0 if one_of_packed else len(spec.levels) + spec.ragged):
-            kind = pa.list_(kind)
-        # First the value's own type, then a cast as in Spark: for integers, booleans and decimals.
-        return held(pa.array([value]), spec).cast(kind, safe=False)
+        return kind_of(spec).of_value(value, spec)
     except (pa.ArrowException, OverflowError) as error:
         raise ColumnError(
             f"the value for column {name!r} does not fit: {error}",
@@ -128,23 +114,8 @@ def _column(value: Any, spec: TensorSpec, name: str) -> pa.Array:
         ) from error
 
 
-def _vector(value: Any, spec: TensorSpec) -> pa.Array:
-    sparse = isinstance(value, SparseVector)
-    kind = pa.list_(pa.from_numpy_dtype(np.dtype(spec.dtype)))
-    parts = {
-        "size": pa.array([len(value) if sparse else None], pa.int32()),
-        "indices": pa.array([value.indices.tolist() if sparse else []], pa.list_(pa.int32())),
-        "values": held(pa.array([value.values.tolist()]), spec).cast(kind, safe=False),
-    }
-    return pa.StructArray.from_arrays(list(parts.values()), names=list(parts))
-
-
-def _binary(value: Any) -> pa.Array:
-    """Returns bytes, or a row of Spark's `binaryFile` or `image` source, as an Arrow array of length one."""
-    if isinstance(value, Mapping) and "content" in value:
-        value = value["content"]
-    if not isinstance(value, Mapping):
-        return pa.array([None if value is None else bytes(value)], pa.binary())
-    kinds = {"height": pa.int32(), "width": pa.int32(), "nChannels": pa.int32(), "data": pa.binary()}
-    image = {name: value[name] for name in kinds} if value["data"] is not None else None
-    return pa.array([image], pa.struct(list(kinds.items())))
+def _parts(vector: Any) -> dict[str, Any]:
+    """Returns an ML vector as its encoding has it."""
+    sparse = isinstance(vector, SparseVector)
+    indices = vector.indices.tolist() if sparse else []
+    return {"size": len(vector) if sparse else None, "indices": indices, "values": vector.values.tolist()}

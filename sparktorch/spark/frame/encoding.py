@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple, cast
+from typing import cast
 
 import numpy as np
 from pyspark.ml.linalg import VectorUDT
@@ -14,11 +14,21 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
-from sparktorch.data.columns import DType, InputOptions, Kind, Layout, TensorSpec, input_name
+from sparktorch.data.columns import DType, InputOptions, Layout, TensorSpec, input_name
 from sparktorch.data.convert.sql_types import NUMBERS
+from sparktorch.data.fields.kinds import KINDS, kind_of
 from sparktorch.errors import ColumnError, ConfigError, told
 from sparktorch.spark.column_names import ColumnNames, quoted_name
 from sparktorch.spark.compat import for_pandas
+from sparktorch.spark.frame.kinds import (
+    INTEGRAL,
+    NUMERIC,
+    SQL_TYPES,
+    Encoding,
+    element_of,
+    encoding_of,
+    number_as,
+)
 from sparktorch.spark.frame.refusals import as_numbers, no_tensor
 
 __all__ = [
@@ -31,37 +41,12 @@ __all__ = [
     "plan_inputs",
 ]
 
-NUMERIC = (
-    *(T.ByteType, T.ShortType, T.IntegerType, T.LongType),
-    *(T.FloatType, T.DoubleType, T.DecimalType, T.BooleanType),
-)
-_INTEGRAL = NUMERIC[:4]
-_SQL_TYPES: dict[str, str] = {
-    "float32": "float",
-    "float64": "double",
-    "int64": "bigint",
-    "int32": "int",
-    "int16": "smallint",
-    "int8": "tinyint",
-}
-_NUMPY_TYPES = {sql: dtype for dtype, sql in _SQL_TYPES.items()} | {"boolean": "bool"}
-# Fields of structs as Spark's `image` and `binaryFile` sources make them.
-_IMAGE_FIELDS = ("height", "width", "nChannels", "data")
-_FILE_FIELDS = ("path", "modificationTime", "length", "content")
+_NUMPY_TYPES = {sql: dtype for dtype, sql in SQL_TYPES.items()} | {"boolean": "bool"}
 _CHANNELS = (1, 3, 4)
 _NAME = "%column%"  # stands for the name that Spark finds
 _FLOAT_EXACT = 1 << 24  # float32 holds every whole number up to here
 # Types passed unchanged to `preprocess`, besides numbers, lists and structs.
 _PLAIN = (T.StringType, T.BinaryType, T.DateType, T.TimestampType, T.TimestampNTZType)
-
-
-class _Sort(NamedTuple):
-    """Types of columns that become tensors in one way: their encoded kind, layouts, and the encoding expression."""
-
-    kind: Kind
-    matches: Callable[[T.DataType], bool]
-    layouts: tuple[Layout, ...]
-    encoded: Callable[[ColumnNames, TensorSpec], Column]
 
 
 def plan_inputs(columns: ColumnNames, names: Sequence[str], options: InputOptions) -> list[TensorSpec]:
@@ -86,19 +71,19 @@ def plan_inputs(columns: ColumnNames, names: Sequence[str], options: InputOption
 
 def _spec(columns: ColumnNames, name: str, wire: str, options: InputOptions) -> TensorSpec:
     kind = columns.type_of(name)
-    sort, (element, depth) = _sort_of(kind), _element(kind)
-    free = sort is None or sort.kind == "number" or isinstance(kind, T.BinaryType)
+    encoding = encoding_of(kind)
+    free = encoding is None or encoding.free
     if options.as_they_are and free and not options.given_for(name):
         return _as_it_is(kind, name, wire, options)
-    if sort is None or (isinstance(kind, T.BinaryType) and name not in options.layouts):
+    if encoding is None or (encoding.asks and name not in options.layouts):
         raise no_tensor(kind, name)
-    layout = cast(Layout, options.layouts.get(name, sort.layouts[0]))
-    usual = "int64" if isinstance(element, _INTEGRAL) else "" if layout == "raw" else "float32"
+    layout = cast(Layout, options.layouts.get(name, encoding.layouts[0]))
+    usual = "int64" if isinstance(element_of(kind)[0], INTEGRAL) else next(iter(encoding.dtypes_as(layout)), "")
     dtype = options.dtypes.get(name, usual)
-    _check_options(name, kind, sort, layout, dtype, options)
+    _check_options(name, kind, encoding, layout, dtype, options)
     _check_fill(name, options.fill, dtype, hint=f"or set inputDtypes={{{name!r}: 'float32'}}")
     ragged = layout in ("padded", "jagged")
-    levels = (0,) * (depth - ragged if sort.kind == "number" else 1)
+    levels = (0,) * (encoding.depth(kind) - ragged)
     shape = tuple(options.shapes.get(name, levels))
     if name in options.shapes and len(levels) == 1:
         levels = (math.prod(shape),)
@@ -107,7 +92,7 @@ def _spec(columns: ColumnNames, name: str, wire: str, options: InputOptions) -> 
         column=name,
         dtype=cast(DType, dtype),
         shape=shape,
-        kind=sort.kind,
+        kind=encoding.kind,
         layout=layout,
         lists=levels if name in options.shapes and layout != "image" else None,
         fill=options.fill,
@@ -157,7 +142,7 @@ def _packed(columns: ColumnNames, names: list[str], wire: str, options: InputOpt
                 hint="leave one of them out",
                 param=given[0],
             )
-    integral = all(isinstance(columns.type_of(name), _INTEGRAL) for name in names)
+    integral = all(isinstance(columns.type_of(name), INTEGRAL) for name in names)
     _check_fill(names[0], options.fill, "int64" if integral else "float32", hint="or cast a column to double")
     return TensorSpec(
         name=wire,
@@ -184,12 +169,13 @@ def _check_fill(name: str, fill: float | None, dtype: str, *, hint: str) -> None
         )
 
 
-def _check_options(name: str, kind: T.DataType, sort: _Sort, layout: str, dtype: str, options: InputOptions) -> None:
+def _check_options(
+    name: str, kind: T.DataType, encoding: Encoding, layout: str, dtype: str, options: InputOptions
+) -> None:
     """Checks that layout, dtype, lengths and shape suit the column's type."""
     said = f"column {name!r} is {kind.simpleString()}"
-    possible = {"image": ("float32", "uint8"), "raw": (dtype,)}.get(layout, tuple(_SQL_TYPES))
-    possible = ("float32", "float64") if sort.kind == "vector" else possible
-    for param, value, valid in (("inputLayouts", layout, sort.layouts), ("inputDtypes", dtype, possible)):
+    possible = encoding.dtypes_as(layout) or (dtype,)
+    for param, value, valid in (("inputLayouts", layout, encoding.layouts), ("inputDtypes", dtype, possible)):
         if value not in valid:
             hint = f"it can be {' or '.join(map(repr, valid))}"
             raise ConfigError(f"{said}, which cannot be {value!r}", hint=hint, param=param)
@@ -202,7 +188,7 @@ def _check_options(name: str, kind: T.DataType, sort: _Sort, layout: str, dtype:
         ("inputShapes", options.shapes, layout != "sparse_csr"),
     ):
         if name in given and not suits:
-            hint = f", or set inputLayouts={{{name!r}: 'padded'}}" if "padded" in sort.layouts else ""
+            hint = f", or set inputLayouts={{{name!r}: 'padded'}}" if "padded" in encoding.layouts else ""
             hint = f"leave it out{hint}"
             raise ConfigError(f"{param} names {name!r}, whose layout is {layout!r}", hint=hint, param=param)
     shape = options.shapes.get(name, (3, 0, 0))
@@ -214,17 +200,9 @@ def _check_options(name: str, kind: T.DataType, sort: _Sort, layout: str, dtype:
         )
 
 
-def _element(kind: T.DataType) -> tuple[T.DataType, int]:
-    """Returns the innermost element type of nested arrays, and their depth."""
-    depth = 0
-    while isinstance(kind, T.ArrayType):
-        kind, depth = kind.elementType, depth + 1
-    return kind, depth
-
-
 def is_numeric(kind: T.DataType) -> bool:
     """Whether a type is a number, an array of them on any level, or an ML vector."""
-    return isinstance(kind, VectorUDT) or isinstance(_element(kind)[0], NUMERIC)
+    return isinstance(kind, VectorUDT) or isinstance(element_of(kind)[0], NUMERIC)
 
 
 def exact(columns: ColumnNames, spec: TensorSpec, wire: Column) -> Column:
@@ -258,96 +236,17 @@ def _is_wide(kind: T.DataType) -> bool:
 def column_of(columns: ColumnNames, spec: TensorSpec) -> Column:
     """Returns the expression that encodes a column for the ranks and the scorer."""
     if spec.sources:
-        return F.array(*[_number(columns, name, spec.dtype) for name in spec.sources]).alias(spec.name)
+        return F.array(*[number_as(columns, name, spec.dtype) for name in spec.sources]).alias(spec.name)
     kind = columns.type_of(spec.column)
     column = columns.column(spec.column)
-    if spec.kind == "any":
+    if spec.as_it_is:
         if kind.simpleString() != spec.sql:
             numbers = spec.sql in NUMBERS
-            column = _number(columns, spec.column, _NUMPY_TYPES[spec.sql]) if numbers else column.cast(spec.sql)
+            column = number_as(columns, spec.column, _NUMPY_TYPES[spec.sql]) if numbers else column.cast(spec.sql)
         return column.alias(spec.name)
-    sort = _sort_of(kind)
-    assert sort is not None
-    return sort.encoded(columns, spec).alias(spec.name)
-
-
-def _number(columns: ColumnNames, name: str, dtype: str) -> Column:
-    """Returns a column of numbers, or of nested lists of them, as a dtype."""
-    element, depth = _element(columns.type_of(name))
-    if np.dtype(dtype).kind == "i" and not _held(element, dtype):
-        # Out-of-range values become null, for `nullPolicy`; a cast would raise or wrap, depending on ANSI mode.
-        return F.expr(f"try_cast({columns.sql(name)} as {_listed(dtype, depth)})")
-    return columns.column(name).cast(_listed(dtype, depth))
-
-
-def _held(kind: T.DataType, dtype: str) -> bool:
-    """Whether an integer dtype holds every value of a type."""
-    if isinstance(kind, T.BooleanType):
-        return True
-    wide = [sort for sort, width in zip(_INTEGRAL, (8, 16, 32, 64), strict=True) if width <= np.iinfo(dtype).bits]
-    return isinstance(kind, tuple(wide))
-
-
-def _listed(dtype: str, depth: int) -> str:
-    """Returns the SQL type of lists of a dtype, nested `depth` times."""
-    return "array<" * depth + _SQL_TYPES[dtype] + ">" * depth
-
-
-def _image(columns: ColumnNames, spec: TensorSpec) -> Column:
-    column = columns.column(spec.column)
-    fields = F.struct(*[column[name].alias(name) for name in _IMAGE_FIELDS])
-    readable = column["data"].isNotNull() & (column["height"] >= 0)  # unreadable images have height -1
-    return F.when(readable, fields)
-
-
-def _vectors(columns: ColumnNames, spec: TensorSpec) -> Column:
-    """Returns an ML vector as a struct of size (null if it is dense), indices and values.
-
-    Dense vectors have null indices. They become an empty array, which Spark writes to Arrow 15 times as fast.
-    """
-    column, dtype = columns.column(spec.column), spec.dtype
-    fields = F.unwrap_udt(column)
-    indices = F.coalesce(fields["indices"], F.array().cast("array<int>"))
-    values = fields["values"]
-    if np.dtype(dtype).kind == "i":  # null where it cannot hold a value, for `nullPolicy`
-        least, most = float(np.iinfo(dtype).min), float(np.iinfo(dtype).max)
-        values = F.transform(
-            values, lambda value: F.when(((value == least) | (value > least - 1)) & (value < most + 1), value)
-        )
-    parts = F.struct(
-        fields["size"].alias("size"), indices.alias("indices"), values.cast(_listed(dtype, 1)).alias("values")
-    )
-    return F.when(column.isNotNull(), parts)
-
-
-def _numbers(columns: ColumnNames, spec: TensorSpec) -> Column:
-    return _number(columns, spec.column, spec.dtype)
-
-
-def _bytes(columns: ColumnNames, spec: TensorSpec) -> Column:
-    return columns.column(spec.column)
-
-
-def _content(columns: ColumnNames, spec: TensorSpec) -> Column:
-    return columns.column(spec.column)["content"]
-
-
-def _has(kind: T.DataType, names: Sequence[str]) -> bool:
-    return isinstance(kind, T.StructType) and set(names) <= set(kind.names)
-
-
-_SORTS = (
-    _Sort("vector", lambda kind: isinstance(kind, VectorUDT), ("dense", "sparse_csr"), _vectors),
-    _Sort("number", lambda kind: isinstance(kind, NUMERIC), ("dense",), _numbers),
-    _Sort("number", lambda kind: isinstance(_element(kind)[0], NUMERIC), ("dense", "padded", "jagged"), _numbers),
-    _Sort("binary", lambda kind: isinstance(kind, T.BinaryType), ("raw", "image"), _bytes),
-    _Sort("binary", lambda kind: _has(kind, _FILE_FIELDS), ("image",), _content),
-    _Sort("binary", lambda kind: _has(kind, _IMAGE_FIELDS), ("image",), _image),
-)
-
-
-def _sort_of(kind: T.DataType) -> _Sort | None:
-    return next((sort for sort in _SORTS if sort.matches(kind)), None)
+    encoding = encoding_of(kind)
+    assert encoding is not None
+    return encoding.encoded(columns, spec).alias(spec.name)
 
 
 def input_columns(dataset: DataFrame, specs: Sequence[TensorSpec]) -> list[Column]:
@@ -363,7 +262,7 @@ def input_columns(dataset: DataFrame, specs: Sequence[TensorSpec]) -> list[Colum
                     column=name,
                 )
     sent = [(spec, column_of(columns, spec)) for spec in specs]
-    return [for_pandas(column, columns.type_of(spec.column)) if spec.kind == "any" else column for spec, column in sent]
+    return [for_pandas(column, columns.type_of(spec.column)) if spec.as_it_is else column for spec, column in sent]
 
 
 def _as_in_fit(kind: T.DataType, spec: TensorSpec, sql: str) -> str:
@@ -371,7 +270,7 @@ def _as_in_fit(kind: T.DataType, spec: TensorSpec, sql: str) -> str:
     source = _source(spec)
     if source is not None:
         return as_numbers(kind, sql, source)
-    if spec.kind != "any" or not isinstance(kind, (*NUMERIC, *_PLAIN)) or "<" in spec.sql:
+    if not spec.as_it_is or not isinstance(kind, (*NUMERIC, *_PLAIN)) or "<" in spec.sql:
         return ""
     zoned = {kind.simpleString(), spec.sql} == {"timestamp", "timestamp_ntz"}
     zone = "; its time zone is then spark.sql.session.timeZone" if zoned else ""
@@ -380,19 +279,21 @@ def _as_in_fit(kind: T.DataType, spec: TensorSpec, sql: str) -> str:
 
 def _source(spec: TensorSpec) -> str | None:
     """Returns the SQL type of numbers that holds every number of an input; `None` if it takes no numbers."""
-    if spec.kind == "any":
+    if spec.as_it_is:
         return spec.sql if spec.sql in NUMBERS else None
-    usual = "double" if spec.kind in ("number", "vector") else None
-    return _SQL_TYPES[spec.dtype] if usual and np.dtype(spec.dtype).kind == "i" else usual
+    usual = "double" if kind_of(spec).numeric else None
+    return SQL_TYPES[spec.dtype] if usual and np.dtype(spec.dtype).kind == "i" else usual
 
 
 def _fits(kind: T.DataType, spec: TensorSpec) -> bool:
     """Whether a model with that input can score columns of that type."""
-    if spec.kind == "any":
+    if spec.as_it_is:
         return kept_as(kind) == spec.sql or (isinstance(kind, NUMERIC) and spec.sql in NUMBERS)
-    sort, wanted = _sort_of(kind), 0 if spec.sources else len(spec.levels) + spec.ragged
-    if sort is None or "binary" in (sort.kind, spec.kind):
-        return sort is not None and sort.kind == spec.kind and spec.layout in sort.layouts
-    if sort.kind == "vector":
-        return len(spec.levels) == 1 and not spec.ragged
-    return _element(kind)[1] == wanted
+    encoding = encoding_of(kind)
+    if encoding is None:
+        return False
+    if not kind_of(spec).numeric:
+        return encoding.kind == spec.kind and spec.layout in encoding.layouts
+    wanted = 0 if spec.sources else len(spec.levels) + spec.ragged
+    ragged = not spec.ragged or spec.layout in encoding.layouts
+    return KINDS[encoding.kind].numeric and encoding.depth(kind) == wanted and ragged

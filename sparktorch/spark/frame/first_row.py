@@ -19,7 +19,7 @@ from pyspark.sql import types as T
 from sparktorch.data.columns import Columns, TensorSpec
 from sparktorch.data.convert.checks import RowFilter
 from sparktorch.data.convert.sql_types import arrow_type
-from sparktorch.data.fields.registry import field_class
+from sparktorch.data.fields.kinds import kind_of
 from sparktorch.errors import ColumnError, failure_in
 from sparktorch.spark.frame.encoding import kept_as
 from sparktorch.spark.frame.nested import any_of, unfit
@@ -111,7 +111,7 @@ def measured(spec: TensorSpec, sample: pa.RecordBatch) -> TensorSpec:
     value = sample.column(spec.name)[0].as_py()
     if spec.resize:
         return spec
-    found = () if value is None else field_class(spec).measured(value, spec)
+    found = () if value is None else kind_of(spec).measured(value, spec)
     if spec.layout == "image" and found:
         return replace(spec, shape=found)
     if value is None or len(found) < len(spec.levels) or 0 in found:

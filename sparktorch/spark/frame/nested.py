@@ -26,12 +26,12 @@ def hashed(spec: TensorSpec, kind: T.DataType) -> list[Column]:
     hashed, too.
     """
     column = F.col(spec.name)
-    free = spec.kind == "any"  # its lists may have any lengths, on any level
+    free = spec.as_it_is  # its lists may have any lengths, on any level
     columns = [F.size(column), column] if spec.ragged or (free and isinstance(kind, T.ArrayType)) else [column]
     if spec.sources:  # the same flags as below, without a call for every element
         places = (F.isnull(column.getItem(place)) for place in range(len(spec.sources)))
         return [*columns, *([] if spec.fill is None else [F.isnull(column), *places])]
-    if spec.kind not in ("any", "number"):
+    if isinstance(kind, T.StructType) and not free:
         kind = T.NullType()  # vectors and images are null as a whole, or not at all
 
     def unknown(value: Column, of: T.DataType) -> list[Column]:
@@ -47,7 +47,7 @@ def unfit(spec: TensorSpec, kind: T.DataType, column: Column | None = None) -> C
     `column` encodes the values; by default it is the column named `spec.name`.
     """
     column = F.col(spec.name) if column is None else column
-    if spec.kind in ("number", "vector") and isinstance(kind, T.StructType):  # dense vectors have a null size
+    if isinstance(kind, T.StructType) and "values" in kind.names and not spec.as_it_is:  # dense vectors have no size
         column, kind = column["values"], kind["values"].dataType
 
     def bad(value: Column, of: T.DataType) -> list[Column]:

@@ -25,6 +25,7 @@ from sparktorch.data.columns import (
     TensorSpec,
     carried_name,
 )
+from sparktorch.data.fields.kinds import kind_of
 from sparktorch.data.preprocess import Function, Preprocess
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.frame.encoding import NUMERIC, column_of, exact, is_numeric, plan_inputs
@@ -127,7 +128,7 @@ def prepare(
 
 def _keyed(data: DataFrame, columns: Columns) -> DataFrame:
     """Adds the row key of the contents that ranks do not digest, if there are any."""
-    digested = [spec for spec in columns.tensors if columns.keyed or not spec.digestible]
+    digested = [spec for spec in columns.tensors if columns.keyed or not kind_of(spec).digestible(spec)]
     contents = [column for spec in digested for column in hashed(spec, data.schema[spec.name].dataType)]
     if columns.keyed and columns.validation is not None:
         contents.append(F.col(VALIDATION))

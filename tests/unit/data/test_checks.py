@@ -12,6 +12,7 @@ from sparktorch.data.columns import Columns, TensorSpec
 from sparktorch.data.convert.checks import RowFilter, non_finite_mask, null_mask
 from sparktorch.data.convert.sql_types import arrow_type
 from sparktorch.data.convert.tensors import held, packed, to_numpy
+from sparktorch.data.fields.kinds import kind_of
 from sparktorch.errors import ColumnError
 
 NAN, INF = float("nan"), float("inf")
@@ -72,23 +73,23 @@ def test_nan_in_raw_bytes_is_for_the_null_policy(dtype: str) -> None:
     ],
 )
 def test_what_an_integer_dtype_cannot_hold_is_null(values: list[object], dtype: str, expected: list[object]) -> None:
-    found = held(pa.array(values), spec(dtype=dtype))
+    found = held(pa.array(values), dtype)
     whole = pa.list_(pa.int64()) if pa.types.is_list(found.type) else pa.int64()
     assert (found if found.type == pa.bool_() else found.cast(whole, safe=False)).to_pylist() == expected
-    assert held(pa.array(values)[1:], spec(dtype=dtype)).null_count == sum(value is None for value in expected[1:])
+    assert held(pa.array(values)[1:], dtype).null_count == sum(value is None for value in expected[1:])
 
 
 def test_what_an_integer_dtype_cannot_hold_is_null_in_vectors_too() -> None:
     rows = [{"size": None, "indices": [], "values": [1.5, 300.0]}, None, {"size": 2, "indices": [1], "values": [NAN]}]
     expected = [{**rows[0], "values": [1.5, None]}, None, {**rows[2], "values": [None]}]
     whole = pa.array(rows)
-    assert held(whole, spec(dtype="int8")).to_pylist() == expected
-    assert held(whole[1:], spec(dtype="int8")).to_pylist() == expected[1:]
-    assert held(pa.array([{"a": 1}]), spec(dtype="int8")).to_pylist() == [{"a": 1}]
+    assert held(whole, "int8").to_pylist() == expected
+    assert held(whole[1:], "int8").to_pylist() == expected[1:]
+    assert held(pa.array([{"a": 1}]), "int8").to_pylist() == [{"a": 1}]
 
 
 def test_a_number_that_does_not_fit_is_refused_or_filled_and_never_wraps() -> None:
-    column = held(pa.array([1.0, NAN]), spec(dtype="int64"))
+    column = held(pa.array([1.0, NAN]), "int64")
     with pytest.raises(ColumnError, match="null values") as caught:
         to_numpy(column, spec(dtype="int64"))
     assert "what int64 cannot hold, as NaN" in caught.value.hint
@@ -108,7 +109,8 @@ def test_a_number_that_does_not_fit_is_refused_or_filled_and_never_wraps() -> No
     ],
 )
 def test_a_callable_gets_numbers_of_the_type_of_the_fit(values: list[object], sql: str, expected: list[object]) -> None:
-    found = held(pa.array(values), TensorSpec(name="x0", column="x", dtype="", kind="any", sql=sql))
+    asked = spec(kind="any", sql=sql)
+    found = kind_of(asked).as_fitted(pa.array(values), asked)
     assert (found.type, found.to_pylist()) == (arrow_type(sql), expected)
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sparktorch.data.columns import Columns, TensorSpec
 from sparktorch.data.convert.checks import RowFilter
 from sparktorch.data.fields.base import Field
-from sparktorch.data.fields.registry import field_of
+from sparktorch.data.fields.kinds import field_of
 from sparktorch.data.storage import RowStorage, Runs
 from sparktorch.errors import ColumnError
 

@@ -26,9 +26,10 @@ from torch import nn
 from sparktorch import TorchClassificationModel
 from sparktorch.base.state_dict import pack_state
 from sparktorch.data.columns import TensorSpec
+from sparktorch.data.convert.python_values import unconverted
 from sparktorch.errors import ColumnError, PersistenceError
 from sparktorch.model.trained_module import TrainedModule
-from sparktorch.tracking.pyfunc import PyFuncModel, _arrow
+from sparktorch.tracking.pyfunc import PyFuncModel
 from sparktorch.tracking.requirements import requirements
 from sparktorch.train.huggingface.preprocess import Pixels, Tokens
 from sparktorch.train.recipe.dry_run import describe_outputs
@@ -395,11 +396,11 @@ def test_a_callable_gets_the_numbers_of_a_pyfunc_and_of_a_single_row_as_in_trans
 def test_a_category_is_a_boolean_in_any_form_that_pandas_has_for_it_and_text_is_no_number() -> None:
     spec = TensorSpec(name="x0", column="late", dtype="float32", kind="any", sql="boolean")
     for values in ([True, None], [1.0, math.nan], pd.array([1, None], "Int8"), np.array([True, None], object)):
-        assert _arrow(pd.Series(values), spec, "late").to_pylist() == [True, None]
-    assert _arrow(np.array([1, 0]), spec, "late").to_pylist() == [True, False]
+        assert unconverted(pd.Series(values), spec, "late").to_pylist() == [True, None]
+    assert unconverted(np.array([1, 0]), spec, "late").to_pylist() == [True, False]
     for values, sql in (([2.0, 0.0], "boolean"), (["5", None], "int")):
         with pytest.raises(ColumnError, match=f"column 'late' is {sql} in the model: ") as caught:
-            _arrow(pd.Series(values), replace(spec, sql=sql), "late")
+            unconverted(pd.Series(values), replace(spec, sql=sql), "late")
         assert caught.value.where == {"column": "late"}
 
 

@@ -1,0 +1,235 @@
+"""The kinds of columns: a class for each has what differs between them, but for Spark's types and expressions."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from sparktorch.data.columns import TensorSpec
+from sparktorch.data.convert.python_values import numbers_of, unconverted
+from sparktorch.data.convert.sql_types import NUMBERS, arrow_type, empty_value
+from sparktorch.data.convert.tensors import held
+from sparktorch.data.fields.arrow import ArrowColumn
+from sparktorch.data.fields.base import Dense, Field, Ragged, Vectors
+from sparktorch.data.fields.images import Images, black_image, image_size
+from sparktorch.data.storage import RowStorage
+from sparktorch.errors import ColumnError
+
+__all__ = ["KINDS", "ColumnKind", "field_of", "kind_of"]
+
+KINDS: dict[str, ColumnKind] = {}
+_VECTOR_PARTS = {"size": pa.int32(), "indices": pa.list_(pa.int32())}
+_IMAGE_PARTS = {"height": pa.int32(), "width": pa.int32(), "nChannels": pa.int32(), "data": pa.binary()}
+
+
+class ColumnKind(ABC):
+    """A kind of column, by the name that specs and saved models have for it.
+
+    `spark/frame/kinds.py` says which types of Spark become it, and by which expressions.
+
+    Attributes:
+        numeric: Whether rows are numbers, lists of them, or vectors: a model fitted on one of these scores the others.
+    """
+
+    numeric: bool = False
+
+    def __init_subclass__(cls, *, name: str) -> None:
+        """Enters a kind in `KINDS`."""
+        KINDS[name] = cls()
+
+    @abstractmethod
+    def field(self, spec: TensorSpec, storage: RowStorage) -> Field:
+        """Returns an empty field, which stores a rank's rows and makes arguments of `forward` of them."""
+
+    @abstractmethod
+    def arrow(self, spec: TensorSpec) -> pa.DataType:
+        """Returns the Arrow type of the rows, which of packed columns are lists."""
+
+    @abstractmethod
+    def zeros(self, spec: TensorSpec) -> Any:
+        """Returns two rows as pandas has them, for input examples; of packed columns, those of one."""
+
+    def measured(self, value: Any, spec: TensorSpec) -> tuple[int, ...]:
+        """Returns the lengths and sizes that a value, as Python has it, shows on the levels of its column."""
+        return _lengths(value, len(spec.levels))
+
+    def digestible(self, spec: TensorSpec) -> bool:
+        """Whether ranks can compute row digests from the column: its rows are numbers of one shape."""
+        return False
+
+    def parts(self, spec: TensorSpec) -> Collection[str]:
+        """Returns the names of the fields of a row that is a struct; empty if rows are none."""
+        return ()
+
+    def as_fitted(self, column: pa.Array, spec: TensorSpec) -> pa.Array:
+        """Returns a column that a model scores as that of the fit: SQL functions are called with any types."""
+        return column
+
+    def of_value(self, value: Any, spec: TensorSpec) -> pa.Array:
+        """Returns a value of Python as an Arrow array of length one, as Spark would send it."""
+        return pa.array([value], self.arrow(spec))
+
+    def of_values(self, values: Any, spec: TensorSpec, name: str, *, nulls: bool) -> pa.Array:
+        """Converts a pandas column or NumPy array to Arrow as Spark would send it; refuses values of another shape.
+
+        `name` is the user's, one of several for packed columns. With `nulls`, rows may be missing.
+        """
+        return pa.array(list(values), self.arrow(spec))
+
+
+class _Numbers(ColumnKind, name="number"):
+    """Numbers and (nested) lists of them."""
+
+    numeric = True
+
+    def field(self, spec: TensorSpec, storage: RowStorage) -> Field:
+        return Ragged(spec, storage) if spec.ragged else Dense(spec, storage)
+
+    def arrow(self, spec: TensorSpec) -> pa.DataType:
+        kind = pa.from_numpy_dtype(spec.dtype)
+        for _ in range(len(spec.levels) + spec.ragged):
+            kind = pa.list_(kind)
+        return kind
+
+    def zeros(self, spec: TensorSpec) -> Any:
+        shape = () if spec.sources else (1, *spec.levels) if spec.ragged else spec.shape
+        zeros = np.zeros((2, *shape), spec.dtype)
+        return zeros.tolist() if shape else zeros
+
+    def measured(self, value: Any, spec: TensorSpec) -> tuple[int, ...]:
+        return _lengths(value, len(spec.levels) + spec.ragged)[spec.ragged :]
+
+    def digestible(self, spec: TensorSpec) -> bool:
+        return not spec.ragged
+
+    def as_fitted(self, column: pa.Array, spec: TensorSpec) -> pa.Array:
+        """Checks the column's type; numbers that the integer type cannot hold become null, as by Spark's `try_cast`."""
+        kind = column.type
+        while pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+            kind = kind.value_type
+        strange = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_temporal(kind)
+        flat = kind == column.type and not pa.types.is_struct(kind) and not pa.types.is_null(kind)
+        if strange or (flat and (spec.levels or spec.ragged)):
+            raise ColumnError(
+                f"column {spec.column!r} is {column.type}, but the model was fitted on {spec.describe()}",
+                hint="an SQL function takes the input columns of the model, in their order",
+                column=spec.column,
+            )
+        return held(column, spec.dtype)
+
+    def of_value(self, value: Any, spec: TensorSpec) -> pa.Array:
+        """Takes vectors as structs of size (`None` if dense), indices and values; a cast is Spark's."""
+        kind = self.arrow(spec)
+        if isinstance(value, Mapping) and {"values", *_VECTOR_PARTS} <= set(value):
+            parts = {name: pa.array([value[name]], of) for name, of in _VECTOR_PARTS.items()}
+            parts["values"] = held(pa.array([value["values"]]), spec.dtype).cast(kind, safe=False)
+            return pa.StructArray.from_arrays(list(parts.values()), names=list(parts))
+        if spec.sources and not isinstance(value, Sequence):  # of one of several packed columns
+            kind = kind.value_type
+        # First the value's own type, then a cast as in Spark: for integers, booleans and decimals.
+        return held(pa.array([value]), spec.dtype).cast(kind, safe=False)
+
+    def of_values(self, values: Any, spec: TensorSpec, name: str, *, nulls: bool) -> pa.Array:
+        return numbers_of(values, spec, name, nulls=nulls)
+
+
+class _Vectors(_Numbers, name="vector"):
+    """ML vectors, dense or sparse."""
+
+    def field(self, spec: TensorSpec, storage: RowStorage) -> Field:
+        return Vectors(spec, storage)
+
+    def measured(self, value: Any, spec: TensorSpec) -> tuple[int, ...]:
+        return (len(value["values"]) if value["size"] is None else value["size"],)
+
+
+class _Bytes(ColumnKind, name="binary"):
+    """Bytes of numbers, and images: files, or the pixels of Spark's `image` source."""
+
+    def field(self, spec: TensorSpec, storage: RowStorage) -> Field:
+        return Images(spec, storage) if spec.layout == "image" else Dense(spec, storage)
+
+    def arrow(self, spec: TensorSpec) -> pa.DataType:
+        return pa.binary()
+
+    def zeros(self, spec: TensorSpec) -> Any:
+        size = spec.width * np.dtype(spec.dtype).itemsize
+        return [black_image(spec) if spec.layout == "image" else bytes(size)] * 2
+
+    def measured(self, value: Any, spec: TensorSpec) -> tuple[int, ...]:
+        """Returns of images three channels, height and width."""
+        if spec.layout != "image":
+            return (len(value) // np.dtype(spec.dtype).itemsize,)
+        size = (value["height"], value["width"]) if isinstance(value, dict) else image_size(value, spec)
+        return 3, *size
+
+    def parts(self, spec: TensorSpec) -> Collection[str]:
+        return ("content", *_IMAGE_PARTS) if spec.layout == "image" else ()
+
+    def of_value(self, value: Any, spec: TensorSpec) -> pa.Array:
+        """Takes bytes, or a row of Spark's `binaryFile` or `image` source."""
+        if isinstance(value, Mapping) and "content" in value:
+            value = value["content"]
+        if not isinstance(value, Mapping):
+            return pa.array([None if value is None else bytes(value)], pa.binary())
+        image = {name: value[name] for name in _IMAGE_PARTS} if value["data"] is not None else None
+        return pa.array([image], pa.struct(list(_IMAGE_PARTS.items())))
+
+
+class _Unconverted(ColumnKind, name="any"):
+    """Columns of any type, which a `preprocess` gets as they are; see `TensorSpec.sql`."""
+
+    def field(self, spec: TensorSpec, storage: RowStorage) -> Field:
+        return ArrowColumn(spec, storage)
+
+    def arrow(self, spec: TensorSpec) -> pa.DataType:
+        return arrow_type(spec.sql)
+
+    def zeros(self, spec: TensorSpec) -> Any:
+        kind = self.arrow(spec)
+        if pa.types.is_primitive(kind):
+            return np.zeros(2, "datetime64[us]" if pa.types.is_temporal(kind) else kind.to_pandas_dtype())
+        return [empty_value(kind)] * 2
+
+    def parts(self, spec: TensorSpec) -> Collection[str]:
+        kind = self.arrow(spec)
+        return [field.name for field in kind] if pa.types.is_struct(kind) else ()
+
+    def as_fitted(self, column: pa.Array, spec: TensorSpec) -> pa.Array:
+        """Converts numbers to the type of the fit; those that it cannot hold become null."""
+        kind, own = self.arrow(spec), column.type
+        sorts = pa.types.is_boolean, pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal, pa.types.is_null
+        if kind == own or spec.sql not in NUMBERS or not any(check(own) for check in sorts):
+            return column
+        return held(column, kind.to_pandas_dtype()).cast(kind, safe=False)
+
+    def of_value(self, value: Any, spec: TensorSpec) -> pa.Array:
+        return self.as_fitted(pa.array([value], None if spec.sql in NUMBERS else self.arrow(spec)), spec)
+
+    def of_values(self, values: Any, spec: TensorSpec, name: str, *, nulls: bool) -> pa.Array:
+        return unconverted(values, spec, name)
+
+
+def kind_of(spec: TensorSpec) -> ColumnKind:
+    """Returns the kind of a column."""
+    return KINDS[spec.kind]
+
+
+def field_of(spec: TensorSpec, storage: RowStorage) -> Field:
+    """Returns an empty field for an input column."""
+    return kind_of(spec).field(spec, storage)
+
+
+def _lengths(value: Any, depth: int) -> tuple[int, ...]:
+    """Returns the length of the first list on each level, as deep as there are lists, at most `depth`."""
+    found = []
+    for _ in range(depth):
+        if not isinstance(value, list):
+            break
+        found.append(len(value))
+        value = value[0] if value else None
+    return tuple(found)
