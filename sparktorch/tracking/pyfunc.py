@@ -131,7 +131,7 @@ class PyFuncModel:
         names = [given if given in model_input else plain for given, plain in pairs]
         for name in names:
             if name not in model_input:
-                raise ColumnError(f"the input has no column {name!r}", column=name)
+                raise ColumnError(f"the input has no column {name!r}", column=name, code="ST-COLUMN-MISSING")
         specs = [spec for spec in self._trained.inputs for _ in spec.sources or (spec.column,)]
         return [
             (_arrow if self._invalid == "error" else _with_nulls)(model_input[name], spec, name)
@@ -206,7 +206,9 @@ def _arrow(values: Any, spec: TensorSpec, name: str) -> pa.Array:
                 raise TypeError(f"it holds text, such as {next(row for row in rows if isinstance(row, str))!r}")
             return found
         except (pa.ArrowException, ValueError, TypeError) as error:
-            raise ColumnError(f"column {name!r} is {spec.sql} in the model: {error}", column=name) from error
+            raise ColumnError(
+                f"column {name!r} is {spec.sql} in the model: {error}", column=name, code="ST-COLUMN-TYPE"
+            ) from error
     if spec.kind == "binary":
         return pa.array(list(values), pa.binary())
     try:
@@ -218,11 +220,15 @@ def _arrow(values: Any, spec: TensorSpec, name: str) -> pa.Array:
         nested = getattr(values, "dtype", None) == np.dtype(object)
         stacked = np.stack([_dense(row) for row in values]) if nested else np.asarray(values)
     except ValueError as error:
-        raise ColumnError(f"the rows of column {name!r} have different shapes: {error}", column=name) from error
+        raise ColumnError(
+            f"the rows of column {name!r} have different shapes: {error}", column=name, code="ST-SHAPE"
+        ) from error
     shape = () if spec.sources else spec.shape
     if stacked.shape[1:] not in (shape, () if spec.sources else spec.levels):
         raise ColumnError(
-            f"column {name!r} has rows of shape {stacked.shape[1:]}, the model takes {shape}", column=name
+            f"column {name!r} has rows of shape {stacked.shape[1:]}, the model takes {shape}",
+            column=name,
+            code="ST-SHAPE",
         )
     levels = () if spec.sources else spec.levels
     return to_arrow(_numbers(stacked, spec).reshape(len(stacked), *levels))
