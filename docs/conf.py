@@ -16,6 +16,7 @@ ROOT, PAGES = Path(__file__).parents[1], Path(__file__).parent
 sys.path.insert(0, str(ROOT))
 
 import sparktorch  # noqa: E402  # of this checkout
+from scripts import features, plots  # noqa: E402
 from sparktorch.cli import job_file, main  # noqa: E402
 
 project, author = "sparktorch", "the authors of sparktorch"
@@ -101,8 +102,17 @@ def _skip(app: Any, what: str, name: str, value: Any, skip: bool, options: Any) 
 
 
 def _linked(app: Any, name: str, source: list[str]) -> None:
-    """Points links to notebooks at their copies."""
+    """Points links to notebooks at their copies, and puts plots into their places."""
     source[0] = source[0].replace("](../notebooks/", "](cookbook/")
+    source[0] = re.sub(r"```\{plot\} (\w+)\n```", _pictures, source[0])
+
+
+def _pictures(found: re.Match[str]) -> str:
+    """Returns a plot for light pages and for dark ones."""
+    about = plots.PLOTS[found[1]][0].__doc__
+    return "\n\n".join(
+        f"```{{image}} plots/{found[1]}-{style}.svg\n:class: only-{style}\n:alt: {about}\n```" for style in plots.STYLES
+    )
 
 
 def _listed(app: Any, error: Exception | None) -> None:
@@ -119,6 +129,8 @@ def setup(app: Any) -> None:
     _write("reference/commands.md", _commands())
     _write("reference/job_files.md", _job_files())
     _write("cookbook.md", _cookbook())
+    _write("features.md", features.page())
+    plots.draw(PAGES / "plots")
     app.connect("source-read", _linked)
     app.connect("autodoc-skip-member", _skip)
     app.connect("build-finished", _listed)

@@ -72,10 +72,17 @@ class SparkTorchError(Exception):
         what: What was wrong, one sentence without its full stop.
         hint: What to do about it; empty when `what` already says it.
         trace: The traceback of the process it happened in, when that was not the driver.
+        code: The kind of mistake, a heading of `docs/errors.md`; without it, that of the class.
         where: The place: `column=`, `param=`, `rank=`, `host=`, `epoch=`, `step=`, ...
+
+    Attributes:
+        code: The kind of mistake, which ends the message; it stays the same between versions.
     """
 
-    def __init__(self, what: str, *, hint: str = "", trace: str = "", **where: Any) -> None:
+    code = ""
+
+    def __init__(self, what: str, *, hint: str = "", trace: str = "", code: str = "", **where: Any) -> None:
+        self.code = code or self.code
         self.what = what
         self.hint = hint
         self.trace = trace
@@ -87,6 +94,8 @@ class SparkTorchError(Exception):
         text = f"{self.what} [{place}]" if place else self.what
         if self.hint:
             text += f"\n  -> {self.hint}"
+        if self.code:
+            text += f" [{self.code}]"
         if self.trace:
             text += f"\n\n{self.trace.rstrip()}"
         return redacted(text)
@@ -102,6 +111,7 @@ class SparkTorchError(Exception):
         """Returns a JSON-ready form, the inverse of `from_dict`."""
         return {
             "kind": type(self).__name__,
+            "code": self.code,
             "what": self.what,
             "hint": self.hint,
             "trace": self.trace,
@@ -117,6 +127,8 @@ class SparkTorchError(Exception):
 class ConfigError(SparkTorchError, ValueError):
     """A Param or a configuration key has a value that cannot work."""
 
+    code = "ST-SETTING"
+
 
 class Refusal(NamedTuple):
     """A row of a table of settings that are refused.
@@ -126,12 +138,14 @@ class Refusal(NamedTuple):
         when: Whether the settings, its argument, are refused.
         what: What is wrong, a template of `str.format` in which `p` is the settings.
         hint: What to do about it, such a template, too.
+        code: The kind of mistake: most rows are of settings that exclude each other.
     """
 
     param: str
     when: Callable[[Any], object]
     what: str
     hint: str = ""
+    code: str = "ST-CLASH"
 
 
 def refuse(table: Iterable[Refusal], settings: Any) -> None:
@@ -142,43 +156,62 @@ def refuse(table: Iterable[Refusal], settings: Any) -> None:
     """
     for row in table:
         if row.when(settings):
-            raise ConfigError(row.what.format(p=settings), hint=row.hint.format(p=settings), param=row.param)
+            what, hint = row.what.format(p=settings), row.hint.format(p=settings)
+            raise ConfigError(what, hint=hint, code=row.code, param=row.param)
 
 
 class ColumnError(SparkTorchError, ValueError):
     """A column is missing, has the wrong type, or holds values that cannot be trained on."""
 
+    code = "ST-COLUMN"
+
 
 class DatasetError(SparkTorchError, ValueError):
     """Files are not the kind of data set they are read as, or their content cannot be read."""
+
+    code = "ST-DATASET"
 
 
 class ModuleError(SparkTorchError, ValueError):
     """The module, loss or optimizer does not fit the columns, or cannot be shipped to the ranks."""
 
+    code = "ST-MODULE"
+
 
 class UnusedParameterError(ModuleError):
     """No row of a step uses a parameter, and ranks do not search for such parameters; `fit` makes them do so."""
+
+    code = "ST-UNUSED-PARAMETER"
 
 
 class ClusterError(SparkTorchError, RuntimeError):
     """The cluster cannot run the job as it is set up."""
 
+    code = "ST-CLUSTER"
+
 
 class RankError(SparkTorchError, RuntimeError):
     """A rank failed; `where` holds rank, host, epoch and step, `trace` its own traceback."""
+
+    code = "ST-RANK-FAILED"
 
 
 class RankLostError(RankError):
     """A rank was lost, not through an error in the training: its process, executor, machine or connection is gone."""
 
+    code = "ST-RANK-LOST"
+
 
 class RankStalledError(RankLostError):
     """A rank makes no progress: its process is stopped or hangs, or the network between the ranks is cut."""
 
+    code = "ST-RANK-STALLED"
+
 
 class PersistenceError(SparkTorchError, ValueError):
     """A model or estimator cannot be saved as it is, or a saved one cannot be loaded."""
+
+    code = "ST-FILES"
 
 
 _FAILURE_MARK = "sparktorch-failure:"
@@ -203,7 +236,7 @@ _KINDS: dict[str, type[SparkTorchError]] = {
 
 def _restore(form: dict[str, Any]) -> SparkTorchError:
     kind = _KINDS.get(form["kind"], RankError)
-    return kind(form["what"], hint=form["hint"], trace=form["trace"], **form["where"])
+    return kind(form["what"], hint=form["hint"], trace=form["trace"], code=form["code"], **form["where"])
 
 
 @contextmanager

@@ -50,11 +50,13 @@ _REFUSED = (
         lambda p: p.class_weights is not None and not any(p.class_weights),
         "classWeights are all zero",
         "give some class a weight",
+        "ST-VALUE",
     ),
     Refusal(
         "emaDecay",
         lambda p: p.ema_decay is not None and not 0 < p.ema_decay < 1,
         "emaDecay must be between 0 and 1, got {p.ema_decay}",
+        code="ST-VALUE",
     ),
     Refusal(
         "syncBatchNorm",
@@ -227,7 +229,7 @@ class StorageConfig:
 def at_least(param: str, value: float, least: float) -> None:
     """Refuses a number that is not finite, or not at least `least`."""
     if not math.isfinite(value) or value < least:
-        raise ConfigError(f"{param} must be at least {least}, got {value}", param=param)
+        raise ConfigError(f"{param} must be at least {least}, got {value}", param=param, code="ST-VALUE")
 
 
 def rows_or_auto(param: str, value: int | str) -> None:
@@ -241,13 +243,15 @@ def rows_or_auto(param: str, value: int | str) -> None:
 def above(param: str, value: float, bound: float) -> None:
     """Refuses a number that is not finite, or not above `bound`."""
     if not math.isfinite(value) or value <= bound:
-        raise ConfigError(f"{param} must be above {bound}, got {value}", param=param)
+        raise ConfigError(f"{param} must be above {bound}, got {value}", param=param, code="ST-VALUE")
 
 
 def one_of(param: str, value: str, valid: tuple[str, ...]) -> None:
     """Refuses an unknown name; the hint names the nearest valid one."""
     if value not in valid:
-        raise ConfigError(f"{param} {value!r} is unknown", hint=nearest(str(value), valid), param=param)
+        raise ConfigError(
+            f"{param} {value!r} is unknown", hint=nearest(str(value), valid), param=param, code="ST-UNKNOWN-NAME"
+        )
 
 
 def smaller_is_better(metric: str) -> bool:
@@ -271,12 +275,15 @@ def from_dict(kind: type[C], values: Mapping[str, Any], *, where: str = "") -> C
     for name in values:
         if name not in fields:
             raise ConfigError(
-                f"unknown key {prefix}{name}", hint=nearest(str(name), fields), section=where or "top level"
+                f"unknown key {prefix}{name}",
+                hint=nearest(str(name), fields),
+                section=where or "top level",
+                code="ST-UNKNOWN-NAME",
             )
     for name, field in fields.items():
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if required and name not in values:
-            raise ConfigError(f"missing key {prefix}{name}", section=where or "top level")
+            raise ConfigError(f"missing key {prefix}{name}", section=where or "top level", code="ST-NOT-SET")
         if name in values:
             _check_type(f"{prefix}{name}", values[name], str(field.type))
     return kind(**values)
@@ -306,7 +313,9 @@ def _check_type(key: str, value: Any, annotation: str) -> None:
             _check_elements(key, value, inner.removesuffix("]"))
             return
     hint = f"give its name, {value.__name__!r}" if isinstance(value, type) and "str" in expected else ""
-    raise ConfigError(f"{key} must be {annotation}, got {value!r} ({type(value).__name__})", hint=hint, key=key)
+    raise ConfigError(
+        f"{key} must be {annotation}, got {value!r} ({type(value).__name__})", hint=hint, key=key, code="ST-VALUE"
+    )
 
 
 def _check_elements(key: str, value: Any, annotations: str) -> None:

@@ -29,7 +29,7 @@ def load_object(path: str) -> Any:
     """Imports `"package.module:attribute"`; a `ModuleError` says why it cannot."""
     name, _, attribute = path.partition(":")
     if not name or not attribute:
-        raise ModuleError(f"{path!r} is not an import path", hint="write it as 'package.module:Name'")
+        raise ModuleError(f"{path!r} is not an import path", hint="write it as 'package.module:Name'", code="ST-IMPORT")
     part, found = "", None
     try:
         found = importlib.import_module(MOVED.get(name, name))
@@ -38,7 +38,9 @@ def load_object(path: str) -> Any:
     except (ImportError, AttributeError) as error:
         ship = "is the file on the Python path of this process? ship it with --py-files, or addArtifacts on Connect"
         names = [] if found is None or isinstance(error, ImportError) else [n for n in dir(found) if n[0] != "_"]
-        raise ModuleError(f"cannot import {path!r}: {error}", hint=nearest(part, names, otherwise=ship)) from error
+        raise ModuleError(
+            f"cannot import {path!r}: {error}", hint=nearest(part, names, otherwise=ship), code="ST-IMPORT"
+        ) from error
     return found
 
 
@@ -81,4 +83,4 @@ def _optional(name: str, what: str, extra: str, where: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         hint = f"pip install sparktorch-estimator[{extra}], {where}"
-        raise ConfigError(f"{what}, which is not installed", hint=hint) from error
+        raise ConfigError(f"{what}, which is not installed", hint=hint, code="ST-NOT-INSTALLED") from error

@@ -51,6 +51,7 @@ def check_state(state: Mapping[str, object]) -> None:
             "tensors",
             hint="register it with persistent=False, or as a buffer of another dtype, such as torch.float32",
             param="module",
+            code="ST-STATE-DICT",
         )
 
 
@@ -71,6 +72,7 @@ def check_returned(module: nn.Module) -> None:
             f"the state_dict() of {type(module).__qualname__} {what}, as by a hook",
             hint="register what must be saved as parameters or buffers; or leave modelDir out",
             param="module",
+            code="ST-STATE-DICT",
         )
 
 

@@ -56,7 +56,9 @@ class WeightsFolder(Mapping[str, torch.Tensor]):
         A `PersistenceError` says that no training of ours wrote it, or that it cannot be read or deleted.
         """
         if not self.token:
-            raise PersistenceError(f"{self.path} was written by no fit", hint="delete it yourself", param="modelDir")
+            raise PersistenceError(
+                f"{self.path} was written by no fit", hint="delete it yourself", param="modelDir", code="ST-MODEL-DIR"
+            )
         files = {Path(file).name for file in self._files.values()}
         self._handles.clear()
         try:
@@ -86,7 +88,9 @@ class WeightsFolder(Mapping[str, torch.Tensor]):
             found: dict[str, str] = form["weight_map"]
             written = form.get("metadata", {}).get("sparktorch", "")
         if self.token and written != self.token:
-            raise PersistenceError(f"{self.path} holds the weights of another training", param="modelDir")
+            raise PersistenceError(
+                f"{self.path} holds the weights of another training", param="modelDir", code="ST-MODEL-DIR"
+            )
         return found
 
     @contextmanager
@@ -103,6 +107,7 @@ class WeightsFolder(Mapping[str, torch.Tensor]):
                 hint="the folder must be mounted under this path wherever the model is trained, loaded or scored, with "
                 f"all its files, and these whole{f'; {more}' if self.token else ''}",
                 param="modelDir" if self.token else "module",
+                code="ST-MODEL-DIR",
             ) from error
 
     def _opened(self, file: str) -> Any:

@@ -176,7 +176,10 @@ class InputOptions:
         for name, shape in self.shapes.items():
             if not shape or any(size < 1 for size in shape):
                 raise ConfigError(
-                    f"inputShapes[{name!r}] is {list(shape)}", hint="give the length of every axis", param="inputShapes"
+                    f"inputShapes[{name!r}] is {list(shape)}",
+                    hint="give the length of every axis",
+                    param="inputShapes",
+                    code="ST-SHAPE",
                 )
         for name, layout in self.layouts.items():
             one_of(f"inputLayouts[{name!r}]", layout, get_args(Layout))

@@ -64,6 +64,7 @@ class Preprocess:
                 f"preprocess {getattr(self.function, '__qualname__', self.function)} returned {wrong}",
                 hint="return a dict of tensors, one for each argument of forward, with a row for each row",
                 param="preprocess",
+                code="ST-PREPROCESS",
             )
         return {name: found[name] for name in self.arguments or found}
 

@@ -167,6 +167,7 @@ class _Disk:
             raise ClusterError(
                 f"cannot read the rows of this worker back from {self._directory!r}: {error.strerror}",
                 hint="the disk is failing, or something has cut the file off: look at the host's kernel log",
+                code="ST-LOCAL-DISK",
             ) from error
         return done
 
@@ -177,12 +178,15 @@ class _Disk:
             "larger disk; with more workers each has fewer rows"
         )
         if error.errno not in _FULL:
-            return ClusterError(f"cannot write to {self._directory!r}: {error.strerror}", hint=hint)
+            return ClusterError(
+                f"cannot write to {self._directory!r}: {error.strerror}", hint=hint, code="ST-LOCAL-DISK"
+            )
         free = shutil.disk_usage(self._directory).free if os.path.isdir(self._directory) else 0
         return ClusterError(
             f"the rows of this worker do not fit into {self._directory!r}: {self.written / 1e6:.1f} MB are there, "
             f"{size / 1e6:.1f} MB come next, and {free / 1e6:.1f} MB are free",
             hint=hint,
+            code="ST-LOCAL-DISK",
         )
 
 
@@ -278,6 +282,7 @@ def local_directory(local_rank: int = 0) -> str:
         raise ClusterError(
             f"no local directory of Spark's can be written to: {', '.join(given)}",
             hint="start the session with spark.local.dir at a directory that executors may write to",
+            code="ST-LOCAL-DISK",
         )
     return usable[local_rank % len(usable)] if usable else tempfile.gettempdir()
 
@@ -315,6 +320,7 @@ def _open(directory: str) -> BinaryIO:
         raise ClusterError(
             f"cannot write to {directory!r}: {error.strerror}",
             hint="start the session with spark.local.dir at a directory that executors may write to",
+            code="ST-LOCAL-DISK",
         ) from error
 
 

@@ -281,8 +281,8 @@ class Client:
             return SparkTorchError.from_dict({**error.at(**place).to_dict(), "trace": lines + error.trace})
         trace = "".join(traceback.format_exception(type(error), error, users_part(error) or error.__traceback__))
         what = f"{type(error).__name__} while {state['phase']}: {error}"
-        hint = SHIP_HINT if isinstance(error, ModuleNotFoundError) else ""
-        return RankError(what, hint=hint, trace=f"{lines}Traceback of rank {rank}:\n{trace}", **place)
+        hint, code = (SHIP_HINT, "ST-PACKAGES") if isinstance(error, ModuleNotFoundError) else ("", "")
+        return RankError(what, hint=hint, code=code, trace=f"{lines}Traceback of rank {rank}:\n{trace}", **place)
 
     def beat(self, store: dist.Store) -> None:
         """Sends a heartbeat (position, progress counters, memory) and the lines logged since the last one."""

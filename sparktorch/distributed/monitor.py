@@ -147,6 +147,7 @@ class Monitor:
                     hint="see the logs of their executors: does their Python start, and import torch, and do they "
                     "reach the driver? If it takes them so long, set stallTimeout higher",
                     rank=missing[0],
+                    code="ST-NOT-STARTED",
                 )
         else:
             self._look_for_slots(now)
@@ -168,6 +169,7 @@ class Monitor:
                 "other jobs hold them",
                 hint="wait for those to end, set startTimeout higher, or numWorkers lower",
                 param="startTimeout",
+                code="ST-SLOTS",
             )
 
     def _look_for_stalled(self, server: ControlServer, now: float) -> None:

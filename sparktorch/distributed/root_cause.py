@@ -102,6 +102,7 @@ class RootCause:
             return ClusterError(
                 "what the ranks return, such as a model, is larger than the driver accepts as the result of a job",
                 hint="start the session with a larger spark.driver.maxResultSize",
+                code="ST-DRIVER-MEMORY",
             )
         if _CHAIN in message:
             return ChainError(
@@ -189,13 +190,16 @@ def _cancelled(message: str, error: Exception) -> ClusterError | None:
     """Returns the error of a job that was ended with its session, or that somebody cancelled."""
     # When the session is stopped, pyspark may raise another error while it handles Spark's: check both.
     if re.search("SparkContext (was shut down|is stopped)", f"{message} {error.__context__}"):
-        return ClusterError("the Spark session was stopped during the fit", hint="fit again, in a new session")
+        return ClusterError(
+            "the Spark session was stopped during the fit", hint="fit again, in a new session", code="ST-CANCELLED"
+        )
     cancelled = re.search(_CANCELLED, message)
     if cancelled is None:
         return None
     return ClusterError(
         f"the fit's Spark job was cancelled{f': {cancelled[1]}' if cancelled[1] else ''}",
         hint="by cancelAllJobs, by a cancellation of its job group or tag, or in Spark's UI; fit again",
+        code="ST-CANCELLED",
     )
 
 
@@ -205,7 +209,9 @@ def missing_module(message: str) -> ClusterError | None:
     missing = re.match(r"(?:ModuleNotFoundError|ImportError): (.*)", raised[1]) if raised else None
     if missing is None:
         return None
-    return ClusterError(f"the Python of the executors cannot start a rank: {missing[1]}", hint=SHIP_HINT)
+    return ClusterError(
+        f"the Python of the executors cannot start a rank: {missing[1]}", hint=SHIP_HINT, code="ST-PACKAGES"
+    )
 
 
 def _from_message(message: str) -> SparkTorchError:

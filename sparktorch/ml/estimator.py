@@ -251,6 +251,7 @@ def _checked(dataset: Any, caller: str = "fit") -> DataFrame:
             f"{caller} takes all rows at once, and the DataFrame is a stream, which has no end",
             hint="read the same rows by spark.read, or fit on those of a batch, by foreachBatch",
             param="dataset",
+            code="ST-STREAM",
         )
     return found
 

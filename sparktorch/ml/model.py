@@ -235,7 +235,10 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
         )
         if column not in outputs:
             raise ConfigError(
-                f"the model has no output column {column!r}", hint=nearest(column, outputs), param="outputCol"
+                f"the model has no output column {column!r}",
+                hint=nearest(column, outputs),
+                param="outputCol",
+                code="ST-UNKNOWN-NAME",
             )
         field = outputs[column]
         udf = scoring_udf(spark, self.trained, {field: fields[field]}, self._scoring(), struct=False)

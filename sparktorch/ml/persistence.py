@@ -134,7 +134,9 @@ class _Reader(MLReader[R]):
         expected = f"{self._cls.__module__}.{self._cls.__name__}"
         if metadata["class"] != expected:
             raise PersistenceError(
-                f"{path} holds a {metadata['class']}", hint=f"load it with that class, not {expected}"
+                f"{path} holds a {metadata['class']}",
+                hint=f"load it with that class, not {expected}",
+                code="ST-NOT-A-MODEL",
             )
         return metadata
 
@@ -202,7 +204,7 @@ def read_local(directory: Path, *, allow_pickle: bool, cls: type[Any] | None = N
     form = json.loads((directory / "model.json").read_text())
     cls = cls or load_object(form["class"])
     if not (isinstance(cls, type) and issubclass(cls, Model) and issubclass(cls, ModelParams)):
-        raise PersistenceError(f"{form['class']} is no model of sparktorch")
+        raise PersistenceError(f"{form['class']} is no model of sparktorch", code="ST-NOT-A-MODEL")
     model = cls()
     model._resetUid(form["uid"])
     model._setDefault(**form.get("defaults", {}))
@@ -270,6 +272,7 @@ class EstimatorWriter(_Writer):
                 hint="put it into a module file, or allow pickled code with .write().option('allowPickle', 'true'); "
                 f"for the stages of a pipeline, with spark.conf.set({FOR_ALL!r}, 'true')",
                 param=name,
+                code="ST-PICKLE",
             )
         if pickled:
             with tempfile.TemporaryDirectory() as temporary:
@@ -305,6 +308,7 @@ class EstimatorReader(_Reader[R]):
                     "whatever is in it",
                     hint="if you trust where it comes from: .read().option('allowPickle', 'true').load(path); for the "
                     f"stages of a pipeline, spark.conf.set({FOR_ALL!r}, 'true')",
+                    code="ST-PICKLE",
                 )
             with tempfile.TemporaryDirectory() as temporary:
                 read_files(self.sparkSession, path, Path(temporary))

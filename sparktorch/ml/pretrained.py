@@ -50,7 +50,11 @@ _REFUSED = (
         "'drop' leaves out rows without one; or replace them before fit",
     ),
     Refusal(
-        "modelFolder", lambda p: p["modelFolder"] is None, "modelFolder is not set", "pass the path of a local folder"
+        "modelFolder",
+        lambda p: p["modelFolder"] is None,
+        "modelFolder is not set",
+        "pass the path of a local folder",
+        "ST-NOT-SET",
     ),
 )
 

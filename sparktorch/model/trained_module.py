@@ -232,11 +232,14 @@ class TrainedModule:
         try:
             form = json.loads((directory / "module.json").read_text())
         except FileNotFoundError as error:
-            raise PersistenceError("this is no saved sparktorch model: module.json is missing") from error
+            raise PersistenceError(
+                "this is no saved sparktorch model: module.json is missing", code="ST-NOT-A-MODEL"
+            ) from error
         if form["format"] > FORMAT_VERSION:
             raise PersistenceError(
                 f"the model was saved in format {form['format']}, this version reads up to {FORMAT_VERSION}",
                 hint="upgrade sparktorch-estimator",
+                code="ST-NOT-A-MODEL",
             )
         source, params = _load_code(directory, form["module"], allow_pickle)
         found = cls(
@@ -345,7 +348,9 @@ def _load_preprocess(directory: Path, how: Mapping[str, Any] | None, allow_pickl
         function = load_object(how["path"])
         if "params" in how:
             if not (isinstance(function, type) and is_dataclass(function)):
-                raise PersistenceError(f"the model's preprocess is made by {how['path']}, which loading does not call")
+                raise PersistenceError(
+                    f"the model's preprocess is made by {how['path']}, which loading does not call", code="ST-PICKLE"
+                )
             check_signature(function.__call__)
             arrays = _read_arrays(directory / _ARRAYS) if "arrays" in how else {}
             function = function(**tuples_made(how["params"]), **arrays)

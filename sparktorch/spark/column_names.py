@@ -89,6 +89,7 @@ class ColumnNames:
             raise ColumnError(
                 f"there is no column {name!r}: {'.'.join(path)!r} is {kind.simpleString()}, which has no fields",
                 column=name,
+                code="ST-COLUMN-MISSING",
             )
         found = self._alike(part, _by_lower(kind) if path else self._top)
         if len(found) == 1:
@@ -97,7 +98,7 @@ class ColumnNames:
             raise _ambiguous(name, [".".join([*path, field.name]) for field in found])
         within = f": {'.'.join(path)!r} has no field {part!r}" if path else ""
         hint = nearest(part if path else name, kind.names)
-        raise ColumnError(f"there is no column {name!r}{within}", hint=hint, column=name)
+        raise ColumnError(f"there is no column {name!r}{within}", hint=hint, column=name, code="ST-COLUMN-MISSING")
 
     def _alike(self, name: str, fields: dict[str, list[T.StructField]]) -> list[T.StructField]:
         alike = fields.get(name.lower(), [])
@@ -122,7 +123,7 @@ def _ambiguous(name: str, found: list[str]) -> ColumnError:
             "drop or rename all but one before: a join by name, left.join(right, 'id'), keeps one 'id'; "
             "drop(right['x']) after a join leaves one side's out; toDF(...) names all anew"
         )
-    return ColumnError(said, hint=hint, column=name)
+    return ColumnError(said, hint=hint, column=name, code="ST-COLUMN-MISSING")
 
 
 def quoted(name: str) -> Column:

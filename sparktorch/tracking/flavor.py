@@ -207,7 +207,9 @@ def load_model(model_uri: str, *, allow_pickle: bool = False) -> Any:
     local, flavors = _downloaded(model_uri)
     conf = flavors.get(FLAVOR_NAME)
     if conf is None:
-        raise PersistenceError(f"{model_uri} was not logged by sparktorch", hint="try mlflow.pyfunc.load_model")
+        raise PersistenceError(
+            f"{model_uri} was not logged by sparktorch", hint="try mlflow.pyfunc.load_model", code="ST-NOT-A-MODEL"
+        )
     code = _add_code(local, conf)
     if "spark" in flavors:
         return read_spark_stages(local, allow_pickle=allow_pickle)

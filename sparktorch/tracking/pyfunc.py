@@ -129,7 +129,7 @@ class PyFuncModel:
         names = [given if given in model_input else plain for given, plain in pairs]
         for name in names:
             if name not in model_input:
-                raise ColumnError(f"the input has no column {name!r}", column=name)
+                raise ColumnError(f"the input has no column {name!r}", column=name, code="ST-COLUMN-MISSING")
         specs = [spec for spec in self._trained.inputs for _ in spec.sources or (spec.column,)]
         nulls = self._invalid != "error"
         return [

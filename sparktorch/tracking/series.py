@@ -45,7 +45,7 @@ class SeriesPyFunc:
         columns, rows = self._columns, pd.DataFrame(model_input)
         for name in [*columns.keys, *columns.numbers]:
             if name not in rows:
-                raise ColumnError(f"the input has no column {name!r}", column=name)
+                raise ColumnError(f"the input has no column {name!r}", column=name, code="ST-COLUMN-MISSING")
         plain = {name: _without_categories(rows[name]) for name in columns.keys}
         rows = rows.assign(**{**plain, columns.order: _ordering(plain[columns.order], columns.order)})
         rows = rows.sort_values(columns.keys, kind="stable")

@@ -88,7 +88,7 @@ class SparkPyFunc:
 def _arrow(model_input: pd.DataFrame, name: str, kind: str, zone: str) -> pa.Array:
     """Returns a column as Arrow, of the type from which Spark casts to `kind`."""
     if name not in model_input:
-        raise ColumnError(f"the input has no column {name!r}", column=name)
+        raise ColumnError(f"the input has no column {name!r}", column=name, code="ST-COLUMN-MISSING")
     values = pd.Series(model_input[name])
     special = {
         "vector": pa.list_(pa.float64()),
@@ -102,7 +102,9 @@ def _arrow(model_input: pd.DataFrame, name: str, kind: str, zone: str) -> pa.Arr
             values = in_utc(pd.to_datetime(values), zone)
         return pa.array(values, special.get(kind) or arrow_type(with_doubles(kind)), from_pandas=True)
     except (pa.ArrowException, ValueError, TypeError) as error:
-        raise ColumnError(f"column {name!r} is {kind} in the model: {error}", column=name) from error
+        raise ColumnError(
+            f"column {name!r} is {kind} in the model: {error}", column=name, code="ST-COLUMN-TYPE"
+        ) from error
 
 
 def _typed(column: Column, kind: str) -> Column:

@@ -39,6 +39,7 @@ def place(
         raise ColumnError(
             "there are no rows to train on" + (f" for rank {counts.index(0)}" if independent else ""),
             hint="set a smaller numWorkers" if sum(counts) else hint,
+            code="ST-NO-ROWS",
         )
     validation = job.columns.validation
     marked = [peer["validation"] for peer in peers]
@@ -55,6 +56,7 @@ def place(
             f"{f'of rank {marked.index(0)}' if independent else 'that take part'} column {validation!r} {says}",
             hint=f"{hint}; or leave {early} out",
             param=early,
+            code="ST-NO-VALIDATION",
         )
     team, rows, first = world, sum(counts), sum(counts[: world.rank])
     if independent:

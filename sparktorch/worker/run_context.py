@@ -104,7 +104,7 @@ class RunContext(Collectives):
         self._together("loader")
         weights = sum_over_ranks(shard.step_weights(epoch), self.world)
         if not weights.any():
-            raise ColumnError("all rows have the weight 0", hint="see weightCol")
+            raise ColumnError("all rows have the weight 0", hint="see weightCol", code="ST-WEIGHT")
         scales = step_scales(weights, self._divisor)
         self._diverge()
         with closing(shard.epoch(epoch, min_rows=self._min_rows, first=first)) as batches:

@@ -18,7 +18,7 @@ KINDS = [getattr(errors, name) for name in errors.__all__ if name.endswith("Erro
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_error_survives_pickle_and_json(kind: type[SparkTorchError]) -> None:
-    error = kind("it broke", hint="mend it", trace="Traceback ...", column="age", row=7, rank=None)
+    error = kind("it broke", hint="mend it", trace="Traceback ...", code="ST-NULL", column="age", row=7, rank=None)
     for copy in (
         pickle.loads(pickle.dumps(error)),
         SparkTorchError.from_dict(json.loads(json.dumps(error.to_dict()))),
@@ -30,17 +30,17 @@ def test_an_error_survives_pickle_and_json(kind: type[SparkTorchError]) -> None:
 
 def test_a_message_says_what_where_what_to_do_and_how_it_came() -> None:
     error = RankError("it broke", hint="mend it", trace="Traceback of rank 1:\n  line\n\n", rank=1, step=None)
-    assert str(error) == "it broke [rank=1]\n  -> mend it\n\nTraceback of rank 1:\n  line"
-    assert str(RankError("it broke")) == "it broke"
+    assert str(error) == "it broke [rank=1]\n  -> mend it [ST-RANK-FAILED]\n\nTraceback of rank 1:\n  line"
+    assert str(RankError("it broke", code="ST-CANCELLED")) == "it broke [ST-CANCELLED]"
     assert error.args == (str(error),)
 
 
 def test_more_of_the_place_can_be_told_and_what_is_known_stays() -> None:
-    error = ColumnError("it broke", hint="mend it", column="age", rank=1)
+    error = ColumnError("it broke", hint="mend it", code="ST-NULL", column="age", rank=1)
     told = error.at(rank=2, host="a", epoch=None)
     assert type(told) is ColumnError
     assert told.where == {"rank": 1, "host": "a", "column": "age"}
-    assert told.hint == "mend it"
+    assert (told.hint, told.code) == ("mend it", "ST-NULL")
     assert error.where == {"column": "age", "rank": 1}
 
 

@@ -71,7 +71,7 @@ class RowFilter:
         where = dict(error.where)
         if self.unfit is not None and "row" in where:
             where["row"] = first_row + int(np.flatnonzero(~self.unfit)[where["row"] - first_row])
-        return ColumnError(error.what, hint=error.hint, **where)
+        return ColumnError(error.what, hint=error.hint, code=error.code, **where)
 
     def close(self, *, sample: bool = False) -> None:
         """Raises a `ColumnError` about unfit rows, with count and first rows, unless `drop_nulls` is set.
@@ -92,6 +92,7 @@ class RowFilter:
             hint=self._hint(column, what),
             column=column,
             row=rows[0],
+            code="ST-NULL",
         )
 
     def _hint(self, column: str, what: str) -> str:
@@ -247,6 +248,7 @@ def refuse_nulls(array: pa.Array, spec: TensorSpec, first_row: int, per_row: int
         + null_hint(spec),
         column=column,
         row=first_row + first // per_row,
+        code="ST-NULL",
     )
 
 
@@ -284,6 +286,7 @@ def refuse_lengths(
         hint=hint,
         column=spec.column,
         row=first_row + int(rows[0]),
+        code="ST-SHAPE",
     )
 
 
@@ -291,15 +294,21 @@ def check_finite(values: npt.NDArray[Any], spec: TensorSpec) -> None:
     """Refuses values that are NaN or infinite; the error has the number of such rows."""
     if values.dtype.kind == "f" and not np.isfinite(values).all():
         bad = ~np.isfinite(values.reshape(len(values), -1)).all(axis=1)
-        _refuse(bad, "row{s} of column {column!r} {is_} NaN or infinite", "drop or fill them before fit", spec.column)
+        _refuse(
+            bad,
+            "row{s} of column {column!r} {is_} NaN or infinite",
+            "drop or fill them before fit",
+            "ST-NULL",
+            spec.column,
+        )
 
 
-def _refuse(bad: npt.NDArray[np.bool_], what: str, hint: str, column: str) -> None:
+def _refuse(bad: npt.NDArray[np.bool_], what: str, hint: str, code: str, column: str) -> None:
     """Refuses rows, if there are any; `{s}`, `{is_}` and `{holds}` in `what` depend on their number."""
     count = int(bad.sum())
     if count:
         words = {"s": "", "is_": "is", "holds": "holds"} if count == 1 else {"s": "s", "is_": "are", "holds": "hold"}
-        raise ColumnError(f"{count} {what.format(column=column, **words)}", hint=hint, column=column)
+        raise ColumnError(f"{count} {what.format(column=column, **words)}", hint=hint, code=code, column=column)
 
 
 def check_labels(values: npt.NDArray[Any], columns: Columns) -> npt.NDArray[Any]:
@@ -312,7 +321,7 @@ def check_labels(values: npt.NDArray[Any], columns: Columns) -> npt.NDArray[Any]
     check_finite(values, spec)
     if columns.grades:
         hint = "labels are grades: 0 for rows that do not matter, and more for better ones"
-        _refuse(values < 0, "label{s} in column {column!r} {is_} negative", hint, spec.column)
+        _refuse(values < 0, "label{s} in column {column!r} {is_} negative", hint, "ST-LABEL-RANGE", spec.column)
     if columns.classes is None:
         _refuse_ignored(values, columns)
         return values
@@ -328,7 +337,7 @@ def check_labels(values: npt.NDArray[Any], columns: Columns) -> npt.NDArray[Any]
         if values.min() < 0:
             hint += "; leave rows out that have no class, or give them any and the weight 0 in weightCol"
         of = f"not among classes 0 ... {columns.classes - 1}, for example {values[bad][0]:g}"
-        _refuse(bad, "label{s} in column {column!r} {is_} " + of, hint, spec.column)
+        _refuse(bad, "label{s} in column {column!r} {is_} " + of, hint, "ST-LABEL-RANGE", spec.column)
     values = values.astype(np.int64)
     _refuse_ignored(values, columns)
     return values
@@ -345,6 +354,7 @@ def _refuse_ignored(values: npt.NDArray[Any], columns: Columns) -> None:
         "number",
         "filter them out, or give them another label and, by weightCol, the weight 0; of several labels in a row, let "
         "loss be a function that returns the mean of those that count, and weightCol their number",
+        "ST-LABEL-RANGE",
         columns.label.column,
     )
 
@@ -352,4 +362,5 @@ def _refuse_ignored(values: npt.NDArray[Any], columns: Columns) -> None:
 def check_weights(values: npt.NDArray[Any], spec: TensorSpec) -> None:
     """Refuses sample weights that are negative, NaN or infinite; the error has the number of such rows."""
     check_finite(values, spec)
-    _refuse(values < 0, "weight{s} in column {column!r} {is_} negative", "weights must be zero or more", spec.column)
+    what, hint = "weight{s} in column {column!r} {is_} negative", "weights must be zero or more"
+    _refuse(values < 0, what, hint, "ST-WEIGHT", spec.column)

@@ -52,11 +52,15 @@ def _numbers_of(values: Any, spec: TensorSpec, name: str) -> pa.Array:
         nested = getattr(values, "dtype", None) == np.dtype(object)
         stacked = np.stack([_dense(row) for row in values]) if nested else np.asarray(values)
     except ValueError as error:
-        raise ColumnError(f"the rows of column {name!r} have different shapes: {error}", column=name) from error
+        raise ColumnError(
+            f"the rows of column {name!r} have different shapes: {error}", column=name, code="ST-SHAPE"
+        ) from error
     shape, levels = ((), ()) if spec.sources else (spec.shape, spec.levels)
     if stacked.shape[1:] not in (shape, levels):
         raise ColumnError(
-            f"column {name!r} has rows of shape {stacked.shape[1:]}, the model takes {shape}", column=name
+            f"column {name!r} has rows of shape {stacked.shape[1:]}, the model takes {shape}",
+            column=name,
+            code="ST-SHAPE",
         )
     return to_arrow(_as(stacked, spec).reshape(len(stacked), *levels))
 
@@ -93,4 +97,6 @@ def unconverted(values: Any, spec: TensorSpec, name: str) -> pa.Array:
             raise TypeError(f"it holds text, such as {next(row for row in rows if isinstance(row, str))!r}")
         return found
     except (pa.ArrowException, ValueError, TypeError) as error:
-        raise ColumnError(f"column {name!r} is {spec.sql} in the model: {error}", column=name) from error
+        raise ColumnError(
+            f"column {name!r} is {spec.sql} in the model: {error}", column=name, code="ST-COLUMN-TYPE"
+        ) from error

@@ -120,7 +120,8 @@ def ragged(array: pa.Array, spec: TensorSpec, *, first_row: int = 0) -> tuple[Ar
         values = numbers(_elements(elements, spec, spec.levels, 0), spec, 0)
     except ColumnError as error:  # its row number counts elements
         row = int(np.repeat(np.arange(len(lengths)), lengths)[error.where["row"]])
-        raise ColumnError(error.what, hint=error.hint, column=spec.column, row=first_row + row) from None
+        place: dict[str, Any] = {"column": spec.column, "row": first_row + row}
+        raise ColumnError(error.what, hint=error.hint, code=error.code, **place) from None
     values = values.reshape(len(elements), *spec.shape)
     if spec.limit is not None and (lengths > spec.limit).any():
         starts = np.cumsum(lengths) - lengths

@@ -120,6 +120,7 @@ class Images(Field):
                 f"an image of column {self._spec.column!r} cannot be decoded: {error}",
                 hint="leave broken files out: open them in a UDF before fit",
                 column=self._spec.column,
+                code="ST-IMAGE",
             ) from error
         return np.asarray(image).reshape(self._shape)
 
@@ -140,6 +141,7 @@ class Images(Field):
                 hint=f"set inputShapes={{{self._spec.column!r}: {list(self._spec.shape)}}} to have all resized",
                 column=self._spec.column,
                 row=row,
+                code="ST-IMAGE",
             )
 
 
@@ -197,4 +199,5 @@ def _no_image(spec: TensorSpec, row: int, why: str) -> ColumnError:
         hint="images are JPEG or PNG files, or come from Spark's image source, with 8 bits a channel",
         column=spec.column,
         row=row,
+        code="ST-IMAGE",
     )

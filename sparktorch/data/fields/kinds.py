@@ -118,6 +118,7 @@ class _Numbers(ColumnKind, name="number"):
                 f"column {spec.column!r} is {column.type}, but the model was fitted on {spec.describe()}",
                 hint="an SQL function takes the input columns of the model, in their order",
                 column=spec.column,
+                code="ST-COLUMN-TYPE",
             )
         return held(column, spec.dtype)
 

@@ -171,6 +171,7 @@ class GroupKeys(RowKeys):
                 f"after {one} comes {other}",
                 hint="add the rows that are missing, or set nullPolicy='drop', which leaves out windows across a gap",
                 column=self._groups.order,
+                code="ST-SERIES",
             )
         return found
 
@@ -185,12 +186,14 @@ class GroupKeys(RowKeys):
                 f"twice {of}",
                 hint="the order of a group's rows must be known: aggregate or drop duplicates, or name a finer column",
                 column=groups.order,
+                code="ST-SERIES",
             )
         if groups.window is None and (mixed := int((same & (marks[1:] != marks[:-1])).sum())):
             raise ColumnError(
                 f"column {self._validation!r} marks some rows of a group and not others, {mixed} times",
                 hint=f"a group trains or validates as a whole: derive the mark from {groups.group!r}, as by its hash",
                 column=self._validation,
+                code="ST-GROUPS",
             )
 
 

@@ -134,12 +134,14 @@ def check_outputs(columns: ColumnNames, names: Sequence[str]) -> None:
             f"the DataFrame already has a column {taken[0]!r}",
             hint="drop it, or name the model's output columns otherwise",
             column=taken[0],
+            code="ST-COLUMN-TAKEN",
         )
     twice = next(((name, name) for name in names if names.count(name) > 1), columns.alike(names))
     if twice is not None:
         raise ConfigError(
             f"two output columns are called {twice[0]!r} and {twice[1]!r}, which to Spark is one name",
             hint="give each a name of its own, or leave one out with ''",
+            code="ST-COLUMN-TAKEN",
         )
 
 
@@ -148,7 +150,12 @@ def check_param_names(instance: Params, names: Iterable[str]) -> None:
     valid = [param.name for param in instance.params]
     for name in names:
         if name not in valid:
-            raise ConfigError(f"{type(instance).__name__} has no Param {name!r}", hint=nearest(name, valid), param=name)
+            raise ConfigError(
+                f"{type(instance).__name__} has no Param {name!r}",
+                hint=nearest(name, valid),
+                param=name,
+                code="ST-UNKNOWN-NAME",
+            )
 
 
 def check_restarts(p: Values) -> None:
@@ -169,6 +176,7 @@ def check_best_metric(config: TrainConfig, recipe: Recipe) -> None:
             f"earlyStoppingMetric is {name!r}, which no validation of this fit has",
             hint=nearest(name, [*known, *(f"val_{metric}" for metric in recipe.metrics)]),
             param="earlyStoppingMetric",
+            code="ST-METRIC",
         )
 
 
@@ -177,7 +185,9 @@ def check_ships(value: Any, name: str, *, param: str, hint: str) -> None:
     try:
         cloudpickle.dumps(value)  # type: ignore[no-untyped-call]  # pyspark's is untyped
     except Exception as error:
-        raise ConfigError(f"{name} cannot be shipped to the ranks: {error}", hint=hint, param=param) from error
+        raise ConfigError(
+            f"{name} cannot be shipped to the ranks: {error}", hint=hint, param=param, code="ST-SHIP"
+        ) from error
 
 
 @contextmanager
@@ -228,6 +238,7 @@ def check_version(source: Any) -> None:
             hint="start the Spark session again; or, while you edit it, define the class in the notebook, whose code "
             "is sent with each fit",
             param="module",
+            code="ST-CODE-CHANGED",
         )
 
 

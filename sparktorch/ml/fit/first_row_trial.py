@@ -151,7 +151,7 @@ def _on_driver(frame: Frame, request: Request[TrainJob], run: partial[DryRunResu
         if not has_gpus(frame.data.sparkSession, request.launch.device):
             raise
         more = "dryRun='worker' tries the module on a worker's device, and not on the driver's CPU"
-        raise ModuleError(error.what, hint=f"{error.hint}\n     {more}", **error.where) from error
+        raise ModuleError(error.what, hint=f"{error.hint}\n     {more}", code=error.code, **error.where) from error
 
 
 def _in_worker(
@@ -185,4 +185,5 @@ def _preprocessed(preprocess: Preprocess, columns: list[tuple[Any, ...]]) -> dic
             f"preprocess failed on the first row: {type(error).__name__}: {error}",
             hint=f"the columns arrive as {', '.join(kinds)}",
             param="preprocess",
+            code="ST-PREPROCESS",
         ) from error

@@ -275,11 +275,11 @@ def _groups(estimator: Any, p: Values) -> Groups | None:
     if p["groupCol"] is None and window is None:
         if grades:
             hint = "name the column that is the same in rows which are ordered together, such as that of a query"
-            raise ConfigError("groupCol is not set", hint=hint, param="groupCol")
+            raise ConfigError("groupCol is not set", hint=hint, param="groupCol", code="ST-NOT-SET")
         return None
     if p["split"] == "keep":
         hint = "leave split out: rows of a group are sent to the same worker"
-        raise ConfigError("split='keep' may divide a group among workers", hint=hint, param="split")
+        raise ConfigError("split='keep' may divide a group among workers", hint=hint, param="split", code="ST-GROUPS")
     return Groups(group=p["groupCol"], order=p["orderCol"], window=window)
 
 

@@ -127,6 +127,7 @@ DEVICE = Refusal(
     "device {p[device]!r} is unknown",
     "it is 'auto', 'cpu', or an accelerator's type without a number: 'cuda' (of NVIDIA's and AMD's GPUs), 'xpu' (of "
     "Intel's); which one a worker gets is for Spark to say",
+    "ST-UNKNOWN-NAME",
 )
 
 JOB = (
@@ -136,6 +137,7 @@ JOB = (
         lambda p: 0 < p["batchSize"] < p.sharing,
         "batchSize is {p[batchSize]}, to be shared by {p.sharing} workers",
         "set it to numWorkers at least: it counts the rows of all workers together",
+        "ST-BATCH-SIZE",
     ),
     Refusal(
         "accumulationSteps",
@@ -143,6 +145,7 @@ JOB = (
         "accumulationSteps is {p[accumulationSteps]}, and each of {p.sharing} workers has {p.share:.3g} rows "
         "of a batch",
         "set it to batchSize / numWorkers at most",
+        "ST-BATCH-SIZE",
     ),
     Refusal(
         "split",
@@ -165,12 +168,15 @@ JOB = (
 )
 
 MODULE = (
-    Refusal("module", lambda p: p["module"] is None, "module is not set", "pass module=... to the constructor"),
+    Refusal(
+        "module", lambda p: p["module"] is None, "module is not set", "pass module=... to the constructor", "ST-NOT-SET"
+    ),
     Refusal(
         "loss",
         lambda p: p["loss"] is None and not p.brings_loss,
         "loss is not set",
         "pass loss=... to the constructor",
+        "ST-NOT-SET",
     ),
     Refusal(
         "module",
@@ -222,6 +228,7 @@ FIT = (
         lambda p: p["epochs"] < 1,
         "epochs must be at least 1, got {p[epochs]}",
         "a module that was trained elsewhere scores without a fit: see fromModule of the models",
+        "ST-VALUE",
     ),
     Refusal(
         "trainingStep",
@@ -245,6 +252,7 @@ FIT = (
         lambda p: p.follows_loss and not p.validated,
         "ReduceLROnPlateau looks at the loss of validation rows, and there are none",
         _MARK,
+        "ST-NO-VALIDATION",
     ),
     Refusal(
         "validationIndicatorCol",
@@ -258,6 +266,7 @@ FIT = (
             lambda p, name=name: p.needs_validation == name and not p.validated,  # type: ignore[misc]
             f"{name} looks at a metric of validation rows, and there are none",
             _MARK,
+            "ST-NO-VALIDATION",
         )
         for name in ("earlyStoppingPatience", "earlyStoppingMetric")
     ),
@@ -266,6 +275,7 @@ FIT = (
         lambda p: p["metrics"] and not p.validated,
         "metrics are those of validation rows, and there are none",
         _MARK,
+        "ST-NO-VALIDATION",
     ),
     Refusal(
         "optimizerParams", lambda p: "lr" in p["optimizerParams"], "optimizerParams holds 'lr'", "set learningRate"
@@ -295,14 +305,20 @@ COLUMNS = (
         "featuresCol and inputCols are both set",
         "set one of them",
     ),
-    Refusal("inputCols", lambda p: p["inputCols"] == [], "inputCols is empty"),
+    Refusal("inputCols", lambda p: p["inputCols"] == [], "inputCols is empty", code="ST-NOT-SET"),
     Refusal(
         "labelCols",
         lambda p: p["labelCols"] is not None and p.is_set("labelCol"),
         "labelCol and labelCols are both set",
         "set one of them",
     ),
-    Refusal("labelCols", lambda p: p["labelCols"] == [], "labelCols is empty", "for no label at all, set labelCol=''"),
+    Refusal(
+        "labelCols",
+        lambda p: p["labelCols"] == [],
+        "labelCols is empty",
+        "for no label at all, set labelCol=''",
+        "ST-NOT-SET",
+    ),
 )
 
 RESTARTS = (
@@ -311,6 +327,7 @@ RESTARTS = (
         lambda p: p["checkpointDir"] is not None and not p.strategy.resumable,
         "checkpointDir is set, and strategy {p[strategy]!r} has state in its workers that no checkpoint holds",
         _RESUMABLE % "checkpointDir",
+        "ST-STRATEGY",
     ),
     Refusal(
         "minWorkers",
@@ -328,6 +345,7 @@ RESTARTS = (
         lambda p: p["minWorkers"] is not None and not p.strategy.resumable,
         "minWorkers is set, and under strategy {p[strategy]!r} another number of workers trains something else",
         _RESUMABLE % "minWorkers",
+        "ST-STRATEGY",
     ),
 )
 
@@ -337,24 +355,28 @@ MODEL_FOLDER = (
         lambda p: not os.path.isabs(p["modelDir"]),
         "modelDir {p[modelDir]!r} is a URL or a relative path, and the files of a model are mapped into memory",
         "name a folder, from '/' on, on a file system that is mounted on all hosts",
+        "ST-MODEL-DIR",
     ),
     Refusal(
         "modelDir",
         lambda p: p.file_in_the_way,
         "modelDir {p[modelDir]!r} cannot be a folder: {p.file_in_the_way!r} is a file",
         "name another folder, on a file system that is mounted under the same path on all hosts",
+        "ST-MODEL-DIR",
     ),
     Refusal(
         "module",
         lambda p: p.brings_its_training,
         "modelDir is set, and module is a LightningModule, whose steps may take parameters apart",
         "pass its network as module, with a loss, or leave modelDir out",
+        "ST-MODEL-DIR",
     ),
     Refusal(
         "module",
         lambda p: p.is_instance,
         "modelDir is set, and module is an instance, which this process holds already",
         "pass a class or function that makes the module, and its arguments as moduleParams",
+        "ST-MODEL-DIR",
     ),
 )
 
@@ -381,6 +403,7 @@ LIGHTNING = (
             lambda p, name=name: p.is_set(name),  # type: ignore[misc]
             f"{name} is set, and the module is a LightningModule, which brings its own",
             f"leave it out: {why}",
+            "ST-LIGHTNING",
         )
         for name, why in _BROUGHT.items()
     ),
@@ -389,5 +412,6 @@ LIGHTNING = (
         lambda p: p["microBatchSize"] == "auto",
         "microBatchSize is 'auto', which may repeat a step, and with it the hooks of a LightningModule",
         "set microBatchSize to a number, or set accumulationSteps",
+        "ST-LIGHTNING",
     ),
 )

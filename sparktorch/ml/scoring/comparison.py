@@ -118,7 +118,9 @@ def described(
     label, weight = model.getLabelCol(), weight_column(model)
     rows = sum(row["rows"] for row in totals)
     if not rows:
-        raise ColumnError("the DataFrame has no rows", hint="check the filter or the path it comes from")
+        raise ColumnError(
+            "the DataFrame has no rows", hint="check the filter or the path it comes from", code="ST-NO-ROWS"
+        )
     needed = (
         ("labels", label, f"null or NaN in column {label!r}", "leave them out with a filter"),
         ("weights", weight, f"null, NaN, infinite or negative in column {weight!r}", "leave them out with a filter"),
@@ -130,7 +132,10 @@ def described(
             raise ColumnError(f"{missing} rows are {what}", hint=hint, column=column)
     if not sum(row["weight"] for row in totals):
         raise ColumnError(
-            "all rows have the weight 0", hint="evaluate rows with weights, or unset weightCol", column=weight
+            "all rows have the weight 0",
+            hint="evaluate rows with weights, or unset weightCol",
+            column=weight,
+            code="ST-WEIGHT",
         )
     return {
         "predictions": predictions,

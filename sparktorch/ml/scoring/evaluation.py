@@ -307,4 +307,5 @@ def no_class(label: Any, rows: int, classes: int, column: str, labels: Sequence[
         f"0 ... {classes - 1}{known}: {counted(rows, 'row has', 'rows have')} no label of its",
         hint=hint,
         column=column,
+        code="ST-LABEL-RANGE",
     )

@@ -120,10 +120,12 @@ def _check(row: Row, model: Any, metric: str) -> None:
         given = None if model.labels and row["stranger"] == -1 else row["stranger"]
         raise no_class(given, row["strangers"], model.numClasses, label, model.labels)
     if not row["weight"]:
-        raise ColumnError("all rows have the weight 0", hint="unset weightCol", column=weight_column(model))
+        raise ColumnError(
+            "all rows have the weight 0", hint="unset weightCol", column=weight_column(model), code="ST-WEIGHT"
+        )
     if row["metric"] is None:
         hint = f"{metric!r} compares rows of different labels: take rows that have them"
-        raise ColumnError("all rows have the same label", hint=hint, column=label)
+        raise ColumnError("all rows have the same label", hint=hint, column=label, code="ST-ONE-LABEL")
 
 
 def _variants(

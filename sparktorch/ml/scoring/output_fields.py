@@ -21,6 +21,7 @@ def output_fields(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
             raise ConfigError(
                 f"two output columns are called {name!r}: {outputs[name]} and {field}",
                 hint="give each a name of its own, or leave one out with ''",
+                code="ST-COLUMN-TAKEN",
             )
         if name:
             outputs[name] = field

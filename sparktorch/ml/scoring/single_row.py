@@ -81,7 +81,12 @@ def _named(row: Mapping[str, Any], name: str) -> Any:
             return [field(element, part) for element in fields]
         key = _key(fields, part) if isinstance(fields, Mapping) else None
         if key is None:
-            raise ColumnError(f"the row has no column {name!r}", hint=nearest(name, map(str, row)), column=name)
+            raise ColumnError(
+                f"the row has no column {name!r}",
+                hint=nearest(name, map(str, row)),
+                column=name,
+                code="ST-COLUMN-MISSING",
+            )
         return fields[key]
 
     return reduce(field, [name] if _key(row, name) is not None else name_parts(name), row)
@@ -111,6 +116,7 @@ def _column(value: Any, spec: TensorSpec, name: str) -> pa.Array:
             f"the value for column {name!r} does not fit: {error}",
             hint=f"the model takes {spec.describe()}, of one row; for several there is transform",
             column=name,
+            code="ST-COLUMN-TYPE",
         ) from error
 
 

@@ -113,7 +113,9 @@ class Forecaster(LearningEstimator, ForecasterParams):
         named = [*(p[name] for name in ("groupCol", "orderCol") if p[name]), *_named(p)]
         if taken := next((name for name in (p["groupCol"], p["orderCol"]) if str(name).lower() in COMPARED), None):
             hint = f"rename it: {', '.join(COMPARED)} are the columns that evaluate and backtest add"
-            raise ConfigError(f"column {taken!r} would be there twice in the forecasts of evaluate", hint=hint)
+            raise ConfigError(
+                f"column {taken!r} would be there twice in the forecasts of evaluate", hint=hint, code="ST-COLUMN-TAKEN"
+            )
         if twice := next((name for name in named if named.count(name) > 1), None):
             hint = "name it once: the target's past and what is known ahead are seen in the context, too"
             raise ConfigError(f"column {twice!r} is named twice", hint=hint)

@@ -38,11 +38,21 @@ _ORDERS = (T.ByteType, T.ShortType, T.IntegerType, T.LongType, T.DateType, T.Tim
 COMPARED = ("cutoff", "step", "label", "naive", "scale")  # the columns that `evaluate` adds
 
 WINDOWS = (
-    Refusal("orderCol", lambda p: not p["orderCol"], "orderCol is not set", "name the column of the rows' times"),
-    Refusal("labelCol", lambda p: not p["labelCol"], "labelCol is empty", "name the column to forecast"),
-    Refusal("context", lambda p: p["context"] is None, "context is not set", "set it to some seasons' rows"),
+    Refusal(
+        "orderCol",
+        lambda p: not p["orderCol"],
+        "orderCol is not set",
+        "name the column of the rows' times",
+        "ST-NOT-SET",
+    ),
+    Refusal("labelCol", lambda p: not p["labelCol"], "labelCol is empty", "name the column to forecast", "ST-NOT-SET"),
+    Refusal(
+        "context", lambda p: p["context"] is None, "context is not set", "set it to some seasons' rows", "ST-NOT-SET"
+    ),
     Refusal("context", lambda p: p["context"] < 2, "context is {p[context]}, and steps are seen from two rows on"),
-    Refusal("horizon", lambda p: p["horizon"] is None, "horizon is not set", "set it to the rows to forecast"),
+    Refusal(
+        "horizon", lambda p: p["horizon"] is None, "horizon is not set", "set it to the rows to forecast", "ST-NOT-SET"
+    ),
     Refusal("horizon", lambda p: p["horizon"] < 1, "horizon is {p[horizon]}", "set it to 1 or more"),
     Refusal(
         "quantiles",

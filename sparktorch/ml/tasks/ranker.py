@@ -40,7 +40,7 @@ class RankingModel(ValueModel, RankingModelParams):
             ConfigError: `groupCol` is not set.
         """
         if not self.isDefined("groupCol"):
-            raise ConfigError("groupCol is not set", hint="model.setGroupCol(...)", param="groupCol")
+            raise ConfigError("groupCol is not set", hint="model.setGroupCol(...)", param="groupCol", code="ST-NOT-SET")
         named = self._named()
         return evaluate_ranker(named, named.transform, dataframe_of(dataset, "evaluate"))
 
@@ -80,6 +80,8 @@ class Ranker(TorchEstimatorBase[RankingModel], RankerParams):
         loss = self.getLoss()
         if isinstance(loss, str) and ":" not in loss:
             if loss not in LOSSES:
-                raise ConfigError(f"loss {loss!r} is unknown", hint=nearest(loss, LOSSES), param="loss")
+                raise ConfigError(
+                    f"loss {loss!r} is unknown", hint=nearest(loss, LOSSES), param="loss", code="ST-UNKNOWN-NAME"
+                )
             loss = LOSSES[loss]
         return loss, measured

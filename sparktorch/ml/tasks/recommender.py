@@ -354,7 +354,11 @@ def _seen_in(dataset: DataFrame, p: Values) -> _Seen:
         figures = [F.max(names.column(one).cast("double")).alias(f"f{at}") for at, one in enumerate(features)]
         found = table_of(groups.agg(*figures, F.count(F.lit(1)).alias("rows"), F.sum(score).alias("sum")))
         if not found.num_rows:
-            raise ColumnError("the DataFrame has no rows that train", hint="check the filter or the path it comes from")
+            raise ColumnError(
+                "the DataFrame has no rows that train",
+                hint="check the filter or the path it comes from",
+                code="ST-NO-ROWS",
+            )
         kept = found.sort_by("id").select([0, *range(1, 1 + len(features))])
         tables.append(_structs(kept, [name, *features]))
         mean = pc.sum(found["sum"]).as_py() / pc.sum(found["rows"]).as_py()

@@ -123,7 +123,9 @@ def _seen_in(dataset: DataFrame, estimator: _TabularEstimator) -> _Seen:
     )
     rows, *found = found
     if not rows.rows:
-        raise ColumnError("the DataFrame has no rows that train", hint="check the filter or the path it comes from")
+        raise ColumnError(
+            "the DataFrame has no rows that train", hint="check the filter or the path it comes from", code="ST-NO-ROWS"
+        )
     categories = {
         name: [_VALUES.get(kept_as(names.type_of(name)), int)(value) for value in of]
         for name, of in zip(categorical, values, strict=False)
@@ -142,7 +144,9 @@ def _seen_in(dataset: DataFrame, estimator: _TabularEstimator) -> _Seen:
         outputs = _classes(label, found[-1])
     if label and outputs < 2:
         hint = "a classifier learns to tell two or more apart"
-        raise ColumnError(f"column {label!r} has the same label in all rows that train", hint=hint, column=label)
+        raise ColumnError(
+            f"column {label!r} has the same label in all rows that train", hint=hint, column=label, code="ST-ONE-LABEL"
+        )
     known = {*categorical, *times, *numeric}
     order = [*(p["inputCols"] or names.schema.names), *(p["categoricalCols"] or ()), *(p["numericCols"] or ())]
     inputs = [name for name in dict.fromkeys(order) if name in known]
@@ -179,6 +183,7 @@ def _classes(column: str, figures: Figures) -> int:
             f"column {column!r} has labels {smallest:g} ... {largest:g}, and classes are counted from 0",
             hint="subtract the smallest, or cast the column to string: then the labels are learned",
             column=column,
+            code="ST-LABEL-RANGE",
         )
     return int(largest) + 1
 
@@ -192,7 +197,9 @@ def _by_kind(p: Values, names: ColumnNames) -> tuple[list[str], dict[str, list[s
     rest = [name for name in p["inputCols"] or free if name not in named]
     if p["inputCols"] and (beyond := named - set(p["inputCols"])):
         hint = "name it in inputCols, too, or leave inputCols out"
-        raise ColumnError(f"column {min(beyond)!r} is not among inputCols", hint=hint, column=min(beyond))
+        raise ColumnError(
+            f"column {min(beyond)!r} is not among inputCols", hint=hint, column=min(beyond), code="ST-COLUMN-MISSING"
+        )
     if both := {*(p["labelCols"] or [p["labelCol"]])} & {*(p["inputCols"] or ()), *named}:
         what = f"the label {min(both)!r} is among the input columns"
         raise ColumnError(what, hint="leave it out: a model would only repeat it", column=min(both))

@@ -43,7 +43,7 @@ _OUTPUTS = ("predictionCol", "probabilityCol", "rawPredictionCol")
 
 _REFUSED = (
     *(
-        Refusal(name, lambda p, name=name: p[name] is None, f"{name} is not set", f"set {name}")  # type: ignore[misc]
+        Refusal(name, lambda p, name=name: p[name] is None, f"{name} is not set", f"set {name}", "ST-NOT-SET")  # type: ignore[misc]
         for name in ("estimator", "evaluator", "estimatorParamMaps")
     ),
     Refusal(
@@ -51,6 +51,7 @@ _REFUSED = (
         lambda p: not p["estimatorParamMaps"],
         "estimatorParamMaps is empty",
         "[{{}}] fits it as it is",
+        "ST-NOT-SET",
     ),
     Refusal(
         "numFolds",

@@ -54,6 +54,7 @@ class Space:
                 hint="give a dict such as {'learningRate': optuna.distributions.FloatDistribution(1e-4, 0.1), "
                 "'batchSize': [32, 64]}, or a function (trial) -> dict",
                 param="space",
+                code="ST-SEARCH",
             )
         _check_names(estimator, given)
         self.distributions = {name: self._distribution(name, value) for name, value in given.items()}
@@ -72,6 +73,7 @@ class Space:
                 f"the space's function returned {values!r}",
                 hint="it returns the trial's values by name of Param, at least one",
                 param="space",
+                code="ST-SEARCH",
             )
         _check_names(self._estimator, values)
         return dict(values)
@@ -103,12 +105,15 @@ class Space:
                 hint="give a list of choices, at least one, or a distribution: optuna.distributions.FloatDistribution, "
                 "IntDistribution or CategoricalDistribution",
                 param=name,
+                code="ST-SEARCH",
             )
         if all(isinstance(choice, _SIMPLE) for choice in value):
             return distributions.CategoricalDistribution(value)
         labels = [_label(choice) for choice in value]
         if len(set(labels)) < len(labels):
-            raise ConfigError(f"two choices of {name!r} read the same: {', '.join(labels)}", param=name)
+            raise ConfigError(
+                f"two choices of {name!r} read the same: {', '.join(labels)}", param=name, code="ST-SEARCH"
+            )
         self._choices[name] = dict(zip(labels, value, strict=True))
         return distributions.CategoricalDistribution(labels)
 
@@ -142,7 +147,12 @@ def _check_names(estimator: EstimatorParams, names: Iterable[str]) -> None:
         param, dot, _ = str(name).partition(".")
         check_param_names(estimator, [param])
         if dot and not isinstance(_value(estimator, param), dict):
-            raise ConfigError(f"{name!r} in the space: {param} is no dict", hint=f"call it {param!r}", param=param)
+            raise ConfigError(
+                f"{name!r} in the space: {param} is no dict",
+                hint=f"call it {param!r}",
+                param=param,
+                code="ST-SEARCH",
+            )
 
 
 def _value(estimator: EstimatorParams, param: str) -> Any:

@@ -214,6 +214,7 @@ class TorchTuner(Estimator[TorchTunerModel]):
             raise ConfigError(
                 f"none of the {len(study.trials)} trials was completed",
                 hint="give a larger timeout, or a pruner that lets some trials end",
+                code="ST-SEARCH",
             )
         best = study.best_trial
         if best.number in search.models:
@@ -260,6 +261,7 @@ def _valid_one(base: Any, space: Space, metric: str) -> tuple[Any, Request[Train
             f"the metric {metric!r} is one of validation rows, and there are none",
             hint="mark some with validationIndicatorCol, or search for another metric, such as 'loss'",
             param="metric",
+            code="ST-NO-VALIDATION",
         )
     return estimator, request
 
@@ -277,7 +279,10 @@ def _groups(spark: SparkSession, request: Request[TrainJob], workers: int, paral
         name, fit = ("workersPerTrial", found) if found < workers else ("parallelism", found // workers)
         asked = f"{workers}" if found < workers else f"{parallelism} with {workers} workers a trial"
         raise ConfigError(
-            f"{name} is {asked}, and the cluster has {found} slots", hint=f"set it to {fit} or less", param=name
+            f"{name} is {asked}, and the cluster has {found} slots",
+            hint=f"set it to {fit} or less",
+            param=name,
+            code="ST-SLOTS",
         )
     return parallelism or (found or workers) // workers
 
@@ -314,5 +319,8 @@ def _check_rows(first: Request[TrainJob], other: Request[TrainJob], values: dict
     if name == "numWorkers":
         hint = "workersPerTrial says how many workers a trial has"
     raise ConfigError(
-        f"{name!r} in the space gives trials other rows: they differ in {differing}", hint=hint, param=name
+        f"{name!r} in the space gives trials other rows: they differ in {differing}",
+        hint=hint,
+        param=name,
+        code="ST-SEARCH",
     )

@@ -159,7 +159,9 @@ def _windows(rows: pa.Table, columns: SeriesColumns, backtest: Backtest | None) 
     """Yields the windows of one series; refuses, or leaves out, those that cannot be scored."""
     rows = rows.combine_chunks()
     if rows[columns.order].null_count:
-        raise ColumnError(f"column {columns.order!r} holds null", hint="leave such rows out", column=columns.order)
+        raise ColumnError(
+            f"column {columns.order!r} holds null", hint="leave such rows out", column=columns.order, code="ST-NULL"
+        )
     order = rows[columns.order].chunk(0)
     series = _Series(
         group=rows[columns.group].chunk(0)[:1] if columns.group else pa.nulls(1),
@@ -199,7 +201,7 @@ def _window(series: _Series, origin: int, columns: SeriesColumns, backtest: Back
 
     if columns.group and series.group.null_count:
         hint = "leave such rows out, or set handleInvalid='skip'"
-        raise ColumnError(f"column {columns.group!r} holds null", hint=hint, column=columns.group)
+        raise ColumnError(f"column {columns.group!r} holds null", hint=hint, column=columns.group, code="ST-NULL")
     if start < 0:
         need = f"a context of {columns.context}" + (" before the rows to compare with" if backtest else "")
         raise unfit(f"has {counted(max(0, origin), 'row', 'rows')} with {target!r} for {need}", target)

@@ -128,7 +128,7 @@ class Finding:
 
     def error(self) -> ClusterError:
         """Returns the finding as the error that ends a fit."""
-        return ClusterError(self.found, hint=self.advice, **self.where)
+        return ClusterError(self.found, hint=self.advice, code=f"ST-{self.check.upper()}", **self.where)
 
 
 def found(check: str, status: Status, text: str, where: dict[str, Any], cause: str, **words: Any) -> Finding:

@@ -149,6 +149,7 @@ def check_result_size(spark: SparkSession, model_bytes: int) -> None:
             "result of a job",
             hint="start the session with a larger spark.driver.maxResultSize (0 for any size), and with a "
             "spark.driver.memory of about three times the model; or let workers write it: modelDir",
+            code="ST-DRIVER-MEMORY",
         )
 
 

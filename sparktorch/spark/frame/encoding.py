@@ -197,6 +197,7 @@ def _check_options(
             f"inputShapes[{name!r}] is {list(shape)}, and {said}",
             hint="an image is [channels, height, width] or [height, width, channels], with 1, 3 or 4 channels",
             param="inputShapes",
+            code="ST-SHAPE",
         )
 
 
@@ -260,6 +261,7 @@ def input_columns(dataset: DataFrame, specs: Sequence[TensorSpec]) -> list[Colum
                     f"column {name!r} is {kind.simpleString()}, but the model was fitted on {spec.describe()}",
                     hint=_as_in_fit(kind, spec, columns.sql(name)),
                     column=name,
+                    code="ST-COLUMN-TYPE",
                 )
     sent = [(spec, column_of(columns, spec)) for spec in specs]
     return [for_pandas(column, columns.type_of(spec.column)) if spec.as_it_is else column for spec, column in sent]

@@ -48,7 +48,7 @@ def first_row(data: DataFrame, columns: Columns, *, filled: bool) -> pa.RecordBa
         if found.num_rows < count:
             break
     what = "no row without nulls, NaN, infinity or empty lists" if conditions else "no rows"
-    raise ColumnError(f"the DataFrame has {what}", hint="check the filter or the path it comes from")
+    raise ColumnError(f"the DataFrame has {what}", hint="check the filter or the path it comes from", code="ST-NO-ROWS")
 
 
 def _head(rows: DataFrame, count: int, schema: T.StructType) -> pa.RecordBatch:
@@ -121,6 +121,7 @@ def measured(spec: TensorSpec, sample: pa.RecordBatch) -> TensorSpec:
             f"column {spec.column!r} is {'null' if value is None else 'empty'} in the first row",
             hint="drop such rows before fit, or set nullPolicy",
             column=spec.column,
+            code="ST-NULL",
         )
     return _shaped(spec, found)
 
@@ -138,5 +139,6 @@ def _shaped(spec: TensorSpec, levels: tuple[int, ...]) -> TensorSpec:
             f"{list(spec.shape)}, which are {spec.width}",
             hint="the ranks reshape each row, they neither pad nor cut it",
             column=spec.column,
+            code="ST-SHAPE",
         )
     return replace(spec, lists=None if levels == spec.shape else levels)

@@ -44,6 +44,7 @@ def check_group(names: ColumnNames, name: str) -> None:
             f"column {name!r} is {kind.simpleString()}, and groups are told apart by a value",
             hint=f"make a string of it, as to_json({names.sql(name)}) does",
             column=name,
+            code="ST-COLUMN-TYPE",
         )
 
 
@@ -74,4 +75,5 @@ def _place(names: ColumnNames, name: str) -> Column:
         f"column {name!r} is {kind.simpleString()}, and rows are ordered by whole numbers, dates or timestamps",
         hint=f"cast({names.sql(name)} as timestamp), or as date or bigint",
         column=name,
+        code="ST-COLUMN-TYPE",
     )

@@ -57,6 +57,7 @@ def keep(data: DataFrame, parts: int) -> DataFrame:
             if found
             else "leave split at 'key'",
             param="split",
+            code="ST-PARTITIONS",
         )
     return data
 

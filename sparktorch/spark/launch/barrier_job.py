@@ -119,6 +119,7 @@ def control_server(spark: SparkSession, launch: Launch) -> ControlServer | None:
         raise ClusterError(
             f"cannot listen on {address[0]!r}: {error}",
             hint="set spark.driver.bindAddress to an address of this machine that executors reach",
+            code="ST-DRIVER-REACHABLE",
         ) from error
 
 
@@ -133,6 +134,7 @@ def unshippable(error: ShippingError) -> ModuleError:
         f"the module, loss or optimizer cannot be shipped to the ranks: {error}",
         hint="it holds, or its code uses as a global, something that stays in this process (a lock, a file, a "
         "session): make that inside the module's __init__",
+        code="ST-SHIP",
     )
 
 

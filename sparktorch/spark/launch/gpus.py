@@ -37,6 +37,7 @@ def gpu_profile(spark: SparkSession, device: Device, world_size: int) -> Resourc
             raise ClusterError(
                 f"device={device!r} with numWorkers={world_size}, but torch sees {count} such devices on this machine",
                 hint=advice,
+                code="ST-GPUS",
             )
         return None
     gpus = float(setting(spark, AMOUNT, "0"))
@@ -45,6 +46,7 @@ def gpu_profile(spark: SparkSession, device: Device, world_size: int) -> Resourc
             f"device={device!r}, but the executors have no GPU",
             hint=f"start the session with {AMOUNT}=1 and "
             "spark.executor.resource.gpu.discoveryScript=conf/gpu_discovery.sh, or set device='cpu'",
+            code="ST-GPUS",
         )
     if gpus < 1 or float(setting(spark, TASK_AMOUNT, "0")) >= 1:
         return None
@@ -54,6 +56,7 @@ def gpu_profile(spark: SparkSession, device: Device, world_size: int) -> Resourc
             f"pyspark {pyspark.__version__} cannot ask Spark for a GPU a worker",
             hint=f"start the session with {TASK_AMOUNT}=1, which holds for the tasks of all jobs, "
             f"or set device='cpu'; pyspark 4.0 and newer ask by themselves",
+            code="ST-GPUS",
         )
     requests = TaskResourceRequests().cpus(cpus).resource("gpu", 1)
     return ResourceProfileBuilder().require(requests).build
@@ -86,6 +89,7 @@ def choose_device(device: Device, addresses: Sequence[str], *, local_rank: int, 
             hint=f"is torch {torch.__version__} a build for such devices where tasks run, and does the GPU discovery "
             "script, where Spark has one, list the devices that torch sees? device='cpu' does without",
             gpu_addresses=list(addresses) or None,
+            code="ST-GPUS",
         )
     return f"{kind}:{index}"
 
@@ -103,5 +107,6 @@ def device_index(address: str, visible: str | None) -> int:
         raise ClusterError(
             f"Spark assigned GPU {address}, which CUDA_VISIBLE_DEVICES={visible or ''} hides",
             hint="make the discovery script print indices, or the UUIDs in CUDA_VISIBLE_DEVICES",
+            code="ST-GPUS",
         )
     return devices.index(address)

@@ -174,7 +174,7 @@ def _reach(rendezvous: Rendezvous, world: World) -> None:
 
 def _marked(failure: SparkTorchError) -> RankError:
     """Returns the failure as an exception that carries it in its message, for `failure_in` on the driver."""
-    return RankError(failure.what, **failure.where, trace=told(failure))
+    return RankError(failure.what, **failure.where, code=failure.code, trace=told(failure))
 
 
 def _chunks(rank: int, result: Result) -> Iterator[pa.RecordBatch]:
@@ -211,5 +211,6 @@ def assemble(rows: Iterable[Row], world_size: int) -> list[tuple[dict[str, Any],
                 "have come to the driver",
                 hint=JVM_MEMORY_HINT,
                 rank=rank,
+                code="ST-DRIVER-MEMORY",
             )
     return [(head["meta"], payload) for head, payload in found]

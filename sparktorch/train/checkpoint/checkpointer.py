@@ -123,7 +123,9 @@ class Checkpointer:
             raise
         except Exception as error:
             reason, hint = cannot_write(self._config.directory, error)
-            raise PersistenceError(f"checkpointDir {reason}", hint=hint, param="checkpointDir") from error
+            raise PersistenceError(
+                f"checkpointDir {reason}", hint=hint, param="checkpointDir", code="ST-CHECKPOINT-DIR"
+            ) from error
         self._claims.start()  # reading all checkpoints may take longer than a lease lasts
         going_on = unfinished(store, self._config.owner, self._job)
         if going_on is not None:  # checked first: a refused fit leaves the directory as it is
@@ -161,6 +163,7 @@ class Checkpointer:
                     f"checkpointDir {self._config.directory} is not the same directory here as on rank 0's host {host}",
                     hint="set a directory that all workers share: of a network file system, or of an object store",
                     param="checkpointDir",
+                    code="ST-CHECKPOINT-DIR",
                 )
             time.sleep(0.1)
 
@@ -364,4 +367,4 @@ def _check_same(manifest: Manifest, job: Mapping[str, Any], directory: str, fixe
         hint += "; numbers that rows get as they are read (idCol) depend on the partitions: write them into the table"
     if what:
         param = "epochs" if names == ["epochs"] else "checkpointDir"
-        raise PersistenceError(f"{directory} holds {what}", hint=hint, param=param)
+        raise PersistenceError(f"{directory} holds {what}", hint=hint, param=param, code="ST-CHECKPOINT-OTHER")

@@ -38,7 +38,9 @@ class Directory:
         try:
             self._fs, root = fsspec.core.url_to_fs(url)
         except (ImportError, ValueError) as error:
-            raise PersistenceError(f"checkpointDir {url!r} cannot be opened: {error}", param="checkpointDir") from error
+            raise PersistenceError(
+                f"checkpointDir {url!r} cannot be opened: {error}", param="checkpointDir", code="ST-CHECKPOINT-DIR"
+            ) from error
         self.is_local = isinstance(self._fs, LocalFileSystem)
         self._root = root.rstrip("/")
 
@@ -151,6 +153,7 @@ class Directory:
             raise ClusterError(
                 f"checkpointDir {self.url} cannot be reached: {type(error).__name__}: {error}",
                 hint="it must be a directory that every worker can read and write, with its credentials there",
+                code="ST-CHECKPOINT-DIR",
             ) from error
 
 

@@ -48,6 +48,7 @@ def foreign(name: str, reason: str) -> PersistenceError:
         f"{name} of the checkpoint is refused: it is none that sparktorch writes ({reason})",
         hint="somebody else has written into checkpointDir: find out who before you go on",
         param="checkpointDir",
+        code="ST-CHECKPOINT-DAMAGED",
     )
 
 

@@ -47,6 +47,7 @@ class Lease:
                 hint="give each fit a directory of its own; if that fit is dead, try again in "
                 f"{CLAIM_SECONDS - age:.0f} s",
                 param="checkpointDir",
+                code="ST-CHECKPOINT-BUSY",
             )
         self._write()
 
@@ -69,6 +70,7 @@ class Lease:
             f"one, while it had not said for {CLAIM_SECONDS:.0f} s that it writes there",
             hint="give each fit a directory of its own",
             param="checkpointDir",
+            code="ST-CHECKPOINT-BUSY",
         )
 
     def _write(self, *, new: bool = False) -> None:

@@ -240,12 +240,12 @@ class CheckpointStore:
                 ),
             }
         except FileNotFoundError as error:
-            raise PersistenceError(f"checkpoint {where} was never finished") from error
+            raise PersistenceError(f"checkpoint {where} was never finished", code="ST-CHECKPOINT-DAMAGED") from error
         except (ValueError, TypeError, KeyError) as error:
-            raise PersistenceError(f"{where} is damaged: {error}") from error
+            raise PersistenceError(f"{where} is damaged: {error}", code="ST-CHECKPOINT-DAMAGED") from error
         if any(wrong.values()):
             what = next(what for what, applies in wrong.items() if applies)
-            raise PersistenceError(f"{where} cannot be used: {what}")
+            raise PersistenceError(f"{where} cannot be used: {what}", code="ST-CHECKPOINT-DAMAGED")
         return manifest
 
     @contextmanager
@@ -281,10 +281,10 @@ class CheckpointStore:
             try:
                 found = self.directory.measure(f"{_folder(manifest.step, manifest.attempt)}/{name}")
             except FileNotFoundError as error:
-                raise PersistenceError(f"{what} cannot be read: {error}") from error
+                raise PersistenceError(f"{what} cannot be read: {error}", code="ST-CHECKPOINT-DAMAGED") from error
             if found != wanted:
                 size = f"it has {found['bytes']:,} bytes of {wanted['bytes']:,}, or others than were written"
-                raise PersistenceError(f"{what} is damaged: {size}")
+                raise PersistenceError(f"{what} is damaged: {size}", code="ST-CHECKPOINT-DAMAGED")
 
     def usable(self) -> tuple[Manifest | None, list[PersistenceError]]:
         """Returns the latest intact checkpoint, `None` without one, and the errors of later ones."""

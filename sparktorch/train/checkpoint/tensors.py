@@ -194,7 +194,7 @@ def load_tensors(directory: Path, wanted: Mapping[str, torch.Tensor]) -> set[str
     wrong += [f"lacks {name}" for name in wanted if name not in known and not name.startswith(OPTIMIZER)]
     if wrong:
         hint = "is the module the same as when it was saved?"
-        raise PersistenceError(f"the checkpoint {', '.join(wrong[:3])}", hint=hint)
+        raise PersistenceError(f"the checkpoint {', '.join(wrong[:3])}", hint=hint, code="ST-CHECKPOINT-OTHER")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # intended, by `no_dist`
         dcp.load(dict(flat), storage_reader=reader, no_dist=True)

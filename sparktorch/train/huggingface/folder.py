@@ -46,12 +46,16 @@ def opened(
         config = _changed(config, params)
         if not is_weights_folder(folder):
             hint = "write them with save_pretrained(folder), or leave modelDir out"
-            raise ModuleError(f"{folder} holds no weights as safetensors", hint=hint, param="module")
+            raise ModuleError(
+                f"{folder} holds no weights as safetensors", hint=hint, param="module", code="ST-MODEL-FOLDER"
+            )
         return {**_described(_class_of(config), config), "initial": WeightsFolder(folder)}
     found, weights, lacking = _read(folder, json.dumps(dict(params), sort_keys=True), seed, stamp(folder))
     if complete and lacking:
         hint = "train it first: the values would be random"
-        raise ModuleError(f"{folder} has no values for {', '.join(lacking)}", hint=hint, param="module")
+        raise ModuleError(
+            f"{folder} has no values for {', '.join(lacking)}", hint=hint, param="module", code="ST-MODEL-FOLDER"
+        )
     return {**found, "initial": weights}
 
 
@@ -80,7 +84,9 @@ def config_in(folder: str) -> Any:
     """
     if not (Path(folder) / "config.json").is_file():
         hint = "give the path of a folder that save_pretrained wrote, on this machine"
-        raise ModuleError(f"{folder} holds no model: there is no config.json", hint=hint, param="module")
+        raise ModuleError(
+            f"{folder} holds no model: there is no config.json", hint=hint, param="module", code="ST-MODEL-FOLDER"
+        )
     hint = "give a folder that save_pretrained wrote, with no later version of transformers than that here"
     with refusing(f"the config.json in {folder} cannot be read", hint, param="module"):
         return transformers().AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -94,7 +100,12 @@ def classifier_in(folder: str, auto: str, classes: int | None) -> dict[str, Any]
     """
     config, known = config_in(folder), getattr(transformers(), auto)._model_mapping
     if type(config) not in known:
-        raise ModuleError(f"{auto} knows no {config.model_type}", hint="use TorchClassifier", param="modelFolder")
+        raise ModuleError(
+            f"{auto} knows no {config.model_type}",
+            hint="use TorchClassifier",
+            param="modelFolder",
+            code="ST-MODEL-FOLDER",
+        )
     more = {} if classes in (None, config.num_labels) else {"num_labels": classes}
     return {"architectures": [known[type(config)].__name__], "problem_type": "single_label_classification", **more}
 

@@ -53,7 +53,9 @@ def configured(module: Any) -> Configured:
         what, hint = "a ReduceLROnPlateau that looks at its metric after each step", "set its interval to 'epoch'"
     if what:
         name = type(module).__qualname__
-        raise ModuleError(f"configure_optimizers of {name} returned {what}", hint=hint, param="module")
+        raise ModuleError(
+            f"configure_optimizers of {name} returned {what}", hint=hint, param="module", code="ST-LIGHTNING"
+        )
     return Configured(optimizers[0], found)
 
 

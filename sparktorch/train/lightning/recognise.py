@@ -85,7 +85,7 @@ def check_class(source: Any, *, validated: bool) -> None:
             raise ModuleError(what, hint=hint, param="module")
     for name, hint in _NEEDED.items():
         if not overrides(source, name) and (validated or name != "validation_step"):
-            raise ModuleError(f"{kind.__qualname__} has no {name}", hint=hint, param="module")
+            raise ModuleError(f"{kind.__qualname__} has no {name}", hint=hint, param="module", code="ST-LIGHTNING")
 
 
 def check_instance(module: Any) -> None:

@@ -81,4 +81,5 @@ def loss_of(output: Any, name: str) -> torch.Tensor:
         f"training_step of {name} returned {none if output is None else what}",
         hint="return the loss, or a dict with it under 'loss'; for a batch that does not count, return loss * 0",
         param="module",
+        code="ST-LIGHTNING",
     )

@@ -213,7 +213,7 @@ class _Run:
             self.callbacks.call("on_epoch_start")
         weights = sum_over_ranks(self._dataset.step_weights(epoch), self._world)
         if not weights.any():
-            raise ColumnError("all rows have the weight 0", hint="see weightCol and classWeights")
+            raise ColumnError("all rows have the weight 0", hint="see weightCol and classWeights", code="ST-WEIGHT")
         scales = step_scales(weights, engine.sync.divisor)
         engine.split.begin(self._dataset, epoch, counters.taken)
         waited, entered = counters.waited, time.perf_counter() - counters.validating

@@ -81,6 +81,7 @@ class ModelFolder:
                 f"modelDir cannot be used: {error}",
                 hint="name a folder on a file system that is mounted under the same path on all hosts",
                 param="modelDir",
+                code="ST-MODEL-DIR",
             ) from error
         finally:
             if self._world.is_main:
@@ -189,6 +190,7 @@ class ModelFolder:
                 f"the model cannot be written into modelDir: {error}",
                 hint=f"{self._path.parent} needs room for the model, and must stay mounted and writable for rank 0",
                 param="modelDir",
+                code="ST-MODEL-DIR",
             ) from error
         finally:
             shutil.rmtree(self._new, ignore_errors=True)

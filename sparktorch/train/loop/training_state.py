@@ -117,6 +117,7 @@ class TrainingState:
                 "the frozen parameters under the adapters are not those that the checkpoint was trained on",
                 hint="load the same base as before, or train from the start with another checkpointDir",
                 param="checkpointDir",
+                code="ST-CHECKPOINT-OTHER",
             )
         create_optimizer_state(engine.optimizer)
         best = self._load_tensors(store, manifest, f"{_OWN}{source}.", best=self._progress.had_best(main))

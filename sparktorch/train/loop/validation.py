@@ -224,6 +224,7 @@ class Best:
                 f"earlyStoppingMetric is {name!r}, which the validation does not have",
                 hint=f"set one that it has: {', '.join(sorted(metrics))}",
                 param="earlyStoppingMetric",
+                code="ST-METRIC",
             )
         if self._config.patience is None:
             return True

@@ -69,6 +69,7 @@ def _stopped(loss: float, *, step: int | None = None) -> ModuleError:
         "the loss is not defined for, such as the logarithm of zero; nonFiniteLoss='skip' leaves such steps out",
         param="nonFiniteLoss",
         step=step,
+        code="ST-NAN-LOSS",
     )
 
 

@@ -78,7 +78,7 @@ def explained(config: TrainConfig) -> Iterator[None]:
         first = text.partition("\n")[0].partition(". ")[0]
         if is_out_of_memory(error):
             what, hint = f"the memory of the device is full: {text.splitlines()[0]}", _less_memory(config)
-            raise ClusterError(what, hint=hint, trace=trace) from error
+            raise ClusterError(what, hint=hint, trace=trace, code="ST-OUT-OF-MEMORY") from error
         for caused, signs, kind, what, hint, param in _EXPLAINED:
             if caused(config) and any(sign in text for sign in signs):
                 raise kind(what.format(first), hint=hint, param=param, trace=trace) from error

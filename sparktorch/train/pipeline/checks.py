@@ -30,6 +30,7 @@ def check_parts(module: nn.Module) -> None:
                 f"{name or 'the module'} has {what}, which stages of a pipeline do not train as one process does",
                 hint=f"normalise each row by itself, as nn.LayerNorm does; leave sparse=True out; or {_SHARD}",
                 param="strategyParams",
+                code="ST-PIPELINE",
             )
 
 
@@ -97,6 +98,7 @@ def check_equal(cut: Cut, given: Arguments, module: nn.Module) -> None:
                 "on a micro-batch and its padding at a time",
                 hint=f"leave it as it is in training, or {_SHARD}",
                 param="module",
+                code="ST-PIPELINE",
             )
         check_rows(expected, given.rows)
         with untouched_generators(device):
@@ -140,6 +142,7 @@ def _check_evaluation(cut: Cut, given: Arguments, module: nn.Module) -> None:
             "else than its stages, and a pipeline computes on a micro-batch at a time",
             hint=f"compute each row by itself, as nn.LayerNorm does, or {_SHARD}",
             param="strategyParams",
+            code="ST-PIPELINE",
         )
 
 
@@ -178,7 +181,7 @@ def _gradients(outputs: Sequence[torch.Tensor], trained: Sequence[nn.Parameter])
 
 def _differ(module: nn.Module, what: str) -> ModuleError:
     name = type(module).__name__
-    return ModuleError(f"the stages of {name}, one after another, {what}", hint=HOW, param="module")
+    return ModuleError(f"the stages of {name}, one after another, {what}", hint=HOW, param="module", code="ST-PIPELINE")
 
 
 def _close(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:

@@ -58,18 +58,22 @@ class Cut:
                         f"parameter {name!r} is in stages {other} and {stage} of the pipeline",
                         hint="untie it, name other layers in strategyParams.split, or use strategyParams.shard",
                         param=_PARAM,
+                        code="ST-PIPELINE",
                     )
         named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
         self.stage_of = {name: owners[id(tensor)] for name, tensor in named if id(tensor) in owners}
         for name, _ in module.named_parameters():
             if name not in self.stage_of:
-                raise ModuleError(f"parameter {name!r} is in none of the stages", hint=HOW, param="module")
+                raise ModuleError(
+                    f"parameter {name!r} is in none of the stages", hint=HOW, param="module", code="ST-PIPELINE"
+                )
         trained = {self.stage_of[name] for name, p in module.named_parameters() if p.requires_grad}
         for stage in set(range(stages)) - trained if trained else ():
             raise ModuleError(
                 f"stage {stage} of the pipeline has no parameter to train",
                 hint="name other layers in strategyParams.split, make fewer stages, or use strategyParams.shard",
                 param=_PARAM,
+                code="ST-PIPELINE",
             )
 
     def _parts(self) -> Iterator[tuple[int, nn.Module]]:
@@ -147,6 +151,7 @@ def _balanced(units: Units, stages: int, places: Sequence[int]) -> list[int]:
             f"{len(places) + 1} units with parameters that one can begin with",
             hint="make fewer stages, or return smaller modules from stages()",
             param=_PARAM,
+            code="ST-PIPELINE",
         )
     return list(starts)
 
@@ -169,4 +174,5 @@ def _named(units: Units, split: Sequence[str], stages: int, places: Sequence[int
         f"{type(units.module).__name__} begin, but for the first, with {stages - 1} of: {shown}",
         hint="keep the order of the forward pass, and what tensor divides by 'colwise' with its 'rowwise' partner",
         param=_PARAM,
+        code="ST-PIPELINE",
     )

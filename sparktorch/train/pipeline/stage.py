@@ -117,7 +117,12 @@ def units_of(module: Any) -> Units:
         found = list(module.stages())
         if found and all(isinstance(part, nn.Module) for part in found):
             return Units(module, [[part] for part in found], _chained)
-        raise ModuleError(f"stages() of {type(module).__name__} returns no list of modules", hint=HOW, param="module")
+        raise ModuleError(
+            f"stages() of {type(module).__name__} returns no list of modules",
+            hint=HOW,
+            param="module",
+            code="ST-PIPELINE",
+        )
     if type(module).forward is nn.Sequential.forward:
         return Units(module, [[part] for part in _flat(module)], _chained)
     if isinstance(module, _STACKS):
@@ -137,6 +142,7 @@ def units_of(module: Any) -> Units:
         "model of transformers with a pipeline plan",
         hint=HOW,
         param="module",
+        code="ST-PIPELINE",
     )
 
 

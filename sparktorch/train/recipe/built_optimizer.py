@@ -51,7 +51,7 @@ def recipe_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> Recipe:
     )
     for applies, what, hint in reasons:
         if applies:
-            raise ModuleError(f"optimizer {name_of(type(optimizer))} {what}", hint=hint)
+            raise ModuleError(f"optimizer {name_of(type(optimizer))} {what}", hint=hint, code="ST-OPTIMIZER")
     options = _accepted(type(optimizer), optimizer.defaults)
     groups = [
         {

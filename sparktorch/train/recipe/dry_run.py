@@ -167,7 +167,7 @@ def dry_run(
     except ModuleError as error:
         if values or "meta" not in str(error.__cause__):
             raise
-        raise ModuleError(error.what, hint=_WITH_VALUES, **error.where) from error
+        raise ModuleError(error.what, hint=_WITH_VALUES, code=error.code, **error.where) from error
     if built is None:
         return found
     built.check_reset()
@@ -213,7 +213,9 @@ def _tried(
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if not trainable:
         hint = "freeze leaves none; take some out again with '!pattern'" if recipe.freeze else ""
-        raise ModuleError("the module has no parameters that require a gradient", hint=hint, param="module")
+        raise ModuleError(
+            "the module has no parameters that require a gradient", hint=hint, param="module", code="ST-NO-PARAMETERS"
+        )
     check_state(module.state_dict())
     own = recipe.build_own(module, World(device=device), _STEPS)
     training_step = own.training_step(lambda _, function: function()) or recipe.build_training_step()
@@ -269,6 +271,7 @@ def _forward(module: nn.Module, inputs: Mapping[str, torch.Tensor], names: tuple
             f"{type(error).__name__}: {error}",
             hint=f"the columns arrive as{mapping}{hints_for(error, inputs)}",
             param="module",
+            code="ST-FORWARD",
         ) from error
 
 
@@ -313,7 +316,7 @@ def _try_loss(
     def of_rows(start: int, end: int) -> Any:
         return loss.per_row(*align(task, rows_of(output, start, end), None if label is None else label[start:end]))
 
-    with refusing(f"loss {loss.name} failed on the first row", hint, param="loss"):
+    with refusing(f"loss {loss.name} failed on the first row", hint, param="loss", code="ST-LOSS"):
         _check_rows(of_rows, f"loss {loss.name}", "loss", hint, values=values)
         loss(*align(task, output, label), weight).backward()  # type: ignore[no-untyped-call]
 
@@ -323,7 +326,7 @@ def _try_step(step: TrainingStep, module: nn.Module, whole: Batch, *, values: bo
     arrives = ", ".join(described(tensor) for tensor in whole.inputs)
     got = "" if whole.label is None else f" and label {described(whole.label)}"
     hint = f"{step.hint or 'it is called with the module and a batch'}; inputs ({arrives}){got}"
-    with refusing(f"{step.what} failed on the first row", hint, param=step.param):
+    with refusing(f"{step.what} failed on the first row", hint, param=step.param, code="ST-LOSS"):
         _check_rows(
             lambda *span: step.per_row(module, whole.slice(*span))[0], step.what, step.param, hint, values=values
         )
@@ -362,6 +365,7 @@ def describe_outputs(output: Any) -> tuple[OutputSpec, ...]:
         raise ModuleError(
             f"forward returned {described(output)}",
             hint="return a tensor with one row per row of the input, or a tuple or dict of such tensors",
+            code="ST-OUTPUT",
         )
     return tuple(OutputSpec(str(name), tuple(tensor.shape[1:])) for name, tensor in named.items())
 
@@ -376,6 +380,7 @@ def _check_classes(task: Task, output: Any, rows: int, loss: Loss | None) -> int
             hint="a classifier returns scores of shape (rows, classes), a regressor (rows,) or "
             "(rows, values); for anything else there is TorchEstimator",
             param="module",
+            code="ST-OUTPUT",
         )
     check_rows(output, rows)
     if task == "regression":

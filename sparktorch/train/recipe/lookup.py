@@ -29,7 +29,9 @@ def look_up(value: Any, namespace: Any, base: type, what: str, *, suffix: str = 
         if isinstance(found, type) and issubclass(found, base) and found is not base and name.endswith(suffix)
     }
     if str(value) not in names:
-        raise ModuleError(f"{what} {value!r} is unknown", hint=nearest(str(value), names), param=what)
+        raise ModuleError(
+            f"{what} {value!r} is unknown", hint=nearest(str(value), names), param=what, code="ST-UNKNOWN-NAME"
+        )
     return getattr(namespace, str(value))
 
 
@@ -57,4 +59,4 @@ def signature_of(factory: Any) -> str:
 def building(what: str, factory: Any) -> AbstractContextManager[None]:
     """Returns a context that turns an exception of a factory into a `ModuleError` that shows its parameters."""
     hint = f"its parameters are {signature_of(factory)}"
-    return refusing(f"{what} {name_of(factory)} cannot be built", hint, param=f"{what}Params")
+    return refusing(f"{what} {name_of(factory)} cannot be built", hint, param=f"{what}Params", code="ST-BUILD")

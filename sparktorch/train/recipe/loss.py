@@ -78,7 +78,7 @@ def weigh(
             f"shape {tuple(losses.shape)} for {rows} rows" if tensor else f"{type(losses).__name__}, which is no tensor"
         )
         hint = "return one loss per row, shape (rows,), or their mean; a trainingStep may add a dict of metrics"
-        raise ModuleError(f"{what} returned {found}", hint=hint, param=param)
+        raise ModuleError(f"{what} returned {found}", hint=hint, param=param, code="ST-LOSS")
     if losses.dim() == 0:
         if weight is not None and weight.any():
             what = f"{what} returns one number for the batch, so rows cannot be weighted"
@@ -114,6 +114,7 @@ def check_mean(
             "the number of these, and rows that do not count 0. A loss of all rows of a worker at once, such as a "
             "contrastive one: loss.expand(rows)",
             param=param,
+            code="ST-LOSS-MEAN",
         )
 
 
@@ -355,6 +356,7 @@ class Loss:
                 f"loss {self.name} with reduction 'sum' would make the step depend on the batch size",
                 hint="leave 'reduction' out: the gradient is that of the mean",
                 param="loss",
+                code="ST-LOSS-MEAN",
             )
 
     def _refuse_weight(self, kind: type, weight: Any) -> None:
@@ -364,6 +366,7 @@ class Loss:
                 f"loss {self.name} has a weight for each class, by which the mean over a batch would not be divided",
                 hint="give the weights as classWeights",
                 param="lossParams",
+                code="ST-LOSS-MEAN",
             )
 
     def __call__(self, output: Any, label: torch.Tensor | None, weight: torch.Tensor | None) -> torch.Tensor:

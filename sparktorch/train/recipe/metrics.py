@@ -81,6 +81,7 @@ class Metrics:
                             f"{state!r} as {'a list that is not concatenated' if listed else 'a mean of means'}",
                             hint="keep sums, counts or lists with dist_reduce_fx='cat'",
                             param="metrics",
+                            code="ST-METRIC",
                         )
 
 
@@ -122,6 +123,7 @@ def try_metrics(
                 hint="a classifier's metrics get probabilities, of shape (rows,) or (rows, classes), and int64 "
                 "labels; a regressor's get values and labels",
                 param="metrics",
+                code="ST-METRIC",
             ) from error
     return complete
 
@@ -149,12 +151,14 @@ def _build(name: str, value: Any) -> Metric:
                 f"metric {name!r} cannot be built: {type(error).__name__}: {error}",
                 hint=f"its parameters are {inspect.signature(factory)}",
                 param="metrics",
+                code="ST-METRIC",
             ) from error
     if not _is_metric(built):
         raise ConfigError(
             f"metric {name!r} is a {type(built).__name__}, no torchmetrics.Metric",
             hint="name the metrics of a collection one by one",
             param="metrics",
+            code="ST-METRIC",
         )
     return cast("Metric", built)
 
@@ -170,6 +174,7 @@ def _resolve(name: str, value: Any) -> tuple[Callable[..., Any], dict[str, Any]]
             f"metric {name!r} is {value!r}",
             hint="write the name of a class in torchmetrics, or {'name': ..., and its parameters}",
             param="metrics",
+            code="ST-METRIC",
         )
     if ":" in named:
         return load_object(named), params
@@ -181,7 +186,9 @@ def _resolve(name: str, value: Any) -> tuple[Callable[..., Any], dict[str, Any]]
         if isinstance(found, type) and issubclass(found, base) and found is not base
     }
     if named not in classes:
-        raise ConfigError(f"metric {named!r} is unknown", hint=nearest(named, classes), param="metrics")
+        raise ConfigError(
+            f"metric {named!r} is unknown", hint=nearest(named, classes), param="metrics", code="ST-UNKNOWN-NAME"
+        )
     return classes[named], params
 
 
@@ -193,6 +200,7 @@ def _torchmetrics() -> Any:
             f"metrics are computed by torchmetrics, which cannot be imported: {error}",
             hint="pip install sparktorch-estimator[metrics], on the executors too",
             param="metrics",
+            code="ST-NOT-INSTALLED",
         ) from error
 
 
@@ -223,6 +231,7 @@ def _numbers(name: str, value: Any) -> dict[str, float]:
             f"metric {name!r} gives a tensor of shape {tuple(values.shape)}",
             hint="only numbers and vectors can be reported",
             param="metrics",
+            code="ST-METRIC",
         )
     if values.dim() == 0:
         return {name: float(values)}

@@ -88,5 +88,5 @@ def _matching(pattern: str, names: Iterable[str], param: str) -> set[str]:
     if not found:
         parts = {f"{name.rsplit('.', above)[0]}.*" for name in names for above in range(1, name.count(".") + 1)}
         hint = nearest(pattern, {*names, *parts}, f"names are {', '.join(list(names)[:3])}, ...")
-        raise ConfigError(f"{param}: {pattern!r} matches no parameter", hint=hint, param=param)
+        raise ConfigError(f"{param}: {pattern!r} matches no parameter", hint=hint, param=param, code="ST-PATTERN")
     return found

@@ -143,12 +143,13 @@ class Recipe:
                 hint = f"its parameters are {signature_of(factory)}; moduleParams are {dict(self.module_params)}"
                 if build is not called:
                     hint += "; with modelDir, only what is made by NumPy or device='cpu' has values there"
-                with refusing(f"module {name_of(factory)} cannot be built", hint):
+                with refusing(f"module {name_of(factory)} cannot be built", hint, code="ST-BUILD"):
                     raise
         if not isinstance(module, nn.Module):
             raise ModuleError(
                 f"module {name_of(factory)} returned {type(module).__name__}, not an nn.Module",
                 hint="pass an nn.Module class, a function that returns one, or an instance",
+                code="ST-BUILD",
             )
         if type(self) is Recipe and all(hasattr(module, name) for name in _OF_LIGHTNING):
             raise ModuleError(
@@ -237,6 +238,7 @@ class Recipe:
                 f"optimizer {name_of(factory)} computes the loss several times in a step",
                 hint="choose another one, or write a loop of your own, see sparktorch.run",
                 param="optimizer",
+                code="ST-OPTIMIZER",
             )
         known: Mapping[str, Any] | None = None
         if not getattr(factory, "__module__", "").startswith("torch.optim."):

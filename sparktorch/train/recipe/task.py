@@ -62,6 +62,7 @@ def check_rows(output: torch.Tensor, rows: int) -> None:
             hint="return one row for each row of the input, in the same order; squeeze() drops the axis of rows, too, "
             "where a batch has one row: squeeze(-1) does not",
             param="module",
+            code="ST-OUTPUT",
         )
 
 

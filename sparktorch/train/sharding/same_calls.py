@@ -96,4 +96,5 @@ class SameCalls:
             "called",
             hint=HINT,
             param="strategy",
+            code="ST-SHARDING",
         )

@@ -91,4 +91,5 @@ class SameParameters:
             f"{what} got gradients in some steps or ranks only, which strategies that shard parameters cannot train",
             hint=HINT,
             param="strategy",
+            code="ST-SHARDING",
         )

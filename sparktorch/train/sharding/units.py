@@ -67,6 +67,7 @@ def check_optimizer(recipe: Recipe, module: nn.Module) -> None:
             f"optimizer {optimizer.__name__} computes with whole parameters, which this strategy divides",
             hint="choose another one, such as 'AdamW', or strategy='zero1'",
             param="optimizer",
+            code="ST-OPTIMIZER",
         )
 
 
@@ -109,6 +110,7 @@ def _not_divided(what: str, instead: str) -> ModuleError:
         f"{what}: torch's fully_shard divides contiguous parameters of one dtype along their first axis",
         hint=f"{instead}, or use strategy='zero1' or 'ddp'",
         param="module",
+        code="ST-SHARDING",
     )
 
 
@@ -146,7 +148,10 @@ def units(module: nn.Module, options: ShardingOptions) -> list[nn.Module]:
         for name in options.wrap_classes:
             if name not in present:
                 raise ModuleError(
-                    f"the module has no part of class {name!r}", hint=nearest(name, present), param="strategyParams"
+                    f"the module has no part of class {name!r}",
+                    hint=nearest(name, present),
+                    param="strategyParams",
+                    code="ST-SHARDING",
                 )
     _visit(module, module, options, owners, found)
     return found

@@ -115,6 +115,7 @@ def needs_optimizer_class(each: str) -> Refusal:
         lambda job: job.optimizer is None,
         f"strategy {{p.config.strategy!r}} builds an optimizer for each {each}, and optimizer is no class",
         "name a class in torch.optim, or pass the class itself with optimizerParams",
+        "ST-STRATEGY",
     )
 
 

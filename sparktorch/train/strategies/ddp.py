@@ -227,6 +227,7 @@ KIND = Kind(
             lambda job: job.options.static_graph and job.in_micro_batches,
             "strategyParams.static_graph does not go together with micro-batches",
             "leave out static_graph, or accumulationSteps and microBatchSize",
+            "ST-STRATEGY",
         ),
     ),
 )

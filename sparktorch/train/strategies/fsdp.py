@@ -305,6 +305,7 @@ ZERO3 = Kind(
             lambda job: job.config.channels_last,
             "channelsLast lays out weights in a way that strategy {p.config.strategy!r} cannot divide",
             "leave it out, or use strategy='zero1'",
+            "ST-STRATEGY",
         ),
         Refusal(
             "microBatchSize",
@@ -312,12 +313,14 @@ ZERO3 = Kind(
             "microBatchSize is 'auto', and under strategy {p.config.strategy!r} workers wait within a step for one "
             "that has no memory for it",
             "set microBatchSize to a number, or use strategy='zero1' or 'ddp'",
+            "ST-STRATEGY",
         ),
         Refusal(  # its scaler sees this rank's shards only
             "precision",
             lambda job: job.config.precision == "fp16",
             "precision 'fp16' scales the loss, and strategy {p.config.strategy!r} divides the gradients",
             "set precision='bf16', or strategyParams={{'param_dtype': 'bf16', 'reduce_dtype': 'fp32'}}",
+            "ST-STRATEGY",
         ),
     ),
 )

@@ -41,6 +41,7 @@ KIND = Kind(
             lambda job: job.config.sync_batch_norm,
             "strategy 'independent' trains a model for each worker, and syncBatchNorm joins them",
             "leave it out",
+            "ST-STRATEGY",
         ),
     ),
     makes_validation=lambda options: options.folds,

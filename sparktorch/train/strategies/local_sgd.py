@@ -145,6 +145,7 @@ KIND = Kind(
             lambda job: job.config.sync_batch_norm,
             "strategy {p.config.strategy!r} lets workers train alone, and syncBatchNorm joins them in every step",
             "leave syncBatchNorm out",
+            "ST-STRATEGY",
         ),
     ),
     resumable=False,

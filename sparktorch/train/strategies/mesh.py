@@ -295,6 +295,7 @@ def check_mesh(job: Job) -> None:
             "are those of several ranks",
             hint="set loss, such as 'CrossEntropyLoss'",
             param="loss",
+            code="ST-MESH",
         )
     if (options.tensor or 1) > 1:
         check_optimizer(job.recipe, module)
@@ -315,6 +316,7 @@ MESH = replace(
             lambda job: job.options.sequence and job.config.compile,
             "compile does not compile layers between which strategyParams.sequence divides sequences",
             "leave compile or sequence out",
+            "ST-MESH",
         ),
         Refusal(
             "strategyParams",
@@ -322,6 +324,7 @@ MESH = replace(
             "a LightningModule computes in steps of its own, in which ranks that share layers or rows cannot exchange "
             "them",
             "pass its network as module, with a loss, or use strategyParams.shard instead of tensor and pipeline",
+            "ST-MESH",
         ),
         *ZERO3.refusals,
     ),

@@ -114,6 +114,7 @@ class MeshOptions(ShardingOptions):
             f"strategyParams has {given}, which {workers} workers cannot be divided into",
             hint=f"set one of them to {', '.join(map(str, possible))}, or change numWorkers",
             param="strategyParams",
+            code="ST-MESH",
         )
 
     def _given(self) -> dict[str, int]:
@@ -136,6 +137,7 @@ _REFUSALS = (
         lambda p: (p.sequence or p.plan) and (p.tensor or 1) == 1,
         "strategyParams has sequence or plan, for layers that workers share, and there are no tensor ranks",
         "set strategyParams.tensor to the number of workers that share a layer",
+        "ST-MESH",
     ),
     Refusal(
         "strategyParams",
@@ -148,12 +150,14 @@ _REFUSALS = (
         lambda p: not p._given(),
         "strategy 'mesh' has no dimension",
         "strategyParams={{'shard': n}} divides the model among n workers, as many as a host has GPUs",
+        "ST-MESH",
     ),
     Refusal(
         "strategyParams",
         lambda p: p.stacked == 1 and (p.split or p.micro_batches or p.stages_per_rank > 1),
         "strategyParams has options of a pipeline, and no pipeline ranks",
         "set strategyParams.pipeline to the number of workers that have the layers one after another",
+        "ST-MESH",
     ),
     Refusal(
         "strategyParams",

@@ -52,6 +52,7 @@ _OF_ALL = (
         lambda job: job.config.model_folder and not job.kind.divides_parameters,
         "modelDir is set, and under strategy {p.config.strategy!r} each worker holds the whole model",
         "set strategy='zero3', or 'mesh'; or leave modelDir out",
+        "ST-MODEL-DIR",
     ),
 )
 
@@ -80,6 +81,7 @@ def strategy_options(name: str, params: Mapping[str, Any]) -> Any:
             f"strategyParams.{min(unknown)} is no option of strategy {name!r}",
             hint=f"set strategy={' or '.join(map(repr, owners))}, which has it, or leave it out",
             param="strategyParams",
+            code="ST-UNKNOWN-NAME",
         )
     return from_dict(kind, params, where="strategyParams")
 
@@ -188,6 +190,7 @@ def check_module(config: TrainConfig, recipe: Recipe, workers: int, module: nn.M
             hint="name the sizes, such as nn.Linear(in_features, out_features) for nn.LazyLinear, or call the module "
             "once in a function that makes it",
             param="module",
+            code="ST-LAZY",
         )
     for name, value in module.state_dict().items():
         if not isinstance(value, torch.Tensor):
@@ -196,6 +199,7 @@ def check_module(config: TrainConfig, recipe: Recipe, workers: int, module: nn.M
                 "be returned",
                 hint="keep it in a buffer, or leave get_extra_state out",
                 param="module",
+                code="ST-STATE-DICT",
             )
     if config.model_folder:
         check_returned(module)
@@ -206,6 +210,7 @@ def check_module(config: TrainConfig, recipe: Recipe, workers: int, module: nn.M
             "modelDir is set, and the module has adapters, whose base is not divided",
             hint="leave modelDir out: of adapters, only what is trained is sent",
             param="modelDir",
+            code="ST-MODEL-DIR",
         )
 
 

@@ -107,7 +107,12 @@ class Comparison:
         if self._drawn or not self._norms:
             self._reset(module)
             return False
-        with refusing(f"{type(module).__name__}, with its layers divided, fails", _HINT, param="strategyParams"):
+        with refusing(
+            f"{type(module).__name__}, with its layers divided, fails",
+            _HINT,
+            param="strategyParams",
+            code="ST-TENSOR-PARALLEL",
+        ):
             outputs = _passed(module, lambda: module(*self._args, **self._kwargs))
             complete()
         own = self._exchange.own if self._exchange is not None else torch.Tensor.detach
@@ -162,6 +167,7 @@ def check_gradients(module: nn.Module, group: dist.ProcessGroup) -> None:
             f"the gradient of {name!r} differs between ranks that share layers: it is used with a divided output",
             hint=f"add {name.rpartition('.')[0]!r}: 'sum_gradients' to strategyParams.plan, or gather the output",
             param="strategyParams",
+            code="ST-TENSOR-PARALLEL",
         )
 
 
@@ -173,7 +179,7 @@ def _usual(values: torch.Tensor) -> torch.Tensor:
 
 def _differs(module: nn.Module, what: str) -> ModuleError:
     what = f"{type(module).__name__}, with its layers divided, {what}"
-    return ModuleError(what, hint=_HINT, param="strategyParams")
+    return ModuleError(what, hint=_HINT, param="strategyParams", code="ST-TENSOR-PARALLEL")
 
 
 @contextmanager

@@ -167,7 +167,7 @@ def _signature(given: Arguments) -> int:
 
 def _not_by_rows(what: str, hint: str) -> ModuleError:
     what = f"{what}, and ranks that share layers each take their own rows of it"
-    return ModuleError(what, hint=hint, param=_PARAM)
+    return ModuleError(what, hint=hint, param=_PARAM, code="ST-TENSOR-PARALLEL")
 
 
 def _shown(leaf: Any) -> str:

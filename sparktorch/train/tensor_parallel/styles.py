@@ -151,7 +151,7 @@ def check_plan(
     for name, part in module.named_modules():
         for applies, says, hint in _REFUSED:
             if applies(part):
-                raise ModuleError(f"{name or 'the module'} {says}", hint=hint, param=_PARAM)
+                raise ModuleError(f"{name or 'the module'} {says}", hint=hint, param=_PARAM, code="ST-TENSOR-PARALLEL")
     found = _matched(module, plan, size) if plan else _own_plan(module, size, staged=staged)
     if found is None:
         found, _ = _known(module, size)
@@ -166,6 +166,7 @@ def check_plan(
             hint=f"name layers of nn.Linear or nn.Embedding that belong together ({', '.join(layers) or 'it has none'})"
             f", as in {_EXAMPLE}; a model without, as GPT-2, can be divided by strategyParams.shard",
             param=_PARAM,
+            code="ST-TENSOR-PARALLEL",
         )
     return found
 
@@ -197,6 +198,7 @@ def _matched(module: nn.Module, plan: Mapping[str, str], size: int) -> dict[str,
                 f"strategyParams.plan: {pattern!r} matches no part of the module",
                 hint=nearest(pattern, [name for name, part in parts.items() if isinstance(part, DIVIDED)]),
                 param=_PARAM,
+                code="ST-TENSOR-PARALLEL",
             )
         for name in (name for name in matching if name not in found):
             reason = _obstacle(module, size, name, style)
@@ -252,6 +254,7 @@ def _own_plan(module: Any, size: int, *, staged: bool) -> dict[str, str] | None:
                 f"strategyParams.tensor is {size}, and the model's {name} is {heads}",
                 hint=f"set it to a divisor of {heads}",
                 param=_PARAM,
+                code="ST-TENSOR-PARALLEL",
             )
     language_model = type(module).__name__.endswith("ForCausalLM")
     found: dict[str, str] = {}

@@ -43,9 +43,9 @@ def test_warnings_are_logged_and_the_first_failure_raised(caplog: pytest.LogCapt
     later = Finding(check="slots", status="failure", found="no slots")
     with caplog.at_level(logging.WARNING, "sparktorch"), pytest.raises(ClusterError) as caught:
         refuse([FINE, DOUBTFUL, FATAL, later])
-    assert str(caught.value) == "speculation is on\n  -> set spark.speculation=false"
+    assert str(caught.value) == "speculation is on\n  -> set spark.speculation=false [ST-SPECULATION]"
     assert [record.getMessage() for record in caplog.records] == [
-        "/dev/shm has 64 MiB free [host=a]\n  -> give it more"
+        "/dev/shm has 64 MiB free [host=a]\n  -> give it more [ST-SHARED-MEMORY]"
     ]
 
 

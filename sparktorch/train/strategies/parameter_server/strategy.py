@@ -272,6 +272,7 @@ KIND = Kind(
                 when,
                 f"{setting} does not go together with strategy 'parameterServer': {reason}",
                 "use another strategy; deterministic and emaDecay go together with strategyParams={{'staleness': 0}}",
+                "ST-STRATEGY",
             )
             for setting, when, reason in _IN_STEP
         ),
