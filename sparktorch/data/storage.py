@@ -193,34 +193,46 @@ class _Disk:
 class _MemoryRows:
     """Copies rows into anonymous memory that grows by remapping pages, or by a copy where the system cannot remap.
 
-    With remapping, memory never holds all rows twice.
+    With remapping, memory never holds all rows twice. Rows that are appended at once, as those that are scored, are in
+    an array of NumPy's, which takes memory that the rows before have left: new pages cost more than the copy.
     """
 
     def __init__(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
         self._dtype, self._shape = dtype, shape
         self._size = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
-        self._memory = _mapped(mmap.PAGESIZE)
+        self._first: Array | None = np.empty((0, *shape), dtype)
         self._rows = self.nbytes = 0
 
     def append(self, values: Array) -> None:
-        first, self._rows = self._rows, self._rows + len(values)
+        before, self._rows = self._rows, self._rows + len(values)
+        self.nbytes += values.nbytes
+        if not before:
+            self._first = np.array(values, self._dtype, order="C")
+            return
+        if self._first is not None:
+            self._memory = _mapped(mmap.PAGESIZE)
         needed = self._rows * self._size
         if needed > len(self._memory):
             size = needed + max(_LEAST_GROWTH, needed // 8)
             if size >= _HUGE:  # a partly used huge page would be moved as small pages
                 size = -(-size // _HUGE_PAGE) * _HUGE_PAGE
             self._memory = _resized(self._memory, size)
-        self._values()[first:] = values
-        self.nbytes += values.nbytes
+        rows = self._values()
+        if self._first is not None:
+            rows[:before], self._first = self._first, None
+        rows[before:] = values
 
     def finish(self) -> Array:
+        if self._first is not None:
+            found, self._first = self._first, None
+            return found
         self._memory = _resized(self._memory, max(1, self._rows * self._size))
         found = self._values()
-        del self._memory  # freed with the array, which may only live until it is copied to a GPU
+        del self._memory  # as `_first`, freed with the array, which may only live until it is copied to a GPU
         return found
 
     def read(self, runs: Runs) -> Array:
-        rows = self._values()
+        rows = self._values() if self._first is None else self._first
         pieces = [rows[start:stop] for start, stop in zip(runs.starts, runs.stops, strict=True)]
         return np.concatenate([rows[:0], *pieces])
 

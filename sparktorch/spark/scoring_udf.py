@@ -39,6 +39,7 @@ _LOG = logging.getLogger(__name__)
 _COLUMNAR = "spark.sql.execution.arrow.pythonUDF.columnarInput.enabled"
 _KEPT_SCORERS = 4
 _scorers: OrderedDict[tuple[str, Scoring, str], Scorer] = OrderedDict()
+_fresh: set[tuple[str, Scoring, str]] = set()  # of scorers that one task has used
 
 # Most bytes of a chunk of rows in Arrow, unless a single row is larger.
 CHUNK_BYTES = 64 << 20
@@ -183,7 +184,11 @@ def _joined(batches: list[tuple[pa.Array, ...]]) -> tuple[pa.Array, ...]:
 
 
 def scorer_here(sent: Sent, scoring: Scoring, local: bool) -> Scorer:
-    """Returns this process's scorer for the module; builds it on first use."""
+    """Returns this process's scorer for the module; builds it on first use.
+
+    pyspark collects garbage after every task of a reused worker. What is there once the scorer is built, and once its
+    first task has run, is frozen: looking at all the objects of torch and pandas takes longer than many tasks.
+    """
     context = TaskContext.get()
     torch.set_num_threads(max(1, context.cpus()) if context else 1)
     device = device_of(context, scoring.device, local)
@@ -211,9 +216,11 @@ def scorer_here(sent: Sent, scoring: Scoring, local: bool) -> Scorer:
             if gone() is not None:  # in a reference cycle: only a collection frees it, and of what is not frozen
                 gc.unfreeze()
                 gc.collect()
-        # pyspark collects garbage after every task of a reused worker. Without `freeze`, scanning torch's
-        # objects takes longer than many tasks.
         gc.freeze()
+        _fresh.add(key)
+    elif key in _fresh:
+        gc.freeze()  # what the first task has imported, as pandas, which Arrow does
+        _fresh.remove(key)
     _scorers.move_to_end(key)
     return _scorers[key]
 

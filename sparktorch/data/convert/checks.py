@@ -222,16 +222,15 @@ def _infinite(array: pa.Array, *, nan: bool) -> Mask | None:
 def _marked(array: pa.Array, mask_of: Callable[[pa.Array], Mask | None]) -> Mask | None:
     """Returns the mask of values that are or hold, in lists and structs, a value in `mask_of`; `None` if none does."""
     found = mask_of(array)
-    inner: Iterable[tuple[Any, pa.Array]] = ()
-    if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
-        inner = [(pc.list_parent_indices(array).to_numpy(), array.flatten())]
-    elif pa.types.is_struct(array.type):
-        inner = [(slice(None), field) for field in array.flatten()]
-    for parents, held in inner:
+    lists = pa.types.is_list(array.type) or pa.types.is_large_list(array.type)
+    inner: Iterable[pa.Array] = [array.flatten()] if lists else ()
+    if pa.types.is_struct(array.type):
+        inner = array.flatten()
+    for held in inner:
         marks = _marked(held, mask_of)
         if marks is not None:
             found = np.zeros(len(array), np.bool_) if found is None else found.copy()
-            found[np.arange(len(array))[parents][marks]] = True
+            found[pc.list_parent_indices(array).to_numpy()[marks] if lists else marks] = True
     return found
 
 

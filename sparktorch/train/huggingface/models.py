@@ -38,8 +38,7 @@ def is_model(value: Any) -> bool:
 
 def model_in(module: Any) -> Any:
     """Returns the model of transformers that a module is, or has adapters on (a `PeftModel`); `None` for any other."""
-    below = getattr(module, "get_base_model", None)
-    found = below() if callable(below) else module
+    found = module.get_base_model() if hasattr(type(module), "get_base_model") else module
     return found if is_model(found) else None
 
 
@@ -108,6 +107,7 @@ def _kind(value: Any) -> type:
     return value if isinstance(value, type) else type(value)
 
 
+@functools.lru_cache
 def _of_transformers(kind: type) -> bool:
     return any(base.__module__.partition(".")[0] == "transformers" for base in kind.__mro__)
 

@@ -349,6 +349,7 @@ class Loss:
         elif reducing:  # the functions of torch.nn.functional
             found = partial(found, reduction="none")
         self._function: Callable[..., torch.Tensor] = found
+        self._has_tensors = _has_tensors(found)
 
     def _refuse_sum(self, reduction: str) -> None:
         if reduction == "sum":
@@ -376,7 +377,7 @@ class Loss:
 
     def per_row(self, output: Any, label: torch.Tensor | None) -> torch.Tensor:
         """Returns what the user's loss returns: shape `(rows, ...)`, or a scalar mean."""
-        function = _beside(output, self._function)
+        function = _beside(output, self._function) if self._has_tensors else self._function
         return function(output) if label is None else function(output, label)
 
 
@@ -396,6 +397,10 @@ def _first(output: Any) -> torch.Tensor:
 
 def _beside(output: Any, loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Returns a loss whose own tensors, if it has any, are on the device of an output."""
-    if isinstance(loss, nn.Module) and any(True for _ in chain(loss.parameters(), loss.buffers())):
+    if isinstance(loss, nn.Module) and _has_tensors(loss):
         loss.to(_first(output).device)
     return loss
+
+
+def _has_tensors(loss: Any) -> bool:
+    return isinstance(loss, nn.Module) and any(True for _ in chain(loss.parameters(), loss.buffers()))

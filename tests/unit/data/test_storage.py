@@ -96,6 +96,21 @@ def test_the_pieces_come_back_as_one_array_of_ones_own(storage: RowStorage, dtyp
     assert other.finish().tolist() == [0, 1, 2, 3]
 
 
+def test_rows_that_are_appended_at_once_come_back_as_an_array_of_ones_own(storage: RowStorage) -> None:
+    values = np.asfortranarray(np.arange(30, dtype=np.float32).reshape(10, 3))
+    values.setflags(write=False)
+    spool, whole = storage.spool(np.float32, (3,)), values.copy()
+    spool.append(values[:0])
+    spool.append(values)
+    assert spool.nbytes == values.nbytes
+    assert (spool.read(Runs.of(np.array([7, 8, 2]))) == whole[[7, 8, 2]]).all()
+    found = spool.finish()
+    assert found.flags.c_contiguous
+    assert (found == whole).all()
+    found[:] = 0
+    assert (values == whole).all()
+
+
 def test_runs_of_rows_come_back_in_their_order(storage: RowStorage) -> None:
     spool = storage.spool(np.float32, (3,))
     values = np.arange(600, dtype=np.float32).reshape(200, 3)
