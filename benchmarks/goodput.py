@@ -116,7 +116,7 @@ def step_seconds(folder: Path) -> float:
 
 @contextlib.contextmanager
 def cluster(work: Path) -> Iterator[SparkSession]:
-    """Two executors of one core, with a user's settings but for those that let executors die often."""
+    """Two executors of one core, which may die often, with the settings that docs/reliability.md advises."""
     builder = SparkSession.builder.master("local-cluster[2,1,1024]").appName("goodput")
     settings = {
         "spark.ui.enabled": "false",
@@ -127,6 +127,7 @@ def cluster(work: Path) -> Iterator[SparkSession]:
         "spark.sql.warehouse.dir": str(work / "warehouse"),
         "spark.deploy.maxExecutorRetries": "-1",
         "spark.executorEnv.PYTHONPATH": str(ROOT),
+        "spark.python.daemon.module": "sparktorch.spark.daemon",
     }
     for name, value in settings.items():
         builder = builder.config(name, value)

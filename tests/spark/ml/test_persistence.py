@@ -151,7 +151,11 @@ def test_a_model_is_written_and_read_in_batches(
 
 
 def test_tuples_nan_and_defaults_come_back_without_pickles(spark: SparkSession, tmp_path: Path) -> None:
-    params = {"moduleParams": {"kernel_size": (3, 3), "sizes": [(1, (2,))]}, "fillValue": math.nan, "numWorkers": (2, 4)}
+    params = {
+        "moduleParams": {"kernel_size": (3, 3), "sizes": [(1, (2,))]},
+        "fillValue": math.nan,
+        "numWorkers": (2, 4),
+    }
     estimator = TorchRegressor(module=MLP, labelCol="target", **params)
     estimator._setDefault(predictionCol="p")
     estimator.save(str(tmp_path / "estimator"))
