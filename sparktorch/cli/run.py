@@ -65,9 +65,16 @@ def _print_lines_of_ranks() -> None:
     lines.setLevel(logging.DEBUG)
 
 
+def _workers(text: str) -> int | tuple[int, ...]:
+    numbers = tuple(int(part) for part in text.split(":"))
+    return numbers[0] if len(numbers) == 1 else numbers
+
+
 def _add_options(parser: argparse.ArgumentParser) -> None:
     add_session_arguments(parser)
-    parser.add_argument("--workers", type=int, default=1, metavar="N", help="number of ranks (default: 1)")
+    parser.add_argument(
+        "--workers", type=_workers, default=1, metavar="N", help="number of ranks (default: 1), or MIN:MAX"
+    )
     parser.add_argument("--device", default="auto", help="'auto' (default), 'cpu' or a type of accelerator")
     parser.add_argument(
         "--max-restarts", type=int, default=0, metavar="N", help="restarts after a lost rank (default: 0)"

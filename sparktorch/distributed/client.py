@@ -25,6 +25,7 @@ from sparktorch.base.world import World
 from sparktorch.distributed.heartbeat import Heart, OpenStore, Pulses, alive
 from sparktorch.distributed.log_capture import LogCapture
 from sparktorch.distributed.os_memory import out_of_memory_kills, resident_bytes
+from sparktorch.distributed.pause import Pause
 from sparktorch.distributed.process_group import collectives_begun
 from sparktorch.distributed.store import SealedStore, pieces_of
 from sparktorch.errors import SHIP_HINT, ClusterError, RankError, SparkTorchError, causes, users_part
@@ -78,6 +79,7 @@ class Client:
         self._publishes_progress = self._publishes_epochs = True
         self._judged = False
         self._failure: SparkTorchError | None = None
+        self.pause = Pause(self)
         # Counted here, not in the store: its counters can be changed without the token.
         self._warnings, self._parcels = itertools.count(), itertools.count()
 
@@ -299,6 +301,7 @@ class Client:
             **self._state,
         }
         self._set(store, f"beat/{self._world.rank}", record)
+        self.pause.hear(store)
         if lines:
             self._set(store, f"lines/{self._world.rank}/{next(self._parcels)}", {"lines": lines, "lost": lost})
 

@@ -26,6 +26,7 @@ _DEATH = (
     r"exited unexpectedly|ExecutorLostFailure|Executor heartbeat timed out|exit code|worker crashed|Connection reset"
     r"|FetchFailed"
 )
+_GONE = r"exited unexpectedly|ExecutorLostFailure"
 _FIRST = r"barrier task \w+\(\d+, (\d+)\) finished unsuccessfully"  # stage and partition, which is the rank
 _MEMORY = r"OOMKilled|exceeding (?:physical |virtual )?memory limits"
 _RAISED = r"Traceback \(most recent call last\):\n(?:.*\n)*?(\w[\w.]*: .*)(?:\n|$)"
@@ -137,8 +138,9 @@ class RootCause:
         quiet = server.quiet(self._watch.world_size)
         named = re.search(_FIRST, message)
         first = {int(named[1])} if named else set[int]()
+        gone = first & quiet.keys() if re.search(_GONE, message) else set[int]()  # what Spark has seen of that task
         for suspects in (first & quiet.keys(), server.silent() & quiet.keys(), set(quiet)):
-            dead = suspects - self._watch.alive(suspects, _ALIVE_SECONDS)
+            dead = gone or suspects - self._watch.alive(suspects, _ALIVE_SECONDS)
             if dead:
                 break
         else:

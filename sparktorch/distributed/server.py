@@ -151,6 +151,10 @@ class ControlServer:
         """Tells the ranks that the fit is over."""
         self._store.set("cancel", "1")
 
+    def pause(self) -> None:
+        """Asks the ranks to save a checkpoint and to end, all after the same step; see `Pause`."""
+        self._store.set("pause", "1")
+
     def close(self) -> None:
         """Closes the store and its port."""
         self._closed.set()

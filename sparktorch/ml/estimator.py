@@ -6,6 +6,7 @@ import inspect
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from pyspark.ml import Estimator
@@ -116,9 +117,10 @@ class TorchEstimatorBase(Shown, Estimator[M], EstimatorParams, MLReadable[Any], 
             columns = request.job.columns
             report.prepared(columns)
             prepared = time.perf_counter()
-            results = train_with_restarts(spark, request, lambda request: source.attempt(data, request, report))
+            run = partial(source.attempt, data, report=report)
+            results = train_with_restarts(spark, request, run, report.attempts)
             seconds = {"prepare": prepared - started, "job": time.perf_counter() - prepared}
-            summary = TrainingSummary.of(results, seconds)
+            summary = TrainingSummary.of(results, seconds, report.attempts.records)
             if columns.validation is not None and not any(meta["validation_rows"] for meta, _ in results):
                 message = "column %r marks no row for validation: there are no metrics of validation"
                 _LOG.warning(message, columns.validation)

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import re
 import socket
+from collections.abc import Iterable
 from typing import Any, cast
 
+from pyspark.resource import ResourceProfile
 from pyspark.sql import SparkSession
 
 __all__ = [
-    *("cancel_tasks", "driver_address", "is_connect", "is_local", "java_version"),
+    *("cancel_tasks", "driver_address", "is_connect", "is_local", "is_leaving", "java_profile"),
+    *("java_version", "other_tasks"),
     *("running_tasks", "session_of", "setting", "slots", "switched_on", "tag_tasks"),
 ]
+
+_MOST_TASKS = 1 << 20
 
 
 def session_of(data: Any) -> SparkSession:
@@ -76,6 +81,11 @@ def slots(spark: SparkSession, profile: Any = None) -> int | None:
     return int(context.maxNumConcurrentTasks(profile))
 
 
+def java_profile(profile: ResourceProfile | None) -> Any:
+    """Returns a resource profile as `slots` takes it."""
+    return None if profile is None else profile._java_resource_profile
+
+
 def tag_tasks(spark: SparkSession, tag: str) -> None:
     """Adds a tag to the jobs that this thread will start, for `cancel_tasks` and `running_tasks`."""
     if is_connect(spark):
@@ -96,11 +106,50 @@ def running_tasks(spark: SparkSession, tag: str) -> int | None:
     """Returns the number of running tasks of the jobs with a tag; `None` if there is no job yet, or on Connect."""
     if is_connect(spark):
         return None
+    stages = _stages(spark, tag)
+    return None if stages is None else _active_tasks(spark, stages)
+
+
+def other_tasks(spark: SparkSession, tag: str, ended: Iterable[str], *, all_jobs: bool) -> int:
+    """Returns the number of running tasks of the jobs with tags in `ended`, or of all but those with a tag.
+
+    For sessions in which `slots` can be counted.
+    """
+    if is_connect(spark):
+        return 0
+    stages = set(spark.sparkContext.statusTracker().getActiveStageIds()) if all_jobs else set[int]()
+    stages.update(*(_stages(spark, one) or () for one in ended))  # stages that have failed may have running tasks
+    return _active_tasks(spark, stages - (_stages(spark, tag) or set()))
+
+
+def is_leaving(spark: SparkSession, tag: str) -> bool:
+    """Whether an executor that runs tasks of the jobs with a tag is being decommissioned.
+
+    Spark tells neither tasks nor listeners (`TaskScheduler.getExecutorDecommissionState`, in
+    core/src/main/scala/org/apache/spark/scheduler).
+    """
+    if is_connect(spark) or is_local(spark):
+        return False
+    context: Any = spark.sparkContext._jsc.sc()
+    scheduler, store = context.taskScheduler(), context.statusStore()
+    tasks = [store.taskList(stage, 0, _MOST_TASKS) for stage in _stages(spark, tag) or ()]
+    running = [each.apply(index) for each in tasks for index in range(each.size())]
+    executors = {task.executorId() for task in running if task.status() == "RUNNING"}
+    return any(scheduler.getExecutorDecommissionState(one).isDefined() for one in executors)
+
+
+def _stages(spark: SparkSession, tag: str) -> set[int] | None:
+    """Returns the stages of the jobs with a tag; `None` if there is no job yet."""
+    known: Any = spark.sparkContext.statusTracker()
     tracker: Any = spark.sparkContext._jsc.sc().statusTracker()
-    known = spark.sparkContext.statusTracker()
     jobs = [known.getJobInfo(job) for job in tracker.getJobIdsForTag(tag)]
-    stages = [known.getStageInfo(stage) for job in jobs if job is not None for stage in job.stageIds]
-    return sum(stage.numActiveTasks for stage in stages if stage is not None) if jobs else None
+    return {stage for job in jobs if job is not None for stage in job.stageIds} if jobs else None
+
+
+def _active_tasks(spark: SparkSession, stages: Iterable[int]) -> int:
+    known = spark.sparkContext.statusTracker()
+    found = [known.getStageInfo(stage) for stage in stages]
+    return sum(stage.numActiveTasks for stage in found if stage is not None)
 
 
 def driver_address(spark: SparkSession) -> tuple[str, str] | None:

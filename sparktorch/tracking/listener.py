@@ -86,6 +86,8 @@ class MLflowListener:
     def finished(self, model: Model, summary: TrainingSummary) -> None:
         """Logs data set, figures, environment and phase times."""
         self._log({f"seconds.{name}": value for name, value in summary.seconds.items()}, 0)
+        if summary.goodput is not None:
+            self._log({"goodput": summary.goodput, "attempts": len(summary.attempts)}, 0)
         self._tag(
             {
                 "sparktorch.rows": summary.rows,
@@ -105,6 +107,7 @@ class MLflowListener:
         if autologs is not None and autologs.log_models and not self._target.elsewhere:
             model._mlflow_logged = True  # type: ignore[attr-defined]  # it names the folder of its weights
             send(partial(_log_model, model, autologs.registered_model_name))
+        self._environment["attempts"] = list(summary.attempts)
         self._environment["hosts"] = [rank["host"] for rank in summary.ranks]
         self._environment["devices"] = [rank["device"] for rank in summary.ranks]
         self._end("FINISHED")

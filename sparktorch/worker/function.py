@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 from sparktorch.base.devices import select
 from sparktorch.base.world import World
 from sparktorch.distributed.client import Client
+from sparktorch.distributed.pause import Paused
 from sparktorch.distributed.process_group import process_group
 from sparktorch.errors import RankError
 from sparktorch.train.numerics.determinism import reproducible
@@ -109,6 +110,8 @@ def _result(
         client.count_work()
         try:
             found = function(*arguments)
+        except Paused:
+            return RankResult({"paused": True})
         except (SystemExit, KeyboardInterrupt) as error:
             raise RankError(
                 f"the function raised {type(error).__name__}: {error}",

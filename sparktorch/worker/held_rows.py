@@ -119,6 +119,8 @@ class HeldRows:
                 classes=job.columns.classes,
                 checkpointer=self.checkpointer,
             )
+        if outcome is None:
+            return RankResult({"paused": True})
         meta = _facts(self.shard, self.world, outcome, self.seconds)
         best = 0
         if strategy_type(config.strategy).own_batches:

@@ -18,6 +18,7 @@ from sparktorch.base.config import TrainConfig
 from sparktorch.base.world import World
 from sparktorch.distributed.client import Client
 from sparktorch.distributed.collectives import Collectives
+from sparktorch.distributed.pause import Paused
 from sparktorch.distributed.process_group import sum_over_ranks
 from sparktorch.errors import ColumnError, ConfigError
 from sparktorch.train.checkpoint.checkpointer import Checkpointer, Position
@@ -81,6 +82,7 @@ class RunContext(Collectives):
         self._next_progress = 0.0
         self.restored: dict[str, Any] | None = None
         self._restore()
+        self._client.pause.begin(self._saves + 1)
         self._first = {self._epoch: self._step}  # step to begin with, of the epoch that the run resumes in
         self.epochs = range(self._epoch, config.epochs)
 
@@ -266,6 +268,9 @@ class RunContext(Collectives):
         }
         share = snapshot({}, rest, lambda name: False)
         self._checkpointer.save(Position(self._saves, self._epoch, self._step), share, None)
+        if self._client.pause.stops_after(self._saves):
+            self._checkpointer.wait()
+            raise Paused
 
     def continue_generators(self) -> None:
         """Continues this rank's random numbers at those of the `save` that the run resumes from, once.

@@ -15,6 +15,7 @@ from tests.support.sessions import spark_session
 @pytest.fixture(scope="package")
 def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
     settings = {"spark.deploy.maxExecutorRetries": "-1", "spark.task.maxFailures": "8"}
+    settings |= {"spark.decommission.enabled": "true", "spark.python.daemon.module": "sparktorch.spark.daemon"}
     warehouse = tmp_path_factory.mktemp("warehouse")
     with spark_session("local-cluster[2,1,1024]", warehouse, **settings) as session:
         yield session

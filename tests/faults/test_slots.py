@@ -107,9 +107,12 @@ def test_executors_that_the_session_asks_for_are_waited_for_and_no_others(
     ("params", "message"),
     [
         ({"startTimeout": 0.0}, "startTimeout must be above 0"),
-        ({"minWorkers": 3, "maxRestarts": 1}, "minWorkers is 3, more than numWorkers, 2"),
-        ({"minWorkers": 1}, "maxRestarts is 0"),
-        ({"minWorkers": 1, "maxRestarts": 1, "strategy": "localSGD"}, "trains something else"),
+        ({"minWorkers": 3}, "the fewest workers are 3, more than the most, 2"),
+        ({"numWorkers": (3, 2)}, "the fewest workers are 3, more than the most, 2"),
+        ({"numWorkers": (1, 2), "minWorkers": 1}, "whose first number says the same"),
+        ({"numWorkers": (0, 2)}, "numWorkers must be at least 1"),
+        ({"numWorkers": (1, 2), "strategy": "localSGD"}, "trains something else"),
+        ({"numWorkers": (1, 2), "growAfter": 0.0}, "growAfter must be above 0"),
     ],
 )
 def test_what_cannot_be_waited_for_is_refused(frame: DataFrame, params: dict[str, object], message: str) -> None:

@@ -18,7 +18,7 @@ from pyspark import BarrierTaskContext
 from sparktorch import Callback
 from sparktorch.train.callbacks import FitContext
 
-__all__ = ["Fault", "gone", "pids"]
+__all__ = ["Fault", "executor", "gone", "pids"]
 
 Deed = Literal["kill", "stop", "hang", "raise", "exit", "slow", "kill executor", "fill memory", "say"]
 Phase = Literal["starting", "rendezvous", "training", "validating", "saving", "finishing"]
@@ -109,7 +109,7 @@ class Fault(Callback):
         done.write_text(repr(time.time()))
         print(self.words, flush=True)
         if self._deed == "kill executor":
-            os.kill(_executor(), signal.SIGKILL)
+            os.kill(executor(), signal.SIGKILL)
         if self._deed in ("kill", "stop"):
             os.kill(os.getpid(), signal.SIGKILL if self._deed == "kill" else signal.SIGSTOP)
         if self._deed == "say":
@@ -148,7 +148,7 @@ def _runs(pid: int) -> bool:
     return False
 
 
-def _executor() -> int:
+def executor() -> int:
     """Returns the process id of the JVM that this Python worker belongs to."""
     pid = os.getppid()
     while "java" not in Path(f"/proc/{pid}/comm").read_text():

@@ -71,9 +71,9 @@ def check_params(p: Values) -> None:
 
 def check_job(p: Values) -> None:
     """Checks the Params of a job: columns, workers, timeouts, batches and storage."""
-    at_least("numWorkers", p["numWorkers"], 1)
+    at_least("numWorkers", p.workers[0], 1)
     at_least("maxRestarts", p["maxRestarts"], 0)
-    for name in ("startTimeout", "stallTimeout", "driverTimeout"):
+    for name in ("startTimeout", "stallTimeout", "driverTimeout", "growAfter"):
         above(name, p[name], 0)
     for name, valid in _VALID.items():
         one_of(name, p[name], valid)
@@ -160,8 +160,6 @@ def check_param_names(instance: Params, names: Iterable[str]) -> None:
 
 def check_restarts(p: Values) -> None:
     """Checks that the strategy supports the checkpoints and restarts that the Params ask for."""
-    if p["minWorkers"] is not None:
-        at_least("minWorkers", p["minWorkers"], 1)
     refuse(RESTARTS, p)
 
 

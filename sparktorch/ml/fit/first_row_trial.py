@@ -21,6 +21,7 @@ from sparktorch.data.storage import RowStorage
 from sparktorch.errors import ConfigError, ModuleError, SparkTorchError
 from sparktorch.ml.fit.checks import naming_params
 from sparktorch.ml.fit.translate import Request, translate
+from sparktorch.ml.fit.values import Values
 from sparktorch.ml.params.mixins import EstimatorParams
 from sparktorch.spark.frame.prepare import Frame, prepare
 from sparktorch.spark.launch.gpus import has_gpus
@@ -93,7 +94,7 @@ def plan_of(estimator: EstimatorParams, task: Task, dataset: DataFrame, memory: 
     sizes = torch.ones(2, dtype=torch.int64) if _has_groups(frame) else None
     batch = Batch(tuple(inputs.values()), label, weight, 2, weight, names=names, sizes=sizes)
     most = None if memory is None else int(memory * 10**6)
-    return plan(recipe, config, estimator.getNumWorkers(), batch, memory=most)
+    return plan(recipe, config, Values(estimator).workers[1], batch, memory=most)
 
 
 def first_inputs(frame: Frame) -> tuple[Frame, dict[str, torch.Tensor]]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from sparktorch.ml.fit.summary import TrainingSummary
     from sparktorch.train.callbacks import Callback
 
-__all__ = ["LISTENERS", "Fit", "FitListener", "FitReport", "callers"]
+__all__ = ["LISTENERS", "AttemptLog", "Fit", "FitListener", "FitReport", "callers"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -80,6 +80,62 @@ class FitListener(Protocol):
         ...
 
 
+class AttemptLog:
+    """The attempts of a fit, as `TrainingSummary.attempts` describes them."""
+
+    def __init__(self) -> None:
+        """Starts the time."""
+        self._started = time.monotonic()
+        self._records: list[dict[str, Any]] = []
+
+    def begin(self, workers: int) -> None:
+        """Notes that an attempt begins."""
+        new: dict[str, Any] = {"workers": workers, "began": self._seconds(), "ended": None, "why": ""}
+        self._records.append(new | {"first": None, "last": None, "first_step": 0, "last_step": 0})
+
+    def note(self, record: dict[str, Any]) -> None:
+        """Notes rank 0's position; ranks tell of the first step of an attempt at once."""
+        if not self._records:
+            return
+        now, step = self._seconds(), (record["epoch"] - 1) * record["steps"] + record["step"]
+        last = self._records[-1]
+        if last["first"] is None:
+            last |= {"first": now, "first_step": step}
+        if last["last_step"] != step:
+            last |= {"last": now, "last_step": step}
+
+    def end(self, why: str) -> None:
+        """Notes that the attempt has ended, and why: what was lost or has changed, or nothing if it is done."""
+        self._records[-1] |= {"ended": self._seconds(), "why": why}
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether the last attempt has got further than all before."""
+        before = max((each["last_step"] for each in self._records[:-1]), default=0)
+        return bool(self._records[-1]["last_step"] > before)
+
+    def records(self, steps: int) -> list[dict[str, Any]]:
+        """Returns the attempts of a training that has taken so many steps."""
+        begins = [each["first_step"] for each in self._records if each["first"] is not None]
+        found, trained = list[dict[str, Any]](), 0
+        for each in self._records:
+            record = {name: each[name] for name in ("workers", "began", "ended", "why")}
+            record |= {"steps": 0, "redone": 0, "training": 0.0, "first_step_after": None}
+            if each["first"] is not None:
+                trained += 1
+                end = min(begins[trained:], default=max(steps, each["last_step"]) + 1) - 1
+                done = max(each["last_step"], end) - each["first_step"] + 1
+                kept = max(0, end - each["first_step"] + 1)
+                record |= {"steps": kept, "redone": done - kept}
+                record["training"] = (each["last"] - each["first"]) * kept / done
+                record["first_step_after"] = each["first"] - each["began"]
+            found.append(record)
+        return found
+
+    def _seconds(self) -> float:
+        return time.monotonic() - self._started
+
+
 class FitReport:
     """Passes the events of one fit to the progress bar and the listeners.
 
@@ -102,6 +158,7 @@ class FitReport:
         `title` is what the bar says before the figures; `stays` keeps the bar on the screen after the fit.
         """
         self._title, self._stays, self.judge = title, stays, judge
+        self.attempts = AttemptLog()
         self._fit = fit
         self._rows_per_step = rows_per_step
         self._show = show
@@ -131,6 +188,7 @@ class FitReport:
 
     def progress(self, record: dict[str, Any]) -> None:
         """Moves the bar to rank 0's position, and reports each position to the listeners once."""
+        self.attempts.note(record)
         place = (record["epoch"], record["step"])
         if place == self._place:
             return

@@ -14,6 +14,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 from sparktorch.base.config import Task
 from sparktorch.errors import ConfigError
+from sparktorch.ml.fit.attempts import with_slots
 from sparktorch.ml.fit.checks import check_layers, check_thresholds
 from sparktorch.ml.fit.first_row_trial import try_out
 from sparktorch.ml.fit.launching import check_holdable, one_rank, partitioned
@@ -182,7 +183,7 @@ class PreparedData:
         if pool is not None and pool.is_open:
             request = _with_profile(request, spark)
             # A restart waits for the tasks of this job to end.
-            request = request.with_launch(tag=pool.tag)
+            request = request.with_launch(tag=pool.tag, world_size=len(pool.facts))
             alone = partial(_in_pool, pool, report)
         else:
             request = launchable(request, spark, self)
@@ -335,10 +336,13 @@ def launchable(request: Request[J], spark: SparkSession, without: PreparedData |
     request = _with_profile(request, spark)
     launch = request.launch
     make_room(spark, launch.world_size, without=without)
-    check_cluster(spark, launch.world_size, launch.profile, longest=launch.patience.start)
+    least, most = request.workers
+    check_cluster(spark, least, launch.profile, longest=launch.patience.start)
+    if least < most:
+        request = with_slots(spark, request)
     if request.preflight == "full":
         checkpoint = request.job.checkpoint
-        refuse(check_executors(spark, launch, checkpoint.directory if checkpoint else None))
+        refuse(check_executors(spark, request.launch, checkpoint.directory if checkpoint else None))
     return request
 
 

@@ -197,7 +197,7 @@ def _results(
                 request = request.with_job(columns=frame.columns, placeholder=frame.sample)
                 run_once = partial(attempt, report, data=frame.data)
                 report.prepared(frame.columns)
-            results = with_restarts(spark, request, run_once)
+            results = with_restarts(spark, request, run_once, report.attempts)
             report.ended()
     except SparkTorchError as error:
         raise shortened(error) from error.__cause__

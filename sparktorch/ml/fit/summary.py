@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from sparktorch.errors import ConfigError
@@ -50,6 +50,9 @@ class TrainingSummary:
             predicts as class `j` (column), without sample weights. `None` otherwise, and with more than 100 classes.
         droppedRows: Number of rows left out because they hold a null, NaN or infinity, under
             `nullPolicy` "drop".
+        attempts: The attempts of the fit, one dict for each: `workers`; `began` and `ended`, in seconds since the first
+            one; `why` it ended, empty for the last one; `steps` that count, and how many had to be done again
+            (`redone`); `training`, the seconds of the steps that count; and `first_step_after` how many seconds.
         labels: Names of a classifier's classes, if they have any; `to_dict` leaves them out.
     """
 
@@ -63,17 +66,28 @@ class TrainingSummary:
     ranks: list[dict[str, Any]]
     confusionMatrix: list[list[int]] | None = None
     droppedRows: int = 0
+    attempts: list[dict[str, Any]] = field(default_factory=list)
     labels: Sequence[str] = ()
 
     @classmethod
-    def of(cls, results: list[tuple[dict[str, Any], bytes]], seconds: dict[str, float]) -> TrainingSummary:
-        """Makes the summary from the results of all ranks and the seconds of the driver's phases."""
+    def of(
+        cls,
+        results: list[tuple[dict[str, Any], bytes]],
+        seconds: dict[str, float],
+        attempts: Callable[[int], list[dict[str, Any]]] = lambda steps: [],
+    ) -> TrainingSummary:
+        """Makes the summary from the results of all ranks and the seconds of the driver's phases.
+
+        `attempts` returns those of a training of so many steps.
+        """
         ranks = [meta for meta, _ in results]
         best = next(rank for rank, (_, payload) in enumerate(results) if payload)
         main = ranks[best]
         joined = [main] if "epochs" in main else ranks  # independent ranks have a model each
+        history, steps = main.pop("history"), main["steps_per_epoch"]
         return cls(
-            history=main.pop("history"),
+            history=history,
+            attempts=attempts(sum(record.get("steps", steps) for record in history)),
             rows=sum(meta["rows"] for meta in joined),
             validationRows=sum(meta["validation_rows"] for meta in joined),
             stepsPerEpoch=main.pop("steps_per_epoch"),
@@ -94,6 +108,16 @@ class TrainingSummary:
     def totalIterations(self) -> int:
         """Total number of optimizer steps."""
         return sum(record.get("steps", self.stepsPerEpoch) for record in self.history)
+
+    @property
+    def goodput(self) -> float | None:
+        """The share of the job's wall time in which steps were trained that count; `None` if the driver saw none.
+
+        The rest is what it took to start, to find lost workers, to wait for slots, and to repeat steps.
+        """
+        if not any(attempt["steps"] for attempt in self.attempts):
+            return None
+        return float(sum(attempt["training"] for attempt in self.attempts) / self.attempts[-1]["ended"])
 
     @property
     def paddingShare(self) -> float | None:
@@ -131,7 +155,10 @@ class TrainingSummary:
     def __repr__(self) -> str:
         """Returns the numbers of rows, workers and epochs, and the losses and metrics of the last epoch."""
         last = self.history[-1] if self.history else {}
-        facts = {"rows": self.rows, "validationRows": self.validationRows, "numWorkers": self.numWorkers}
+        facts: dict[str, Any] = {"rows": self.rows, "validationRows": self.validationRows}
+        facts["numWorkers"] = self.numWorkers
+        if len(self.attempts) > 1:
+            facts |= {"attempts": len(self.attempts), "goodput": self.goodput}
         facts |= {"epochs": len(self.history), **{name: last[name] for name in last if name in _measured(last)}}
         return f"TrainingSummary({', '.join(f'{name}={html.number(value)}' for name, value in facts.items())})"
 
@@ -143,6 +170,8 @@ class TrainingSummary:
             "workers": str(self.numWorkers),
             "epochs": f"{len(self.history)} in {seconds:.1f} s" + (f", of {whole:.1f} s of the fit" if whole else ""),
         }
+        if len(self.attempts) > 1:
+            facts["attempts"] = f"{len(self.attempts)}, which trained {self.goodput or 0:.0%} of the time"
         names = dict.fromkeys(name for record in self.history for name in record)
         columns = ["epoch", *_measured(names)]
         columns += [name for name in ("learning_rate", "seconds") if name in names]

@@ -68,7 +68,8 @@ class Request(Generic[J]):
         split: "key" to split rows by key, "keep" to keep the partitions.
         folds: Whether the strategy chooses the validation rows, and every rank gets all rows.
         max_restarts: The most restarts after a lost rank.
-        min_workers: The fewest ranks for a restart; `None` for all.
+        workers: The fewest and the most ranks.
+        grow_after: Seconds that an attempt has with fewer than the most ranks before it may make way for one with more.
         preflight: "basic" to check settings, slots and GPUs before the job, "full" for the executors, too.
         dry_run: Where module and loss are tried: on the "driver" or in a "worker".
     """
@@ -79,7 +80,8 @@ class Request(Generic[J]):
     split: str
     folds: bool
     max_restarts: int
-    min_workers: int | None
+    workers: tuple[int, int]
+    grow_after: float
     preflight: str
     dry_run: str = "driver"
 
@@ -92,7 +94,7 @@ class Request(Generic[J]):
             "split": self.split,
             "strategyParams.folds": self.folds,
             "storage": self.job.storage,
-            "numWorkers": launch.world_size,
+            "numWorkers": self.workers,
             "device": launch.device,
             "rendezvous": launch.rendezvous,
             "startTimeout": launch.patience.start,
@@ -131,7 +133,7 @@ def translate(estimator: EstimatorParams, task: Task) -> Request[TrainJob]:
     request = _request(estimator, p, _EVERY, TrainJob(recipe=recipe, **job))
     check_best_metric(config, recipe)
     check_strategy(config, recipe)
-    check_workers(config, p["numWorkers"])
+    check_workers(config, p.workers[1])
     check_restarts(p)
     if p["modelDir"] is None:
         return request
@@ -146,7 +148,7 @@ def translate_run(params: RunParams, function: Any) -> Request[RankJob]:
     named = repr(function) if isinstance(function, str) else name_of(function)  # its code decides itself what resumes
     request = _request(params, p, table, RankJob(**_job(p, "generic", table, function=named)))
     check_loop(request.job.config)
-    check_workers(request.job.config, p["numWorkers"])
+    check_workers(request.job.config, p.workers[1])
     check_restarts(p)
     return request
 
@@ -175,7 +177,8 @@ def _request(params: Any, p: Values, table: Mapping[str, ParamSpec], job: J) -> 
     job = replace(job, collective_seconds=max(job.collective_seconds, 2 * patience.stall))
     return Request(
         job=job,
-        launch=Launch(patience=patience, log_level=log_level, **_fields(p, "launch", table)),
+        launch=Launch(world_size=p.workers[1], patience=patience, log_level=log_level, **_fields(p, "launch", table)),
+        workers=p.workers,
         columns={
             **input_columns(params),
             "label": p["labelCols"] or p["labelCol"] or None,

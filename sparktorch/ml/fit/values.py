@@ -96,9 +96,15 @@ class Values:
         return self["validationIndicatorCol"] is not None or self.makes_validation
 
     @property
+    def workers(self) -> tuple[int, int]:
+        """The fewest and the most workers."""
+        given, least = self["numWorkers"], self["minWorkers"]
+        return given if isinstance(given, tuple) else (given if least is None else least, given)
+
+    @property
     def sharing(self) -> int:
         """Number of workers that share a batch."""
-        return 1 if self.strategy.own_batches else int(self["numWorkers"])
+        return 1 if self.strategy.own_batches else self.workers[1]
 
     @property
     def share(self) -> float:
@@ -131,6 +137,18 @@ DEVICE = Refusal(
 )
 
 JOB = (
+    Refusal(
+        "minWorkers",
+        lambda p: p["minWorkers"] is not None and isinstance(p["numWorkers"], tuple),
+        "minWorkers is {p[minWorkers]}, and numWorkers is {p[numWorkers]}, whose first number says the same",
+        _ONE,
+    ),
+    Refusal(
+        "numWorkers",
+        lambda p: p.workers[0] > p.workers[1],
+        "the fewest workers are {p.workers[0]}, more than the most, {p.workers[1]}",
+        "numWorkers=(2, 4) are 2 to 4, and so are minWorkers=2 and numWorkers=4",
+    ),
     DEVICE,
     Refusal(
         "batchSize",
@@ -155,8 +173,8 @@ JOB = (
     ),
     Refusal(
         "split",
-        lambda p: p["split"] == "keep" and p["minWorkers"] is not None,
-        "minWorkers lets a restart go on with fewer workers, and split='keep' makes one of each partition",
+        lambda p: p["split"] == "keep" and p.workers[0] < p.workers[1],
+        "the number of workers may change, and split='keep' makes one of each partition",
         _ONE,
     ),
     Refusal(
@@ -330,21 +348,11 @@ RESTARTS = (
         "ST-STRATEGY",
     ),
     Refusal(
-        "minWorkers",
-        lambda p: p["minWorkers"] is not None and p["minWorkers"] > p["numWorkers"],
-        "minWorkers is {p[minWorkers]}, more than numWorkers, {p[numWorkers]}",
-    ),
-    Refusal(
-        "minWorkers",
-        lambda p: p["minWorkers"] is not None and not p["maxRestarts"],
-        "minWorkers says what a restart may go on with, and maxRestarts is 0",
-        "set maxRestarts",
-    ),
-    Refusal(
-        "minWorkers",
-        lambda p: p["minWorkers"] is not None and not p.strategy.resumable,
-        "minWorkers is set, and under strategy {p[strategy]!r} another number of workers trains something else",
-        _RESUMABLE % "minWorkers",
+        "numWorkers",
+        lambda p: p.workers[0] < p.workers[1] and not p.strategy.resumable,
+        "numWorkers is from {p.workers[0]} to {p.workers[1]}, and under strategy {p[strategy]!r} another number of "
+        "workers trains something else",
+        "use {p.resumable}, or set numWorkers to one number, without minWorkers",
         "ST-STRATEGY",
     ),
 )

@@ -178,6 +178,14 @@ def _checked(value: Any, kind: Any, what: str) -> Any:
     return value
 
 
+def _to_int_or_range(value: Any) -> int | tuple[int, int]:
+    if not isinstance(value, (list, tuple)):
+        return TypeConverters.toInt(value)
+    if len(value) != 2:
+        raise TypeError(f"expected a number, or the least and the most, got {value!r}")
+    return TypeConverters.toInt(value[0]), TypeConverters.toInt(value[1])
+
+
 def _to_int_or_str(value: Any) -> int | str:
     return value if isinstance(value, str) else TypeConverters.toInt(value)
 
@@ -192,6 +200,7 @@ _CONVERTERS: dict[str, Callable[[Any], Any]] = {
     "float": TypeConverters.toFloat,
     "int": TypeConverters.toInt,
     "int | str": _to_int_or_str,
+    "int | tuple[int, int]": _to_int_or_range,
     "list[Any]": TypeConverters.toList,
     "list[dict[str, Any]]": _to_dicts,
     "list[float]": TypeConverters.toListFloat,

@@ -245,10 +245,10 @@ class EstimatorParams(HasFeaturesCol, HasInputCols, HasLabelCol, HasPredictionCo
     def getStrategyParams(self) -> dict[str, Any]: ...
     def setStrategyParams(self, value: dict[str, Any]) -> Self:
         """Sets the value of `strategyParams`: options of the strategy, as docs/strategies.md lists them."""
-    numWorkers: Param[int]
-    def getNumWorkers(self) -> int: ...
-    def setNumWorkers(self, value: int) -> Self:
-        """Sets the value of `numWorkers`: number of barrier tasks, the world size (> 0)."""
+    numWorkers: Param[int | tuple[int, int]]
+    def getNumWorkers(self) -> int | tuple[int, int]: ...
+    def setNumWorkers(self, value: int | tuple[int, int]) -> Self:
+        """Sets the value of `numWorkers`: number of barrier tasks, the world size (> 0); or the fewest and the most: a fit then begins with the slots that are free, goes on with fewer after a loss and, with checkpoints, takes more when there are some."""
     device: Param[str]
     def getDevice(self) -> str: ...
     def setDevice(self, value: str) -> Self:
@@ -292,7 +292,11 @@ class EstimatorParams(HasFeaturesCol, HasInputCols, HasLabelCol, HasPredictionCo
     minWorkers: Param[int]
     def getMinWorkers(self) -> int: ...
     def setMinWorkers(self, value: int) -> Self:
-        """Sets the value of `minWorkers`: the fewest workers that a restart goes on with, where the cluster has no slots for all of them any more (> 0)."""
+        """Sets the value of `minWorkers`: the fewest workers, where numWorkers is the most: the same as numWorkers=(minWorkers, numWorkers) (> 0)."""
+    growAfter: Param[float]
+    def getGrowAfter(self) -> float: ...
+    def setGrowAfter(self, value: float) -> Self:
+        """Sets the value of `growAfter`: seconds that an attempt trains with fewer workers than it may have, before it makes way for one with more (> 0)."""
     startTimeout: Param[float]
     def getStartTimeout(self) -> float: ...
     def setStartTimeout(self, value: float) -> Self:
@@ -444,7 +448,7 @@ class GenericParams(EstimatorParams, HasOutputCols):
         seed: int = 0,
         strategy: str = "ddp",
         strategyParams: dict[str, Any] | None = None,
-        numWorkers: int = 1,
+        numWorkers: int | tuple[int, int] = 1,
         device: str = "auto",
         rendezvous: str = "auto",
         preflight: str = "basic",
@@ -456,6 +460,7 @@ class GenericParams(EstimatorParams, HasOutputCols):
         keepCheckpoints: int = 2,
         maxRestarts: int = 0,
         minWorkers: int | None = None,
+        growAfter: float = 60.0,
         startTimeout: float = 3600.0,
         stallTimeout: float = 600.0,
         driverTimeout: float = 30.0,
@@ -537,7 +542,7 @@ class GenericParams(EstimatorParams, HasOutputCols):
             seed: Seed of the initial weights, the sampling and each worker's generators.
             strategy: How the workers share the work: 'ddp'; 'zero1', 'zero2' and 'zero3' divide optimizer state, gradients and parameters among them, 'mesh' within groups of them, and layers; 'localSGD', 'parameterServer', 'independent'.
             strategyParams: Options of the strategy, as docs/strategies.md lists them.
-            numWorkers: Number of barrier tasks, the world size (> 0).
+            numWorkers: Number of barrier tasks, the world size (> 0); or the fewest and the most: a fit then begins with the slots that are free, goes on with fewer after a loss and, with checkpoints, takes more when there are some.
             device: 'auto', 'cpu' or a type of accelerator, such as 'cuda', for training and for scoring; auto takes one per task where there are any.
             rendezvous: Who hosts the store at which workers meet: 'auto', 'driver' or 'rank0'.
             preflight: What is checked before the job starts: 'basic' for settings, slots and GPUs, 'full' for the executors as well.
@@ -548,7 +553,8 @@ class GenericParams(EstimatorParams, HasOutputCols):
             checkpointUnit: What checkpointInterval counts: 'epoch' or 'step'.
             keepCheckpoints: Number of checkpoints that are kept, besides that of the best validation (> 0).
             maxRestarts: How often a training that loses a worker is started again, from its last checkpoint if it has one (>= 0).
-            minWorkers: The fewest workers that a restart goes on with, where the cluster has no slots for all of them any more (> 0).
+            minWorkers: The fewest workers, where numWorkers is the most: the same as numWorkers=(minWorkers, numWorkers) (> 0).
+            growAfter: Seconds that an attempt trains with fewer workers than it may have, before it makes way for one with more (> 0).
             startTimeout: Seconds that a fit waits for executors that are to come, and for slots which other jobs hold (> 0).
             stallTimeout: Seconds that a worker may stand still, or start after the first one, before the fit ends with its name, its place and its Python stack (> 0).
             driverTimeout: Seconds without a sign of life from the driver after which a worker ends by itself (> 0).
@@ -648,7 +654,7 @@ class ClassifierParams(EstimatorParams, HasProbabilityCol, HasRawPredictionCol, 
         seed: int = 0,
         strategy: str = "ddp",
         strategyParams: dict[str, Any] | None = None,
-        numWorkers: int = 1,
+        numWorkers: int | tuple[int, int] = 1,
         device: str = "auto",
         rendezvous: str = "auto",
         preflight: str = "basic",
@@ -660,6 +666,7 @@ class ClassifierParams(EstimatorParams, HasProbabilityCol, HasRawPredictionCol, 
         keepCheckpoints: int = 2,
         maxRestarts: int = 0,
         minWorkers: int | None = None,
+        growAfter: float = 60.0,
         startTimeout: float = 3600.0,
         stallTimeout: float = 600.0,
         driverTimeout: float = 30.0,
@@ -741,7 +748,7 @@ class ClassifierParams(EstimatorParams, HasProbabilityCol, HasRawPredictionCol, 
             seed: Seed of the initial weights, the sampling and each worker's generators.
             strategy: How the workers share the work: 'ddp'; 'zero1', 'zero2' and 'zero3' divide optimizer state, gradients and parameters among them, 'mesh' within groups of them, and layers; 'localSGD', 'parameterServer', 'independent'.
             strategyParams: Options of the strategy, as docs/strategies.md lists them.
-            numWorkers: Number of barrier tasks, the world size (> 0).
+            numWorkers: Number of barrier tasks, the world size (> 0); or the fewest and the most: a fit then begins with the slots that are free, goes on with fewer after a loss and, with checkpoints, takes more when there are some.
             device: 'auto', 'cpu' or a type of accelerator, such as 'cuda', for training and for scoring; auto takes one per task where there are any.
             rendezvous: Who hosts the store at which workers meet: 'auto', 'driver' or 'rank0'.
             preflight: What is checked before the job starts: 'basic' for settings, slots and GPUs, 'full' for the executors as well.
@@ -752,7 +759,8 @@ class ClassifierParams(EstimatorParams, HasProbabilityCol, HasRawPredictionCol, 
             checkpointUnit: What checkpointInterval counts: 'epoch' or 'step'.
             keepCheckpoints: Number of checkpoints that are kept, besides that of the best validation (> 0).
             maxRestarts: How often a training that loses a worker is started again, from its last checkpoint if it has one (>= 0).
-            minWorkers: The fewest workers that a restart goes on with, where the cluster has no slots for all of them any more (> 0).
+            minWorkers: The fewest workers, where numWorkers is the most: the same as numWorkers=(minWorkers, numWorkers) (> 0).
+            growAfter: Seconds that an attempt trains with fewer workers than it may have, before it makes way for one with more (> 0).
             startTimeout: Seconds that a fit waits for executors that are to come, and for slots which other jobs hold (> 0).
             stallTimeout: Seconds that a worker may stand still, or start after the first one, before the fit ends with its name, its place and its Python stack (> 0).
             driverTimeout: Seconds without a sign of life from the driver after which a worker ends by itself (> 0).
@@ -845,7 +853,7 @@ class RegressorParams(EstimatorParams):
         seed: int = 0,
         strategy: str = "ddp",
         strategyParams: dict[str, Any] | None = None,
-        numWorkers: int = 1,
+        numWorkers: int | tuple[int, int] = 1,
         device: str = "auto",
         rendezvous: str = "auto",
         preflight: str = "basic",
@@ -857,6 +865,7 @@ class RegressorParams(EstimatorParams):
         keepCheckpoints: int = 2,
         maxRestarts: int = 0,
         minWorkers: int | None = None,
+        growAfter: float = 60.0,
         startTimeout: float = 3600.0,
         stallTimeout: float = 600.0,
         driverTimeout: float = 30.0,
@@ -935,7 +944,7 @@ class RegressorParams(EstimatorParams):
             seed: Seed of the initial weights, the sampling and each worker's generators.
             strategy: How the workers share the work: 'ddp'; 'zero1', 'zero2' and 'zero3' divide optimizer state, gradients and parameters among them, 'mesh' within groups of them, and layers; 'localSGD', 'parameterServer', 'independent'.
             strategyParams: Options of the strategy, as docs/strategies.md lists them.
-            numWorkers: Number of barrier tasks, the world size (> 0).
+            numWorkers: Number of barrier tasks, the world size (> 0); or the fewest and the most: a fit then begins with the slots that are free, goes on with fewer after a loss and, with checkpoints, takes more when there are some.
             device: 'auto', 'cpu' or a type of accelerator, such as 'cuda', for training and for scoring; auto takes one per task where there are any.
             rendezvous: Who hosts the store at which workers meet: 'auto', 'driver' or 'rank0'.
             preflight: What is checked before the job starts: 'basic' for settings, slots and GPUs, 'full' for the executors as well.
@@ -946,7 +955,8 @@ class RegressorParams(EstimatorParams):
             checkpointUnit: What checkpointInterval counts: 'epoch' or 'step'.
             keepCheckpoints: Number of checkpoints that are kept, besides that of the best validation (> 0).
             maxRestarts: How often a training that loses a worker is started again, from its last checkpoint if it has one (>= 0).
-            minWorkers: The fewest workers that a restart goes on with, where the cluster has no slots for all of them any more (> 0).
+            minWorkers: The fewest workers, where numWorkers is the most: the same as numWorkers=(minWorkers, numWorkers) (> 0).
+            growAfter: Seconds that an attempt trains with fewer workers than it may have, before it makes way for one with more (> 0).
             startTimeout: Seconds that a fit waits for executors that are to come, and for slots which other jobs hold (> 0).
             stallTimeout: Seconds that a worker may stand still, or start after the first one, before the fit ends with its name, its place and its Python stack (> 0).
             driverTimeout: Seconds without a sign of life from the driver after which a worker ends by itself (> 0).
@@ -1064,7 +1074,7 @@ class RankerParams(EstimatorParams):
         seed: int = 0,
         strategy: str = "ddp",
         strategyParams: dict[str, Any] | None = None,
-        numWorkers: int = 1,
+        numWorkers: int | tuple[int, int] = 1,
         device: str = "auto",
         rendezvous: str = "auto",
         preflight: str = "basic",
@@ -1076,6 +1086,7 @@ class RankerParams(EstimatorParams):
         keepCheckpoints: int = 2,
         maxRestarts: int = 0,
         minWorkers: int | None = None,
+        growAfter: float = 60.0,
         startTimeout: float = 3600.0,
         stallTimeout: float = 600.0,
         driverTimeout: float = 30.0,
@@ -1154,7 +1165,7 @@ class RankerParams(EstimatorParams):
             seed: Seed of the initial weights, the sampling and each worker's generators.
             strategy: How the workers share the work: 'ddp'; 'zero1', 'zero2' and 'zero3' divide optimizer state, gradients and parameters among them, 'mesh' within groups of them, and layers; 'localSGD', 'parameterServer', 'independent'.
             strategyParams: Options of the strategy, as docs/strategies.md lists them.
-            numWorkers: Number of barrier tasks, the world size (> 0).
+            numWorkers: Number of barrier tasks, the world size (> 0); or the fewest and the most: a fit then begins with the slots that are free, goes on with fewer after a loss and, with checkpoints, takes more when there are some.
             device: 'auto', 'cpu' or a type of accelerator, such as 'cuda', for training and for scoring; auto takes one per task where there are any.
             rendezvous: Who hosts the store at which workers meet: 'auto', 'driver' or 'rank0'.
             preflight: What is checked before the job starts: 'basic' for settings, slots and GPUs, 'full' for the executors as well.
@@ -1165,7 +1176,8 @@ class RankerParams(EstimatorParams):
             checkpointUnit: What checkpointInterval counts: 'epoch' or 'step'.
             keepCheckpoints: Number of checkpoints that are kept, besides that of the best validation (> 0).
             maxRestarts: How often a training that loses a worker is started again, from its last checkpoint if it has one (>= 0).
-            minWorkers: The fewest workers that a restart goes on with, where the cluster has no slots for all of them any more (> 0).
+            minWorkers: The fewest workers, where numWorkers is the most: the same as numWorkers=(minWorkers, numWorkers) (> 0).
+            growAfter: Seconds that an attempt trains with fewer workers than it may have, before it makes way for one with more (> 0).
             startTimeout: Seconds that a fit waits for executors that are to come, and for slots which other jobs hold (> 0).
             stallTimeout: Seconds that a worker may stand still, or start after the first one, before the fit ends with its name, its place and its Python stack (> 0).
             driverTimeout: Seconds without a sign of life from the driver after which a worker ends by itself (> 0).
@@ -1256,7 +1268,7 @@ class TextClassifierParams(ClassifierParams):
         seed: int = 0,
         strategy: str = "ddp",
         strategyParams: dict[str, Any] | None = None,
-        numWorkers: int = 1,
+        numWorkers: int | tuple[int, int] = 1,
         device: str = "auto",
         rendezvous: str = "auto",
         preflight: str = "basic",
@@ -1268,6 +1280,7 @@ class TextClassifierParams(ClassifierParams):
         keepCheckpoints: int = 2,
         maxRestarts: int = 0,
         minWorkers: int | None = None,
+        growAfter: float = 60.0,
         startTimeout: float = 3600.0,
         stallTimeout: float = 600.0,
         driverTimeout: float = 30.0,
@@ -1341,7 +1354,7 @@ class TextClassifierParams(ClassifierParams):
             seed: Seed of the initial weights, the sampling and each worker's generators.
             strategy: How the workers share the work: 'ddp'; 'zero1', 'zero2' and 'zero3' divide optimizer state, gradients and parameters among them, 'mesh' within groups of them, and layers; 'localSGD', 'parameterServer', 'independent'.
             strategyParams: Options of the strategy, as docs/strategies.md lists them.
-            numWorkers: Number of barrier tasks, the world size (> 0).
+            numWorkers: Number of barrier tasks, the world size (> 0); or the fewest and the most: a fit then begins with the slots that are free, goes on with fewer after a loss and, with checkpoints, takes more when there are some.
             device: 'auto', 'cpu' or a type of accelerator, such as 'cuda', for training and for scoring; auto takes one per task where there are any.
             rendezvous: Who hosts the store at which workers meet: 'auto', 'driver' or 'rank0'.
             preflight: What is checked before the job starts: 'basic' for settings, slots and GPUs, 'full' for the executors as well.
@@ -1352,7 +1365,8 @@ class TextClassifierParams(ClassifierParams):
             checkpointUnit: What checkpointInterval counts: 'epoch' or 'step'.
             keepCheckpoints: Number of checkpoints that are kept, besides that of the best validation (> 0).
             maxRestarts: How often a training that loses a worker is started again, from its last checkpoint if it has one (>= 0).
-            minWorkers: The fewest workers that a restart goes on with, where the cluster has no slots for all of them any more (> 0).
+            minWorkers: The fewest workers, where numWorkers is the most: the same as numWorkers=(minWorkers, numWorkers) (> 0).
+            growAfter: Seconds that an attempt trains with fewer workers than it may have, before it makes way for one with more (> 0).
             startTimeout: Seconds that a fit waits for executors that are to come, and for slots which other jobs hold (> 0).
             stallTimeout: Seconds that a worker may stand still, or start after the first one, before the fit ends with its name, its place and its Python stack (> 0).
             driverTimeout: Seconds without a sign of life from the driver after which a worker ends by itself (> 0).
@@ -1445,7 +1459,7 @@ class ImageClassifierParams(ClassifierParams):
         seed: int = 0,
         strategy: str = "ddp",
         strategyParams: dict[str, Any] | None = None,
-        numWorkers: int = 1,
+        numWorkers: int | tuple[int, int] = 1,
         device: str = "auto",
         rendezvous: str = "auto",
         preflight: str = "basic",
@@ -1457,6 +1471,7 @@ class ImageClassifierParams(ClassifierParams):
         keepCheckpoints: int = 2,
         maxRestarts: int = 0,
         minWorkers: int | None = None,
+        growAfter: float = 60.0,
         startTimeout: float = 3600.0,
         stallTimeout: float = 600.0,
         driverTimeout: float = 30.0,
@@ -1529,7 +1544,7 @@ class ImageClassifierParams(ClassifierParams):
             seed: Seed of the initial weights, the sampling and each worker's generators.
             strategy: How the workers share the work: 'ddp'; 'zero1', 'zero2' and 'zero3' divide optimizer state, gradients and parameters among them, 'mesh' within groups of them, and layers; 'localSGD', 'parameterServer', 'independent'.
             strategyParams: Options of the strategy, as docs/strategies.md lists them.
-            numWorkers: Number of barrier tasks, the world size (> 0).
+            numWorkers: Number of barrier tasks, the world size (> 0); or the fewest and the most: a fit then begins with the slots that are free, goes on with fewer after a loss and, with checkpoints, takes more when there are some.
             device: 'auto', 'cpu' or a type of accelerator, such as 'cuda', for training and for scoring; auto takes one per task where there are any.
             rendezvous: Who hosts the store at which workers meet: 'auto', 'driver' or 'rank0'.
             preflight: What is checked before the job starts: 'basic' for settings, slots and GPUs, 'full' for the executors as well.
@@ -1540,7 +1555,8 @@ class ImageClassifierParams(ClassifierParams):
             checkpointUnit: What checkpointInterval counts: 'epoch' or 'step'.
             keepCheckpoints: Number of checkpoints that are kept, besides that of the best validation (> 0).
             maxRestarts: How often a training that loses a worker is started again, from its last checkpoint if it has one (>= 0).
-            minWorkers: The fewest workers that a restart goes on with, where the cluster has no slots for all of them any more (> 0).
+            minWorkers: The fewest workers, where numWorkers is the most: the same as numWorkers=(minWorkers, numWorkers) (> 0).
+            growAfter: Seconds that an attempt trains with fewer workers than it may have, before it makes way for one with more (> 0).
             startTimeout: Seconds that a fit waits for executors that are to come, and for slots which other jobs hold (> 0).
             stallTimeout: Seconds that a worker may stand still, or start after the first one, before the fit ends with its name, its place and its Python stack (> 0).
             driverTimeout: Seconds without a sign of life from the driver after which a worker ends by itself (> 0).
@@ -1660,7 +1676,7 @@ class TabularClassifierParams(ClassifierParams):
         seed: int = 0,
         strategy: str = "ddp",
         strategyParams: dict[str, Any] | None = None,
-        numWorkers: int = 1,
+        numWorkers: int | tuple[int, int] = 1,
         device: str = "auto",
         rendezvous: str = "auto",
         preflight: str = "basic",
@@ -1672,6 +1688,7 @@ class TabularClassifierParams(ClassifierParams):
         keepCheckpoints: int = 2,
         maxRestarts: int = 0,
         minWorkers: int | None = None,
+        growAfter: float = 60.0,
         startTimeout: float = 3600.0,
         stallTimeout: float = 600.0,
         driverTimeout: float = 30.0,
@@ -1749,7 +1766,7 @@ class TabularClassifierParams(ClassifierParams):
             seed: Seed of the initial weights, the sampling and each worker's generators.
             strategy: How the workers share the work: 'ddp'; 'zero1', 'zero2' and 'zero3' divide optimizer state, gradients and parameters among them, 'mesh' within groups of them, and layers; 'localSGD', 'parameterServer', 'independent'.
             strategyParams: Options of the strategy, as docs/strategies.md lists them.
-            numWorkers: Number of barrier tasks, the world size (> 0).
+            numWorkers: Number of barrier tasks, the world size (> 0); or the fewest and the most: a fit then begins with the slots that are free, goes on with fewer after a loss and, with checkpoints, takes more when there are some.
             device: 'auto', 'cpu' or a type of accelerator, such as 'cuda', for training and for scoring; auto takes one per task where there are any.
             rendezvous: Who hosts the store at which workers meet: 'auto', 'driver' or 'rank0'.
             preflight: What is checked before the job starts: 'basic' for settings, slots and GPUs, 'full' for the executors as well.
@@ -1760,7 +1777,8 @@ class TabularClassifierParams(ClassifierParams):
             checkpointUnit: What checkpointInterval counts: 'epoch' or 'step'.
             keepCheckpoints: Number of checkpoints that are kept, besides that of the best validation (> 0).
             maxRestarts: How often a training that loses a worker is started again, from its last checkpoint if it has one (>= 0).
-            minWorkers: The fewest workers that a restart goes on with, where the cluster has no slots for all of them any more (> 0).
+            minWorkers: The fewest workers, where numWorkers is the most: the same as numWorkers=(minWorkers, numWorkers) (> 0).
+            growAfter: Seconds that an attempt trains with fewer workers than it may have, before it makes way for one with more (> 0).
             startTimeout: Seconds that a fit waits for executors that are to come, and for slots which other jobs hold (> 0).
             stallTimeout: Seconds that a worker may stand still, or start after the first one, before the fit ends with its name, its place and its Python stack (> 0).
             driverTimeout: Seconds without a sign of life from the driver after which a worker ends by itself (> 0).
@@ -1859,7 +1877,7 @@ class TabularRegressorParams(RegressorParams):
         seed: int = 0,
         strategy: str = "ddp",
         strategyParams: dict[str, Any] | None = None,
-        numWorkers: int = 1,
+        numWorkers: int | tuple[int, int] = 1,
         device: str = "auto",
         rendezvous: str = "auto",
         preflight: str = "basic",
@@ -1871,6 +1889,7 @@ class TabularRegressorParams(RegressorParams):
         keepCheckpoints: int = 2,
         maxRestarts: int = 0,
         minWorkers: int | None = None,
+        growAfter: float = 60.0,
         startTimeout: float = 3600.0,
         stallTimeout: float = 600.0,
         driverTimeout: float = 30.0,
@@ -1945,7 +1964,7 @@ class TabularRegressorParams(RegressorParams):
             seed: Seed of the initial weights, the sampling and each worker's generators.
             strategy: How the workers share the work: 'ddp'; 'zero1', 'zero2' and 'zero3' divide optimizer state, gradients and parameters among them, 'mesh' within groups of them, and layers; 'localSGD', 'parameterServer', 'independent'.
             strategyParams: Options of the strategy, as docs/strategies.md lists them.
-            numWorkers: Number of barrier tasks, the world size (> 0).
+            numWorkers: Number of barrier tasks, the world size (> 0); or the fewest and the most: a fit then begins with the slots that are free, goes on with fewer after a loss and, with checkpoints, takes more when there are some.
             device: 'auto', 'cpu' or a type of accelerator, such as 'cuda', for training and for scoring; auto takes one per task where there are any.
             rendezvous: Who hosts the store at which workers meet: 'auto', 'driver' or 'rank0'.
             preflight: What is checked before the job starts: 'basic' for settings, slots and GPUs, 'full' for the executors as well.
@@ -1956,7 +1975,8 @@ class TabularRegressorParams(RegressorParams):
             checkpointUnit: What checkpointInterval counts: 'epoch' or 'step'.
             keepCheckpoints: Number of checkpoints that are kept, besides that of the best validation (> 0).
             maxRestarts: How often a training that loses a worker is started again, from its last checkpoint if it has one (>= 0).
-            minWorkers: The fewest workers that a restart goes on with, where the cluster has no slots for all of them any more (> 0).
+            minWorkers: The fewest workers, where numWorkers is the most: the same as numWorkers=(minWorkers, numWorkers) (> 0).
+            growAfter: Seconds that an attempt trains with fewer workers than it may have, before it makes way for one with more (> 0).
             startTimeout: Seconds that a fit waits for executors that are to come, and for slots which other jobs hold (> 0).
             stallTimeout: Seconds that a worker may stand still, or start after the first one, before the fit ends with its name, its place and its Python stack (> 0).
             driverTimeout: Seconds without a sign of life from the driver after which a worker ends by itself (> 0).
@@ -2052,7 +2072,7 @@ class RecommenderParams(GenericParams):
         seed: int = 0,
         strategy: str = "ddp",
         strategyParams: dict[str, Any] | None = None,
-        numWorkers: int = 1,
+        numWorkers: int | tuple[int, int] = 1,
         device: str = "auto",
         rendezvous: str = "auto",
         preflight: str = "basic",
@@ -2064,6 +2084,7 @@ class RecommenderParams(GenericParams):
         keepCheckpoints: int = 2,
         maxRestarts: int = 0,
         minWorkers: int | None = None,
+        growAfter: float = 60.0,
         startTimeout: float = 3600.0,
         stallTimeout: float = 600.0,
         driverTimeout: float = 30.0,
@@ -2135,7 +2156,7 @@ class RecommenderParams(GenericParams):
             seed: Seed of the initial weights, the sampling and each worker's generators.
             strategy: How the workers share the work: 'ddp'; 'zero1', 'zero2' and 'zero3' divide optimizer state, gradients and parameters among them, 'mesh' within groups of them, and layers; 'localSGD', 'parameterServer', 'independent'.
             strategyParams: Options of the strategy, as docs/strategies.md lists them.
-            numWorkers: Number of barrier tasks, the world size (> 0).
+            numWorkers: Number of barrier tasks, the world size (> 0); or the fewest and the most: a fit then begins with the slots that are free, goes on with fewer after a loss and, with checkpoints, takes more when there are some.
             device: 'auto', 'cpu' or a type of accelerator, such as 'cuda', for training and for scoring; auto takes one per task where there are any.
             rendezvous: Who hosts the store at which workers meet: 'auto', 'driver' or 'rank0'.
             preflight: What is checked before the job starts: 'basic' for settings, slots and GPUs, 'full' for the executors as well.
@@ -2146,7 +2167,8 @@ class RecommenderParams(GenericParams):
             checkpointUnit: What checkpointInterval counts: 'epoch' or 'step'.
             keepCheckpoints: Number of checkpoints that are kept, besides that of the best validation (> 0).
             maxRestarts: How often a training that loses a worker is started again, from its last checkpoint if it has one (>= 0).
-            minWorkers: The fewest workers that a restart goes on with, where the cluster has no slots for all of them any more (> 0).
+            minWorkers: The fewest workers, where numWorkers is the most: the same as numWorkers=(minWorkers, numWorkers) (> 0).
+            growAfter: Seconds that an attempt trains with fewer workers than it may have, before it makes way for one with more (> 0).
             startTimeout: Seconds that a fit waits for executors that are to come, and for slots which other jobs hold (> 0).
             stallTimeout: Seconds that a worker may stand still, or start after the first one, before the fit ends with its name, its place and its Python stack (> 0).
             driverTimeout: Seconds without a sign of life from the driver after which a worker ends by itself (> 0).
@@ -2292,7 +2314,7 @@ class ForecasterParams(RegressorParams):
         seed: int = 0,
         strategy: str = "ddp",
         strategyParams: dict[str, Any] | None = None,
-        numWorkers: int = 1,
+        numWorkers: int | tuple[int, int] = 1,
         device: str = "auto",
         rendezvous: str = "auto",
         preflight: str = "basic",
@@ -2304,6 +2326,7 @@ class ForecasterParams(RegressorParams):
         keepCheckpoints: int = 2,
         maxRestarts: int = 0,
         minWorkers: int | None = None,
+        growAfter: float = 60.0,
         startTimeout: float = 3600.0,
         stallTimeout: float = 600.0,
         driverTimeout: float = 30.0,
@@ -2380,7 +2403,7 @@ class ForecasterParams(RegressorParams):
             seed: Seed of the initial weights, the sampling and each worker's generators.
             strategy: How the workers share the work: 'ddp'; 'zero1', 'zero2' and 'zero3' divide optimizer state, gradients and parameters among them, 'mesh' within groups of them, and layers; 'localSGD', 'parameterServer', 'independent'.
             strategyParams: Options of the strategy, as docs/strategies.md lists them.
-            numWorkers: Number of barrier tasks, the world size (> 0).
+            numWorkers: Number of barrier tasks, the world size (> 0); or the fewest and the most: a fit then begins with the slots that are free, goes on with fewer after a loss and, with checkpoints, takes more when there are some.
             device: 'auto', 'cpu' or a type of accelerator, such as 'cuda', for training and for scoring; auto takes one per task where there are any.
             rendezvous: Who hosts the store at which workers meet: 'auto', 'driver' or 'rank0'.
             preflight: What is checked before the job starts: 'basic' for settings, slots and GPUs, 'full' for the executors as well.
@@ -2391,7 +2414,8 @@ class ForecasterParams(RegressorParams):
             checkpointUnit: What checkpointInterval counts: 'epoch' or 'step'.
             keepCheckpoints: Number of checkpoints that are kept, besides that of the best validation (> 0).
             maxRestarts: How often a training that loses a worker is started again, from its last checkpoint if it has one (>= 0).
-            minWorkers: The fewest workers that a restart goes on with, where the cluster has no slots for all of them any more (> 0).
+            minWorkers: The fewest workers, where numWorkers is the most: the same as numWorkers=(minWorkers, numWorkers) (> 0).
+            growAfter: Seconds that an attempt trains with fewer workers than it may have, before it makes way for one with more (> 0).
             startTimeout: Seconds that a fit waits for executors that are to come, and for slots which other jobs hold (> 0).
             stallTimeout: Seconds that a worker may stand still, or start after the first one, before the fit ends with its name, its place and its Python stack (> 0).
             driverTimeout: Seconds without a sign of life from the driver after which a worker ends by itself (> 0).
@@ -2516,7 +2540,7 @@ class RunParams(HasFeaturesCol, HasInputCols, HasLabelCol, HasWeightCol, HasVali
         seed: int = 0,
         strategy: str = "ddp",
         strategyParams: dict[str, Any] | None = None,
-        numWorkers: int = 1,
+        numWorkers: int | tuple[int, int] = 1,
         device: str = "auto",
         rendezvous: str = "auto",
         preflight: str = "basic",
@@ -2524,6 +2548,7 @@ class RunParams(HasFeaturesCol, HasInputCols, HasLabelCol, HasWeightCol, HasVali
         keepCheckpoints: int = 2,
         maxRestarts: int = 0,
         minWorkers: int | None = None,
+        growAfter: float = 60.0,
         startTimeout: float = 3600.0,
         stallTimeout: float = 600.0,
         driverTimeout: float = 30.0,
@@ -2561,14 +2586,15 @@ class RunParams(HasFeaturesCol, HasInputCols, HasLabelCol, HasWeightCol, HasVali
             seed: Seed of the initial weights, the sampling and each worker's generators.
             strategy: How the workers share the work: 'ddp'; 'zero1', 'zero2' and 'zero3' divide optimizer state, gradients and parameters among them, 'mesh' within groups of them, and layers; 'localSGD', 'parameterServer', 'independent'.
             strategyParams: Options of the strategy, as docs/strategies.md lists them.
-            numWorkers: Number of barrier tasks, the world size (> 0).
+            numWorkers: Number of barrier tasks, the world size (> 0); or the fewest and the most: a fit then begins with the slots that are free, goes on with fewer after a loss and, with checkpoints, takes more when there are some.
             device: 'auto', 'cpu' or a type of accelerator, such as 'cuda', for training and for scoring; auto takes one per task where there are any.
             rendezvous: Who hosts the store at which workers meet: 'auto', 'driver' or 'rank0'.
             preflight: What is checked before the job starts: 'basic' for settings, slots and GPUs, 'full' for the executors as well.
             checkpointDir: Path or URL of a directory that all workers can write, for checkpoints; a fit whose directory holds an unfinished training of the same configuration goes on with it.
             keepCheckpoints: Number of checkpoints that are kept, besides that of the best validation (> 0).
             maxRestarts: How often a training that loses a worker is started again, from its last checkpoint if it has one (>= 0).
-            minWorkers: The fewest workers that a restart goes on with, where the cluster has no slots for all of them any more (> 0).
+            minWorkers: The fewest workers, where numWorkers is the most: the same as numWorkers=(minWorkers, numWorkers) (> 0).
+            growAfter: Seconds that an attempt trains with fewer workers than it may have, before it makes way for one with more (> 0).
             startTimeout: Seconds that a fit waits for executors that are to come, and for slots which other jobs hold (> 0).
             stallTimeout: Seconds that a worker may stand still, or start after the first one, before the fit ends with its name, its place and its Python stack (> 0).
             driverTimeout: Seconds without a sign of life from the driver after which a worker ends by itself (> 0).
@@ -2669,10 +2695,10 @@ class RunParams(HasFeaturesCol, HasInputCols, HasLabelCol, HasWeightCol, HasVali
     def getStrategyParams(self) -> dict[str, Any]: ...
     def setStrategyParams(self, value: dict[str, Any]) -> Self:
         """Sets the value of `strategyParams`: options of the strategy, as docs/strategies.md lists them."""
-    numWorkers: Param[int]
-    def getNumWorkers(self) -> int: ...
-    def setNumWorkers(self, value: int) -> Self:
-        """Sets the value of `numWorkers`: number of barrier tasks, the world size (> 0)."""
+    numWorkers: Param[int | tuple[int, int]]
+    def getNumWorkers(self) -> int | tuple[int, int]: ...
+    def setNumWorkers(self, value: int | tuple[int, int]) -> Self:
+        """Sets the value of `numWorkers`: number of barrier tasks, the world size (> 0); or the fewest and the most: a fit then begins with the slots that are free, goes on with fewer after a loss and, with checkpoints, takes more when there are some."""
     device: Param[str]
     def getDevice(self) -> str: ...
     def setDevice(self, value: str) -> Self:
@@ -2700,7 +2726,11 @@ class RunParams(HasFeaturesCol, HasInputCols, HasLabelCol, HasWeightCol, HasVali
     minWorkers: Param[int]
     def getMinWorkers(self) -> int: ...
     def setMinWorkers(self, value: int) -> Self:
-        """Sets the value of `minWorkers`: the fewest workers that a restart goes on with, where the cluster has no slots for all of them any more (> 0)."""
+        """Sets the value of `minWorkers`: the fewest workers, where numWorkers is the most: the same as numWorkers=(minWorkers, numWorkers) (> 0)."""
+    growAfter: Param[float]
+    def getGrowAfter(self) -> float: ...
+    def setGrowAfter(self, value: float) -> Self:
+        """Sets the value of `growAfter`: seconds that an attempt trains with fewer workers than it may have, before it makes way for one with more (> 0)."""
     startTimeout: Param[float]
     def getStartTimeout(self) -> float: ...
     def setStartTimeout(self, value: float) -> Self:

@@ -262,8 +262,10 @@ STRATEGY = (
       field="config.strategy", compared=False),
     P("strategyParams", "dict[str, Any]", {},
       "options of the strategy, as docs/strategies.md lists them", field="config.strategy_params", compared=False),
-    P("numWorkers", "int", 1,
-      "number of barrier tasks, the world size (> 0)", field="launch.world_size", compared=False),
+    P("numWorkers", "int | tuple[int, int]", 1,
+      "number of barrier tasks, the world size (> 0); or the fewest and the most: a fit then begins with the slots "
+      "that are free, goes on with fewer after a loss and, with checkpoints, takes more when there are some",
+      compared=False),
 )
 
 DEVICE = (
@@ -305,8 +307,11 @@ CHECKPOINTS = (
       "how often a training that loses a worker is started again, from its last checkpoint if it has one (>= 0)",
       field="request.max_restarts", compared=False),
     P("minWorkers", "int", None,
-      "the fewest workers that a restart goes on with, where the cluster has no slots for all of them any more "
-      "(> 0)", field="request.min_workers", compared=False),
+      "the fewest workers, where numWorkers is the most: the same as numWorkers=(minWorkers, numWorkers) (> 0)",
+      compared=False),
+    P("growAfter", "float", 60.0,
+      "seconds that an attempt trains with fewer workers than it may have, before it makes way for one with more (> 0)",
+      field="request.grow_after", compared=False),
 )
 
 PATIENCE = (

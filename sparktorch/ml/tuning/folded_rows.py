@@ -93,7 +93,9 @@ class FoldedRows(PreparedData):
             data, request, report = self._last
             self._task_of = partial(task, weight=weighs, limit=MOST_BYTES // request.launch.world_size)
             try:
-                found = with_restarts(data.sparkSession, request, lambda now: self.attempt(data, now, report))
+                found = with_restarts(
+                    data.sparkSession, request, lambda now: self.attempt(data, now, report), report.attempts
+                )
             finally:
                 self._task_of = None
         if any(meta["beyond"] for meta, _ in found):

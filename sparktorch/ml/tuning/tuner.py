@@ -161,7 +161,7 @@ class TorchTuner(Estimator[TorchTunerModel]):
 
     def _fit(self, dataset: DataFrame) -> TorchTunerModel:
         refuse(_REFUSED, self)
-        workers = self.estimator.getNumWorkers() if self.workersPerTrial is None else self.workersPerTrial
+        workers = Values(self.estimator).workers[1] if self.workersPerTrial is None else self.workersPerTrial
         for name, value in (("trials", self.trials), ("workersPerTrial", workers), ("parallelism", self.parallelism)):
             if value is not None:
                 at_least(name, value, 1)

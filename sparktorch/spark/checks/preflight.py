@@ -9,7 +9,7 @@ import resource
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import suppress
 
 from pyspark.resource import ResourceProfile
@@ -19,7 +19,7 @@ from sparktorch.base.config import Device
 from sparktorch.errors import ClusterError
 from sparktorch.spark.checks.findings import Finding, found, ok, refuse
 from sparktorch.spark.launch.gpus import AMOUNT, gpu_profile
-from sparktorch.spark.session import is_local, running_tasks, setting, slots, switched_on
+from sparktorch.spark.session import is_local, java_profile, setting, slots, switched_on
 
 __all__ = ["check_cluster", "check_result_size", "descriptors", "enough_slots", "gpus", "settled_slots", "switches"]
 
@@ -160,7 +160,7 @@ def settled_slots(
     *,
     settle: float | None = None,
     longest: float = _PROMISED_SECONDS,
-    lost: Sequence[str] = (),
+    taken: Callable[[], int] = lambda: 0,
 ) -> int | None:
     """Returns the number of slots once there are enough or no more are expected; `None` if unknown.
 
@@ -168,14 +168,13 @@ def settled_slots(
     two seconds if they promise too few, and if they say nothing until the session is a minute old. The first slot gets
     at least a minute. `settle` is another number of seconds after the last new slot, `longest` the most to wait.
 
-    `lost` are tags of jobs that have ended. Their tasks may still hold slots, if a host is cut off or a process is
-    stopped, until Spark gives up the executor; such slots do not count.
+    `taken` returns how many slots do not count, such as those of tasks of jobs that have ended: if a host is cut off or
+    a process is stopped, they hold them until Spark gives up the executor.
     """
-    java_profile = None if profile is None else profile._java_resource_profile
 
     def free() -> int | None:
-        count = slots(spark, java_profile)
-        return None if count is None else count - sum(running_tasks(spark, tag) or 0 for tag in lost)
+        count = slots(spark, java_profile(profile))
+        return None if count is None else count - taken()
 
     def patience(there: int) -> float:
         if settle is not None and there > 0:

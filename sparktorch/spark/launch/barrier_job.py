@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -43,6 +43,8 @@ class Launch:
         patience: How long the driver and the ranks wait for each other.
         log_level: Lowest level at which the driver shows the ranks' logs and output.
         tag: Spark job tag, a new one in each attempt.
+        pauses: Called with the tag, often, while the job runs; returns, once, whether the ranks are asked to save a
+            checkpoint and to end.
     """
 
     world_size: int
@@ -52,6 +54,7 @@ class Launch:
     patience: Timeouts = field(default_factory=Timeouts)
     log_level: int = logging.WARNING
     tag: str = field(default_factory=new_tag)
+    pauses: Callable[[str], bool] = field(default=lambda tag: False, compare=False)
 
 
 def run_ranks(
@@ -83,6 +86,8 @@ def run_ranks(
             while not job.wait(_POLL_SECONDS):
                 watch.look()
                 watch.look_for_failure()
+                if server is not None and launch.pauses(launch.tag):
+                    server.pause()
             watch.look()
         except BaseException:  # an interrupt, stalled ranks, or ranks that do not end after a failure
             if server is not None:

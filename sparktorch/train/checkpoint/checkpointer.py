@@ -183,7 +183,7 @@ class Checkpointer:
         assert position.step > self._step, f"step {position.step} is saved after step {self._step}"
         self._step = position.step
         self.seconds["checkpoint_copy"] += share.seconds
-        self._wait()
+        self.wait()
         if self._lost is not None:
             raise self._lost
         self._thread = threading.Thread(
@@ -193,7 +193,7 @@ class Checkpointer:
 
     def close(self, position: Position) -> None:
         """Waits for pending writes, and marks the training as finished."""
-        self._wait()
+        self.wait()
         if self._claim is None:
             return
         self._stop_claiming()  # or the lease could be renewed after its release
@@ -210,7 +210,7 @@ class Checkpointer:
         if self._thread is not None:
             self._thread.join(seconds)
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
         """Waits for pending writes; while rank 0 collects the other ranks' reports, it makes progress for a while."""
         started = time.perf_counter()
         while self._thread is not None and self._thread.is_alive():

@@ -69,12 +69,14 @@ def train(
     validation_rows: int,
     classes: int | None = None,
     checkpointer: Checkpointer | None = None,
-) -> Outcome:
+) -> Outcome | None:
     """Trains a model on the rows of all ranks; with more than one, the process group is open.
 
     The gradient of a step is that of the mean loss over the global batch, weighted by the sample weights: every rank
     sums the weighted losses of its rows and divides by the weight of the whole batch. A rank without rows in a step
     takes part with placeholder rows of weight zero, because its peers wait for it in the all-reduce.
+
+    With checkpoints, the driver may pause the training: then there is one of the last step, and no outcome.
 
     Args:
         dataset: This rank's rows.
@@ -106,7 +108,8 @@ def train(
                         if progress.best.out_of_patience:
                             break
                         run.train_on(epoch, step)
-                    run.save_within(current)
+                    if run.save_within(current):
+                        return None
             record = run.record(current)
             if epoch + 1 == config.epochs or run.validates_after(epoch):
                 run.validate()
@@ -124,6 +127,8 @@ def train(
             progress.ended = asked or progress.best.out_of_patience or client.told_to_stop(epoch + 1)
             epoch += 1
             run.save(Position(run.context.step, epoch))
+            if run.pauses and epoch < config.epochs and not progress.ended:
+                return None
         engine.own.end_fit()
         callbacks.call("on_fit_end")
         return run.finish(epoch)
@@ -173,6 +178,7 @@ class _Run:
         self.progress = Progress(steps, config, torch.device(world.device))
         self._state = TrainingState(config, world, engine, self._weights.average, self.callbacks, self.progress)
         self._waited, self._seconds, self._next_progress = 0.0, 0.0, 0.0
+        self.pauses = False  # after the last step
         # Same initial weights everywhere; from here on, dropout and the like differ by rank.
         seed_all(config.seed + world.rank + 1)
 
@@ -184,6 +190,8 @@ class _Run:
     def start(self) -> int:
         """Tries the loss, warms up for checkpoints, loads the one to resume from; returns the first epoch, from 0."""
         manifest = None if self._checkpointer is None else self._checkpointer.start
+        if self._checkpointer is not None:
+            self._client.pause.begin(1 + (0 if manifest is None else manifest.step))
         self.engine.own.begin_fit(*((0, 0) if manifest is None else (manifest.epoch, manifest.step)))
         with self._client.working("trying the loss"):
             check_loss(self.engine, self._config, self._world, self._dataset)
@@ -341,19 +349,29 @@ class _Run:
                 record["loss"] = math.nan
         return record | engine.strategy.metrics()
 
-    def save_within(self, epoch: _Epoch) -> None:
-        """Saves a checkpoint if one is due; after the last step, the end of the epoch saves it instead."""
+    def save_within(self, epoch: _Epoch) -> bool:
+        """Saves a checkpoint if one is due, or the training pauses, which it returns.
+
+        After the last step of an epoch, its end does so instead.
+        """
         counters = self.progress.counters
-        if self._checkpointer is not None and counters.taken < self._steps:
-            counters.seconds = time.perf_counter() - epoch.started
-            self.save(Position(self.context.step, epoch.number, counters.taken))
+        if self._checkpointer is None:
+            return False
+        self.pauses = self._client.pause.stops_after(self.context.step)
+        if counters.taken == self._steps:
+            return False
+        counters.seconds = time.perf_counter() - epoch.started
+        self.save(Position(self.context.step, epoch.number, counters.taken))
+        return self.pauses
 
     def save(self, position: Position) -> None:
-        """Saves a checkpoint, if one is due."""
-        if self._checkpointer is None or not self._checkpointer.due(position):
+        """Saves a checkpoint, if one is due or the training pauses."""
+        if self._checkpointer is None or not (self.pauses or self._checkpointer.due(position)):
             return
         self._look_back(now=True)
         self._checkpointer.save(position, self._state.share(), self._config.judged(self.progress.last_validation()))
+        if self.pauses:
+            self._checkpointer.wait()
 
     def finish(self, epoch: int) -> Outcome:
         """Closes the checkpointer and returns the outcome; `epoch` is the number of trained epochs."""

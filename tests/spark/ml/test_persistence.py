@@ -151,13 +151,18 @@ def test_a_model_is_written_and_read_in_batches(
 
 
 def test_tuples_nan_and_defaults_come_back_without_pickles(spark: SparkSession, tmp_path: Path) -> None:
-    params = {"moduleParams": {"kernel_size": (3, 3), "sizes": [(1, (2,))]}, "fillValue": math.nan}
+    params = {
+        "moduleParams": {"kernel_size": (3, 3), "sizes": [(1, (2,))]},
+        "fillValue": math.nan,
+        "numWorkers": (2, 4),
+    }
     estimator = TorchRegressor(module=MLP, labelCol="target", **params)
     estimator._setDefault(predictionCol="p")
     estimator.save(str(tmp_path / "estimator"))
     loaded = TorchRegressor.load(str(tmp_path / "estimator"))
     assert loaded.getModuleParams() == params["moduleParams"]
     assert math.isnan(loaded.getFillValue())
+    assert loaded.getNumWorkers() == (2, 4)
     assert loaded.getPredictionCol() == "p"
 
 

@@ -147,3 +147,32 @@ def test_a_summary_knows_its_course_and_survives_the_way_to_json() -> None:
 def test_a_summary_counts_the_steps_of_an_epoch_that_ended_early() -> None:
     history = [{"epoch": 1, "loss": 1.0, "steps": 10}, {"epoch": 2, "loss": 0.5, "steps": 3}]
     assert replace(SUMMARY, history=history).totalIterations == 13
+
+
+def test_attempts_say_which_steps_count_and_which_were_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 0.0, 2.0, 11.0, 12.0, 12.0, 13.0, 15.0, 16.0, 17.0, 18.0, 28.0, 29.0])
+    monkeypatch.setattr(events.time, "monotonic", lambda: next(clock))
+    log = events.AttemptLog()
+    assert log.records(0) == []
+
+    def trains(first: int, last: int) -> None:
+        for step in (first, last):
+            log.note({"epoch": (step - 1) // 10 + 1, "step": (step - 1) % 10 + 1, "steps": 10})
+
+    log.begin(2)
+    trains(1, 10)
+    log.end("rank 1 died")
+    log.begin(1)
+    trains(9, 10)  # from a checkpoint of step 8, and no further than before
+    assert not log.has_trained
+    log.end("rank 0 died")
+    log.begin(2)
+    trains(9, 19)
+    assert log.has_trained
+    log.end("")
+    found = [(each["workers"], each["steps"], each["redone"], each["training"]) for each in log.records(20)]
+    assert found == [(2, 8, 2, 9.0 * 8 / 10), (1, 0, 2, 0.0), (2, 12, 0, 10.0)]
+    summary = replace(SUMMARY, attempts=log.records(20))
+    assert summary.goodput == pytest.approx((7.2 + 10) / 29)
+    assert "attempts=3, goodput=0.593" in repr(summary)
+    assert SUMMARY.goodput is None

@@ -128,6 +128,26 @@ def test_the_defaults_take_the_features_column_and_no_label_column_means_no_labe
     }
 
 
+@pytest.mark.parametrize(
+    ("params", "workers"),
+    [
+        ({"numWorkers": 3}, (3, 3)),
+        ({"numWorkers": (2, 4)}, (2, 4)),
+        ({"numWorkers": [2, 4]}, (2, 4)),  # as job files have it
+        ({"numWorkers": 4, "minWorkers": 2}, (2, 4)),
+    ],
+)
+def test_the_number_of_workers_is_one_or_from_a_least_to_a_most(params: Any, workers: tuple[int, int]) -> None:
+    request = translate(TorchRegressor(module=Mlp, **params), "regression")
+    assert (request.workers, request.launch.world_size) == (workers, workers[1])
+
+
+@pytest.mark.parametrize("value", [(2,), (1, 2, 3), "2", (1, "2")])
+def test_other_numbers_of_workers_are_type_errors(value: Any) -> None:
+    with pytest.raises(TypeError, match="numWorkers"):
+        TorchRegressor(numWorkers=value)
+
+
 def test_what_is_asked_of_the_inputs_travels_together() -> None:
     asked = {
         "inputShapes": {"image": [4, 2]},
@@ -205,7 +225,7 @@ def test_what_is_asked_of_the_inputs_travels_together() -> None:
         ({"labelCols": ["a"], "labelCol": "b"}, "labelCols"),
         ({"labelCols": []}, "labelCols"),
         ({"split": "keep", "strategy": "independent", "strategyParams": {"folds": True}}, "split"),
-        ({"split": "keep", "minWorkers": 1, "maxRestarts": 1}, "split"),
+        ({"split": "keep", "numWorkers": (1, 2)}, "split"),
         ({"memoryBudget": 10}, "memoryBudget"),
         ({"checkpointDir": "/folder", "checkpointInterval": 0}, "checkpointInterval"),
         ({"checkpointDir": "/folder", "strategy": "localSGD"}, "checkpointDir"),

@@ -1,0 +1,20 @@
+"""Spark's daemon, which forks Python workers, with torch and this package imported: a worker starts in milliseconds.
+
+`spark.python.daemon.module=sparktorch.spark.daemon` names it, in a session whose executors have this package installed:
+files that are shipped come to workers, not to the daemon.
+"""
+
+import gc
+import importlib
+
+from pyspark.daemon import manager
+
+__all__: list[str] = []
+
+_OF_RANKS = ("sparktorch.spark.launch.rank_task", "sparktorch.spark.scoring_udf", "sparktorch.worker", "torch._dynamo")
+
+if __name__ == "__main__":
+    for name in _OF_RANKS:
+        importlib.import_module(name)
+    gc.freeze()  # so that forked workers share the memory
+    manager()

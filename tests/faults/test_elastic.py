@@ -1,0 +1,126 @@
+"""A fit whose workers come and go: it shrinks, grows, and makes way for a decommissioned executor, and stays exact."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pyspark.sql import DataFrame, SparkSession
+
+from sparktorch import Callback, TorchRegressionModel, TorchRegressor
+from sparktorch.spark.session import slots
+from sparktorch.train.callbacks import FitContext
+from tests.support.faults import executor
+from tests.support.nets import Score
+from tests.support.waiting import until
+
+EPOCHS, STEPS = 30, 10
+SLOW = 0.5  # seconds of a step, while a test waits for an executor
+
+
+class Signals(Callback):
+    """Sends a signal to the executor of rank 1 after its fifth step in an attempt, in one attempt or in several."""
+
+    ranks = "all"
+
+    def __init__(self, marks: Path, number: signal.Signals, *, times: int) -> None:
+        self._marks, self._number, self._times = marks, number, times
+        self._own, self._before = 0, 0
+        marks.mkdir(parents=True)
+
+    def on_fit_start(self, context: FitContext) -> None:
+        self._before = self._sent()
+
+    def on_step_end(self, context: FitContext) -> None:
+        self._own, sent = self._own + 1, self._sent()
+        if context.world.rank == 1 and self._own == 5 and sent < self._times:
+            (self._marks / str(sent)).touch()
+            os.kill(executor(), self._number)
+        elif 0 < sent < self._times or sent > self._before:  # until there is another executor, or another attempt
+            time.sleep(SLOW)
+
+    def _sent(self) -> int:
+        return len(list(self._marks.iterdir()))
+
+
+def regressor(folder: Path, *callbacks: Callback, **params: Any) -> TorchRegressor:
+    values: dict[str, Any] = {"module": Score, "validationIndicatorCol": "held_out", "epochs": EPOCHS, "batchSize": 32}
+    values |= {"numWorkers": 2, "progress": False, "checkpointDir": str(folder / "checkpoints")}
+    return TorchRegressor(**{**values, "callbacks": list(callbacks), **params})
+
+
+def weights(model: TorchRegressionModel) -> dict[str, torch.Tensor]:
+    return model.module.state_dict()
+
+
+@pytest.fixture(scope="module")
+def calm(frame: DataFrame, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    return weights(regressor(tmp_path_factory.mktemp("calm")).fit(frame))
+
+
+@contextmanager
+def executors(spark: SparkSession) -> Iterator[Any]:
+    """Yields what sets the number of executors that Spark starts; in the end there are two again."""
+    context, maps = spark.sparkContext._jsc.sc(), spark._jvm.scala.collection.immutable
+    nowhere = getattr(getattr(maps, "Map$"), "MODULE$").empty()
+    try:
+        yield lambda number: context.requestTotalExecutors(number, 0, nowhere)
+    finally:
+        context.requestTotalExecutors(2, 0, nowhere)
+        until(lambda: slots(spark) == 2, seconds=60, what="two executors are there")
+
+
+def test_a_fit_that_shrinks_grows_and_shrinks_ends_as_the_undisturbed_one(
+    frame: DataFrame, calm: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    spark, marks = frame.sparkSession, tmp_path / "marks"
+    kills = Signals(marks, signal.SIGKILL, times=2)
+    with executors(spark) as wanted, ThreadPoolExecutor(1) as pool:
+        wanted(1)  # those that are there stay
+
+        def gives_one_back() -> None:
+            until(lambda: any(marks.iterdir()), seconds=120, what="an executor is killed")
+            until(lambda: slots(spark) == 1, seconds=60, what="Spark has seen it")
+            wanted(2)
+            until(lambda: slots(spark) == 2, seconds=120, what="another one is there")
+            wanted(1)
+
+        given = pool.submit(gives_one_back)
+        estimator = regressor(tmp_path, kills, numWorkers=(1, 2), maxRestarts=2, growAfter=1.0)
+        model = estimator.fit(frame)
+        given.result()
+    attempts = model.summary.attempts
+    assert [attempt["workers"] for attempt in attempts] == [2, 1, 2, 1]
+    assert "there are slots for 2 workers instead of 1" in attempts[1]["why"]
+    assert attempts[1]["redone"] == 0
+    assert sum(attempt["steps"] for attempt in attempts) == EPOCHS * STEPS
+    assert 0 < model.summary.goodput < 1
+    torch.testing.assert_close(weights(model), calm, atol=1e-5, rtol=0)
+
+
+def test_a_fit_saves_and_moves_before_a_decommissioned_executor_goes(
+    frame: DataFrame, calm: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    notice = Signals(tmp_path / "marks", signal.SIGPWR, times=1)
+    model = regressor(tmp_path, notice, checkpointInterval=EPOCHS).fit(frame)  # no checkpoint is due before the end
+    until(lambda: slots(frame.sparkSession) == 2, seconds=60, what="another executor is there")
+    first, second = model.summary.attempts
+    assert first["why"] == "an executor is being decommissioned"
+    assert first["redone"] == 0
+    assert first["steps"] + second["steps"] == EPOCHS * STEPS
+    assert all(torch.equal(weights(model)[name], calm[name]) for name in calm)
+
+
+def test_the_daemon_forks_workers_of_a_process_that_has_torch(spark: SparkSession) -> None:
+    def daemon_has_torch(_: int) -> bool:
+        return "libtorch" in Path(f"/proc/{os.getppid()}/maps").read_text()
+
+    assert spark.sparkContext.range(2, numSlices=2).map(daemon_has_torch).collect() == [True, True]
