@@ -83,7 +83,7 @@ def run_ranks(
             while not job.wait(_POLL_SECONDS):
                 watch.look()
                 watch.look_for_failure()
-            watch.look()
+            watch.listen()
         except BaseException:  # an interrupt, stalled ranks, or ranks that do not end after a failure
             if server is not None:
                 server.cancel()
