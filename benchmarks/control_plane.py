@@ -17,6 +17,7 @@ import json
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -154,9 +155,11 @@ class Crowd:
             client.agree("never" if rank == self._size - 1 else "next", {})
         except Exception as error:
             self._times["stopped"].append(time.monotonic())
-            if not client.dead:
-                client.fail(error)
-                client.is_heard(error)
+            if client.dead:
+                self._steps["end"].wait()  # or it would say that it ends
+                return
+            client.fail(error)
+            client.is_heard(error)
 
 
 def facts(rank: int) -> dict[str, Any]:
@@ -178,7 +181,8 @@ def crowd(pipe: Connection) -> None:
     threading.stack_size(256 << 10)
     sys.setswitchinterval(0.5)  # each thread that waits for the interpreter's lock wakes up so often
     heartbeat._LEAVING_SECONDS = 60.0  # a rank that does not end in time would take its whole process along
-    json.loads = functools.lru_cache(16)(json.loads)  # what ranks have agreed on is parsed once: others have own cores
+    for module, name in ((json, "loads"), (zlib, "decompress")):  # done once here, where real ranks have own cores
+        setattr(module, name, functools.lru_cache(16)(getattr(module, name)))
     counter, ranks = Counter(), None
     counter.watch()
     with suppress(EOFError):
@@ -282,6 +286,7 @@ def job(size: int, crowds: list[Connection]) -> Iterator[Job]:
     ours, theirs = SPAWN.Pipe()
     process = SPAWN.Process(target=driver, args=(theirs, size), daemon=True)
     process.start()
+    theirs.close()
     try:
         yield Job(size, crowds, ours)
     finally:
@@ -289,6 +294,8 @@ def job(size: int, crowds: list[Connection]) -> Iterator[Job]:
             ours.send(("end", None))
         process.join(30)
         process.kill()
+        process.join()
+        ours.close()
 
 
 class Shown(dict[str, float]):
@@ -340,8 +347,29 @@ def measure(size: int, crowds: list[Connection], seconds: float) -> dict[str, fl
         rank, what, named = losing.ask("lost", f"barrier task ResultTask(7, {peer}) finished unsuccessfully")
         assert rank == lost, (rank, lost, what)
         found["lost rank named, s"] = named - died
+        losing.tell("go", "end")
         losing.tell("times", "left")
     return found
+
+
+@contextmanager
+def crowds(count: int) -> Iterator[list[Connection]]:
+    """Processes that simulate ranks."""
+    pipes, processes = [], []
+    for _ in range(count):
+        ours, theirs = SPAWN.Pipe()
+        processes.append(SPAWN.Process(target=crowd, args=(theirs,), daemon=True))
+        processes[-1].start()
+        theirs.close()
+        pipes.append(ours)
+    try:
+        yield pipes
+    finally:
+        for pipe, process in zip(pipes, processes, strict=True):
+            pipe.close()
+            process.join(10)
+            process.kill()
+            process.join()
 
 
 def ready(of: Job) -> None:
@@ -362,17 +390,12 @@ def main() -> None:
     """Measures, and reports."""
     args = arguments(__doc__ or "", options)
     sizes = args.sizes or (QUICK if args.quick else SIZES)
-    SPAWN.set_forkserver_preload(["benchmarks.control_plane"])
-    crowds = []
-    for _ in range(CROWDS):
-        ours, theirs = SPAWN.Pipe()
-        SPAWN.Process(target=crowd, args=(theirs,), daemon=True).start()
-        crowds.append(ours)
     samples: dict[str, list[float]] = {}
     shares: dict[int, dict[str, float]] = {}
-    for size in sizes:
-        shares[size] = found = measure(size, crowds, 2.0 if args.quick else args.seconds)
-        samples |= {f"{size} ranks: {name}": [value] for name, value in found.items()}
+    with crowds(CROWDS) as parts:
+        for size in sizes:
+            shares[size] = found = measure(size, parts, 2.0 if args.quick else args.seconds)
+            samples |= {f"{size} ranks: {name}": [value] for name, value in found.items()}
     ratios = {}
     for size in sizes:
         ratios[f"driver, {size} ranks train: share of a core"] = shares[size]["train: driver"]

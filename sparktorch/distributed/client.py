@@ -277,8 +277,8 @@ class Client:
         """
         if isinstance(error, Cancelled):
             return True
-        pause = paced(_LONGEST_PAUSE, self._world.world_size)
-        deadline = time.monotonic() + max(_ANSWER_SECONDS, 2 * pause)
+        pause = min(paced(_LONGEST_PAUSE, self._world.world_size), _ANSWER_SECONDS / 2)
+        deadline = time.monotonic() + _ANSWER_SECONDS
         with suppress(RuntimeError):  # the store may be gone
             while time.monotonic() < deadline:
                 word = self.store.peek("driver")
