@@ -207,10 +207,17 @@ class NoObserver:
         """Receives the metrics of a finished epoch."""
 
 
-def driver(pipe: Connection, size: int) -> None:
-    """Watches a job as `run_ranks` does, until it is told to end."""
+def driver(pipe: Connection) -> None:
+    """Watches one job after another as `run_ranks` does; it is told their numbers of ranks."""
     counter = Counter()
     counter.watch()
+    with suppress(EOFError):
+        while True:
+            _watch(pipe, pipe.recv(), counter)
+
+
+def _watch(pipe: Connection, size: int, counter: Counter) -> None:
+    """Watches a job until it is told to end."""
     with closing(ControlServer(HOST, HOST)) as server:
         watch = Monitor(server, size, NoObserver(), Timeouts())
         causes, known = RootCause(watch), None
@@ -280,22 +287,19 @@ class Job:
         }
 
 
-@contextmanager
-def job(size: int, crowds: list[Connection]) -> Iterator[Job]:
-    """A job whose ranks have all begun."""
-    ours, theirs = SPAWN.Pipe()
-    process = SPAWN.Process(target=driver, args=(theirs, size), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        yield Job(size, crowds, ours)
-    finally:
-        with suppress(OSError):
-            ours.send(("end", None))
-        process.join(30)
-        process.kill()
-        process.join()
-        ours.close()
+@dataclass(frozen=True)
+class Simulation:
+    """The processes of driver and ranks."""
+
+    driver: Connection
+    crowds: list[Connection]
+
+    @contextmanager
+    def job(self, size: int) -> Iterator[Job]:
+        """A job whose ranks have all begun."""
+        self.driver.send(size)
+        yield Job(size, self.crowds, self.driver)
+        self.driver.send(("end", None))
 
 
 class Shown(dict[str, float]):
@@ -311,11 +315,11 @@ class Shown(dict[str, float]):
         print(f"{self._size} ranks: {name}: {value:.4g}", file=sys.stderr, flush=True)
 
 
-def measure(size: int, crowds: list[Connection], seconds: float) -> dict[str, float]:
+def measure(size: int, ranks: Simulation, seconds: float) -> dict[str, float]:
     """Measures a job of as many ranks that trains and is cancelled, one with an error, and one that loses a rank."""
     found = Shown(size)
     window = max(seconds, 5 * size / 1000)
-    with job(size, crowds) as calm:
+    with ranks.job(size) as calm:
         found["all ranks heard of, s"] = calm.joined
         for name, value in calm.spent(window).items():
             found[f"idle: {name}"] = value
@@ -330,7 +334,7 @@ def measure(size: int, crowds: list[Connection], seconds: float) -> dict[str, fl
         cancelled = calm.ask("cancel")
         found["cancelled, s"] = max(calm.tell("times", "stopped")) - cancelled
         calm.tell("times", "left")
-    with job(size, crowds) as failing:
+    with ranks.job(size) as failing:
         ready(failing)
         (had,) = failing.tell("fail", 1, ValueError("planted"), rank=1)
         while (known := failing.ask("known")) is None:
@@ -338,7 +342,7 @@ def measure(size: int, crowds: list[Connection], seconds: float) -> dict[str, fl
         found["error known, s"] = known - had
         found["error: all ranks stopped, s"] = max(failing.tell("times", "stopped")) - had
         failing.tell("times", "left")
-    with job(size, crowds) as losing:
+    with ranks.job(size) as losing:
         ready(losing)
         lost, peer = size // 2, (size // 2 + 1) % size
         (died,) = losing.tell("die", lost, rank=lost)
@@ -353,17 +357,17 @@ def measure(size: int, crowds: list[Connection], seconds: float) -> dict[str, fl
 
 
 @contextmanager
-def crowds(count: int) -> Iterator[list[Connection]]:
-    """Processes that simulate ranks."""
+def simulation(count: int) -> Iterator[Simulation]:
+    """A process for the driver, and `count` for the ranks."""
     pipes, processes = [], []
-    for _ in range(count):
+    for target in (driver, *[crowd] * count):
         ours, theirs = SPAWN.Pipe()
-        processes.append(SPAWN.Process(target=crowd, args=(theirs,), daemon=True))
+        processes.append(SPAWN.Process(target=target, args=(theirs,), daemon=True))
         processes[-1].start()
         theirs.close()
         pipes.append(ours)
     try:
-        yield pipes
+        yield Simulation(pipes[0], pipes[1:])
     finally:
         for pipe, process in zip(pipes, processes, strict=True):
             pipe.close()
@@ -392,9 +396,9 @@ def main() -> None:
     sizes = args.sizes or (QUICK if args.quick else SIZES)
     samples: dict[str, list[float]] = {}
     shares: dict[int, dict[str, float]] = {}
-    with crowds(CROWDS) as parts:
+    with simulation(CROWDS) as ranks:
         for size in sizes:
-            shares[size] = found = measure(size, parts, 2.0 if args.quick else args.seconds)
+            shares[size] = found = measure(size, ranks, 2.0 if args.quick else args.seconds)
             samples |= {f"{size} ranks: {name}": [value] for name, value in found.items()}
     ratios = {}
     for size in sizes:

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch.distributed as dist
 
-from benchmarks.control_plane import crowds, measure
+from benchmarks.control_plane import measure, simulation
 from sparktorch.base.world import World
 from sparktorch.distributed.client import Client
 from sparktorch.distributed.heartbeat import beat_seconds, silent_seconds
@@ -135,7 +135,7 @@ def test_many_ranks_beat_less_often_and_are_found_silent_within_seconds() -> Non
 
 @pytest.mark.landing
 def test_the_benchmark_of_the_control_plane_names_the_rank_that_it_loses() -> None:
-    with crowds(2) as parts:
-        found = measure(5, parts, 0.3)  # asserts it
+    with simulation(2) as ranks:
+        found = measure(5, ranks, 0.3)  # asserts it
     assert found["agree, s"] > 0
     assert found["train: messages"] > 0
