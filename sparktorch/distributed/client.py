@@ -13,7 +13,8 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -22,19 +23,29 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from sparktorch.base.world import World
-from sparktorch.distributed.heartbeat import Heart, OpenStore, Pulses, alive
-from sparktorch.distributed.log_capture import LogCapture
+from sparktorch.distributed.heartbeat import (
+    Beats,
+    Heart,
+    OpenStore,
+    Pulses,
+    beat_seconds,
+    paced,
+    silent_among,
+    silent_seconds,
+)
+from sparktorch.distributed.log_capture import LogCapture, last_lines
 from sparktorch.distributed.os_memory import out_of_memory_kills, resident_bytes
 from sparktorch.distributed.pause import Pause
-from sparktorch.distributed.process_group import collectives_begun
-from sparktorch.distributed.store import SealedStore, pieces_of
-from sparktorch.errors import SHIP_HINT, ClusterError, RankError, SparkTorchError, causes, users_part
+from sparktorch.distributed.process_group import collectives_begun, is_communication
+from sparktorch.distributed.store import SealedStore
+from sparktorch.errors import SHIP_HINT, ClusterError, RankError, SparkTorchError, users_part
 
-__all__ = ["Cancelled", "Client", "Order", "PeerFailure", "last_lines"]
+__all__ = ["Cancelled", "Client", "Order", "PeerFailure"]
 
 _LONGEST_PAUSE = 0.05
+_GATHER_SECONDS = 0.01  # between rank 0's looks whether all ranks have come to an agreement
+_FIRST_PAUSE = 0.04  # of the longest one
 _BUSY_SECONDS = 0.05  # of processor time between two heartbeats
-_SILENT_SECONDS = 1.2  # more than two heartbeats
 _ANSWER_SECONDS = 1.0  # twenty looks of the driver
 
 T = TypeVar("T")
@@ -77,11 +88,12 @@ class Client:
         self._worked, self._counts_work = 0.0, False  # processor seconds of the process at the last heartbeat
         self._kills = out_of_memory_kills()
         self._publishes_progress = self._publishes_epochs = True
-        self._judged = False
+        self._judged = self._ended = False
         self._failure: SparkTorchError | None = None
         self.pause = Pause(self)
         # Counted here, not in the store: its counters can be changed without the token.
-        self._warnings, self._parcels = itertools.count(), itertools.count()
+        self._sent, self._sending = {"lines": 0, "warning": 0}, threading.Lock()
+        self._beats = Beats(self.store.list_keys, self._read_all, world.world_size)
 
     @contextmanager
     def beating(self) -> Iterator[None]:
@@ -90,7 +102,10 @@ class Client:
         Inside it, the process exits when the driver is gone or has cancelled the fit.
         """
         stop = threading.Event()
-        heart = Heart(self.beat, self._world.rank, self._open_store, self._patience)
+        every = beat_seconds(self._world.world_size)
+        heart = Heart(
+            self.beat, self.pause.answer, self._world.rank, self._open_store, every=every, patience=self._patience
+        )
         thread = threading.Thread(target=heart.run, args=(stop,), name="sparktorch-heart", daemon=True)
         self.beat(self.store)
         thread.start()
@@ -98,6 +113,7 @@ class Client:
             with self._console.overhearing():
                 yield
             with suppress(dist.DistError, RuntimeError):
+                self._ended = True
                 self.beat(self.store)  # sends the last printed lines
                 self._set(self.store, f"ended/{self._world.rank}", {})
         finally:
@@ -141,23 +157,36 @@ class Client:
             yield item
 
     def agree(self, topic: str, value: dict[str, Any]) -> list[dict[str, Any]]:
-        """Exchanges one JSON object with every rank; returns the objects in rank order; raises as `collect` does."""
+        """Exchanges one JSON object with every rank; returns the objects in rank order; raises as `collect` does.
+
+        Rank 0 gathers them, and writes them down once for all others.
+        """
         self.post(topic, value)
-        return self.collect(topic)
+        together = f"{topic}/all"
+        if self._world.is_main:
+            found = self.collect(topic, longest=paced(_GATHER_SECONDS, self._world.world_size // 20))
+            pieces = self.store.set_pieces(together, zlib.compress(json.dumps(found).encode(), 1))
+            self._set(self.store, together, {"pieces": pieces})
+            return found
+        pieces = json.loads(self._wait(lambda: self.store.peek(together)))["pieces"]
+        agreed: list[dict[str, Any]] = json.loads(zlib.decompress(self.store.get_pieces(together, pieces)))
+        return agreed
 
     def post(self, topic: str, value: dict[str, Any]) -> None:
         """Writes this rank's JSON object under a topic, for ranks that call `collect`."""
         self._set(self.store, f"{topic}/{self._world.rank}", value)
 
-    def collect(self, topic: str, *, patience: float | None = None) -> list[dict[str, Any]]:
-        """Waits until every rank has posted under a topic; returns the objects in rank order.
+    def collect(
+        self, topic: str, *, patience: float | None = None, longest: float | None = None
+    ) -> list[dict[str, Any]]:
+        """Waits until every rank has posted under a topic; returns the objects in rank order. One rank alone calls it.
 
         Raises `Cancelled` if the driver cancels, and `PeerFailure` if a rank fails or sends no heartbeat for `patience`
-        seconds (`None` sets no limit).
+        seconds (`None` sets no limit). `longest` is the longest pause between two looks, by default that of all ranks.
         """
         keys = [f"{topic}/{rank}" for rank in range(self._world.world_size)]
-        self._wait(keys, patience)
-        return [json.loads(raw) for raw in self.store.multi_get(keys)]
+        self._wait(lambda: self.store.check(keys) or None, patience, longest)
+        return self._read_all(keys)
 
     def orders(self) -> Iterator[Order]:
         """Yields the tasks that the driver sends to the ranks of a pool, until it ends or cancels (`Cancelled`) it.
@@ -165,19 +194,18 @@ class Client:
         Meanwhile this rank counts as waiting: the client of the task tells of its progress.
         """
         for number in itertools.count():
-            self._wait([f"order/{number}"])
-            pieces = json.loads(self.store.get(f"order/{number}"))["pieces"]
+            key = f"order/{number}"
+            pieces = json.loads(self._wait(lambda key=key: self.store.peek(key)))["pieces"]  # type: ignore[misc]
             if pieces is None:
                 return
-            content = self.store.multi_get([f"order/{number}/{piece}" for piece in range(pieces)])
+            content = self.store.get_pieces(key, pieces)
             self._waiting = self._console.paused = True
-            yield Order(number, b"".join(content))
+            yield Order(number, content)
             self._waiting = self._console.paused = False
             self.moved()
 
     def joined(self, order: Order) -> Client:
         """Returns a client of the same store for a task of a pool, under a token of its own."""
-        assert isinstance(self.store, SealedStore)
         token = self.store.token_of(order.number)
         open_store, console = partial(self._open_store, token=token), LogCapture(self._console.level)
         return Client(open_store, self._world, console=console, patience=self._patience)
@@ -194,29 +222,25 @@ class Client:
         """
         if not self._judged:
             return False
-        self._wait([f"verdict/{epoch}"])
-        return bool(json.loads(self.store.get(f"verdict/{epoch}"))["stop"])
+        return bool(json.loads(self._wait(lambda: self.store.peek(f"verdict/{epoch}")))["stop"])
 
     def deliver(self, meta: dict[str, Any], payload: bytes) -> None:
         """Sends the rank's result of a pool's task to the driver."""
         key = f"result/{self._world.rank}"
-        pieces = pieces_of(payload)
-        for number, piece in enumerate(pieces):
-            self.store.set(f"{key}/{number}", piece)  # type: ignore[arg-type]  # the signed store takes bytes
-            self.moved()
-        self._set(self.store, key, {"meta": meta, "pieces": len(pieces)})
+        pieces = self.store.set_pieces(key, payload, self.moved)
+        self._set(self.store, key, {"meta": meta, "pieces": pieces})
 
     def warn(self, text: str) -> None:
         """Makes the driver log a warning; the fit goes on."""
-        rank = self._world.rank
-        record = {"rank": rank, "host": self._world.host, "text": text}
-        self._set(self.store, f"warning/{rank}/{next(self._warnings)}", record)
+        record = {"rank": self._world.rank, "host": self._world.host, "text": text}
+        self._set(self.store, f"warning/{self._world.rank}/{self._number('warning')}", record)
+        self.beat(self.store)  # which says how many there are
 
     def leave(self) -> None:
         """Reports that this rank no longer needs the store. Rank 0 hosts it, and waits for all other ranks."""
         self._set(self.store, f"left/{self._world.rank}", {})
         if self._world.is_main:
-            self._wait([f"left/{rank}" for rank in range(self._world.world_size)])
+            self.collect("left")
 
     def publish(self, *, progress: bool, epochs: bool) -> None:
         """Turns `progress` and `epoch_done` of this rank on or off; by default both are on."""
@@ -239,13 +263,11 @@ class Client:
             return self._failure
         self._failure = failure = self.describe(error)
         order = self.store.add("errors", 1)
-        secondary = isinstance(error, PeerFailure | Cancelled) or _is_communication(error)
-        report = {
-            "secondary": secondary,
-            "order": order,
-            "out_of_memory_kills": out_of_memory_kills() - self._kills,
-        }
+        secondary = isinstance(error, PeerFailure | Cancelled) or is_communication(error)
+        report = {"secondary": secondary, "order": order, "out_of_memory_kills": out_of_memory_kills() - self._kills}
         self._set(self.store, f"error/{self._world.rank}", {**failure.to_dict(), **report})
+        if self.store.peek("halt") is None:
+            self.store.set("halt", "failed")
         if not isinstance(error, Cancelled):
             with suppress(RuntimeError, ClusterError):  # the store may be gone; the failure is already reported
                 self._tell_who_is_silent(first=order == 1, look=secondary)
@@ -259,24 +281,22 @@ class Client:
         """
         if isinstance(error, Cancelled):
             return True
+        pause = min(paced(_LONGEST_PAUSE, self._world.world_size), _ANSWER_SECONDS / 2)
         deadline = time.monotonic() + _ANSWER_SECONDS
         with suppress(RuntimeError):  # the store may be gone
             while time.monotonic() < deadline:
-                if self.store.check(["cause known"]):
+                word = self.store.peek("driver")
+                if word is not None and json.loads(word)["cause"]:
                     return True
-                time.sleep(_LONGEST_PAUSE)
+                time.sleep(pause)
         return False
 
     def describe(self, error: BaseException) -> SparkTorchError:
         """Returns the error as one that carries rank, host, epoch, step, and its traceback from the user's code on."""
         state = self._state
-        place: dict[str, Any] = {
-            "rank": self._world.rank,
-            "host": self._world.host,
-            "epoch": state["epoch"],
-            "step": state["step"],
-        }
-        rank, lines = self._world.rank, last_lines(self._world.rank, self._console.last())
+        place: dict[str, Any] = {"rank": self._world.rank, "host": self._world.host}
+        place |= {"epoch": state["epoch"], "step": state["step"]}
+        lines = last_lines(self._world.rank, self._console.last())
         if isinstance(error, SparkTorchError) and not isinstance(error, RankError):
             return error.at(**place)
         if isinstance(error, RankError) and error.trace:
@@ -284,12 +304,18 @@ class Client:
         trace = "".join(traceback.format_exception(type(error), error, users_part(error) or error.__traceback__))
         what = f"{type(error).__name__} while {state['phase']}: {error}"
         hint, code = (SHIP_HINT, "ST-PACKAGES") if isinstance(error, ModuleNotFoundError) else ("", "")
-        return RankError(what, hint=hint, code=code, trace=f"{lines}Traceback of rank {rank}:\n{trace}", **place)
+        trace = f"{lines}Traceback of rank {self._world.rank}:\n{trace}"
+        return RankError(what, hint=hint, code=code, trace=trace, **place)
 
-    def beat(self, store: dist.Store) -> None:
-        """Sends a heartbeat (position, progress counters, memory) and the lines logged since the last one."""
+    def beat(self, store: SealedStore) -> None:
+        """Sends the lines logged since the last heartbeat, and a heartbeat: all that the driver reads of each rank.
+
+        It has position, progress counters, memory, and how many parcels of lines and warnings there are by now.
+        """
         lines, lost = self._console.drain()
         self._look_at_work(printed=bool(lines))
+        if lines:
+            self._set(store, f"lines/{self._world.rank}/{self._number('lines')}", {"lines": lines, "lost": lost})
         record = {
             "host": self._world.host,
             "pid": os.getpid(),
@@ -298,12 +324,17 @@ class Client:
             "waiting": self._waiting,
             "collectives": collectives_begun(),
             "memory": resident_bytes(),
+            "ended": self._ended,
+            **self._sent,
             **self._state,
         }
         self._set(store, f"beat/{self._world.rank}", record)
-        self.pause.hear(store)
-        if lines:
-            self._set(store, f"lines/{self._world.rank}/{next(self._parcels)}", {"lines": lines, "lost": lost})
+
+    def _number(self, kind: str) -> int:
+        """Returns the number of the next parcel of lines, or warning."""
+        with self._sending:
+            self._sent[kind] += 1
+            return self._sent[kind] - 1
 
     def _look_at_work(self, *, printed: bool) -> None:
         now = time.process_time()
@@ -311,19 +342,22 @@ class Client:
             self.moved()
         self._worked = now
 
-    def _wait(self, keys: list[str], patience: float | None = None) -> None:
+    def _wait(self, ready: Callable[[], T | None], patience: float | None = None, longest: float | None = None) -> T:
+        """Asks the store until it has an answer, and returns that; see `collect`."""
         # `Store.wait` does not notice failed ranks, and logs each time-out.
-        pause, pulses = 0.002, Pulses[bytes]()
+        longest = longest or paced(_LONGEST_PAUSE, self._world.world_size)
+        pause, pulses = _FIRST_PAUSE * longest, Pulses[Any]()
         own = threading.get_ident() == self._owner  # the checkpoint thread may wait while the training goes on
         if own:
             self._waiting = True
         try:
-            while not self.store.check(keys):
+            while (found := ready()) is None:
                 self._check_peers()
                 if patience is not None:
                     self._check_pulses(pulses, patience)
                 time.sleep(pause)
-                pause = min(2 * pause, _LONGEST_PAUSE)
+                pause = min(2 * pause, longest)
+            return found
         finally:
             if own:
                 self._waiting = False
@@ -336,57 +370,34 @@ class Client:
         """
         if first:
             self._set(self.store, "silent", {"ranks": self._silent_peers() if look else []})
-        deadline = time.monotonic() + 2 * _SILENT_SECONDS
+        ranks = self._world.world_size
+        deadline = time.monotonic() + 2 * silent_seconds(ranks)
         while not self.store.check(["silent"]) and time.monotonic() < deadline:
-            time.sleep(_LONGEST_PAUSE)  # `_wait` would raise, now that a rank has failed
+            time.sleep(paced(_LONGEST_PAUSE, ranks))  # `_wait` would raise, now that a rank has failed
 
     def _silent_peers(self) -> list[int]:
         """Returns the ranks that have stopped sending heartbeats without reporting an end or an error."""
-        begun = {rank for rank, beat in enumerate(self._beats()) if beat and rank != self._world.rank}
-        return sorted(begun - alive(begun, _SILENT_SECONDS, self._beat_of, self._ended))
+        begun = self._beats.read().keys() - {self._world.rank}
+        silent = silent_among(begun, self._beats.read, Pulses(), silent_seconds(self._world.world_size))
+        return sorted(rank for rank in silent if not self.store.check([f"error/{rank}"]))
 
-    def _beats(self) -> list[bytes]:
-        """Returns the last heartbeat of each rank, in rank order; empty before a rank's first one."""
-        return [self._beat_of(rank) for rank in range(self._world.world_size)]
-
-    def _beat_of(self, rank: int) -> bytes:
-        key = f"beat/{rank}"
-        return self.store.get(key) if self.store.check([key]) else b""
-
-    def _ended(self, rank: int) -> bool:
-        return bool(self.store.check([f"ended/{rank}"]) or self.store.check([f"error/{rank}"]))
-
-    def _check_pulses(self, pulses: Pulses[bytes], patience: float) -> None:
+    def _check_pulses(self, pulses: Pulses[Any], patience: float) -> None:
         """Raises `PeerFailure` for a rank that has sent no heartbeat for `patience` seconds."""
-        for rank, beat in enumerate(self._beats()):
+        for rank, beat in self._beats.read().items():
             pulses.note(rank, beat)
             if pulses.silence(rank) > patience:
                 raise PeerFailure(f"rank {rank} has not been heard of for {patience:.0f} s")
 
     def _check_peers(self) -> None:
-        if self.store.check(["cancel"]):
+        halt = self.store.peek("halt")
+        if halt == b"cancelled":
             raise Cancelled("the fit was cancelled on the driver")
-        if self.store.check(["errors"]):
+        if halt is not None:
             raise PeerFailure("another rank failed; it reports the cause")
 
+    def _read_all(self, keys: list[str]) -> list[dict[str, Any]]:
+        return [json.loads(value) for value in self.store.multi_get(keys)]
+
     @staticmethod
-    def _set(store: dist.Store, key: str, value: dict[str, Any]) -> None:
+    def _set(store: SealedStore, key: str, value: dict[str, Any]) -> None:
         store.set(key, json.dumps(value))
-
-
-def last_lines(rank: int, lines: list[str]) -> str:
-    """Returns a rank's last logged or printed lines under a heading; an empty string if there are none."""
-    return "\n".join([f"The last lines of rank {rank}:", *lines, "", ""]) if lines else ""
-
-
-def _is_communication(error: BaseException) -> bool:
-    """Returns whether the error or one of its causes is a broken connection, as ranks see when a peer dies."""
-    signs = ("Connection reset by peer", "Connection closed by peer", "gloo", "NCCL")
-    for one in causes(error):
-        if isinstance(one, SparkTorchError) and not isinstance(one, RankError):
-            return False  # already explained, such as an NCCL that cannot be set up
-        if isinstance(one, dist.DistError):
-            return True
-        if isinstance(one, RuntimeError) and any(sign in str(one) for sign in signs):
-            return True
-    return False

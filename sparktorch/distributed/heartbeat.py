@@ -1,6 +1,9 @@
 """Heartbeats: sends a rank's own, and tells which ranks are silent or make no progress.
 
 All times are taken from the observing process's clock: clocks of other hosts may differ.
+
+One thread of the driver serves the store for all ranks. Each rank asks it at most once in as many milliseconds as there
+are ranks (`paced`), so what it does in a second stays the same from some hundred ranks on.
 """
 
 from __future__ import annotations
@@ -11,29 +14,72 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch.distributed as dist
 
-__all__ = ["Heart", "OpenStore", "Pulse", "Pulses", "alive", "waited_for"]
+from sparktorch.distributed.store import SealedStore
 
+__all__ = [
+    *("Beats", "Heart", "OpenStore", "Pulse", "Pulses"),
+    *("beat_seconds", "paced", "silent_among", "silent_seconds", "waited_for"),
+]
+
+_RANK_SECONDS = 0.001
 _BEAT_SECONDS = 0.5
-_LOOK_SECONDS = 0.05
+_SILENT_BEATS = 2.4
 _BODY = "sparktorch/worker/"
 _LEAVING_SECONDS = 2.0  # that a rank whose driver is gone gets to end by itself
 
+Beat = dict[str, Any]
 R = TypeVar("R")
 
 
 class OpenStore(Protocol):
     """Opens a connection to the store; see `connect`."""
 
-    def __call__(self, *, token: str = ..., timeout: timedelta = ...) -> dist.Store:
+    def __call__(self, *, token: str = ..., timeout: timedelta = ...) -> SealedStore:
         """Returns a new connection."""
         ...
+
+
+def paced(seconds: float, ranks: int) -> float:
+    """Returns how often a rank, or the driver for all ranks, asks the store: `seconds`, or with many ranks longer."""
+    return max(seconds, ranks * _RANK_SECONDS)
+
+
+def beat_seconds(ranks: int) -> float:
+    """Returns the seconds between two heartbeats of a rank."""
+    return paced(_BEAT_SECONDS, ranks)
+
+
+def silent_seconds(ranks: int) -> float:
+    """Returns the seconds without a heartbeat after which a rank counts as silent: more than two beats."""
+    return _SILENT_BEATS * beat_seconds(ranks)
+
+
+class Beats:
+    """Reads the last heartbeats of all ranks at once."""
+
+    def __init__(
+        self, list_keys: Callable[[], list[str]], read: Callable[[list[str]], Sequence[Beat | None]], ranks: int
+    ) -> None:
+        """Takes what lists the store's keys, and what reads such as are there: it need not know of others."""
+        self._list_keys, self._read = list_keys, read
+        self._begun, self._missing = list[int](), set(range(ranks))
+
+    def read(self) -> dict[int, Beat]:
+        """Returns the last heartbeat of each rank that has begun."""
+        if self._missing:
+            keys = set(self._list_keys())
+            found = {rank for rank in self._missing if f"beat/{rank}" in keys}
+            self._begun, self._missing = sorted({*self._begun, *found}), self._missing - found
+        begun = self._begun
+        beats = zip(begun, self._read([f"beat/{rank}" for rank in begun]), strict=True)
+        return {rank: beat for rank, beat in beats if beat is not None}
 
 
 class Heart:
@@ -43,9 +89,24 @@ class Heart:
     minutes.
     """
 
-    def __init__(self, beat: Callable[[dist.Store], object], rank: int, open_store: OpenStore, patience: float) -> None:
-        """Takes what sends a heartbeat."""
-        self._send, self._rank, self._open_store, self._patience = beat, rank, open_store, patience
+    def __init__(
+        self,
+        beat: Callable[[SealedStore], object],
+        pause: Callable[[], object],
+        rank: int,
+        open_store: OpenStore,
+        *,
+        every: float,
+        patience: float,
+    ) -> None:
+        """Takes what sends a heartbeat, and what answers the driver when it asks for a pause.
+
+        `every` is the time between two heartbeats, `patience` how long that of the driver may stay away; in seconds.
+        """
+        self._send, self._pause, self._rank, self._open_store = beat, pause, rank, open_store
+        self._patience = patience
+        self._every = min(every, patience / 4)
+        self._leaving = max(_LEAVING_SECONDS, 2 * every)  # a rank that waits looks as often as it beats
         self._owner = threading.get_ident()
         self._driver: bytes | None = None
         self._heard = 0
@@ -57,12 +118,12 @@ class Heart:
         beats.start()
         heard, silent = self._heard, 0.0  # counts checks, not clock time: the process may have been suspended
         while silent < self._patience and not self._over.is_set():
-            if stop.wait(_BEAT_SECONDS):
+            if stop.wait(self._every):
                 beats.join(_LEAVING_SECONDS)
                 return
-            silent = silent + _BEAT_SECONDS if self._heard == heard else 0.0
+            silent = silent + self._every if self._heard == heard else 0.0
             heard = self._heard
-        if not stop.wait(_LEAVING_SECONDS):
+        if not stop.wait(self._leaving):
             silence = f"has not been heard of for driverTimeout ({self._patience:g} s)"
             why = silence if silent >= self._patience else "has gone, or has given up the fit"
             print(f"rank {self._rank} ends: its driver {why}", file=sys.stderr, flush=True)
@@ -70,34 +131,36 @@ class Heart:
 
     def _beat(self, stop: threading.Event) -> None:
         store = self._open()
-        while store is not None and not stop.wait(_BEAT_SECONDS):
+        while store is not None and not stop.wait(self._every):
             try:
                 self._send(store)
-                self._answer(store)
-                if store.check(["cancel"]):
+                if self._is_cancelled(store):
                     break
-                self._listen(store)
             except (dist.DistError, RuntimeError):
                 store = self._open()  # a broken connection does not mean that the driver is gone
         self._over.set()
 
-    def _open(self) -> dist.Store | None:
+    def _open(self) -> SealedStore | None:
         try:
             return self._open_store(timeout=timedelta(seconds=self._patience))
         except (dist.DistError, RuntimeError):
             return None
 
-    def _answer(self, store: dist.Store) -> None:
-        """Sends the rank's Python stack if the driver has asked for it."""
-        if store.check(["stacks wanted"]):
-            store.set(f"stack/{self._rank}", json.dumps({"stack": _stack_of(self._owner)}))
+    def _is_cancelled(self, store: SealedStore) -> bool:
+        """Reads the driver's heartbeat, and does what it asks for: a pause, or the rank's Python stack.
 
-    def _listen(self, store: dist.Store) -> None:
-        """Checks the driver's heartbeat. If a rank hosts the store there is none, and any answer counts."""
-        beat = store.get("driver") if store.check(["driver"]) else None
-        if beat is None or beat != self._driver:
+        If a rank hosts the store there is none, and any answer counts.
+        """
+        word = store.peek("driver")
+        if word is None or word != self._driver:
             self._heard += 1
-        self._driver = beat
+        self._driver = word
+        said: dict[str, Any] = {"cancelled": False, "pause": False, "stacks": []} if word is None else json.loads(word)
+        if said["pause"]:
+            self._pause()
+        if self._rank in said["stacks"]:
+            store.set(f"stack/{self._rank}", json.dumps({"stack": _stack_of(self._owner)}))
+        return bool(said["cancelled"])
 
 
 @dataclass
@@ -133,13 +196,25 @@ class Pulses(dict[int, Pulse[R]]):
         return time.monotonic() - self[rank].beat
 
 
-def alive(ranks: set[int], seconds: float, beat_of: Callable[[int], Any], ended: Callable[[int], bool]) -> set[int]:
-    """Returns those of the ranks that send a heartbeat or end within `seconds` from now."""
-    before, found, deadline = {rank: beat_of(rank) for rank in ranks}, set[int](), time.monotonic() + seconds
-    while found < ranks and time.monotonic() < deadline:
-        time.sleep(_LOOK_SECONDS)
-        found |= {rank for rank in ranks - found if beat_of(rank) != before[rank] or ended(rank)}
-    return found
+def silent_among(
+    ranks: Iterable[int], read: Callable[[], Mapping[int, Beat]], pulses: Pulses[Beat], seconds: float
+) -> set[int]:
+    """Returns the ranks whose heartbeats do not change for `seconds` though they have not said that they end.
+
+    `pulses` says since when they have not. Waits until each rank has sent another one, or has been silent for so long.
+    """
+    before = beats = read()
+    waiting, silent = set(ranks), set[int]()
+    while True:
+        now = time.monotonic()
+        for rank in waiting & beats.keys():
+            pulses.note(rank, beats[rank], at=now)
+        silent |= {rank for rank in waiting if rank in pulses and now - pulses[rank].beat >= seconds}
+        waiting = {rank for rank in waiting & beats.keys() if beats[rank] == before.get(rank)} - silent
+        if not waiting:
+            return {rank for rank in silent if not pulses[rank].record["ended"]}
+        time.sleep(seconds / 20)
+        beats = read()
 
 
 def waited_for(pulses: Mapping[int, Pulse[dict[str, Any]]]) -> list[int]:

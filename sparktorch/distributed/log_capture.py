@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Any, TextIO
 
-__all__ = ["KEPT_LINES", "LogCapture"]
+__all__ = ["KEPT_LINES", "LogCapture", "last_lines"]
 
 KEPT_LINES = 100
 
@@ -74,6 +74,11 @@ class LogCapture:
         """Returns the last captured lines, at most `KEPT_LINES`."""
         with self._lock:
             return list(self._last)
+
+
+def last_lines(rank: int, lines: list[str]) -> str:
+    """Returns a rank's last logged or printed lines under a heading; an empty string if there are none."""
+    return "\n".join([f"The last lines of rank {rank}:", *lines, "", ""]) if lines else ""
 
 
 class _Handler(logging.Handler):

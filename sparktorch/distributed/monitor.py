@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from tqdm.auto import tqdm
 
-from sparktorch.distributed.heartbeat import Pulses, alive, waited_for
+from sparktorch.distributed.heartbeat import Pulses, beat_seconds, paced, silent_among, silent_seconds, waited_for
 from sparktorch.distributed.server import ControlServer
 from sparktorch.errors import ClusterError, RankStalledError
 
@@ -20,9 +20,11 @@ __all__ = ["Monitor", "Observer", "Timeouts"]
 _LOG = logging.getLogger(__name__)
 _RANKS = logging.getLogger("sparktorch.ranks")
 _WARN_SECONDS = 30.0
-_LOOK_SECONDS = 0.5  # between checks of heartbeats; each call of `look` reads everything else
-_STACK_SECONDS = 3.0
-_MUTE_SECONDS = 5.0  # ten heartbeats
+_LOOK_SECONDS = 0.25  # between looks at what all ranks tell; each call of `look` reads what rank 0 tells
+_STACK_BEATS = 6
+_MUTE_BEATS = 10
+_MOST_NAMED = 8  # ranks, in a message or with their stacks
+_MOST_LINES = 1000  # that one look shows
 _ENDING_SECONDS = 2.0  # of ranks that are still starting, or compute
 
 
@@ -77,6 +79,7 @@ class Monitor:
         self._observer, self._patience = observer, patience
         self._log_level, self._is_starved = log_level, is_starved
         now = time.monotonic()
+        self._look_seconds = paced(_LOOK_SECONDS, world_size)
         self._next_look = self._slots_seen = now
         self._next_warning = now + _WARN_SECONDS
         self._warned: dict[int, float] = {}
@@ -92,10 +95,15 @@ class Monitor:
         """
         if self.server is None:
             return
-        self.listen(self.server)
-        if time.monotonic() >= self._next_look:
-            self._next_look = time.monotonic() + _LOOK_SECONDS
-            self._look_at_beats(self.server)
+        self._look_at_main(self.server)
+        now = time.monotonic()
+        if now >= self._next_look:
+            self._next_look = now + self._look_seconds
+            self._note(self._listen(self.server), now)
+            if len(self._pulses) < self.world_size:
+                self._look_for_missing(now)
+            else:
+                self._look_for_stalled(self.server, now)
 
     def look_for_failure(self) -> None:
         """Lets all ranks end without raising once one has reported the root cause; raises it if they take too long."""
@@ -107,34 +115,42 @@ class Monitor:
         if now - self._failed_at > _ENDING_SECONDS:
             raise failure
 
-    def listen(self, server: ControlServer) -> None:
-        """Forwards epochs, warnings, log lines and progress."""
+    def listen(self) -> None:
+        """Forwards all that ranks have told by now: those of a job that has ended tell no more."""
+        if self.server is not None:
+            self._look_at_main(self.server)
+            self._listen(self.server)
+
+    def dead(self, ranks: Iterable[int]) -> set[int]:
+        """Returns the ranks whose heartbeats stay away; waits for the next one of the others."""
+        server = self.server
+        assert server is not None
+
+        def read() -> dict[int, dict[str, Any]]:
+            return {rank: beat for rank, beat in enumerate(server.beats(self.world_size)) if beat is not None}
+
+        return silent_among(ranks, read, self._pulses, silent_seconds(self.world_size))
+
+    def _look_at_main(self, server: ControlServer) -> None:
+        """Forwards epochs and progress, which rank 0 alone tells."""
         for record in server.new_epochs():
             self._observer.epoch(record)
-        for warning in server.new_warnings(self.world_size):
-            _LOG.warning("rank %d on %s: %s", warning["rank"], warning["host"], warning["text"])
-        for rank, level, line in server.new_lines(self.world_size):
-            if level >= self._log_level:
-                _show(rank, level, line)
         progress = server.progress()
         if progress is not None:
             self._observer.progress(progress)
 
-    def alive(self, ranks: Iterable[int], seconds: float) -> set[int]:
-        """Returns the ranks that send a heartbeat or end within `seconds` from now."""
-        assert self.server is not None
-        return alive(set(ranks), seconds, self.server.beat, self.server.ended)
-
-    def _look_at_beats(self, server: ControlServer) -> None:
-        now = time.monotonic()
+    def _listen(self, server: ControlServer) -> list[dict[str, Any] | None]:
+        """Forwards the ranks' warnings and log lines; returns their heartbeats."""
         beats = server.beats(self.world_size)
+        for warning in server.new_warnings(beats):
+            _LOG.warning("rank %d on %s: %s", warning["rank"], warning["host"], warning["text"])
+        _show([line for line in server.new_lines(beats) if line[1] >= self._log_level])
+        return beats
+
+    def _note(self, beats: list[dict[str, Any] | None], now: float) -> None:
         for rank, beat in enumerate(beats):
             if beat is not None:
                 self._pulses.note(rank, beat, at=now)
-        if len(self._pulses) < self.world_size:
-            self._look_for_missing(now)
-        else:
-            self._look_for_stalled(server, now)
 
     def _look_for_missing(self, now: float) -> None:
         """Warns of ranks that have not started, and raises after the timeout."""
@@ -143,7 +159,7 @@ class Monitor:
             self._first_arrival = self._first_arrival or now
             if now - self._first_arrival > self._patience.stall:
                 raise RankStalledError(
-                    f"ranks {missing} of {self.world_size} have not started within {self._patience.stall:g} s",
+                    f"ranks {_named(missing)} of {self.world_size} have not started within {self._patience.stall:g} s",
                     hint="see the logs of their executors: does their Python start, and import torch, and do they "
                     "reach the driver? If it takes them so long, set stallTimeout higher",
                     rank=missing[0],
@@ -155,7 +171,7 @@ class Monitor:
             self._next_warning = now + _WARN_SECONDS
             _LOG.warning(
                 "ranks %s of %d have not started yet: are the slots of the cluster taken by other jobs?",
-                missing,
+                _named(missing),
                 self.world_size,
             )
 
@@ -174,25 +190,30 @@ class Monitor:
 
     def _look_for_stalled(self, server: ControlServer, now: float) -> None:
         """Warns of ranks that make no progress, and raises after the timeout."""
-        pulses = {rank: self._pulses[rank] for rank in self._pulses if not server.ended(rank)}
+        pulses = {rank: pulse for rank, pulse in self._pulses.items() if not pulse.record["ended"]}
         # Blame silent ranks first: their last heartbeat is outdated, and ranks without progress may wait for them.
-        patience = min(_MUTE_SECONDS, self._patience.stall / 2)
+        patience = min(_MUTE_BEATS * beat_seconds(self.world_size), self._patience.stall / 2)
         idle = {rank: now - pulse.beat for rank, pulse in pulses.items() if now - pulse.beat > patience}
         mute = bool(idle)
         idle = idle or {rank: now - pulses[rank].moved for rank in waited_for(pulses)}
         longest = max(idle.values(), default=0.0)
         if longest > self._patience.stall:
             raise self._stalled(server, {rank: idle[rank] for rank in idle if idle[rank] > 0.8 * longest}, mute=mute)
+        told = []
         for rank, seconds in idle.items():
             if seconds < _WARN_SECONDS:
                 self._warned.pop(rank, None)
             elif seconds > self._warned.get(rank, _WARN_SECONDS):
                 self._warned[rank] = 2 * seconds
-                _LOG.warning("%s for %.0f s", _place(rank, pulses[rank].record, mute=mute), seconds)
+                told.append(rank)
+        for rank in told[:_MOST_NAMED]:
+            _LOG.warning("%s for %.0f s", _place(rank, pulses[rank].record, mute=mute), idle[rank])
+        if len(told) > _MOST_NAMED:
+            _LOG.warning("... and %d other ranks", len(told) - _MOST_NAMED)
 
     def _stalled(self, server: ControlServer, idle: dict[int, float], *, mute: bool) -> RankStalledError:
         """Returns the error for ranks without progress or, if `mute`, without heartbeats for `idle[rank]` seconds."""
-        stacks = {} if mute else self._stacks(server, list(idle))
+        stacks = {} if mute else self._stacks(server, sorted(idle)[:_MOST_NAMED])
         rank = max(idle, key=lambda rank: idle[rank])
         record = self._pulses[rank].record
         trace = server.last_lines(rank)
@@ -201,8 +222,8 @@ class Monitor:
             what = f"rank {rank} does not answer: {idle[rank]:.0f} s ago it was {record['phase']}"
             hint = "its process is stopped, native code in it holds Python's lock, or its host is cut off; " + hint
         elif len(idle) > 1 and record["collectives"] is not None:
-            what = f"ranks {sorted(idle)} wait for each other for {idle[rank]:.0f} s, {record['phase']}"
-            hosts = " and ".join(dict.fromkeys(self._pulses[one].record["host"] for one in sorted(idle)))
+            what = f"ranks {_named(sorted(idle))} wait for each other for {idle[rank]:.0f} s, {record['phase']}"
+            hosts = " and ".join(dict.fromkeys(self._pulses[one].record["host"] for one in sorted(idle)[:_MOST_NAMED]))
             hint = f"is the network between {hosts} cut? If one step may take so long, set stallTimeout higher"
             trace += "".join(f"Stack of rank {one}:\n{stacks[one]}\n" for one in sorted(stacks))
         else:
@@ -213,8 +234,8 @@ class Monitor:
 
     def _stacks(self, server: ControlServer, ranks: list[int]) -> dict[int, str]:
         """Returns the Python stacks of the ranks that answer in time."""
-        server.ask_for_stacks()
-        deadline = time.monotonic() + _STACK_SECONDS
+        server.ask_for_stacks(ranks)
+        deadline = time.monotonic() + _STACK_BEATS * beat_seconds(self.world_size)
         found: dict[int, str] = {}
         while len(found) < len(ranks) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -234,9 +255,32 @@ def _place(rank: int, record: dict[str, Any], *, mute: bool) -> str:
     return f"rank {rank} on {record['host']} (pid {record['pid']}) {state}{at}"
 
 
-def _show(rank: int, level: int, line: str) -> None:
-    """Logs a rank's line in this process at any logger level; prints it if there are no handlers."""
-    text = f"rank {rank}: {line}"
+def _named(ranks: list[int]) -> str:
+    """Returns a list of ranks as text; of many, the first ones and how many others there are."""
+    others = len(ranks) - _MOST_NAMED
+    return str(ranks) if others <= 1 else f"{ranks[:_MOST_NAMED]} and {others} others"
+
+
+def _show(lines: list[tuple[int, int, str]]) -> None:
+    """Shows the lines of ranks, each with rank and level; one that many ranks have logged once, with their number."""
+    ranks: dict[tuple[int, str], set[int]] = {}
+    for rank, level, line in lines:
+        ranks.setdefault((level, line), set()).add(rank)
+    told: dict[tuple[int, int, str] | tuple[int, str], str] = {}
+    for number, (rank, level, line) in enumerate(lines):
+        others = len(ranks[level, line]) - 1
+        if others < _MOST_NAMED:
+            told[number, level, line] = f"rank {rank}: {line}"
+        else:
+            told.setdefault((level, line), f"rank {rank}: {line} ... and {others} other ranks")
+    for (*_, level, _), text in list(told.items())[:_MOST_LINES]:
+        _log(level, text)
+    if len(told) > _MOST_LINES:
+        _log(logging.WARNING, f"... and {len(told) - _MOST_LINES} more lines of the ranks")
+
+
+def _log(level: int, text: str) -> None:
+    """Logs a text in this process at any logger level; prints it if there are no handlers."""
     if _RANKS.hasHandlers():
         _RANKS.handle(_RANKS.makeRecord(_RANKS.name, level, "", 0, text, (), None))
     else:

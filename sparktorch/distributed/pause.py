@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 from typing import Any, Protocol
 
-import torch.distributed as dist
-
 __all__ = ["Pause", "Paused"]
 
 _TOPIC = "pause"
@@ -43,9 +41,9 @@ class Pause:
         """From now on, this rank can stop after a step: that number at the earliest."""
         self._next = step
 
-    def hear(self, store: dist.Store) -> None:
-        """Looks whether the driver asks for a pause, and answers once."""
-        if self._sent or self._next is None or not store.check([_TOPIC]):
+    def answer(self) -> None:
+        """Answers the driver, which asks for a pause, once this rank trains; later calls do nothing."""
+        if self._sent or self._next is None:
             return
         with self._lock:
             self._posted = self._next

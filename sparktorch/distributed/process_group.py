@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from sparktorch.base.devices import backend_of, is_host
 from sparktorch.base.world import World
-from sparktorch.errors import ClusterError, causes
+from sparktorch.errors import ClusterError, RankError, SparkTorchError, causes
 
 __all__ = [
     "abandon",
@@ -27,6 +27,7 @@ __all__ = [
     "clear_frames",
     "collectives_begun",
     "hang_up",
+    "is_communication",
     "max_over_ranks",
     "opening",
     "process_group",
@@ -152,6 +153,19 @@ def set_up_error(error: BaseException) -> ClusterError | None:
         return None
     reason = next((line for line in reversed(text.splitlines()) if line.strip()), text)
     return ClusterError(f"NCCL cannot join the ranks: {reason.strip()}", hint=f"{found[0]}; NCCL_DEBUG=INFO says more")
+
+
+def is_communication(error: BaseException) -> bool:
+    """Returns whether the error or one of its causes is a broken connection, as ranks see when a peer dies."""
+    signs = ("Connection reset by peer", "Connection closed by peer", "gloo", "NCCL")
+    for one in causes(error):
+        if isinstance(one, SparkTorchError) and not isinstance(one, RankError):
+            return False  # already explained, such as an NCCL that cannot be set up
+        if isinstance(one, dist.DistError):
+            return True
+        if isinstance(one, RuntimeError) and any(sign in str(one) for sign in signs):
+            return True
+    return False
 
 
 def subgroup(world: World, groups: list[list[int]]) -> dist.ProcessGroup:

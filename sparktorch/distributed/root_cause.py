@@ -34,7 +34,6 @@ _EXECUTOR = r"ExecutorLostFailure \(executor (\S+) (.*)\)(?: Reason: (.*))?"
 _CHAIN = "SPARK-24820"  # in Spark's message when it refuses a barrier job after coalesce(), union() or the like
 _CANCELLED = r"Job \d+ cancelled *(.*?)(?: SQLSTATE: \w+)?(?:\n|$)"
 _GIB = 1 << 30
-_ALIVE_SECONDS = 1.2  # more than two heartbeats
 _MORE_MEMORY = (
     "give the executors more memory outside of the JVM (spark.executor.memoryOverhead), or lower batchSize, or set "
     "microBatchSize"
@@ -134,13 +133,13 @@ class RootCause:
         Spark kills all tasks once one ends, so several ranks look dead. Blame the task Spark saw end first. If that one
         reported a lost peer, blame the peer whose heartbeat stopped. Otherwise, blame a rank that is silent now.
         """
-        self._watch.listen(server)  # reads its last lines
+        self._watch.listen()  # reads its last lines
         quiet = server.quiet(self._watch.world_size)
         named = re.search(_FIRST, message)
         first = {int(named[1])} if named else set[int]()
         gone = first & quiet.keys() if re.search(_GONE, message) else set[int]()  # what Spark has seen of that task
         for suspects in (first & quiet.keys(), server.silent() & quiet.keys(), set(quiet)):
-            dead = gone or suspects - self._watch.alive(suspects, _ALIVE_SECONDS)
+            dead = gone or self._watch.dead(suspects)
             if dead:
                 break
         else:

@@ -6,15 +6,16 @@ import json
 import logging
 import secrets
 import threading
-from collections import defaultdict, deque
-from collections.abc import Iterator
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
-from sparktorch.distributed.client import last_lines
-from sparktorch.distributed.log_capture import KEPT_LINES
-from sparktorch.distributed.store import Rendezvous, SealedStore, host_store, pieces_of
+from sparktorch.distributed.heartbeat import Beats, paced
+from sparktorch.distributed.log_capture import KEPT_LINES, last_lines
+from sparktorch.distributed.store import Rendezvous, SealedStore, host_store
 from sparktorch.errors import ClusterError, SparkTorchError
 
 __all__ = ["ControlServer"]
@@ -33,20 +34,22 @@ class ControlServer:
         """
         self._server: dist.TCPStore
         self._server, port = host_store(bind) if beside is None else (beside._server, beside.rendezvous.port)
-        token = secrets.token_hex(16) if beside is None else beside._store.token_of(beside._orders)
+        token = secrets.token_hex(16) if beside is None else beside._store.token_of(len(beside._orders))
         self.rendezvous: Rendezvous = Rendezvous(advertise, port, token)
         self._store: SealedStore = SealedStore(self.rendezvous.prefix, self._server)
         self._forged = False  # whether a value without a valid signature was found
         self._epochs_seen: int = 0
-        self._orders: int = 0
+        self._orders: list[int] = []  # the numbers of pieces of a pool's tasks
         self._earlier: list[SealedStore] = []  # of the tasks of a pool whose keys may still be there
-        self._warnings_seen: dict[int, int] = defaultdict(int)
-        self._lines_seen: dict[int, int] = defaultdict(int)
+        self._readers: dict[int, Beats] = {}
+        self._seen: Counter[tuple[str, int]] = Counter()  # parcels of lines and warnings, by kind and rank
+        self._failed: dict[str, dict[str, Any]] = {}
+        self._next_failures = 0.0
         self._last_lines: dict[int, deque[str]] = defaultdict(lambda: deque(maxlen=KEPT_LINES))
+        self._word: dict[str, Any] = {"count": 0, "cancelled": False, "cause": False, "pause": False, "stacks": []}
+        self._saying = threading.Lock()
         self._closed = threading.Event()
-        self._heart = threading.Thread(
-            target=_beat, args=(self._store, self._closed), name="sparktorch-driver-beat", daemon=True
-        )
+        self._heart = threading.Thread(target=self._beat, name="sparktorch-driver-beat", daemon=True)
         self._heart.start()
 
     def progress(self) -> dict[str, Any] | None:
@@ -64,26 +67,18 @@ class ControlServer:
         # A training that resumes from a checkpoint starts with a later epoch.
         return [record for record in (self._read(f"epoch/{number}") for number in numbers) if record is not None]
 
-    def new_warnings(self, world_size: int) -> list[dict[str, Any]]:
-        """Returns the ranks' warnings since the last call, each with rank, host and text."""
-        return [
-            warning
-            for rank in range(world_size)
-            for warning in self._new(f"warning/{rank}", self._warnings_seen, rank)
-            if warning is not None
-        ]
+    def new_warnings(self, beats: Sequence[dict[str, Any] | None]) -> list[dict[str, Any]]:
+        """Returns the warnings that have come with these `beats`, each with rank, host and text."""
+        return [warning for _, warning in self._new("warning", beats)]
 
-    def new_lines(self, world_size: int) -> list[tuple[int, int, str]]:
-        """Returns the lines that ranks have logged and printed since the last call, each with rank and level."""
+    def new_lines(self, beats: Sequence[dict[str, Any] | None]) -> list[tuple[int, int, str]]:
+        """Returns the lines, logged and printed, that have come with these `beats`, each with rank and level."""
         new: list[tuple[int, int, str]] = []
-        for rank in range(world_size):
-            for parcel in self._new(f"lines/{rank}", self._lines_seen, rank):
-                if parcel is None:
-                    continue
-                if parcel["lost"]:
-                    new.append((rank, 0, f"... {parcel['lost']} more lines"))
-                new += [(rank, level, line) for level, line in parcel["lines"]]
-                self._last_lines[rank].extend(line for _, line in parcel["lines"])
+        for rank, parcel in self._new("lines", beats):
+            if parcel["lost"]:
+                new.append((rank, 0, f"... {parcel['lost']} more lines"))
+            new += [(rank, level, line) for level, line in parcel["lines"]]
+            self._last_lines[rank].extend(line for _, line in parcel["lines"])
         return new
 
     def last_lines(self, rank: int) -> str:
@@ -92,16 +87,13 @@ class ControlServer:
 
     def beats(self, world_size: int) -> list[dict[str, Any] | None]:
         """Returns each rank's last heartbeat, in rank order; `None` for a rank that has not started."""
-        return [self.beat(rank) for rank in range(world_size)]
+        reader = self._readers.setdefault(world_size, Beats(self._store.list_keys, self._read_all, world_size))
+        found = reader.read()
+        return [found.get(rank) for rank in range(world_size)]
 
-    def beat(self, rank: int) -> dict[str, Any] | None:
-        """Returns a rank's last heartbeat; `None` if it has not started."""
-        record: dict[str, Any] | None = self._read(f"beat/{rank}")
-        return record
-
-    def ask_for_stacks(self) -> None:
-        """Asks every rank for its Python stack; see `stack`."""
-        self._store.set("stacks wanted", "1")
+    def ask_for_stacks(self, ranks: list[int]) -> None:
+        """Asks ranks for their Python stacks; see `stack`."""
+        self._tell(stacks=ranks)
 
     def stack(self, rank: int) -> str | None:
         """Returns a rank's answer to `ask_for_stacks`, its Python stack; `None` before it answers."""
@@ -113,19 +105,14 @@ class ControlServer:
 
         Failures that ranks report because a peer is lost are consequences, and rank after all others.
         """
-        forms = self._failures()
-        if not forms:
-            return None, False
-        first = min(forms, key=lambda form: (form["secondary"], form["order"]))
-        return SparkTorchError.from_dict(first), not first["secondary"]
+        return _first(self._failures())
 
     def acknowledge(self) -> SparkTorchError | None:
         """Returns the root cause once a rank has reported it, and tells the ranks that it is known: see `is_heard`."""
-        failure, primary = self.first_failure()
-        if not primary:
-            return None
-        self._store.set("cause known", "1")
-        return failure
+        failure, primary = _first(self._known_failures())
+        if primary and not self._word["cause"]:
+            self._tell(cause=True)
+        return failure if primary else None
 
     def silent(self) -> set[int]:
         """Returns the ranks whose heartbeats had stopped when the first failed rank looked, before it ended."""
@@ -138,9 +125,9 @@ class ControlServer:
         beats = enumerate(self.beats(world_size))
         return {rank: beat for rank, beat in beats if beat is not None and rank not in reported}
 
-    def ended(self, rank: int) -> bool:
-        """Returns whether a rank has ended without raising."""
-        return bool(self._store.check([f"ended/{rank}"]))
+    def ended(self, ranks: Iterable[int]) -> bool:
+        """Returns whether all these ranks have ended without raising."""
+        return bool(self._store.check([f"ended/{rank}" for rank in ranks]))
 
     def out_of_memory_kills(self, host: str) -> int:
         """Returns how many processes the out-of-memory killer has killed on a host, as its failed ranks reported."""
@@ -149,11 +136,13 @@ class ControlServer:
 
     def cancel(self) -> None:
         """Tells the ranks that the fit is over."""
-        self._store.set("cancel", "1")
+        self._store.set("halt", "cancelled")
+        self._tell(cancelled=True)
 
     def pause(self) -> None:
         """Asks the ranks to save a checkpoint and to end, all after the same step; see `Pause`."""
-        self._store.set("pause", "1")
+        if not self._word["pause"]:
+            self._tell(pause=True)
 
     def close(self) -> None:
         """Closes the store and its port."""
@@ -173,25 +162,23 @@ class ControlServer:
 
         Every rank has taken the task before. So none still writes what belongs to those before that one: it is deleted.
         """
-        for key in self._store.list_keys():
-            if key.startswith("order/") and int(key.split("/")[1]) < self._orders - 1:
+        if len(self._orders) > 1:
+            old = len(self._orders) - 2
+            for key in (f"order/{old}", *(f"order/{old}/{number}" for number in range(self._orders[old]))):
                 self._store.delete_key(key)
         for store in self._earlier[:-2]:
             for key in store.list_keys():
                 store.delete_key(key)
         del self._earlier[:-2]
-        pieces = pieces_of(content)
-        for number, piece in enumerate(pieces):
-            self._store.set(f"order/{self._orders}/{number}", piece)
-        self._order(len(pieces))
+        self._order(self._store.set_pieces(f"order/{len(self._orders)}", content))
 
     def end_orders(self) -> None:
         """Tells the ranks of a pool that there are no more tasks."""
         self._order(None)
 
     def _order(self, pieces: int | None) -> None:
-        self._store.set(f"order/{self._orders}", json.dumps({"pieces": pieces}))
-        self._orders += 1
+        self._store.set(f"order/{len(self._orders)}", json.dumps({"pieces": pieces}))
+        self._orders.append(pieces or 0)
 
     def judge(self, epoch: int, *, stop: bool) -> None:
         """Tells the ranks whether to end the training after that epoch, counted from 1."""
@@ -199,57 +186,88 @@ class ControlServer:
 
     def ready(self, world_size: int) -> list[dict[str, Any]] | None:
         """Returns what the ranks of a pool tell of their rows, in rank order; `None` until all have read them."""
-        if not self._store.check([f"ready/{rank}" for rank in range(world_size)]):
-            return None
-        return [self._read(f"ready/{rank}") for rank in range(world_size)]
+        keys = [f"ready/{rank}" for rank in range(world_size)]
+        return self._read_all(keys) if self._store.check(keys) else None
 
     def over(self, world_size: int) -> bool:
         """Returns whether every rank has ended a pool's task, with a result or with an error."""
-        return all(self.ended(rank) or self._store.check([f"error/{rank}"]) for rank in range(world_size))
+        failed = {form["where"].get("rank") for form in self._failures()}
+        return self.ended(rank for rank in range(world_size) if rank not in failed)
 
     def results(self, world_size: int) -> list[tuple[dict[str, Any], bytes]]:
         """Returns and deletes `(meta, payload)` of each rank of a pool's task, in rank order."""
         found = []
-        for rank in range(world_size):
-            result = json.loads(self._store.get(f"result/{rank}"))
-            pieces = []
+        for rank, head in enumerate(self._store.multi_get([f"result/{rank}" for rank in range(world_size)])):
+            result = json.loads(head)
+            found.append((result["meta"], self._store.get_pieces(f"result/{rank}", result["pieces"])))
             for number in range(result["pieces"]):
-                pieces.append(self._store.get(f"result/{rank}/{number}"))
                 self._store.delete_key(f"result/{rank}/{number}")
-            found.append((result["meta"], b"".join(pieces)))
         return found
 
-    def _failures(self) -> list[dict[str, Any]]:
-        if not self._store.check(["errors"]):
-            return []
-        found = [self._read(key) for key in self._store.list_keys() if key.startswith("error/")]
-        return [form for form in found if form is not None]
+    def _known_failures(self) -> list[dict[str, Any]]:
+        """Returns the ranks' reports of failures; the more there are, the less often it looks for further ones."""
+        return self._failures() if time.monotonic() >= self._next_failures else list(self._failed.values())
 
-    def _new(self, topic: str, seen: dict[int, int], rank: int) -> Iterator[dict[str, Any] | None]:
-        """Yields and deletes a rank's new records under a topic; `None` for one without a valid signature."""
-        while self._store.check([key := f"{topic}/{seen[rank]}"]):
-            yield self._read(key)
+    def _failures(self) -> list[dict[str, Any]]:
+        """Returns the ranks' reports of failures."""
+        if self._store.check(["errors"]):
+            new = [key for key in self._store.list_keys() if key.startswith("error/") and key not in self._failed]
+            found = zip(new, self._read_all(new), strict=True)
+            self._failed |= {key: form for key, form in found if form is not None}
+            self._next_failures = time.monotonic() + paced(0.0, len(self._failed))
+        return list(self._failed.values())
+
+    def _new(self, kind: str, beats: Sequence[dict[str, Any] | None]) -> list[tuple[int, dict[str, Any]]]:
+        """Returns and deletes the ranks' new parcels of a kind, each with its rank."""
+        new = {
+            rank: [f"{kind}/{rank}/{number}" for number in range(self._seen[kind, rank], beat[kind])]
+            for rank, beat in enumerate(beats)
+            if beat is not None and beat[kind] > self._seen[kind, rank]
+        }
+        if new and not self._store.check([key for keys in new.values() for key in keys]):
+            new = {rank: keys for rank, keys in new.items() if self._store.check(keys)}  # others are on their way
+        of = [(rank, key) for rank, keys in new.items() for key in keys]
+        found = self._read_all([key for _, key in of])
+        for rank, key in of:
             self._store.delete_key(key)
-            seen[rank] += 1
+            self._seen[kind, rank] += 1
+        return [(rank, parcel) for (rank, _), parcel in zip(of, found, strict=True) if parcel is not None]
+
+    def _read_all(self, keys: list[str]) -> list[Any]:
+        """Returns the JSON values of keys that are there; `None` for one without a valid signature."""
+        try:
+            return [json.loads(value) for value in self._store.multi_get(keys)]
+        except ClusterError:
+            return [self._read(key) for key in keys]
 
     def _read(self, key: str) -> Any:
         """Returns the JSON value of a key; `None` if it is missing or has no valid signature."""
-        if not self._store.check([key]):
-            return None
         try:
-            return json.loads(self._store.get(key))
+            value = self._store.peek(key)
         except ClusterError as error:
             if not self._forged:
                 _LOG.warning("%s", error)
             self._forged = True
             return None
+        return None if value is None else json.loads(value)
+
+    def _beat(self) -> None:
+        """Sends the driver's heartbeat until the store is closed."""
+        while True:
+            self._tell(count=self._word["count"] + 1)
+            if self._closed.wait(_BEAT_SECONDS):
+                return
+
+    def _tell(self, **news: Any) -> None:
+        """Tells the ranks, by the driver's heartbeat."""
+        with self._saying:
+            self._word |= news
+            self._store.set("driver", json.dumps(self._word))
 
 
-def _beat(store: dist.Store, closed: threading.Event) -> None:
-    """Sends the driver's heartbeat until `closed` is set."""
-    count = 0
-    while True:
-        count += 1
-        store.set("driver", str(count))
-        if closed.wait(_BEAT_SECONDS):
-            return
+def _first(failures: list[dict[str, Any]]) -> tuple[SparkTorchError | None, bool]:
+    """Returns the first of the reported failures, if any, and whether it may be the root cause."""
+    if not failures:
+        return None, False
+    first = min(failures, key=lambda form: (form["secondary"], form["order"]))
+    return SparkTorchError.from_dict(first), not first["secondary"]

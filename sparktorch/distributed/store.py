@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from sparktorch.errors import ClusterError
 
-__all__ = ["UNREACHED_HINT", "Rendezvous", "SealedStore", "connect", "host_store", "pieces_of"]
+__all__ = ["UNREACHED_HINT", "Rendezvous", "SealedStore", "connect", "host_store"]
 
 _PIECE_BYTES = 4 << 20  # torch's store refuses values of more than 8 MiB
 
@@ -23,6 +23,7 @@ UNREACHED_HINT = (
 )
 
 _SEAL_LENGTH = 32
+_NOTHING = "-"  # shorter than any signed value
 
 
 class SealedStore(dist.PrefixStore):
@@ -48,7 +49,32 @@ class SealedStore(dist.PrefixStore):
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Returns several values; raises what `get` does."""
-        return [self._opened(key, value) for key, value in zip(keys, super().multi_get(list(keys)), strict=True)]
+        found = super().multi_get(list(keys)) if keys else []
+        return [self._opened(key, value) for key, value in zip(keys, found, strict=True)]
+
+    def peek(self, key: str) -> bytes | None:
+        """Returns a value, `None` while there is none; raises what `get` does.
+
+        It is one message, where a check and `get` are three: the store answers a swap with the value that it has, or,
+        of a key that it does not have, with the expected one.
+        """
+        found = super().compare_set(key, _NOTHING, _NOTHING)
+        return None if found == _NOTHING.encode() else self._opened(key, found)
+
+    def set_pieces(self, key: str, content: bytes, moved: Callable[[], object] = lambda: None) -> int:
+        """Writes a value of any size in pieces that the store takes, under `key/0` and so on; returns their number.
+
+        `moved` is called after each.
+        """
+        starts = range(0, len(content), _PIECE_BYTES)
+        for number, start in enumerate(starts):
+            self.set(f"{key}/{number}", content[start : start + _PIECE_BYTES])
+            moved()
+        return len(starts)
+
+    def get_pieces(self, key: str, count: int) -> bytes:
+        """Returns a value that `set_pieces` has written; raises what `get` does."""
+        return b"".join(self.multi_get([f"{key}/{number}" for number in range(count)]))
 
     def token_of(self, task: int) -> str:
         """Returns the token of a pool's task. Who does not know this store's token cannot derive it."""
@@ -101,12 +127,7 @@ def host_store(bind: str) -> tuple[dist.TCPStore, int]:
     return store, port
 
 
-def pieces_of(content: bytes) -> list[bytes]:
-    """Cuts a large value into pieces that the store takes."""
-    return [content[start : start + _PIECE_BYTES] for start in range(0, len(content), _PIECE_BYTES)]
-
-
-def connect(host: str, port: int, token: str, *, timeout: timedelta = timedelta(seconds=60)) -> dist.Store:
+def connect(host: str, port: int, token: str, *, timeout: timedelta = timedelta(seconds=60)) -> SealedStore:
     """Connects to the store of an attempt; keys get the attempt's prefix, which is derived from `token`."""
     store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
     return SealedStore(token, store)

@@ -108,7 +108,7 @@ def fate_of(kind: str, folder: Path, first: int, last: int) -> dict[str, Any]:
     with control_server() as server:
         ended = run_ranks(server, parts(2), job)
         failure, _ = server.first_failure()
-        warnings = [warning["text"] for warning in server.new_warnings(2)]
+        warnings = [warning["text"] for warning in server.new_warnings(server.beats(2))]
     weights = digest(load_state(ended[0].result)) if ended[0].result else ""
     store = CheckpointStore(f"{folder}/checkpoints")
     usable, _ = store.usable()

@@ -88,7 +88,7 @@ def run_ranks(
                 watch.look_for_failure()
                 if server is not None and launch.pauses(launch.tag):
                     server.pause()
-            watch.look()
+            watch.listen()
         except BaseException:  # an interrupt, stalled ranks, or ranks that do not end after a failure
             if server is not None:
                 server.cancel()

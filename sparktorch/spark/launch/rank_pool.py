@@ -10,6 +10,7 @@ from typing import Any
 
 from pyspark.sql import DataFrame
 
+from sparktorch.distributed.heartbeat import paced
 from sparktorch.distributed.monitor import Monitor, Observer
 from sparktorch.distributed.root_cause import RootCause
 from sparktorch.distributed.server import ControlServer
@@ -61,6 +62,7 @@ class RankPool:
     def __init__(self, data: DataFrame, body: Body, launch: Launch) -> None:
         """Opens the store; `start` starts the job, in which `body` reads a rank's rows and carries out tasks."""
         spark, self._launch = data.sparkSession, launch
+        self._poll_seconds = paced(_POLL_SECONDS, launch.world_size // 10)  # one question for all ranks
         server = control_server(spark, launch)
         assert server is not None  # as `check_holdable` has found
         self.facts: list[dict[str, Any]] = []
@@ -89,14 +91,14 @@ class RankPool:
         """
         self._job.start()
         try:
-            while not self._job.wait(_POLL_SECONDS):
+            while not self._job.wait(self._poll_seconds):
                 self._monitor.look()
                 self._monitor.look_for_failure()
                 self.facts = self._server.ready(self._launch.world_size) or []
                 if self.facts:
                     self._job.idle = True
                     return None
-            self._monitor.look()
+            self._monitor.listen()
         except BaseException:
             self.cancel()
             raise
@@ -127,11 +129,11 @@ class RankPool:
             try:
                 self._server.send(content)
                 looked = 0.0
-                while not server.over(size) and not self._job.wait(_POLL_SECONDS):
+                while not server.over(size) and not self._job.wait(self._poll_seconds):
                     if judge is not None or time.monotonic() - looked > _LOOK_SECONDS:
                         watch.look()
                         looked = time.monotonic()
-                watch.look()
+                watch.listen()
             except BaseException:  # an interrupt, or a stalled rank
                 server.cancel()
                 self.cancel()
@@ -140,12 +142,12 @@ class RankPool:
                 self._job.idle = True
             if not server.over(size):
                 # A rank that died before it took the task has no heartbeat there.
-                missing = any(server.beat(rank) is None for rank in range(size))
+                missing = None in server.beats(size)
                 ended = self._job.error or RuntimeError("the barrier job of the pool has ended")
                 lost = (self._causes if missing else causes).of(ended)
                 self._end()
                 raise lost
-            if any(not server.ended(rank) for rank in range(size)):
+            if not server.ended(range(size)):
                 raise causes.of(RuntimeError("a task of the pool failed"))
             return server.results(size)
 

@@ -330,7 +330,7 @@ def test_a_training_goes_on_from_before_contents_were_told_and_says_that_initial
     killed(job("[<lambda>]", "those", Counts(tmp_path, rank=0, step=6)), 2)
     with control_server() as server:
         ended = run_ranks(server, parts(2), job("[<lambda> (sha256 0123456789abcdef)]", "these"))
-        warnings = [warning["text"] for warning in server.new_warnings(2)]
+        warnings = [warning["text"] for warning in server.new_warnings(server.beats(2))]
     assert all(rank.result is not None for rank in ended)
     assert [text for text in warnings if "other initial weights" in text]
 
@@ -346,7 +346,7 @@ def test_a_damaged_checkpoint_is_left_out_with_a_warning(tmp_path: Path) -> None
     path.write_bytes(path.read_bytes()[:-1])
     with control_server() as server:
         ended = run_ranks(server, parts(2), job_for(tmp_path))
-        (warning,) = [w for w in server.new_warnings(2) if f"step {latest.step} is damaged" in w["text"]]
+        (warning,) = [w for w in server.new_warnings(server.beats(2)) if f"step {latest.step} is damaged" in w["text"]]
     assert "rank-00001.pt" in warning["text"]
     assert ended[0].result is not None
     assert all(torch.equal(load_state(ended[0].result)[name], value) for name, value in expected.items())
@@ -358,7 +358,7 @@ def test_a_directory_that_cannot_be_written_costs_the_checkpoints_and_not_the_tr
 
     with control_server() as server:
         ended = run_ranks(server, parts(2), job_for(tmp_path, Spoils(tmp_path), epochs=1))
-        texts = [warning["text"] for warning in server.new_warnings(2)]
+        texts = [warning["text"] for warning in server.new_warnings(server.beats(2))]
     assert any("no checkpoint at step 4" in text for text in texts), json.dumps(texts)
     assert ended[0].result is not None
     assert all(torch.equal(load_state(ended[0].result)[name], value) for name, value in expected.items())

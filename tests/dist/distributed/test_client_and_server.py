@@ -239,8 +239,8 @@ def test_counters_that_a_stranger_moves_and_values_that_he_forges_hold_nobody_up
     stranger.set(key, "forged")
     clients[1].warn("still full")
     clients[1].fail(ValueError("mine"))
-    assert [warning["text"] for warning in server.new_warnings(3)] == ["still full"]
-    assert server.new_lines(3) == []
+    assert [warning["text"] for warning in server.new_warnings(server.beats(3))] == ["still full"]
+    assert server.new_lines(server.beats(3)) == []
     failure, primary = server.first_failure()
     assert failure is not None
     assert primary

@@ -6,7 +6,6 @@ import threading
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from sparktorch.distributed.pause import Pause
 
@@ -30,8 +29,7 @@ class Exchange:
 
 @pytest.mark.parametrize(("heard", "stops"), [((3, 3), 4), ((3, 5), 6), ((5, 2), 6)])
 def test_ranks_that_hear_at_different_steps_stop_after_the_same_one(heard: tuple[int, int], stops: int) -> None:
-    store, exchange, ended = dist.HashStore(), Exchange(), dict[int, int]()
-    store.set("pause", "1")
+    exchange, ended = Exchange(), dict[int, int]()
     both = threading.Barrier(2)
 
     def train(rank: int) -> None:
@@ -39,7 +37,7 @@ def test_ranks_that_hear_at_different_steps_stop_after_the_same_one(heard: tuple
         pause.begin(1)
         for step in range(1, 9):
             if step == heard[rank] + 1:
-                pause.hear(store)
+                pause.answer()
                 both.wait(10)
             if pause.stops_after(step):
                 ended[rank] = step

@@ -1,0 +1,416 @@
+"""What the driver does for many ranks, and how soon it knows of one that fails or dies; the ranks are simulated.
+
+The driver is a process of its own, with the store, its server and the monitor of a job, which it polls as a job does.
+The ranks are threads of a few processes. Each has the client of a real one, with both of its connections and its
+heartbeat, but neither rows nor a process group. They share this machine's cores with the driver: what that costs is its
+processor time, and latencies hold for a machine that has as much else to do.
+
+`--sizes` sets the numbers of ranks, `--seconds` how long they wait and train at least.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any
+
+from benchmarks.common import Goal, arguments, machine, report
+from sparktorch.base.world import World
+from sparktorch.distributed import heartbeat
+from sparktorch.distributed.client import Client
+from sparktorch.distributed.log_capture import LogCapture
+from sparktorch.distributed.monitor import Monitor, Timeouts
+from sparktorch.distributed.root_cause import RootCause
+from sparktorch.distributed.server import ControlServer
+from sparktorch.distributed.store import Rendezvous, SealedStore, connect
+
+SIZES = (2, 64, 256, 1024, 4096)
+QUICK = (2, 32)
+CROWDS = 4  # processes that the ranks are threads of
+POLL_SECONDS = 0.05  # of a job
+MESSAGES = {"set": 1, "check": 1, "peek": 1, "add": 1, "delete_key": 1, "list_keys": 1, "get": 2, "multi_get": 2}
+GOALS = {
+    "driver, 1024 ranks train: share of a core": Goal(0.1),
+    "lost rank named, 1024 ranks, s": Goal(5.0),
+    "agree, 1024 ranks, s": Goal(2.0),
+    "driver's share, 4096 / 256 ranks": Goal(16.0),
+}
+HOST = "127.0.0.1"
+SPAWN = get_context("forkserver")
+
+
+@dataclass
+class Counter:
+    """Counts the messages that this process sends to the store."""
+
+    sent: int = 0
+
+    def watch(self) -> None:
+        """Counts from now on."""
+        for name, messages in MESSAGES.items():
+            method = getattr(SealedStore, name, None)
+            if method is not None:
+                setattr(SealedStore, name, self._counted(method, messages))
+
+    def _counted(self, method: Callable[..., Any], messages: int) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            self.sent += messages
+            return method(*arguments)
+
+        return call
+
+
+class Quiet(LogCapture):
+    """Of a rank that shares its process, and so its output, with others."""
+
+    def overhearing(self) -> Any:
+        """Captures nothing."""
+        return nullcontext()
+
+
+class Simulated(Client):
+    """A rank whose heart can be stopped as if its process had died."""
+
+    dead = False
+
+    def beat(self, store: Any) -> None:
+        """Beats, unless it is dead."""
+        if not self.dead:
+            super().beat(store)
+
+
+class Crowd:
+    """Some of the ranks of a job, as threads of this process."""
+
+    def __init__(self, meeting: Rendezvous, ranks: range, size: int) -> None:
+        """Starts the threads; each connects."""
+        open_store = partial(connect, meeting.host, meeting.port, token=meeting.prefix)
+        self._size, self._ranks, self._clients = size, ranks, dict[int, Simulated]()
+        self._open_store: Any = open_store
+        self._steps = {name: threading.Event() for name in ("agree", "wait", "end")}
+        self._times: dict[str, list[float]] = {"began": [], "agreed": [], "stopped": [], "left": []}
+        self._threads = [threading.Thread(target=self._live, args=(rank,), daemon=True) for rank in ranks]
+        for thread in self._threads:
+            thread.start()
+
+    def go(self, step: str) -> None:
+        """Lets the ranks take their next step."""
+        self._steps[step].set()
+
+    def times(self, name: str, patience: float = 120.0) -> float:
+        """Waits until all ranks have come to a point; returns when the last one did, by `time.monotonic`."""
+        deadline = time.monotonic() + patience
+        while len(self._times[name]) < len(self._ranks):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{len(self._times[name])} of {len(self._ranks)} ranks have {name}")
+            time.sleep(0.01)
+        return max(self._times[name])
+
+    def die(self, rank: int | None) -> float:
+        """Stops the heart of a rank, or those of all; returns when."""
+        for each, client in self._clients.items():
+            if rank in (None, each):
+                client.dead = True
+        return time.monotonic()
+
+    def fail(self, rank: int, error: Exception) -> float:
+        """Lets a rank report an error, and hear of the driver; returns when it had it."""
+        had = time.monotonic()
+        client = self._clients[rank]
+        client.fail(error)
+        client.is_heard(error)
+        return had
+
+    def _live(self, rank: int) -> None:
+        world = World(rank=rank, world_size=self._size, host=f"host-{rank // 8}")
+        client = Simulated(self._open_store, world, console=Quiet(), patience=120.0)
+        self._clients[rank] = client
+        with suppress(Exception), client.beating():
+            client.enter("waiting for the other ranks")
+            self._times["began"].append(time.monotonic())
+            self._steps["agree"].wait()
+            client.agree("shard", facts(rank))
+            self._times["agreed"].append(time.monotonic())
+            client.enter("training", epoch=1, step=1)
+            self._steps["wait"].wait()
+            if not self._steps["end"].is_set():
+                self._wait(client, rank)
+        self._times["left"].append(time.monotonic())
+
+    def _wait(self, client: Simulated, rank: int) -> None:
+        """Waits for all ranks, of which one never comes, until the driver or another rank ends it."""
+        try:
+            client.agree("never" if rank == self._size - 1 else "next", {})
+        except Exception as error:
+            self._times["stopped"].append(time.monotonic())
+            if client.dead:
+                self._steps["end"].wait()  # or it would say that it ends
+                return
+            client.fail(error)
+            client.is_heard(error)
+
+
+def facts(rank: int) -> dict[str, Any]:
+    """Returns what a rank tells the others of its rows."""
+    return {
+        "rows": 10_000_000 + rank,
+        "validation": 1_000 + rank,
+        "fingerprint": hash((rank, "rows")) % 2**64,
+        "folds": {},
+        "device": f"cuda:{rank % 8}",
+        "host": f"worker-{rank // 8}.example.com",
+        "by_place": None,
+        "groups": None,
+    }
+
+
+def crowd(pipe: Connection) -> None:
+    """Simulates ranks as it is told."""
+    threading.stack_size(256 << 10)
+    sys.setswitchinterval(0.5)  # each thread that waits for the interpreter's lock wakes up so often
+    heartbeat._LEAVING_SECONDS = 60.0  # a rank that does not end in time would take its whole process along
+    for module, name in ((json, "loads"), (zlib, "decompress")):  # done once here, where real ranks have own cores
+        setattr(module, name, functools.lru_cache(16)(getattr(module, name)))
+    counter, ranks = Counter(), None
+    counter.watch()
+    with suppress(EOFError):
+        while True:
+            name, values = pipe.recv()
+            if name == "join":
+                ranks, answer = Crowd(*values), None
+            elif name == "spent":
+                answer = time.process_time(), counter.sent
+            else:
+                answer = getattr(ranks, name)(*values)
+            pipe.send(answer)
+
+
+class NoObserver:
+    """To whom progress is of no interest."""
+
+    def progress(self, record: dict[str, Any]) -> None:
+        """Receives rank 0's position."""
+
+    def epoch(self, record: dict[str, Any]) -> None:
+        """Receives the metrics of a finished epoch."""
+
+
+def driver(pipe: Connection) -> None:
+    """Watches one job after another as `run_ranks` does; it is told their numbers of ranks."""
+    counter = Counter()
+    counter.watch()
+    with suppress(EOFError):
+        while True:
+            _watch(pipe, pipe.recv(), counter)
+
+
+def _watch(pipe: Connection, size: int, counter: Counter) -> None:
+    """Watches a job until it is told to end."""
+    with closing(ControlServer(HOST, HOST)) as server:
+        watch = Monitor(server, size, NoObserver(), Timeouts())
+        causes, known = RootCause(watch), None
+        pipe.send(server.rendezvous)
+        while True:
+            if pipe.poll(POLL_SECONDS):
+                name, value = pipe.recv()
+                if name == "end":
+                    return
+                if name == "cancel":
+                    pipe.send(time.monotonic())
+                    server.cancel()
+                elif name == "known":
+                    pipe.send(known)
+                elif name == "spent":
+                    pipe.send((time.process_time(), counter.sent))
+                elif name == "begun":
+                    pipe.send(sum(beat is not None for beat in server.beats(size)))
+                elif name == "lost":
+                    found = causes.of(RuntimeError(value))
+                    pipe.send((found.where.get("rank"), found.what, time.monotonic()))
+            watch.look()
+            if known is None and server.acknowledge() is not None:
+                known = time.monotonic()
+
+
+class Job:
+    """A driver and its simulated ranks."""
+
+    def __init__(self, size: int, crowds: list[Connection], pipe: Connection) -> None:
+        """Lets the ranks join, and waits until the driver has heard of each."""
+        self.size, self._pipe = size, pipe
+        meeting = pipe.recv()
+        started = time.monotonic()
+        edges = [size * number // len(crowds) for number in range(len(crowds) + 1)]
+        self._parts = [(pipe, range(*edge)) for pipe, edge in zip(crowds, itertools.pairwise(edges), strict=True)]
+        self._parts = [(pipe, ranks) for pipe, ranks in self._parts if ranks]
+        for each, ranks in self._parts:
+            each.send(("join", (meeting, ranks, size)))
+            each.recv()
+        while self.ask("begun") < size:
+            time.sleep(0.05)
+        self.joined = time.monotonic() - started
+
+    def ask(self, name: str, value: Any = None) -> Any:
+        """Asks the driver."""
+        self._pipe.send((name, value))
+        return self._pipe.recv()
+
+    def tell(self, name: str, *values: Any, rank: int | None = None) -> list[Any]:
+        """Tells all crowds, or that of a rank; returns their answers."""
+        parts = [pipe for pipe, ranks in self._parts if rank is None or rank in ranks]
+        for pipe in parts:
+            pipe.send((name, values))
+        return [pipe.recv() for pipe in parts]
+
+    def spent(self, seconds: float) -> dict[str, float]:
+        """Returns what the job costs in that time, as shares of a core, and messages to the store a second."""
+        before, started = [self.ask("spent"), *self.tell("spent")], time.monotonic()
+        time.sleep(seconds)
+        after, took = [self.ask("spent"), *self.tell("spent")], time.monotonic() - started
+        driver, *ranks = [(now[0] - then[0], now[1] - then[1]) for then, now in zip(before, after, strict=True)]
+        return {
+            "driver": driver[0] / took,
+            "ranks": sum(cpu for cpu, _ in ranks) / took,
+            "messages": (driver[1] + sum(sent for _, sent in ranks)) / took,
+        }
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """The processes of driver and ranks."""
+
+    driver: Connection
+    crowds: list[Connection]
+
+    @contextmanager
+    def job(self, size: int) -> Iterator[Job]:
+        """A job whose ranks have all begun."""
+        self.driver.send(size)
+        yield Job(size, self.crowds, self.driver)
+        self.driver.send(("end", None))
+
+
+class Shown(dict[str, float]):
+    """What has been measured of a number of ranks; each is shown as it comes."""
+
+    def __init__(self, size: int) -> None:
+        """Takes the number of ranks."""
+        super().__init__()
+        self._size = size
+
+    def __setitem__(self, name: str, value: float) -> None:
+        super().__setitem__(name, value)
+        print(f"{self._size} ranks: {name}: {value:.4g}", file=sys.stderr, flush=True)
+
+
+def measure(size: int, ranks: Simulation, seconds: float) -> dict[str, float]:
+    """Measures a job of as many ranks that trains and is cancelled, one with an error, and one that loses a rank."""
+    found = Shown(size)
+    window = max(seconds, 5 * size / 1000)
+    with ranks.job(size) as calm:
+        found["all ranks heard of, s"] = calm.joined
+        for name, value in calm.spent(window).items():
+            found[f"idle: {name}"] = value
+        begun = time.monotonic()
+        calm.tell("go", "agree")
+        found["agree, s"] = max(calm.tell("times", "agreed")) - begun
+        for name, value in calm.spent(window).items():
+            found[f"train: {name}"] = value
+        calm.tell("go", "wait")
+        for name, value in calm.spent(window).items():
+            found[f"wait: {name}"] = value
+        cancelled = calm.ask("cancel")
+        found["cancelled, s"] = max(calm.tell("times", "stopped")) - cancelled
+        calm.tell("times", "left")
+    with ranks.job(size) as failing:
+        ready(failing)
+        (had,) = failing.tell("fail", 1, ValueError("planted"), rank=1)
+        while (known := failing.ask("known")) is None:
+            time.sleep(0.01)
+        found["error known, s"] = known - had
+        found["error: all ranks stopped, s"] = max(failing.tell("times", "stopped")) - had
+        failing.tell("times", "left")
+    with ranks.job(size) as losing:
+        ready(losing)
+        lost, peer = size // 2, (size // 2 + 1) % size
+        (died,) = losing.tell("die", lost, rank=lost)
+        losing.tell("fail", peer, RuntimeError("Connection reset by peer"), rank=peer)
+        losing.tell("die", None)  # Spark ends all tasks once one has ended
+        rank, what, named = losing.ask("lost", f"barrier task ResultTask(7, {peer}) finished unsuccessfully")
+        assert rank == lost, (rank, lost, what)
+        found["lost rank named, s"] = named - died
+        losing.tell("go", "end")
+        losing.tell("times", "left")
+    return found
+
+
+@contextmanager
+def simulation(count: int) -> Iterator[Simulation]:
+    """A process for the driver, and `count` for the ranks."""
+    pipes, processes = [], []
+    for target in (driver, *[crowd] * count):
+        ours, theirs = SPAWN.Pipe()
+        processes.append(SPAWN.Process(target=target, args=(theirs,), daemon=True))
+        processes[-1].start()
+        theirs.close()
+        pipes.append(ours)
+    try:
+        yield Simulation(pipes[0], pipes[1:])
+    finally:
+        for pipe, process in zip(pipes, processes, strict=True):
+            pipe.close()
+            process.join(10)
+            process.kill()
+            process.join()
+
+
+def ready(of: Job) -> None:
+    """Lets the ranks of a job agree, and wait for what never comes."""
+    of.tell("go", "agree")
+    of.tell("times", "agreed")
+    of.tell("go", "wait")
+    time.sleep(1)
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Adds the numbers of ranks, and how long they train."""
+    parser.add_argument("--sizes", type=int, nargs="*", help="numbers of ranks")
+    parser.add_argument("--seconds", type=float, default=10.0, help="that ranks wait and train, at least")
+
+
+def main() -> None:
+    """Measures, and reports."""
+    args = arguments(__doc__ or "", options)
+    sizes = args.sizes or (QUICK if args.quick else SIZES)
+    samples: dict[str, list[float]] = {}
+    shares: dict[int, dict[str, float]] = {}
+    with simulation(CROWDS) as ranks:
+        for size in sizes:
+            shares[size] = found = measure(size, ranks, 2.0 if args.quick else args.seconds)
+            samples |= {f"{size} ranks: {name}": [value] for name, value in found.items()}
+    ratios = {}
+    for size in sizes:
+        ratios[f"driver, {size} ranks train: share of a core"] = shares[size]["train: driver"]
+        ratios[f"driver, {size} ranks wait: share of a core"] = shares[size]["wait: driver"]
+        ratios[f"lost rank named, {size} ranks, s"] = shares[size]["lost rank named, s"]
+        ratios[f"agree, {size} ranks, s"] = shares[size]["agree, s"]
+    if {256, 4096} <= shares.keys():
+        ratios["driver's share, 4096 / 256 ranks"] = shares[4096]["train: driver"] / shares[256]["train: driver"]
+    goals = {name: goal for name, goal in GOALS.items() if name in ratios}
+    report("control_plane", samples=samples, ratios=ratios, goals=goals, facts=machine("torch"), path=args.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""What many ranks ask of the one store: the number of messages, not the time they take."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+import torch.distributed as dist
+
+from benchmarks.control_plane import measure, simulation
+from sparktorch.base.world import World
+from sparktorch.distributed.client import Client
+from sparktorch.distributed.heartbeat import beat_seconds, silent_seconds
+from sparktorch.distributed.monitor import Timeouts
+from sparktorch.distributed.server import ControlServer
+from sparktorch.distributed.store import SealedStore, connect
+from sparktorch.errors import ClusterError, RankStalledError
+from tests.support.ranks import preload, watch
+from tests.support.waiting import until
+
+preload("benchmarks.control_plane")
+RANKS = 20
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Counts the keys that `multi_get`, `peek` and `check` ask for, and the calls of each."""
+    count: Counter[str] = Counter()
+    for name in ("multi_get", "peek", "check"):
+        method = getattr(SealedStore, name)
+
+        def call(store: SealedStore, keys: str | list[str], name: str = name, method: object = method) -> object:
+            count.update([name, *([keys] if isinstance(keys, str) else keys)])
+            return method(store, keys)  # type: ignore[operator]
+
+        monkeypatch.setattr(SealedStore, name, call)
+    return count
+
+
+def client_of(server: ControlServer, rank: int, size: int = RANKS) -> Client:
+    meeting = server.rendezvous
+    opened = partial(connect, meeting.host, meeting.port, token=meeting.prefix)
+    return Client(opened, World(rank=rank, world_size=size, host=f"host-{rank}"))
+
+
+def test_the_heartbeats_of_all_ranks_are_one_question(server: ControlServer, asked: Counter[str]) -> None:
+    for rank in range(RANKS):
+        client_of(server, rank).enter("training", epoch=1, step=rank)
+    asked.clear()
+    steps = [beat and beat["step"] for beat in server.beats(RANKS)]
+    assert steps == list(range(RANKS))
+    assert (asked["multi_get"], asked["peek"], asked["check"]) == (1, 0, 0)
+
+
+def test_ranks_that_agree_read_what_rank_0_has_gathered_and_none_the_keys_of_all(
+    server: ControlServer, asked: Counter[str]
+) -> None:
+    clients = [client_of(server, rank, 6) for rank in range(6)]
+    with ThreadPoolExecutor(6) as pool:
+        found = list(pool.map(lambda client: client.agree("rows", {"of": client._world.rank}), clients))
+    assert found == [[{"of": rank} for rank in range(6)]] * 6
+    assert asked["rows/all/0"] == 5
+    looks_of_rank_0 = asked["rows/0"]
+    assert all(asked[f"rows/{rank}"] == looks_of_rank_0 for rank in range(6))
+
+
+def test_a_value_that_is_not_there_is_seen_without_waiting_or_leaving_a_trace(server: ControlServer) -> None:
+    store, stranger = (
+        client_of(server, 0).store,
+        dist.TCPStore(server.rendezvous.host, server.rendezvous.port, is_master=False, wait_for_workers=False),
+    )
+    assert store.peek("topic") is None
+    assert not store.check(["topic"])
+    store.set("topic", "-")
+    assert store.peek("topic") == b"-"
+    (key,) = [key for key in stranger.list_keys() if key.endswith("topic")]
+    stranger.set(key, "-")
+    assert stranger.get(key) == b"-"
+    stranger.set(key, "made up")
+    stranger.check([key])
+    with pytest.raises(ClusterError, match="somebody else has written"):
+        store.peek("topic")
+
+
+def test_lines_that_a_heartbeat_announces_before_they_are_there_hold_the_driver_up_no_more_than_others(
+    server: ControlServer,
+) -> None:
+    clients = [client_of(server, rank, 2) for rank in range(2)]
+    for client in clients:
+        client._sent["lines"] += 1
+        client.beat(client.store)
+    lines = {"lines": [[logging.INFO, "here"]], "lost": 0}
+    clients[1].store.set("lines/1/0", json.dumps(lines))
+    assert clients[1].store.check(["lines/1/0"])
+    assert server.new_lines(server.beats(2)) == [(1, logging.INFO, "here")]
+    clients[0].store.set("lines/0/0", json.dumps(lines))
+    assert clients[0].store.check(["lines/0/0"])
+    assert server.new_lines(server.beats(2)) == [(0, logging.INFO, "here")]
+    assert server.new_lines(server.beats(2)) == []
+
+
+def test_a_line_of_many_ranks_is_shown_once_with_their_number(
+    server: ControlServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    clients = [client_of(server, rank) for rank in range(RANKS)]
+    for rank, client in enumerate(clients):
+        client._console.add(logging.WARNING, "the disk is full")
+        if rank < 2:
+            client._console.add(logging.WARNING, "of a few")
+        client.beat(client.store)
+    with caplog.at_level(logging.WARNING):
+        watch(server, RANKS).listen()
+    told = [record.getMessage() for record in caplog.records]
+    assert told == ["rank 0: the disk is full ... and 19 other ranks", "rank 0: of a few", "rank 1: of a few"]
+
+
+def test_of_many_ranks_that_have_not_started_a_few_are_named(server: ControlServer) -> None:
+    client_of(server, 0).enter("training")
+    seen = watch(server, RANKS, Timeouts(stall=0.2))
+    with pytest.raises(
+        RankStalledError, match=r"ranks \[1, 2, 3, 4, 5, 6, 7, 8\] and 11 others of 20 have not started"
+    ):
+        until(seen.look, seconds=20, what="the driver gives them up")
+
+
+def test_many_ranks_beat_less_often_and_are_found_silent_within_seconds() -> None:
+    assert beat_seconds(2) == beat_seconds(500) == 0.5
+    assert beat_seconds(1024) == pytest.approx(1.0, abs=0.03)
+    assert 2 * beat_seconds(1024) < silent_seconds(1024) < 3
+
+
+@pytest.mark.landing
+def test_the_benchmark_of_the_control_plane_names_the_rank_that_it_loses() -> None:
+    with simulation(2) as ranks:
+        found = measure(5, ranks, 0.3)  # asserts it
+    assert found["agree, s"] > 0
+    assert found["train: messages"] > 0
