@@ -87,10 +87,12 @@ class Kills:
 
     def _run(self) -> None:
         while not self._over.wait(self._random.uniform(self._least, self._most)):
-            pid = int((self._folder / f"pid-{self._random.randrange(RANKS)}").read_text())
-            with contextlib.suppress(ProcessLookupError):  # one that has died, and is not back yet
-                os.kill(pid, signal.SIGKILL)
-                self.times.append(time.time())
+            rank = self._random.randrange(RANKS)
+            with contextlib.suppress(OSError):  # of one that is not there yet, or not there again
+                pid = int((self._folder / f"pid-{rank}").read_text())
+                if "python" in Path(f"/proc/{pid}/cmdline").read_text():
+                    os.kill(pid, signal.SIGKILL)
+                    self.times.append(time.time())
 
     def recoveries(self) -> list[float]:
         """Returns the seconds from each kill to the end of the first step that had not been trained before."""

@@ -30,11 +30,11 @@ PARAMS = {spec.name: spec for spec in (*GENERIC, *CLASSIFIER)}
 COMPUTED: dict[type, set[str]] = {
     TrainConfig: {"task", "shuffle_block", "class_weights", "unused_parameters"},
     Recipe: {"module", "module_params", "initial", "seed", "loss"},
-    Launch: {"profile", "patience", "log_level", "tag"},
+    Launch: {"world_size", "profile", "patience", "log_level", "tag", "pauses"},
     Timeouts: set(),
     StorageConfig: set(),
     CheckpointConfig: {"owner", "restart", "job"},
-    Request: {"job", "launch", "columns", "folds"},
+    Request: {"job", "launch", "columns", "folds", "workers"},
 }
 NAMES = {
     "config": TrainConfig,

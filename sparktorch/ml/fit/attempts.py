@@ -84,10 +84,10 @@ def with_restarts(
                 _LOG.warning(message, error, lost, request.max_restarts, pause, now.origin)
                 time.sleep(pause)
             else:
-                log.end("" if results[0][0].get("paused") is None else outlook.reason)
-                if results[0][0].get("paused") is None:
+                paused = results[0][0].get("paused", False)
+                log.end(outlook.reason if paused else "")
+                if not paused:
                     return results
-                _LOG.warning("%s: the fit goes on from a checkpoint that it has just saved", outlook.reason)
             tags.append(now.launch.tag)
             now = with_slots(spark, request, tags)
     finally:
@@ -153,6 +153,8 @@ class _Outlook:
             self._look(tag, now)
         except Exception:  # of a session that is being stopped, as the job will tell
             _LOG.debug("the cluster did not say what has changed", exc_info=True)
+        if self.reason:
+            _LOG.warning("%s: all ranks save a checkpoint and end, and the fit goes on from there", self.reason)
         return bool(self.reason)
 
     def _look(self, tag: str, now: float) -> None:
