@@ -33,7 +33,7 @@ _PER_TOKEN = {"ForCausalLM": 1, None: 1, "ForMaskedLM": 0, "ForTokenClassificati
 def is_model(value: Any) -> bool:
     """Whether a value is a model of transformers, or the class of one."""
     kind = _kind(value)
-    return issubclass(kind, nn.Module) and _of_transformers(kind) and hasattr(kind, "from_pretrained")
+    return _of_transformers(kind) and issubclass(kind, nn.Module) and hasattr(kind, "from_pretrained")
 
 
 def model_in(module: Any) -> Any:
