@@ -187,6 +187,7 @@ class Sides:
         packed = self._wire("scalars", names, InputOptions(assemble=True))
         return {
             "shard": self._shard(*packed, width=SCALARS),
+            "bare mapInArrow": self._side(packed[0], to_count, width=SCALARS),
             "stacked in Python": self._side(self._read("scalars"), to_stack, width=SCALARS),
             "Spark alone": self._alone(packed[0], width=SCALARS),
         }

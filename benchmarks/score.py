@@ -4,8 +4,9 @@
 `local[2]`, one torch thread a task. The sides in Spark read the same cached rows, in 8 partitions, so that the scan
 costs next to nothing, and end in the noop sink; each has Python workers of its own, as in an application of its own.
 The slow ones score a quarter of the rows, and are compared with `transform` of that quarter. The floor is an Arrow UDF
-that drains the rows. Raw torch is two processes, as the tasks are, that score tensors in memory, in batches of the same
-size. Two threads in one would share each batch.
+that drains the rows: all of them, the quarter, and the quarter in 200 partitions, where tasks cost more than rows.
+Raw torch is two processes, as the tasks are, that score tensors in memory, in batches of the same size. Two threads in
+one would share each batch.
 """
 
 from __future__ import annotations
@@ -37,12 +38,17 @@ from sparktorch import TorchClassifier, TorchRegressionModel, TorchRegressor
 TASKS = 2
 PARTITIONS = 8
 QUARTER = "transform, a quarter of the rows"
+MANY = "transform, 200 partitions of 500 rows"
+FLOORS = {QUARTER: "floor, a quarter of the rows", MANY: "floor, 200 partitions of 500 rows"}
+MANY_PARTITIONS = 200
 SLOW = ("mlflow spark_udf", "row udf")
 BATCH = 2048
 IMAGE_BATCH = 64
 GOALS = {
     "transform / predict_batch_udf": Goal(1.2, at_least=True),
     "transform / floor": Goal(0.65, at_least=True),
+    "transform / raw torch": Goal(0.45, at_least=True),
+    f"seconds of {MANY} / of the floor": Goal(2),
     "transform / mlflow spark_udf": Goal(3, at_least=True),
     "transform / row udf": Goal(10, at_least=True),
     "classifier / transform": Goal(0.7, at_least=True),
@@ -206,6 +212,7 @@ def main() -> None:
         table = cached(spark, work / "rows.parquet", rows, WIDTH)
         pictures = cached(spark, work / "images.parquet", images, ResNet.width)
         subset = table.limit(few).repartition(PARTITIONS).cache()
+        scattered = subset.repartition(MANY_PARTITIONS).cache()
         model = fitted(MLP, subset.limit(1000), BATCH)
         classifier = fitted(MLP, subset.limit(1000), BATCH, loss="BCEWithLogitsLoss")
         resnet = fitted("benchmarks.score:ResNet", pictures.limit(100), IMAGE_BATCH)
@@ -224,11 +231,14 @@ def main() -> None:
         transforms: dict[str, Callable[[DataFrame], DataFrame]] = {
             "transform": model.transform,
             QUARTER: model.transform,
+            MANY: model.transform,
             "classifier": classifier.transform,
             "images": resnet.transform,
         } | {name: through(name) for name in udfs}
+        transforms |= dict.fromkeys(FLOORS.values(), transforms["floor"])
         frames = dict.fromkeys(transforms, (table, rows))
-        frames |= {"images": (pictures, images)} | dict.fromkeys((QUARTER, *SLOW), (subset, few))
+        frames |= {"images": (pictures, images)} | dict.fromkeys((QUARTER, FLOORS[QUARTER], *SLOW), (subset, few))
+        frames |= dict.fromkeys((MANY, FLOORS[MANY]), (scattered, few))
 
         def scored(name: str, frame: DataFrame) -> DataFrame:
             spark.sparkContext.environment["SIDE"] = name  # each in Python workers of its own
@@ -260,6 +270,8 @@ def main() -> None:
         ratios={f"transform / {other}": rate["transform"] / rate[other] for other in others}
         | {f"transform / {slow}": rate[QUARTER] / rate[slow] for slow in SLOW}
         | {
+            "floor / row udf": rate[FLOORS[QUARTER]] / rate["row udf"],
+            f"seconds of {MANY} / of the floor": rate[FLOORS[MANY]] / rate[MANY],
             "classifier / transform": rate["classifier"] / rate["transform"],
             "images / raw torch": rate["images"] / rate["images, raw torch"],
         },

@@ -31,6 +31,7 @@ _HUGE_PAGE = 2 << 20  # bytes of one, on most machines
 _HUGE = 2 * _HUGE_PAGE  # bytes from which on huge pages are worth it
 _FIRST_EXTENT = 1 << 20  # bytes
 _MOST_AT_ONCE = 1 << 30  # bytes: macOS refuses 2 GiB
+_SMALL_GAP = 1 << 15  # bytes between runs that are read as soon as it takes to ask for the next run
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -129,6 +130,11 @@ class Spool:
         """Returns a copy of the rows in `runs`, in their order; can be called repeatedly, but not after `finish`."""
         return self._rows.read(runs)
 
+    def expect(self, runs: Runs) -> None:
+        """Has the system read the rows in `runs` from disk, if they are there, without waiting for them."""
+        if isinstance(self._rows, _FileRows):
+            self._rows.expect(runs)
+
     def move(self, disk: _Disk) -> None:
         """Moves the rows from memory to disk."""
         rows, self._rows = self._rows.finish(), _FileRows(disk, self._dtype, self._shape)
@@ -170,6 +176,12 @@ class _Disk:
                 code="ST-LOCAL-DISK",
             ) from error
         return done
+
+    def expect(self, place: int, size: int) -> None:
+        """Has the system read `size` bytes at file position `place` into its cache."""
+        if hasattr(os, "posix_fadvise"):  # macOS has none
+            with suppress(OSError):  # `read` raises
+                os.posix_fadvise(self.file.fileno(), place, size, os.POSIX_FADV_WILLNEED)
 
     def _unwritable(self, error: OSError, size: int) -> ClusterError:
         """Returns the error for `size` bytes that could not be written."""
@@ -260,6 +272,17 @@ class _FileRows:
     def finish(self) -> Array:
         rows = self.nbytes // self._row if self._row else 0
         return self.read(Runs(np.array([0], np.int64), np.array([rows], np.int64)))
+
+    def expect(self, runs: Runs) -> None:
+        starts, stops = runs.starts * self._row, runs.stops * self._row
+        gaps = starts[1:] - stops[:-1]
+        cuts = np.flatnonzero((gaps < 0) | (gaps > _SMALL_GAP))
+        first, last = np.append(0, cuts + 1), np.append(cuts, len(starts) - 1)
+        for at, stop in zip(starts[first].tolist(), stops[last].tolist(), strict=True) if len(starts) else ():
+            while at < stop:
+                place, room = self._place(at)
+                self._disk.expect(place, min(room, stop - at))
+                at += room
 
     def read(self, runs: Runs) -> Array:
         found = np.empty((runs.count, *self._shape), self._dtype)

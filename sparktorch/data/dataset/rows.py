@@ -67,9 +67,19 @@ class Rows:
 
     def load(self, numbers: Numbers | range, *, inputs: bool = True) -> Rows:
         """Returns rows by number, copied into memory, and the row that fills up batches; see `_read`."""
-        runs = Runs.of(np.append(numbers, self.count - 1))
+        runs = self._runs(numbers)
         fields, columns = self._read(runs, inputs=inputs)
         return Rows(fields, columns, RowStorage(), count=runs.count, size=0, by_length=self._by_length)._opened()
+
+    def expect(self, numbers: Numbers | range) -> None:
+        """Has the system read what `load` will, without waiting for it."""
+        runs = self._runs(numbers)
+        for spec in self.columns.tensors:
+            self._fields[spec.name].expect(runs)
+
+    def _runs(self, numbers: Numbers | range) -> Runs:
+        """Returns the runs of what an index numbers, and of what fills up batches."""
+        return Runs.of(np.append(numbers, self.count - 1))
 
     def _read(self, runs: Runs, *, inputs: bool) -> tuple[dict[str, Field], Columns]:
         """Returns the columns of the rows in `runs`; without `inputs`, only label and weight."""

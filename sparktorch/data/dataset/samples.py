@@ -57,6 +57,9 @@ class SampledRows(Rows):
         fields, columns = self._read(Runs.of(rows), inputs=inputs)
         return SampledRows(fields, columns, RowStorage(), count=len(rows), size=0, samples=samples)._opened()
 
+    def _runs(self, numbers: Numbers | range) -> Runs:
+        return Runs.of(self._samples.only(np.asarray(numbers))[1])
+
     def take(self, index: torch.Tensor, *, min_rows: int = 0, context: StepContext = EVALUATION) -> Batch:
         """Returns the batch of the samples `index`, int64 on the CPU; its last one again fills it up to `min_rows`."""
         count, missing = len(index), max(0, min_rows - len(index))

@@ -18,7 +18,7 @@ from sparktorch.data.columns import TensorSpec
 from sparktorch.data.convert.tensors import ragged, to_numpy, vector_rows
 from sparktorch.data.fields.offsets import Elements, ElementSpool
 from sparktorch.data.sampling.row_digest import RowDigests
-from sparktorch.data.storage import RowStorage, Runs
+from sparktorch.data.storage import RowStorage, Runs, Spool
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -101,6 +101,12 @@ class Field(ABC):
         found = copy.copy(self)
         found._hold({name: part.read(runs) for name, part in self._parts.items()})
         return found
+
+    def expect(self, runs: Runs) -> None:
+        """Has the system read the rows in `runs` from disk, without waiting for them; a thread reads Arrow columns."""
+        for part in self._parts.values():
+            if isinstance(part, Spool | ElementSpool):
+                part.expect(runs)
 
     def _hold(self, rows: Mapping[str, Any]) -> None:
         for name, held in rows.items():

@@ -73,6 +73,11 @@ class ElementSpool:
         """Ends appending, and returns all rows."""
         return Elements.of(self._values.finish(), self._offsets.finish())
 
+    def expect(self, runs: Runs) -> None:
+        """Has the system read the elements of the rows in `runs`, without waiting for them; reads their offsets."""
+        _, held = self._offsets.read(runs)
+        self._values.expect(held)
+
     def read(self, runs: Runs) -> Elements:
         """Returns the rows in `runs`, copied into memory; can be called repeatedly, but not after `finish`."""
         borders, held = self._offsets.read(runs)

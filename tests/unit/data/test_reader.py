@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -285,6 +286,36 @@ def test_no_more_rows_are_read_at_a_time_than_the_budget_has_room_for(
     assert sum(batch.rows for batch in shard.epoch(0)) == 2_000
     assert max(found.count for found in loaded) == rows + 1  # and the last row, to fill up with
     assert max(len(found.starts) for found in loaded) <= runs + 1
+    shard.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system takes no advice")
+def test_the_system_is_told_of_the_next_window_before_the_steps_of_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: set[int] = set()
+    read: list[int] = []
+
+    def advise(file: int, place: int, size: int, advice: int, advise: Any = os.posix_fadvise) -> None:
+        told.update(range(place, place + size))
+        advise(file, place, size, advice)
+
+    def preadv(file: int, into: list[Any], place: int, preadv: Any = os.preadv) -> int:
+        done: int = preadv(file, into, place)
+        read.extend(range(place, place + done))
+        return done
+
+    table = Table.random(2_000).by_key()
+    shard = read_shard(table.batches(), table.columns, storage=RowStorage(tmp_path, budget=0))
+    shard.place(0, SamplingPlan(rows=2_000, batch_size=20, block=8))
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    monkeypatch.setattr(os, "preadv", preadv)
+    with closing(shard.epoch(0)) as batches:
+        next(batches)
+        first = set(read)
+        assert told - first
+        assert sum(batch.rows for batch in batches) == 1_980
+    assert set(read) - first <= told
     shard.close()
 
 
