@@ -48,7 +48,7 @@ autodoc_default_options = {"members": True}
 napoleon_use_rtype = False
 
 html_theme = "pydata_sphinx_theme"
-html_title = "sparktorch"
+html_title = f"sparktorch {release}"
 html_show_sourcelink = False
 html_theme_options: dict[str, Any] = {
     "navbar_align": "left",

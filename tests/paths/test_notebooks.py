@@ -13,11 +13,15 @@ from tests.support.programs import ROOT
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 SAID = {
+    "language_model": "bits a byte, on text the fit has not seen: 3.",
     "rdd": "DDP and treeAggregate differ by ",
     "recommendations": "of the airports held out, NDCG at 10 is 0.",
     "series": "MASE 0.",
 }
-SHORT = {"elsewhere", "embeddings", "images", "pictures", "recommendations", "series", "tables", "text"}
+SHORT = {
+    *("elsewhere", "embeddings", "hybrid", "images", "language_model", "lora", "pictures", "recommendations"),
+    *("resnet", "series", "streaming", "tables", "text"),
+}
 LINES = 25
 
 

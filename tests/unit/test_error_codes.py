@@ -11,6 +11,7 @@ import pytest
 
 from sparktorch import errors
 from sparktorch.errors import ConfigError, Refusal, SparkTorchError, refuse
+from sparktorch.spark.checks import doctor, preflight
 from tests.support.programs import ROOT
 
 PAGE = (ROOT / "docs" / "errors.md").read_text()
@@ -65,7 +66,9 @@ def texts() -> dict[str, list[str]]:
 
 
 TEXTS = texts()
-CODES = {*TEXTS, *filter(None, BY_CLASS.values()), "ST-DYNAMIC-ALLOCATION", "ST-SPECULATION"}
+FROM_TABLES = {f"ST-{what.replace(' ', '-').upper()}" for what in preflight._OFF}
+FROM_TABLES |= {f"ST-{check.upper()}" for _, check, _ in doctor._FAILURES}
+CODES = {*TEXTS, *filter(None, BY_CLASS.values()), *FROM_TABLES}
 
 
 def test_every_code_has_a_section_and_every_section_a_code() -> None:
