@@ -64,7 +64,7 @@ def pickles_allowed() -> bool:
     """Whether pickled code may be run: on by default in MLflow; sparktorch requires it to be set explicitly."""
     from mlflow import environment_variables
 
-    setting = getattr(environment_variables, "MLFLOW_ALLOW_PICKLE_DESERIALIZATION", None)  # older ones have no such thing
+    setting = getattr(environment_variables, "MLFLOW_ALLOW_PICKLE_DESERIALIZATION", None)  # new in MLflow 3
     return setting is not None and setting.is_set() and bool(setting.get())
 
 
