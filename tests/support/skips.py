@@ -27,8 +27,6 @@ MAY_SKIP = {
     "tests/unit/ml/test_space.py": "wants Optuna, which the older stack of Petastorm is set up without",
     "tests/unit/train/test_huggingface.py": "wants transformers, which the older stack of Petastorm is set up without",
     "tests/unit/train/test_lightning.py": "wants Lightning, which the older stack of Petastorm is set up without",
-    "tests/unit/test_deploy.py::test_manifests": "wants kubernetes-validate, which the older stack of Petastorm "
-    "is set up without",
     "tests/unit/data/test_storage.py": "looks into /proc, which Linux alone has",
 }
 
