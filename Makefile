@@ -2,6 +2,7 @@
 # make test            checks of style, types and layers, and the tests of all parts: what to run while you work
 # make test-all        everything but GPUs: before a change lands
 # make test-RING       a ring of tests: CONTRIBUTING.md lists them
+# make test-versions   users' ways on other versions of Spark; VERSIONS="4.0.5" chooses
 # make docs            the site, in out/site; SPARKTORCH_DOCS_RUN=cache runs its notebooks
 
 VENV ?= .venv
@@ -19,7 +20,7 @@ export PYSPARK_PYTHON := $(abspath $(BIN)/python)
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: setup demo lint zip mlflow clean test test-all test-unit test-dist test-spark test-device test-paths \
-	test-faults test-clock test-slow test-wheel test-petastorm test-gpu docs
+	test-faults test-clock test-slow test-wheel test-petastorm test-versions test-gpu docs
 
 setup: $(VENV)/.done
 $(VENV)/.done: CHOSEN := -c constraints.txt
@@ -93,6 +94,19 @@ test-petastorm: PYTEST = $(OLDER)/bin/python -m pytest -m "$(MARKED) and not new
 	-W ignore::DeprecationWarning -W "ignore:unclosed <socket:ResourceWarning"
 test-petastorm: $(OLDER)/spark.jsa
 	red=0; $(PYTEST) $(APART) tests/petastorm tests/unit tests/spark || red=1; $(PYTEST) tests/paths && exit $$red
+
+# The newest of each line of Spark, and of the older stack the oldest: each in an environment over one of those here.
+VERSIONS ?= 3.5.0 4.0.5 4.1.4 4.2.1
+test-versions: $(VERSIONS:%=test-version-%)
+test-version-3%: UNDER := $(OLDER)
+test-version-%: UNDER := $(VENV)
+test-version-%: $(VENV)/.done $(OLDER)/.done
+	$(PYTHON) -m venv $(VENV)-$*
+	$(VENV)-$*/bin/$(PIP_INSTALL) --config-settings=--build-option=--compression=stored pyspark==$*
+	echo $(abspath $(UNDER))/lib/python*/site-packages > $$(echo $(VENV)-$*/lib/python*/site-packages)/under.pth
+	PYSPARK_PYTHON=$(abspath $(VENV)-$*/bin/python) $(VENV)-$*/bin/python -m pytest -m "$(MARKED) and not newest" \
+		-W ignore::FutureWarning -W ignore::DeprecationWarning -W "ignore:unclosed <socket:ResourceWarning" \
+		tests/paths/test_paths.py tests/paths/test_shipping.py
 
 test-gpu: setup
 	$(BIN)/python -c "import torch, sys; sys.exit(0 if torch.cuda.is_available() else 'torch sees no CUDA device here')"

@@ -79,7 +79,7 @@ def _commands() -> str:
 def _job_files() -> str:
     """Returns the page of the keys of a job file."""
     parts = ["# Job files", inspect.getdoc(job_file) or ""]
-    parts += ["`spark-submit jobs/train.py --config FILE` reads one. Unknown keys are errors."]
+    parts += ["`sparktorch train FILE` reads one. Unknown keys are errors."]
     for name in job_file.__all__:
         kind = "class" if inspect.isclass(getattr(job_file, name)) else "function"
         parts.append(f"```{{eval-rst}}\n.. auto{kind}:: {job_file.__name__}.{name}\n```")

@@ -1,4 +1,4 @@
-"""What `python -m sparktorch doctor` checks, with the settings of a submission: spark-submit jobs/doctor.py."""
+"""What `sparktorch doctor` checks, with the settings of a submission: spark-submit jobs/doctor.py."""
 
 import sys
 

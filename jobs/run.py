@@ -1,4 +1,4 @@
-"""What `python -m sparktorch run` does, with the settings of a submission: spark-submit jobs/run.py script.py."""
+"""What `sparktorch run` does, with the settings of a submission: spark-submit jobs/run.py script.py."""
 
 import sys
 

@@ -9,8 +9,8 @@ submit=("$bin/spark-submit" --properties-file conf/spark-defaults-local.conf
   --py-files dist/sparktorch.zip,jobs/models.py)
 
 mkdir -p out
-"${submit[@]}" jobs/train.py --config "$config"
-"${submit[@]}" jobs/score.py --config "$config" | tee out/score.log
+"${submit[@]}" jobs/train.py "$config"
+"${submit[@]}" jobs/score.py "$config" | tee out/score.log
 
 echo
 grep '^held-out accuracy: 0\.9[5-9]' out/score.log # it is over 0.95, or the demo has failed

@@ -1,4 +1,4 @@
-"""`python -m sparktorch`."""
+"""The command line where no `sparktorch` is on the PATH: `python -m sparktorch`."""
 
 import sys
 

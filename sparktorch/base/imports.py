@@ -7,7 +7,10 @@ from typing import Any
 
 from sparktorch.errors import ConfigError, ModuleError, nearest
 
-__all__ = ["MOVED", "SHIPPING_HINT", "import_path", "load_object", "onnxscript", "optuna", "pillow", "transformers"]
+__all__ = [
+    *("MOVED", "SHIPPING_HINT", "import_path", "load_object"),
+    *("mlflow", "onnxscript", "optuna", "pillow", "transformers"),
+]
 
 # Modules by the names that saved models and estimators of earlier versions have for them.
 MOVED = {
@@ -60,6 +63,11 @@ def import_path(value: Any) -> str | None:
 def pillow() -> Any:
     """Returns Pillow's module `PIL.Image`; a `ConfigError` says that it is not installed."""
     return _optional("PIL.Image", "images are decoded by Pillow", "images", "on the executors too")
+
+
+def mlflow() -> Any:
+    """Returns MLflow's module; a `ConfigError` says that it is not installed."""
+    return _optional("mlflow", "jobs and their models are logged to MLflow", "mlflow", "on the driver alone")
 
 
 def optuna() -> Any:

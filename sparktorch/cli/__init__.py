@@ -1,1 +1,1 @@
-"""The command line, `python -m sparktorch`, and job files in YAML."""
+"""The command line, `sparktorch`, and job files in YAML."""

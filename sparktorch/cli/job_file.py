@@ -1,4 +1,4 @@
-"""A training job as a YAML file: data, estimator, tracking, scoring. Read by the scripts in `jobs/`."""
+"""A training job as a YAML file: data, estimator, tracking, scoring. `sparktorch train` and `score` read it."""
 
 from __future__ import annotations
 

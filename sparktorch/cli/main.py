@@ -1,4 +1,4 @@
-"""The command line, `python -m sparktorch COMMAND`. A command is a module here and an entry in `COMMANDS`."""
+"""The command line, `sparktorch COMMAND`. A command is a module here and an entry in `COMMANDS`."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import argparse
 from collections.abc import Sequence
 
 import sparktorch
-from sparktorch.cli import doctor, plan, run
+from sparktorch.cli import doctor, plan, run, score, train
 
 __all__ = ["COMMANDS", "main", "parser"]
 
-COMMANDS = {"doctor": doctor, "plan": plan, "run": run}
+COMMANDS = {"doctor": doctor, "plan": plan, "run": run, "train": train, "score": score}
 
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
-    made = argparse.ArgumentParser(prog="python -m sparktorch", description="sparktorch, from the command line")
+    made = argparse.ArgumentParser(prog="sparktorch", description="sparktorch, from the command line")
     made.add_argument("--version", action="version", version=f"sparktorch {sparktorch.__version__}")
     commands = made.add_subparsers(required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():

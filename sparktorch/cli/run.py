@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
     """Runs the command; returns 0 if the script has ended well in every rank, else 1."""
     given = options.arguments
     end = given.index("--") if "--" in given else len(given)
-    later = argparse.ArgumentParser(prog="python -m sparktorch run", add_help=False, allow_abbrev=False)
+    later = argparse.ArgumentParser(prog="sparktorch run", add_help=False, allow_abbrev=False)
     _add_options(later)
     options, own = later.parse_known_args(given[:end], options)
     if not os.path.isfile(options.script):

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from sparktorch.errors import ClusterError
+from sparktorch.errors import ClusterError, ConfigError
 
 __all__ = ["UNREACHED_HINT", "Rendezvous", "SealedStore", "connect", "host_store"]
 
@@ -24,6 +26,7 @@ UNREACHED_HINT = (
 
 _SEAL_LENGTH = 32
 _NOTHING = "-"  # shorter than any signed value
+_PORTS = "SPARKTORCH_PORTS"
 
 
 class SealedStore(dist.PrefixStore):
@@ -110,11 +113,12 @@ class Rendezvous:
 def host_store(bind: str) -> tuple[dist.TCPStore, int]:
     """Hosts a store on one address and a free port; returns the store and the port.
 
-    The socket is bound here and handed over to torch. No other process can take the port in between, and the store
-    listens on this address only.
+    The environment variable `SPARKTORCH_PORTS`, such as `40000-40031`, names the ports to choose from; an `OSError`
+    says that none is free. The socket is bound here and handed over to torch. No other process can take the port in
+    between, and the store listens on this address only.
     """
     family, _, _, _, address = socket.getaddrinfo(bind, 0, type=socket.SOCK_STREAM)[0]
-    listener = socket.create_server(address[:2], family=family, backlog=1024)
+    listener = _listen(str(address[0]), family)
     port = listener.getsockname()[1]
     store = dist.TCPStore(
         str(address[0]),
@@ -125,6 +129,18 @@ def host_store(bind: str) -> tuple[dist.TCPStore, int]:
         master_listen_fd=listener.detach(),
     )
     return store, port
+
+
+def _listen(host: str, family: int) -> socket.socket:
+    """Listens on the first free port of the range, or raises what the last one says."""
+    given = os.environ.get(_PORTS, "0")
+    first, _, last = given.partition("-")
+    if not (first.isdecimal() and (last or first).isdecimal() and int(first) <= int(last or first)):
+        raise ConfigError(f"{_PORTS}={given!r} is no range of ports", hint="write it as 40000-40031")
+    for port in range(int(first), int(last or first)):
+        with suppress(OSError):
+            return socket.create_server((host, port), family=family, backlog=1024)
+    return socket.create_server((host, int(last or first)), family=family, backlog=1024)
 
 
 def connect(host: str, port: int, token: str, *, timeout: timedelta = timedelta(seconds=60)) -> SealedStore:

@@ -9,6 +9,7 @@ each stage; of one with stages of Spark's, it has the columns only, and MLflow's
 from __future__ import annotations
 
 import importlib
+import inspect
 import logging
 import os
 import tempfile
@@ -74,9 +75,11 @@ def log_model(
     """
     from mlflow.models import Model
 
+    named: Any = {"artifact_path": None, "name": name}
+    if "name" not in inspect.signature(Model.log).parameters:  # before MLflow 3
+        named = {"artifact_path": name}
     info: ModelInfo = Model.log(
-        artifact_path=None,
-        name=name,
+        **named,
         flavor=importlib.import_module(__name__),
         registered_model_name=registered_model_name,
         sparktorch_model=model,

@@ -60,9 +60,10 @@ def _load_pyfunc(
 
 def pickles_allowed() -> bool:
     """Whether pickled code may be run: on by default in MLflow; sparktorch requires it to be set explicitly."""
-    from mlflow.environment_variables import MLFLOW_ALLOW_PICKLE_DESERIALIZATION
+    from mlflow import environment_variables
 
-    return MLFLOW_ALLOW_PICKLE_DESERIALIZATION.is_set() and bool(MLFLOW_ALLOW_PICKLE_DESERIALIZATION.get())
+    setting = getattr(environment_variables, "MLFLOW_ALLOW_PICKLE_DESERIALIZATION", None)  # new in MLflow 3
+    return setting is not None and setting.is_set() and bool(setting.get())
 
 
 class PyFuncModel:

@@ -29,9 +29,9 @@ class Pythons:
 
 def pythons(folder: Path) -> Pythons:
     """Makes two virtual environments over the packages of this one."""
-    site = sysconfig.get_paths()["purelib"]
+    sites = [path for path in sys.path if path.endswith("site-packages")]  # a version of Spark lies over the others
     found = {}
-    for name, paths in (("driver", [site, str(ROOT)]), ("executor", [site])):
+    for name, paths in (("driver", [*sites, str(ROOT)]), ("executor", sites)):
         home = folder / name
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(home)], check=True)
         own = sysconfig.get_path("purelib", vars={"base": str(home), "platbase": str(home)})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from importlib import import_module
 from pathlib import Path
 
 import mlflow
@@ -14,6 +13,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
 from sparktorch.cli.job_file import DataSection, read_job
+from sparktorch.cli.score import score
 from sparktorch.tracking import log_model
 from tests.support.mlflow import QUIET
 from tests.support.programs import ROOT
@@ -85,20 +85,19 @@ def arrive(spark: SparkSession, file: Path, first: int, rows: int) -> None:
 def test_files_of_any_format_are_scored_as_a_whole_or_as_they_arrive(
     spark: SparkSession, job_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = import_module("score").run  # as a program of its own, .ci/run runs it in `make demo`
     session, job = spark.newSession(), read_job(job_file)  # a stream changes a setting of its session
 
     arrive(spark, job_file, 0, 30)
-    run(session, job, streamed=False)
+    score(session, job, streamed=False)
     printed = capsys.readouterr().out
     assert "scored 30 rows with models:/diabetes/latest" in printed
     assert "held-out rmse" in printed
     shutil.rmtree(job_file.parent / "out")
 
-    run(session, job, streamed=True)
+    score(session, job, streamed=True)
     assert "scored 30 rows" in capsys.readouterr().out
     arrive(spark, job_file, 30, 12)
-    run(session, job, streamed=True)
+    score(session, job, streamed=True)
     assert "scored 12 rows" in capsys.readouterr().out
     scored = spark.read.json(str(job_file.parent / "out"))
     assert scored.count() == 42

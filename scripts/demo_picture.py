@@ -1,0 +1,49 @@
+"""Draws docs/images/demo.svg of the last run of `make demo`: the loss of each epoch, and what it printed.
+
+python scripts/demo_picture.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+from mlflow import MlflowClient
+
+ROOT = Path(__file__).parents[1]
+PICTURE = ROOT / "docs" / "images" / "demo.svg"
+CURVES = {"loss": "training", "val_loss": "validation"}
+
+
+def draw() -> None:
+    """Reads the run and the log of the scoring job, and writes the picture."""
+    client = MlflowClient(f"sqlite:///{ROOT}/out/mlflow.db")
+    experiment = client.get_experiment_by_name("digits")
+    assert experiment is not None, "run `make demo` first"
+    run, *_ = client.search_runs([experiment.experiment_id], max_results=1)
+    printed = (ROOT / "out" / "score.log").read_text().splitlines()
+    accuracy = next(line.split()[-1] for line in printed if line.startswith("held-out accuracy"))
+    params = run.data.params
+    rows = [
+        ("workers", params["numWorkers"]),
+        ("rows of a step", params["batchSize"]),
+        ("epochs", params["epochs"]),
+        ("held-out accuracy", accuracy),
+    ]
+    mpl.rcParams.update({"svg.hashsalt": "demo", "svg.fonttype": "none", "font.size": 10})
+    figure, (curves, table) = plt.subplots(1, 2, figsize=(8, 2.6), width_ratios=(2, 1), layout="constrained")
+    for name, label in CURVES.items():
+        history = sorted(client.get_metric_history(run.info.run_id, name), key=lambda one: one.step)
+        curves.plot([one.step for one in history], [one.value for one in history], label=label)
+    curves.set(xlabel="epoch", ylabel="loss", yscale="log")
+    curves.spines[["top", "right"]].set_visible(False)
+    curves.legend(frameon=False)
+    table.axis("off")
+    cells = table.table(rows, loc="center", edges="horizontal", colWidths=(0.7, 0.3))
+    cells.scale(1, 1.6)
+    figure.savefig(PICTURE, metadata={"Date": None, "Creator": None})
+
+
+if __name__ == "__main__":
+    draw()

@@ -1,0 +1,56 @@
+"""Trains the model of a job file, and logs it to MLflow.
+
+Prints the last epoch, and the run and the version of the model in MLflow. The job file's modules must be on the Python
+path. Under spark-submit (jobs/train.py) the session is the submission's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+from sparktorch.base.imports import mlflow
+from sparktorch.cli.job_file import read_job
+from sparktorch.cli.session import add_session_arguments, session
+from sparktorch.errors import SparkTorchError
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = "train the model of a job file, and log it to MLflow"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments of the command."""
+    add_session_arguments(parser)
+    parser.add_argument("job", help="a job file, such as conf/digits.yaml")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the command; returns 0 if the model was trained and logged, else 1."""
+    try:
+        _train(options)
+    except SparkTorchError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+def _train(options: argparse.Namespace) -> None:
+    started = time.perf_counter()
+    job = read_job(options.job)  # a mistake in it shows before Spark starts
+    estimator, runs = job.estimator.build(), mlflow()
+    from sparktorch.tracking import log_model
+
+    with session(options, f"train {job.name}") as spark:
+        training, _ = job.data.split(job.data.load(spark))
+        job.tracking.connect()
+        with runs.start_run(run_name=job.name) as logged:
+            model = estimator.fit(training)
+            info = log_model(model, registered_model_name=job.tracking.model)
+        for record in model.summary.history[-1:]:
+            print("last epoch:", ", ".join(f"{name} {value:.4g}" for name, value in record.items()))
+        print(f"trained on {model.summary.rows} rows by {model.summary.numWorkers} workers")
+        print(f"run: {logged.info.run_id}")
+        print(f"model: models:/{job.tracking.model}/{info.registered_model_version}")
+        print(f"training job: {time.perf_counter() - started:.1f} s")

@@ -1,0 +1,99 @@
+"""What people deploy with: the lists, manifests and files of `conf/`; the pipeline, and the figures of the README."""
+
+from __future__ import annotations
+
+import configparser
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from sparktorch import TorchClassifier
+from sparktorch.cli.job_file import read_job
+from tests.support.programs import ROOT
+
+CONF = ROOT / "conf"
+MANIFESTS: list[dict[str, Any]] = list(yaml.safe_load_all((CONF / "kubernetes.yaml").read_text()))
+APPLICATION = MANIFESTS[-1]["spec"]
+
+
+def of_kind(kind: str) -> dict[str, dict[str, Any]]:
+    return {one["metadata"]["name"]: one for one in MANIFESTS if one["kind"] == kind}
+
+
+def test_the_list_for_environments_to_which_spark_brings_its_own_is_that_of_the_package_but_pyspark() -> None:
+    listed = re.search(r"^dependencies = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.DOTALL | re.MULTILINE)
+    assert listed is not None
+    needed = re.findall(r'"(.+?)"', listed[1])
+    given = [line for line in (CONF / "requirements.txt").read_text().splitlines() if not line.startswith("#")]
+    assert given == [one for one in needed if not one.startswith("pyspark")]
+
+
+def test_the_job_of_the_manifest_can_be_read_and_has_as_many_slots_as_it_asks_for(tmp_path: Path) -> None:
+    (name,) = APPLICATION["arguments"]
+    (mount,) = APPLICATION["driver"]["volumeMounts"]
+    (volume,) = [one for one in APPLICATION["volumes"] if one["name"] == mount["name"]]
+    (file,) = of_kind("ConfigMap")[volume["configMap"]["name"]]["data"].items()
+    assert name == f"{mount['mountPath']}/{file[0]}"
+    (tmp_path / "job.yaml").write_text(file[1])
+    job = read_job(tmp_path / "job.yaml")
+    assert isinstance(job.estimator.build(), TorchClassifier)
+    cores = APPLICATION["executor"]["instances"] * APPLICATION["executor"]["cores"]
+    assert job.estimator.params["numWorkers"] == cores // int(APPLICATION["sparkConf"]["spark.task.cpus"])
+    assert APPLICATION["driver"]["serviceAccount"] in of_kind("ServiceAccount")
+
+
+def test_the_policies_open_the_ports_that_the_application_listens_on_and_no_others() -> None:
+    policies = of_kind("NetworkPolicy")
+    assert opened(policies["churn-driver"]) == {
+        tuple(int(APPLICATION["sparkConf"][f"spark.driver.{name}"]) for name in ("port", "blockManager.port")),
+        tuple(int(port) for port in APPLICATION["driver"]["env"][0]["value"].split("-")),
+    }
+    block_manager = int(APPLICATION["sparkConf"]["spark.blockManager.port"])
+    (kernel,) = APPLICATION["executor"]["podSecurityContext"]["sysctls"]
+    assert opened(policies["churn-executors"]) == {
+        (block_manager, block_manager),
+        tuple(int(port) for port in kernel["value"].split()),
+    }
+
+
+def opened(policy: dict[str, Any]) -> set[tuple[int, ...]]:
+    (rule,) = policy["spec"]["ingress"]
+    return {(port["port"], port.get("endPort", port["port"])) for port in rule["ports"]}
+
+
+def test_the_image_holds_the_script_that_the_application_runs_and_the_python_that_spark_starts() -> None:
+    lines = (CONF / "Dockerfile").read_text()
+    copied = dict(re.findall(r"^COPY (\S+) (\S+)$", lines, re.MULTILINE))
+    script = APPLICATION["mainApplicationFile"].removeprefix("local://")
+    assert (ROOT / "jobs" / script.removeprefix(copied["jobs"] + "/")).exists()
+    assert all((ROOT / source).exists() for source in copied)
+    settings = configparser.ConfigParser(delimiters=" ", strict=True)
+    settings.read_string("[spark]\n" + (CONF / "spark-defaults-kubernetes.conf").read_text())
+    assert f"PYSPARK_PYTHON={settings['spark']['spark.pyspark.python']}" in lines
+    assert settings["spark"]["spark.executor.resource.gpu.discoveryscript"] == copied["conf/gpu_discovery.sh"]
+    assert settings["spark"]["spark.kubernetes.container.image"] == APPLICATION["image"]
+
+
+def test_the_pipeline_runs_the_two_commands_of_the_readme_on_the_pythons_of_the_package() -> None:
+    (job,) = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"].values()
+    commands = re.findall(r"^(make \w+)\s+#", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert [step["run"] for step in job["steps"] if "run" in step] == commands == ["make demo", "make test"]
+    assert f'requires-python = ">={job["strategy"]["matrix"]["python"][0]}"' in (ROOT / "pyproject.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "ratio", "said"),
+    [
+        ("fit_wall", "fit / torchrun", "{:.2f} of the time of torchrun"),
+        ("fit_wall", "fit / TorchDistributor", "{:.2f} of TorchDistributor's"),
+        ("fit_wall", "cold fit / torchrun", "takes {:.2f} of torchrun's"),
+        ("checkpoint", "epoch with saving / without", "saving makes an epoch {:.3f} times as long"),
+    ],
+)
+def test_a_figure_of_the_readme_is_that_of_its_benchmark(benchmark: str, ratio: str, said: str) -> None:
+    found = json.loads((ROOT / "benchmarks" / "results" / f"{benchmark}.json").read_text())["ratios"][ratio]
+    assert said.format(found) in (ROOT / "README.md").read_text()
