@@ -39,6 +39,7 @@ from sparktorch.distributed.store import Rendezvous, SealedStore, connect
 SIZES = (2, 64, 256, 1024, 4096)
 QUICK = (2, 32)
 CROWDS = 4  # processes that the ranks are threads of
+AT_ONCE = 16  # ranks of a process that connect at the same time
 POLL_SECONDS = 0.05  # of a job
 MESSAGES = {"set": 1, "check": 1, "peek": 1, "add": 1, "delete_key": 1, "list_keys": 1, "get": 2, "multi_get": 2}
 GOALS = {
@@ -102,7 +103,9 @@ class Crowd:
         self._steps = {name: threading.Event() for name in ("agree", "wait", "end")}
         self._times: dict[str, list[float]] = {"began": [], "agreed": [], "stopped": [], "left": []}
         self._threads = [threading.Thread(target=self._live, args=(rank,), daemon=True) for rank in ranks]
-        for thread in self._threads:
+        for number, thread in enumerate(self._threads):
+            while number - len(self._times["began"]) >= AT_ONCE:
+                time.sleep(0.01)
             thread.start()
 
     def go(self, step: str) -> None:
@@ -257,6 +260,7 @@ class Job:
         self._parts = [(pipe, ranks) for pipe, ranks in self._parts if ranks]
         for each, ranks in self._parts:
             each.send(("join", (meeting, ranks, size)))
+        for each, _ in self._parts:
             each.recv()
         while self.ask("begun") < size:
             time.sleep(0.05)

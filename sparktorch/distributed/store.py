@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import resource
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from sparktorch.errors import ClusterError
 
-__all__ = ["UNREACHED_HINT", "Rendezvous", "SealedStore", "connect", "host_store"]
+__all__ = ["UNREACHED_HINT", "Rendezvous", "SealedStore", "allow_connections", "connect", "host_store"]
 
 _PIECE_BYTES = 4 << 20  # torch's store refuses values of more than 8 MiB
 
@@ -23,6 +24,7 @@ UNREACHED_HINT = (
 )
 
 _SEAL_LENGTH = 32
+_OTHER_FILES = 512  # of the session, libraries and data
 _NOTHING = "-"  # shorter than any signed value
 
 
@@ -125,6 +127,23 @@ def host_store(bind: str) -> tuple[dist.TCPStore, int]:
         master_listen_fd=listener.detach(),
     )
     return store, port
+
+
+def allow_connections(count: int) -> None:
+    """Lets this process hold so many connections, as far as it may: many systems allow a process 1,024 files.
+
+    A `ClusterError` says that it may not.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = count + _OTHER_FILES
+    if hard != resource.RLIM_INFINITY and files > hard:
+        raise ClusterError(
+            f"the ranks need {count:,} connections to this process, which may open {hard:,} files",
+            hint="raise its limit (ulimit -Hn, or LimitNOFILE of its service), or set a smaller numWorkers",
+            param="numWorkers",
+        )
+    if soft != resource.RLIM_INFINITY and files > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
 
 
 def connect(host: str, port: int, token: str, *, timeout: timedelta = timedelta(seconds=60)) -> SealedStore:
