@@ -35,6 +35,7 @@ from sparktorch.distributed.monitor import Monitor, Timeouts
 from sparktorch.distributed.root_cause import RootCause
 from sparktorch.distributed.server import ControlServer
 from sparktorch.distributed.store import Rendezvous, SealedStore, connect
+from sparktorch.errors import SparkTorchError
 
 SIZES = (2, 64, 256, 1024, 4096)
 QUICK = (2, 32)
@@ -81,6 +82,9 @@ class Quiet(LogCapture):
         return nullcontext()
 
 
+_described: dict[type[BaseException], SparkTorchError] = {}
+
+
 class Simulated(Client):
     """A rank whose heart can be stopped as if its process had died."""
 
@@ -90,6 +94,15 @@ class Simulated(Client):
         """Beats, unless it is dead."""
         if not self.dead:
             super().beat(store)
+
+    def describe(self, error: BaseException) -> SparkTorchError:
+        """Describes an error once for all ranks of the process: real ones have cores of their own for it."""
+        kind = type(error)
+        if kind not in _described:
+            _described[kind] = super().describe(error)
+        form = _described[kind].to_dict()
+        place = {"rank": self._world.rank, "host": self._world.host}
+        return SparkTorchError.from_dict({**form, "where": {**form["where"], **place}})
 
 
 class Crowd:
