@@ -35,10 +35,12 @@ from sparktorch.distributed.monitor import Monitor, Timeouts
 from sparktorch.distributed.root_cause import RootCause
 from sparktorch.distributed.server import ControlServer
 from sparktorch.distributed.store import Rendezvous, SealedStore, connect
+from sparktorch.errors import SparkTorchError
 
 SIZES = (2, 64, 256, 1024, 4096)
 QUICK = (2, 32)
 CROWDS = 4  # processes that the ranks are threads of
+AT_ONCE = 16  # ranks of a process that connect at the same time
 POLL_SECONDS = 0.05  # of a job
 MESSAGES = {"set": 1, "check": 1, "peek": 1, "add": 1, "delete_key": 1, "list_keys": 1, "get": 2, "multi_get": 2}
 GOALS = {
@@ -80,6 +82,9 @@ class Quiet(LogCapture):
         return nullcontext()
 
 
+_described: dict[type[BaseException], SparkTorchError] = {}
+
+
 class Simulated(Client):
     """A rank whose heart can be stopped as if its process had died."""
 
@@ -89,6 +94,15 @@ class Simulated(Client):
         """Beats, unless it is dead."""
         if not self.dead:
             super().beat(store)
+
+    def describe(self, error: BaseException) -> SparkTorchError:
+        """Describes an error once for all ranks of the process: real ones have cores of their own for it."""
+        kind = type(error)
+        if kind not in _described:
+            _described[kind] = super().describe(error)
+        form = _described[kind].to_dict()
+        place = {"rank": self._world.rank, "host": self._world.host}
+        return SparkTorchError.from_dict({**form, "where": {**form["where"], **place}})
 
 
 class Crowd:
@@ -102,7 +116,9 @@ class Crowd:
         self._steps = {name: threading.Event() for name in ("agree", "wait", "end")}
         self._times: dict[str, list[float]] = {"began": [], "agreed": [], "stopped": [], "left": []}
         self._threads = [threading.Thread(target=self._live, args=(rank,), daemon=True) for rank in ranks]
-        for thread in self._threads:
+        for number, thread in enumerate(self._threads):
+            while number - len(self._times["began"]) >= AT_ONCE:
+                time.sleep(0.01)
             thread.start()
 
     def go(self, step: str) -> None:
@@ -257,6 +273,7 @@ class Job:
         self._parts = [(pipe, ranks) for pipe, ranks in self._parts if ranks]
         for each, ranks in self._parts:
             each.send(("join", (meeting, ranks, size)))
+        for each, _ in self._parts:
             each.recv()
         while self.ask("begun") < size:
             time.sleep(0.05)

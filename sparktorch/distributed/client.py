@@ -44,7 +44,7 @@ __all__ = ["Cancelled", "Client", "Order", "PeerFailure"]
 
 _LONGEST_PAUSE = 0.05
 _GATHER_SECONDS = 0.01  # between rank 0's looks whether all ranks have come to an agreement
-_FIRST_PAUSE = 0.04  # of the longest one
+_FIRST_PAUSE = 0.002
 _BUSY_SECONDS = 0.05  # of processor time between two heartbeats
 _ANSWER_SECONDS = 1.0  # twenty looks of the driver
 
@@ -346,7 +346,7 @@ class Client:
         """Asks the store until it has an answer, and returns that; see `collect`."""
         # `Store.wait` does not notice failed ranks, and logs each time-out.
         longest = longest or paced(_LONGEST_PAUSE, self._world.world_size)
-        pause, pulses = _FIRST_PAUSE * longest, Pulses[Any]()
+        pause, pulses = min(paced(_FIRST_PAUSE, self._world.world_size // 4), longest), Pulses[Any]()
         own = threading.get_ident() == self._owner  # the checkpoint thread may wait while the training goes on
         if own:
             self._waiting = True

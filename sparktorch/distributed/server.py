@@ -236,7 +236,10 @@ class ControlServer:
     def _read_all(self, keys: list[str]) -> list[Any]:
         """Returns the JSON values of keys that are there; `None` for one without a valid signature."""
         try:
-            return [json.loads(value) for value in self._store.multi_get(keys)]
+            values: list[Any] = json.loads(
+                b"[" + b",".join(self._store.multi_get(keys)) + b"]"
+            )  # faster than one by one
+            return values
         except ClusterError:
             return [self._read(key) for key in keys]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
+import resource
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from sparktorch.errors import ClusterError, ConfigError
 
-__all__ = ["UNREACHED_HINT", "Rendezvous", "SealedStore", "connect", "host_store"]
+__all__ = ["UNREACHED_HINT", "Rendezvous", "SealedStore", "allow_connections", "connect", "host_store"]
 
 _PIECE_BYTES = 4 << 20  # torch's store refuses values of more than 8 MiB
 
@@ -25,6 +26,7 @@ UNREACHED_HINT = (
 )
 
 _SEAL_LENGTH = 32
+_OTHER_FILES = 512  # of the session, libraries and data
 _NOTHING = "-"  # shorter than any signed value
 _PORTS = "SPARKTORCH_PORTS"
 
@@ -141,6 +143,23 @@ def _listen(host: str, family: int) -> socket.socket:
         with suppress(OSError):
             return socket.create_server((host, port), family=family, backlog=1024)
     return socket.create_server((host, int(last or first)), family=family, backlog=1024)
+
+
+def allow_connections(count: int) -> None:
+    """Lets this process hold so many connections, as far as it may: many systems allow a process 1,024 files.
+
+    A `ClusterError` says that it may not.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = count + _OTHER_FILES
+    if hard != resource.RLIM_INFINITY and files > hard:
+        raise ClusterError(
+            f"the ranks need {count:,} connections to this process, which may open {hard:,} files",
+            hint="raise its limit (ulimit -Hn, or LimitNOFILE of its service), or set a smaller numWorkers",
+            param="numWorkers",
+        )
+    if soft != resource.RLIM_INFINITY and files > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
 
 
 def connect(host: str, port: int, token: str, *, timeout: timedelta = timedelta(seconds=60)) -> SealedStore:

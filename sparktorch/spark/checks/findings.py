@@ -148,12 +148,19 @@ def worst(findings: Iterable[Finding]) -> Status:
 
 
 def refuse(findings: Iterable[Finding]) -> None:
-    """Logs the warnings, and raises the first failure as a `ClusterError`."""
+    """Logs the warnings, one of many places once, and raises the first failure as a `ClusterError`."""
+    warnings: dict[tuple[str, str, str], list[Finding]] = {}
+    failure = None
     for finding in findings:
         if finding.status == "failure":
-            raise finding.error()
+            failure = finding
+            break
         if finding.status == "warning":
-            _LOG.warning("%s", finding.error())
+            warnings.setdefault((finding.check, finding.found, finding.advice), []).append(finding)
+    for first, *others in warnings.values():
+        _LOG.warning("%s%s", first.error(), f"\n  ... and in {len(others)} other places" if others else "")
+    if failure is not None:
+        raise failure.error()
 
 
 class ExecutorReport(SimpleNamespace):

@@ -18,7 +18,7 @@ from sparktorch.base.config import Device
 from sparktorch.distributed.monitor import Monitor, Observer, Timeouts
 from sparktorch.distributed.root_cause import RootCause
 from sparktorch.distributed.server import ControlServer
-from sparktorch.distributed.store import Rendezvous
+from sparktorch.distributed.store import Rendezvous, allow_connections
 from sparktorch.errors import ClusterError, ConfigError, ModuleError
 from sparktorch.spark.compat import Collect, on_barrier
 from sparktorch.spark.launch.rank_task import RESULT_SCHEMA, Body, RankTask, assemble
@@ -29,6 +29,7 @@ from sparktorch.spark.shipping import ShippingError, send
 __all__ = ["Launch", "control_server", "plan", "run_ranks", "unshippable", "unstarted"]
 
 _POLL_SECONDS = 0.05
+_CONNECTIONS = 4  # of a rank: its own and that of its heartbeat, in a pool for two tasks
 _MEETING_SECONDS = 10.0  # between the starts of the first and the last task
 
 
@@ -116,6 +117,7 @@ def control_server(spark: SparkSession, launch: Launch) -> ControlServer | None:
                 param="rendezvous",
             )
         return None
+    allow_connections(_CONNECTIONS * launch.world_size)
     try:
         return ControlServer(*address)
     except OSError as error:

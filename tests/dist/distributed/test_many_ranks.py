@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import resource
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -17,7 +18,7 @@ from sparktorch.distributed.client import Client
 from sparktorch.distributed.heartbeat import beat_seconds, silent_seconds
 from sparktorch.distributed.monitor import Timeouts
 from sparktorch.distributed.server import ControlServer
-from sparktorch.distributed.store import SealedStore, connect
+from sparktorch.distributed.store import SealedStore, allow_connections, connect
 from sparktorch.errors import ClusterError, RankStalledError
 from tests.support.ranks import preload, watch
 from tests.support.waiting import until
@@ -125,6 +126,20 @@ def test_of_many_ranks_that_have_not_started_a_few_are_named(server: ControlServ
         RankStalledError, match=r"ranks \[1, 2, 3, 4, 5, 6, 7, 8\] and 11 others of 20 have not started"
     ):
         until(seen.look, seconds=20, what="the driver gives them up")
+
+
+def test_the_driver_may_open_as_many_connections_as_its_ranks_need() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, limits[1]))
+        allow_connections(100)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (1024, limits[1])
+        allow_connections(2048)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 2048
+        with pytest.raises(ClusterError, match="the ranks need 1,000,000,000 connections to this process"):
+            allow_connections(10**9)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_many_ranks_beat_less_often_and_are_found_silent_within_seconds() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -47,6 +47,16 @@ def test_warnings_are_logged_and_the_first_failure_raised(caplog: pytest.LogCapt
     assert [record.getMessage() for record in caplog.records] == [
         "/dev/shm has 64 MiB free [host=a]\n  -> give it more [ST-SHARED-MEMORY]"
     ]
+
+
+def test_a_warning_of_many_places_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    there = [replace(DOUBTFUL, where={"host": f"host-{number}"}) for number in range(1000)]
+    with caplog.at_level(logging.WARNING, "sparktorch"):
+        refuse([*there, replace(DOUBTFUL, found="another")])
+    first, second = (record.getMessage() for record in caplog.records)
+    assert "[host=host-0]" in first
+    assert first.endswith("... and in 999 other places")
+    assert second.startswith("another")
 
 
 def test_nothing_wrong_is_no_error() -> None:
