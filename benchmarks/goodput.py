@@ -68,9 +68,9 @@ class Paced(Callback):
 class Kills:
     """Kills a random rank's process from time to time, and knows what became of it."""
 
-    def __init__(self, folder: Path, seed: int, least: float, most: float) -> None:
-        self._folder, self._least, self._most = folder, least, most
-        self._random, self._over = random.Random(seed), threading.Event()
+    def __init__(self, folder: Path, least: float, most: float, longest: float) -> None:
+        self._folder, self._least, self._most, self._longest = folder, least, most, longest
+        self._random, self._over = random.Random(5), threading.Event()
         self.times: list[float] = []
         folder.mkdir()
 
@@ -86,7 +86,8 @@ class Kills:
             thread.join()
 
     def _run(self) -> None:
-        while not self._over.wait(self._random.uniform(self._least, self._most)):
+        until = time.monotonic() + self._longest  # whoever is slower than that may end in peace
+        while not self._over.wait(self._random.uniform(self._least, self._most)) and time.monotonic() < until:
             rank = self._random.randrange(RANKS)
             with contextlib.suppress(OSError):  # of one that is not there yet, or not there again
                 pid = int((self._folder / f"pid-{rank}").read_text())
@@ -197,7 +198,7 @@ def main() -> None:
         data = work / "rows"
         write_rows(data, ROWS, 8)
         ours, theirs, calm, other = (work / name for name in ("ours", "theirs", "calm", "calm-theirs"))
-        kills, their_kills = (Kills(folder, 5, least, most) for folder in (ours, theirs))
+        kills, their_kills = (Kills(folder, least, most, 3 * seconds) for folder in (ours, theirs))
         for folder in (calm, other):
             folder.mkdir()
         with cluster(work) as spark:
@@ -213,12 +214,10 @@ def main() -> None:
         their_train = partial(by_torchrun, data, theirs, epochs, STEP_SECONDS)
         their_goodput, their_found = measured(their_kills, theirs, their_train, epochs * per_epoch)
     summary = models[0].summary
+    recoveries = {"recovery, s": kills.recoveries(), "recovery of torchrun, s": their_kills.recoveries()}
     report(
         "goodput",
-        samples={
-            "recovery, s": kills.recoveries(),
-            "recovery of torchrun, s": their_kills.recoveries(),
-        },
+        samples={name: found for name, found in recoveries.items() if found},
         ratios={
             "goodput": goodput,
             "torchrun's goodput": their_goodput,
