@@ -131,7 +131,10 @@ _refuse_namesake()
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'sparktorch' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
+    from sparktorch.base.imports import uncollected
+
+    with uncollected():
+        value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
 

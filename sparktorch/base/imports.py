@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from sparktorch.errors import ConfigError, ModuleError, nearest
 
 __all__ = [
-    *("MOVED", "SHIPPING_HINT", "import_path", "load_object"),
+    *("MOVED", "SHIPPING_HINT", "import_path", "load_object", "uncollected"),
     *("mlflow", "onnxscript", "optuna", "pillow", "transformers"),
 ]
 
@@ -26,6 +29,18 @@ SHIPPING_HINT = (
     "it holds something that stays in this process (a lock, a file, a session): make that inside the "
     "module's __init__ and pass the class in place of an instance"
 )
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Context without garbage collection, for imports that create hundreds of thousands of objects, and no garbage."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def load_object(path: str) -> Any:

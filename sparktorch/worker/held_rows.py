@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 import math
 import threading
@@ -18,6 +17,7 @@ import torch
 
 from sparktorch.base.config import CheckpointConfig, StorageConfig, TrainConfig
 from sparktorch.base.devices import is_host, select
+from sparktorch.base.imports import uncollected
 from sparktorch.base.state_dict import packed_weights
 from sparktorch.base.world import World
 from sparktorch.data.columns import Groups
@@ -346,11 +346,8 @@ def _best(outcomes: list[dict[str, Any]]) -> int:
 
 
 def _import_dynamo() -> None:
-    gc.disable()  # the import allocates hundreds of thousands of objects and frees none
-    try:
+    with uncollected():
         importlib.import_module("torch._dynamo")
-    finally:
-        gc.enable()
 
 
 def _imbalanced(counts: list[int], share: float) -> bool:

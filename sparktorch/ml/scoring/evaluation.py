@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BinaryClassificationSummary",
     "ClassificationSummary",
+    "Confusion",
     "RegressionSummary",
     "evaluate_classifier",
     "evaluate_regressor",
@@ -43,6 +44,58 @@ _UNKNOWN = -1.0  # all labels that are no class: a column of identifiers has too
 Floats = npt.NDArray[np.float64]
 
 
+@dataclass(frozen=True)
+class Confusion:
+    """What a confusion matrix says of each class that occurs as a label.
+
+    Attributes:
+        labels: The classes, in ascending order.
+        true: For each class, the weight of the rows with this label.
+        predicted: For each class, the weight of the rows with this prediction.
+        hits: For each class, the weight of the rows with both.
+    """
+
+    labels: npt.NDArray[Any]
+    true: Floats
+    predicted: Floats
+    hits: Floats
+
+    @property
+    def accuracy(self) -> float:
+        """The share of rows that are predicted correctly."""
+        return float(self.hits.sum() / self.true.sum())
+
+    @property
+    def recall(self) -> Floats:
+        """For each class, the share of its rows that are predicted as this class."""
+        return _ratio(self.hits, self.true)
+
+    @property
+    def precision(self) -> Floats:
+        """For each class, the share of its predictions that are correct; 0 if it is never predicted."""
+        return np.nan_to_num(_ratio(self.hits, self.predicted), nan=0.0)
+
+    @property
+    def false_positives(self) -> Floats:
+        """For each class, the share of other rows that are predicted as this class; NaN if there are none."""
+        return _ratio(self.predicted - self.hits, self.true.sum() - self.true)
+
+    def f_measure(self, beta: float) -> Floats:
+        """For each class: the harmonic mean of precision and recall; `beta` is the weight of recall."""
+        precision, recall = self.precision, self.recall
+        measure = _ratio((1 + beta**2) * precision * recall, beta**2 * precision + recall)
+        return np.nan_to_num(measure, nan=0.0)
+
+    def mean(self, by_label: Floats) -> float:
+        """Returns the mean of a metric by label, weighted by class frequency."""
+        return float((by_label * self.true).sum() / self.true.sum())
+
+
+def _ratio(part: Floats, whole: Floats) -> Floats:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.asarray(part / whole)
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ClassificationSummary(Summary):
     """A classifier's metrics. Metrics by label are in the order of `labels`.
@@ -53,7 +106,7 @@ class ClassificationSummary(Summary):
 
     numClasses: int
     _names: Sequence[str] = ()  # of the classes
-    _counts: _Counts
+    _confusion: Confusion
     _cells: Callable[[], list[Row]]  # those of the confusion matrix with rows
 
     _shown: ClassVar[tuple[str, ...]] = (*Summary._shown, "accuracy", "weightedPrecision", "weightedRecall")
@@ -69,7 +122,7 @@ class ClassificationSummary(Summary):
     @property
     def labels(self) -> list[float]:
         """The classes that occur as labels, in ascending order."""
-        return list(map(float, self._counts.labels))
+        return list(map(float, self._confusion.labels))
 
     @property
     def confusionMatrix(self) -> list[list[float]]:
@@ -85,91 +138,55 @@ class ClassificationSummary(Summary):
     @property
     def accuracy(self) -> float:
         """The share of rows that are predicted correctly."""
-        return float(self._counts.hits.sum() / self._counts.true.sum())
+        return self._confusion.accuracy
 
     @property
     def truePositiveRateByLabel(self) -> list[float]:
         """For each class, the share of its rows that are predicted as this class."""
-        return list(map(float, self._recall))
+        return list(map(float, self._confusion.recall))
 
     @property
     def falsePositiveRateByLabel(self) -> list[float]:
         """For each class, the share of other rows that are predicted as this class; NaN if there are none."""
-        return list(map(float, self._false_positives))
+        return list(map(float, self._confusion.false_positives))
 
     @property
     def precisionByLabel(self) -> list[float]:
         """For each class, the share of its predictions that are correct; 0 if it is never predicted."""
-        return list(map(float, self._precision))
+        return list(map(float, self._confusion.precision))
 
     @property
     def recallByLabel(self) -> list[float]:
         """Same as `truePositiveRateByLabel`."""
-        return list(map(float, self._recall))
+        return list(map(float, self._confusion.recall))
 
     def fMeasureByLabel(self, beta: float = 1.0) -> list[float]:
         """For each class: the harmonic mean of precision and recall; `beta` is the weight of recall."""
-        return list(map(float, self._f_measure(beta)))
+        return list(map(float, self._confusion.f_measure(beta)))
 
     @property
     def weightedTruePositiveRate(self) -> float:
         """The mean of the true positive rates, weighted by class frequency."""
-        return self._mean(self._recall)
+        return self._confusion.mean(self._confusion.recall)
 
     @property
     def weightedFalsePositiveRate(self) -> float:
         """The mean of the false positive rates, weighted by class frequency."""
-        return self._mean(self._false_positives)
+        return self._confusion.mean(self._confusion.false_positives)
 
     @property
     def weightedPrecision(self) -> float:
         """The mean of the precisions, weighted by class frequency."""
-        return self._mean(self._precision)
+        return self._confusion.mean(self._confusion.precision)
 
     @property
     def weightedRecall(self) -> float:
         """The mean of the recalls, weighted by class frequency."""
-        return self._mean(self._recall)
+        return self._confusion.mean(self._confusion.recall)
 
     def weightedFMeasure(self, beta: float = 1.0) -> float:
         """The mean of the F-measures, weighted by class frequency."""
-        return self._mean(self._f_measure(beta))
-
-    @property
-    def _recall(self) -> Floats:
-        return _ratio(self._counts.hits, self._counts.true)
-
-    @property
-    def _precision(self) -> Floats:
-        return np.nan_to_num(_ratio(self._counts.hits, self._counts.predicted), nan=0.0)
-
-    @property
-    def _false_positives(self) -> Floats:
-        counts = self._counts
-        return _ratio(counts.predicted - counts.hits, counts.true.sum() - counts.true)
-
-    def _f_measure(self, beta: float) -> Floats:
-        precision, recall = self._precision, self._recall
-        measure = _ratio((1 + beta**2) * precision * recall, beta**2 * precision + recall)
-        return np.nan_to_num(measure, nan=0.0)
-
-    def _mean(self, by_label: Floats) -> float:
-        return float((by_label * self._counts.true).sum() / self._counts.true.sum())
-
-
-@dataclass(frozen=True)
-class _Counts:
-    """For each class that occurs as a label: the weight of rows with this label, this prediction, and both."""
-
-    labels: npt.NDArray[np.int64]
-    true: Floats
-    predicted: Floats
-    hits: Floats
-
-
-def _ratio(part: Floats, whole: Floats) -> Floats:
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.asarray(part / whole)
+        return self._confusion.mean(self._confusion.f_measure(beta))
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -254,7 +271,7 @@ def evaluate_classifier(
         labels = np.unique(_of(groups, "class").astype(np.int64))
         columns = ((groups, "class", "weight"), (by_prediction, "prediction", "weight"), (groups, "class", "hits"))
         counts = [np.bincount(_of(of, by).astype(np.int64), _of(of, name), classes) for of, by, name in columns]
-        found |= {"_counts": _Counts(labels, *(np.asarray(count[labels], np.float64) for count in counts))}
+        found |= {"_confusion": Confusion(labels, *(np.asarray(count[labels], np.float64) for count in counts))}
         found |= {"numClasses": classes, "_names": names, "_cells": cells.collect if many else lambda: groups}
         if not binary:
             return ClassificationSummary(**found)

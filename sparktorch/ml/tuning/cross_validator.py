@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
@@ -16,7 +17,7 @@ from pyspark.ml import Model, Pipeline
 from pyspark.ml.evaluation import Evaluator, MulticlassClassificationEvaluator
 from pyspark.ml.tuning import CrossValidator, CrossValidatorModel, CrossValidatorReader, _ValidatorSharedReadWrite
 from pyspark.ml.util import DefaultParamsReader, MetaAlgorithmReadWrite
-from pyspark.sql import DataFrame
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
@@ -26,12 +27,15 @@ from sparktorch.ml.fit.launching import can_hold
 from sparktorch.ml.fit.translate import translate
 from sparktorch.ml.fit.values import Values
 from sparktorch.ml.model import TorchModelBase
-from sparktorch.ml.tuning.folded_rows import MOST_BYTES, FoldedRows, NotInOnePass
+from sparktorch.ml.tuning.folded_rows import MOST_BYTES, FoldedRows, NotInOnePass, side_by_side
+from sparktorch.ml.tuning.metrics import metric_of
 from sparktorch.ml.tuning.pipeline import PrefixFittedOnce
 from sparktorch.ml.tuning.space import NO_CHECKPOINTS
 from sparktorch.ml.tuning.tuned_model import discard
+from sparktorch.spark.checks.preflight import settled_slots
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.compat import frame_of_rows, inheriting, ml_session, to_vector
+from sparktorch.spark.launch.gpus import gpu_profile
 from sparktorch.spark.rdd import dataframe_of
 from sparktorch.spark.session import slots
 
@@ -66,8 +70,9 @@ class TorchCrossValidator(CrossValidator):
     """Spark's `CrossValidator`, which reads the data set once for all folds and param maps.
 
     The Params, the folds and the model that `fit` returns are those of `CrossValidator`. Ranks hold the rows with their
-    folds, in one barrier job: they train without a fold, score the fold, and the evaluator gets the scores. Where that
-    is impossible, `CrossValidator`'s own way is taken, and a line in the log (INFO) says why.
+    folds, in one barrier job: they train without a fold, score the fold, and the evaluator gets the scores. With
+    `parallelism`, as many groups of ranks as there are slots for train side by side, and each holds all rows. Where one
+    pass is impossible, `CrossValidator`'s own way is taken, and a line in the log (INFO) says why.
 
     With a `Pipeline`, the stages before the estimator whose Params are in no param map are fitted once per fold.
 
@@ -114,26 +119,43 @@ class TorchCrossValidator(CrossValidator):
         carried = self._carried(estimators, dataset)
         models: list[list[Any]] = [[None] * len(maps) for _ in range(folds)]
         count, weight = folds * len(maps) + 1, weight_of(evaluator, carried)
-        with (
-            FoldedRows(self, estimators[0], dataset, carried=carried, weight=weight) as rows,
-            _Metrics(evaluator, rows, parallelism=self.getParallelism(), weight=weight) as metrics,
-            ExitStack() as unreturned,
-        ):
-            for fold in range(folds):
-                for index, estimator in enumerate(estimators):
-                    title = f"fit {fold * len(maps) + index + 1} of {count}"
-                    model = rows.fit(estimator, without=fold, title=title)
-                    models[fold][index] = model if self.getCollectSubModels() else None
-                    with ExitStack() as scored_once:
-                        (unreturned if self.getCollectSubModels() else scored_once).callback(discard, model)
-                        shown = model.copy(maps[index])
-                        metrics.add(fold, index, shown, rows.score(shown, fold, _results_for(evaluator, shown)))
+        with ExitStack() as stack:
+            groups = [
+                stack.enter_context(FoldedRows(self, estimators[0], dataset, carried=carried, weight=weight))
+                for _ in range(self._groups(estimators[0], count - 1, dataset.sparkSession))
+            ]
+            metrics = stack.enter_context(_Metrics(evaluator, groups, parallelism=self.getParallelism(), weight=weight))
+            unreturned = stack.enter_context(ExitStack())
+
+            def fit(rows: FoldedRows, fold: int, index: int) -> None:
+                title = f"fit {fold * len(maps) + index + 1} of {count}"
+                model = rows.fit(estimators[index], without=fold, title=title)
+                models[fold][index] = model if self.getCollectSubModels() else None
+                with ExitStack() as scored_once:
+                    (unreturned if self.getCollectSubModels() else scored_once).callback(discard, model)
+                    shown = model.copy(maps[index])
+                    metrics.add(fold, index, shown, rows.score(shown, fold, _results_for(evaluator, shown)))
+
+            fits = [partial(fit, fold=fold, index=index) for fold in range(folds) for index in range(len(maps))]
+            side_by_side(groups, fits)
+            for group in groups[1:]:
+                group.close()
             means, deviations = self._gen_avg_and_std_metrics(metrics.all(folds, len(maps)))
             best = int(np.argmax(means) if evaluator.isLargerBetter() else np.argmin(means))
-            model = rows.fit(estimators[best], without=None, title=f"fit {count} of {count}")
+            model = groups[0].fit(estimators[best], without=None, title=f"fit {count} of {count}")
             unreturned.pop_all()
         kept = cast("list[list[Model]]", models) if self.getCollectSubModels() else None
         return self._copyValues(CrossValidatorModel(model, means, kept, deviations))
+
+    def _groups(self, estimator: Any, fits: int, spark: SparkSession) -> int:
+        """Returns how many groups of ranks train side by side: `parallelism` of them, if there are slots now."""
+        most = min(self.getParallelism(), fits)
+        if most == 1:
+            return 1
+        launch = translate(estimator, estimator._task).launch
+        profile = gpu_profile(spark, launch.device, launch.world_size)
+        found = settled_slots(spark, most * launch.world_size, profile, settle=0.0)
+        return max(1, min(most, (found or 0) // launch.world_size))
 
     def _check(self) -> None:
         """Refuses a search that cannot work."""
@@ -229,16 +251,19 @@ class _Reader(CrossValidatorReader):
 
 
 class _Metrics:
-    """Metrics, computed in threads: their Spark jobs may have to wait for the slots of the ranks."""
+    """Metrics: computed at once, or by the evaluator, in threads, whose jobs may have to wait for the ranks' slots."""
 
-    def __init__(self, evaluator: Evaluator, rows: FoldedRows, *, parallelism: int, weight: str | None) -> None:
+    def __init__(
+        self, evaluator: Evaluator, groups: Sequence[FoldedRows], *, parallelism: int, weight: str | None
+    ) -> None:
         """Takes at most `parallelism` metrics at a time; `weight` is what `weight_of` says."""
-        self._rows, self._evaluator = rows, evaluator
+        self._groups, self._evaluator, self._spark = groups, evaluator, groups[0].dataset.sparkSession
         if weight is not None:
             self._evaluator = evaluator.copy({evaluator.getParam("weightCol"): weight})
         self._pool = ThreadPoolExecutor(parallelism, "sparktorch-metrics")
         self._found: dict[tuple[int, int], Future[float]] = {}
         self._bytes: dict[Future[float], int] = {}
+        self._lock = threading.Lock()
 
     def __enter__(self) -> _Metrics:
         return self
@@ -247,13 +272,23 @@ class _Metrics:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def add(self, fold: int, index: int, model: TorchModelBase, table: pa.Table) -> None:
-        """Begins to compute a metric of scored rows; raises the error of an earlier one. Waits if many are left."""
+        """Begins to compute a metric of scored rows, if it is not known at once; raises the error of an earlier one.
+
+        Waits if many are left.
+        """
+        value = metric_of(self._evaluator, table)
+        if value is not None:
+            known: Future[float] = Future()
+            known.set_result(value)
+            self._found[fold, index] = known
+            return
         kinds, outputs = model._fields()
         columns = [_column(name, outputs.get(name), kinds, model) for name in table.column_names]
         compute = partial(self._evaluate, table, columns)
-        future = self._found[fold, index] = self._pool.submit(inheriting(self._rows.dataset.sparkSession, compute))
-        self._bytes[future] = table.nbytes
-        self._settle(MOST_BYTES)
+        with self._lock:
+            future = self._found[fold, index] = self._pool.submit(inheriting(self._spark, compute))
+            self._bytes[future] = table.nbytes
+            self._settle(MOST_BYTES)
 
     def all(self, folds: int, models: int) -> list[list[float]]:
         """Waits for the metrics, by fold and model; frees the slots of the ranks if there are no others."""
@@ -261,12 +296,12 @@ class _Metrics:
         return [[self._found[fold, index].result() for index in range(models)] for fold in range(folds)]
 
     def _evaluate(self, table: pa.Table, columns: Sequence[Any]) -> float:
-        return self._evaluator.evaluate(frame_of_rows(self._rows.dataset.sparkSession, table).select(*columns))
+        return self._evaluator.evaluate(frame_of_rows(self._spark, table).select(*columns))
 
     def _settle(self, most: int) -> None:
         """Waits until the scores of missing metrics take at most that many bytes, or, below 0, until there are none."""
-        count = slots(self._rows.dataset.sparkSession)
-        patience: float | None = _PATIENCE if count is None or count > self._rows.slots_held else 0.0
+        count, held = slots(self._spark), sum(group.slots_held for group in self._groups)
+        patience: float | None = _PATIENCE if count is None or count > held else 0.0
         while True:
             for done in [future for future in self._bytes if future.done()]:
                 del self._bytes[done]
@@ -275,7 +310,8 @@ class _Metrics:
                 return
             if not wait(self._bytes, timeout=patience, return_when=FIRST_COMPLETED).done:
                 _LOG.info("the evaluator's jobs find no slot: the ranks free theirs, and read the rows again later")
-                self._rows.let_go()
+                for group in self._groups:
+                    group.let_go()
                 patience = None
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import io
+import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import pyarrow as pa
@@ -22,10 +25,11 @@ from sparktorch.ml.fit.prepared_data import PreparedData
 from sparktorch.ml.fit.translate import Request
 from sparktorch.ml.model import TorchModelBase
 from sparktorch.spark.column_names import ColumnNames
+from sparktorch.spark.compat import inheriting
 from sparktorch.spark.launch.rank_pool import Results
 from sparktorch.worker import TrainJob, score_fold
 
-__all__ = ["MOST_BYTES", "FoldedRows", "NotInOnePass"]
+__all__ = ["MOST_BYTES", "FoldedRows", "NotInOnePass", "side_by_side"]
 
 MOST_BYTES = 1 << 30  # of a fold's scores that come to the driver
 _IDLE_SECONDS = 600.0
@@ -135,6 +139,37 @@ class FoldedRows(PreparedData):
             why = "equal rows are split by their position"
         if why:
             raise NotInOnePass(why)
+
+
+def side_by_side(groups: Sequence[FoldedRows], fits: Iterable[Callable[[FoldedRows], None]]) -> None:
+    """Calls each function with a group that is free; an error or an interrupt cancels the other calls."""
+    free, busy, over = SimpleQueue[FoldedRows](), set[FoldedRows](), threading.Event()
+    for group in groups:
+        free.put(group)
+
+    def run(fit: Callable[[FoldedRows], None]) -> None:
+        group = free.get()
+        busy.add(group)
+        try:
+            if not over.is_set():
+                fit(group)
+        except BaseException:
+            over.set()
+            raise
+        finally:
+            busy.discard(group)
+            free.put(group)
+
+    spark = groups[0].dataset.sparkSession
+    with ThreadPoolExecutor(len(groups), "sparktorch-folds") as pool:
+        try:
+            for ended in as_completed([pool.submit(inheriting(spark, partial(run, fit))) for fit in fits]):
+                ended.result()
+        except BaseException:
+            over.set()
+            for group in tuple(busy):
+                group.cancel()
+            raise
 
 
 def _with_folds(dataset: DataFrame, name: str, folds: int, seed: int, column: str) -> DataFrame:

@@ -32,7 +32,8 @@ from pyspark.sql import functions as F
 from sparktorch import TorchClassifier, TorchCrossValidator, TorchRegressor
 from sparktorch.errors import ColumnError, ConfigError
 from sparktorch.ml.tuning.cross_validator import weight_of
-from sparktorch.spark.compat import frame_of_rows
+from sparktorch.ml.tuning.folded_rows import FoldedRows
+from sparktorch.ml.tuning.metrics import metric_of
 from tests.spark.modules import MLP
 
 # Spark's own CrossValidator leaves its thread pool to the garbage collector.
@@ -144,11 +145,11 @@ def test_every_model_is_that_of_a_fit_alone_bit_for_bit(rows: DataFrame) -> None
 def test_a_confusion_matrix_travels_in_place_of_rows(rows: DataFrame, monkeypatch: pytest.MonkeyPatch) -> None:
     tables: list[pa.Table] = []
 
-    def noted(spark: Any, table: pa.Table) -> DataFrame:
+    def noted(evaluator: Evaluator, table: pa.Table) -> float | None:
         tables.append(table)
-        return frame_of_rows(spark, table)
+        return metric_of(evaluator, table)
 
-    monkeypatch.setattr("sparktorch.ml.tuning.cross_validator.frame_of_rows", noted)
+    monkeypatch.setattr("sparktorch.ml.tuning.cross_validator.metric_of", noted)
     evaluator = MulticlassClassificationEvaluator(metricName="accuracy")
     found = search(TorchCrossValidator, classifier(), evaluator).fit(rows)
     assert found.avgMetrics == search(CrossValidator, classifier(), evaluator).fit(rows).avgMetrics
@@ -218,17 +219,26 @@ def counted(frame: DataFrame, file: Path) -> DataFrame:
     return frame.mapInArrow(read, frame.schema)
 
 
-@pytest.mark.parametrize("workers", [2, 3])
+class OwnEvaluator(RegressionEvaluator):
+    """An evaluator of a user, which alone knows its metric."""
+
+
+@pytest.mark.parametrize(
+    ("evaluator", "workers", "times"),
+    [(RegressionEvaluator, 3, 1), (OwnEvaluator, 2, 1), (OwnEvaluator, 3, 2)],
+    ids=["Spark's, all slots", "the user's", "the user's, all slots"],
+)
 @pytest.mark.usefixtures("one_pass")
-def test_the_rows_are_read_once(rows: DataFrame, tmp_path: Path, workers: int) -> None:
+def test_the_rows_are_read_once_unless_an_evaluator_needs_the_slots_of_all_ranks(
+    rows: DataFrame, tmp_path: Path, evaluator: type[RegressionEvaluator], workers: int, times: int
+) -> None:
     file = tmp_path / "read"
     estimator = regressor(numWorkers=workers)
-    found = search(TorchCrossValidator, estimator, RegressionEvaluator(labelCol="target")).fit(counted(rows, file))
+    found = search(TorchCrossValidator, estimator, evaluator(labelCol="target")).fit(counted(rows, file))
     assert len(found.avgMetrics) == 2
-    read = len(file.read_text().splitlines())
     first_row = rows.count()  # the partition that the first row comes from
-    # Ranks on all slots free them for the evaluator, and read again.
-    assert read <= (1 if workers == 2 else 2) * rows.count() + first_row
+    read = len(file.read_text().splitlines())
+    assert (times - 1) * rows.count() + first_row < read <= times * rows.count() + first_row
 
 
 class Fits:
@@ -328,3 +338,26 @@ def test_a_stage_within_a_stage_is_fitted_with_what_a_map_sets(frame: DataFrame)
     )
     assert ours.avgMetrics == pytest.approx(stock.avgMetrics, abs=1e-6)
     assert stock.avgMetrics[0] != stock.avgMetrics[1]
+
+
+def test_groups_of_ranks_train_folds_side_by_side(
+    rows: DataFrame, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: set[FoldedRows] = set()
+    fit = FoldedRows.fit
+
+    def noted(group: FoldedRows, *given: Any, **named: Any) -> Any:
+        used.add(group)
+        return fit(group, *given, **named)
+
+    monkeypatch.setattr(FoldedRows, "fit", noted)
+    ours, evaluator = regressor(numWorkers=1), RegressionEvaluator(labelCol="target")
+    given: dict[str, Any] = {"parallelism": 2, "collectSubModels": True}
+    file = tmp_path / "read"
+    found = search(TorchCrossValidator, ours, evaluator, **given).fit(counted(rows, file))
+    assert len(used) == 2
+    assert len(file.read_text().splitlines()) > 2 * rows.count(), "each group reads all rows"
+    alone = search(TorchCrossValidator, ours, evaluator, collectSubModels=True).fit(rows)
+    assert found.avgMetrics == alone.avgMetrics
+    assert all(map(equal, chain(*found.subModels), chain(*alone.subModels)))
+    assert equal(found.bestModel, alone.bestModel)

@@ -6,15 +6,22 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
-from pyspark.ml.evaluation import BinaryClassificationEvaluator, MulticlassClassificationEvaluator
+from pyspark.ml.evaluation import (
+    BinaryClassificationEvaluator,
+    MulticlassClassificationEvaluator,
+    RegressionEvaluator,
+)
 from pyspark.ml.tuning import CrossValidator
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 from sklearn import metrics as sk
 
 from sparktorch import TorchClassifier, TorchCrossValidator
+from sparktorch.ml.tuning.metrics import metric_of
+from sparktorch.spark.compat import to_vector
 from tests.spark.modules import MLP
 
 # Spark's own CrossValidator leaves its thread pool to the garbage collector.
@@ -75,3 +82,58 @@ def test_a_search_with_the_default_evaluator_chooses_the_model_that_orders_rows_
     evaluator = BinaryClassificationEvaluator(labelCol="two")
     found = kind(estimator=search, estimatorParamMaps=maps, evaluator=evaluator, numFolds=2, seed=7).fit(rows)
     assert found.avgMetrics[1] > 0.9 > found.avgMetrics[0]
+
+
+BY_LABEL = ("truePositiveRate", "falsePositiveRate", "precision", "recall", "fMeasure")
+WEIGHTED = ("Precision", "Recall", "TruePositiveRate", "FalsePositiveRate", "FMeasure")
+METRICS: list[tuple[Any, dict[str, Any]]] = [
+    *((RegressionEvaluator, {"metricName": name}) for name in ("rmse", "mse", "r2", "mae", "var")),
+    (RegressionEvaluator, {"metricName": "r2", "throughOrigin": True}),
+    *(
+        (BinaryClassificationEvaluator, {"metricName": name, "numBins": bins})
+        for bins in (0, 7)
+        for name in ("areaUnderROC", "areaUnderPR")
+    ),
+    *(
+        (MulticlassClassificationEvaluator, {"metricName": name, "metricLabel": 1.0, "beta": 0.5})
+        for name in (
+            *("f1", "accuracy", "hammingLoss", "logLoss"),
+            *(f"{name}ByLabel" for name in BY_LABEL),
+            *(f"weighted{name}" for name in WEIGHTED),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("weighs", [False, True])
+def test_a_metric_without_a_job_is_that_of_spark(rows: DataFrame, weighs: bool) -> None:
+    random = np.random.default_rng(5)
+    label = random.integers(0, 2, 400)
+    score = np.round(random.normal(label, 1.0), 2)
+    own = 1 / (1 + np.exp(-score))
+    table = pa.table(
+        {
+            "label": label.astype(float),
+            "weight": random.integers(0, 4, 400) / 2,
+            "prediction": np.where(score > 1.5, 2.0, score > 0.5),
+            "rawPrediction": list(np.stack([-score, score], 1)),
+            "probability": list(np.stack([1 - own, own, 0 * own], 1)),
+        }
+    )
+    one_partition = rows.sparkSession.createDataFrame(table.to_pandas()).coalesce(1)
+    for name in ("rawPrediction", "probability"):
+        one_partition = one_partition.withColumn(name, to_vector(F.col(name)))
+    data = one_partition.cache()
+    for kind, params in METRICS:
+        evaluator = kind(**params, **({"weightCol": "weight"} if weighs else {}))
+        assert metric_of(evaluator, table) == pytest.approx(evaluator.evaluate(data), rel=1e-9), params
+    data.unpersist()
+
+
+@pytest.mark.parametrize("damage", ["label", "weight", "prediction"])
+def test_rows_that_an_evaluator_may_refuse_are_left_to_it(damage: str) -> None:
+    columns = {"label": [0.0, 1.0, 1.0], "weight": [1.0, 2.0, 1.0], "prediction": [0.0, 1.0, 0.0]}
+    evaluator = MulticlassClassificationEvaluator(weightCol="weight")
+    assert metric_of(evaluator, pa.table(columns)) is not None
+    columns[damage] = [-1.0 if damage == "weight" else np.nan, 1.0, 1.0]
+    assert metric_of(evaluator, pa.table(columns)) is None

@@ -1,0 +1,156 @@
+"""The metrics of Spark's evaluators of regression and classification, computed of scored rows without a Spark job."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from pyspark.ml.evaluation import (
+    BinaryClassificationEvaluator,
+    Evaluator,
+    MulticlassClassificationEvaluator,
+    RegressionEvaluator,
+)
+
+from sparktorch.ml.scoring.evaluation import Confusion
+
+__all__ = ["metric_of"]
+
+Floats = npt.NDArray[np.float64]
+
+
+def metric_of(evaluator: Evaluator, rows: pa.Table) -> float | None:
+    """Returns what an evaluator finds in scored rows, to the rounding of sums; `None` if it has to say that itself.
+
+    So it is for evaluators of other classes, and for rows that it may refuse. Of more scores than bins, the areas under
+    curves are those of a DataFrame with one partition.
+    """
+    compute = _COMPUTED.get(type(evaluator))
+    if compute is None:
+        return None
+    given: Any = evaluator
+    weighs = given.isDefined("weightCol") and given.getWeightCol()
+    label = _numbers(rows, given.getLabelCol())
+    weight = _numbers(rows, weighs) if weighs else np.ones(rows.num_rows)
+    if label is None or weight is None or weight.min() < 0 or not weight.sum():
+        return None
+    return compute(given, rows, label, weight)
+
+
+def _regression(evaluator: Any, rows: pa.Table, label: Floats, weight: Floats) -> float | None:
+    prediction = _numbers(rows, evaluator.getPredictionCol())
+    if prediction is None or prediction.ndim > 1:
+        return None
+    total, difference = weight.sum(), label - prediction
+    squares = (weight * difference**2).sum()
+    mean = (weight * label).sum() / total
+    name = evaluator.getMetricName()
+    if name == "r2":
+        around = (weight * label**2).sum() if evaluator.getThroughOrigin() else _spread(label - mean, weight)
+        return 1 - float(squares / around) if around else None
+    found = {
+        "mse": squares / total,
+        "rmse": math.sqrt(squares / total),
+        "mae": (weight * abs(difference)).sum() / total,
+        "var": (weight * (prediction - mean) ** 2).sum() / total,
+    }
+    return float(found[name])
+
+
+def _spread(differences: Floats, weight: Floats) -> float:
+    """Returns Spark's sum of squares: the variance for weights that say how reliable a row is, times all but one."""
+    total = weight.sum()
+    freedom = total - (weight**2).sum() / total
+    return float((weight * differences**2).sum() / freedom * (total - 1)) if freedom > 0 else 0.0
+
+
+def _classes(evaluator: Any, rows: pa.Table, label: Floats, weight: Floats) -> float | None:
+    name, beta = evaluator.getMetricName(), evaluator.getBeta()
+    if name == "logLoss":
+        return _log_loss(evaluator, rows, label, weight)
+    prediction = _numbers(rows, evaluator.getPredictionCol())
+    if prediction is None or prediction.ndim > 1:
+        return None
+    classes, place = np.unique(np.concatenate([label, prediction]), return_inverse=True)
+    true, predicted = place[: len(label)], place[len(label) :]
+    counted = ((true, weight), (predicted, weight), (true, weight * (true == predicted)))
+    occur = np.isin(classes, label)
+    sums = [np.asarray(np.bincount(of, by, len(classes)), np.float64)[occur] for of, by in counted]
+    found = Confusion(classes[occur], *sums)
+    if not found.true.all():
+        return None
+    by_label: dict[str, Callable[[], Floats]] = {
+        "TruePositiveRate": lambda: found.recall,
+        "FalsePositiveRate": lambda: found.false_positives,
+        "Recall": lambda: found.recall,
+        "Precision": lambda: found.precision,
+        "FMeasure": lambda: found.f_measure(beta),
+    }
+    if name.endswith("ByLabel"):
+        kind, own = name.removesuffix("ByLabel"), found.labels == evaluator.getMetricLabel()
+        return float(by_label[kind[0].upper() + kind[1:]]()[own][0]) if own.any() else None
+    if name in ("accuracy", "hammingLoss"):
+        return found.accuracy if name == "accuracy" else 1 - found.accuracy
+    return found.mean(found.f_measure(1.0) if name == "f1" else by_label[name.removeprefix("weighted")]())
+
+
+def _log_loss(evaluator: Any, rows: pa.Table, label: Floats, weight: Floats) -> float | None:
+    scores = _numbers(rows, evaluator.getProbabilityCol())
+    if scores is None or scores.ndim != 2 or label.min() < 0 or label.max() >= scores.shape[1]:
+        return None
+    least = evaluator.getEps()
+    own = scores[np.arange(len(label)), label.astype(np.int64)]
+    return float(-(weight * np.log(np.clip(own, least, 1 - least))).sum() / weight.sum())
+
+
+def _two_classes(evaluator: Any, rows: pa.Table, label: Floats, weight: Floats) -> float | None:
+    score = _numbers(rows, evaluator.getRawPredictionCol())
+    if score is None or (score.ndim > 1 and score.shape[1] != 2):
+        return None
+    falling, place = np.unique(-(score if score.ndim == 1 else score[:, 1]), return_inverse=True)
+    positive = label > 0.5
+    right, wrong = (np.bincount(place, weight * of, len(falling)) for of in (positive, ~positive))
+    bins = evaluator.getNumBins()
+    together = len(falling) // bins if bins else 0
+    if together > 1:
+        starts = np.arange(0, len(falling), together)
+        right, wrong = np.add.reduceat(right, starts), np.add.reduceat(wrong, starts)
+    right, wrong = right.cumsum(), wrong.cumsum()
+    if not right[-1] or not wrong[-1]:
+        return None
+    start, found = np.zeros(1), right / right[-1]
+    if evaluator.getMetricName() == "areaUnderROC":
+        return _area(np.concatenate([start, wrong / wrong[-1]]), np.concatenate([start, found]))
+    both = right + wrong
+    precision = np.divide(right, both, out=np.ones_like(both), where=both > 0)
+    return _area(np.concatenate([start, found]), np.concatenate([precision[:1], precision]))
+
+
+def _area(x: Floats, y: Floats) -> float:
+    return float((np.diff(x) * (y[1:] + y[:-1])).sum() / 2)
+
+
+def _numbers(rows: pa.Table, name: str) -> Floats | None:
+    """Returns a column, of shape `(rows,)` or `(rows, elements)`; `None` if it is not there, or not finite."""
+    if name not in rows.column_names or not rows.num_rows:
+        return None
+    column = rows[name].combine_chunks()
+    nested = pa.types.is_list(column.type)
+    flat = column.flatten() if nested else column
+    if len(flat) % rows.num_rows or not (pa.types.is_floating(flat.type) or pa.types.is_integer(flat.type)):
+        return None
+    found = np.asarray(flat, np.float64)
+    if not np.isfinite(found).all():
+        return None
+    return found.reshape(rows.num_rows, -1) if nested else found
+
+
+_COMPUTED: dict[type[Evaluator], Callable[[Any, pa.Table, Floats, Floats], float | None]] = {
+    RegressionEvaluator: _regression,
+    MulticlassClassificationEvaluator: _classes,
+    BinaryClassificationEvaluator: _two_classes,
+}
