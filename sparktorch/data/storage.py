@@ -13,6 +13,7 @@ import mmap
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, BinaryIO
@@ -132,7 +133,7 @@ class Spool:
 
     def expect(self, runs: Runs) -> None:
         """Has the system read the rows in `runs` from disk, if they are there, without waiting for them."""
-        if isinstance(self._rows, _FileRows):
+        if isinstance(self._rows, _FileRows) and len(runs.starts):
             self._rows.expect(runs)
 
     def move(self, disk: _Disk) -> None:
@@ -274,26 +275,35 @@ class _FileRows:
         return self.read(Runs(np.array([0], np.int64), np.array([rows], np.int64)))
 
     def expect(self, runs: Runs) -> None:
-        starts, stops = runs.starts * self._row, runs.stops * self._row
-        gaps = starts[1:] - stops[:-1]
-        cuts = np.flatnonzero((gaps < 0) | (gaps > _SMALL_GAP))
-        first, last = np.append(0, cuts + 1), np.append(cuts, len(starts) - 1)
-        for at, stop in zip(starts[first].tolist(), stops[last].tolist(), strict=True) if len(starts) else ():
-            while at < stop:
-                place, room = self._place(at)
-                self._disk.expect(place, min(room, stop - at))
-                at += room
+        gaps = runs.starts[1:] - runs.stops[:-1]
+        cuts = np.flatnonzero((gaps < 0) | (gaps * self._row > _SMALL_GAP)) + 1
+        first, last = np.append(0, cuts), np.append(cuts, len(runs.starts)) - 1
+        for place, size in self._pieces(Runs(runs.starts[first], runs.stops[last])):
+            self._disk.expect(place, size)
 
     def read(self, runs: Runs) -> Array:
         found = np.empty((runs.count, *self._shape), self._dtype)
-        left = _bytes(found)
-        for start, stop in zip((runs.starts * self._row).tolist(), (runs.stops * self._row).tolist(), strict=True):
-            at = start
-            while at < stop:
-                place, room = self._place(at)
-                done = self._disk.read(left[: min(room, stop - at)], place)
-                at, left = at + done, left[done:]
+        into, at = _bytes(found), 0
+        for place, size in self._pieces(runs):
+            end = at + size
+            while at < end:
+                done = self._disk.read(into[at:end], place)
+                at, place = at + done, place + done
         return found
+
+    def _pieces(self, runs: Runs) -> Iterator[tuple[int, int]]:
+        """Returns the file position and the number of bytes of each run; a run beyond the end of an extent is cut."""
+        starts, stops = runs.starts * self._row, runs.stops * self._row
+        starts, stops = starts[stops > starts], stops[stops > starts]
+        while True:
+            number = np.frexp((starts // _FIRST_EXTENT + 1).astype(np.float64))[1].astype(np.int64) - 1
+            ends = _FIRST_EXTENT * ((2 << number) - 1)
+            beyond = np.flatnonzero(stops > ends)
+            if not len(beyond):
+                break
+            starts, stops = np.insert(starts, beyond + 1, ends[beyond]), np.insert(stops, beyond, ends[beyond])
+        first = np.array(self._extents, np.int64)[number] - _FIRST_EXTENT * ((1 << number) - 1)
+        return zip((starts + first).tolist(), (stops - starts).tolist(), strict=True)
 
     def _place(self, at: int) -> tuple[int, int]:
         """Returns the file position of byte `at` of the rows, and the number of bytes from it to the extent's end."""
