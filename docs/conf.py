@@ -50,6 +50,8 @@ napoleon_use_rtype = False
 html_theme = "pydata_sphinx_theme"
 html_title = f"sparktorch {release}"
 html_show_sourcelink = False
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_theme_options: dict[str, Any] = {
     "navbar_align": "left",
     "show_prev_next": False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from pytorch_lightning import LightningModule
@@ -18,21 +19,21 @@ OPTIONS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "parameterServer": [("", {}), ("in step", {"staleness": 0})],
 }
 FEATURES: dict[str, dict[str, Any]] = {
-    "checkpoints, and going on from them: `checkpointDir`": {"checkpointDir": "/runs/1"},
-    "restarts on fewer workers: `minWorkers`": {"minWorkers": 2, "maxRestarts": 1},
-    "accumulated gradients: `accumulationSteps`, `microBatchSize`": {"accumulationSteps": 2},
-    'what fits the device: `microBatchSize="auto"`': {"microBatchSize": "auto"},
-    'mixed precision: `precision="bf16"`': {"precision": "bf16"},
-    'mixed precision: `precision="fp16"`': {"precision": "fp16"},
-    "clipping: `gradientClipNorm`, `gradientClipValue`": {"gradientClipNorm": 1.0, "gradientClipValue": 1.0},
-    "an average of the weights: `emaDecay`": {"emaDecay": 0.99},
-    'steps left out: `nonFiniteLoss="skip"`': {"nonFiniteLoss": "skip"},
-    "the same bits each time: `deterministic`": {"deterministic": True},
+    "checkpoints: `checkpointDir`": {"checkpointDir": "/runs/1"},
+    "fewer workers: `minWorkers`": {"minWorkers": 2, "maxRestarts": 1},
+    "`accumulationSteps`, `microBatchSize`": {"accumulationSteps": 2},
+    '`microBatchSize="auto"`': {"microBatchSize": "auto"},
+    '`precision="bf16"`': {"precision": "bf16"},
+    '`precision="fp16"`': {"precision": "fp16"},
+    "`gradientClipNorm`, `gradientClipValue`": {"gradientClipNorm": 1.0, "gradientClipValue": 1.0},
+    "`emaDecay`": {"emaDecay": 0.99},
+    '`nonFiniteLoss="skip"`': {"nonFiniteLoss": "skip"},
+    "`deterministic`": {"deterministic": True},
     "`compile`": {"compile": True},
     "`channelsLast`": {"channelsLast": True},
     "`syncBatchNorm`": {"syncBatchNorm": True},
-    "`validationIndicatorCol`, early stopping": {"validationIndicatorCol": "held_out", "earlyStoppingPatience": 2},
-    "a model written by workers: `modelDir`": {"modelDir": "/models"},
+    "validation, early stopping": {"validationIndicatorCol": "held_out", "earlyStoppingPatience": 2},
+    "`modelDir`": {"modelDir": "/models"},
     "`classWeights`": {"classWeights": "balanced"},
     "a function that makes the optimizer": {"optimizer": lambda parameters: None},
     "a LightningModule": {"module": LightningModule},
@@ -80,7 +81,9 @@ def refused(strategy: str, options: dict[str, Any], feature: dict[str, Any]) -> 
 def page() -> str:
     """Returns the page, as Markdown."""
     columns = [(name, *each) for name in STRATEGIES for each in OPTIONS.get(name, [("", {})])]
-    heads = [f"`{name}`{f' {variant}' if variant else ''}" for name, variant, _ in columns]
+    heads = [
+        " ".join([re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=depen)", "&shy;", name), variant]) for name, variant, _ in columns
+    ]
     lines = [f"| | {' | '.join(heads)} |", f"|---|{':-:|' * len(columns)}"]
     notes: dict[str, int] = {}
     for feature, params in FEATURES.items():

@@ -78,6 +78,7 @@ def scaling(axes: Axes, result: dict[str, Any]) -> None:
         label = "loopback, as measured here" if name == "as here" else name
         axes.plot(found["ranks"], values, "o-", color=colour, label=label)
     axes.set_xscale("log", base=2)
+    axes.set_xticks(found["ranks"], [f"{ranks:,}" for ranks in found["ranks"]])
     axes.set_ylim(0, 1.05)
     axes.set_xlabel("ranks")
     axes.set_ylabel("efficiency, predicted")
