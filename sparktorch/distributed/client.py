@@ -348,8 +348,7 @@ class Client:
         longest = longest or paced(_LONGEST_PAUSE, self._world.world_size)
         pause, pulses = min(paced(_FIRST_PAUSE, self._world.world_size // 4), longest), Pulses[Any]()
         own = threading.get_ident() == self._owner  # the checkpoint thread may wait while the training goes on
-        if own:
-            self._waiting = True
+        self._waiting = own or self._waiting
         try:
             while (found := ready()) is None:
                 self._check_peers()
@@ -359,8 +358,7 @@ class Client:
                 pause = min(2 * pause, longest)
             return found
         finally:
-            if own:
-                self._waiting = False
+            self._waiting = self._waiting and not own
 
     def _tell_who_is_silent(self, *, first: bool, look: bool) -> None:
         """Reports dead ranks to the driver before this rank exits: once one task ends, Spark kills all others.
@@ -370,10 +368,9 @@ class Client:
         """
         if first:
             self._set(self.store, "silent", {"ranks": self._silent_peers() if look else []})
-        ranks = self._world.world_size
-        deadline = time.monotonic() + 2 * silent_seconds(ranks)
+        deadline = time.monotonic() + 2 * silent_seconds(self._world.world_size)
         while not self.store.check(["silent"]) and time.monotonic() < deadline:
-            time.sleep(paced(_LONGEST_PAUSE, ranks))  # `_wait` would raise, now that a rank has failed
+            time.sleep(paced(_LONGEST_PAUSE, self._world.world_size))  # `_wait` would raise, now that a rank has failed
 
     def _silent_peers(self) -> list[int]:
         """Returns the ranks that have stopped sending heartbeats without reporting an end or an error."""

@@ -230,16 +230,11 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
             )
         spark = spark or SparkSession.getActiveSession() or SparkSession.builder.getOrCreate()
         fields, outputs = self._fields()
-        column = outputCol or (
-            self.getPredictionCol() if self.getPredictionCol() in outputs else next(iter(outputs), "")
-        )
+        usual = self.getPredictionCol()
+        column = outputCol or (usual if usual in outputs else next(iter(outputs), ""))
         if column not in outputs:
-            raise ConfigError(
-                f"the model has no output column {column!r}",
-                hint=nearest(column, outputs),
-                param="outputCol",
-                code="ST-UNKNOWN-NAME",
-            )
+            what, hint = f"the model has no output column {column!r}", nearest(column, outputs)
+            raise ConfigError(what, hint=hint, param="outputCol", code="ST-UNKNOWN-NAME")
         field = outputs[column]
         udf = scoring_udf(spark, self.trained, {field: fields[field]}, self._scoring(), struct=False)
         spark.udf.register(name, udf)

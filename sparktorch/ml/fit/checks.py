@@ -16,8 +16,8 @@ from torch import nn
 
 from sparktorch.base.config import TrainConfig, above, at_least, one_of, rows_or_auto
 from sparktorch.base.imports import import_path, load_object
-from sparktorch.errors import ColumnError, ConfigError, ModuleError, nearest, refuse
-from sparktorch.ml.fit.values import COLUMNS, FIT, JOB, LIGHTNING, MODULE, RESTARTS, SCORING, Values
+from sparktorch.errors import ColumnError, ConfigError, ModuleError, Refusal, nearest, refuse
+from sparktorch.ml.fit.values import COLUMNS, FIT, JOB, MODULE, RESTARTS, SCORING, Values
 from sparktorch.ml.params.mixins import EstimatorParams
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.train.callbacks import check_callback
@@ -50,13 +50,49 @@ _VALID = {
     "nullPolicy": ("error", "drop", "fill"),
 }
 
+# A LightningModule brings its loss, optimizer and schedule, which Params must not name.
+_BROUGHT = {
+    "loss": "training_step returns it",
+    "lossParams": "training_step computes the loss",
+    "trainingStep": "the module has its own training_step",
+    "optimizer": "configure_optimizers returns it",
+    "optimizerParams": "configure_optimizers returns the optimizer",
+    "learningRate": "configure_optimizers sets it",
+    "parameterGroups": "configure_optimizers makes the groups",
+    "scheduler": "configure_optimizers returns it",
+    "schedulerParams": "configure_optimizers returns the scheduler",
+    "schedulerInterval": "it is the 'interval' that configure_optimizers returns",
+    "warmupSteps": "return a scheduler with a warm-up, such as SequentialLR",
+    "referenceBatchSize": "scale the learning rate in configure_optimizers",
+}
+
+_LIGHTNING = (
+    *(
+        Refusal(
+            name,
+            lambda p, name=name: p.is_set(name),  # type: ignore[misc]
+            f"{name} is set, and the module is a LightningModule, which brings its own",
+            f"leave it out: {why}",
+            "ST-LIGHTNING",
+        )
+        for name, why in _BROUGHT.items()
+    ),
+    Refusal(
+        "microBatchSize",
+        lambda p: p["microBatchSize"] == "auto",
+        "microBatchSize is 'auto', which may repeat a step, and with it the hooks of a LightningModule",
+        "set microBatchSize to a number, or set accumulationSteps",
+        "ST-LIGHTNING",
+    ),
+)
+
 
 def check_params(p: Values) -> None:
     """Checks the Params of an estimator, one by one and in combination."""
     refuse(MODULE, p)
     check_version(p.source)
     if p.brings_its_training:
-        refuse(LIGHTNING, p)
+        refuse(_LIGHTNING, p)
         check_class(p.source, validated=p.validated)
     above("learningRate", p["learningRate"], 0)
     one_of("dryRun", p["dryRun"], ("driver", "worker"))

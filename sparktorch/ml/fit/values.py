@@ -23,7 +23,7 @@ from sparktorch.train.strategies.base import Kind
 from sparktorch.train.strategies.registry import resumable, strategy_for, strategy_type
 
 __all__ = [
-    *("COLUMNS", "FIT", "JOB", "LIGHTNING", "MODEL_FOLDER", "MODULE", "RESTARTS", "SCORING", "WHOLE_GROUPS", "Values"),
+    *("COLUMNS", "FIT", "JOB", "MODEL_FOLDER", "MODULE", "RESTARTS", "SCORING", "WHOLE_GROUPS", "Values"),
 ]
 
 _MARK = "mark some with validationIndicatorCol"
@@ -385,41 +385,5 @@ MODEL_FOLDER = (
         "modelDir is set, and module is an instance, which this process holds already",
         "pass a class or function that makes the module, and its arguments as moduleParams",
         "ST-MODEL-DIR",
-    ),
-)
-
-# A LightningModule brings its loss, optimizer and schedule, which Params must not name.
-_BROUGHT = {
-    "loss": "training_step returns it",
-    "lossParams": "training_step computes the loss",
-    "trainingStep": "the module has its own training_step",
-    "optimizer": "configure_optimizers returns it",
-    "optimizerParams": "configure_optimizers returns the optimizer",
-    "learningRate": "configure_optimizers sets it",
-    "parameterGroups": "configure_optimizers makes the groups",
-    "scheduler": "configure_optimizers returns it",
-    "schedulerParams": "configure_optimizers returns the scheduler",
-    "schedulerInterval": "it is the 'interval' that configure_optimizers returns",
-    "warmupSteps": "return a scheduler with a warm-up, such as SequentialLR",
-    "referenceBatchSize": "scale the learning rate in configure_optimizers",
-}
-
-LIGHTNING = (
-    *(
-        Refusal(
-            name,
-            lambda p, name=name: p.is_set(name),  # type: ignore[misc]
-            f"{name} is set, and the module is a LightningModule, which brings its own",
-            f"leave it out: {why}",
-            "ST-LIGHTNING",
-        )
-        for name, why in _BROUGHT.items()
-    ),
-    Refusal(
-        "microBatchSize",
-        lambda p: p["microBatchSize"] == "auto",
-        "microBatchSize is 'auto', which may repeat a step, and with it the hooks of a LightningModule",
-        "set microBatchSize to a number, or set accumulationSteps",
-        "ST-LIGHTNING",
     ),
 )

@@ -212,10 +212,9 @@ def _tried(
     device, rows, label = str(batch.inputs[0].device), batch.rows, batch.label
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if not trainable:
+        what = "the module has no parameters that require a gradient"
         hint = "freeze leaves none; take some out again with '!pattern'" if recipe.freeze else ""
-        raise ModuleError(
-            "the module has no parameters that require a gradient", hint=hint, param="module", code="ST-NO-PARAMETERS"
-        )
+        raise ModuleError(what, hint=hint, param="module", code="ST-NO-PARAMETERS")
     check_state(module.state_dict())
     own = recipe.build_own(module, World(device=device), _STEPS)
     training_step = own.training_step(lambda _, function: function()) or recipe.build_training_step()
@@ -362,11 +361,8 @@ def describe_outputs(output: Any) -> tuple[OutputSpec, ...]:
     elif isinstance(output, tuple | list):
         named = dict(enumerate(output))
     if not named or not all(isinstance(t, torch.Tensor) and t.dim() for t in named.values()):
-        raise ModuleError(
-            f"forward returned {described(output)}",
-            hint="return a tensor with one row per row of the input, or a tuple or dict of such tensors",
-            code="ST-OUTPUT",
-        )
+        hint = "return a tensor with one row per row of the input, or a tuple or dict of such tensors"
+        raise ModuleError(f"forward returned {described(output)}", hint=hint, code="ST-OUTPUT")
     return tuple(OutputSpec(str(name), tuple(tensor.shape[1:])) for name, tensor in named.items())
 
 
@@ -375,13 +371,11 @@ def _check_classes(task: Task, output: Any, rows: int, loss: Loss | None) -> int
     if task == "generic":
         return None
     if not isinstance(output, torch.Tensor) or output.dim() > 2:
-        raise ModuleError(
-            f"the module returned {described(output)}",
-            hint="a classifier returns scores of shape (rows, classes), a regressor (rows,) or "
-            "(rows, values); for anything else there is TorchEstimator",
-            param="module",
-            code="ST-OUTPUT",
+        hint = (
+            "a classifier returns scores of shape (rows, classes), a regressor (rows,) or (rows, values); for anything "
+            "else there is TorchEstimator"
         )
+        raise ModuleError(f"the module returned {described(output)}", hint=hint, param="module", code="ST-OUTPUT")
     check_rows(output, rows)
     if task == "regression":
         return None

@@ -211,6 +211,7 @@ class GroupsLossStep(TrainingStep):
             with building("loss", loss):
                 loss, options = loss(**options), {}
         self._loss, self._params, self._metrics = loss, options, metrics
+        self._has_tensors = _has_tensors(loss)
 
     def evaluate(self, module: nn.Module, batch: Batch) -> tuple[torch.Tensor | None, Sums]:
         """Returns the same as a call for a batch of validation groups, and the sums of the metrics."""
@@ -228,7 +229,9 @@ class GroupsLossStep(TrainingStep):
         sizes = upload(batch.sizes, batch.inputs[0].device)
         output, label = align("regression", output, batch.label)
         given = (output, sizes) if label is None else (output, label, sizes)
-        losses = _beside(output, self._loss)(*given, **self._params)
+        if self._has_tensors:
+            self._loss.to(output.device)  # type: ignore[attr-defined]
+        losses = self._loss(*given, **self._params)
         return (losses, self._metrics(*given)) if self._measures and self._metrics is not None else losses
 
 
@@ -353,22 +356,16 @@ class Loss:
 
     def _refuse_sum(self, reduction: str) -> None:
         if reduction == "sum":
-            raise ModuleError(
-                f"loss {self.name} with reduction 'sum' would make the step depend on the batch size",
-                hint="leave 'reduction' out: the gradient is that of the mean",
-                param="loss",
-                code="ST-LOSS-MEAN",
-            )
+            what = f"loss {self.name} with reduction 'sum' would make the step depend on the batch size"
+            hint = "leave 'reduction' out: the gradient is that of the mean"
+            raise ModuleError(what, hint=hint, param="loss", code="ST-LOSS-MEAN")
 
     def _refuse_weight(self, kind: type, weight: Any) -> None:
         # torch divides by the sum of the classes' weights, which is not known in one rank.
         if weight is not None and issubclass(kind, nn.CrossEntropyLoss | nn.NLLLoss):
-            raise ModuleError(
-                f"loss {self.name} has a weight for each class, by which the mean over a batch would not be divided",
-                hint="give the weights as classWeights",
-                param="lossParams",
-                code="ST-LOSS-MEAN",
-            )
+            what = f"loss {self.name} has a weight for each class, by which the mean over a batch would not be divided"
+            hint = "give the weights as classWeights"
+            raise ModuleError(what, hint=hint, param="lossParams", code="ST-LOSS-MEAN")
 
     def __call__(self, output: Any, label: torch.Tensor | None, weight: torch.Tensor | None) -> torch.Tensor:
         """Returns the weighted sum of the rows' losses, a scalar tensor; raises as `weigh`."""
@@ -377,8 +374,9 @@ class Loss:
 
     def per_row(self, output: Any, label: torch.Tensor | None) -> torch.Tensor:
         """Returns what the user's loss returns: shape `(rows, ...)`, or a scalar mean."""
-        function = _beside(output, self._function) if self._has_tensors else self._function
-        return function(output) if label is None else function(output, label)
+        if self._has_tensors:
+            self._function.to(_first(output).device)  # type: ignore[attr-defined]
+        return self._function(output) if label is None else self._function(output, label)
 
 
 def _ignored(loss: Any, params: Mapping[str, Any]) -> int | None:
@@ -395,12 +393,6 @@ def _first(output: Any) -> torch.Tensor:
     return output
 
 
-def _beside(output: Any, loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Returns a loss whose own tensors, if it has any, are on the device of an output."""
-    if isinstance(loss, nn.Module) and _has_tensors(loss):
-        loss.to(_first(output).device)
-    return loss
-
-
 def _has_tensors(loss: Any) -> bool:
+    """Whether a loss is a module with tensors of its own, which go to the device of the output."""
     return isinstance(loss, nn.Module) and any(True for _ in chain(loss.parameters(), loss.buffers()))
