@@ -14,12 +14,12 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 from torch import nn
 
-from sparktorch.base.config import Invalid, Precision
+from sparktorch.base.config import Invalid, Precision, one_of
 from sparktorch.base.imports import load_object
 from sparktorch.base.redact import shown
 from sparktorch.base.weights_folder import WeightsFolder
 from sparktorch.data.columns import TensorSpec, places_of
-from sparktorch.errors import ConfigError, PersistenceError, nearest, shortens
+from sparktorch.errors import ConfigError, PersistenceError, shortens
 from sparktorch.ml.fit.checks import check_layers, check_outputs, check_scoring, naming_params
 from sparktorch.ml.fit.prepared_data import make_room
 from sparktorch.ml.fit.summary import TrainingSummary
@@ -233,10 +233,7 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
         column = outputCol or (
             self.getPredictionCol() if self.getPredictionCol() in outputs else next(iter(outputs), "")
         )
-        if column not in outputs:
-            raise ConfigError(
-                f"the model has no output column {column!r}", hint=nearest(column, outputs), param="outputCol"
-            )
+        one_of("outputCol", column, tuple(outputs))
         field = outputs[column]
         udf = scoring_udf(spark, self.trained, {field: fields[field]}, self._scoring(), struct=False)
         spark.udf.register(name, udf)
