@@ -83,7 +83,7 @@ test-unit test-dist test-spark test-device test-paths test-faults: setup zip $(V
 	$(RUN) $(@:test-%=tests/%)
 
 test-clock test-slow: setup zip $(VENV)/spark.jsa
-	$(BIN)/python -m pytest -m "$(@:test-%=%)" tests/unit tests/dist tests/spark tests/faults
+	$(BIN)/python -m pytest -m "$(@:test-%=%)" $$(grep -rl --include='test_*.py' 'mark.$(@:test-%=%)' tests)
 
 test-wheel: setup
 	scripts/wheel.sh $(abspath $(BIN)/python)

@@ -16,11 +16,11 @@ from torch.utils import _pytree as pytree
 from sparktorch.base.config import Task
 from sparktorch.base.imports import load_object
 from sparktorch.base.state_dict import pack_state
-from sparktorch.errors import ConfigError, ModuleError
+from sparktorch.errors import ConfigError, ModuleError, refusing
 from sparktorch.ml.fit.checks import naming_params
 from sparktorch.ml.fit.first_row_trial import first_inputs
 from sparktorch.ml.fit.translate import input_columns
-from sparktorch.model.export import ExportError, example_inputs, export_program
+from sparktorch.model.export import example_inputs, export_program
 from sparktorch.model.script import Script
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.frame.prepare import prepare
@@ -100,14 +100,12 @@ def _read(module: Any) -> Any:
         raise ModuleError(f"there is no file {module} on this machine", param="module")
     if not path.is_file():
         return module
-    try:
+    hint = "torch.export.save writes .pt2 files, torch.jit.save others; a file of weights is named by weights"
+    with refusing(f"{module} holds no program", hint, param="module"):
         if path.suffix == ".pt2":
             return torch.export.load(path)
         script = Script(path.read_bytes())
         script()
-    except Exception as error:
-        hint = "torch.export.save writes .pt2 files, torch.jit.save others; a file of weights is named by weights"
-        raise ModuleError(f"{module} holds no program: {error}", hint=hint, param="module") from error
     return script
 
 
@@ -122,12 +120,10 @@ def _source_of(module: Any, params: Mapping[str, Any], weights: Weights | None, 
     _check_evaluates(graph, takes)
     if isinstance(module, Script):
         return {"source": module, "params": {}, "weights": pack_state({})}
-    try:
+    hint = "it is called with the input columns in their order, and any number of rows: export it with positional "
+    hint += "arguments, and torch.export.Dim for the first dimension"
+    with refusing("the program does not take the columns", hint, param="module"):
         program = export_program(graph, takes)
-    except ExportError as error:
-        hint = "it is called with the input columns in their order, and any number of rows: export it with positional "
-        hint += "arguments, and torch.export.Dim for the first dimension"
-        raise ModuleError(f"the program does not take the columns: {error}", hint=hint, param="module") from error
     return {"source": program, "params": {}, "weights": pack_state(graph.state_dict())}
 
 
@@ -146,13 +142,10 @@ def _made(module: Any, params: Mapping[str, Any], weights: Weights | None) -> di
     built = recipe_type(found["module"])(**found).build_module(0)
     if weights is not None:
         state = _state(weights)
-        try:
+        inner = [key for key, value in state.items() if isinstance(value, Mapping)]
+        hint = f"of the keys {', '.join(map(repr, state))}, pass what is under {inner[0]!r}" if inner else ""
+        with refusing("the weights are not those of the module", hint, param="weights"):
             built.load_state_dict(state)
-        except RuntimeError as error:
-            inner = [key for key, value in state.items() if isinstance(value, Mapping)]
-            hint = f"of the keys {', '.join(map(repr, state))}, pass what is under {inner[0]!r}" if inner else ""
-            what = f"the weights are not those of the module: {error}"
-            raise ModuleError(what, hint=hint, param="weights") from error
     # A function is not called again on the executors: what it reads may be on this machine alone.
     code = {"source": source, "params": found["module_params"]} if of_class else {"source": built, "params": {}}
     return {**code, "weights": pack_state(built.state_dict())}
@@ -163,14 +156,12 @@ def _state(weights: Weights) -> Mapping[str, torch.Tensor]:
     if isinstance(weights, Mapping):
         return weights
     path = os.fspath(weights)
-    try:
+    hint = "give a file of safetensors, or one that torch.save wrote of module.state_dict()"
+    with refusing(f"the weights in {path} cannot be read", hint, param="weights"):
         if path.endswith(".safetensors"):
             from safetensors.torch import load_file
 
             return load_file(path)
         found = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        hint = "give a file of safetensors, or one that torch.save wrote of module.state_dict()"
-        raise ModuleError(f"the weights in {path} cannot be read: {error}", hint=hint, param="weights") from error
     state: Mapping[str, torch.Tensor] = found.get("state_dict", found) if isinstance(found, Mapping) else {}
     return state

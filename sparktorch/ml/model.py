@@ -14,12 +14,12 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 from torch import nn
 
-from sparktorch.base.config import Invalid, Precision
+from sparktorch.base.config import Invalid, Precision, one_of
 from sparktorch.base.imports import load_object
 from sparktorch.base.redact import shown
 from sparktorch.base.weights_folder import WeightsFolder
 from sparktorch.data.columns import TensorSpec, places_of
-from sparktorch.errors import ConfigError, PersistenceError, nearest, shortens
+from sparktorch.errors import ConfigError, PersistenceError, shortens
 from sparktorch.ml.fit.checks import check_layers, check_outputs, check_scoring, naming_params
 from sparktorch.ml.fit.prepared_data import make_room
 from sparktorch.ml.fit.summary import TrainingSummary
@@ -232,9 +232,7 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
         fields, outputs = self._fields()
         usual = self.getPredictionCol()
         column = outputCol or (usual if usual in outputs else next(iter(outputs), ""))
-        if column not in outputs:
-            what, hint = f"the model has no output column {column!r}", nearest(column, outputs)
-            raise ConfigError(what, hint=hint, param="outputCol", code="ST-UNKNOWN-NAME")
+        one_of("outputCol", column, tuple(outputs))
         field = outputs[column]
         udf = scoring_udf(spark, self.trained, {field: fields[field]}, self._scoring(), struct=False)
         spark.udf.register(name, udf)

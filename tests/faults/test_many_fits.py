@@ -16,7 +16,7 @@ OBJECTS = 2
 ONCE = 10
 
 
-@pytest.mark.parametrize(("fits", "rest"), [(40, 0), pytest.param(200, 70, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("fits", "rest"), [(20, 0), pytest.param(200, 70, marks=pytest.mark.slow)])
 def test_fits_leave_nothing_behind_and_do_not_disturb_each_other(fits: int, rest: int, tmp_path: Path) -> None:
     out = run_python(
         tmp_path, "-m", "tests.faults.programs.many_fits", str(fits), str(rest), str(tmp_path), seconds=280

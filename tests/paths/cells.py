@@ -19,7 +19,7 @@ FILE = Path(__file__).with_name("cells.csv")
 MASTERS = ("local", "local-cluster", "connect", "standalone")
 SOURCES = (
     *("parquet", "orc", "json", "csv", "partitioned", "table", "view", "join", "union"),
-    *("dedup", "window", "cached", "rows", "stream"),
+    *("window", "cached", "rows", "stream"),
 )
 KINDS = (
     *("dense", "sparse", "floats", "doubles", "nested", "ragged", "scalars", "unused"),

@@ -18,7 +18,7 @@ from sparktorch.data.fields.base import Dense, Field
 from sparktorch.data.fields.kinds import field_of
 from sparktorch.data.preprocess import Preprocess, StepContext
 from sparktorch.data.storage import RowStorage
-from sparktorch.errors import ConfigError, ModuleError, SparkTorchError
+from sparktorch.errors import ConfigError, ModuleError, refusing
 from sparktorch.ml.fit.checks import naming_params
 from sparktorch.ml.fit.translate import Request, translate
 from sparktorch.ml.fit.values import Values
@@ -175,16 +175,8 @@ def _preprocessed(preprocess: Preprocess, columns: list[tuple[Any, ...]]) -> dic
 
     A `ModuleError` says that it returns other tensors in training than in scoring.
     """
-    try:
+    named = zip(preprocess.names, columns, strict=True)
+    kinds = (f"{name!r}: {' and '.join(type(part).__name__ for part in column)}" for name, column in named)
+    hint = f"the columns arrive as {', '.join(kinds)}"
+    with refusing("preprocess failed on the first row", hint, param="preprocess", code="ST-PREPROCESS"):
         return preprocess.returning(preprocess(columns, 2))(columns, 2, StepContext(0, 0))
-    except SparkTorchError:
-        raise
-    except Exception as error:
-        named = zip(preprocess.names, columns, strict=True)
-        kinds = (f"{name!r}: {' and '.join(type(part).__name__ for part in column)}" for name, column in named)
-        raise ModuleError(
-            f"preprocess failed on the first row: {type(error).__name__}: {error}",
-            hint=f"the columns arrive as {', '.join(kinds)}",
-            param="preprocess",
-            code="ST-PREPROCESS",
-        ) from error

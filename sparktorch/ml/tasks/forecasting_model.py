@@ -10,6 +10,7 @@ import pyarrow.compute as pc
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import types as T
 
+from sparktorch.base.config import at_least
 from sparktorch.data.columns import input_name
 from sparktorch.errors import ColumnError, ConfigError, Refusal, refuse
 from sparktorch.ml.fit.checks import check_outputs, naming_params
@@ -62,6 +63,16 @@ WINDOWS = (
     ),
 )
 
+_FORECASTS = (
+    *WINDOWS,
+    Refusal(
+        "handleInvalid",
+        lambda p: p["handleInvalid"] == "keep",
+        "handleInvalid is 'keep', and a series without a context has no times to forecast",
+        "set 'skip', which leaves it out, or 'error'",
+    ),
+)
+
 
 class ForecastingModel(TorchModelBase, ForecastingModelParams):
     """A model fitted by `Forecaster`. `transform` is `forecast`: it returns rows to come, and none of its input."""
@@ -76,10 +87,7 @@ class ForecastingModel(TorchModelBase, ForecastingModelParams):
             ConfigError: A Param is out of range.
         """
         p = Values(self)
-        refuse(WINDOWS, p)
-        if p["handleInvalid"] == "keep":
-            what = "handleInvalid is 'keep', and a series without a context has no times to forecast"
-            raise ConfigError(what, hint="set 'skip', which leaves it out, or 'error'", param="handleInvalid")
+        refuse(_FORECASTS, p)
         return SeriesColumns(
             group=p["groupCol"] or "",
             order=p["orderCol"],
@@ -132,8 +140,7 @@ class ForecastingModel(TorchModelBase, ForecastingModelParams):
         """
         stride = self.getHorizon() if stride is None else stride
         for name, value in (("origins", origins), ("stride", stride), ("season", season)):
-            if value < 1:
-                raise ConfigError(f"{name} is {value}", hint="set it to 1 or more", param=name)
+            at_least(name, value, 1)
         columns = self.columns
         quantiles = dict(zip(columns.quantiles, columns_of_quantiles(columns), strict=True))
         asked = Backtest(origins=origins, stride=stride, season=season)

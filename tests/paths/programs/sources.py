@@ -41,8 +41,6 @@ class Rows:
             return data.drop("bucket", "target").join(labels, "id")
         if source == "union":
             return data.where("id % 3 = 0").unionByName(self._read("orc", "orc", stream).where("id % 3 <> 0"))
-        if source == "dedup":
-            return data.union(data).dropDuplicates(["id"])
         if source == "window":
             return data.withColumn("place", F.row_number().over(Window.partitionBy("bucket").orderBy("id")))
         assert source == "cached"

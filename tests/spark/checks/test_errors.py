@@ -37,10 +37,6 @@ class Locked(MLP):
         self.lock = threading.Lock()
 
 
-def constant_loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-    return output.sum(0)
-
-
 @pytest.mark.parametrize(
     ("params", "kind", "says"),
     [
@@ -52,16 +48,6 @@ def constant_loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
         ({"weightCol": "name"}, ColumnError, ["'name' must be a number, but is string", "param=weightCol"]),
         ({"labelCol": "features"}, ColumnError, ["'features' must be a number, but is array", "TorchEstimator"]),
         ({"validationIndicatorCol": "label"}, ColumnError, ["'label' must be boolean"]),
-        ({"inputCols": ["features"], "featuresCol": "features"}, ConfigError, ["both set"]),
-        ({"learningRate": -1.0}, ConfigError, ["learningRate must be above 0, got -1.0"]),
-        ({"batchSize": 0}, ConfigError, ["batchSize must be at least 1"]),
-        ({"device": "gpu"}, ConfigError, ["device 'gpu' is unknown", "cuda"]),
-        ({"strategy": "dpp"}, ConfigError, ["strategy 'dpp'", "did you mean 'ddp'"]),
-        ({"optimizer": "AdmaW"}, ModuleError, ["optimizer 'AdmaW' is unknown", "did you mean 'AdamW'"]),
-        ({"optimizerParams": {"lr": 0.9}}, ConfigError, ["set learningRate"]),
-        ({"loss": constant_loss}, ModuleError, ["returned shape (3,) for 2 rows", "one loss per row"]),
-        ({"module": None}, ConfigError, ["module is not set"]),
-        ({"module": "no.such:Net"}, ModuleError, ["cannot import 'no.such:Net'", "--py-files"]),
         ({"moduleParams": {"width": 3}}, ModuleError, ["MLP cannot be built", "width", "its parameters are (inputs"]),
         (
             {"moduleParams": {"inputs": 7, "outputs": 3}},
@@ -69,8 +55,6 @@ def constant_loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
             ["forward of MLP failed", "argument 0 of forward <- column 'features': float32 of shape (rows, 5)"],
         ),
         ({"predictionCol": "label"}, ColumnError, ["the DataFrame already has a column 'label'", "output columns"]),
-        ({"predictionCol": "probability"}, ConfigError, ["two output columns are called 'probability'"]),
-        ({"moduleParams": {"outputs": 1}}, ModuleError, ["one score a row", "BCEWithLogitsLoss"]),
         ({"numWorkers": 4}, ClusterError, ["numWorkers=4, but the cluster has 3 slots", "spark.executor.instances"]),
         ({"device": "cuda"}, ClusterError, ["device='cuda'", "torch sees 0 such devices"]),
         ({"module": Locked(), "moduleParams": {}}, ModuleError, ["the module instance cannot be copied", "lock"]),
@@ -134,43 +118,18 @@ def test_validation_rows_in_a_dataframe_of_their_own_are_refused_with_what_to_do
         classifier().fit(frame, frame)  # type: ignore[call-overload]
 
 
-def test_params_of_the_wrong_type_are_refused_when_set() -> None:
-    with pytest.raises(TypeError, match="batchSize"):
-        classifier(batchSize="many")
-    with pytest.raises(TypeError, match="unexpected keyword"):
-        TorchClassifier(batchsize=3)  # type: ignore[call-arg]
-
-
 def test_an_empty_frame_is_refused(frame: DataFrame) -> None:
     with pytest.raises(ColumnError, match="has no rows"):
         classifier().fit(frame.where("label > 99"))
 
 
-def test_a_frame_of_validation_rows_only_is_refused(frame: DataFrame) -> None:
-    with pytest.raises(ColumnError, match="no rows to train on"):
-        classifier(validationIndicatorCol="v").fit(frame.withColumn("v", F.lit(True)))
-
-
-@pytest.mark.parametrize(
-    ("column", "value", "says"),
-    [
-        ("label", "3", ["labels in column 'label' are not among classes 0 ... 2", "for example 3", "3 scores a row"]),
-        ("weight", "-2", ["weights in column 'weight' are negative"]),
-        ("features", "null", ["'features' has", "null values"]),
-    ],
-)
-def test_bad_values_name_their_column_and_nothing_hangs(
-    frame: DataFrame, column: str, value: str, says: list[str]
-) -> None:
-    kind = "array<double>" if column == "features" else "double"
-    bad = frame.withColumn(
-        column, F.expr(f"if(target > 4, cast({value} as {kind}), cast({column} as {kind}))")
-    )  # about every tenth row, not the first
+def test_bad_values_name_their_column_and_nothing_hangs(frame: DataFrame) -> None:
+    bad = frame.withColumn("label", F.expr("if(target > 4, 3.0D, label)"))  # about every tenth row, not the first
     with pytest.raises(ColumnError) as caught:
         classifier(weightCol="weight").fit(bad)
-    for text in says:
+    for text in ("labels in column 'label' are not among classes 0 ... 2", "for example 3", "3 scores a row"):
         assert text in str(caught.value)
-    assert caught.value.where["column"] == column
+    assert caught.value.where["column"] == "label"
 
 
 def test_rows_that_spark_cannot_compute_in_a_ranks_task_are_told_as_spark_tells_them(spark: SparkSession) -> None:

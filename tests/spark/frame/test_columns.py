@@ -16,8 +16,13 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from sparktorch import TorchRegressor
+from sparktorch.data.columns import InputOptions
+from sparktorch.data.fields.kinds import field_of
+from sparktorch.data.storage import RowStorage
 from sparktorch.errors import ColumnError, ConfigError, SparkTorchError
 from sparktorch.ml.fit.translate import input_names
+from sparktorch.spark.compat import table_of
+from sparktorch.spark.frame.prepare import prepare
 from sparktorch.tracking import save_model
 from tests.spark.columns import Flat, Padded
 from tests.spark.scored import sorted_rows
@@ -118,42 +123,61 @@ def models(rows: DataFrame) -> dict[str, Fitted]:
     }
 
 
-def assert_alike(one: Fitted, expected: Fitted, tolerance: float = 0.0) -> None:
+def assert_alike(one: Fitted, expected: Fitted) -> None:
     for found, wanted in zip(one.model.module.parameters(), expected.model.module.parameters(), strict=True):
-        torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+        assert torch.equal(found, wanted)
     np.testing.assert_allclose(one.scores, expected.scores, atol=1e-5)
 
 
-SHAPED = {"inputShapes": {"plain": [2, 3, 1]}}
-CASES: list[tuple[str, tuple[str, ...], dict[str, Any], dict[str, Any]]] = [
-    # what it is, input columns, what the module expects of each argument, Params
-    ("scalars", tuple(f"c{i}" for i in range(WIDTH)), {"expects": ["int64 1"] * 4 + ["float32 1"] * 2}, {}),
-    (
-        "scalars in one tensor",
-        (*[f"c{i}" for i in range(WIDTH - 1)], "exact"),
-        {"expects": ["float32 2"]},
-        {"assembleInputs": True},
-    ),
-    ("mixed vectors", ("mixed",), {"expects": ["float32 2"]}, {}),
-    ("sparse tensors", ("mixed",), {"expects": ["sparse 2"]}, {"inputLayouts": {"mixed": "sparse_csr"}}),
-    ("nested arrays", ("nested",), {"expects": ["float32 3"]}, {}),
-    ("arrays reshaped", ("plain",), {"expects": ["float32 4"]}, SHAPED),
-    ("other dtypes", ("plain",), {"expects": ["int64 2"]}, {"inputDtypes": {"plain": "int64"}}),
-    (
-        "raw bytes",
-        ("blob",),
-        {"expects": ["float64 3"]},
-        {"inputLayouts": {"blob": "raw"}, "inputDtypes": {"blob": "float64"}, "inputShapes": {"blob": [2, 3]}},
-    ),
-]
+def arguments(data: DataFrame, *inputs: str, **options: Any) -> list[torch.Tensor]:
+    """What ranks make of all rows."""
+    frame = prepare(data, "generic", inputs=inputs, label=None, key="id", options=InputOptions(**options))
+    (sent,) = table_of(frame.data).combine_chunks().to_batches()
+    found: list[torch.Tensor] = []
+    for spec in frame.columns.inputs:
+        field = field_of(spec, RowStorage())
+        field.append(sent.column(spec.name))
+        field.finish()
+        found += field.take(torch.arange(ROWS))
+    return found
 
 
-@pytest.mark.parametrize(("inputs", "module", "params"), [c[1:] for c in CASES], ids=[c[0] for c in CASES])
-def test_a_column_trains_and_scores_as_the_tensor_made_by_hand(
-    rows: DataFrame, plain: Fitted, inputs: tuple[str, ...], module: dict[str, Any], params: dict[str, Any]
+X = torch.from_numpy(values("float"))
+SCALARS = tuple(f"c{i}" for i in range(WIDTH))
+LENGTHS = torch.from_numpy(np.random.default_rng(1).integers(1, WIDTH + 1, ROWS))
+MASK = torch.arange(WIDTH) < LENGTHS[:, None]
+RAW: dict[str, Any] = {"layouts": {"blob": "raw"}, "dtypes": {"blob": "float64"}, "shapes": {"blob": (2, 3)}}
+PADDED_TOKENS: dict[str, Any] = {"layouts": {"tokens": "padded"}, "pads": {"tokens": -9}}
+CUT: dict[str, Any] = {"layouts": {"ragged": "padded"}, "limits": {"ragged": 3}}
+
+
+@pytest.mark.parametrize(
+    ("inputs", "options", "expected"),
+    [
+        pytest.param(SCALARS, {}, [*X[:, :4].long().T, *X[:, 4:].T], id="scalars"),
+        pytest.param((*SCALARS[:-1], "exact"), {"assemble": True}, [X], id="scalars in one tensor"),
+        pytest.param(("mixed",), {}, [X], id="mixed vectors"),
+        pytest.param(("nested",), {}, [X.view(ROWS, 3, 2)], id="nested arrays"),
+        pytest.param(("plain",), {"shapes": {"plain": (2, 3, 1)}}, [X.view(ROWS, 2, 3, 1)], id="arrays reshaped"),
+        pytest.param(("plain",), {"dtypes": {"plain": "int64"}}, [X.long()], id="other dtypes"),
+        pytest.param(("blob",), RAW, [X.double().view(ROWS, 2, 3)], id="raw bytes"),
+        pytest.param(("tokens",), PADDED_TOKENS, [X.long().where(MASK, -9), MASK], id="padded rows"),
+        pytest.param(("ragged",), CUT, [(X * MASK)[:, :3], MASK[:, :3]], id="rows that are cut off"),
+    ],
+)
+def test_a_column_becomes_the_tensor_made_by_hand(
+    rows: DataFrame, inputs: tuple[str, ...], options: dict[str, Any], expected: list[torch.Tensor]
 ) -> None:
-    found = fitted(rows, *inputs, moduleParams=module, **params)
-    assert_alike(found, plain, 1e-6 if "sparse 2" in module["expects"] else 0)
+    torch.testing.assert_close(arguments(rows, *inputs, **options), expected, rtol=0, atol=0)
+
+
+def test_vectors_become_one_sparse_tensor_and_rows_of_unequal_length_one_jagged_tensor(rows: DataFrame) -> None:
+    (found,) = arguments(rows, "mixed", layouts={"mixed": "sparse_csr"})
+    assert found.layout == torch.sparse_csr
+    assert torch.equal(found.to_dense(), X)
+    (found,) = arguments(rows, "ragged", layouts={"ragged": "jagged"})
+    assert torch.equal(found.offsets().diff(), LENGTHS)  # type: ignore[attr-defined]  # torch's nested
+    assert torch.equal(found.values(), X[MASK])
 
 
 def test_sparse_vectors_and_padded_rows_train_and_score_as_the_tensor_made_by_hand(
@@ -161,29 +185,6 @@ def test_sparse_vectors_and_padded_rows_train_and_score_as_the_tensor_made_by_ha
 ) -> None:
     assert_alike(models["sparse"], plain)
     assert_alike(models["ragged"], short)
-
-
-@pytest.mark.parametrize(
-    ("column", "expects", "params"),
-    [
-        ("ragged", "float32", {"inputLayouts": {"ragged": "jagged"}}),
-        ("tokens", "int64", {"inputLayouts": {"tokens": "padded"}, "padValues": {"tokens": -9}}),
-    ],
-)
-def test_rows_of_unequal_length_train_and_score_as_if_padded_by_hand(
-    rows: DataFrame, short: Fitted, column: str, expects: str, params: dict[str, Any]
-) -> None:
-    pad = params.get("padValues", {}).get(column, 0)
-    assert_alike(fitted(rows, column, module=Padded, moduleParams={"expects": expects, "pad": pad}, **params), short)
-
-
-def test_rows_that_are_too_long_are_cut_off(rows: DataFrame) -> None:
-    cut = rows.withColumn("short", F.transform("short", lambda v, i: F.when(i < 3, v).otherwise(0.0)))
-    model = fit(cut, "ragged", maxLengths={"ragged": 3}, **PADDED)
-    expected = fit(cut, "short")
-    for found, wanted in zip(model.module.parameters(), expected.module.parameters(), strict=True):
-        assert torch.equal(found, wanted)
-    np.testing.assert_allclose(scores(model, cut), scores(expected, cut), atol=1e-5)
 
 
 def test_a_model_scores_other_columns_of_the_same_meaning_in_sql_and_after_loading(
@@ -303,8 +304,6 @@ def test_vectors_of_another_length_are_refused_by_the_ranks(spark: SparkSession,
 
 
 def test_vectors_and_arrays_of_the_same_numbers_have_the_same_keys(rows: DataFrame) -> None:
-    from sparktorch.spark.frame.prepare import prepare
-
     def keys(column: str) -> list[int]:
         frame = prepare(rows, "generic", inputs=[column], label=None)
         return sorted(row["k"] for row in frame.data.select("k").collect())

@@ -249,7 +249,7 @@ def test_columns_that_cannot_be_are_refused(past: DataFrame, model: ForecastingM
         model.copy({model.orderCol: "step"}).evaluate(past.withColumnRenamed("day", "step"))
     with pytest.raises(ConfigError, match="handleInvalid is 'keep'"):
         model.copy({model.handleInvalid: "keep"}).forecast(past)
-    with pytest.raises(ConfigError, match="origins is 0"):
+    with pytest.raises(ConfigError, match="origins must be at least 1, got 0"):
         model.backtest(past, origins=0)
 
 

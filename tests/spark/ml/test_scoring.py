@@ -223,7 +223,7 @@ def test_sql_calls_the_model_on_whatever_columns_it_could_be_fitted_on(
     assert [row["b"] for row in found] == [row["prediction"] for row in expected]
     assert [row["c"] for row in found] == [row["d"] for row in found]
     np.testing.assert_allclose([row["p"] for row in found], [row["probability"].toArray() for row in expected])
-    with pytest.raises(ConfigError, match="no output column 'probabilty'") as caught:
+    with pytest.raises(ConfigError, match="outputCol 'probabilty' is unknown") as caught:
         model.registerUDF("wrong", "probabilty")
     assert "'probability'" in caught.value.hint
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sparktorch.data.sampling.plan import RankOrder, SamplingPlan, argsort, by_step, mix, rank_of_key
 
-settings.register_profile("sparktorch", max_examples=300, deadline=None, database=None)
+settings.register_profile("sparktorch", max_examples=100, deadline=None, database=None)
 settings.load_profile("sparktorch")
 
 _MASK = 2**64 - 1

@@ -182,6 +182,8 @@ def test_what_is_asked_of_the_inputs_travels_together() -> None:
         ({"scheduler": ReduceLROnPlateau}, "scheduler"),  # without validation rows
         ({"schedulerParams": {"gamma": 0.5}}, "schedulerParams"),
         ({"epochs": 0}, "epochs"),
+        ({"batchSize": 0}, "batchSize"),
+        ({"device": "gpu"}, "device"),
         ({"optimizer": SGD(Mlp().parameters())}, "optimizer"),
         ({"scheduler": StepLR(SGD(Mlp().parameters()), 1)}, "scheduler"),
         ({"module": torch.export.export(Mlp(), (torch.ones(2, 5),))}, "module"),
