@@ -34,7 +34,7 @@ from sparktorch.distributed.log_capture import LogCapture
 from sparktorch.distributed.monitor import Monitor, Timeouts
 from sparktorch.distributed.root_cause import RootCause
 from sparktorch.distributed.server import ControlServer
-from sparktorch.distributed.store import Rendezvous, SealedStore, connect
+from sparktorch.distributed.store import Rendezvous, SealedStore, allow_connections, connect
 from sparktorch.errors import SparkTorchError
 
 SIZES = (2, 64, 256, 1024, 4096)
@@ -110,6 +110,7 @@ class Crowd:
 
     def __init__(self, meeting: Rendezvous, ranks: range, size: int) -> None:
         """Starts the threads; each connects."""
+        allow_connections(2 * len(ranks))
         open_store = partial(connect, meeting.host, meeting.port, token=meeting.prefix)
         self._size, self._ranks, self._clients = size, ranks, dict[int, Simulated]()
         self._open_store: Any = open_store
@@ -234,6 +235,7 @@ def driver(pipe: Connection) -> None:
 
 def _watch(pipe: Connection, size: int, counter: Counter) -> None:
     """Watches a job until it is told to end."""
+    allow_connections(2 * size)
     with closing(ControlServer(HOST, HOST)) as server:
         watch = Monitor(server, size, NoObserver(), Timeouts())
         causes, known = RootCause(watch), None

@@ -17,7 +17,8 @@ from typing import Any
 from benchmarks.common import ROOT
 
 PAGES = [
-    ROOT / "docs" / name for name in ("benchmarks.md", "model_parallel.md", "strategies.md", "tables.md", "training.md")
+    ROOT / "docs" / name
+    for name in ("benchmarks.md", "model_parallel.md", "scale.md", "strategies.md", "tables.md", "training.md")
 ]
 RESULTS = ROOT / "benchmarks" / "results"
 BLOCK = re.compile(r"(<!-- results: (\w+)(?: (\w+))? -->\n).*?(<!-- end -->)", re.DOTALL)
