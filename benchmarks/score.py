@@ -40,7 +40,7 @@ PARTITIONS = 8
 QUARTER = "transform, a quarter of the rows"
 MANY = "transform, 200 partitions of 500 rows"
 FLOORS = {QUARTER: "floor, a quarter of the rows", MANY: "floor, 200 partitions of 500 rows"}
-MANY_PARTITIONS = 200
+FEW_ROWS = 500  # of each of many partitions
 SLOW = ("mlflow spark_udf", "row udf")
 BATCH = 2048
 IMAGE_BATCH = 64
@@ -212,7 +212,7 @@ def main() -> None:
         table = cached(spark, work / "rows.parquet", rows, WIDTH)
         pictures = cached(spark, work / "images.parquet", images, ResNet.width)
         subset = table.limit(few).repartition(PARTITIONS).cache()
-        scattered = subset.repartition(MANY_PARTITIONS).cache()
+        scattered = subset.repartition(few // FEW_ROWS).cache()
         model = fitted(MLP, subset.limit(1000), BATCH)
         classifier = fitted(MLP, subset.limit(1000), BATCH, loss="BCEWithLogitsLoss")
         resnet = fitted("benchmarks.score:ResNet", pictures.limit(100), IMAGE_BATCH)
