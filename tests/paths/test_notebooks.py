@@ -13,7 +13,7 @@ from tests.support.programs import ROOT
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 SAID = {
-    "language_model": "bits a byte, on text the fit has not seen: 3.",
+    "language_model": "bits a byte, on text the fit has not seen: 4.",
     "rdd": "DDP and treeAggregate differ by ",
     "recommendations": "of the airports held out, NDCG at 10 is 0.",
     "series": "MASE 0.",
