@@ -9,7 +9,6 @@ each stage; of one with stages of Spark's, it has the columns only, and MLflow's
 from __future__ import annotations
 
 import importlib
-import inspect
 import logging
 import os
 import tempfile
@@ -75,11 +74,9 @@ def log_model(
     """
     from mlflow.models import Model
 
-    named: Any = {"artifact_path": None, "name": name}
-    if "name" not in inspect.signature(Model.log).parameters:  # before MLflow 3
-        named = {"artifact_path": name}
     info: ModelInfo = Model.log(
-        **named,
+        artifact_path=None,
+        name=name,
         flavor=importlib.import_module(__name__),
         registered_model_name=registered_model_name,
         sparktorch_model=model,

@@ -60,10 +60,9 @@ def _load_pyfunc(
 
 def pickles_allowed() -> bool:
     """Whether pickled code may be run: on by default in MLflow; sparktorch requires it to be set explicitly."""
-    from mlflow import environment_variables
+    from mlflow.environment_variables import MLFLOW_ALLOW_PICKLE_DESERIALIZATION
 
-    setting = getattr(environment_variables, "MLFLOW_ALLOW_PICKLE_DESERIALIZATION", None)  # new in MLflow 3
-    return setting is not None and setting.is_set() and bool(setting.get())
+    return MLFLOW_ALLOW_PICKLE_DESERIALIZATION.is_set() and bool(MLFLOW_ALLOW_PICKLE_DESERIALIZATION.get())
 
 
 class PyFuncModel:
