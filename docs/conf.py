@@ -131,7 +131,7 @@ def setup(app: Any) -> None:
     _write("reference/commands.md", _commands())
     _write("reference/job_files.md", _job_files())
     _write("cookbook.md", _cookbook())
-    _write("features.md", features.page())
+    _write("compatibility.md", features.page())
     plots.draw(PAGES / "plots")
     app.connect("source-read", _linked)
     app.connect("autodoc-skip-member", _skip)
