@@ -25,6 +25,7 @@ SHORT = {
 LINES = 25
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 # The kernel's client leaves a socket to the garbage collector.
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")
@@ -36,7 +37,7 @@ def test_it_runs_and_is_stored_without_output(path: Path, tmp_path: Path) -> Non
     lines = [line for cell in code for line in cell.source.splitlines() if line.strip()]
     assert path.stem not in SHORT or len(lines) <= LINES
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("SPARK", "PYSPARK", "_PYSPARK"))}
-    client = NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}})
+    client = NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(tmp_path)}})
     client.execute(env=environment)
     printed = "".join(output.get("text", "") for cell in code for output in cell.outputs)
     assert SAID.get(path.stem, "accuracy on rows the fit has not seen: 0.9") in printed
