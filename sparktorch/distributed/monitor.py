@@ -121,6 +121,11 @@ class Monitor:
             self._look_at_main(self.server)
             self._listen(self.server)
 
+    @property
+    def trains(self) -> bool:
+        """Whether rank 0 trains, or runs a user's function, as its last heartbeat says."""
+        return 0 in self._pulses and self._pulses[0].record["phase"] in ("training", "running")
+
     def dead(self, ranks: Iterable[int]) -> set[int]:
         """Returns the ranks whose heartbeats stay away; waits for the next one of the others."""
         server = self.server

@@ -11,7 +11,7 @@ from pyspark.resource import ResourceProfile
 from pyspark.sql import SparkSession
 
 __all__ = [
-    *("cancel_tasks", "driver_address", "is_connect", "is_local", "is_leaving", "java_profile"),
+    *("cancel_tasks", "driver_address", "executor_ids", "is_connect", "is_local", "is_leaving", "java_profile"),
     *("java_version", "other_tasks"),
     *("running_tasks", "session_of", "setting", "slots", "switched_on", "tag_tasks"),
 ]
@@ -110,16 +110,29 @@ def running_tasks(spark: SparkSession, tag: str) -> int | None:
     return None if stages is None else _active_tasks(spark, stages)
 
 
-def other_tasks(spark: SparkSession, tag: str, ended: Iterable[str], *, all_jobs: bool) -> int:
+def other_tasks(spark: SparkSession, tag: str, ended: Iterable[str], *, all_jobs: bool, gpus: bool = False) -> int:
     """Returns the number of running tasks of the jobs with tags in `ended`, or of all but those with a tag.
 
-    For sessions in which `slots` can be counted.
+    With `gpus`, those with a resource profile of their own count: others hold no GPU. For sessions in which `slots` can
+    be counted.
     """
     if is_connect(spark):
         return 0
     stages = set(spark.sparkContext.statusTracker().getActiveStageIds()) if all_jobs else set[int]()
     stages.update(*(_stages(spark, one) or () for one in ended))  # stages that have failed may have running tasks
-    return _active_tasks(spark, stages - (_stages(spark, tag) or set()))
+    stages -= _stages(spark, tag) or set()
+    if gpus:
+        store: Any = spark.sparkContext._jsc.sc().statusStore()
+        stages = {stage for stage in stages if store.lastStageAttempt(stage).resourceProfileId()}
+    return _active_tasks(spark, stages)
+
+
+def executor_ids(spark: SparkSession) -> frozenset[str]:
+    """Returns the ids of a cluster's executors, including those that are to go; none on Connect."""
+    if is_connect(spark):
+        return frozenset()
+    context: Any = spark.sparkContext._jsc.sc()
+    return frozenset(str(context.getExecutorIds().mkString(",")).split(","))
 
 
 def is_leaving(spark: SparkSession, tag: str) -> bool:
@@ -132,7 +145,9 @@ def is_leaving(spark: SparkSession, tag: str) -> bool:
         return False
     context: Any = spark.sparkContext._jsc.sc()
     scheduler, store = context.taskScheduler(), context.statusStore()
-    tasks = [store.taskList(stage, 0, _MOST_TASKS) for stage in _stages(spark, tag) or ()]
+    found = [spark.sparkContext.statusTracker().getStageInfo(stage) for stage in _stages(spark, tag) or ()]
+    stages = [(stage.stageId, stage.currentAttemptId) for stage in found if stage is not None and stage.numActiveTasks]
+    tasks = [store.taskList(stage, attempt, _MOST_TASKS) for stage, attempt in stages]
     running = [each.apply(index) for each in tasks for index in range(each.size())]
     executors = {task.executorId() for task in running if task.status() == "RUNNING"}
     return any(scheduler.getExecutorDecommissionState(one).isDefined() for one in executors)

@@ -268,8 +268,7 @@ class RunContext(Collectives):
         }
         share = snapshot({}, rest, lambda name: False)
         self._checkpointer.save(Position(self._saves, self._epoch, self._step), share, None)
-        if self._client.pause.stops_after(self._saves):
-            self._checkpointer.wait()
+        if self._client.pause.stops_after(self._saves) and self._checkpointer.is_complete():
             raise Paused
 
     def continue_generators(self) -> None:

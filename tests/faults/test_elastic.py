@@ -16,7 +16,7 @@ import torch
 from pyspark.sql import DataFrame, SparkSession
 
 from sparktorch import Callback, TorchRegressionModel, TorchRegressor
-from sparktorch.spark.session import slots
+from sparktorch.spark.session import other_tasks, slots
 from sparktorch.train.callbacks import FitContext
 from tests.support.faults import executor
 from tests.support.nets import Score
@@ -49,6 +49,18 @@ class Signals(Callback):
 
     def _sent(self) -> int:
         return len(list(self._marks.iterdir()))
+
+
+class Lingers(Callback):
+    """Takes long steps while its rank is alone, and leaves a mark there."""
+
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+
+    def on_step_end(self, context: FitContext) -> None:
+        if context.world.world_size == 1:
+            self._mark.touch()
+            time.sleep(SLOW)
 
 
 def regressor(folder: Path, *callbacks: Callback, **params: Any) -> TorchRegressor:
@@ -103,6 +115,27 @@ def test_a_fit_that_shrinks_grows_and_shrinks_ends_as_the_undisturbed_one(
     assert attempts[1]["redone"] == 0
     assert sum(attempt["steps"] for attempt in attempts) == EPOCHS * STEPS
     assert 0 < model.summary.goodput < 1
+    torch.testing.assert_close(weights(model), calm, atol=1e-5, rtol=0)
+
+
+def test_a_fit_that_begins_with_the_slots_that_are_free_takes_the_others_once_they_are(
+    frame: DataFrame, calm: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    spark, mark = frame.sparkSession, tmp_path / "trains"
+
+    def holds_a_slot(_: int) -> int:
+        deadline = time.monotonic() + 120
+        while not mark.exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return 0
+
+    with ThreadPoolExecutor(1) as pool:
+        held = pool.submit(spark.sparkContext.range(1, numSlices=1).map(holds_a_slot).collect)
+        until(lambda: other_tasks(spark, "none", (), all_jobs=True) == 1, seconds=60, what="a slot is held")
+        model = regressor(tmp_path, Lingers(mark), numWorkers=(1, 2), growAfter=1.0).fit(frame)
+        held.result()
+    assert [attempt["workers"] for attempt in model.summary.attempts] == [1, 2]
+    assert sum(attempt["steps"] for attempt in model.summary.attempts) == EPOCHS * STEPS
     torch.testing.assert_close(weights(model), calm, atol=1e-5, rtol=0)
 
 

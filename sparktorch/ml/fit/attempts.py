@@ -12,13 +12,21 @@ from typing import Any, TypeVar
 
 from pyspark.sql import SparkSession
 
-from sparktorch.errors import RankLostError, UnusedParameterError
+from sparktorch.errors import RankLostError, SparkTorchError, UnusedParameterError
 from sparktorch.ml.fit.listeners import AttemptLog
 from sparktorch.ml.fit.translate import Request
 from sparktorch.spark.checks.preflight import check_cluster, settled_slots
 from sparktorch.spark.launch.rank_pool import Results
-from sparktorch.spark.launch.spark_job import new_tag
-from sparktorch.spark.session import is_leaving, is_local, java_profile, other_tasks, slots, switched_on
+from sparktorch.spark.launch.spark_job import new_tag, others_wait
+from sparktorch.spark.session import (
+    executor_ids,
+    is_leaving,
+    is_local,
+    java_profile,
+    other_tasks,
+    slots,
+    switched_on,
+)
 from sparktorch.train.checkpoint.store import CheckpointStore
 from sparktorch.train.strategies.registry import workers_for
 from sparktorch.worker import RankJob, TrainJob
@@ -33,7 +41,7 @@ _COMEBACK_SECONDS = 10.0  # for executors that Spark starts again
 _SETTLE_SECONDS = 2.0  # for them, where a fit may go on without, and take them later
 _LOOK_SECONDS = 1.0  # between two looks at the cluster
 _STAY_SECONDS = 2.0  # that new slots have been there
-_DROP_SECONDS = 3.0  # in which Spark says why there are fewer
+_CHANGE_SECONDS = 3.0  # after a change of the cluster, in which Spark says whether an executor is to go
 
 
 def train_with_restarts(
@@ -65,12 +73,13 @@ def with_restarts(
     checkpoint, now = request.job.checkpoint, request
     tags: list[str] = []  # of the attempts before
     lost = vain = 0  # attempts that lost a rank, and the last of them that have trained nothing
+    former = 0  # workers before the fit has grown to those of this attempt
     try:
         while True:
             if checkpoint is not None:
                 now = now.with_job(checkpoint=replace(checkpoint, restart=len(tags)))
-            outlook = _Outlook(spark, now, tags)
-            log.begin(now.launch.world_size)
+            outlook, paused, size = _Outlook(spark, now, tags), False, now.launch.world_size
+            log.begin(size)
             try:
                 results = run(now if checkpoint is None else now.with_launch(pauses=outlook))
             except RankLostError as error:
@@ -83,33 +92,49 @@ def with_restarts(
                 message = "%s; restart %d of %d in %.0f s, from %s"
                 _LOG.warning(message, error, lost, request.max_restarts, pause, now.origin)
                 time.sleep(pause)
+            except SparkTorchError as error:
+                if not former or outlook.asked:
+                    raise
+                log.end(error.what)
+                request = replace(request, workers=(request.workers[0], former))
+                _LOG.warning("%s; the fit goes on with at most %d workers, as before it grew", error, former)
             else:
                 paused = results[0][0].get("paused", False)
                 log.end(outlook.reason if paused else "")
                 if not paused:
                     return results
             tags.append(now.launch.tag)
-            now = with_slots(spark, request, tags)
+            now = with_slots(spark, request, tags, paused=paused)
+            former = size if paused and now.launch.world_size > size else 0
     finally:
         if checkpoint is not None:
             with suppress(Exception):  # if only ranks reach the directory, the lease expires by itself
                 CheckpointStore(checkpoint.directory).release(checkpoint.owner)
 
 
-def with_slots(spark: SparkSession, request: Request[J], before: Sequence[str] = ()) -> Request[J]:
+def with_slots(
+    spark: SparkSession, request: Request[J], before: Sequence[str] = (), *, paused: bool = False
+) -> Request[J]:
     """Returns the request for as many ranks as there are slots, after a while in which lost executors may come back.
 
-    `before` has the tags of the attempts before. A `ClusterError` says that there are too few slots.
+    `before` has the tags of the attempts before; if the last one has `paused`, the fewest slots are waited for as long
+    as `startTimeout` says. A `ClusterError` says that there are too few slots.
     """
-    request = request.with_launch(tag=new_tag())
-    (least, most), profile = request.workers, request.launch.profile
+    (least, most), profile, start = request.workers, request.launch.profile, request.launch.patience.start
+    request = request.with_launch(tag=new_tag(), world_size=most)
     settle = _SETTLE_SECONDS if _grows(request) or not before else _COMEBACK_SECONDS
+    if not before and not _grows(request):  # it keeps what it begins with, and so waits for what the settings promise
+        settled_slots(spark, most, profile, longest=start)
     # A fixed number of workers waits for the slots that other jobs hold.
-    taken = partial(other_tasks, spark, request.launch.tag, before, all_jobs=least < most)
+    all_jobs, gpus = least < most, profile is not None
+    taken = partial(other_tasks, spark, request.launch.tag, before, all_jobs=all_jobs, gpus=gpus)
     found = settled_slots(spark, most, profile, settle=settle, taken=taken)
+    if paused and found is not None and found < least:  # it has ended ranks that could run
+        _LOG.warning("the cluster has %d slots free: the fit waits for %d, at most %.0f s", found, least, start)
+        found = settled_slots(spark, least, profile, settle=start, longest=start, taken=taken)
     if found is None or found >= most:
         return request
-    check_cluster(spark, least, profile, longest=request.launch.patience.start)
+    check_cluster(spark, least, profile, longest=start)
     config = request.job.config
     fewer = workers_for(config, found, least)
     if fewer is None:
@@ -130,52 +155,59 @@ class _Outlook:
 
     Attributes:
         reason: Why; empty before.
+        asked: Whether its ranks have trained: before, nobody asks.
     """
 
     def __init__(self, spark: SparkSession, request: Request[Any], before: Sequence[str]) -> None:
         """Takes the request as the attempt runs it, and the tags of the attempts before."""
-        self.reason = ""
+        self.reason, self.asked, self._failed = "", False, False
         self._spark, self._request, self._before = spark, request, tuple(before)
-        now = time.monotonic()
-        self._next, self._grows_at = now + _LOOK_SECONDS, now + request.grow_after
-        self._may_leave = switched_on(spark, "spark.decommission.enabled")
-        self._may_grow = _grows(request) and request.launch.world_size < request.workers[1] and not is_local(spark)
-        self._slots, self._drop_until = 0, now
+        local = is_local(spark)
+        self._may_leave = not local and switched_on(spark, "spark.decommission.enabled")
+        self._may_grow = not local and _grows(request) and request.launch.world_size < request.workers[1]
+        self._next = self._grows_at = self._changes_until = 0.0
+        self._seen: tuple[int, frozenset[str]] | None = None  # slots and executors
         self._more_since: float | None = None
 
     def __call__(self, tag: str) -> bool:
-        """Returns, once, whether the ranks of the job with a tag are to save a checkpoint and end."""
+        """Returns whether the ranks of the job with a tag, which train, are to save a checkpoint and end."""
         now = time.monotonic()
+        if not self.asked:
+            self.asked, self._grows_at = True, now + self._request.grow_after
         if self.reason or now < self._next or not (self._may_leave or self._may_grow):
-            return False
+            return bool(self.reason)
         self._next = now + _LOOK_SECONDS
         try:
             self._look(tag, now)
-        except Exception:  # of a session that is being stopped, as the job will tell
-            _LOG.debug("the cluster did not say what has changed", exc_info=True)
+        except Exception:  # such as of a session that is being stopped, as the job will tell
+            level = logging.DEBUG if self._failed else logging.WARNING
+            self._failed = True
+            _LOG.log(level, "the cluster does not say what has changed: the fit stays as it is", exc_info=True)
         if self.reason:
             _LOG.warning("%s: all ranks save a checkpoint and end, and the fit goes on from there", self.reason)
         return bool(self.reason)
 
     def _look(self, tag: str, now: float) -> None:
         launch = self._request.launch
-        before, self._slots = self._slots, slots(self._spark, java_profile(launch.profile)) or 0
-        if self._slots < before:  # Spark does not count those of an executor that is to go
-            self._drop_until = now + _DROP_SECONDS
-        if now < self._drop_until and is_leaving(self._spark, tag):
-            self.reason = "an executor is being decommissioned"
+        total = slots(self._spark, java_profile(launch.profile)) or 0
+        if self._may_leave:
+            seen = (total, executor_ids(self._spark))  # those of an executor that is to go are no slots any more
+            if seen != self._seen:
+                self._seen, self._changes_until = seen, now + _CHANGE_SECONDS
+            if now < self._changes_until and is_leaving(self._spark, tag):
+                self.reason = "an executor is being decommissioned"
         if not self._may_grow or now < self._grows_at or self.reason:
             return
-        most = self._most(tag)
-        if most <= launch.world_size:
+        most = self._most(tag, total)
+        if most <= launch.world_size or others_wait(tag):
             self._more_since = None
         elif self._more_since is None:
             self._more_since = now
         elif now - self._more_since >= _STAY_SECONDS:
             self.reason = f"there are slots for {most} workers instead of {launch.world_size}"
 
-    def _most(self, tag: str) -> int:
-        """Returns how many ranks could run, those that do included."""
-        least, most = self._request.workers
-        free = self._slots - other_tasks(self._spark, tag, self._before, all_jobs=True)
+    def _most(self, tag: str, total: int) -> int:
+        """Returns how many ranks could run on the slots that no other job holds, of so many in total."""
+        (least, most), gpus = self._request.workers, self._request.launch.profile is not None
+        free = total - other_tasks(self._spark, tag, self._before, all_jobs=True, gpus=gpus)
         return workers_for(self._request.job.config, min(free, most), least) or 0

@@ -84,12 +84,14 @@ class AttemptLog:
     """The attempts of a fit, as `TrainingSummary.attempts` describes them."""
 
     def __init__(self) -> None:
-        """Starts the time."""
-        self._started = time.monotonic()
+        """Starts without attempts."""
+        self._started = 0.0
         self._records: list[dict[str, Any]] = []
 
     def begin(self, workers: int) -> None:
-        """Notes that an attempt begins."""
+        """Notes that an attempt begins; the time starts with the first one."""
+        if not self._records:
+            self._started = time.monotonic()
         new: dict[str, Any] = {"workers": workers, "began": self._seconds(), "ended": None, "why": ""}
         self._records.append(new | {"first": None, "last": None, "first_step": 0, "last_step": 0})
 

@@ -52,7 +52,8 @@ class TrainingSummary:
             `nullPolicy` "drop".
         attempts: The attempts of the fit, one dict for each: `workers`; `began` and `ended`, in seconds since the first
             one; `why` it ended, empty for the last one; `steps` that count, and how many had to be done again
-            (`redone`); `training`, the seconds of the steps that count; and `first_step_after` how many seconds.
+            (`redone`); `training`, the seconds from the first step to the last, times the share of steps that count;
+            and `first_step_after` how many seconds.
         labels: Names of a classifier's classes, if they have any; `to_dict` leaves them out.
     """
 
@@ -111,9 +112,10 @@ class TrainingSummary:
 
     @property
     def goodput(self) -> float | None:
-        """The share of the job's wall time in which steps were trained that count; `None` if the driver saw none.
+        """The share of the time in which steps were trained that count; `None` if the driver saw none.
 
-        The rest is what it took to start, to find lost workers, to wait for slots, and to repeat steps.
+        The time is that from the beginning of the first attempt to the end of the last. The rest is what it took to
+        start, to find lost workers, to wait for slots, and to repeat steps.
         """
         if not any(attempt["steps"] for attempt in self.attempts):
             return None

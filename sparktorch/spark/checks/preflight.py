@@ -174,11 +174,12 @@ def settled_slots(
 
     def free() -> int | None:
         count = slots(spark, java_profile(profile))
-        return None if count is None else count - taken()
+        return None if count is None else max(0, count - taken())
 
     def patience(there: int) -> float:
-        if settle is not None and there > 0:
-            return settle
+        return usual(there) if settle is None else settle if there > 0 else max(settle, usual(there))
+
+    def usual(there: int) -> float:
         if promised is not None and promised >= wanted:
             return _PROMISED_SECONDS
         age = 0 if there <= 0 else time.time() - spark.sparkContext.startTime / 1000

@@ -44,8 +44,8 @@ class Launch:
         patience: How long the driver and the ranks wait for each other.
         log_level: Lowest level at which the driver shows the ranks' logs and output.
         tag: Spark job tag, a new one in each attempt.
-        pauses: Called with the tag, often, while the job runs; returns, once, whether the ranks are asked to save a
-            checkpoint and to end.
+        pauses: Called with the tag, often, while the ranks train; returns whether they are asked to save a checkpoint
+            and to end.
     """
 
     world_size: int
@@ -87,7 +87,7 @@ def run_ranks(
             while not job.wait(_POLL_SECONDS):
                 watch.look()
                 watch.look_for_failure()
-                if server is not None and launch.pauses(launch.tag):
+                if server is not None and watch.trains and launch.pauses(launch.tag):
                     server.pause()
             watch.listen()
         except BaseException:  # an interrupt, stalled ranks, or ranks that do not end after a failure

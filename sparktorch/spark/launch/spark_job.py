@@ -11,7 +11,7 @@ from pyspark.sql import Row, SparkSession
 from sparktorch.spark.compat import Collect, inheriting
 from sparktorch.spark.session import cancel_tasks, running_tasks, tag_tasks
 
-__all__ = ["Job", "new_tag"]
+__all__ = ["Job", "new_tag", "others_wait"]
 
 _CANCEL_SECONDS = 10.0
 
@@ -22,6 +22,13 @@ _lock = threading.Lock()
 def new_tag() -> str:
     """Returns a new, unique job tag."""
     return f"sparktorch-{secrets.token_hex(8)}"
+
+
+def others_wait(tag: str) -> bool:
+    """Whether a job of this process, other than that with a tag, has no task that runs: it may wait for slots."""
+    with _lock:
+        others = [job for job in _jobs if job.tag != tag]
+    return any(job.running_tasks() == 0 for job in others)
 
 
 class Job:
@@ -36,12 +43,12 @@ class Job:
         self.error: Exception | None = None
         self.idle = False
         self._spark = spark
-        self._tag = tag
+        self.tag = tag
         self._done = threading.Event()
 
         def run() -> None:
             try:
-                tag_tasks(spark, self._tag)
+                tag_tasks(spark, self.tag)
                 self.rows = collect()  # toArrow() would make one vector of all rows, limited to 2 GiB
             except Exception as error:  # handed to the thread that waits
                 self.error = error
@@ -61,7 +68,7 @@ class Job:
 
     def running_tasks(self) -> int | None:
         """Returns the number of its running tasks; `None` if Spark does not tell."""
-        return running_tasks(self._spark, self._tag)
+        return running_tasks(self._spark, self.tag)
 
     def is_starved(self) -> bool:
         """Whether none of its tasks runs, nor one of another busy `Job` of this process, which would free its slots."""
@@ -80,5 +87,5 @@ class Job:
         if self._done.is_set():
             return
         with suppress(Exception):  # the session itself may be gone
-            cancel_tasks(self._spark, self._tag)
+            cancel_tasks(self._spark, self.tag)
         self._done.wait(_CANCEL_SECONDS)

@@ -191,6 +191,12 @@ class Checkpointer:
         )
         self._thread.start()
 
+    def is_complete(self) -> bool:
+        """Waits for the last save; returns whether there is a checkpoint of it. Every rank calls it."""
+        self.wait()
+        found = self._client.agree(f"complete/{self._step}", {"complete": self._step in self._kept})
+        return bool(found[0]["complete"])
+
     def close(self, position: Position) -> None:
         """Waits for pending writes, and marks the training as finished."""
         self.wait()

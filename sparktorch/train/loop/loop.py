@@ -76,7 +76,8 @@ def train(
     sums the weighted losses of its rows and divides by the weight of the whole batch. A rank without rows in a step
     takes part with placeholder rows of weight zero, because its peers wait for it in the all-reduce.
 
-    With checkpoints, the driver may pause the training: then there is one of the last step, and no outcome.
+    With checkpoints, the driver may pause the training: then there is one of the last step, and no outcome. If that
+    cannot be written, the training goes on.
 
     Args:
         dataset: This rank's rows.
@@ -365,13 +366,12 @@ class _Run:
         return self.pauses
 
     def save(self, position: Position) -> None:
-        """Saves a checkpoint, if one is due or the training pauses."""
+        """Saves a checkpoint, if one is due or the training pauses; without one of that step it does not pause."""
         if self._checkpointer is None or not (self.pauses or self._checkpointer.due(position)):
             return
         self._look_back(now=True)
         self._checkpointer.save(position, self._state.share(), self._config.judged(self.progress.last_validation()))
-        if self.pauses:
-            self._checkpointer.wait()
+        self.pauses = self.pauses and self._checkpointer.is_complete()
 
     def finish(self, epoch: int) -> Outcome:
         """Closes the checkpointer and returns the outcome; `epoch` is the number of trained epochs."""

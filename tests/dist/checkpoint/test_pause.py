@@ -16,7 +16,7 @@ from sparktorch.train.checkpoint.store import CheckpointStore
 from sparktorch.worker import TrainJob
 from sparktorch.worker.run_context import RunContext
 from tests.support.nets import Tower
-from tests.support.ranks import FunctionJob, control_server, run_ranks, train_on
+from tests.support.ranks import FunctionJob, control_server, load_state, run_ranks, train_on
 from tests.support.resume import EPOCHS, STEPS, TABLE, job_for, parts, timeless
 
 NEVER = 1000  # steps from one checkpoint to the next
@@ -62,6 +62,37 @@ def test_a_training_that_is_paused_with_fewer_and_with_more_ranks_ends_as_the_un
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
     for ours, theirs in zip(timeless(metas[0]["history"]), timeless(wanted[0]["history"]), strict=True):
         assert ours == pytest.approx(theirs, abs=1e-5)
+
+
+class FullDisk(Callback):
+    """Lets a rank write no share of a checkpoint."""
+
+    ranks = "all"
+
+    def on_fit_start(self, context: FitContext) -> None:
+        if context.world.rank == 1:
+            CheckpointStore.write_share = self._fail  # type: ignore[method-assign]
+
+    def on_step_end(self, context: FitContext) -> None:
+        time.sleep(0.1)
+
+    def _fail(self, *_: Any) -> Any:
+        raise OSError("no space left")
+
+
+def test_a_training_goes_on_if_the_checkpoint_of_its_pause_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "calm").mkdir()
+    expected, _ = train_on(parts(2), job_for(tmp_path / "calm", interval=NEVER))
+    job = job_for(tmp_path, FullDisk(), interval=NEVER)
+    with control_server() as server:
+        server.pause()
+        ended = run_ranks(server, parts(2), job)
+    assert [rank.result is not None and rank.result.meta.get("paused", False) for rank in ended] == [False] * 2
+    assert job.checkpoint is not None
+    assert CheckpointStore(job.checkpoint.directory).steps() == []
+    main = ended[0].result
+    assert main is not None
+    torch.testing.assert_close(load_state(main), expected, atol=0, rtol=0)
 
 
 def counting(context: RunContext) -> int:

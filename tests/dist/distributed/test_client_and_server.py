@@ -24,6 +24,7 @@ from sparktorch.distributed.server import ControlServer
 from sparktorch.distributed.store import SealedStore
 from sparktorch.errors import ColumnError, RankError, RankLostError, RankStalledError
 from tests.support.ranks import HOST, cause_of_death, control_server, watch
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -225,6 +226,20 @@ def test_a_rank_that_freezes_while_it_waits_is_the_one_that_stands_still(
 
     with pytest.raises(RankStalledError, match="rank 1 does not answer: 1 s ago it was waiting"):
         look_until_it_is_told()
+
+
+def test_the_driver_knows_when_rank_0_trains(server: ControlServer, clients: list[Client]) -> None:
+    seen = watch(server, 2)
+    for phase, trains in (("loading", False), ("training", True), ("validating", False), ("running", True)):
+        clients[0].enter(phase)
+        clients[1].enter("training")
+
+        def heard(phase: str = phase) -> bool:
+            seen.look()
+            return 0 in seen._pulses and seen._pulses[0].record["phase"] == phase
+
+        until(heard, seconds=20, what="the driver has heard of the phase")
+        assert seen.trains == trains
 
 
 def test_counters_that_a_stranger_moves_and_values_that_he_forges_hold_nobody_up(

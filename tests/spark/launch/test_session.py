@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
 from pyspark.sql import SparkSession
 
 from sparktorch.spark.column_names import ColumnNames
-from sparktorch.spark.session import setting, switched_on
+from sparktorch.spark.session import other_tasks, setting, switched_on
 from tests.support.sessions import settings
+from tests.support.waiting import until
 
 
 def test_a_setting_is_what_spark_itself_reads(spark: SparkSession) -> None:
@@ -26,3 +31,20 @@ def test_a_setting_is_on_in_whatever_case_it_is_written(spark: SparkSession) -> 
             frame = spark.range(1).selectExpr("id AS x", "id AS X")
             assert switched_on(spark, "spark.sql.caseSensitive") == on
             assert len(ColumnNames.of(frame).called("x")) == (1 if on else 2)
+
+
+def test_tasks_of_other_jobs_hold_slots_but_no_gpus(spark: SparkSession, tmp_path: Path) -> None:
+    done = tmp_path / "done"
+
+    def waits(_: int) -> int:
+        deadline = time.monotonic() + 60
+        while not done.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return 0
+
+    with ThreadPoolExecutor(1) as pool:
+        job = pool.submit(spark.sparkContext.range(2, numSlices=2).map(waits).collect)
+        until(lambda: other_tasks(spark, "none", (), all_jobs=True) == 2, seconds=30, what="two tasks run")
+        assert other_tasks(spark, "none", (), all_jobs=True, gpus=True) == 0
+        done.touch()
+        job.result()

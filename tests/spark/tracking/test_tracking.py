@@ -58,7 +58,7 @@ def files(store: mlflow.MlflowClient, run: Run, folder: str = "") -> list[str]:
 @pytest.fixture(scope="module")
 def logged(store: mlflow.MlflowClient, digits: DataFrame) -> tuple[Run, TrainingSummary]:
     with mlflow.start_run() as active:
-        cnn = classifier(module=DigitsCNN, moduleParams={}, validationIndicatorCol="held_out", numWorkers=2)
+        cnn = classifier(module=DigitsCNN, moduleParams={}, validationIndicatorCol="held_out", numWorkers=(1, 2))
         summary = cnn.fit(digits).summary
     return store.get_run(active.info.run_id), summary
 
@@ -68,7 +68,7 @@ def test_params_metrics_and_tags_are_in_the_run(
 ) -> None:
     run, summary = logged
     assert run.data.params["module"] == "DigitsCNN"
-    assert run.data.params["numWorkers"] == "2"
+    assert run.data.params["numWorkers"] == "(1, 2)"
     assert run.data.tags["sparktorch.data_digest"] == summary.fingerprint
     assert history(store, run, "loss") == list(enumerate(summary.objectiveHistory, 1))
     steps = [step for step, _ in history(store, run, "step_loss")]

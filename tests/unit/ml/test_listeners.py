@@ -150,9 +150,10 @@ def test_a_summary_counts_the_steps_of_an_epoch_that_ended_early() -> None:
 
 
 def test_attempts_say_which_steps_count_and_which_were_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events.time, "monotonic", lambda: -60.0)
+    log = events.AttemptLog()  # long before the first attempt
     clock = iter([0.0, 0.0, 2.0, 11.0, 12.0, 12.0, 13.0, 15.0, 16.0, 17.0, 18.0, 28.0, 29.0])
     monkeypatch.setattr(events.time, "monotonic", lambda: next(clock))
-    log = events.AttemptLog()
     assert log.records(0) == []
 
     def trains(first: int, last: int) -> None:
