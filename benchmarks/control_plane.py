@@ -110,7 +110,7 @@ class Crowd:
 
     def __init__(self, meeting: Rendezvous, ranks: range, size: int) -> None:
         """Starts the threads; each connects."""
-        allow_connections(2 * len(ranks))
+        allow_connections(len(ranks))
         open_store = partial(connect, meeting.host, meeting.port, token=meeting.prefix)
         self._size, self._ranks, self._clients = size, ranks, dict[int, Simulated]()
         self._open_store: Any = open_store
@@ -235,7 +235,7 @@ def driver(pipe: Connection) -> None:
 
 def _watch(pipe: Connection, size: int, counter: Counter) -> None:
     """Watches a job until it is told to end."""
-    allow_connections(2 * size)
+    allow_connections(size)
     with closing(ControlServer(HOST, HOST)) as server:
         watch = Monitor(server, size, NoObserver(), Timeouts())
         causes, known = RootCause(watch), None

@@ -29,8 +29,7 @@ from sparktorch.base.world import World
 from sparktorch.data.columns import KEY, LABEL, Columns, TensorSpec, input_name
 from sparktorch.data.convert.tensors import to_arrow
 from sparktorch.distributed.client import Client
-from sparktorch.distributed.heartbeat import OpenStore
-from sparktorch.distributed.store import connect, host_store
+from sparktorch.distributed.store import OpenStore, connect, host_store
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.worker import TrainJob, train_partition
 

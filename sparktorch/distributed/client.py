@@ -23,21 +23,12 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from sparktorch.base.world import World
-from sparktorch.distributed.heartbeat import (
-    Beats,
-    Heart,
-    OpenStore,
-    Pulses,
-    beat_seconds,
-    paced,
-    silent_among,
-    silent_seconds,
-)
-from sparktorch.distributed.log_capture import LogCapture, last_lines
+from sparktorch.distributed.heartbeat import Beats, Heart, Pulses, beat_seconds, paced, silent_among, silent_seconds
+from sparktorch.distributed.log_capture import LogCapture, excerpt, last_lines
 from sparktorch.distributed.os_memory import out_of_memory_kills, resident_bytes
 from sparktorch.distributed.pause import Pause
 from sparktorch.distributed.process_group import collectives_begun, is_communication
-from sparktorch.distributed.store import SealedStore
+from sparktorch.distributed.store import OpenStore, SealedStore
 from sparktorch.errors import SHIP_HINT, ClusterError, RankError, SparkTorchError, users_part
 
 __all__ = ["Cancelled", "Client", "Order", "PeerFailure"]
@@ -90,7 +81,7 @@ class Client:
         self._publishes_progress = self._publishes_epochs = True
         self._judged = self._ended = False
         self._failure: SparkTorchError | None = None
-        self.pause = Pause(self)
+        self.pause = Pause(world, self.read)
         # Counted here, not in the store: its counters can be changed without the token.
         self._sent, self._sending = {"lines": 0, "warning": 0}, threading.Lock()
         self._beats = Beats(self.store.list_keys, self._read_all, world.world_size)
@@ -112,13 +103,12 @@ class Client:
         try:
             with self._console.overhearing():
                 yield
-            with suppress(dist.DistError, RuntimeError):
-                self._ended = True
-                self.beat(self.store)  # sends the last printed lines
-                self._set(self.store, f"ended/{self._world.rank}", {})
+            self._ended = True
         finally:
             stop.set()
             thread.join()
+        with suppress(dist.DistError, RuntimeError):
+            self._set(self.store, f"ended/{self._world.rank}", {})
 
     def enter(self, phase: str, *, epoch: int | None = None, step: int | None = None) -> None:
         """Reports to the driver which phase the rank enters, such as "training"."""
@@ -168,9 +158,14 @@ class Client:
             pieces = self.store.set_pieces(together, zlib.compress(json.dumps(found).encode(), 1))
             self._set(self.store, together, {"pieces": pieces})
             return found
-        pieces = json.loads(self._wait(lambda: self.store.peek(together)))["pieces"]
-        agreed: list[dict[str, Any]] = json.loads(zlib.decompress(self.store.get_pieces(together, pieces)))
+        content = self.store.get_pieces(together, self.read(together)["pieces"])
+        agreed: list[dict[str, Any]] = json.loads(zlib.decompress(content))
         return agreed
+
+    def read(self, key: str) -> dict[str, Any]:
+        """Waits until a JSON object has been written under a key, and returns it; raises as `collect` does."""
+        found: dict[str, Any] = json.loads(self._wait(lambda: self.store.peek(key)))
+        return found
 
     def post(self, topic: str, value: dict[str, Any]) -> None:
         """Writes this rank's JSON object under a topic, for ranks that call `collect`."""
@@ -195,7 +190,7 @@ class Client:
         """
         for number in itertools.count():
             key = f"order/{number}"
-            pieces = json.loads(self._wait(lambda key=key: self.store.peek(key)))["pieces"]  # type: ignore[misc]
+            pieces = self.read(key)["pieces"]
             if pieces is None:
                 return
             content = self.store.get_pieces(key, pieces)
@@ -222,7 +217,7 @@ class Client:
         """
         if not self._judged:
             return False
-        return bool(json.loads(self._wait(lambda: self.store.peek(f"verdict/{epoch}")))["stop"])
+        return bool(self.read(f"verdict/{epoch}")["stop"])
 
     def deliver(self, meta: dict[str, Any], payload: bytes) -> None:
         """Sends the rank's result of a pool's task to the driver."""
@@ -261,13 +256,14 @@ class Client:
         """Reports the failure to the driver, at most once; returns it with rank, host, epoch, step and traceback."""
         if self._failure is not None:
             return self._failure
-        self._failure = failure = self.describe(error)
+        form = self.describe(error).to_dict()
+        form |= {name: excerpt(form[name]) for name in ("what", "hint", "trace")}
+        self._failure = failure = SparkTorchError.from_dict(form)
         order = self.store.add("errors", 1)
         secondary = isinstance(error, PeerFailure | Cancelled) or is_communication(error)
         report = {"secondary": secondary, "order": order, "out_of_memory_kills": out_of_memory_kills() - self._kills}
-        self._set(self.store, f"error/{self._world.rank}", {**failure.to_dict(), **report})
-        if self.store.peek("halt") is None:
-            self.store.set("halt", "failed")
+        self._set(self.store, f"error/{self._world.rank}", {**form, **report})
+        self.store.claim("halt", "failed")
         if not isinstance(error, Cancelled):
             with suppress(RuntimeError, ClusterError):  # the store may be gone; the failure is already reported
                 self._tell_who_is_silent(first=order == 1, look=secondary)
@@ -379,10 +375,10 @@ class Client:
         return sorted(rank for rank in silent if not self.store.check([f"error/{rank}"]))
 
     def _check_pulses(self, pulses: Pulses[Any], patience: float) -> None:
-        """Raises `PeerFailure` for a rank that has sent no heartbeat for `patience` seconds."""
+        """Raises `PeerFailure` for a rank that has not ended, and has sent no heartbeat for `patience` seconds."""
         for rank, beat in self._beats.read().items():
             pulses.note(rank, beat)
-            if pulses.silence(rank) > patience:
+            if pulses.silence(rank) > patience and not beat["ended"]:
                 raise PeerFailure(f"rank {rank} has not been heard of for {patience:.0f} s")
 
     def _check_peers(self) -> None:

@@ -17,14 +17,14 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
 
-from sparktorch.distributed.store import SealedStore
+from sparktorch.distributed.store import OpenStore, SealedStore
 
 __all__ = [
-    *("Beats", "Heart", "OpenStore", "Pulse", "Pulses"),
+    *("Beats", "Heart", "Pulse", "Pulses"),
     *("beat_seconds", "paced", "silent_among", "silent_seconds", "waited_for"),
 ]
 
@@ -36,14 +36,6 @@ _LEAVING_SECONDS = 2.0  # that a rank whose driver is gone gets to end by itself
 
 Beat = dict[str, Any]
 R = TypeVar("R")
-
-
-class OpenStore(Protocol):
-    """Opens a connection to the store; see `connect`."""
-
-    def __call__(self, *, token: str = ..., timeout: timedelta = ...) -> SealedStore:
-        """Returns a new connection."""
-        ...
 
 
 def paced(seconds: float, ranks: int) -> float:
@@ -92,14 +84,14 @@ class Heart:
     def __init__(
         self,
         beat: Callable[[SealedStore], object],
-        pause: Callable[[], object],
+        pause: Callable[[SealedStore], object],
         rank: int,
         open_store: OpenStore,
         *,
         every: float,
         patience: float,
     ) -> None:
-        """Takes what sends a heartbeat, and what answers the driver when it asks for a pause.
+        """Takes what sends a heartbeat, and what answers the driver when it asks for a pause; both get a connection.
 
         `every` is the time between two heartbeats, `patience` how long that of the driver may stay away; in seconds.
         """
@@ -113,7 +105,10 @@ class Heart:
         self._over = threading.Event()
 
     def run(self, stop: threading.Event) -> None:
-        """Sends heartbeats until `stop` is set; ends the process if the driver is gone or has cancelled the fit."""
+        """Sends heartbeats until `stop` is set, and a last one; ends the process if the driver is gone or cancels.
+
+        The last one takes the connection of all others, so none overtakes it. It answers a question for a pause, too.
+        """
         beats = threading.Thread(target=self._beat, args=(stop,), name="sparktorch-beat", daemon=True)
         beats.start()
         heard, silent = self._heard, 0.0  # counts checks, not clock time: the process may have been suspended
@@ -131,13 +126,14 @@ class Heart:
 
     def _beat(self, stop: threading.Event) -> None:
         store = self._open()
-        while store is not None and not stop.wait(self._every):
+        while store is not None:
+            last = stop.wait(self._every)
             try:
                 self._send(store)
-                if self._is_cancelled(store):
+                if self._is_cancelled(store, last=last) or last:
                     break
             except (dist.DistError, RuntimeError):
-                store = self._open()  # a broken connection does not mean that the driver is gone
+                store = None if last else self._open()  # a broken connection does not mean that the driver is gone
         self._over.set()
 
     def _open(self) -> SealedStore | None:
@@ -146,7 +142,7 @@ class Heart:
         except (dist.DistError, RuntimeError):
             return None
 
-    def _is_cancelled(self, store: SealedStore) -> bool:
+    def _is_cancelled(self, store: SealedStore, *, last: bool) -> bool:
         """Reads the driver's heartbeat, and does what it asks for: a pause, or the rank's Python stack.
 
         If a rank hosts the store there is none, and any answer counts.
@@ -156,8 +152,8 @@ class Heart:
             self._heard += 1
         self._driver = word
         said: dict[str, Any] = {"cancelled": False, "pause": False, "stacks": []} if word is None else json.loads(word)
-        if said["pause"]:
-            self._pause()
+        if said["pause"] or last:
+            self._pause(store)
         if self._rank in said["stacks"]:
             store.set(f"stack/{self._rank}", json.dumps({"stack": _stack_of(self._owner)}))
         return bool(said["cancelled"])

@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Any, TextIO
 
-__all__ = ["KEPT_LINES", "LogCapture", "last_lines"]
+__all__ = ["KEPT_LINES", "LogCapture", "excerpt", "last_lines"]
 
 KEPT_LINES = 100
 
 _LONGEST_LINE = 2000
+_LONGEST_TEXT = 100_000  # of an error: torch's store takes values of 8 MiB, and JSON needs up to 12 bytes a character
 
 Line = tuple[int, str]  # level, as in `logging`, and text
 
@@ -79,6 +80,14 @@ class LogCapture:
 def last_lines(rank: int, lines: list[str]) -> str:
     """Returns a rank's last logged or printed lines under a heading; an empty string if there are none."""
     return "\n".join([f"The last lines of rank {rank}:", *lines, "", ""]) if lines else ""
+
+
+def excerpt(text: str) -> str:
+    """Returns a text, or the beginning and the end of one that is too long for the driver's store."""
+    if len(text) <= _LONGEST_TEXT:
+        return text
+    half = _LONGEST_TEXT // 2
+    return f"{text[:half]}\n... {len(text) - 2 * half:,} more characters ...\n{text[-half:]}"
 
 
 class _Handler(logging.Handler):

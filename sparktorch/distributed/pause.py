@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import threading
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
+
+from sparktorch.base.world import World
+from sparktorch.distributed.store import SealedStore
 
 __all__ = ["Pause", "Paused"]
 
@@ -14,51 +19,52 @@ class Paused(BaseException):  # passes through a user's function, which may catc
     """All ranks end here, after a checkpoint; another attempt goes on from it."""
 
 
-class _Client(Protocol):
-    def post(self, topic: str, value: dict[str, Any]) -> None: ...
-
-    def collect(self, topic: str) -> list[dict[str, Any]]: ...
-
-
 class Pause:
     """A rank's part in a pause, for which the driver asks by `ControlServer.pause`.
 
-    The thread of the heartbeats hears of it, and posts the first step after which this rank can still stop. The last of
-    those of all ranks is the step after which they stop: no rank has gone past it, and each gets there. Until the
-    driver asks, ranks do not wait for each other.
+    The thread of the heartbeats hears of it, and writes down the first step after which this rank can still stop. The
+    last of those of all ranks is the step after which they stop: no rank has gone past it, and each gets there. Rank 0
+    finds it, in that thread, too: its training may be waiting for a rank that waits here. Until the driver asks, ranks
+    do not wait for each other.
     """
 
-    def __init__(self, client: _Client) -> None:
-        """Takes the rank's client, by which ranks tell each other of their steps."""
-        self._client = client
+    def __init__(self, world: World, read: Callable[[str], dict[str, Any]]) -> None:
+        """Takes the rank's place, and what waits for a value in the store and returns it, see `Client.read`."""
+        self._world, self._read = world, read
         self._lock = threading.Lock()
         self._next: int | None = None  # the first step after which this rank can stop; none before it trains
-        self._posted: int | None = None
-        self._sent = False
+        self._answer: int | None = None
         self._last: int | None = None
 
     def begin(self, step: int) -> None:
         """From now on, this rank can stop after a step: that number at the earliest."""
         self._next = step
 
-    def answer(self) -> None:
-        """Answers the driver, which asks for a pause, once this rank trains; later calls do nothing."""
-        if self._sent or self._next is None:
-            return
+    def answer(self, store: SealedStore) -> None:
+        """Answers the driver, which asks for a pause, once this rank trains; rank 0 also tells where all stop.
+
+        It is called with each heartbeat from then on, and says the same each time.
+        """
         with self._lock:
-            self._posted = self._next
-        self._client.post(_TOPIC, {"step": self._posted})
-        self._sent = True
+            self._answer = self._next if self._answer is None else self._answer
+        if self._answer is None:
+            return
+        store.set(f"{_TOPIC}/{self._world.rank}", json.dumps({"step": self._answer}))
+        if self._world.is_main:
+            keys = [f"{_TOPIC}/{rank}" for rank in range(self._world.world_size)]
+            if store.check(keys):
+                last = max(json.loads(value)["step"] for value in store.multi_get(keys))
+                store.set(_TOPIC, json.dumps({"step": last}))
 
     def stops_after(self, step: int) -> bool:
         """Returns whether all ranks stop after this step; each calls it after every step, with the same numbers.
 
-        After the driver has asked, it waits once for the answers of all ranks, and raises as `Client.collect` does.
+        After the driver has asked, it waits once until all ranks have answered, and raises as `Client.collect` does.
         """
         with self._lock:
-            if self._posted is None:
+            if self._answer is None:
                 self._next = step + 1
                 return False
         if self._last is None:
-            self._last = max(found["step"] for found in self._client.collect(_TOPIC))
+            self._last = self._read(_TOPIC)["step"]
         return step == self._last

@@ -22,6 +22,7 @@ __all__ = ["ControlServer"]
 
 _LOG = logging.getLogger(__name__)
 _BEAT_SECONDS = 1.0
+_LATE_LOOKS = 10  # at a rank's parcels; those that have not come by then were lost with a connection
 
 
 class ControlServer:
@@ -43,6 +44,7 @@ class ControlServer:
         self._earlier: list[SealedStore] = []  # of the tasks of a pool whose keys may still be there
         self._readers: dict[int, Beats] = {}
         self._seen: Counter[tuple[str, int]] = Counter()  # parcels of lines and warnings, by kind and rank
+        self._late: Counter[tuple[str, int]] = Counter()  # looks at which some of them were not there
         self._failed: dict[str, dict[str, Any]] = {}
         self._next_failures = 0.0
         self._last_lines: dict[int, deque[str]] = defaultdict(lambda: deque(maxlen=KEPT_LINES))
@@ -225,13 +227,22 @@ class ControlServer:
             if beat is not None and beat[kind] > self._seen[kind, rank]
         }
         if new and not self._store.check([key for keys in new.values() for key in keys]):
-            new = {rank: keys for rank, keys in new.items() if self._store.check(keys)}  # others are on their way
+            new = {rank: there for rank, keys in new.items() if (there := self._arrived(kind, rank, keys)) is not None}
         of = [(rank, key) for rank, keys in new.items() for key in keys]
         found = self._read_all([key for _, key in of])
-        for rank, key in of:
+        for rank in new:
+            self._seen[kind, rank] = (beats[rank] or {})[kind]
+            del self._late[kind, rank]
+        for _, key in of:
             self._store.delete_key(key)
-            self._seen[kind, rank] += 1
         return [(rank, parcel) for (rank, _), parcel in zip(of, found, strict=True) if parcel is not None]
+
+    def _arrived(self, kind: str, rank: int, keys: list[str]) -> list[str] | None:
+        """Returns which of a rank's parcels are there; `None` if others may be on their way."""
+        if self._store.check(keys):
+            return keys
+        self._late[kind, rank] += 1
+        return None if self._late[kind, rank] < _LATE_LOOKS else [key for key in keys if self._store.check([key])]
 
     def _read_all(self, keys: list[str]) -> list[Any]:
         """Returns the JSON values of keys that are there; `None` for one without a valid signature."""

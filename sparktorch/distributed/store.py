@@ -11,12 +11,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Protocol
 
 import torch.distributed as dist
 
 from sparktorch.errors import ClusterError, ConfigError
 
-__all__ = ["UNREACHED_HINT", "Rendezvous", "SealedStore", "allow_connections", "connect", "host_store"]
+__all__ = ["UNREACHED_HINT", "OpenStore", "Rendezvous", "SealedStore", "allow_connections", "connect", "host_store"]
 
 _PIECE_BYTES = 4 << 20  # torch's store refuses values of more than 8 MiB
 
@@ -26,6 +27,7 @@ UNREACHED_HINT = (
 )
 
 _SEAL_LENGTH = 32
+_CONNECTIONS = 4  # of a rank: its own and that of its heartbeat, in a pool for two tasks
 _OTHER_FILES = 512  # of the session, libraries and data
 _NOTHING = "-"  # shorter than any signed value
 _PORTS = "SPARKTORCH_PORTS"
@@ -47,6 +49,10 @@ class SealedStore(dist.PrefixStore):
         """Signs and writes a value."""
         content = value.encode() if isinstance(value, str) else value
         super().set(key, self._seal(key, content) + content)  # type: ignore[arg-type]  # torch takes bytes as well
+
+    def claim(self, key: str, value: str) -> None:
+        """Signs and writes a value, unless there is one."""
+        super().compare_set(key, "", self._seal(key, value.encode()).decode() + value)
 
     def get(self, key: str) -> bytes:
         """Returns a value; a `ClusterError` says that it was written without the attempt's token."""
@@ -99,6 +105,14 @@ class SealedStore(dist.PrefixStore):
         return value
 
 
+class OpenStore(Protocol):
+    """Opens a connection to the store; see `connect`."""
+
+    def __call__(self, *, token: str = ..., timeout: timedelta = ...) -> SealedStore:
+        """Returns a new connection."""
+        ...
+
+
 @dataclass(frozen=True)
 class Rendezvous:
     """Address and token of one attempt's store.
@@ -145,16 +159,16 @@ def _listen(host: str, family: int) -> socket.socket:
     return socket.create_server((host, int(last or first)), family=family, backlog=1024)
 
 
-def allow_connections(count: int) -> None:
-    """Lets this process hold so many connections, as far as it may: many systems allow a process 1,024 files.
+def allow_connections(ranks: int) -> None:
+    """Lets this process hold the connections of so many ranks, as far as it may: many systems allow it 1,024 files.
 
     A `ClusterError` says that it may not.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    files = count + _OTHER_FILES
+    files = _CONNECTIONS * ranks + _OTHER_FILES
     if hard != resource.RLIM_INFINITY and files > hard:
         raise ClusterError(
-            f"the ranks need {count:,} connections to this process, which may open {hard:,} files",
+            f"{ranks:,} ranks need {files:,} open files of this process, which may have {hard:,}",
             hint="raise its limit (ulimit -Hn, or LimitNOFILE of its service), or set a smaller numWorkers",
             param="numWorkers",
         )

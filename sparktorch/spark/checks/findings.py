@@ -35,7 +35,7 @@ _PORTS = "net.ipv4.ip_local_port_range, on Linux usually 32768 to 60999"
 # By the cause of a finding: setting, value, hint. What is in braces is filled in.
 _TO_DO = {
     "switch": ("{name}", "false", "start the session with {name}=false{more}"),
-    "descriptors": ("", "", "raise the limit before the driver starts: ulimit -n {limit}"),
+    "descriptors": ("", "", "{hint}"),
     "gpus": ("{name}", "{value}", "{hint}"),
     "slots": (
         "{name}",

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
-import resource
 import socket
 import sys
 import time
@@ -16,6 +14,7 @@ from pyspark.resource import ResourceProfile
 from pyspark.sql import SparkSession
 
 from sparktorch.base.config import Device
+from sparktorch.distributed.store import allow_connections
 from sparktorch.errors import ClusterError
 from sparktorch.spark.checks.findings import Finding, found, ok, refuse
 from sparktorch.spark.launch.gpus import AMOUNT, gpu_profile
@@ -67,12 +66,12 @@ def switches(spark: SparkSession) -> list[Finding]:
 
 
 def descriptors(world_size: int) -> Finding:
-    """Checks that the driver may open the connections of its store to all ranks, two for each."""
-    most, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], len(os.listdir("/dev/fd")) + 2 * world_size
-    if most in (resource.RLIM_INFINITY, -1) or needed <= most:
-        return ok("descriptors", "the driver may open a connection for every rank")
-    text = f"numWorkers={world_size} takes {needed:,} open files of the driver, and its limit is {most:,}"
-    return found("descriptors", "failure", text, {"param": "numWorkers"}, "descriptors", limit=2 * needed)
+    """Checks that the driver may open the connections of its store to all ranks, as a fit does."""
+    try:
+        allow_connections(world_size)
+    except ClusterError as error:
+        return found("descriptors", "failure", error.what, {"param": "numWorkers"}, "descriptors", hint=error.hint)
+    return ok("descriptors", "the driver may open the connections of every rank")
 
 
 def gpus(spark: SparkSession, device: Device, world_size: int) -> tuple[ResourceProfile | None, Finding]:

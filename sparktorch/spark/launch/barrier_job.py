@@ -29,7 +29,6 @@ from sparktorch.spark.shipping import ShippingError, send
 __all__ = ["Launch", "control_server", "plan", "run_ranks", "unshippable", "unstarted"]
 
 _POLL_SECONDS = 0.05
-_CONNECTIONS = 4  # of a rank: its own and that of its heartbeat, in a pool for two tasks
 _MEETING_SECONDS = 10.0  # between the starts of the first and the last task
 
 
@@ -117,7 +116,7 @@ def control_server(spark: SparkSession, launch: Launch) -> ControlServer | None:
                 param="rendezvous",
             )
         return None
-    allow_connections(_CONNECTIONS * launch.world_size)
+    allow_connections(launch.world_size)
     try:
         return ControlServer(*address)
     except OSError as error:

@@ -21,7 +21,7 @@ from sparktorch.base.world import World
 from sparktorch.distributed.client import Cancelled, Client, PeerFailure
 from sparktorch.distributed.monitor import Timeouts
 from sparktorch.distributed.server import ControlServer
-from sparktorch.distributed.store import SealedStore
+from sparktorch.distributed.store import SealedStore, connect
 from sparktorch.errors import ColumnError, RankError, RankLostError, RankStalledError
 from tests.support.ranks import HOST, cause_of_death, control_server, watch
 from tests.support.waiting import until
@@ -275,12 +275,102 @@ def test_the_store_listens_on_the_one_address_it_was_bound_to() -> None:
 def test_a_rank_that_is_not_heard_of_any_more_is_given_up(clients: list[Client]) -> None:
     for client in clients[:2]:
         client.post("saved", {})
-    with clients[0].beating(), clients[1].beating(), clients[2].beating():
-        pass  # rank 2 has come, and posts nothing
+    with clients[0].beating(), clients[1].beating(), suppress(KeyboardInterrupt), clients[2].beating():
+        raise KeyboardInterrupt  # rank 2 has come, and posts nothing
     with clients[0].beating(), clients[1].beating():
         (given_up,) = in_threads([partial(clients[0].collect, "saved", patience=1.5)])
     with pytest.raises(PeerFailure, match=r"rank 2 has not been heard of for 2 s"):
         given_up.result()
+
+
+def test_a_rank_that_has_ended_is_not_given_up_while_another_one_works(clients: list[Client]) -> None:
+    def post_late() -> None:
+        with clients[1].beating():
+            time.sleep(3)
+            clients[1].post("saved", {"rank": 1})
+
+    with clients[2].beating():
+        clients[2].post("saved", {"rank": 2})
+    clients[0].post("saved", {"rank": 0})
+    with clients[0].beating():
+        found, _ = in_threads([partial(clients[0].collect, "saved", patience=1.5), post_late])
+    assert found.result() == [{"rank": rank} for rank in range(3)]
+
+
+class SlowHeart(Client):
+    """Whose heart stops for a while between what it has to say and saying it."""
+
+    begun = threading.Event()
+
+    @staticmethod
+    def _set(store: SealedStore, key: str, value: dict[str, Any]) -> None:
+        if threading.current_thread().name == "sparktorch-beat" and not value.get("ended", True):
+            SlowHeart.begun.set()
+            time.sleep(1)
+        store.set(key, json.dumps(value))
+
+
+def test_nothing_that_a_rank_sends_overtakes_that_it_has_ended(server: ControlServer) -> None:
+    meeting = server.rendezvous
+    opened = partial(connect, meeting.host, meeting.port, token=meeting.prefix)
+    with SlowHeart(opened, World(rank=0, world_size=1)).beating():
+        assert SlowHeart.begun.wait(20)
+    (beat,) = server.beats(1)
+    assert beat is not None
+    assert beat["ended"]
+    assert server.ended([0])
+
+
+def test_a_pause_is_answered_while_the_connection_of_the_training_waits(server: ControlServer) -> None:
+    meeting = server.rendezvous
+    opened = partial(connect, meeting.host, meeting.port, token=meeting.prefix)
+    client, other = (Client(opened, World(rank=0, world_size=1), patience=120) for _ in range(2))
+    client.pause.begin(1)
+    with client.beating():
+        waiting = threading.Thread(target=client.store.get, args=("of the process group",), daemon=True)
+        waiting.start()
+        server.pause()
+        (told,) = in_threads([partial(other.read, "pause")])
+        assert told.result() == {"step": 1}
+        assert waiting.is_alive()
+        other.store.set("of the process group", "")
+        waiting.join()
+
+
+def test_an_error_of_more_text_than_the_store_takes_is_told_shortened(
+    server: ControlServer, clients: list[Client]
+) -> None:
+    clients[1].fail(ValueError("begin " + 5_000_000 * "\u00e4\u20ac" + " end"))
+    failure, primary = server.first_failure()
+    assert primary
+    assert failure is not None
+    assert failure.what.startswith("ValueError while starting: begin")
+    assert failure.what.endswith(" end")
+    assert "more characters" in failure.what
+    assert server.silent() == set()
+
+
+def test_an_error_does_not_replace_that_the_fit_was_cancelled(server: ControlServer, clients: list[Client]) -> None:
+    clients[1].store.claim("first", "mine")
+    clients[2].store.claim("first", "too late")
+    assert clients[0].store.peek("first") == b"mine"
+    server.cancel()
+    clients[1].fail(ValueError("mine"))
+    with pytest.raises(Cancelled):
+        clients[0].read("never")
+
+
+def test_a_forged_halt_does_not_keep_a_rank_from_telling_who_is_silent(
+    server: ControlServer, clients: list[Client]
+) -> None:
+    clients[1].store.set("halt", "")
+    meeting = server.rendezvous
+    stranger = dist.TCPStore(meeting.host, meeting.port, is_master=False, wait_for_workers=False)
+    (key,) = [key for key in stranger.list_keys() if key.endswith("halt")]
+    stranger.set(key, "forged")
+    stranger.check([key])
+    clients[1].fail(ValueError("mine"))
+    assert clients[0].store.check(["silent"])
 
 
 def test_work_and_printed_lines_are_progress_of_code_that_reports_none(

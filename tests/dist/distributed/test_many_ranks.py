@@ -69,6 +69,21 @@ def test_ranks_that_agree_read_what_rank_0_has_gathered_and_none_the_keys_of_all
     assert all(asked[f"rows/{rank}"] == looks_of_rank_0 for rank in range(6))
 
 
+def test_ranks_that_pause_read_what_rank_0_has_gathered_and_none_the_keys_of_all(
+    server: ControlServer, asked: Counter[str]
+) -> None:
+    clients = [client_of(server, rank, 6) for rank in range(6)]
+    for rank, client in enumerate(clients):
+        client.pause.begin(3 + rank % 2)
+    for client in reversed(clients):
+        client.pause.answer(client.store)
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(lambda client: client.pause.stops_after(3), clients)) == [False] * 6
+    assert all(client.pause.stops_after(4) for client in clients)
+    assert asked["pause"] == 6
+    assert {asked[f"pause/{rank}"] for rank in range(6)} == {2}  # a check and a look
+
+
 def test_a_value_that_is_not_there_is_seen_without_waiting_or_leaving_a_trace(server: ControlServer) -> None:
     store, stranger = (
         client_of(server, 0).store,
@@ -104,6 +119,18 @@ def test_lines_that_a_heartbeat_announces_before_they_are_there_hold_the_driver_
     assert server.new_lines(server.beats(2)) == []
 
 
+def test_lines_that_were_lost_on_their_way_do_not_keep_those_after_them_back(server: ControlServer) -> None:
+    client = client_of(server, 0, 1)
+    client._sent["lines"] += 1
+    client._console.add(logging.INFO, "after them")
+    client.beat(client.store)
+    found = [line for _ in range(20) for line in server.new_lines(server.beats(1))]
+    client._console.add(logging.INFO, "at once")
+    client.beat(client.store)
+    assert found == [(0, logging.INFO, "after them")]
+    assert server.new_lines(server.beats(1)) == [(0, logging.INFO, "at once")]
+
+
 def test_a_line_of_many_ranks_is_shown_once_with_their_number(
     server: ControlServer, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -134,9 +161,9 @@ def test_the_driver_may_open_as_many_connections_as_its_ranks_need() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (1024, limits[1]))
         allow_connections(100)
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (1024, limits[1])
-        allow_connections(2048)
+        allow_connections(512)
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 2048
-        with pytest.raises(ClusterError, match="the ranks need 1,000,000,000 connections to this process"):
+        with pytest.raises(ClusterError, match="1,000,000,000 ranks need 4,000,000,512 open files of this process"):
             allow_connections(10**9)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)

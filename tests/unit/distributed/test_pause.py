@@ -2,43 +2,35 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from sparktorch.base.world import World
 from sparktorch.distributed.pause import Pause
-
-
-class Exchange:
-    """What two ranks tell each other."""
-
-    def __init__(self) -> None:
-        self.posted: list[dict[str, Any]] = []
-        self.complete = threading.Event()
-
-    def post(self, topic: str, value: dict[str, Any]) -> None:
-        self.posted.append(value)
-        if len(self.posted) == 2:
-            self.complete.set()
-
-    def collect(self, topic: str) -> list[dict[str, Any]]:
-        assert self.complete.wait(10)
-        return self.posted
+from sparktorch.distributed.store import SealedStore
 
 
 @pytest.mark.parametrize(("heard", "stops"), [((3, 3), 4), ((3, 5), 6), ((5, 2), 6)])
 def test_ranks_that_hear_at_different_steps_stop_after_the_same_one(heard: tuple[int, int], stops: int) -> None:
-    exchange, ended = Exchange(), dict[int, int]()
+    store, ended = SealedStore("token", dist.HashStore()), dict[int, int]()
     both = threading.Barrier(2)
 
+    def read(key: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(store.get(key))
+        return found
+
     def train(rank: int) -> None:
-        pause = Pause(exchange)
+        pause = Pause(World(rank=rank, world_size=2), read)
         pause.begin(1)
         for step in range(1, 9):
             if step == heard[rank] + 1:
-                pause.answer()
+                pause.answer(store)
                 both.wait(10)
+                pause.answer(store)
             if pause.stops_after(step):
                 ended[rank] = step
                 return

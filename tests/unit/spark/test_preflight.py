@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import resource
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from sparktorch.distributed.store import allow_connections
+from sparktorch.errors import ClusterError
 from sparktorch.spark.checks import preflight
 
 
@@ -51,9 +54,14 @@ def test_slots_are_waited_for_as_long_as_the_settings_and_the_age_of_the_session
     assert clock.now - begun == pytest.approx(seconds, abs=0.2)
 
 
-def test_more_ranks_than_the_driver_may_have_connections_to_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight.resource, "getrlimit", lambda _: (1024, 4096))
-    assert preflight.descriptors(2).status == "ok"
-    found = preflight.descriptors(512)
-    assert found.status == "failure"
-    assert "its limit is 1,024" in found.found
+def test_the_doctor_refuses_the_number_of_ranks_whose_connections_a_fit_refuses() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, limits[1]))
+        assert preflight.descriptors(400).status == "ok"
+        found = preflight.descriptors(10**9)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    with pytest.raises(ClusterError) as refused:
+        allow_connections(10**9)
+    assert (found.status, found.found, found.hint) == ("failure", refused.value.what, refused.value.hint)
