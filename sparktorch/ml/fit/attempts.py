@@ -179,10 +179,10 @@ class _Outlook:
         self._next = now + _LOOK_SECONDS
         try:
             self._look(tag, now)
-        except Exception:  # such as of a session that is being stopped, as the job will tell
-            level = logging.DEBUG if self._failed else logging.WARNING
+        except Exception as error:  # such as of a session that is being stopped, as the job will tell
+            level, name = logging.DEBUG if self._failed else logging.WARNING, type(error).__name__
+            _LOG.log(level, "the cluster does not say what has changed (%s)", name, exc_info=self._failed)
             self._failed = True
-            _LOG.log(level, "the cluster does not say what has changed: the fit stays as it is", exc_info=True)
         if self.reason:
             _LOG.warning("%s: all ranks save a checkpoint and end, and the fit goes on from there", self.reason)
         return bool(self.reason)

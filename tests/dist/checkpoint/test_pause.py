@@ -71,7 +71,7 @@ class FullDisk(Callback):
 
     def on_fit_start(self, context: FitContext) -> None:
         if context.world.rank == 1:
-            CheckpointStore.write_share = self._fail  # type: ignore[method-assign]
+            CheckpointStore.write_share = self._fail  # type: ignore[assignment, method-assign]
 
     def on_step_end(self, context: FitContext) -> None:
         time.sleep(0.1)
