@@ -42,6 +42,7 @@ QUICK = (2, 32)
 CROWDS = 4  # processes that the ranks are threads of
 AT_ONCE = 16  # ranks of a process that connect at the same time
 POLL_SECONDS = 0.05  # of a job
+STEP_SECONDS = 0.5  # of a training that is paused
 MESSAGES = {"set": 1, "check": 1, "peek": 1, "add": 1, "delete_key": 1, "list_keys": 1, "get": 2, "multi_get": 2}
 GOALS = {
     "driver, 1024 ranks train: share of a core": Goal(0.1),
@@ -114,8 +115,8 @@ class Crowd:
         open_store = partial(connect, meeting.host, meeting.port, token=meeting.prefix)
         self._size, self._ranks, self._clients = size, ranks, dict[int, Simulated]()
         self._open_store: Any = open_store
-        self._steps = {name: threading.Event() for name in ("agree", "wait", "end")}
-        self._times: dict[str, list[float]] = {"began": [], "agreed": [], "stopped": [], "left": []}
+        self._steps = {name: threading.Event() for name in ("agree", "pause", "wait", "end")}
+        self._times: dict[str, list[float]] = {"began": [], "agreed": [], "paused": [], "stopped": [], "left": []}
         self._threads = [threading.Thread(target=self._live, args=(rank,), daemon=True) for rank in ranks]
         for number, thread in enumerate(self._threads):
             while number - len(self._times["began"]) >= AT_ONCE:
@@ -161,8 +162,14 @@ class Crowd:
             client.agree("shard", facts(rank))
             self._times["agreed"].append(time.monotonic())
             client.enter("training", epoch=1, step=1)
+            client.pause.begin(1)
             self._steps["wait"].wait()
-            if not self._steps["end"].is_set():
+            if self._steps["pause"].is_set():
+                steps = itertools.count(1)
+                while not client.pause.stops_after(next(steps)):
+                    time.sleep(STEP_SECONDS)
+                self._times["paused"].append(time.monotonic())
+            elif not self._steps["end"].is_set():
                 self._wait(client, rank)
         self._times["left"].append(time.monotonic())
 
@@ -245,9 +252,9 @@ def _watch(pipe: Connection, size: int, counter: Counter) -> None:
                 name, value = pipe.recv()
                 if name == "end":
                     return
-                if name == "cancel":
+                if name in ("pause", "cancel"):
                     pipe.send(time.monotonic())
-                    server.cancel()
+                    getattr(server, name)()
                 elif name == "known":
                     pipe.send(known)
                 elif name == "spent":
@@ -335,7 +342,7 @@ class Shown(dict[str, float]):
 
 
 def measure(size: int, ranks: Simulation, seconds: float) -> dict[str, float]:
-    """Measures a job of as many ranks that trains and is cancelled, one with an error, and one that loses a rank."""
+    """Measures jobs of as many ranks: one is cancelled, one has an error, one is paused, and one loses a rank."""
     found = Shown(size)
     window = max(seconds, 5 * size / 1000)
     with ranks.job(size) as calm:
@@ -361,6 +368,14 @@ def measure(size: int, ranks: Simulation, seconds: float) -> dict[str, float]:
         found["error known, s"] = known - had
         found["error: all ranks stopped, s"] = max(failing.tell("times", "stopped")) - had
         failing.tell("times", "left")
+    with ranks.job(size) as pausing:
+        pausing.tell("go", "agree")
+        pausing.tell("times", "agreed")
+        pausing.tell("go", "pause")
+        pausing.tell("go", "wait")
+        asked = pausing.ask("pause")
+        found["paused, s"] = max(pausing.tell("times", "paused")) - asked
+        pausing.tell("times", "left")
     with ranks.job(size) as losing:
         ready(losing)
         lost, peer = size // 2, (size // 2 + 1) % size
@@ -425,6 +440,7 @@ def main() -> None:
         ratios[f"driver, {size} ranks wait: share of a core"] = shares[size]["wait: driver"]
         ratios[f"lost rank named, {size} ranks, s"] = shares[size]["lost rank named, s"]
         ratios[f"agree, {size} ranks, s"] = shares[size]["agree, s"]
+        ratios[f"paused, {size} ranks, s"] = shares[size]["paused, s"]
     if {256, 4096} <= shares.keys():
         ratios["driver's share, 4096 / 256 ranks"] = shares[4096]["train: driver"] / shares[256]["train: driver"]
     goals = {name: goal for name, goal in GOALS.items() if name in ratios}

@@ -181,3 +181,4 @@ def test_the_benchmark_of_the_control_plane_names_the_rank_that_it_loses() -> No
         found = measure(5, ranks, 0.3)  # asserts it
     assert found["agree, s"] > 0
     assert found["train: messages"] > 0
+    assert found["paused, s"] > 0
