@@ -236,7 +236,7 @@ _KINDS: dict[str, type[SparkTorchError]] = {
 
 def _restore(form: dict[str, Any]) -> SparkTorchError:
     kind = _KINDS.get(form["kind"], RankError)
-    return kind(form["what"], hint=form["hint"], trace=form["trace"], code=form["code"], **form["where"])
+    return kind(form["what"], hint=form["hint"], trace=form["trace"], code=form.get("code", ""), **form["where"])
 
 
 @contextmanager

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Sequence
 
 import sparktorch
@@ -28,8 +30,11 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command with arguments, by default those of the process, and returns its exit status.
 
-    0 is success; invalid arguments end the process with status 2.
+    0 is success; invalid arguments end the process with status 2. With those of the process, modules of the working
+    folder are found as `python -m` finds them.
     """
+    if arguments is None and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
     options = parser().parse_args(arguments)
     status: int = options.run(options)
     return status

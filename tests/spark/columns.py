@@ -51,6 +51,23 @@ class Padded(nn.Module):
         return out
 
 
+class Mixed(nn.Module):
+    """Sparse, jagged, padded, raw and reshaped columns, each in its own tensor, for one linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(30, 1)
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        sparse, jagged, values, mask, blob, plain = inputs
+        assert [_kind(tensor) for tensor in (sparse, values, blob, plain)] == ["sparse", "int64", "float64", "int64"]
+        full = torch.nested.to_padded_tensor(jagged, 0.0, (len(jagged), 6))
+        turned = [blob.transpose(1, 2), plain.transpose(1, 2)]
+        parts = [sparse.to_dense(), full, values, mask, *turned]
+        out: torch.Tensor = self.linear(torch.cat([part.reshape(len(values), -1).float() for part in parts], 1))
+        return out
+
+
 def _kind(tensor: torch.Tensor) -> str:
     return "sparse" if tensor.layout == torch.sparse_csr else str(tensor.dtype).removeprefix("torch.")
 

@@ -20,6 +20,14 @@ MANIFESTS: list[dict[str, Any]] = list(yaml.safe_load_all((CONF / "kubernetes.ya
 APPLICATION = MANIFESTS[-1]["spec"]
 
 
+def test_the_job_file_of_the_first_page_can_be_read(tmp_path: Path) -> None:
+    (text,) = re.findall(r"```yaml\n(name: .+?)```", (ROOT / "docs" / "start.md").read_text(), re.DOTALL)
+    (tmp_path / "job.yaml").write_text(text)
+    job = read_job(tmp_path / "job.yaml")
+    assert isinstance(job.estimator.build(), TorchClassifier)
+    assert (job.data.format, job.data.options) == ("csv", {"header": True})
+
+
 def of_kind(kind: str) -> dict[str, dict[str, Any]]:
     return {one["metadata"]["name"]: one for one in MANIFESTS if one["kind"] == kind}
 
@@ -71,6 +79,9 @@ def test_the_image_holds_the_script_that_the_application_runs_and_the_python_tha
     script = APPLICATION["mainApplicationFile"].removeprefix("local://")
     assert (ROOT / "jobs" / script.removeprefix(copied["jobs"] + "/")).exists()
     assert all((ROOT / source).exists() for source in copied)
+    context = re.findall(r"^!(\S+)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE)
+    sources = [source for given in re.findall(r"^COPY (.+) \S+$", lines, re.MULTILINE) for source in given.split()]
+    assert {source.split("/")[0] for source in sources} <= set(context)
     settings = configparser.ConfigParser(delimiters=" ", strict=True)
     settings.read_string("[spark]\n" + (CONF / "spark-defaults-kubernetes.conf").read_text())
     assert f"PYSPARK_PYTHON={settings['spark']['spark.pyspark.python']}" in lines

@@ -28,6 +28,11 @@ def test_an_error_survives_pickle_and_json(kind: type[SparkTorchError]) -> None:
         assert str(copy) == str(error)
 
 
+def test_an_error_of_an_older_version_has_the_code_of_its_class() -> None:
+    form = {name: value for name, value in ColumnError("it broke").to_dict().items() if name != "code"}
+    assert SparkTorchError.from_dict(form).code == "ST-COLUMN"
+
+
 def test_a_message_says_what_where_what_to_do_and_how_it_came() -> None:
     error = RankError("it broke", hint="mend it", trace="Traceback of rank 1:\n  line\n\n", rank=1, step=None)
     assert str(error) == "it broke [rank=1]\n  -> mend it [ST-RANK-FAILED]\n\nTraceback of rank 1:\n  line"

@@ -61,8 +61,8 @@ class ColumnKind(ABC):
         """Whether ranks can compute row digests from the column: its rows are numbers of one shape."""
         return False
 
-    def parts(self, spec: TensorSpec) -> Collection[str]:
-        """Returns the names of the fields of a row that is a struct; empty if rows are none."""
+    def parts(self, spec: TensorSpec) -> Collection[Collection[str]]:
+        """Returns sets of names: a mapping that has all of one is a row that is a struct; empty if rows are none."""
         return ()
 
     def as_fitted(self, column: pa.Array, spec: TensorSpec) -> pa.Array:
@@ -168,8 +168,8 @@ class _Bytes(ColumnKind, name="binary"):
         size = (value["height"], value["width"]) if isinstance(value, dict) else image_size(value, spec)
         return 3, *size
 
-    def parts(self, spec: TensorSpec) -> Collection[str]:
-        return ("content", *_IMAGE_PARTS) if spec.layout == "image" else ()
+    def parts(self, spec: TensorSpec) -> Collection[Collection[str]]:
+        return (("content",), tuple(_IMAGE_PARTS)) if spec.layout == "image" else ()
 
     def of_value(self, value: Any, spec: TensorSpec) -> pa.Array:
         """Takes bytes, or a row of Spark's `binaryFile` or `image` source."""
@@ -196,9 +196,9 @@ class _Unconverted(ColumnKind, name="any"):
             return np.zeros(2, "datetime64[us]" if pa.types.is_temporal(kind) else kind.to_pandas_dtype())
         return [empty_value(kind)] * 2
 
-    def parts(self, spec: TensorSpec) -> Collection[str]:
+    def parts(self, spec: TensorSpec) -> Collection[Collection[str]]:
         kind = self.arrow(spec)
-        return [field.name for field in kind] if pa.types.is_struct(kind) else ()
+        return [(field.name,) for field in kind] if pa.types.is_struct(kind) else ()
 
     def as_fitted(self, column: pa.Array, spec: TensorSpec) -> pa.Array:
         """Converts numbers to the type of the fit; those that it cannot hold become null."""

@@ -67,7 +67,7 @@ def _is_struct(given: Mapping[Any, Any], spec: TensorSpec) -> bool:
     keys = [key for name in (spec.column, name_parts(spec.column)[0]) if (key := _key(given, name)) is not None]
     if any(given[key] is None or isinstance(given[key], Mapping | Row) for key in keys):
         return False
-    return any(name in given for name in kind_of(spec).parts(spec))
+    return any(set(keys) <= set(parts) <= given.keys() for parts in kind_of(spec).parts(spec))
 
 
 def _named(row: Mapping[str, Any], name: str) -> Any:

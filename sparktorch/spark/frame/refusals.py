@@ -12,9 +12,12 @@ from sparktorch.spark.column_names import quoted_name
 __all__ = ["as_numbers", "no_boolean", "no_label", "no_number", "no_tensor"]
 
 _PREPROCESS = "give a preprocess that makes tensors of it"
+_TABULAR = "TabularClassifier and TabularRegressor take such columns as they are; or "
 _TIME = (
     "take what matters as a number: a difference, timestampdiff(second, earlier, {0}), or a part, hour({0}); seconds "
-    "since 1970, {1}, want inputDtypes={{{2!r}: 'float64'}}, for float32 rounds them to 128 s; or " + _PREPROCESS
+    "since 1970, {1}, want inputDtypes={{{2!r}: 'float64'}}, for float32 rounds them to 128 s; "
+    + _TABULAR
+    + _PREPROCESS
 )
 # Hints for types without numbers: {0} is the column in SQL, {2} its name.
 _INSTEAD: tuple[tuple[type[T.DataType], str], ...] = (
@@ -26,7 +29,7 @@ _INSTEAD: tuple[tuple[type[T.DataType], str], ...] = (
     (
         T.DateType,
         "take what matters as a number: a difference, datediff({0}, earlier), days since 1970, unix_date({0}), or a "
-        "part, month({0}); or " + _PREPROCESS,
+        "part, month({0}); " + _TABULAR + _PREPROCESS,
     ),
     (T.TimestampType, _TIME.replace("{1}", "cast({0} as double)")),
     (T.TimestampNTZType, _TIME.replace("{1}", "cast(cast({0} as timestamp) as double)")),

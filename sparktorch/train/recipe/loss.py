@@ -394,5 +394,5 @@ def _first(output: Any) -> torch.Tensor:
 
 
 def _has_tensors(loss: Any) -> bool:
-    """Whether a loss is a module with tensors of its own, which go to the device of the output."""
+    """Whether a loss is a module made with tensors of its own, which go to the device of the output."""
     return isinstance(loss, nn.Module) and any(True for _ in chain(loss.parameters(), loss.buffers()))

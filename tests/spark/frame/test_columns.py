@@ -24,7 +24,7 @@ from sparktorch.ml.fit.translate import input_names
 from sparktorch.spark.compat import table_of
 from sparktorch.spark.frame.prepare import prepare
 from sparktorch.tracking import save_model
-from tests.spark.columns import Flat, Padded
+from tests.spark.columns import Flat, Mixed, Padded
 from tests.spark.scored import sorted_rows
 from tests.support.mlflow import QUIET
 
@@ -185,6 +185,23 @@ def test_sparse_vectors_and_padded_rows_train_and_score_as_the_tensor_made_by_ha
 ) -> None:
     assert_alike(models["sparse"], plain)
     assert_alike(models["ragged"], short)
+
+
+def test_a_scorer_makes_of_columns_the_tensors_made_by_hand(rows: DataFrame) -> None:
+    found = fitted(
+        rows,
+        *("mixed", "ragged", "tokens", "blob", "plain"),
+        module=Mixed,
+        inputLayouts={"mixed": "sparse_csr", "ragged": "jagged", "tokens": "padded", "blob": "raw"},
+        maxLengths={"tokens": 3},
+        padValues={"tokens": -9},
+        inputShapes={"blob": (2, 3), "plain": (3, 2)},
+        inputDtypes={"blob": "float64", "plain": "int64"},
+    )
+    jagged = torch.nested.nested_tensor([row[mask] for row, mask in zip(X, MASK, strict=True)], layout=torch.jagged)
+    padded = X.long().where(MASK, -9)[:, :3], MASK[:, :3]
+    by_hand = [X.to_sparse_csr(), jagged, *padded, X.double().view(ROWS, 2, 3), X.long().view(ROWS, 3, 2)]
+    np.testing.assert_allclose(found.scores, found.model.module(*by_hand).detach()[:, 0], atol=1e-5)
 
 
 def test_a_model_scores_other_columns_of_the_same_meaning_in_sql_and_after_loading(

@@ -50,6 +50,18 @@ def test_columns_are_kept_named_and_left_out_as_asked(frame: DataFrame, model: T
         model.transform(model.transform(frame))
 
 
+def test_rows_of_which_duplicates_were_dropped_are_fitted_and_scored_as_those_without_any(
+    frame: DataFrame, model: TorchClassificationModel
+) -> None:
+    once = frame.unionByName(frame).dropDuplicates()
+    again = TorchClassifier(module=MLP, moduleParams={"outputs": 3}, progress=False).fit(once)
+    for found, wanted in zip(again.module.parameters(), model.module.parameters(), strict=True):
+        assert torch.equal(found, wanted)
+    scored = (again.transform(rows).groupBy("prediction").count() for rows in (once, frame))
+    found_counts, wanted_counts = (sorted(map(tuple, counts.collect())) for counts in scored)
+    assert found_counts == wanted_counts
+
+
 def test_transform_is_lazy_and_runs_the_udf_once(frame: DataFrame, model: TorchClassificationModel) -> None:
     plan = model.transform(frame)._jdf.queryExecution().executedPlan().toString()
     assert plan.count("ArrowEvalPython") + plan.count("BatchEvalPython") == 1

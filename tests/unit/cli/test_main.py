@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from contextlib import nullcontext
+from pathlib import Path
 from unittest.mock import Mock
 
 import pyspark
@@ -67,6 +69,17 @@ def test_a_server_that_is_not_there_is_a_finding(capsys: pytest.CaptureFixture[s
     shown = capsys.readouterr().out
     assert f"Spark {pyspark.__version__}, {url}" in shown
     assert "Connection refused" in " ".join(shown.split())
+
+
+def test_the_command_finds_modules_of_the_working_folder_as_python_m_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["sparktorch", "--version"])
+    monkeypatch.setattr("sys.path", ["/env/bin"])
+    with pytest.raises(SystemExit):
+        main()
+    assert sys.path == [str(tmp_path), "/env/bin"]
 
 
 def test_a_plan_in_which_nothing_fits_says_so(

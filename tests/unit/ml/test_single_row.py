@@ -81,6 +81,30 @@ def test_a_struct_is_told_from_a_row_that_has_one(column: str, row: Any, expecte
     assert found.to_pylist() == [expected]
 
 
+@pytest.mark.parametrize(
+    ("column", "row"),
+    [
+        ("data", {"data": b"png", "id": 1}),
+        ("height", Row(height=b"png", id=1)),
+        ("image", {"image": b"png", "content": "of another column"}),
+        ("content", {"content": b"png", "id": 1}),
+        ("image", {"content": b"png", "path": "a.png"}),
+    ],
+)
+def test_an_image_is_told_from_a_row_that_has_one(column: str, row: Any) -> None:
+    spec = TensorSpec(name="x0", column=column, dtype="uint8", shape=(3, 4, 4), kind="binary", layout="image")
+    (found,) = columns_of(row, [spec])
+    assert found.to_pylist() == [b"png"]
+
+
+def test_an_image_of_sparks_source_is_a_struct_whatever_its_column_is_called() -> None:
+    spec = TensorSpec(name="x0", column="data", dtype="uint8", shape=(3, 4, 4), kind="binary", layout="image")
+    image = {"height": 1, "width": 1, "nChannels": 3, "data": b"abc"}
+    assert columns_of({**image, "mode": 16}, [spec])[0].to_pylist() == [image]
+    with pytest.raises(ColumnError, match="the row has no column 'data'"):
+        columns_of({"height": 1, "id": 3}, [spec])
+
+
 def test_a_mapping_by_numbers_is_no_struct() -> None:
     spec = TensorSpec(name="x0", column="t", dtype="float32", kind="any", sql="struct<a:string>")
     with pytest.raises(ColumnError):
