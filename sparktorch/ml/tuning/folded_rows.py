@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import threading
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
@@ -127,17 +127,15 @@ class FoldedRows(PreparedData):
         return self._pool.run(self._task_of)
 
     def _look_at(self, facts: list[dict[str, Any]], read_with: TrainJob) -> None:
-        sums = defaultdict[int, list[int]](lambda: [0, 0, 0])
-        for fold, counts in (each for fact in facts for each in fact["folds"].items()):
-            sums[int(fold)] = [one + other for one, other in zip(sums[int(fold)], counts, strict=True)]
-        sizes = defaultdict[int, int](int, {fold: rows + marked for fold, (rows, marked, _) in sums.items()})
+        content = _content(facts)
+        sizes = Counter({fold: rows + marked for fold, rows, marked, _ in content})
         if sizes[_OUT_OF_RANGE]:
             raise ColumnError(
                 f"Fold number must be in range [0, {self._folds}), which it is not in "
                 f"{counted(sizes[_OUT_OF_RANGE], 'row', 'rows')}",
                 hint="set numFolds, or correct the column that foldCol names",
             )
-        one_sided = next((fold for fold in range(self._folds) if sizes[fold] in (0, sum(sizes.values()))), None)
+        one_sided = next((fold for fold in range(self._folds) if sizes[fold] in (0, sizes.total())), None)
         why = ""
         if any(fact["storage"] == "disk" for fact in facts):
             why = "the rows are on disk"
@@ -151,7 +149,7 @@ class FoldedRows(PreparedData):
         elif read_with.by_place or any(fact["uneven_folds"] for fact in facts):
             why = "equal rows are split by their position"
         elif self._without is not None:  # of all rows, the folds do not matter
-            self._contents.add(frozenset((fold, of[0], of[1], of[2] % 2**64) for fold, of in sums.items()))
+            self._contents.add(content)
             if len(self._contents) > 1:
                 why = "the DataFrame, read again, has other rows, or in other folds"
         if why:
@@ -191,6 +189,14 @@ def side_by_side(groups: Sequence[FoldedRows], fits: Sequence[Callable[[FoldedRo
                 group.cancel()
             raise
     return ended[-1]
+
+
+def _content(facts: list[dict[str, Any]]) -> Content:
+    """Returns what all ranks have of each fold."""
+    folds = {fold for fact in facts for fold in fact["folds"]}
+    counts = {fold: [fact["folds"].get(fold, (0, 0, 0)) for fact in facts] for fold in folds}
+    sums = {fold: [sum(column) for column in zip(*of, strict=True)] for fold, of in counts.items()}
+    return frozenset((int(fold), rows, marked, keys % 2**64) for fold, (rows, marked, keys) in sums.items())
 
 
 def _with_folds(dataset: DataFrame, name: str, folds: int, seed: int, column: str) -> DataFrame:

@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain
@@ -375,7 +375,7 @@ def test_groups_of_ranks_train_folds_side_by_side(rows: DataFrame, tmp_path: Pat
 def test_slots_that_another_job_holds_get_no_group(rows: DataFrame, tmp_path: Path, used: set[FoldedRows]) -> None:
     spark, over = rows.sparkSession, tmp_path / "over"
 
-    def held(tasks: Iterator[int]) -> Iterator[int]:
+    def held(tasks: Iterable[int]) -> Iterator[int]:
         for task in tasks:
             (tmp_path / str(task)).touch()
             while not over.exists():

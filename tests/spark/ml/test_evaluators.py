@@ -157,9 +157,8 @@ def test_figures_in_which_spark_differs_are_left_to_it(case: str) -> None:
 
 def test_the_loss_of_certain_rows_is_that_of_spark(rows: DataFrame) -> None:
     table = pa.table({"label": [0.0, 1.0], "probability": [[1.0, 0.0], [0.0, 1.0]]})
-    data = rows.sparkSession.createDataFrame(table.to_pandas()).withColumn(
-        "probability", to_vector(F.col("probability"))
-    )
+    probability = to_vector(F.col("probability")).alias("probability")
+    frame = rows.sparkSession.createDataFrame(table.to_pandas())
+    data = frame.select("label", F.col("label").alias("prediction"), probability)
     evaluator = MulticlassClassificationEvaluator(metricName="logLoss")
-    data = data.withColumn("prediction", F.col("label"))
     assert metric_of(evaluator, table) == pytest.approx(evaluator.evaluate(data), rel=1e-9, abs=0)
