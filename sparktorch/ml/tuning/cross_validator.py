@@ -98,7 +98,10 @@ class TorchCrossValidator(CrossValidator):
     """
 
     def _fit(self, dataset: DataFrame) -> CrossValidatorModel:
-        self._check(session_of(dataset))
+        self._check()
+        evaluator = self.getEvaluator()
+        if isinstance(evaluator, JavaEvaluator) and not is_connect(session_of(dataset)):
+            evaluator._transfer_params_to_java()  # refuses a wrong value, as that of metricName
         dataset = dataframe_of(dataset, "fit")
         in_pipeline = isinstance(self.getEstimator(), Pipeline)
         try:
@@ -156,12 +159,9 @@ class TorchCrossValidator(CrossValidator):
         free = (found or 0) - other_tasks(spark, launch.tag, (), all_jobs=True, gpus=profile is not None)
         return max(1, min(most, free // launch.world_size))
 
-    def _check(self, spark: SparkSession) -> None:
+    def _check(self) -> None:
         """Refuses a search that cannot work."""
         refuse(_REFUSED, Values(self))
-        evaluator = self.getEvaluator()
-        if isinstance(evaluator, JavaEvaluator) and not is_connect(spark):
-            evaluator._transfer_params_to_java()  # checks them, as metricName
         estimator: Any = self.getEstimator()
         nested = MetaAlgorithmReadWrite.getAllNestedStages(estimator)
         known, names = {stage.uid for stage in nested}, [param.name for stage in nested for param in stage.params]
