@@ -198,8 +198,8 @@ class HeldRows:
             return {}
         views = [[peer["rows"] for peer in self._peers_without(fold)] for fold in folds.counts if fold >= 0]
         uneven = self._max_imbalance is not None and any(_imbalanced(view, self._max_imbalance) for view in views)
-        sizes = {str(fold): rows + marked for fold, (rows, marked, _) in folds.counts.items()}
-        return {"folds": sizes, "uneven_folds": uneven, "nulls": folds.nulls}
+        counts = {str(fold): of for fold, of in folds.counts.items()}
+        return {"folds": counts, "uneven_folds": uneven, "nulls": folds.nulls}
 
     def _peers_without(self, fold: int | None) -> list[dict[str, Any]]:
         """Returns the facts about each rank's rows outside of a fold."""

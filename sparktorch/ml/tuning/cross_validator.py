@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 from pyspark.errors import AnalysisException
 from pyspark.ml import Model, Pipeline
-from pyspark.ml.evaluation import Evaluator, MulticlassClassificationEvaluator
+from pyspark.ml.evaluation import Evaluator, JavaEvaluator, MulticlassClassificationEvaluator
 from pyspark.ml.tuning import CrossValidator, CrossValidatorModel, CrossValidatorReader, _ValidatorSharedReadWrite
 from pyspark.ml.util import DefaultParamsReader, MetaAlgorithmReadWrite
 from pyspark.sql import DataFrame, SparkSession
@@ -37,7 +37,7 @@ from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.compat import frame_of_rows, inheriting, ml_session, to_vector
 from sparktorch.spark.launch.gpus import gpu_profile
 from sparktorch.spark.rdd import dataframe_of
-from sparktorch.spark.session import slots
+from sparktorch.spark.session import is_connect, other_tasks, session_of, slots
 
 __all__ = ["TorchCrossValidator", "weight_of"]
 
@@ -99,6 +99,9 @@ class TorchCrossValidator(CrossValidator):
 
     def _fit(self, dataset: DataFrame) -> CrossValidatorModel:
         self._check()
+        evaluator = self.getEvaluator()
+        if isinstance(evaluator, JavaEvaluator) and not is_connect(session_of(dataset)):
+            evaluator._transfer_params_to_java()  # refuses a wrong value, as that of metricName
         dataset = dataframe_of(dataset, "fit")
         in_pipeline = isinstance(self.getEstimator(), Pipeline)
         try:
@@ -120,9 +123,9 @@ class TorchCrossValidator(CrossValidator):
         models: list[list[Any]] = [[None] * len(maps) for _ in range(folds)]
         count, weight = folds * len(maps) + 1, weight_of(evaluator, carried)
         with ExitStack() as stack:
+            made = partial(FoldedRows, self, estimators[0], dataset, carried=carried, weight=weight, contents=set())
             groups = [
-                stack.enter_context(FoldedRows(self, estimators[0], dataset, carried=carried, weight=weight))
-                for _ in range(self._groups(estimators[0], count - 1, dataset.sparkSession))
+                stack.enter_context(made()) for _ in range(self._groups(estimators[0], count - 1, dataset.sparkSession))
             ]
             metrics = stack.enter_context(_Metrics(evaluator, groups, parallelism=self.getParallelism(), weight=weight))
             unreturned = stack.enter_context(ExitStack())
@@ -137,25 +140,24 @@ class TorchCrossValidator(CrossValidator):
                     metrics.add(fold, index, shown, rows.score(shown, fold, _results_for(evaluator, shown)))
 
             fits = [partial(fit, fold=fold, index=index) for fold in range(folds) for index in range(len(maps))]
-            side_by_side(groups, fits)
-            for group in groups[1:]:
-                group.close()
+            last = side_by_side(groups, fits)
             means, deviations = self._gen_avg_and_std_metrics(metrics.all(folds, len(maps)))
             best = int(np.argmax(means) if evaluator.isLargerBetter() else np.argmin(means))
-            model = groups[0].fit(estimators[best], without=None, title=f"fit {count} of {count}")
+            model = last.fit(estimators[best], without=None, title=f"fit {count} of {count}")
             unreturned.pop_all()
         kept = cast("list[list[Model]]", models) if self.getCollectSubModels() else None
         return self._copyValues(CrossValidatorModel(model, means, kept, deviations))
 
     def _groups(self, estimator: Any, fits: int, spark: SparkSession) -> int:
-        """Returns how many groups of ranks train side by side: `parallelism` of them, if there are slots now."""
+        """Returns how many groups of ranks train side by side: `parallelism`, if there are free slots now."""
         most = min(self.getParallelism(), fits)
         if most == 1:
             return 1
         launch = translate(estimator, estimator._task).launch
         profile = gpu_profile(spark, launch.device, launch.world_size)
         found = settled_slots(spark, most * launch.world_size, profile, settle=0.0)
-        return max(1, min(most, (found or 0) // launch.world_size))
+        free = (found or 0) - other_tasks(spark, launch.tag, (), all_jobs=True, gpus=profile is not None)
+        return max(1, min(most, free // launch.world_size))
 
     def _check(self) -> None:
         """Refuses a search that cannot work."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import io
+import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
-from queue import SimpleQueue
 from typing import Any
 
 import pyarrow as pa
@@ -18,7 +18,7 @@ from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
 from sparktorch.data.columns import carried_name
-from sparktorch.errors import ColumnError, counted
+from sparktorch.errors import ColumnError, ConfigError, counted
 from sparktorch.ml.fit.attempts import with_restarts
 from sparktorch.ml.fit.listeners import FitReport
 from sparktorch.ml.fit.prepared_data import PreparedData
@@ -32,9 +32,12 @@ from sparktorch.worker import TrainJob, score_fold
 __all__ = ["MOST_BYTES", "FoldedRows", "NotInOnePass", "side_by_side"]
 
 MOST_BYTES = 1 << 30  # of a fold's scores that come to the driver
+_LOG = logging.getLogger(__name__)
 _IDLE_SECONDS = 600.0
 _IN_NO_FOLD = -1  # trained on in every fold, as in Spark
 _OUT_OF_RANGE = -2
+
+Content = frozenset[tuple[int, int, int, int]]  # each fold, its rows, those marked for validation, sum of rows' keys
 
 
 class NotInOnePass(Exception):
@@ -58,10 +61,14 @@ class FoldedRows(PreparedData):
         *,
         carried: Sequence[str],
         weight: str | None,
+        contents: set[Content],
     ) -> None:
-        """Reads nothing yet; equal scores are sent as one, with the sum of the column `weight`, unless it is `None`."""
+        """Reads nothing yet; equal scores are sent as one, with the sum of the column `weight`, unless it is `None`.
+
+        `contents` gets what each fold has, whenever rows are read; it is one set for all groups of ranks of a search.
+        """
         self._carried, self._folds, self._column = carried, validator.getNumFolds(), validator.getFoldCol()
-        self._weight, name = weight, f"{validator.uid}_fold".replace(".", "_")
+        self._contents, self._weight, name = contents, weight, f"{validator.uid}_fold".replace(".", "_")
         data = _with_folds(dataset, name, self._folds, validator.getSeed(), self._column)
         super().__init__(estimator, estimator._task, data, idle_timeout=_IDLE_SECONDS)
         self._more_columns = {"fold": name, "carried": carried}
@@ -80,7 +87,12 @@ class FoldedRows(PreparedData):
     def attempt(self, data: DataFrame, request: Request[TrainJob], report: FitReport) -> Results:
         """Trains in the ranks, or scores; see `PreparedData.attempt`."""
         self._last = (data, request, report)
-        return super().attempt(data, request, report)
+        try:
+            return super().attempt(data, request, report)
+        except Exception as error:
+            if self._closed:
+                raise ConfigError("the search has ended, by an error or an interrupt elsewhere") from error
+            raise
 
     def score(self, model: TorchModelBase, fold: int, results: Mapping[str, str]) -> pa.Table:
         """Scores a fold, as `transform` does; if a rank is lost, reads the rows and scores again, up to `maxRestarts`.
@@ -115,9 +127,8 @@ class FoldedRows(PreparedData):
         return self._pool.run(self._task_of)
 
     def _look_at(self, facts: list[dict[str, Any]], read_with: TrainJob) -> None:
-        sizes = Counter[int]()
-        for fact in facts:
-            sizes.update({int(fold): rows for fold, rows in fact["folds"].items()})
+        content = _content(facts)
+        sizes = Counter({fold: rows + marked for fold, rows, marked, _ in content})
         if sizes[_OUT_OF_RANGE]:
             raise ColumnError(
                 f"Fold number must be in range [0, {self._folds}), which it is not in "
@@ -137,39 +148,55 @@ class FoldedRows(PreparedData):
             why = "a fold is empty"
         elif read_with.by_place or any(fact["uneven_folds"] for fact in facts):
             why = "equal rows are split by their position"
+        elif self._without is not None:  # of all rows, the folds do not matter
+            self._contents.add(content)
+            if len(self._contents) > 1:
+                why = "the DataFrame, read again, has other rows, or in other folds"
         if why:
             raise NotInOnePass(why)
 
 
-def side_by_side(groups: Sequence[FoldedRows], fits: Iterable[Callable[[FoldedRows], None]]) -> None:
-    """Calls each function with a group that is free; an error or an interrupt cancels the other calls."""
-    free, busy, over = SimpleQueue[FoldedRows](), set[FoldedRows](), threading.Event()
-    for group in groups:
-        free.put(group)
+def side_by_side(groups: Sequence[FoldedRows], fits: Sequence[Callable[[FoldedRows], None]]) -> FoldedRows:
+    """Calls each function with a group that is free: one group in this thread, several in one each.
 
-    def run(fit: Callable[[FoldedRows], None]) -> None:
-        group = free.get()
-        busy.add(group)
-        try:
-            if not over.is_set():
-                fit(group)
-        except BaseException:
-            over.set()
-            raise
-        finally:
-            busy.discard(group)
-            free.put(group)
+    Groups close when no call is left, but for the last one, which is returned. The first error, or an interrupt,
+    cancels the other calls and is raised.
+    """
+    left, lock, ended = iter(fits), threading.Lock(), list[FoldedRows]()
 
+    def work(group: FoldedRows) -> None:
+        for fit in left:
+            fit(group)
+        with lock:
+            ended.append(group)
+            is_last = len(ended) == len(groups)
+        if not is_last:
+            group.close()
+
+    if len(groups) == 1:
+        work(groups[0])
+        return groups[0]
+    _LOG.info("%d groups of ranks train side by side, and each holds all rows", len(groups))
     spark = groups[0].dataset.sparkSession
     with ThreadPoolExecutor(len(groups), "sparktorch-folds") as pool:
         try:
-            for ended in as_completed([pool.submit(inheriting(spark, partial(run, fit))) for fit in fits]):
-                ended.result()
+            for done in as_completed([pool.submit(inheriting(spark, partial(work, group))) for group in groups]):
+                done.result()
         except BaseException:
-            over.set()
-            for group in tuple(busy):
+            for _ in left:  # begin no more
+                pass
+            for group in groups:
                 group.cancel()
             raise
+    return ended[-1]
+
+
+def _content(facts: list[dict[str, Any]]) -> Content:
+    """Returns what all ranks have of each fold."""
+    folds = {fold for fact in facts for fold in fact["folds"]}
+    counts = {fold: [fact["folds"].get(fold, (0, 0, 0)) for fact in facts] for fold in folds}
+    sums = {fold: [sum(column) for column in zip(*of, strict=True)] for fold, of in counts.items()}
+    return frozenset((int(fold), rows, marked, keys % 2**64) for fold, (rows, marked, keys) in sums.items())
 
 
 def _with_folds(dataset: DataFrame, name: str, folds: int, seed: int, column: str) -> DataFrame:

@@ -50,7 +50,10 @@ def _regression(evaluator: Any, rows: pa.Table, label: Floats, weight: Floats) -
     mean = (weight * label).sum() / total
     name = evaluator.getMetricName()
     if name == "r2":
-        around = (weight * label**2).sum() if evaluator.getThroughOrigin() else _spread(label - mean, weight)
+        if evaluator.getThroughOrigin():
+            around = (weight * label**2).sum()
+        else:  # of equal labels, no more than what their mean is rounded by
+            around = _spread(label - mean, weight) if label.min() < label.max() else 0.0
         return 1 - float(squares / around) if around else None
     found = {
         "mse": squares / total,
@@ -58,7 +61,7 @@ def _regression(evaluator: Any, rows: pa.Table, label: Floats, weight: Floats) -
         "mae": (weight * abs(difference)).sum() / total,
         "var": (weight * (prediction - mean) ** 2).sum() / total,
     }
-    return float(found[name])
+    return float(found[name]) if name in found else None
 
 
 def _spread(differences: Floats, weight: Floats) -> float:
@@ -92,26 +95,34 @@ def _classes(evaluator: Any, rows: pa.Table, label: Floats, weight: Floats) -> f
     }
     if name.endswith("ByLabel"):
         kind, own = name.removesuffix("ByLabel"), found.labels == evaluator.getMetricLabel()
-        return float(by_label[kind[0].upper() + kind[1:]]()[own][0]) if own.any() else None
+        compute = by_label.get(kind[:1].upper() + kind[1:])
+        return float(compute()[own][0]) if compute and own.any() else None
     if name in ("accuracy", "hammingLoss"):
         return found.accuracy if name == "accuracy" else 1 - found.accuracy
-    return found.mean(found.f_measure(1.0) if name == "f1" else by_label[name.removeprefix("weighted")]())
+    averaged = (lambda: found.f_measure(1.0)) if name == "f1" else by_label.get(name.removeprefix("weighted"))
+    return found.mean(averaged()) if averaged else None
 
 
 def _log_loss(evaluator: Any, rows: pa.Table, label: Floats, weight: Floats) -> float | None:
     scores = _numbers(rows, evaluator.getProbabilityCol())
     if scores is None or scores.ndim != 2 or label.min() < 0 or label.max() >= scores.shape[1]:
         return None
+    if (label % 1).any():  # which are no classes
+        return None
     least = evaluator.getEps()
     own = scores[np.arange(len(label)), label.astype(np.int64)]
-    return float(-(weight * np.log(np.clip(own, least, 1 - least))).sum() / weight.sum())
+    losses = np.where(own > 1 - least, -np.log1p(-least), -np.log(np.maximum(own, least)))
+    return float((weight * losses).sum() / weight.sum())
 
 
 def _two_classes(evaluator: Any, rows: pa.Table, label: Floats, weight: Floats) -> float | None:
     score = _numbers(rows, evaluator.getRawPredictionCol())
     if score is None or (score.ndim > 1 and score.shape[1] != 2):
         return None
-    falling, place = np.unique(-(score if score.ndim == 1 else score[:, 1]), return_inverse=True)
+    score = score if score.ndim == 1 else score[:, 1]
+    if len(np.unique(np.signbit(score[score == 0]))) == 2:  # Spark orders -0.0 before 0.0
+        return None
+    falling, place = np.unique(-score, return_inverse=True)
     positive = label > 0.5
     right, wrong = (np.bincount(place, weight * of, len(falling)) for of in (positive, ~positive))
     bins = evaluator.getNumBins()
@@ -123,7 +134,10 @@ def _two_classes(evaluator: Any, rows: pa.Table, label: Floats, weight: Floats) 
     if not right[-1] or not wrong[-1]:
         return None
     start, found = np.zeros(1), right / right[-1]
-    if evaluator.getMetricName() == "areaUnderROC":
+    name = evaluator.getMetricName()
+    if name not in ("areaUnderROC", "areaUnderPR"):
+        return None
+    if name == "areaUnderROC":
         return _area(np.concatenate([start, wrong / wrong[-1]]), np.concatenate([start, found]))
     both = right + wrong
     precision = np.divide(right, both, out=np.ones_like(both), where=both > 0)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -16,6 +18,7 @@ import pyarrow as pa
 import pytest
 import torch
 from pyspark import BarrierTaskContext, TaskContext
+from pyspark.errors import IllegalArgumentException
 from pyspark.ml import Pipeline
 from pyspark.ml.evaluation import (
     BinaryClassificationEvaluator,
@@ -30,7 +33,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from sparktorch import TorchClassifier, TorchCrossValidator, TorchRegressor
-from sparktorch.errors import ColumnError, ConfigError
+from sparktorch.errors import ColumnError, ConfigError, SparkTorchError
 from sparktorch.ml.tuning.cross_validator import weight_of
 from sparktorch.ml.tuning.folded_rows import FoldedRows
 from sparktorch.ml.tuning.metrics import metric_of
@@ -323,6 +326,9 @@ def test_searches_that_cannot_work_are_refused_before_any_job(rows: DataFrame, t
         validator = search(TorchCrossValidator, ours, **{"evaluator": evaluator, **given})
         with pytest.raises(ConfigError, match=says):
             validator.fit(rows)
+    misspelt = MulticlassClassificationEvaluator(metricName="acc")  # type: ignore[arg-type]
+    with pytest.raises(IllegalArgumentException, match="acc"):
+        search(TorchCrossValidator, other, misspelt).fit(rows)
     assert len(rows.sparkSession.sparkContext.statusTracker().getJobIdsForGroup(None)) == jobs
 
 
@@ -340,17 +346,20 @@ def test_a_stage_within_a_stage_is_fitted_with_what_a_map_sets(frame: DataFrame)
     assert stock.avgMetrics[0] != stock.avgMetrics[1]
 
 
-def test_groups_of_ranks_train_folds_side_by_side(
-    rows: DataFrame, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    used: set[FoldedRows] = set()
-    fit = FoldedRows.fit
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> set[FoldedRows]:
+    """The groups of ranks that have fitted."""
+    groups, fit = set[FoldedRows](), FoldedRows.fit
 
     def noted(group: FoldedRows, *given: Any, **named: Any) -> Any:
-        used.add(group)
+        groups.add(group)
         return fit(group, *given, **named)
 
     monkeypatch.setattr(FoldedRows, "fit", noted)
+    return groups
+
+
+def test_groups_of_ranks_train_folds_side_by_side(rows: DataFrame, tmp_path: Path, used: set[FoldedRows]) -> None:
     ours, evaluator = regressor(numWorkers=1), RegressionEvaluator(labelCol="target")
     given: dict[str, Any] = {"parallelism": 2, "collectSubModels": True}
     file = tmp_path / "read"
@@ -361,3 +370,65 @@ def test_groups_of_ranks_train_folds_side_by_side(
     assert found.avgMetrics == alone.avgMetrics
     assert all(map(equal, chain(*found.subModels), chain(*alone.subModels)))
     assert equal(found.bestModel, alone.bestModel)
+
+
+def test_slots_that_another_job_holds_get_no_group(rows: DataFrame, tmp_path: Path, used: set[FoldedRows]) -> None:
+    spark, over = rows.sparkSession, tmp_path / "over"
+
+    def held(tasks: Iterable[int]) -> Iterator[int]:
+        for task in tasks:
+            (tmp_path / str(task)).touch()
+            while not over.exists():
+                time.sleep(0.1)
+            yield task
+
+    with ThreadPoolExecutor() as pool:
+        other = pool.submit(spark.sparkContext.parallelize(range(2), 2).mapPartitions(held).count)
+        try:
+            while not all((tmp_path / str(task)).exists() for task in range(2)):
+                assert not other.done()
+                time.sleep(0.1)
+            evaluator = RegressionEvaluator(labelCol="target")
+            found = search(TorchCrossValidator, regressor(numWorkers=1), evaluator, parallelism=2).fit(rows)
+        finally:
+            over.touch()
+        assert other.result() == 2
+    assert (len(found.avgMetrics), len(used)) == (2, 1)
+
+
+class Raises(MLP):
+    """Cannot be trained in a rank that holds rows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and isinstance(TaskContext.get(), BarrierTaskContext):
+            raise RuntimeError("no such model")
+        return super().forward(x)
+
+
+def test_an_error_ends_the_fits_of_other_groups_and_is_the_one_that_is_raised(
+    rows: DataFrame, used: set[FoldedRows]
+) -> None:
+    ours = regressor(numWorkers=1, moduleParams={"outputs": 1})
+    maps = [{ours.epochs: 100_000}, {ours.module: Raises}]
+    validator = search(
+        TorchCrossValidator, ours, RegressionEvaluator(labelCol="target"), estimatorParamMaps=maps, parallelism=2
+    )
+    with pytest.raises(SparkTorchError, match="no such model"):
+        validator.fit(rows)
+    assert len(used) == 2
+    assert not any(group.slots_held for group in used)
+
+
+def test_groups_that_read_other_folds_are_given_up(
+    rows: DataFrame, caplog: pytest.LogCaptureFixture, used: set[FoldedRows]
+) -> None:
+    def in_any_order(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for batch in batches:
+            yield batch.take(pa.array(np.random.default_rng().permutation(batch.num_rows)))
+
+    evaluator = RegressionEvaluator(labelCol="target")
+    validator = search(TorchCrossValidator, regressor(numWorkers=1), evaluator, parallelism=2)
+    with caplog.at_level(logging.INFO, logger="sparktorch"):
+        found = validator.fit(rows.mapInArrow(in_any_order, rows.schema))
+    assert "one by one: the DataFrame, read again, has other rows, or in other folds" in caplog.text
+    assert (len(found.avgMetrics), len(used)) == (2, 2)

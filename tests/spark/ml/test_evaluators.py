@@ -137,3 +137,28 @@ def test_rows_that_an_evaluator_may_refuse_are_left_to_it(damage: str) -> None:
     assert metric_of(evaluator, pa.table(columns)) is not None
     columns[damage] = [-1.0 if damage == "weight" else np.nan, 1.0, 1.0]
     assert metric_of(evaluator, pa.table(columns)) is None
+
+
+@pytest.mark.parametrize("case", ["equal labels", "two zeros", "labels between classes", "a name of no metric"])
+@pytest.mark.usefixtures("rows")
+def test_figures_in_which_spark_differs_are_left_to_it(case: str) -> None:
+    label, score = [0.1] * 3 if case == "equal labels" else [0.0, 1.0, 0.0], [-1.0, 0.0, 1.0]
+    probability = [[0.5, 0.5], [0.2, 0.8], [0.7, 0.3]]
+    evaluator: Any = RegressionEvaluator(metricName="r2")
+    if case == "two zeros":
+        evaluator, score = BinaryClassificationEvaluator(), [-0.0, 0.0, 1.0]
+    elif case == "labels between classes":
+        evaluator, label = MulticlassClassificationEvaluator(metricName="logLoss"), [0.0, 0.5, 1.0]
+    elif case == "a name of no metric":
+        evaluator = BinaryClassificationEvaluator(metricName="areaUnderRoc")  # type: ignore[arg-type]
+    columns = {"label": label, "prediction": score, "rawPrediction": score, "probability": probability}
+    assert metric_of(evaluator, pa.table(columns)) is None
+
+
+def test_the_loss_of_certain_rows_is_that_of_spark(rows: DataFrame) -> None:
+    table = pa.table({"label": [0.0, 1.0], "probability": [[1.0, 0.0], [0.0, 1.0]]})
+    probability = to_vector(F.col("probability")).alias("probability")
+    frame = rows.sparkSession.createDataFrame(table.to_pandas())
+    data = frame.select("label", F.col("label").alias("prediction"), probability)
+    evaluator = MulticlassClassificationEvaluator(metricName="logLoss")
+    assert metric_of(evaluator, table) == pytest.approx(evaluator.evaluate(data), rel=1e-9, abs=0)

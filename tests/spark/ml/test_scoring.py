@@ -57,9 +57,8 @@ def test_rows_of_which_duplicates_were_dropped_are_fitted_and_scored_as_those_wi
     again = TorchClassifier(module=MLP, moduleParams={"outputs": 3}, progress=False).fit(once)
     for found, wanted in zip(again.module.parameters(), model.module.parameters(), strict=True):
         assert torch.equal(found, wanted)
-    scored = (again.transform(rows).groupBy("prediction").count() for rows in (once, frame))
-    found_counts, wanted_counts = (sorted(map(tuple, counts.collect())) for counts in scored)
-    assert found_counts == wanted_counts
+    scored = (again.transform(rows).select("prediction").collect() for rows in (once, frame))
+    assert len(set(map(str, map(sorted, scored)))) == 1
 
 
 def test_transform_is_lazy_and_runs_the_udf_once(frame: DataFrame, model: TorchClassificationModel) -> None:
