@@ -15,8 +15,7 @@ from torch import nn
 from sparktorch.base.config import TrainConfig
 from sparktorch.base.devices import backend_of, is_kind, visible_devices
 from sparktorch.base.world import World
-from sparktorch.distributed.client import _is_communication
-from sparktorch.distributed.process_group import opening, process_group, set_up_error
+from sparktorch.distributed.process_group import is_communication, opening, process_group, set_up_error
 from sparktorch.errors import ModuleError
 from sparktorch.train.numerics.determinism import tf32_allowed
 from sparktorch.train.recipe.recipe import makes_sparse_gradients
@@ -84,13 +83,13 @@ def test_what_keeps_nccl_from_starting_is_named_and_is_no_lost_rank(text: str, w
     assert error is not None
     assert what in error.what
     assert hint in error.hint
-    assert not _is_communication(error)
+    assert not is_communication(error)
 
 
 def test_a_peer_that_is_gone_while_nccl_starts_is_a_lost_rank() -> None:
     assert set_up_error(dist.DistBackendError(PEER_GONE)) is None
     assert set_up_error(RuntimeError("Gloo connectFullMesh failed")) is None
-    assert _is_communication(dist.DistBackendError(PEER_GONE))
+    assert is_communication(dist.DistBackendError(PEER_GONE))
 
 
 def test_a_failure_is_told_while_the_group_still_stands(tmp_path: Path) -> None:
