@@ -3,7 +3,8 @@
 The driver is a process of its own, with the store, its server and the monitor of a job, which it polls as a job does.
 The ranks are threads of a few processes. Each has the client of a real one, with both of its connections and its
 heartbeat, but neither rows nor a process group. They share this machine's cores with the driver: what that costs is its
-processor time, and latencies hold for a machine that has as much else to do.
+processor time, and latencies hold for a machine that has as much else to do. What each real rank does on a core of its
+own is done once in a process here: the parsing of an agreement, and the description of an error.
 
 `--sizes` sets the numbers of ranks, `--seconds` how long they wait and train at least.
 """

@@ -247,9 +247,8 @@ class ControlServer:
     def _read_all(self, keys: list[str]) -> list[Any]:
         """Returns the JSON values of keys that are there; `None` for one without a valid signature."""
         try:
-            values: list[Any] = json.loads(
-                b"[" + b",".join(self._store.multi_get(keys)) + b"]"
-            )  # faster than one by one
+            # One document is parsed faster than its values one by one.
+            values: list[Any] = json.loads(b"[" + b",".join(self._store.multi_get(keys)) + b"]")
             return values
         except ClusterError:
             return [self._read(key) for key in keys]

@@ -211,7 +211,7 @@ class GroupsLossStep(TrainingStep):
             with building("loss", loss):
                 loss, options = loss(**options), {}
         self._loss, self._params, self._metrics = loss, options, metrics
-        self._has_tensors = _has_tensors(loss)
+        self._with_tensors = _with_tensors(loss)
 
     def evaluate(self, module: nn.Module, batch: Batch) -> tuple[torch.Tensor | None, Sums]:
         """Returns the same as a call for a batch of validation groups, and the sums of the metrics."""
@@ -229,8 +229,8 @@ class GroupsLossStep(TrainingStep):
         sizes = upload(batch.sizes, batch.inputs[0].device)
         output, label = align("regression", output, batch.label)
         given = (output, sizes) if label is None else (output, label, sizes)
-        if self._has_tensors:
-            self._loss.to(output.device)  # type: ignore[attr-defined]
+        if self._with_tensors is not None:
+            self._with_tensors.to(output.device)
         losses = self._loss(*given, **self._params)
         return (losses, self._metrics(*given)) if self._measures and self._metrics is not None else losses
 
@@ -352,7 +352,7 @@ class Loss:
         elif reducing:  # the functions of torch.nn.functional
             found = partial(found, reduction="none")
         self._function: Callable[..., torch.Tensor] = found
-        self._has_tensors = _has_tensors(found)
+        self._with_tensors = _with_tensors(found)
 
     def _refuse_sum(self, reduction: str) -> None:
         if reduction == "sum":
@@ -374,8 +374,8 @@ class Loss:
 
     def per_row(self, output: Any, label: torch.Tensor | None) -> torch.Tensor:
         """Returns what the user's loss returns: shape `(rows, ...)`, or a scalar mean."""
-        if self._has_tensors:
-            self._function.to(_first(output).device)  # type: ignore[attr-defined]
+        if self._with_tensors is not None:
+            self._with_tensors.to(_first(output).device)
         return self._function(output) if label is None else self._function(output, label)
 
 
@@ -393,6 +393,7 @@ def _first(output: Any) -> torch.Tensor:
     return output
 
 
-def _has_tensors(loss: Any) -> bool:
-    """Whether a loss is a module made with tensors of its own, which go to the device of the output."""
-    return isinstance(loss, nn.Module) and any(True for _ in chain(loss.parameters(), loss.buffers()))
+def _with_tensors(loss: Any) -> nn.Module | None:
+    """Returns a loss that is a module made with tensors of its own, which go to the device of the output."""
+    has = isinstance(loss, nn.Module) and any(True for _ in chain(loss.parameters(), loss.buffers()))
+    return loss if has else None
