@@ -344,7 +344,8 @@ class Client:
         longest = longest or paced(_LONGEST_PAUSE, self._world.world_size)
         pause, pulses = min(paced(_FIRST_PAUSE, self._world.world_size // 4), longest), Pulses[Any]()
         own = threading.get_ident() == self._owner  # the checkpoint thread may wait while the training goes on
-        self._waiting = own or self._waiting
+        if own:
+            self._waiting = True
         try:
             while (found := ready()) is None:
                 self._check_peers()
@@ -354,7 +355,8 @@ class Client:
                 pause = min(2 * pause, longest)
             return found
         finally:
-            self._waiting = self._waiting and not own
+            if own:
+                self._waiting = False
 
     def _tell_who_is_silent(self, *, first: bool, look: bool) -> None:
         """Reports dead ranks to the driver before this rank exits: once one task ends, Spark kills all others.

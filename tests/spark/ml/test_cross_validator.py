@@ -37,7 +37,9 @@ from sparktorch.errors import ColumnError, ConfigError, SparkTorchError
 from sparktorch.ml.tuning.cross_validator import weight_of
 from sparktorch.ml.tuning.folded_rows import FoldedRows
 from sparktorch.ml.tuning.metrics import metric_of
+from sparktorch.spark.session import other_tasks
 from tests.spark.modules import MLP
+from tests.support.waiting import until
 
 # Spark's own CrossValidator leaves its thread pool to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
@@ -377,7 +379,6 @@ def test_slots_that_another_job_holds_get_no_group(rows: DataFrame, tmp_path: Pa
 
     def held(tasks: Iterable[int]) -> Iterator[int]:
         for task in tasks:
-            (tmp_path / str(task)).touch()
             while not over.exists():
                 time.sleep(0.1)
             yield task
@@ -385,9 +386,7 @@ def test_slots_that_another_job_holds_get_no_group(rows: DataFrame, tmp_path: Pa
     with ThreadPoolExecutor() as pool:
         other = pool.submit(spark.sparkContext.parallelize(range(2), 2).mapPartitions(held).count)
         try:
-            while not all((tmp_path / str(task)).exists() for task in range(2)):
-                assert not other.done()
-                time.sleep(0.1)
+            until(lambda: other_tasks(spark, "none", (), all_jobs=True) == 2, seconds=60, what="tasks of the other job")
             evaluator = RegressionEvaluator(labelCol="target")
             found = search(TorchCrossValidator, regressor(numWorkers=1), evaluator, parallelism=2).fit(rows)
         finally:
