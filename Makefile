@@ -56,8 +56,8 @@ lint: setup
 	$(BIN)/python -m benchmarks.tables --check
 	$(BIN)/python scripts/params.py --check
 
-# Three rings at a time, the longest first: ranks mostly wait for each other. What looks at the clock runs afterwards.
-AT_ONCE := $(MAKE) --no-print-directory --keep-going --jobs=3 \
+# Two rings at a time, the longest first: ranks mostly wait for each other. What looks at the clock runs afterwards.
+AT_ONCE := $(MAKE) --no-print-directory --keep-going --jobs=2 \
 	$(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 TOLD := @echo "tests: the output of a ring is shown when it has ended"
 test: setup zip $(VENV)/spark.jsa

@@ -161,15 +161,16 @@ def workspace() -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def session(work: Path, *, cores: int = 2, **settings: str) -> Iterator[SparkSession]:
-    """A `local[cores]` session on loopback, without UI or progress bars, its files under `work`.
+def session(work: Path, *, cores: int = 2, master: str = "", **settings: str) -> Iterator[SparkSession]:
+    """A session on loopback, without UI or progress bars, its files under `work`.
 
     Args:
         work: From `workspace`.
         cores: Number of task slots.
+        master: By default, `local[cores]`.
         **settings: Further settings, with `__` in place of the dots.
     """
-    builder = SparkSession.builder.master(f"local[{cores}]").appName("benchmark")
+    builder = SparkSession.builder.master(master or f"local[{cores}]").appName("benchmark")
     fixed = {
         "spark.ui.enabled": "false",
         "spark.ui.showConsoleProgress": "false",

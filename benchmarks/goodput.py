@@ -26,12 +26,13 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from pyspark.sql import SparkSession
 
 from benchmarks import by_hand
-from benchmarks.common import ROOT, Goal, arguments, machine, report, workspace
+from benchmarks.common import ROOT, Goal, arguments, machine, report, session, workspace
 from benchmarks.fit_wall import write_rows
 from benchmarks.goodput_by_hand import BATCH, INTERVAL, ROWS, STEP_SECONDS, Log
 from sparktorch import Callback, TorchRegressionModel, TorchRegressor
@@ -39,6 +40,13 @@ from sparktorch.train.callbacks import FitContext
 
 RANKS = 2
 Weights = dict[str, torch.Tensor]
+# Two executors of one core, which may die often, with the setting that docs/reliability.md advises.
+CLUSTER: dict[str, Any] = {
+    "master": "local-cluster[2,1,1024]",
+    "spark__deploy__maxExecutorRetries": "-1",
+    "spark__executorEnv__PYTHONPATH": str(ROOT),
+    "spark__python__daemon__module": "sparktorch.spark.daemon",
+}
 GOALS = {
     "goodput": Goal(0.85, at_least=True),
     "goodput / torchrun's": Goal(1.0, at_least=True),
@@ -117,31 +125,6 @@ def step_seconds(folder: Path) -> float:
     return statistics.median(later - earlier for (earlier, one), (later, other) in pairs if other == one + 1)
 
 
-@contextlib.contextmanager
-def cluster(work: Path) -> Iterator[SparkSession]:
-    """Two executors of one core, which may die often, with the settings that docs/reliability.md advises."""
-    builder = SparkSession.builder.master("local-cluster[2,1,1024]").appName("goodput")
-    settings = {
-        "spark.ui.enabled": "false",
-        "spark.ui.showConsoleProgress": "false",
-        "spark.driver.bindAddress": "127.0.0.1",
-        "spark.driver.host": "127.0.0.1",
-        "spark.local.dir": str(work / "spark"),
-        "spark.sql.warehouse.dir": str(work / "warehouse"),
-        "spark.deploy.maxExecutorRetries": "-1",
-        "spark.executorEnv.PYTHONPATH": str(ROOT),
-        "spark.python.daemon.module": "sparktorch.spark.daemon",
-    }
-    for name, value in settings.items():
-        builder = builder.config(name, value)
-    spark = builder.getOrCreate()
-    spark.sparkContext.setLogLevel("OFF")
-    try:
-        yield spark
-    finally:
-        spark.stop()
-
-
 def fitted(spark: SparkSession, data: Path, folder: Path, epochs: int, seconds: float) -> TorchRegressionModel:
     """Returns what a fit has come to, with steps of so many seconds."""
     estimator = TorchRegressor(
@@ -201,7 +184,8 @@ def main() -> None:
         kills, their_kills = (Kills(folder, least, most, 3 * seconds) for folder in (ours, theirs))
         for folder in (calm, other):
             folder.mkdir()
-        with cluster(work) as spark:
+        with session(work, **CLUSTER) as spark:
+            spark.sparkContext.setLogLevel("OFF")
             expected = fitted(spark, data, calm, epochs, 0).module.state_dict()
             models: list[TorchRegressionModel] = []
 

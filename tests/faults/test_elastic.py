@@ -16,10 +16,11 @@ import torch
 from pyspark.sql import DataFrame, SparkSession
 
 from sparktorch import Callback, TorchRegressionModel, TorchRegressor
-from sparktorch.spark.session import other_tasks, slots
+from sparktorch.spark.session import slots
 from sparktorch.train.callbacks import FitContext
 from tests.support.faults import executor
 from tests.support.nets import Score
+from tests.support.sessions import slots_held
 from tests.support.waiting import until
 
 EPOCHS, STEPS = 30, 10
@@ -122,18 +123,8 @@ def test_a_fit_that_begins_with_the_slots_that_are_free_takes_the_others_once_th
     frame: DataFrame, calm: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
     spark, mark = frame.sparkSession, tmp_path / "trains"
-
-    def holds_a_slot(_: int) -> int:
-        deadline = time.monotonic() + 120
-        while not mark.exists() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        return 0
-
-    with ThreadPoolExecutor(1) as pool:
-        held = pool.submit(spark.sparkContext.range(1, numSlices=1).map(holds_a_slot).collect)
-        until(lambda: other_tasks(spark, "none", (), all_jobs=True) == 1, seconds=60, what="a slot is held")
+    with slots_held(spark, 1, mark):
         model = regressor(tmp_path, Lingers(mark), numWorkers=(1, 2), growAfter=1.0).fit(frame)
-        held.result()
     assert [attempt["workers"] for attempt in model.summary.attempts] == [1, 2]
     assert sum(attempt["steps"] for attempt in model.summary.attempts) == EPOCHS * STEPS
     torch.testing.assert_close(weights(model), calm, atol=1e-5, rtol=0)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,32 +13,12 @@ from sparktorch import TorchRegressor
 from sparktorch.errors import ClusterError, ConfigError
 from tests.support.faults import Fault
 from tests.support.nets import Score
-from tests.support.sessions import settings
+from tests.support.sessions import settings, slots_held
 from tests.support.waiting import until
 
 
 def regressor(**params: object) -> TorchRegressor:
     return TorchRegressor(**{"module": Score, "batchSize": 32, "numWorkers": 2, "progress": False, **params})  # type: ignore[arg-type]
-
-
-@contextmanager
-def both_slots_held(spark: SparkSession, marks: Path) -> Iterator[None]:
-    release = marks / "release"
-
-    def hold(index: int) -> None:
-        (marks / f"held-{index}").touch()
-        while not release.exists():
-            time.sleep(0.05)
-
-    with ThreadPoolExecutor(1) as pool:
-        try:
-            job = pool.submit(lambda: spark.sparkContext.range(2, numSlices=2).foreach(hold))
-            held = partial(marks.glob, "held-*")
-            until(lambda: len(list(held())) == 2 or job.done(), seconds=60, what="another job holds both slots")
-            yield
-        finally:
-            release.touch()
-        job.result()
 
 
 def test_more_workers_than_slots_are_refused_within_five_seconds(frame: DataFrame) -> None:
@@ -55,7 +32,7 @@ def test_more_workers_than_slots_are_refused_within_five_seconds(frame: DataFram
 
 def test_slots_that_another_job_holds_are_waited_for(spark: SparkSession, frame: DataFrame, tmp_path: Path) -> None:
     tracker = spark.sparkContext.statusTracker()
-    with ThreadPoolExecutor(1) as pool, both_slots_held(spark, tmp_path):
+    with ThreadPoolExecutor(1) as pool, slots_held(spark, 2, tmp_path / "release"):
         fit = pool.submit(regressor().fit, frame)
         until(lambda: len(tracker.getActiveStageIds()) == 2, seconds=60, what="the fit wants slots, too")
         assert not fit.done()
@@ -63,7 +40,7 @@ def test_slots_that_another_job_holds_are_waited_for(spark: SparkSession, frame:
 
 
 def test_the_wait_for_slots_ends_when_one_has_said(spark: SparkSession, frame: DataFrame, tmp_path: Path) -> None:
-    with both_slots_held(spark, tmp_path):
+    with slots_held(spark, 2, tmp_path / "release"):
         begun = time.monotonic()
         with pytest.raises(ClusterError, match="no slots for the 2 ranks for 2 s") as raised:
             regressor(startTimeout=2).fit(frame)

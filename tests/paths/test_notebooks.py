@@ -23,10 +23,15 @@ SHORT = {
     *("resnet", "series", "streaming", "tables", "text"),
 }
 LINES = 25
+# Before a release all run; before a landing one of each way: Pipelines and searches, an own loop, tables, streams.
+LANDING = {"own_loop", "quickstart", "streaming", "tables"}
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=[] if path.stem in LANDING else pytest.mark.slow, id=path.stem) for path in NOTEBOOKS],
+)
 # The kernel's client leaves a socket to the garbage collector.
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -38,7 +38,7 @@ def environment(**more: str) -> dict[str, str]:
     }
 
 
-def run_python(directory: Path, *arguments: str, seconds: float = 180, path: str = "") -> str:
+def run_python(directory: Path, *arguments: str, seconds: float = 280, path: str = "") -> str:
     """Runs Python in `directory` and returns what it printed; shows the end of its errors if it fails."""
     env = environment(PYTHONPATH=os.pathsep.join(filter(None, (str(ROOT), path))))
     done = subprocess.run(

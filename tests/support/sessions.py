@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 from pyspark.sql import SparkSession
 
+from sparktorch.spark.session import other_tasks
 from tests.support.programs import ROOT, SPARK_HOME
+from tests.support.waiting import until
 
-__all__ = ["settings", "spark_session"]
+__all__ = ["settings", "slots_held", "spark_session"]
 
 _REFUSES_CORE = "spark.sql.legacy.setCommandRejectsSparkCoreConfs"
 
@@ -66,3 +70,23 @@ def settings(spark: SparkSession, values: Mapping[str, str]) -> Iterator[None]:
                 spark.conf.unset(name)
             else:
                 spark.conf.set(name, old)
+
+
+@contextmanager
+def slots_held(spark: SparkSession, count: int, release: Path) -> Iterator[None]:
+    """Another job holds so many slots, until the block ends or there is a file `release`."""
+
+    def hold(_: int) -> None:
+        deadline = time.monotonic() + 120
+        while not release.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            job = pool.submit(spark.sparkContext.range(count, numSlices=count).foreach, hold)
+            held = lambda: job.done() or other_tasks(spark, "none", (), all_jobs=True) == count  # noqa: E731
+            until(held, seconds=60, what=f"another job holds {count} slots")
+            yield
+        finally:
+            release.touch()
+        job.result()

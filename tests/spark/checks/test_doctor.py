@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from sparktorch.spark.checks.findings import Finding
 from sparktorch.spark.launch.barrier_job import Launch
 from tests.support.nets import Score
 from tests.support.programs import ROOT
-from tests.support.sessions import settings
+from tests.support.sessions import settings, slots_held
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.landing
@@ -161,25 +160,11 @@ def test_a_directory_that_ranks_cannot_write_is_refused(frame: DataFrame, tmp_pa
 
 
 def test_slots_that_other_jobs_hold_keep_nobody_waiting(spark: SparkSession, tmp_path: Path) -> None:
-    started, stop = tmp_path / "started", tmp_path / "stop"
-
-    def hold(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        started.touch()
-        while not stop.exists():
-            time.sleep(0.05)
-        yield from batches
-
-    job = threading.Thread(target=spark.range(0, 1, 1, 1).mapInArrow(hold, "id bigint").collect)
-    job.start()
-    try:
-        until(started.exists, seconds=60, what="the job begins")
+    with slots_held(spark, 1, tmp_path / "release"):
         found = check_executors(spark, Launch(world_size=2), str(tmp_path))
         assert "2 tasks wrote" in {finding.check: finding.found for finding in found}["checkpoint-dir"]
         (late,) = check_executors(spark, Launch(world_size=3), seconds=1)
         assert (late.check, late.status) == ("executors", "warning")
         assert "no answer within 1 s" in late.found
-    finally:
-        stop.touch()
-        job.join()
     tracker = spark.sparkContext.statusTracker()
     until(lambda: not tracker.getActiveStageIds(), seconds=60, what="the check that was late is cancelled")

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from pyspark.sql import SparkSession
 
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.session import other_tasks, setting, switched_on
-from tests.support.sessions import settings
-from tests.support.waiting import until
+from tests.support.sessions import settings, slots_held
 
 
 def test_a_setting_is_what_spark_itself_reads(spark: SparkSession) -> None:
@@ -34,17 +31,6 @@ def test_a_setting_is_on_in_whatever_case_it_is_written(spark: SparkSession) -> 
 
 
 def test_tasks_of_other_jobs_hold_slots_but_no_gpus(spark: SparkSession, tmp_path: Path) -> None:
-    done = tmp_path / "done"
-
-    def waits(_: int) -> int:
-        deadline = time.monotonic() + 60
-        while not done.exists() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return 0
-
-    with ThreadPoolExecutor(1) as pool:
-        job = pool.submit(spark.sparkContext.range(2, numSlices=2).map(waits).collect)
-        until(lambda: other_tasks(spark, "none", (), all_jobs=True) == 2, seconds=30, what="two tasks run")
+    with slots_held(spark, 2, tmp_path / "release"):
+        assert other_tasks(spark, "none", (), all_jobs=True) == 2
         assert other_tasks(spark, "none", (), all_jobs=True, gpus=True) == 0
-        done.touch()
-        job.result()

@@ -5,9 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import time
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -37,9 +35,8 @@ from sparktorch.errors import ColumnError, ConfigError, SparkTorchError
 from sparktorch.ml.tuning.cross_validator import weight_of
 from sparktorch.ml.tuning.folded_rows import FoldedRows
 from sparktorch.ml.tuning.metrics import metric_of
-from sparktorch.spark.session import other_tasks
 from tests.spark.modules import MLP
-from tests.support.waiting import until
+from tests.support.sessions import slots_held
 
 # Spark's own CrossValidator leaves its thread pool to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
@@ -375,23 +372,9 @@ def test_groups_of_ranks_train_folds_side_by_side(rows: DataFrame, tmp_path: Pat
 
 
 def test_slots_that_another_job_holds_get_no_group(rows: DataFrame, tmp_path: Path, used: set[FoldedRows]) -> None:
-    spark, over = rows.sparkSession, tmp_path / "over"
-
-    def held(tasks: Iterable[int]) -> Iterator[int]:
-        for task in tasks:
-            while not over.exists():
-                time.sleep(0.1)
-            yield task
-
-    with ThreadPoolExecutor() as pool:
-        other = pool.submit(spark.sparkContext.parallelize(range(2), 2).mapPartitions(held).count)
-        try:
-            until(lambda: other_tasks(spark, "none", (), all_jobs=True) == 2, seconds=60, what="tasks of the other job")
-            evaluator = RegressionEvaluator(labelCol="target")
-            found = search(TorchCrossValidator, regressor(numWorkers=1), evaluator, parallelism=2).fit(rows)
-        finally:
-            over.touch()
-        assert other.result() == 2
+    evaluator = RegressionEvaluator(labelCol="target")
+    with slots_held(rows.sparkSession, 2, tmp_path / "release"):
+        found = search(TorchCrossValidator, regressor(numWorkers=1), evaluator, parallelism=2).fit(rows)
     assert (len(found.avgMetrics), len(used)) == (2, 1)
 
 
