@@ -104,9 +104,11 @@ def _skip(app: Any, what: str, name: str, value: Any, skip: bool, options: Any) 
 
 
 def _linked(app: Any, name: str, source: list[str]) -> None:
-    """Points links to notebooks at their copies, and puts plots into their places."""
+    """Points links to notebooks at their copies, puts plots into their places, and gives Params an anchor each."""
     source[0] = source[0].replace("](../notebooks/", "](cookbook/")
     source[0] = re.sub(r"```\{plot\} (\w+)\n```", _pictures, source[0])
+    if name == "params":
+        source[0] = re.sub(r"(?m)^\| (`(\w+)`)", r'| <a id="\2"></a>\1', source[0])
 
 
 def _pictures(found: re.Match[str]) -> str:

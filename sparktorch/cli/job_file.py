@@ -83,7 +83,12 @@ class DataSection:
 
 @dataclass(frozen=True, kw_only=True)
 class EstimatorSection:
-    """The estimator and its Params."""
+    """The estimator and its Params.
+
+    Attributes:
+        kind: `TorchClassifier`, `TorchRegressor` or `TorchEstimator`.
+        params: Params of it by name.
+    """
 
     kind: str
     params: dict[str, Any] = field(default_factory=dict)

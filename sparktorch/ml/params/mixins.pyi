@@ -90,7 +90,7 @@ class EstimatorParams(HasFeaturesCol, HasInputCols, HasLabelCol, HasPredictionCo
     optimizer: Param[str | Callable[..., Any]]
     def getOptimizer(self) -> str | Callable[..., Any]: ...
     def setOptimizer(self, value: str | Callable[..., Any]) -> Self:
-        """Sets the value of `optimizer`: a class in torch.optim by name, an import path, or a factory."""
+        """Sets the value of `optimizer`: a class in torch.optim by name, an import path, or a factory (parameters, lr, **params)."""
     optimizerParams: Param[dict[str, Any]]
     def getOptimizerParams(self) -> dict[str, Any]: ...
     def setOptimizerParams(self, value: dict[str, Any]) -> Self:
@@ -502,7 +502,7 @@ class GenericParams(EstimatorParams, HasOutputCols):
             loss: A class in torch.nn by name, an import path, or a callable (output, label) -> loss per row; models of Hugging Face's have one of their own, where it is not set.
             lossParams: Keyword arguments of the loss class.
             trainingStep: A callable (module, batch) -> loss, or (loss, metrics), or its import path, in place of loss.
-            optimizer: A class in torch.optim by name, an import path, or a factory.
+            optimizer: A class in torch.optim by name, an import path, or a factory (parameters, lr, **params).
             optimizerParams: Keyword arguments of the optimizer besides the learning rate.
             learningRate: Learning rate (> 0).
             parameterGroups: Optimizer settings of some parameters: dicts with 'params', glob patterns of names, and what differs for them, such as lr or weight_decay; the first that matches a name holds.
@@ -708,7 +708,7 @@ class ClassifierParams(EstimatorParams, HasProbabilityCol, HasRawPredictionCol, 
             lossParams: Keyword arguments of the loss class.
             classWeights: One weight per class, which rows' weights are multiplied by, or 'balanced' for rows / (classes * rows of the class).
             trainingStep: A callable (module, batch) -> loss, or (loss, metrics), or its import path, in place of loss.
-            optimizer: A class in torch.optim by name, an import path, or a factory.
+            optimizer: A class in torch.optim by name, an import path, or a factory (parameters, lr, **params).
             optimizerParams: Keyword arguments of the optimizer besides the learning rate.
             learningRate: Learning rate (> 0).
             parameterGroups: Optimizer settings of some parameters: dicts with 'params', glob patterns of names, and what differs for them, such as lr or weight_decay; the first that matches a name holds.
@@ -904,7 +904,7 @@ class RegressorParams(EstimatorParams):
             loss: A class in torch.nn by name, an import path, or a callable (output, label) -> loss per row; models of Hugging Face's have one of their own, where it is not set.
             lossParams: Keyword arguments of the loss class.
             trainingStep: A callable (module, batch) -> loss, or (loss, metrics), or its import path, in place of loss.
-            optimizer: A class in torch.optim by name, an import path, or a factory.
+            optimizer: A class in torch.optim by name, an import path, or a factory (parameters, lr, **params).
             optimizerParams: Keyword arguments of the optimizer besides the learning rate.
             learningRate: Learning rate (> 0).
             parameterGroups: Optimizer settings of some parameters: dicts with 'params', glob patterns of names, and what differs for them, such as lr or weight_decay; the first that matches a name holds.
@@ -1125,7 +1125,7 @@ class RankerParams(EstimatorParams):
             loss: 'listnet', 'ranknet' or 'lambdarank', or a callable (scores, labels, sizes) -> loss per group, or its import path.
             lossParams: Keyword arguments of the loss class.
             trainingStep: A callable (module, batch) -> loss, or (loss, metrics), or its import path, in place of loss.
-            optimizer: A class in torch.optim by name, an import path, or a factory.
+            optimizer: A class in torch.optim by name, an import path, or a factory (parameters, lr, **params).
             optimizerParams: Keyword arguments of the optimizer besides the learning rate.
             learningRate: Learning rate (> 0).
             parameterGroups: Optimizer settings of some parameters: dicts with 'params', glob patterns of names, and what differs for them, such as lr or weight_decay; the first that matches a name holds.
@@ -1314,7 +1314,7 @@ class TextClassifierParams(ClassifierParams):
             lossParams: Keyword arguments of the loss class.
             classWeights: One weight per class, which rows' weights are multiplied by, or 'balanced' for rows / (classes * rows of the class).
             trainingStep: A callable (module, batch) -> loss, or (loss, metrics), or its import path, in place of loss.
-            optimizer: A class in torch.optim by name, an import path, or a factory.
+            optimizer: A class in torch.optim by name, an import path, or a factory (parameters, lr, **params).
             optimizerParams: Keyword arguments of the optimizer besides the learning rate.
             learningRate: Learning rate (> 0).
             parameterGroups: Optimizer settings of some parameters: dicts with 'params', glob patterns of names, and what differs for them, such as lr or weight_decay; the first that matches a name holds.
@@ -1504,7 +1504,7 @@ class ImageClassifierParams(ClassifierParams):
             lossParams: Keyword arguments of the loss class.
             classWeights: One weight per class, which rows' weights are multiplied by, or 'balanced' for rows / (classes * rows of the class).
             trainingStep: A callable (module, batch) -> loss, or (loss, metrics), or its import path, in place of loss.
-            optimizer: A class in torch.optim by name, an import path, or a factory.
+            optimizer: A class in torch.optim by name, an import path, or a factory (parameters, lr, **params).
             optimizerParams: Keyword arguments of the optimizer besides the learning rate.
             learningRate: Learning rate (> 0).
             parameterGroups: Optimizer settings of some parameters: dicts with 'params', glob patterns of names, and what differs for them, such as lr or weight_decay; the first that matches a name holds.
@@ -1726,7 +1726,7 @@ class TabularClassifierParams(ClassifierParams):
             lossParams: Keyword arguments of the loss class.
             classWeights: One weight per class, which rows' weights are multiplied by, or 'balanced' for rows / (classes * rows of the class).
             trainingStep: A callable (module, batch) -> loss, or (loss, metrics), or its import path, in place of loss.
-            optimizer: A class in torch.optim by name, an import path, or a factory.
+            optimizer: A class in torch.optim by name, an import path, or a factory (parameters, lr, **params).
             optimizerParams: Keyword arguments of the optimizer besides the learning rate.
             learningRate: Learning rate (> 0).
             parameterGroups: Optimizer settings of some parameters: dicts with 'params', glob patterns of names, and what differs for them, such as lr or weight_decay; the first that matches a name holds.
@@ -1924,7 +1924,7 @@ class TabularRegressorParams(RegressorParams):
             loss: A class in torch.nn by name, an import path, or a callable (output, label) -> loss per row; models of Hugging Face's have one of their own, where it is not set.
             lossParams: Keyword arguments of the loss class.
             trainingStep: A callable (module, batch) -> loss, or (loss, metrics), or its import path, in place of loss.
-            optimizer: A class in torch.optim by name, an import path, or a factory.
+            optimizer: A class in torch.optim by name, an import path, or a factory (parameters, lr, **params).
             optimizerParams: Keyword arguments of the optimizer besides the learning rate.
             learningRate: Learning rate (> 0).
             parameterGroups: Optimizer settings of some parameters: dicts with 'params', glob patterns of names, and what differs for them, such as lr or weight_decay; the first that matches a name holds.
@@ -2116,7 +2116,7 @@ class RecommenderParams(GenericParams):
             validationIndicatorCol: A boolean column, true for the rows that validate and do not train.
             idCol: A column that identifies a row, used in place of its contents to order the training.
             nullPolicy: What fit does with rows that hold a null or NaN: 'error', 'drop' the row, or 'fill' in fillValue.
-            optimizer: A class in torch.optim by name, an import path, or a factory.
+            optimizer: A class in torch.optim by name, an import path, or a factory (parameters, lr, **params).
             optimizerParams: Keyword arguments of the optimizer besides the learning rate.
             learningRate: Learning rate (> 0).
             parameterGroups: Optimizer settings of some parameters: dicts with 'params', glob patterns of names, and what differs for them, such as lr or weight_decay; the first that matches a name holds.
@@ -2363,7 +2363,7 @@ class ForecasterParams(RegressorParams):
             loss: A class in torch.nn by name, an import path, or a callable (output, label) -> loss per row; models of Hugging Face's have one of their own, where it is not set.
             lossParams: Keyword arguments of the loss class.
             trainingStep: A callable (module, batch) -> loss, or (loss, metrics), or its import path, in place of loss.
-            optimizer: A class in torch.optim by name, an import path, or a factory.
+            optimizer: A class in torch.optim by name, an import path, or a factory (parameters, lr, **params).
             optimizerParams: Keyword arguments of the optimizer besides the learning rate.
             learningRate: Learning rate (> 0).
             parameterGroups: Optimizer settings of some parameters: dicts with 'params', glob patterns of names, and what differs for them, such as lr or weight_decay; the first that matches a name holds.
