@@ -146,13 +146,21 @@ def fitted(spark: SparkSession, data: Path, folder: Path, epochs: int, seconds: 
 
 
 def by_torchrun(data: Path, folder: Path, epochs: int, seconds: float) -> Weights:
-    """Trains under torchrun's agent, which starts all ranks again whenever one is lost; returns the weights."""
+    """Trains under torchrun's agent, which starts all ranks again whenever one is lost; returns the weights.
+
+    By default, the agent of torch 2.13 gives ranks that are started again the store of those before, where they find
+    addresses at which nobody listens; and they wait for half an hour. So each start gets a store of its own here.
+    """
     script = Path(__file__).with_name("goodput_by_hand.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={RANKS}"]
     command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--max-restarts=1000", str(script)]
     with (folder / "torchrun.log").open("w") as log:
         subprocess.run(
-            [*command, str(data), str(folder), str(epochs), str(seconds)], stdout=log, stderr=log, check=True
+            [*command, str(data), str(folder), str(epochs), str(seconds)],
+            env={**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+            stdout=log,
+            stderr=log,
+            check=True,
         )
     weights: Weights = torch.load(folder / "weights.pt")
     return weights

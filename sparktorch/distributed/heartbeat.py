@@ -139,7 +139,7 @@ class Heart:
     def _open(self) -> SealedStore | None:
         try:
             return self._open_store(timeout=timedelta(seconds=self._patience))
-        except (dist.DistError, RuntimeError):
+        except (dist.DistError, RuntimeError, OSError):
             return None
 
     def _is_cancelled(self, store: SealedStore, *, last: bool) -> bool:

@@ -151,6 +151,7 @@ class ControlServer:
         self._closed.set()
         self._heart.join()
         self._earlier.clear()
+        self._readers.clear()  # each holds the store, whose port would stay open
         del self._store, self._server
 
     def another(self) -> ControlServer:

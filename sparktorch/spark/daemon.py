@@ -9,6 +9,8 @@ import importlib
 
 from pyspark.daemon import manager
 
+import sparktorch
+
 __all__: list[str] = []
 
 _OF_RANKS = ("sparktorch.spark.launch.rank_task", "sparktorch.spark.scoring_udf", "sparktorch.worker", "torch._dynamo")
@@ -16,5 +18,7 @@ _OF_RANKS = ("sparktorch.spark.launch.rank_task", "sparktorch.spark.scoring_udf"
 if __name__ == "__main__":
     for name in _OF_RANKS:
         importlib.import_module(name)
+    for name in sparktorch.__all__:  # users' modules import them
+        getattr(sparktorch, name)
     gc.freeze()  # so that forked workers share the memory
     manager()

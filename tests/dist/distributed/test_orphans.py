@@ -53,9 +53,15 @@ def driver_and_rank(tmp_path: Path) -> tuple[BaseProcess, BaseProcess]:
     return driver, rank
 
 
-@pytest.mark.parametrize(("how", "calm"), [(signal.SIGKILL, 0.0), (signal.SIGSTOP, 2 * PATIENCE)])
+@pytest.mark.parametrize(
+    ("how", "calm", "why"),
+    [
+        (signal.SIGKILL, 0.0, "its driver has gone"),
+        (signal.SIGSTOP, 2 * PATIENCE, "its driver has not been heard of for driverTimeout (3 s)"),
+    ],
+)
 def test_a_rank_ends_where_its_driver_is_dead_or_stands_still(
-    how: signal.Signals, calm: float, driver_and_rank: tuple[BaseProcess, BaseProcess], tmp_path: Path
+    how: signal.Signals, calm: float, why: str, driver_and_rank: tuple[BaseProcess, BaseProcess], tmp_path: Path
 ) -> None:
     driver, rank = driver_and_rank
     rank.join(calm)
@@ -64,6 +70,6 @@ def test_a_rank_ends_where_its_driver_is_dead_or_stands_still(
     os.kill(driver.pid, how)
     rank.join(5 * PATIENCE)
     assert rank.exitcode == 1
-    assert "not been heard of for driverTimeout (3 s)" in (tmp_path / "said").read_text()
+    assert why in (tmp_path / "said").read_text()
     driver.kill()
     driver.join()
