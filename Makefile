@@ -1,6 +1,6 @@
 # make demo            trains and scores the digits, from a fresh clone
 # make test            checks of style, types and layers, and the tests of all parts: what to run while you work
-# make test-all        everything but GPUs: before a change lands
+# make test-all        everything but GPUs and what is slow: before a change lands
 # make test-RING       a ring of tests: CONTRIBUTING.md lists them
 # make test-versions   users' ways on other versions of Spark; VERSIONS="4.0.5" chooses
 # make docs            the site, in out/site; SPARKTORCH_DOCS_RUN=cache runs its notebooks

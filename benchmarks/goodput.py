@@ -7,6 +7,8 @@ SIGKILL. Goodput is the share of the wall time, from the start of the job to its
 count: the number of steps times the median seconds of one. Recovery is the time from a kill to the end of the first
 step that had not been trained before. The weights are compared with those of a training that nobody disturbs.
 
+`--seconds` sets how long either side would train without kills.
+
 torchrun starts its processes again, and a hand-written script reads its last checkpoint. Our session is open before the
 time begins; the agent starts with it.
 """
@@ -181,8 +183,8 @@ def measured(kills: Kills, folder: Path, train: Callable[[], Weights], steps: in
 
 def main() -> None:
     """Runs the benchmark."""
-    options = arguments(__doc__ or "")
-    seconds, least, most = (90, 15, 25) if options.quick else (600, 20, 40)
+    options = arguments(__doc__ or "", lambda parser: parser.add_argument("--seconds", type=int, default=600))
+    seconds, least, most = (90, 15, 25) if options.quick else (options.seconds, 20, 40)
     per_epoch = -(-ROWS // BATCH)
     epochs = round(seconds / STEP_SECONDS / per_epoch)
     with workspace() as work:
@@ -205,8 +207,8 @@ def main() -> None:
         their_expected = by_torchrun(data, other, epochs, 0)
         their_train = partial(by_torchrun, data, theirs, epochs, STEP_SECONDS)
         their_goodput, their_found = measured(their_kills, theirs, their_train, epochs * per_epoch)
+        recoveries = {"recovery, s": kills.recoveries(), "recovery of torchrun, s": their_kills.recoveries()}
     summary = models[0].summary
-    recoveries = {"recovery, s": kills.recoveries(), "recovery of torchrun, s": their_kills.recoveries()}
     report(
         "goodput",
         samples={name: found for name, found in recoveries.items() if found},

@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Generic, TypeVar
@@ -32,6 +33,7 @@ _RANK_SECONDS = 0.001
 _BEAT_SECONDS = 0.5
 _SILENT_BEATS = 2.4
 _BODY = "sparktorch/worker/"
+_CONNECT_SECONDS = 1.0  # of one try
 _LEAVING_SECONDS = 2.0  # that a rank whose driver is gone gets to end by itself
 
 Beat = dict[str, Any]
@@ -125,7 +127,7 @@ class Heart:
             os._exit(1)
 
     def _beat(self, stop: threading.Event) -> None:
-        store = self._open()
+        store = self._open(threading.Event())
         while store is not None:
             last = stop.wait(self._every)
             try:
@@ -133,14 +135,18 @@ class Heart:
                 if self._is_cancelled(store, last=last) or last:
                     break
             except (dist.DistError, RuntimeError):
-                store = None if last else self._open()  # a broken connection does not mean that the driver is gone
+                store = None if last else self._open(stop)  # a broken connection does not mean that the driver is gone
         self._over.set()
 
-    def _open(self) -> SealedStore | None:
-        try:
-            return self._open_store(timeout=timedelta(seconds=self._patience))
-        except (dist.DistError, RuntimeError, OSError):
-            return None
+    def _open(self, stop: threading.Event) -> SealedStore | None:
+        """Returns a connection; `None` if there is none in time, or once `stop` is set: the store may be closed."""
+        deadline = time.monotonic() + self._patience
+        while not stop.is_set() and (left := deadline - time.monotonic()) > 0:
+            with suppress(dist.DistError, RuntimeError):
+                store = self._open_store(timeout=timedelta(seconds=min(left, _CONNECT_SECONDS)))
+                store.set_timeout(timedelta(seconds=self._patience))
+                return store
+        return None
 
     def _is_cancelled(self, store: SealedStore, *, last: bool) -> bool:
         """Reads the driver's heartbeat, and does what it asks for: a pause, or the rank's Python stack.
@@ -148,6 +154,8 @@ class Heart:
         If a rank hosts the store there is none, and any answer counts.
         """
         word = store.peek("driver")
+        if word is None and self._driver is not None:
+            return True  # this is the store of a later attempt, at the same port
         if word is None or word != self._driver:
             self._heard += 1
         self._driver = word

@@ -177,10 +177,6 @@ def allow_connections(ranks: int) -> None:
 
 
 def connect(host: str, port: int, token: str, *, timeout: timedelta = timedelta(seconds=60)) -> SealedStore:
-    """Connects to the store of an attempt; keys get the attempt's prefix, which is derived from `token`.
-
-    Raises `OSError` at once where nobody listens: torch alone would try again until the time is over.
-    """
-    socket.create_connection((host, port), timeout.total_seconds()).close()
+    """Connects to the store of an attempt; keys get the attempt's prefix, which is derived from `token`."""
     store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
     return SealedStore(token, store)

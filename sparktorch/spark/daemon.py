@@ -6,6 +6,7 @@ files that are shipped come to workers, not to the daemon.
 
 import gc
 import importlib
+from contextlib import suppress
 
 from pyspark.daemon import manager
 
@@ -19,6 +20,7 @@ if __name__ == "__main__":
     for name in _OF_RANKS:
         importlib.import_module(name)
     for name in sparktorch.__all__:  # users' modules import them
-        getattr(sparktorch, name)
+        with suppress(ImportError):
+            getattr(sparktorch, name)
     gc.freeze()  # so that forked workers share the memory
     manager()

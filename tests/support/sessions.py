@@ -77,7 +77,7 @@ def slots_held(spark: SparkSession, count: int, release: Path) -> Iterator[None]
     """Another job holds so many slots, until the block ends or there is a file `release`."""
 
     def hold(_: int) -> None:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 280
         while not release.exists() and time.monotonic() < deadline:
             time.sleep(0.05)
 
@@ -86,6 +86,7 @@ def slots_held(spark: SparkSession, count: int, release: Path) -> Iterator[None]
             job = pool.submit(spark.sparkContext.range(count, numSlices=count).foreach, hold)
             held = lambda: job.done() or other_tasks(spark, "none", (), all_jobs=True) == count  # noqa: E731
             until(held, seconds=60, what=f"another job holds {count} slots")
+            assert not job.done()
             yield
         finally:
             release.touch()

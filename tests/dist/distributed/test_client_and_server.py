@@ -272,6 +272,14 @@ def test_the_store_listens_on_the_one_address_it_was_bound_to() -> None:
         socket.create_connection((HOST, port), timeout=5)
 
 
+def test_nobody_listens_at_a_store_that_has_been_closed() -> None:
+    with control_server() as server:
+        meeting = server.rendezvous
+        assert server.beats(1) == [None]
+    with pytest.raises(ConnectionRefusedError):
+        connect(meeting.host, meeting.port, meeting.prefix)
+
+
 def test_a_rank_that_is_not_heard_of_any_more_is_given_up(clients: list[Client]) -> None:
     for client in clients[:2]:
         client.post("saved", {})

@@ -26,10 +26,14 @@ PATIENCE = 3.0
 
 
 def drive(pipe: Connection) -> None:
-    server = ControlServer(HOST, HOST)
-    pipe.send(server.rendezvous)
-    with closing(server.another()):
+    """Hosts the store of an attempt, and after SIGUSR1, at the same port, that of another one."""
+    signal.signal(signal.SIGUSR1, lambda *_: None)
+    with closing(ControlServer(HOST, HOST)) as server, closing(server.another()):
+        pipe.send(server.rendezvous)
         server.send(b"a task")
+        signal.pause()
+    os.environ["SPARKTORCH_PORTS"] = str(server.rendezvous.port)
+    with closing(ControlServer(HOST, HOST)):
         time.sleep(600)
 
 
@@ -56,11 +60,12 @@ def driver_and_rank(tmp_path: Path) -> tuple[BaseProcess, BaseProcess]:
 @pytest.mark.parametrize(
     ("how", "calm", "why"),
     [
-        (signal.SIGKILL, 0.0, "its driver has gone"),
-        (signal.SIGSTOP, 2 * PATIENCE, "its driver has not been heard of for driverTimeout (3 s)"),
+        (signal.SIGKILL, 0.0, "not been heard of for driverTimeout (3 s)"),
+        (signal.SIGSTOP, 2 * PATIENCE, "not been heard of for driverTimeout (3 s)"),
+        (signal.SIGUSR1, 0.0, "has gone, or has given up the fit"),
     ],
 )
-def test_a_rank_ends_where_its_driver_is_dead_or_stands_still(
+def test_a_rank_ends_where_its_driver_is_dead_or_stands_still_or_begins_another_attempt(
     how: signal.Signals, calm: float, why: str, driver_and_rank: tuple[BaseProcess, BaseProcess], tmp_path: Path
 ) -> None:
     driver, rank = driver_and_rank
