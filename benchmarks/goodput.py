@@ -7,14 +7,13 @@ SIGKILL. Goodput is the share of the wall time, from the start of the job to its
 count: the number of steps times the median seconds of one. Recovery is the time from a kill to the end of the first
 step that had not been trained before. The weights are compared with those of a training that nobody disturbs.
 
-`--seconds` sets how long either side would train without kills.
-
 torchrun starts its processes again, and a hand-written script reads its last checkpoint. Our session is open before the
 time begins; the agent starts with it.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import itertools
 import os
@@ -181,9 +180,14 @@ def measured(kills: Kills, folder: Path, train: Callable[[], Weights], steps: in
     return steps * step_seconds(folder) / (time.monotonic() - begun), weights
 
 
+def duration(parser: argparse.ArgumentParser) -> None:
+    """Adds how long a side would train without kills."""
+    parser.add_argument("--seconds", type=int, default=600, help="that a side would train without kills")
+
+
 def main() -> None:
     """Runs the benchmark."""
-    options = arguments(__doc__ or "", lambda parser: parser.add_argument("--seconds", type=int, default=600))
+    options = arguments(__doc__ or "", duration)
     seconds, least, most = (90, 15, 25) if options.quick else (options.seconds, 20, 40)
     per_epoch = -(-ROWS // BATCH)
     epochs = round(seconds / STEP_SECONDS / per_epoch)

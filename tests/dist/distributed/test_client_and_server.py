@@ -277,7 +277,7 @@ def test_nobody_listens_at_a_store_that_has_been_closed() -> None:
         meeting = server.rendezvous
         assert server.beats(1) == [None]
     with pytest.raises(ConnectionRefusedError):
-        connect(meeting.host, meeting.port, meeting.prefix)
+        socket.create_connection((meeting.host, meeting.port))
 
 
 def test_a_rank_that_is_not_heard_of_any_more_is_given_up(clients: list[Client]) -> None:

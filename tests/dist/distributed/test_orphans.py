@@ -62,7 +62,7 @@ def driver_and_rank(tmp_path: Path) -> tuple[BaseProcess, BaseProcess]:
     [
         (signal.SIGKILL, 0.0, "not been heard of for driverTimeout (3 s)"),
         (signal.SIGSTOP, 2 * PATIENCE, "not been heard of for driverTimeout (3 s)"),
-        (signal.SIGUSR1, 0.0, "has gone, or has given up the fit"),
+        (signal.SIGUSR1, PATIENCE, "has gone, or has given up the fit"),
     ],
 )
 def test_a_rank_ends_where_its_driver_is_dead_or_stands_still_or_begins_another_attempt(
