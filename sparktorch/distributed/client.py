@@ -13,12 +13,13 @@ import os
 import threading
 import time
 import traceback
+import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -58,6 +59,10 @@ class Order:
     content: bytes
 
 
+def _read_all(store: SealedStore, keys: list[str]) -> list[dict[str, Any]]:
+    return [json.loads(value) for value in store.multi_get(keys)]
+
+
 class Client:
     """One rank's client of the store."""
 
@@ -81,10 +86,12 @@ class Client:
         self._publishes_progress = self._publishes_epochs = True
         self._judged = self._ended = False
         self._failure: SparkTorchError | None = None
-        self.pause = Pause(world, self.read)
+        # A client is in no cycle: its connections close with the last reference to it.
+        read = weakref.WeakMethod(self.read)
+        self.pause = Pause(world, lambda key: cast("Callable[[str], dict[str, Any]]", read())(key))
         # Counted here, not in the store: its counters can be changed without the token.
         self._sent, self._sending = {"lines": 0, "warning": 0}, threading.Lock()
-        self._beats = Beats(self.store.list_keys, self._read_all, world.world_size)
+        self._beats = Beats(self.store.list_keys, partial(_read_all, self.store), world.world_size)
 
     @contextmanager
     def beating(self) -> Iterator[None]:
@@ -181,7 +188,7 @@ class Client:
         """
         keys = [f"{topic}/{rank}" for rank in range(self._world.world_size)]
         self._wait(lambda: self.store.check(keys) or None, patience, longest)
-        return self._read_all(keys)
+        return _read_all(self.store, keys)
 
     def orders(self) -> Iterator[Order]:
         """Yields the tasks that the driver sends to the ranks of a pool, until it ends or cancels (`Cancelled`) it.
@@ -389,9 +396,6 @@ class Client:
             raise Cancelled("the fit was cancelled on the driver")
         if halt is not None:
             raise PeerFailure("another rank failed; it reports the cause")
-
-    def _read_all(self, keys: list[str]) -> list[dict[str, Any]]:
-        return [json.loads(value) for value in self.store.multi_get(keys)]
 
     @staticmethod
     def _set(store: SealedStore, key: str, value: dict[str, Any]) -> None:
