@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -59,10 +59,6 @@ class Order:
     content: bytes
 
 
-def _read_all(store: SealedStore, keys: list[str]) -> list[dict[str, Any]]:
-    return [json.loads(value) for value in store.multi_get(keys)]
-
-
 class Client:
     """One rank's client of the store."""
 
@@ -87,11 +83,11 @@ class Client:
         self._judged = self._ended = False
         self._failure: SparkTorchError | None = None
         # A client is in no cycle: its connections close with the last reference to it.
-        read = weakref.WeakMethod(self.read)
-        self.pause = Pause(world, lambda key: cast("Callable[[str], dict[str, Any]]", read())(key))
+        read: Any = weakref.WeakMethod(self.read)
+        self.pause = Pause(world, lambda key: read()(key))
         # Counted here, not in the store: its counters can be changed without the token.
         self._sent, self._sending = {"lines": 0, "warning": 0}, threading.Lock()
-        self._beats = Beats(self.store.list_keys, partial(_read_all, self.store), world.world_size)
+        self._beats = Beats(self.store.list_keys, self.store.read_all, world.world_size)
 
     @contextmanager
     def beating(self) -> Iterator[None]:
@@ -188,7 +184,7 @@ class Client:
         """
         keys = [f"{topic}/{rank}" for rank in range(self._world.world_size)]
         self._wait(lambda: self.store.check(keys) or None, patience, longest)
-        return _read_all(self.store, keys)
+        return self.store.read_all(keys)
 
     def orders(self) -> Iterator[Order]:
         """Yields the tasks that the driver sends to the ranks of a pool, until it ends or cancels (`Cancelled`) it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import json
 import os
 import resource
 import socket
@@ -11,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -62,6 +63,10 @@ class SealedStore(dist.PrefixStore):
         """Returns several values; raises what `get` does."""
         found = super().multi_get(list(keys)) if keys else []
         return [self._opened(key, value) for key, value in zip(keys, found, strict=True)]
+
+    def read_all(self, keys: Sequence[str]) -> list[Any]:
+        """Returns several values, which are JSON."""
+        return [json.loads(value) for value in self.multi_get(keys)]
 
     def peek(self, key: str) -> bytes | None:
         """Returns a value, `None` while there is none; raises what `get` does.

@@ -10,8 +10,6 @@ from contextlib import suppress
 
 from pyspark.daemon import manager
 
-import sparktorch
-
 __all__: list[str] = []
 
 _OF_RANKS = ("sparktorch.spark.launch.rank_task", "sparktorch.spark.scoring_udf", "sparktorch.worker", "torch._dynamo")
@@ -19,8 +17,9 @@ _OF_RANKS = ("sparktorch.spark.launch.rank_task", "sparktorch.spark.scoring_udf"
 if __name__ == "__main__":
     for name in _OF_RANKS:
         importlib.import_module(name)
-    for name in sparktorch.__all__:  # users' modules import them
+    package = importlib.import_module("sparktorch")
+    for name in package.__all__:  # users' modules import them
         with suppress(ImportError):
-            getattr(sparktorch, name)
+            getattr(package, name)
     gc.freeze()  # so that forked workers share the memory
     manager()
