@@ -150,7 +150,7 @@ def by_torchrun(data: Path, folder: Path, epochs: int, seconds: float) -> Weight
     """Trains under torchrun's agent, which starts all ranks again whenever one is lost; returns the weights.
 
     By default, the agent of torch 2.13 gives ranks that are started again the store of those before, where they find
-    addresses at which nobody listens; and they wait for half an hour. So each start gets a store of its own here.
+    addresses at which nobody listens, and hang. So each start gets a store of its own here.
     """
     script = Path(__file__).with_name("goodput_by_hand.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={RANKS}"]

@@ -127,7 +127,7 @@ class Heart:
             os._exit(1)
 
     def _beat(self, stop: threading.Event) -> None:
-        store = self._open(threading.Event())
+        store = self._open(threading.Event())  # though `stop` may be set: a last heartbeat is sent all the same
         while store is not None:
             last = stop.wait(self._every)
             try:

@@ -77,14 +77,17 @@ def slots_held(spark: SparkSession, count: int, release: Path) -> Iterator[None]
     """Another job holds so many slots, until the block ends or there is a file `release`."""
 
     def hold(_: int) -> None:
-        deadline = time.monotonic() + 280
+        deadline = time.monotonic() + 280  # a test has 300 s: its session then stops, and not because of this
         while not release.exists() and time.monotonic() < deadline:
-            time.sleep(0.05)
+            time.sleep(0.05)  # between looks for the file: Spark has no other way to tell a running task
 
     with ThreadPoolExecutor(1) as pool:
         try:
             job = pool.submit(spark.sparkContext.range(count, numSlices=count).foreach, hold)
-            held = lambda: job.done() or other_tasks(spark, "none", (), all_jobs=True) == count  # noqa: E731
+
+            def held() -> bool:
+                return job.done() or other_tasks(spark, "none", (), all_jobs=True) == count
+
             until(held, seconds=60, what=f"another job holds {count} slots")
             assert not job.done()
             yield

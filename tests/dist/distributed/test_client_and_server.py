@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from contextlib import suppress
@@ -270,6 +272,18 @@ def test_the_store_listens_on_the_one_address_it_was_bound_to() -> None:
             socket.create_connection(("127.0.0.2", port), timeout=5)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((HOST, port), timeout=5)
+
+
+def test_a_clients_connections_close_with_the_last_reference_to_it(server: ControlServer) -> None:
+    meeting = server.rendezvous
+    gc.disable()  # or it would close them, some day
+    try:
+        client = Client(partial(connect, meeting.host, meeting.port, meeting.prefix), World())
+        store = weakref.ref(client.store)
+        del client
+        assert store() is None
+    finally:
+        gc.enable()
 
 
 def test_nobody_listens_at_a_store_that_has_been_closed() -> None:
