@@ -145,8 +145,12 @@ def test_a_fit_saves_and_moves_before_a_decommissioned_executor_goes(
     assert all(torch.equal(weights(model)[name], calm[name]) for name in calm)
 
 
-def test_the_daemon_forks_workers_of_a_process_that_has_torch(spark: SparkSession) -> None:
-    def daemon_has_torch(_: int) -> bool:
-        return "libtorch" in Path(f"/proc/{os.getppid()}/maps").read_text()
+def test_the_daemon_forks_workers_of_a_process_that_has_torch_and_what_users_modules_import(
+    spark: SparkSession,
+) -> None:
+    def found(_: int) -> tuple[bool, bool]:
+        import sys
 
-    assert spark.sparkContext.range(2, numSlices=2).map(daemon_has_torch).collect() == [True, True]
+        return "libtorch" in Path(f"/proc/{os.getppid()}/maps").read_text(), "sparktorch.ml.regression" in sys.modules
+
+    assert spark.sparkContext.range(2, numSlices=2).map(found).collect() == [(True, True)] * 2
