@@ -120,7 +120,7 @@ def page() -> str:
         "",
         "Every Param of the estimators. Models have those marked m. A fit that goes on from a checkpoint must have the",
         "same values of those marked r. Without a default, a Param is not set. `scripts/params.py` writes this page.",
-        "More on [`batchSize`](training.md#what-batchsize-counts) and [`checkpointDir`](reliability.md#paths).",
+        "More on [`batchSize`](training.md#what-batchsize-is) and [`checkpointDir`](reliability.md#paths).",
     ]
     loss = {"TorchClassifier": classes.CLASSIFIER, "TorchRegressor": classes.REGRESSOR}
     only = {name: kinds for name, kinds in _only().items() if len(kinds) < 3}
