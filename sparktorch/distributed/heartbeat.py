@@ -33,7 +33,7 @@ _RANK_SECONDS = 0.001
 _BEAT_SECONDS = 0.5
 _SILENT_BEATS = 2.4
 _BODY = "sparktorch/worker/"
-_CONNECT_SECONDS = 1.0  # of one try
+_RETRY_SECONDS = 0.2  # between two tries to connect
 _LEAVING_SECONDS = 2.0  # that a rank whose driver is gone gets to end by itself
 
 Beat = dict[str, Any]
@@ -141,11 +141,10 @@ class Heart:
     def _open(self, stop: threading.Event) -> SealedStore | None:
         """Returns a connection; `None` if there is none in time, or once `stop` is set: the store may be closed."""
         deadline = time.monotonic() + self._patience
-        while not stop.is_set() and (left := deadline - time.monotonic()) > 0:
-            with suppress(dist.DistError, RuntimeError):
-                store = self._open_store(timeout=timedelta(seconds=min(left, _CONNECT_SECONDS)))
-                store.set_timeout(timedelta(seconds=self._patience))
-                return store
+        while not stop.is_set() and time.monotonic() < deadline:
+            with suppress(OSError, dist.DistError, RuntimeError):
+                return self._open_store(timeout=timedelta(seconds=self._patience))
+            stop.wait(_RETRY_SECONDS)
         return None
 
     def _is_cancelled(self, store: SealedStore, *, last: bool) -> bool:

@@ -20,6 +20,7 @@ from sparktorch.errors import ClusterError, ConfigError
 
 __all__ = ["UNREACHED_HINT", "OpenStore", "Rendezvous", "SealedStore", "allow_connections", "connect", "host_store"]
 
+_REACH_SECONDS = 10.0
 _PIECE_BYTES = 4 << 20  # torch's store refuses values of more than 8 MiB
 
 UNREACHED_HINT = (
@@ -182,6 +183,11 @@ def allow_connections(ranks: int) -> None:
 
 
 def connect(host: str, port: int, token: str, *, timeout: timedelta = timedelta(seconds=60)) -> SealedStore:
-    """Connects to the store of an attempt; keys get the attempt's prefix, which is derived from `token`."""
+    """Connects to the store of an attempt; keys get the attempt's prefix, which is derived from `token`.
+
+    An `OSError` says that nothing listens there; torch alone would try until `timeout`. torch also looks up the name of
+    the address, which takes 5 to 10 s with a resolver that does not answer: a shorter `timeout` may never be enough.
+    """
+    socket.create_connection((host, port), timeout=_REACH_SECONDS).close()
     store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
     return SealedStore(token, store)

@@ -169,6 +169,32 @@ def test_a_host_cut_off_from_all_others_is_named_and_the_fit_goes_on_without_it(
 
 
 @pytest.fixture
+def _mute_resolver(hosts: Network, tmp_path: Path) -> Iterator[None]:
+    host, given = hosts["one"], tmp_path / "resolv.conf"
+    given.write_text("nameserver 127.0.0.1\n")
+    listen = "import socket, time; s = socket.socket(type=socket.SOCK_DGRAM); s.bind(('', 53)); time.sleep(300)"
+    with (tmp_path / "log").open("wb") as log:
+        resolver = host.start((sys.executable, "-c", listen), log, env=environment(), cwd=tmp_path)
+    host.run("mount", "--bind", str(given), "/etc/resolv.conf")
+    yield
+    host.run("umount", "/etc/resolv.conf")
+    resolver.kill()
+
+
+@pytest.mark.usefixtures("_mute_resolver")
+def test_a_resolver_that_does_not_answer_makes_a_fit_late_and_nothing_else(
+    hosts: Network, fits: Fits, calm: np.ndarray[Any, Any]
+) -> None:
+    asked = f"import socket; print(socket.getnameinfo(('::ffff:{hosts['driver'].address}', 1), 0)[0])"  # as torch does
+    begun = time.monotonic()
+    hosts["one"].run(sys.executable, "-c", asked)
+    assert time.monotonic() - begun > 4, "something answers"
+    fits.begin()
+    _, weights = fits.end()
+    assert np.array_equal(weights, calm)
+
+
+@pytest.fixture
 def few_ports(hosts: Network) -> Iterator[Host]:
     host, ports = hosts["one"], "/proc/sys/net/ipv4/ip_local_port_range"
     before = host.run("cat", ports)

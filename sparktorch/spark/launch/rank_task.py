@@ -34,7 +34,6 @@ __all__ = ["RESULT_SCHEMA", "Body", "RankTask", "Result", "StreamBrokenError", "
 RESULT_SCHEMA = "rank int, meta string, payload binary"
 
 _CHUNK_BYTES = 16 << 20
-_REACH_SECONDS = 10.0
 
 
 class Result(Protocol):
@@ -94,10 +93,12 @@ class RankTask:
         hosted_by_rank0 = rendezvous is None
         if rendezvous is None:
             rendezvous, _store = _meet_at_rank0(context, world)
-        _reach(rendezvous, world)
-        world = replace(world, address=address_towards(rendezvous.host))
         open_store = partial(connect, rendezvous.host, rendezvous.port, token=rendezvous.prefix)
-        client = Client(open_store, world, console=LogCapture(self._log_level), patience=self._patience)
+        try:
+            world = replace(world, address=address_towards(rendezvous.host))
+            client = Client(open_store, world, console=LogCapture(self._log_level), patience=self._patience)
+        except OSError as error:
+            raise _unreached(error, rendezvous, world) from None
         opened = time.perf_counter() - started
         with client.beating():
             device = "cpu"
@@ -161,15 +162,11 @@ def _meet_at_rank0(context: BarrierTaskContext, world: World) -> tuple[Rendezvou
     return Rendezvous(host, port, prefix), store
 
 
-def _reach(rendezvous: Rendezvous, world: World) -> None:
-    """Raises a `RankError` if the store cannot be reached; torch alone would retry for a minute, whatever the cause."""
-    try:
-        socket.create_connection((rendezvous.host, rendezvous.port), timeout=_REACH_SECONDS).close()
-    except OSError as error:
-        wrong = isinstance(error, socket.gaierror | ConnectionRefusedError)  # other errors may be temporary
-        what = f"a rank does not reach the store at which the ranks meet, {rendezvous.host}:{rendezvous.port}: {error}"
-        kind = ClusterError if wrong else RankLostError
-        raise _marked(kind(what, hint=UNREACHED_HINT, rank=world.rank, host=world.host)) from None
+def _unreached(error: OSError, rendezvous: Rendezvous, world: World) -> RankError:
+    wrong = isinstance(error, socket.gaierror | ConnectionRefusedError)  # other errors may be temporary
+    what = f"a rank does not reach the store at which the ranks meet, {rendezvous.host}:{rendezvous.port}: {error}"
+    kind = ClusterError if wrong else RankLostError
+    return _marked(kind(what, hint=UNREACHED_HINT, rank=world.rank, host=world.host))
 
 
 def _marked(failure: SparkTorchError) -> RankError:
