@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from sparktorch.base.devices import is_host, seed
-from sparktorch.errors import ModuleError
 
 __all__ = ["POSITIONS", "PROJECTION", "as_part", "drawn_apart", "is_part", "shard_columns", "shard_heads"]
 
@@ -116,18 +115,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Computes what `nn.MultiheadAttention.forward` does, of the same arguments in all ranks of the mesh.
-
-        Raises:
-            ModuleError: The input is one row without an axis of rows, or nested.
-        """
-        if query.dim() != 3 or query.is_nested:
-            raise ModuleError(
-                f"an nn.MultiheadAttention that is divided by heads gets a query of {query.dim()} axes"
-                f"{', which is nested' if query.is_nested else ''}",
-                hint="give it tensors of three axes: rows, positions and features",
-                param="strategyParams",
-            )
+        """Computes what `nn.MultiheadAttention.forward` does, of the same arguments in all ranks of the mesh."""
         heads, rank = self.num_heads // self.mesh.size(), self.mesh.get_local_rank()
         order = (0, 2, 1, 3) if self.batch_first else (1, 2, 0, 3)  # rows, heads, positions, features of a head
         projected = _projected(self, query, key, value)
