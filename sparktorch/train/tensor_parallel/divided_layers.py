@@ -42,13 +42,7 @@ def as_part(own: torch.Tensor, mesh: DeviceMesh, shape: torch.Size) -> Any:
 
 
 def shard_columns(part: nn.Linear, mesh: DeviceMesh, *, recompute_allgather: bool) -> None:
-    """Leaves a rank some outputs of a layer, in place, whose inputs are divided by positions.
-
-    Args:
-        part: The layer, with the same parameters in every rank.
-        mesh: The ranks of this rank's group, in one dimension.
-        recompute_allgather: Whether it gathers its input again backward.
-    """
+    """Leaves a rank some outputs of a layer, in place, whose inputs are divided by positions, and gathered."""
     _shard_rows(part, mesh)
     part.__class__ = ColwiseLinear
     vars(part).update(recompute_allgather=recompute_allgather)
@@ -58,11 +52,6 @@ def shard_heads(part: nn.MultiheadAttention, mesh: DeviceMesh, *, recompute_allg
     """Leaves a rank the projections of its heads, in place; `out_proj` is to be divided by "rowwise" besides.
 
     Names and shapes of the parameters stay: `in_proj_weight` is a `DTensor` of shape (3 * embed_dim, embed_dim).
-
-    Args:
-        part: The attention, with the same parameters in every rank; its heads must be divisible.
-        mesh: The ranks of this rank's group, in one dimension.
-        recompute_allgather: Whether inputs that are divided by positions are gathered again backward.
     """
     _shard_rows(part, mesh)
     outside_graphs: Any = torch.compiler.disable  # generators are no part of a graph
