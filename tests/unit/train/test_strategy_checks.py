@@ -195,7 +195,7 @@ def test_layers_that_a_plan_cannot_divide_are_refused(module: nn.Module, style: 
         check_module(job.config, Recipe(module=held), 3, held, FEW)
 
 
-LAYER = partial(nn.TransformerEncoderLayer, 8, 2, 12, batch_first=True)
+LAYER = partial(nn.TransformerEncoderLayer, 8, 2, batch_first=True)
 
 
 @pytest.mark.parametrize(
@@ -206,9 +206,9 @@ LAYER = partial(nn.TransformerEncoderLayer, 8, 2, 12, batch_first=True)
         (Tower(), {"tensor": 3, "plan": {"tied": "colwise"}}, "whose weights are tied"),
         (Paired(), {"tensor": 2, "sequence": True}, "divides torch's transformer layers, and Paired has none"),
         (Translator(), {"tensor": 2, "sequence": True}, "'encoder', whose inputs have positions first"),
-        (LAYER(dim_feedforward=13), {"tensor": 2, "sequence": True}, "must divide its 'linear1', whose"),
+        (LAYER(13), {"tensor": 2, "sequence": True}, "must divide its 'linear1', whose"),
         (
-            LAYER(activation=partial(torch.softmax, dim=-1)),
+            LAYER(12, activation=partial(torch.softmax, dim=-1)),
             *({"tensor": 2, "sequence": True}, "'', whose activation is not known to be elementwise"),
         ),
         (
