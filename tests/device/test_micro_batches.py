@@ -49,9 +49,7 @@ def sizes(metas: list[dict[str, Any]]) -> list[int]:
     return [record["micro_batch_size"] for record in metas[0]["history"]]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "rank", "strategy"), [(1, -1, "ddp"), (2, -1, "ddp"), (2, 1, "ddp"), (2, 1, "zero1")]
-)
+@pytest.mark.parametrize(("ranks", "rank", "strategy"), [(1, -1, "ddp"), (2, 1, "ddp"), (2, -1, "zero1")])
 def test_what_is_found_fits_and_trains_as_if_it_were_set(ranks: int, rank: int, strategy: str) -> None:
     def job(size: Any) -> TrainJob:
         return hungry(size, rank=rank, strategy=strategy, batch_size=24, validated=True)

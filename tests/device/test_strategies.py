@@ -30,14 +30,6 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "localSGD, together at first": {"strategy": "localSGD", "strategy_params": {"start_step": 3}},
     "independent": {"strategy": "independent"},
 }
-# What a step waits for under a strategy, by what its lines say, and why.
-WAITING: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    # The gradients have to be on the host before they can be sent; so the loss may be looked at before, each time.
-    "parameterServer": (
-        {"strategy": "parameterServer", "strategy_params": {"staleness": 0}},
-        ("module_of(device).current_stream(torch.device(device)).synchronize()", "math.isfinite(value := loss.item())"),
-    ),
-}
 
 
 class Wide(nn.Module):
@@ -78,18 +70,6 @@ class Attending(nn.Module):
         return (scores.logsumexp(-1) - scores[..., 0]).mean(1)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_attention_and_scores_that_are_divided_train_as_on_cpus_and_wait_for_nothing(dropout: float) -> None:
-    params = {"tensor": 2, "plan": {"attention": "heads", "head": "colwise_own_rows"}}
-    recipe = {"module": Attending, "module_params": {"dropout": dropout}, "optimizer": "SGD"}
-    job = job_of(validated=True, strategy="mesh", strategy_params=params, recipe=recipe)
-    state, metas = trained(job, ranks=2)
-    assert not waits_in_steps(metas)
-    assert all(value.isfinite().all() for value in state.values())
-    if not dropout:  # devices draw other numbers
-        close(state, trained(job, ranks=2, device="cpu")[0])
-
-
 class Native(nn.Module):
     """A pair of layers with something between them that the host cannot compute, as kernels of GPUs."""
 
@@ -124,25 +104,39 @@ class Sequences(nn.Module):
         return out
 
 
-def test_divided_sequences_train_as_on_cpus_and_wait_for_nothing() -> None:
-    params = {"tensor": 2, "sequence": True}
-    recipe = {"module": Sequences, "module_params": {}, "optimizer": "SGD"}
-    job = job_of(validated=True, strategy="mesh", strategy_params=params, recipe=recipe)
+@pytest.mark.parametrize(
+    ("module", "params", "options"),
+    [
+        (Attending, {"dropout": 0.0}, {"plan": {"attention": "heads", "head": "colwise_own_rows"}}),
+        (Attending, {"dropout": 0.5}, {"plan": {"attention": "heads", "head": "colwise_own_rows"}}),
+        (Sequences, {}, {"sequence": True}),
+    ],
+)
+def test_attention_scores_and_sequences_that_are_divided_train_as_on_cpus_and_wait_for_nothing(
+    module: type[nn.Module], params: dict[str, Any], options: dict[str, Any]
+) -> None:
+    recipe = {"module": module, "module_params": params, "optimizer": "SGD"}
+    job = job_of(validated=True, strategy="mesh", strategy_params={"tensor": 2, **options}, recipe=recipe)
     state, metas = trained(job, ranks=2)
     assert not waits_in_steps(metas)
+    assert all(value.isfinite().all() for value in state.values())
+    if not params.get("dropout"):  # devices draw other numbers
+        close(state, trained(job, ranks=2, device="cpu")[0])
+
+
+def test_a_parameter_server_waits_for_what_is_known() -> None:
+    # The gradients have to be on the host before they can be sent; so the loss may be looked at before, each time.
+    waited = (
+        "module_of(device).current_stream(torch.device(device)).synchronize()",
+        "math.isfinite(value := loss.item())",
+    )
+    job = job_of(strategy="parameterServer", strategy_params={"staleness": 0})
+    state, metas = trained(job, ranks=2)
     close(state, trained(job, ranks=2, device="cpu")[0])
-
-
-@pytest.mark.parametrize("strategy", WAITING)
-def test_a_strategy_that_must_wait_waits_for_what_is_known(strategy: str) -> None:
-    config, lines = WAITING[strategy]
-    expected, _ = trained(job_of(**config), ranks=2, device="cpu")
-    state, metas = trained(job_of(**config), ranks=2)
-    close(state, expected)
     waits = waits_in_steps(metas)
     steps = 2 * 2 * metas[0]["steps_per_epoch"]  # of two ranks, over two epochs
-    assert [len([wait for wait in waits if line in wait]) for line in lines] == [steps] * len(lines)
-    assert not [wait for wait in waits if not any(line in wait for line in lines)]
+    assert [len([wait for wait in waits if line in wait]) for line in waited] == [steps] * len(waited)
+    assert not [wait for wait in waits if not any(line in wait for line in waited)]
 
 
 def test_sharded_gradients_are_clipped_where_they_lie_on_the_host() -> None:
@@ -165,7 +159,7 @@ def test_a_sharded_module_never_lies_on_a_device_as_a_whole() -> None:
 
 @pytest.mark.parametrize(
     ("options", "strategy"),
-    [({}, "zero3"), ({"cpu_offload": True}, "zero3"), ({"shard": 1, "tensor": 2}, "mesh"), ({"pipeline": 2}, "mesh")],
+    [({"cpu_offload": True}, "zero3"), ({"shard": 1, "tensor": 2}, "mesh"), ({"pipeline": 2}, "mesh")],
 )
 def test_a_model_that_ranks_write_is_that_of_cpus(options: dict[str, Any], strategy: str, tmp_path: Path) -> None:
     job = job_of(

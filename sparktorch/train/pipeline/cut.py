@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import accumulate, pairwise
@@ -48,33 +49,14 @@ class Cut:
         places = _places(self.units, styles)
         self.starts = _named(self.units, split, stages, places) if split else _balanced(self.units, stages, places)
         self.outline = Outline(module)
-        owners: dict[int, int] = {}
+        owners: dict[int, set[int]] = defaultdict(set)
         for stage, part in self._parts():
             for tensor in (*part.parameters(), *part.buffers()):
-                other = owners.setdefault(id(tensor), stage)
-                if other != stage and isinstance(tensor, nn.Parameter):
-                    name = next(name for name, each in module.named_parameters() if each is tensor)
-                    raise ModuleError(
-                        f"parameter {name!r} is in stages {other} and {stage} of the pipeline",
-                        hint="untie it, name other layers in strategyParams.split, or use strategyParams.shard",
-                        param=_PARAM,
-                        code="ST-PIPELINE",
-                    )
+                owners[id(tensor)].add(stage)
+        for what, hint in _misplaced(module, owners, stages):
+            raise ModuleError(what, hint=hint, param="module" if hint is HOW else _PARAM, code="ST-PIPELINE")
         named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-        self.stage_of = {name: owners[id(tensor)] for name, tensor in named if id(tensor) in owners}
-        for name, _ in module.named_parameters():
-            if name not in self.stage_of:
-                raise ModuleError(
-                    f"parameter {name!r} is in none of the stages", hint=HOW, param="module", code="ST-PIPELINE"
-                )
-        trained = {self.stage_of[name] for name, p in module.named_parameters() if p.requires_grad}
-        for stage in set(range(stages)) - trained if trained else ():
-            raise ModuleError(
-                f"stage {stage} of the pipeline has no parameter to train",
-                hint="name other layers in strategyParams.split, make fewer stages, or use strategyParams.shard",
-                param=_PARAM,
-                code="ST-PIPELINE",
-            )
+        self.stage_of = {name: min(owners[id(tensor)]) for name, tensor in named if id(tensor) in owners}
 
     def _parts(self) -> Iterator[tuple[int, nn.Module]]:
         """Yields the modules of all units, and the stage of each."""
@@ -112,6 +94,21 @@ class Cut:
             for name, p in part.named_parameters(recurse=False, remove_duplicate=False)
             if id(p) in places
         ]
+
+
+def _misplaced(module: nn.Module, owners: Mapping[int, set[int]], stages: int) -> Iterator[tuple[str, str]]:
+    """Yields what is wrong with the stages that parameters are in, and what to do about it."""
+    for name, parameter in module.named_parameters():
+        found = sorted(owners.get(id(parameter), ()))
+        if len(found) > 1:
+            hint = "untie it, name other layers in strategyParams.split, or use strategyParams.shard"
+            yield f"parameter {name!r} is in stages {found[0]} and {found[1]} of the pipeline", hint
+        if not found:
+            yield f"parameter {name!r} is in none of the stages", HOW
+    trained = {stage for p in module.parameters() if p.requires_grad for stage in owners[id(p)]}
+    for stage in set(range(stages)) - trained if trained else ():
+        hint = "name other layers in strategyParams.split, make fewer stages, or use strategyParams.shard"
+        yield f"stage {stage} of the pipeline has no parameter to train", hint
 
 
 def _places(units: Units, styles: Mapping[str, str]) -> list[int]:

@@ -74,11 +74,7 @@ class SameCalls:
             self._compare(number)
 
     def _compare(self, number: int) -> None:
-        """Compares a call with those of the other ranks.
-
-        Raises:
-            ModuleError: Another rank has called another unit.
-        """
+        """Compares a call with those of the other ranks."""
         for group in self._groups:
             ends = torch.tensor([number, -number])
             dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)

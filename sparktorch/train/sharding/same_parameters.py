@@ -65,17 +65,15 @@ class SameParameters:
         count = input_tensor.numel()
         own = (parameter for part in self._parts.values() for parameter in part._parameters.values())
         trained = tuple(parameter is not None and parameter.requires_grad for parameter in own)
-        if trained not in self._known:
-            self._known[trained] = count
-            if is_host(input_tensor.device):  # a step waits for no accelerator
-                ends = torch.tensor([count, -count])
-                dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
-                most, least = int(ends[0]), -int(ends[1])
-                self._known[trained] = most
-                if least < most:
-                    raise self._refused(most - least, group.size())
-        elif count != self._known[trained]:
-            raise self._refused(abs(self._known[trained] - count), group.size())
+        known = self._known.get(trained, count)
+        most, least = max(known, count), min(known, count)
+        if trained not in self._known and is_host(input_tensor.device):  # a step waits for no accelerator
+            ends = torch.tensor([count, -count])
+            dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
+            most, least = int(ends[0]), -int(ends[1])
+        self._known[trained] = most
+        if least < most:
+            raise self._refused(most - least, group.size())
         return _REDUCE_SCATTER(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
 
     def _refused(self, missing: int, ranks: int) -> ModuleError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -54,11 +54,7 @@ class ShardingOptions:
 
 
 def check_optimizer(recipe: Recipe, module: nn.Module) -> None:
-    """Refuses optimizers that compute with whole parameters, where ranks have parts of them.
-
-    Raises:
-        ConfigError: It is one.
-    """
+    """Refuses optimizers that compute with whole parameters, of which ranks have parts, with a `ConfigError`."""
     if recipe.steps_itself:
         return
     optimizer = recipe.optimizer_call(module)[0]
@@ -72,26 +68,27 @@ def check_optimizer(recipe: Recipe, module: nn.Module) -> None:
 
 
 def check_parameters(module: nn.Module, parts: Sequence[nn.Module]) -> None:
-    """Refuses parameters that torch's `fully_shard` cannot divide.
+    """Refuses parameters that torch's `fully_shard` cannot divide with a `ModuleError`; `parts` are the units."""
+    for what, instead in _undivided(module, parts):
+        raise ModuleError(
+            f"{what}: torch's fully_shard divides contiguous parameters of one dtype along their first axis",
+            hint=f"{instead}, or use strategy='zero1' or 'ddp'",
+            param="module",
+            code="ST-SHARDING",
+        )
 
-    Args:
-        module: The module.
-        parts: Its units, inner ones first.
 
-    Raises:
-        ModuleError: A parameter is a scalar, or not contiguous; the trained ones of a unit have several dtypes; or a
-            table has sparse gradients, or rows that are changed in a forward pass.
-    """
-    scalars = [name for name, parameter in module.named_parameters() if not parameter.dim()]
-    if scalars:
-        raise _not_divided(f"parameter {scalars[0]!r} is a scalar", "make it a tensor of shape (1,)")
-    strided = [name for name, parameter in module.named_parameters() if not parameter.is_contiguous()]
-    if strided:
-        raise _not_divided(f"parameter {strided[0]!r} is not contiguous", "leave its memory format as it is made")
+def _undivided(module: nn.Module, parts: Sequence[nn.Module]) -> Iterator[tuple[str, str]]:
+    """Yields what cannot be divided, and what to do about it."""
+    for name, parameter in module.named_parameters():
+        if not parameter.dim():
+            yield f"parameter {name!r} is a scalar", "make it a tensor of shape (1,)"
+        elif not parameter.is_contiguous():
+            yield f"parameter {name!r} is not contiguous", "leave its memory format as it is made"
     for name, part in module.named_modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and (part.sparse or part.max_norm is not None):
             what = "sparse gradients" if part.sparse else "max_norm, which changes rows in a forward pass,"
-            raise _not_divided(f"{name or 'the module'} has {what}", "leave sparse and max_norm out")
+            yield f"{name or 'the module'} has {what}", "leave sparse and max_norm out"
     taken: set[nn.Parameter] = set()
     for part in [*parts, module]:
         own = {name: p for name, p in part.named_parameters() if p.requires_grad and p not in taken}
@@ -99,32 +96,14 @@ def check_parameters(module: nn.Module, parts: Sequence[nn.Module]) -> None:
         names = {p.dtype: name for name, p in own.items()}
         if len(names) > 1:
             (one, first), (other, second), *_ = names.items()
-            raise _not_divided(
+            yield (
                 f"{first!r} is of {one} and {second!r} of {other}, in one {type(part).__name__}",
                 "make them of one dtype, or name parts of one dtype in strategyParams.wrap_classes",
             )
 
 
-def _not_divided(what: str, instead: str) -> ModuleError:
-    return ModuleError(
-        f"{what}: torch's fully_shard divides contiguous parameters of one dtype along their first axis",
-        hint=f"{instead}, or use strategy='zero1' or 'ddp'",
-        param="module",
-        code="ST-SHARDING",
-    )
-
-
 def check_checkpointing(options: ShardingOptions, where: str, found: Sequence[nn.Module]) -> None:
-    """Refuses `activation_checkpointing` where no part would compute its activations again.
-
-    Args:
-        options: The options.
-        where: What the parts are of, for the message.
-        found: The units.
-
-    Raises:
-        ConfigError: It is set, and there are no units.
-    """
+    """Refuses `activation_checkpointing` where none of the units of `where` would compute its activations again."""
     if options.activation_checkpointing and not found:
         least = f"of min_parameters={options.min_parameters} or more"
         raise ConfigError(
@@ -136,11 +115,7 @@ def check_checkpointing(options: ShardingOptions, where: str, found: Sequence[nn
 
 
 def units(module: nn.Module, options: ShardingOptions) -> list[nn.Module]:
-    """Returns the submodules that are units, inner ones first.
-
-    Raises:
-        ModuleError: The module has no submodule of a class in `wrap_classes`.
-    """
+    """Returns the submodules that are units, inner ones first; refuses classes that the module lacks."""
     owners = Counter(p for part in module.modules() for p in part.parameters(recurse=False))
     found: list[nn.Module] = []
     if options.wrap_classes:

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparktorch.base.config import at_least, one_of
 from sparktorch.base.devices import backend_of
-from sparktorch.errors import ConfigError, ModuleError, Refusal
+from sparktorch.errors import ModuleError, Refusal
 from sparktorch.train.recipe.recipe import makes_sparse_gradients
 from sparktorch.train.strategies.base import GradientSync, Kind, OwnState, Start, Strategy
 from sparktorch.train.strategies.ddp_gradients import DDPGradients, call_instead, parameters_with_sparse_gradients
@@ -35,7 +35,7 @@ class DDPOptions:
 
     Attributes:
         bucket_cap_mb: Size of gradient buckets in MB; 0 sends each gradient by itself. `None` is torch's default: 25,
-            and 1 for the first bucket, so that sending starts early in backward.
+            and 1 for the first bucket, so that sending starts early in backward. With "powerSGD" on CPUs, one has all.
         gradient_as_bucket_view: Whether gradients are views of the buckets, which saves a copy of them.
         static_graph: Whether every step uses the same parameters, in the same order.
         forward_sync_buffers: Whether rank 0 broadcasts its buffers before each forward pass.
@@ -135,12 +135,6 @@ class DDP(Strategy[DDPOptions]):
         if options.comm_hook != "powerSGD" or not backend_of(self._world.device).endswith("gloo"):
             # Versions of torch before 2.13 refuse 0; no gradient fits beside another in one byte.
             return 1 / (1 << 20) if options.bucket_cap_mb == 0 else options.bucket_cap_mb
-        if options.bucket_cap_mb is not None:
-            raise ConfigError(
-                "strategyParams.bucket_cap_mb does not go together with comm_hook='powerSGD' on CPUs",
-                hint="leave it out: all gradients go in one bucket then",
-                param="strategyParams",
-            )
         return 1 + sum(parameter.nbytes for parameter in module.parameters()) / (1 << 20)
 
     def within_forward(self, module: nn.Module, function: Callable[[], Any]) -> Any:

@@ -113,15 +113,7 @@ class DDPGradients(GradientsOfRows):
         return found
 
     def _settle(self, missing: Sequence[nn.Parameter], *, rows: bool) -> None:
-        """Takes the gradients, all zero, of parameters that no rank has used in a step.
-
-        Args:
-            missing: Parameters that this rank has not used.
-            rows: Whether it has rows in the step.
-
-        Raises:
-            UnusedParameterError: Only a search can tell whether a parameter is one of these.
-        """
+        """Takes the gradients, all zero, of parameters that no rank has used; only a search tells which these are."""
         for parameter in missing:
             gradient = parameter.grad
             if gradient is None:

@@ -141,12 +141,6 @@ _REFUSALS = (
     ),
     Refusal(
         "strategyParams",
-        lambda p: not p.sequence and not p.recompute_allgather,
-        "strategyParams.recompute_allgather keeps what strategyParams.sequence gathers, which is not set",
-        "set sequence to True, too, or leave recompute_allgather out",
-    ),
-    Refusal(
-        "strategyParams",
         lambda p: not p._given(),
         "strategy 'mesh' has no dimension",
         "strategyParams={{'shard': n}} divides the model among n workers, as many as a host has GPUs",

@@ -58,21 +58,13 @@ _OF_ALL = (
 
 
 def strategy_type(name: str) -> Kind:
-    """Returns what is known of a strategy.
-
-    Raises:
-        ConfigError: The name is unknown.
-    """
+    """Returns what is known of a strategy; refuses unknown names with a `ConfigError`."""
     one_of("strategy", name, tuple(STRATEGIES))
     return STRATEGIES[name]
 
 
 def strategy_options(name: str, params: Mapping[str, Any]) -> Any:
-    """Returns the options of a strategy, checked.
-
-    Raises:
-        ConfigError: The strategy has no such option, or an option is out of range.
-    """
+    """Returns the options of a strategy; refuses unknown ones and values out of range with a `ConfigError`."""
     kind = strategy_type(name).options
     unknown = params.keys() - _names(kind)
     owners = [each for each, other in STRATEGIES.items() if unknown <= _names(other.options)] if unknown else []
@@ -87,11 +79,7 @@ def strategy_options(name: str, params: Mapping[str, Any]) -> Any:
 
 
 def strategy_for(name: str, params: Mapping[str, Any]) -> tuple[Kind, Any]:
-    """Returns what is known of a strategy with these options, and the options, checked.
-
-    Raises:
-        ConfigError: The strategy or an option is unknown, or an option is out of range.
-    """
+    """Returns what is known of a strategy with these options, and the options, checked as by `strategy_options`."""
     kind, options = strategy_type(name), strategy_options(name, params)
     staged = isinstance(options, MeshOptions) and (options.pipeline or 1) > 1
     return pipeline_mesh.KIND if staged else kind, options
@@ -115,41 +103,25 @@ def _job(config: TrainConfig, recipe: Recipe | None = None, **known: Any) -> Job
 
 
 def check_strategy(config: TrainConfig, recipe: Recipe) -> None:
-    """Refuses unknown options of the strategy, and settings that it does not support.
-
-    Raises:
-        ConfigError: An option or setting is refused; names the Params.
-    """
+    """Refuses unknown options of the strategy, and settings that it does not support, with a `ConfigError`."""
     job = _job(config, recipe)
     refuse((*job.kind.refusals, *_OF_ALL), job)
 
 
 def check_workers(config: TrainConfig, workers: int) -> None:
-    """Refuses options of the strategy that do not suit the number of workers.
-
-    Raises:
-        ConfigError: They do not.
-    """
+    """Refuses options of the strategy that do not suit the number of workers with a `ConfigError`."""
     job = _job(config, workers=workers)
     job.kind.check(job)
 
 
 def check_device(config: TrainConfig, device: str) -> None:
-    """Refuses options of the strategy that do not suit the device of the workers.
-
-    Raises:
-        ConfigError: They do not.
-    """
+    """Refuses options of the strategy that do not suit the device of the workers with a `ConfigError`."""
     job = _job(config, device=device)
     job.kind.check(job)
 
 
 def check_loop(config: TrainConfig) -> None:
-    """Refuses strategies and options that do not suit a loop of the user's own.
-
-    Raises:
-        ConfigError: They do not.
-    """
+    """Refuses strategies and options that do not suit a loop of the user's own with a `ConfigError`."""
     refuse(_IN_OWN_LOOP, _job(config))
 
 

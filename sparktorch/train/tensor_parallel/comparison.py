@@ -39,14 +39,9 @@ class Comparison:
     def __init__(
         self, module: nn.Module, args: Any, kwargs: Any, group: dist.ProcessGroup, exchange: RowExchange | None = None
     ) -> None:
-        """Calls the undivided module, on the host, with the rows of all ranks that will share its layers.
+        """Calls the undivided module, on the host, with the rows of all ranks of the group that will share its layers.
 
-        Args:
-            module: The module, with the same parameters in every rank.
-            args: Its positional arguments, with a few rows.
-            kwargs: Its named arguments.
-            group: The ranks that will share its layers.
-            exchange: Exchanges rows with them, if each rank has rows of its own, and not all the same.
+        `exchange` exchanges rows with them, if each rank has rows of its own, and not all the same.
         """
         self._args, self._kwargs, self._group, self._exchange = args, kwargs, group, exchange
         floats = {name: p for name, p in module.named_parameters() if p.is_floating_point()}

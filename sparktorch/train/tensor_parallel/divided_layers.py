@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from sparktorch.base.devices import is_host, seed
-from sparktorch.errors import ModuleError
 
 __all__ = ["POSITIONS", "PROJECTION", "as_part", "drawn_apart", "is_part", "shard_columns", "shard_heads"]
 
@@ -43,13 +42,7 @@ def as_part(own: torch.Tensor, mesh: DeviceMesh, shape: torch.Size) -> Any:
 
 
 def shard_columns(part: nn.Linear, mesh: DeviceMesh, *, recompute_allgather: bool) -> None:
-    """Leaves a rank some outputs of a layer, in place, whose inputs are divided by positions.
-
-    Args:
-        part: The layer, with the same parameters in every rank.
-        mesh: The ranks of this rank's group, in one dimension.
-        recompute_allgather: Whether it gathers its input again backward.
-    """
+    """Leaves a rank some outputs of a layer, in place, whose inputs are divided by positions, and gathered."""
     _shard_rows(part, mesh)
     part.__class__ = ColwiseLinear
     vars(part).update(recompute_allgather=recompute_allgather)
@@ -59,11 +52,6 @@ def shard_heads(part: nn.MultiheadAttention, mesh: DeviceMesh, *, recompute_allg
     """Leaves a rank the projections of its heads, in place; `out_proj` is to be divided by "rowwise" besides.
 
     Names and shapes of the parameters stay: `in_proj_weight` is a `DTensor` of shape (3 * embed_dim, embed_dim).
-
-    Args:
-        part: The attention, with the same parameters in every rank; its heads must be divisible.
-        mesh: The ranks of this rank's group, in one dimension.
-        recompute_allgather: Whether inputs that are divided by positions are gathered again backward.
     """
     _shard_rows(part, mesh)
     outside_graphs: Any = torch.compiler.disable  # generators are no part of a graph
@@ -116,18 +104,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Computes what `nn.MultiheadAttention.forward` does, of the same arguments in all ranks of the mesh.
-
-        Raises:
-            ModuleError: The input is one row without an axis of rows, or nested.
-        """
-        if query.dim() != 3 or query.is_nested:
-            raise ModuleError(
-                f"an nn.MultiheadAttention that is divided by heads gets a query of {query.dim()} axes"
-                f"{', which is nested' if query.is_nested else ''}",
-                hint="give it tensors of three axes: rows, positions and features",
-                param="strategyParams",
-            )
+        """Computes what `nn.MultiheadAttention.forward` does, of the same arguments in all ranks of the mesh."""
         heads, rank = self.num_heads // self.mesh.size(), self.mesh.get_local_rank()
         order = (0, 2, 1, 3) if self.batch_first else (1, 2, 0, 3)  # rows, heads, positions, features of a head
         projected = _projected(self, query, key, value)

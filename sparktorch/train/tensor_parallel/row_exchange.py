@@ -138,20 +138,22 @@ class RowExchange:
         met = [torch.empty_like(own) for _ in range(self._group.size())]
         dist.all_gather(met, own, group=self._group)
         counts, signatures, seeds, flags = torch.stack(met).T.tolist()
-        if -1 in signatures:
-            raise ModuleError(
+        for refused, what, hint in (
+            (
+                -1 in signatures,
                 f"{name} is called with tensors that are sparse or nested, or have not all as many rows, and ranks that"
                 " share layers exchange rows",
-                hint="pass tensors with a row for each row to forward, and set inputLayouts to 'dense' or 'padded'; or "
+                "pass tensors with a row for each row to forward, and set inputLayouts to 'dense' or 'padded'; or "
                 "leave strategyParams.tensor out",
-                param=_PARAM,
-            )
-        if len(set(signatures)) > 1:
-            raise ModuleError(
+            ),
+            (
+                len(set(signatures)) > 1,
                 "ranks that share layers call the module with tensors of other shapes or dtypes, or with other numbers",
-                hint="pad inputs to a fixed length, in preprocess, and draw numbers that rows share from one seed",
-                param=_PARAM,
-            )
+                "pad inputs to a fixed length, in preprocess, and draw numbers that rows share from one seed",
+            ),
+        ):
+            if refused:
+                raise ModuleError(what, hint=hint, param=_PARAM)
         self._rows, self.flags = _Rows(self._group, counts), functools.reduce(operator.or_, flags)
         return int(seeds[0])
 

@@ -31,13 +31,8 @@ _TAKING_ALL = {"self_attn": "heads", "multihead_attn": "heads", "linear1": "colw
 def norms_of(module: nn.Module, divided: Mapping[str, str], obstacle: Callable[[str, str], str]) -> list[str]:
     """Returns the names of the norms of which each rank computes some positions.
 
-    Args:
-        module: The module.
-        divided: The style of each layer that is divided, by its name.
-        obstacle: Returns why a layer of a name cannot be divided by a style; empty if it can.
-
-    Raises:
-        ConfigError: The module has no transformer layer of torch's, or one that cannot compute on parts of a sequence.
+    It refuses modules without transformer layers of torch's, or with one that cannot compute on parts of a sequence.
+    `divided` has styles by name; `obstacle` returns why a layer of a name cannot be divided by a style, if so.
     """
     layers: dict[str, Any] = {name: part for name, part in module.named_modules() if type(part) in LAYERS}
     if not layers:
@@ -93,12 +88,7 @@ def is_below(name: str, parts: Iterable[str]) -> bool:
 
 
 def shard_sequence(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Lets stacks and layers compute on a rank's positions, in place; their linear layers and attention are divided.
-
-    Args:
-        module: The module, which `norms_of` takes.
-        mesh: The ranks of this rank's group, in one dimension.
-    """
+    """Lets stacks and layers compute on a rank's positions, in place; their linear layers and attention are divided."""
     for name in outermost(module):
         module.get_submodule(name).register_forward_hook(unviewed, with_kwargs=True)
     stacks = [stack for _, stack in _stacks(module)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,14 +14,14 @@ from torch import nn
 from sparktorch.base.config import TrainConfig
 from sparktorch.base.world import World
 from sparktorch.errors import ModuleError
-from sparktorch.train.sharding.dtensor import TENSOR, divide_gradients, mesh_of_training
+from sparktorch.train.sharding.dtensor import divide_gradients
 from sparktorch.train.strategies.base import Start
 from sparktorch.train.strategies.registry import build_strategy
 from sparktorch.train.tensor_parallel.comparison import Comparison
 from sparktorch.train.tensor_parallel.row_exchange import RowExchange
 from sparktorch.train.tensor_parallel.styles import check_plan, shard_layers
 from tests.support.nets import Gated
-from tests.support.ranks import in_group
+from tests.support.ranks import in_group, of_two_ranks
 
 PAIR = {"fc1": "colwise", "fc2": "rowwise"}
 
@@ -48,9 +49,30 @@ class Force(Between):
             return energy + torch.autograd.grad(energy.sum(), x, retain_graph=True)[0].sum(1)
 
 
-class ByKeyword(Between):
+class Chance(Between):
+    """Scales its input by a number of Python's, as layers that are skipped by chance do."""
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.fc2(self.fc1(input=x))
+        return super().forward(x * random.uniform(0.5, 1.5))
+
+
+class Headless(Between):
+    """Has a head of zeros, behind which nothing shows."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__(function)
+        nn.init.zeros_(self.fc3.weight)
+
+
+class TwoNames(Between):
+    """Has its layers in a Sequential, too, under other names."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.relu)
+        self.net = nn.Sequential(self.fc1, nn.ReLU(), self.fc2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.fc3(self.net(x)).squeeze(-1)
         return out
 
 
@@ -64,28 +86,26 @@ class Masked(Between):
 
 CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, str], bool]] = {
     "tanh": (partial(Between, torch.tanh), PAIR, False),
-    "dropout": (partial(Between, lambda h: nn.functional.dropout(h.sigmoid(), training=False)), PAIR, False),
     "heads of a size": (partial(Between, lambda h: h.view(len(h), -1, 2).softmax(-1).flatten(1)), PAIR, False),
     "gathered": (partial(Between, nn.functional.normalize), {"fc1": "colwise_gather_output"}, False),
+    "two names": (TwoNames, {}, False),
     "force": (partial(Force, torch.tanh), PAIR, False),
+    "chance": (partial(Chance, torch.tanh), PAIR, False),
     "masked": (partial(Masked, torch.tanh), PAIR, False),
     "half": (lambda: Between(torch.tanh).bfloat16(), PAIR, False),
     "softmax": (partial(Between, lambda h: h.softmax(-1)), PAIR, True),
-    "normalised": (partial(Between, nn.functional.normalize), PAIR, True),
+    "softmax before zeros": (partial(Headless, lambda h: h.softmax(-1)), PAIR, True),
     "a number of heads": (partial(Between, lambda h: h.view(len(h), 2, -1).softmax(-1).flatten(1)), PAIR, True),
     "scaled by the width": (partial(Between, lambda h: h / h.shape[-1] ** 0.5), PAIR, True),
-    "softmax, masked": (partial(Masked, lambda h: h.softmax(-1)), PAIR, True),
     "glu": (partial(Between, nn.functional.glu, 4), PAIR, True),
     "no partner": (partial(Between, torch.tanh), {"fc1": "colwise"}, True),
-    "by keyword": (partial(ByKeyword, torch.tanh), PAIR, True),
 }
 
 
 def compared(world: World) -> dict[str, str]:
     """What is said of each plan; an empty text if nothing is."""
     group: Any = dist.group.WORLD
-    mesh = mesh_of_training([group], "cpu", torch.arange(2), [TENSOR])
-    said = {}
+    mesh, said = of_two_ranks(), {}
     for name, (make, plan, _) in CASES.items():
         torch.manual_seed(0)
         module = make()

@@ -15,16 +15,16 @@ from torch.utils.checkpoint import checkpoint
 from sparktorch.base.batch import Batch
 from sparktorch.base.config import TrainConfig
 from sparktorch.base.world import World
-from sparktorch.errors import ConfigError, ModuleError
+from sparktorch.errors import ModuleError
 from sparktorch.train.huggingface.folder import opened
 from sparktorch.train.plan.memory import plan
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.sharding.dtensor import whole
 from sparktorch.train.strategies.base import Start
-from sparktorch.train.strategies.registry import build_strategy, check_module
+from sparktorch.train.strategies.registry import build_strategy
 from sparktorch.train.tensor_parallel.styles import check_plan
-from tests.dist.strategies.test_strategies import TABLE, job_for, plain
-from tests.support.ranks import in_group, train_on
+from tests.support.ranks import in_group
+from tests.support.strategies import close, job_for, plain, trained
 from tests.support.tiny_transformers import llama
 
 OWN = "colwise_own_rows"
@@ -42,14 +42,9 @@ class Speller(nn.Module):
         return (scores.logsumexp(-1) - scores[..., 0]).mean(1)
 
 
-@pytest.mark.parametrize(("ranks", "sizes"), [(3, {"tensor": 3}), (4, {"tensor": 2, "shard": 2})])
-def test_ranks_train_what_one_plain_loop_trains(ranks: int, sizes: dict[str, int]) -> None:
-    params = {"plan": {"head": OWN}, "min_parameters": 60, **sizes}
-    job = job_for(recipe={"module": Speller}, strategy="mesh", strategy_params=params)
-    state, metas = train_on([part.batches() for part in TABLE.parts(ranks)], job)
-    expected, loss = plain(of=Speller)
-    torch.testing.assert_close(state, expected, atol=1e-5, rtol=0)
-    assert metas[0]["history"][-1]["val_loss"] == pytest.approx(loss, abs=1e-5)
+def test_ranks_train_what_one_plain_loop_trains() -> None:
+    recipe, sizes = {"module": Speller}, {"tensor": 2, "shard": 2, "plan": {"head": OWN}}
+    close(trained(job_for(recipe=recipe, sizes=sizes), 4), plain(recipe))
 
 
 class Scores(nn.Module):
@@ -68,24 +63,6 @@ class Scores(nn.Module):
         if kind == "aside":
             return self.other(x)
         return {"scores": scores, "all": self.other(x)} if kind == "both" else scores
-
-
-class Behind(nn.Module):
-    """Divided layers behind the scores."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head, self.up, self.down = nn.Linear(5, 8), nn.Linear(8, 4), nn.Linear(4, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.up(self.head(x)).relu()).squeeze(-1)
-
-
-def test_divided_layers_behind_own_rows_are_refused_before_the_first_step() -> None:
-    params = {"tensor": 2, "plan": {"head": OWN, "up": "colwise", "down": "rowwise"}}
-    job = job_for(recipe={"module": Behind}, strategy="mesh", strategy_params=params)
-    with pytest.raises(ModuleError, match="Behind, with its layers divided, returns something else"):
-        train_on([part.batches() for part in TABLE.parts(2)], job)
 
 
 class Repeated(nn.Module):
@@ -116,7 +93,7 @@ class Largest(TorchDispatchMode):
 
 def used(world: World) -> dict[str, Any]:
     """What a rank of two gets, of 2 and of 30 rows."""
-    config = job_for(strategy="mesh", strategy_params={"tensor": 2, "plan": {"head": OWN}}).config
+    config = job_for(sizes={"tensor": 2, "plan": {"head": OWN}}).config
     torch.manual_seed(0)
     plain = Scores()
     own = copy.deepcopy(plain)
@@ -192,21 +169,3 @@ def test_logits_of_a_language_model_are_those_of_own_rows_but_in_a_pipeline(stag
     assert found is not None
     styles = check_plan(Recipe(**found).build_module(0), {}, 2, staged=staged)
     assert styles["lm_head"] == ("colwise_gather_output" if staged else OWN)
-
-
-@pytest.mark.parametrize(
-    ("part", "options", "says"),
-    [
-        (nn.Linear(5, 7), {}, r"\(7, 5\) weights are not divisible by 2 under 'colwise_own_rows'"),
-        (nn.Embedding(8, 4), {}, "'colwise_own_rows' divides only nn.Linear"),
-        (nn.Linear(5, 8), {"pipeline": 2}, "the last stage of a pipeline computes the loss of all rows"),
-    ],
-)
-def test_layers_whose_columns_cannot_be_exchanged_for_rows_are_refused_before_the_job(
-    part: nn.Module, options: dict[str, Any], says: str
-) -> None:
-    module = nn.ModuleDict({"part": part})
-    params = {"tensor": 2, "plan": {"part": OWN}, **options}
-    config = job_for(strategy="mesh", strategy_params=params).config
-    with pytest.raises(ConfigError, match=says):
-        check_module(config, Recipe(module=module), 2, module, Batch((torch.ones(2, 5),), None, None, 2))

@@ -43,7 +43,7 @@ pytestmark = pytest.mark.landing
 
 STEPS = -(-ROWS // BATCH)
 TABLE = Table.random(ROWS, weighted=True)
-MODES = [{"staleness": 1}, {"staleness": 4, "servers": None}, {}, {"servers": 2}]
+MODES = [{"staleness": 1}, {"staleness": 4, "servers": None}, {}]
 
 
 def job_for(
@@ -92,30 +92,11 @@ def seeded(make: type[nn.Module]) -> nn.Module:
     return make()
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "params", "ranks"),
-    [
-        ("SGD", {}, 1),
-        ("SGD", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}, 2),
-        ("AdamW", {"weight_decay": 0.1}, 3),
-    ],
-)
-def test_with_staleness_zero_any_optimizer_trains_what_one_plain_loop_trains(
-    optimizer: str, params: dict[str, Any], ranks: int
-) -> None:
-    module = seeded(Score)
-    expected = plain(module, getattr(torch.optim, optimizer)(module.parameters(), lr=0.01, **params))
-    recipe = {"optimizer": optimizer, "optimizer_params": params, "learning_rate": 0.01}
-    state, metas = train_on(parts(ranks), job_for(recipe=recipe))
-    torch.testing.assert_close(state, expected, atol=1e-5, rtol=0)
-    assert [record["staleness_max"] for record in metas[0]["history"]] == [0] * EPOCHS
-
-
 def test_servers_on_all_ranks_train_what_one_server_trains_to_the_last_bit() -> None:
     recipe = {"optimizer": "AdamW"}
     states = [
         train_on(parts(3), job_for(recipe=recipe, options={"staleness": 0, "servers": servers}))[0]
-        for servers in (1, 1, 2, None, 9)
+        for servers in (1, 1, 2, None)
     ]
     for state in states[1:]:
         torch.testing.assert_close(state, states[0], atol=0, rtol=0)
@@ -214,7 +195,7 @@ def test_no_rank_gets_further_ahead_than_the_bound(bound: int, servers: int | No
     assert all((record["staleness_mean"] > 0) == (bound > 0) for record in history)
 
 
-@pytest.mark.parametrize("options", [{"staleness": 0}, {"staleness": 4, "servers": None}, {}])
+@pytest.mark.parametrize("options", [{"staleness": 0}, {}])
 def test_every_rank_validates_the_same_weights(options: dict[str, Any], tmp_path: Path) -> None:
     watched(tmp_path, options)
     # By rank, in order; ranks have more or fewer batches of validation rows.
@@ -238,13 +219,10 @@ def test_each_rank_clips_its_own_gradient() -> None:
         assert 0.9e-3 < moved < 1.01e-3
 
 
-@pytest.mark.parametrize("options", [{"staleness": 0}, {}])
-def test_the_best_weights_come_back_with_the_running_statistics_they_were_validated_with(
-    options: dict[str, Any],
-) -> None:
+def test_the_best_weights_come_back_with_the_running_statistics_they_were_validated_with() -> None:
     table = Table.random(ROWS, validated=True)
     recipe = {"module": Normalised, "loss": mean_output_error, "learning_rate": 0.4}
-    job = job_for(table, recipe=recipe, options=options, epochs=40, patience=3)
+    job = job_for(table, recipe=recipe, options={}, epochs=40, patience=3)
     state, metas = train_on(parts(2, table), job)
     losses = [record["val_loss"] for record in metas[0]["history"]]
     best = losses.index(min(losses))
@@ -263,11 +241,9 @@ def test_the_best_weights_come_back_with_the_running_statistics_they_were_valida
     ("options", "dead", "dies"),
     [
         ({"staleness": 0}, 0, {"step": 1}),
-        ({"staleness": 2, "servers": None}, 1, {"step": 3}),
         ({}, 2, {"step": 12}),
         ({"staleness": 0}, 0, {"seconds": 0.2}),  # in the middle of a message
-        ({"staleness": 1, "servers": None}, 1, {"seconds": 0.2}),
-        ({}, 1, {"seconds": 0.2}),
+        ({"servers": None}, 1, {"seconds": 0.2}),
     ],
 )
 def test_a_rank_that_is_killed_ends_the_others_at_once(
@@ -318,7 +294,6 @@ UNSTEADY: dict[str, Any] = {"module": Mlp, "optimizer": Unsteady}
         (FAILING, {"staleness": 0}, "planted in forward"),
         (FAILING, {"staleness": 2, "servers": None}, "planted in forward"),
         (UNSTEADY, {"staleness": 0}, "planted in the optimizer"),
-        (UNSTEADY, {"staleness": 1, "servers": None}, "planted in the optimizer"),
         ({**UNSTEADY, "module_params": {"hidden": 300_000}}, {}, "planted in the optimizer"),
     ],
 )

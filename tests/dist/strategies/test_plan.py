@@ -28,9 +28,11 @@ from sparktorch.train.tensor_parallel.styles import check_plan
 from tests.support.attention_nets import Encoder
 from tests.support.nets import Paired, Tower
 from tests.support.ranks import in_group
+from tests.support.strategies import PARTED
 
 RANKS = 4
-PARTED = {"min_parameters": 60}
+FEW = Batch((torch.ones(2, 5),), torch.ones(2), None, 2, names=("x",))
+WIDE = Batch((torch.ones(2, 100),), torch.ones(2, 1), None, 2, names=("x",))
 
 
 def kept(world: World, recipe: Recipe, strategy: str, options: dict[str, Any]) -> dict[str, int]:
@@ -88,11 +90,8 @@ def test_a_worker_keeps_what_the_plan_says(case: int, kept_by_ranks: list[list[d
     module, strategy, options = CASES[case]
     recipe = recipe_of(module)
     config = TrainConfig(task="regression", batch_size=64, strategy=strategy, strategy_params=options)
-    first = Batch((torch.ones(2, 5),), torch.ones(2), None, 2, names=("x",))
     (need,) = (
-        need
-        for need in plan(recipe, config, RANKS, first).needs
-        if (need.strategy, need.options) == (strategy, options)
+        need for need in plan(recipe, config, RANKS, FEW).needs if (need.strategy, need.options) == (strategy, options)
     )
     found = [rank[case] for rank in kept_by_ranks]
     steps = 4 * len(list(module().parameters()))  # the optimizer's counters of steps, which are no parameter's size
@@ -102,10 +101,9 @@ def test_a_worker_keeps_what_the_plan_says(case: int, kept_by_ranks: list[list[d
 
 
 def test_activations_are_those_that_autograd_keeps_of_the_rows_of_a_worker() -> None:
-    first = Batch((torch.ones(2, 100),), torch.ones(2, 1), None, 2, names=("x",))
     recipe = Recipe(module=nn.Sequential(nn.Linear(100, 50), nn.Tanh(), nn.Linear(50, 1)), optimizer="SGD")
     config = TrainConfig(task="regression", batch_size=64, accumulation_steps=2)
-    found = {(need.strategy, *need.options.items()): need for need in plan(recipe, config, 2, first).needs}
+    found = {(need.strategy, *need.options.items()): need for need in plan(recipe, config, 2, WIDE).needs}
     inputs, hidden, error = 4 * 101, 4 * 50, 4 * 1  # the output less the label is kept by the loss
     assert found["ddp",].activations == 16 * (inputs + hidden + error)
     assert found["mesh", ("tensor", 2)].activations == 16 * (2 * inputs + hidden + 2 * error)
@@ -148,20 +146,6 @@ class Blocks(nn.Sequential):
         super().__init__(nn.Linear(100, 64), *(Block(64) for _ in range(6)), nn.Linear(64, 1))
 
 
-class Body(nn.Sequential):
-    """Blocks, and a parameter of its own."""
-
-    def __init__(self) -> None:
-        super().__init__(*(Block(64) for _ in range(6)), nn.LayerNorm(64))
-
-
-class Nested(nn.Sequential):
-    """As `Blocks`, in a part around all of them."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(100, 64), Body(), nn.Linear(64, 1))
-
-
 def activations_in(tracker: MemTracker, moment: str) -> tuple[int, int]:
     """Bytes of activations, and of what is there in backward for a time."""
     sizes = {str(kind): size for kind, size in tracker.get_tracker_snapshot(moment)[torch.device("cpu")].items()}
@@ -169,19 +153,14 @@ def activations_in(tracker: MemTracker, moment: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "classes", "precision"),
-    [
-        (Blocks, [], "fp32"),
-        (Blocks, ["Block"], "fp32"),
-        (Nested, ["Body", "Block"], "fp32"),
-        (Blocks, ["Block"], "bf16"),
-    ],
-    ids=["kept", "computed again", "parts within parts", "bf16"],
+    ("classes", "precision"),
+    [([], "fp32"), (["Block"], "fp32"), (["Block"], "bf16")],
+    ids=["kept", "computed again", "bf16"],
 )
 def test_activations_are_as_many_as_torch_finds_at_the_peak_of_a_step(
-    kind: type[nn.Module], classes: list[str], precision: Literal["fp32", "bf16"]
+    classes: list[str], precision: Literal["fp32", "bf16"]
 ) -> None:
-    rows, module, recipe = 256, kind(), Recipe(module=kind, optimizer="SGD")
+    rows, module, recipe = 256, Blocks(), Recipe(module=Blocks, optimizer="SGD")
     apply_activation_checkpointing(module, check_fn=lambda part: type(part).__name__ in classes)
     tracker = MemTracker()
     tracker.track_external(module)
@@ -193,69 +172,25 @@ def test_activations_are_as_many_as_torch_finds_at_the_peak_of_a_step(
             loss = ((scores - label) ** 2).sum()
         loss.backward()
     found = max(forward, sum(activations_in(tracker, "peak")))
-    first = Batch((torch.ones(2, 100),), torch.ones(2, 1), None, 2, names=("x",))
     config = TrainConfig(task="regression", batch_size=2 * rows, precision=precision)
-    need = of_zero3(recipe, first, config, wrap_classes=classes, activation_checkpointing=bool(classes))
-    # Of parts within parts, the plan counts both the input and the output of the outer one, at the same time.
-    assert need.activations - features.nbytes - label.nbytes == pytest.approx(
-        found, rel=0.15 if kind is Nested else 0.1
-    )
-
-
-DIVIDED = {
-    "tensor": 2,
-    "plan": {"*.wide": "colwise", "*.narrow": "rowwise"},
-    "wrap_classes": ["Block"],
-    "activation_checkpointing": True,
-}
-
-
-def kept_of_divided(world: World, rows: int) -> int:
-    """The bytes that a rank keeps from forward to backward, and that a block computes again."""
-    module = build_strategy(TrainConfig(strategy="mesh", strategy_params=DIVIDED), world).prepare(Blocks(), Start())
-    known, kept = {local(p).untyped_storage().data_ptr() for p in module.parameters()}, []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        own = local(tensor)
-        if own.untyped_storage().data_ptr() not in known:
-            known.add(own.untyped_storage().data_ptr())
-            kept.append(own)
-        return tensor
-
-    block = next(part for part in module.modules() if isinstance(part, Block))
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        of_all = module(torch.ones(rows, 100))
-        of_block = block(torch.ones(rows * 2, 64))
-    assert of_all.requires_grad
-    assert of_block.requires_grad
-    return sum(own.untyped_storage().nbytes() for own in kept)
-
-
-def test_divided_parts_that_compute_theirs_again_keep_the_inputs_of_all_who_share_them() -> None:
-    first, rows = Batch((torch.ones(2, 100),), torch.ones(2, 1), None, 2, names=("x",)), 128
-    config = TrainConfig(task="regression", batch_size=2 * rows, strategy="mesh", strategy_params=DIVIDED)
-    (need,) = [each for each in plan(Recipe(module=Blocks), config, 2, first).needs if each.options == DIVIDED]
-    found = max(in_group(2, kept_of_divided, rows))
-    labels = 4 * 2 * rows
-    assert need.activations == pytest.approx(found + labels, rel=0.1)
+    need = of_zero3(recipe, WIDE, config, wrap_classes=classes, activation_checkpointing=bool(classes))
+    assert need.activations - features.nbytes - label.nbytes == pytest.approx(found, rel=0.1)
 
 
 def test_inputs_of_parts_that_keep_nothing_are_not_kept() -> None:
-    first = Batch((torch.ones(2, 100),), torch.ones(2, 1), None, 2, names=("x",))
     recipe = Recipe(module=Blocks, optimizer="SGD", freeze=("*", "!7.*"))
     config = TrainConfig(task="regression", batch_size=512)
     plain, again = (
-        of_zero3(recipe, first, config, wrap_classes=["Block"], activation_checkpointing=each) for each in (False, True)
+        of_zero3(recipe, WIDE, config, wrap_classes=["Block"], activation_checkpointing=each) for each in (False, True)
     )
     assert again.activations == plain.activations
 
 
 def test_what_is_offloaded_takes_no_memory_of_the_device() -> None:
-    first = Batch((torch.ones(2, 100),), torch.ones(2, 1), None, 2, names=("x",))
     config, recipe = TrainConfig(task="regression", batch_size=64), Recipe(module=Blocks, optimizer="AdamW")
-    kept = of_zero3(recipe, first, config, wrap_classes=["Block"])
+    kept = of_zero3(recipe, WIDE, config, wrap_classes=["Block"])
     config = replace(config, strategy="zero3", strategy_params={"wrap_classes": ["Block"], "cpu_offload": True})
-    table = plan(recipe, config, 2, first, memory=kept.total - 1)
+    table = plan(recipe, config, 2, WIDE, memory=kept.total - 1)
     (offloaded,) = [need for need in table.needs if "cpu_offload" in need.options]
     assert offloaded.on_host == kept.parameters + kept.gradients + kept.state
     assert offloaded.total == kept.gathered + kept.activations
@@ -264,36 +199,18 @@ def test_what_is_offloaded_takes_no_memory_of_the_device() -> None:
 
 
 def test_averages_and_weights_as_autocast_has_them_are_counted_and_narrow_parameters_are_gathered_as_such() -> None:
-    first = Batch((torch.ones(2, 100),), torch.ones(2, 1), None, 2, names=("x",))
     recipe = Recipe(module=nn.Sequential(nn.Linear(100, 50), nn.Tanh(), nn.Linear(50, 1)), optimizer="SGD")
     config = TrainConfig(task="regression", batch_size=64)
-    plain, averaged = (of_zero3(recipe, first, each) for each in (config, replace(config, ema_decay=0.9)))
+    plain, averaged = (of_zero3(recipe, WIDE, each) for each in (config, replace(config, ema_decay=0.9)))
     assert averaged.state - plain.state == plain.parameters
-    last = of_zero3(replace(recipe, freeze=("0.*",)), first, replace(config, ema_decay=0.9))
+    last = of_zero3(replace(recipe, freeze=("0.*",)), WIDE, replace(config, ema_decay=0.9))
     assert last.state == last.gradients < last.parameters
-    cast = of_zero3(recipe, first, replace(config, precision="bf16"))
+    cast = of_zero3(recipe, WIDE, replace(config, precision="bf16"))
     layers = 32 * (2 * 50 + 2 * 50 + 4 * 101 + 4 * 1)
     assert layers < cast.activations < layers + 32 * 500
-    narrow = of_zero3(recipe, first, config, param_dtype="bf16")
+    narrow = of_zero3(recipe, WIDE, config, param_dtype="bf16")
     assert narrow.gathered == plain.gathered // 2
     assert narrow.sent == plain.sent // 2
-
-
-def test_each_micro_batch_in_flight_has_weights_as_autocast_has_them() -> None:
-    first = Batch((torch.ones(2, 128),), torch.ones(2, 128), None, 2, names=("x",))
-    recipe = Recipe(module=nn.Sequential(*(nn.Linear(128, 128) for _ in range(4))), optimizer="SGD")
-    options = [{"pipeline": 2, "micro_batches": 8, "schedule": schedule} for schedule in ("gpipe", "1f1b")]
-    config = TrainConfig(task="regression", batch_size=32, precision="bf16")
-    needs = [
-        need
-        for each in options
-        for need in plan(recipe, replace(config, strategy="mesh", strategy_params=each), 2, first).needs
-        if need.options == each
-    ]
-    # Those of a stage, as bfloat16: backward needs none of the first layer's. And more than its rows' activations.
-    weights, rows = 2 * 3 * 128 * 128 // 2, 32 * 4 * 128 * 4
-    for need, in_flight in zip(needs, (8, 2), strict=True):
-        assert in_flight * weights < need.activations < in_flight * weights + rows
 
 
 def test_a_plan_of_sparse_inputs_is_refused() -> None:
@@ -303,9 +220,8 @@ def test_a_plan_of_sparse_inputs_is_refused() -> None:
 
 
 def test_the_table_names_what_fits_and_what_is_refused() -> None:
-    first = Batch((torch.ones(2, 5),), torch.ones(2), None, 2, names=("x",))
     config = TrainConfig(task="regression", batch_size=64, channels_last=True)
-    table = plan(Recipe(module=Paired), config, 4, first, memory=6000)
+    table = plan(Recipe(module=Paired), config, 4, FEW, memory=6000)
     text = str(table)
     assert repr(table) == text  # which notebooks show
     assert "4 workers, 16 rows of each at a time" in text
@@ -317,9 +233,8 @@ def test_the_table_names_what_fits_and_what_is_refused() -> None:
 
 
 def test_a_pipeline_whose_workers_write_the_model_is_planned() -> None:
-    first = Batch((torch.ones(2, 5),), torch.ones(2), None, 2, names=("x",))
     config = TrainConfig(task="regression", batch_size=64, model_folder="/models/new")
-    needs = plan(Recipe(module=Paired), config, 2, first).needs
+    needs = plan(Recipe(module=Paired), config, 2, FEW).needs
     (staged,) = (need for need in needs if "pipeline" in need.options)
     assert not staged.refused
     assert [need.strategy for need in needs if "modelDir is set" in need.refused] == ["ddp", "zero1"]
@@ -341,10 +256,9 @@ class Looks(nn.Linear):
         return super().forward(x if x.max() < 100 else x / 100)
 
 
-@pytest.mark.parametrize("module", [Looks(5, 1), partial(Looks, 5, 1)])
-def test_a_module_that_needs_values_is_planned_with_values(module: Any) -> None:
+def test_a_module_that_needs_values_is_planned_with_values() -> None:
     first = Batch((torch.ones(2, 5),), torch.ones(2, 1), None, 2, names=("x",))
-    table = plan(Recipe(module=module), TrainConfig(task="regression"), 2, first)
+    table = plan(Recipe(module=partial(Looks, 5, 1)), TrainConfig(task="regression"), 2, first)
     assert (table.parameters, table.needs[0].gradients) == (6, 24)
 
 
@@ -362,37 +276,6 @@ def of_stages(split: list[str], plan: dict[str, str]) -> dict[str, int]:
     module = Thirds()
     check_module(config, Recipe(module=Thirds, loss="MSELoss"), 4, module, first)
     return Cut(module, 2, split, check_plan(module, plan, 2)).stage_of
-
-
-class Upwards(nn.Module):
-    """Its rowwise layer is defined before its colwise one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.down, self.up = nn.Linear(16, 5), nn.Linear(5, 16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(self.up(x).relu())
-
-
-def stages_of(module: nn.Module, plan: dict[str, str], split: list[str]) -> dict[str, int]:
-    return Cut(module, 2, split, check_plan(module, plan, 2, staged=True)).stage_of
-
-
-def test_pairs_within_a_unit_let_a_stage_begin_behind_it() -> None:
-    upwards, plan = nn.Sequential(*(Upwards() for _ in range(4))), {"*.down": "rowwise", "*.up": "colwise"}
-    assert stages_of(upwards, plan, []) == stages_of(upwards, plan, ["2"])
-    with pytest.raises(ConfigError, match="makes 2 stages, and Sequential has 1 units"):
-        stages_of(nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 5)), {}, [])
-
-
-def test_checkpointing_that_no_stage_can_do_is_refused() -> None:
-    options = {"pipeline": 2, "min_parameters": 400, "activation_checkpointing": True}
-    config = TrainConfig(task="regression", strategy="mesh", strategy_params=options)
-    module = nn.Sequential(nn.Linear(5, 5), nn.Sequential(*(nn.Linear(5, 5) for _ in range(20))), nn.Linear(5, 1))
-    first = Batch((torch.ones(2, 5),), None, None, 2)
-    with pytest.raises(ConfigError, match="Sequential in stages has no part of min_parameters=400 or more"):
-        check_module(config, Recipe(module=nn.Identity, loss="MSELoss"), 2, module, first)
 
 
 @pytest.mark.parametrize("plan", [{}, {"*.2": "rowwise", "*.0": "colwise"}], ids=["known pairs", "a plan"])

@@ -1,14 +1,11 @@
-"""Sequences that are divided between divided layers: ranks train what one process does, and keep less."""
+"""Sequences that are divided between divided layers: they compute what whole ones do, and ranks keep less."""
 
 from __future__ import annotations
 
 import copy
-import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,101 +17,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparktorch.base.batch import Batch
-from sparktorch.base.config import CheckpointConfig, TrainConfig
+from sparktorch.base.config import TrainConfig
 from sparktorch.base.world import World
-from sparktorch.data.columns import VALIDATION
-from sparktorch.errors import ConfigError
 from sparktorch.train.plan.memory import plan
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.sharding.dtensor import local, whole
-from sparktorch.train.strategies.registry import check_module, check_strategy
 from sparktorch.train.tensor_parallel.styles import SUMMED, check_plan, shard_layers
-from sparktorch.worker import TrainJob
-from tests.dist.strategies.test_strategies import FEW_STEPS, TABLE, Weights, job_for, plain
-from tests.support.attention_nets import Encoder, Sequences, Translator
-from tests.support.nets import Paired
-from tests.support.ranks import control_server, in_group, of_two_ranks, run_ranks, train_on
-from tests.support.resume import OwnSteps, timeless
-
-# A bias of the keys has no gradient but rounding, of which Adam would make steps with its own `eps`.
-STEADY: dict[str, Any] = {"optimizer": "AdamW", "optimizer_params": {"eps": 1e-2}, "learning_rate": 0.01}
-# torch looks up once how an operator divides each shape, which takes longer than to compute: there are few of them.
-SMALL: dict[str, Any] = {"layers": 1, "feedforward": 8}
-FEW = Batch((torch.ones(2, 5),), None, None, 2)
-
-
-def sequence_job(
-    module: Any, sizes: dict[str, Any], *, recipe: dict[str, Any] | None = None, **config: Any
-) -> TrainJob:
-    params = {"min_parameters": 200, "sequence": True, **sizes}
-    return job_for(
-        recipe={"module": module, **STEADY, **(recipe or {})}, strategy="mesh", strategy_params=params, **config
-    )
-
-
-def descended(module: Any, **config: Any) -> tuple[dict[str, torch.Tensor], float]:
-    return plain(of=module, lr=0.01, eps=1e-2, **config)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "norm_first", "sizes", "config"),
-    [
-        (2, False, {"tensor": 2, "activation_checkpointing": True}, {"accumulation_steps": 1}),
-        (4, True, {"shard": 2, "tensor": 2}, {"accumulation_steps": 1}),
-        pytest.param(4, False, {"tensor": 4}, {**FEW_STEPS, "accumulation_steps": 2}, marks=pytest.mark.landing),
-    ],
-)
-def test_ranks_with_some_positions_train_what_one_plain_loop_trains(
-    ranks: int, norm_first: bool, sizes: dict[str, Any], config: dict[str, Any]
-) -> None:
-    module: Any = partial(Sequences, norm_first=norm_first, **SMALL)
-    state, metas = train_on([part.batches() for part in TABLE.parts(ranks)], sequence_job(module, sizes, **config))
-    expected, loss = descended(module, **{name: config[name] for name in ("batch_size", "epochs") if name in config})
-    torch.testing.assert_close(state, expected, atol=1e-5, rtol=0)
-    assert metas[0]["history"][-1]["val_loss"] == pytest.approx(loss, abs=1e-5)
-
-
-@pytest.mark.landing
-def test_a_rank_without_rows_has_some_positions_and_gradients_are_clipped_as_those_of_one_model() -> None:
-    held_out = TABLE.arrays[VALIDATION]
-    parts = [TABLE.take(~held_out).batches(), TABLE.take(held_out).batches()]
-    module, config = partial(Sequences, **SMALL), {**FEW_STEPS, "clip_norm": 0.05}
-    job = replace(sequence_job(module, {"tensor": 2}, **config), placeholder=TABLE.batches()[0].slice(7, 1))
-    state, metas = train_on(parts, job)
-    alone = job_for(recipe={"module": module, **STEADY}, **config)
-    expected, wanted = train_on([TABLE.batches()], alone)
-    torch.testing.assert_close(state, expected, atol=1e-5, rtol=0)
-    for name in ("gradient_norm", "val_loss"):
-        values = [found[0]["history"][-1][name] for found in (metas, wanted)]
-        assert values[0] == pytest.approx(values[1], rel=1e-4)
-
-
-def test_ranks_that_drop_numbers_of_their_positions_end_with_the_same_bits(tmp_path: Path) -> None:
-    recipe = {"module_params": {"dropout": 0.4, **SMALL}, "callbacks": [Weights(tmp_path)]}
-    job = sequence_job(Sequences, {"tensor": 2}, recipe=recipe, **FEW_STEPS)
-    state, metas = train_on([part.batches() for part in TABLE.parts(2)], job)
-    assert len({path.read_bytes() for path in tmp_path.iterdir()}) == 1
-    assert all(value.isfinite().all() for value in state.values())
-    assert metas[0]["history"][-1]["val_loss"] < 10
-
-
-@pytest.mark.landing
-def test_a_killed_training_goes_on_to_the_same_bits(tmp_path: Path) -> None:
-    parts = [part.batches() for part in TABLE.parts(2)]
-
-    def job(folder: str, **kill: int) -> TrainJob:
-        (tmp_path / folder).mkdir(exist_ok=True)
-        checkpoint = CheckpointConfig(directory=str(tmp_path / folder / "saved"), unit="step", interval=1, owner="me")
-        recipe = {"module_params": {"dropout": 0.4, **SMALL}, "callbacks": [OwnSteps(tmp_path / folder, **kill)]}
-        return replace(sequence_job(Sequences, {"tensor": 2}, recipe=recipe, **FEW_STEPS), checkpoint=checkpoint)
-
-    expected, wanted = train_on(parts, job("calm"))
-    with control_server() as server:
-        run_ranks(server, parts, job("rough", rank=1, step=3))
-    found, metas = train_on(parts, job("rough"))
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
-    assert timeless(metas[0]["history"]) == timeless(wanted[0]["history"])
-    assert int((tmp_path / "rough" / "steps-0").read_text()) < 5  # those before the kill are not taken again
+from tests.support.ranks import in_group, of_two_ranks
 
 
 def stack(norm_first: bool, **kind: Any) -> nn.Module:
@@ -295,69 +204,3 @@ def test_a_rank_keeps_half_of_what_one_process_keeps_as_the_plan_says() -> None:
     assert found["inputs kept"] - found["sequence"] == 6 * inputs // 2
     assert found["inputs kept, sent"] == {"all_gather": 12 + 2, "reduce_scatter": 12}
     assert found["autocast, gathered"] == {"torch.bfloat16": 6, "torch.float32": 1}
-
-
-class Own(nn.TransformerEncoderLayer):
-    """A layer that may compute something else."""
-
-
-LAYER = partial(nn.TransformerEncoderLayer, 8, 2, 12, batch_first=True)
-
-
-def changed(**parts: Any) -> nn.Module:
-    layer = LAYER()
-    for name, part in parts.items():
-        setattr(layer, name, part)
-    return nn.Sequential(layer)
-
-
-@pytest.mark.parametrize(
-    ("module", "says"),
-    [
-        (Paired(), "divides torch's transformer layers, and Paired has none"),
-        (nn.Sequential(Own(8, 2, 12, batch_first=True), nn.Linear(8, 8), nn.Linear(8, 8)), "and Sequential has none"),
-        (Translator(), "'encoder', whose inputs have positions first: set batch_first=True"),
-        (
-            nn.Sequential(nn.TransformerEncoderLayer(8, 1, 12, batch_first=True)),
-            "'0', for it must divide its 'self_attn', whose 1 heads are not divisible by 2",
-        ),
-        (
-            changed(activation=partial(torch.softmax, dim=-1)),
-            "'0', whose activation is not known to be elementwise",
-        ),
-        (
-            nn.Sequential(nn.TransformerEncoderLayer(8, 2, 13, batch_first=True)),
-            "for it must divide its 'linear1', whose (13, 8) weights are not divisible by 2 under 'colwise'",
-        ),
-        (
-            changed(linear2=nn.Sequential(nn.Linear(12, 8))),
-            "for it must divide its 'linear2', a torch.nn.",
-        ),
-    ],
-)
-def test_layers_that_need_whole_sequences_are_refused_before_the_job(module: nn.Module, says: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(says)):
-        check_module(sequence_job(type(module), {"tensor": 2}).config, Recipe(module=module), 2, module, FEW)
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"shard": 2}, "there are no tensor ranks"),
-        ({}, "there are no tensor ranks"),
-        ({"tensor": 2, "pipeline": 2}, "does not work with strategyParams.pipeline"),
-        ({"tensor": 2, "plan": {"*": "colwise"}}, "does not work with strategyParams.plan"),
-        ({"tensor": 2, "sequence": "yes"}, "sequence"),
-        ({"tensor": 2, "sequence": False, "recompute_allgather": False}, "sequence gathers, which is not set"),
-    ],
-)
-def test_options_that_do_not_divide_sequences_are_refused(options: dict[str, Any], says: str) -> None:
-    job = sequence_job(Encoder, options)
-    with pytest.raises(ConfigError, match=says):
-        check_strategy(job.config, job.recipe)
-
-
-def test_layers_are_not_compiled_where_sequences_are_divided() -> None:
-    job = sequence_job(Encoder, {"tensor": 2}, compile=True)
-    with pytest.raises(ConfigError, match="compile does not compile"):
-        check_strategy(job.config, job.recipe)

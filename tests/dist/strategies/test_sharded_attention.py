@@ -1,106 +1,23 @@
-"""Attention divided by heads: it computes and trains what the whole attention does, on any mesh."""
+"""Attention divided by heads: it computes what the whole attention does, of all arguments, and drops as it does."""
 
 from __future__ import annotations
 
 import copy
 import logging
-import signal
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from sparktorch.base.batch import Batch
-from sparktorch.base.config import CheckpointConfig
 from sparktorch.base.world import World
-from sparktorch.errors import ConfigError, ModuleError
-from sparktorch.train.recipe.recipe import Recipe
+from sparktorch.errors import ModuleError
 from sparktorch.train.sharding.dtensor import local, local_parts, whole
 from sparktorch.train.strategies.base import Start
 from sparktorch.train.strategies.mesh import Mesh, MeshOptions
-from sparktorch.train.strategies.registry import check_module
 from sparktorch.train.tensor_parallel.styles import check_plan, shard_layers
-from sparktorch.worker import TrainJob
-from tests.dist.strategies.test_strategies import FEW_STEPS, TABLE, job_for, plain
-from tests.support.attention_nets import Encoder, Translator
-from tests.support.ranks import control_server, in_group, of_two_ranks, run_ranks, train_on
-from tests.support.resume import Counts
-
-# Not Adam: a bias of the keys has no gradient but rounding, of which Adam makes steps.
-STEEP: dict[str, Any] = {
-    "optimizer": "SGD",
-    "optimizer_params": {"momentum": 0.9},
-    "learning_rate": 0.05,
-}
-FEW = Batch((torch.ones(2, 5),), None, None, 2)
-SMALL = partial(Encoder, layers=1)
-MESHES: dict[str, tuple[int, Any, dict[str, int], dict[str, Any]]] = {
-    "heads": (2, Encoder, {"tensor": 2}, {"accumulation_steps": 1}),
-    "uneven shards of heads": (4, partial(Encoder, 6, 2, layers=1), {"shard": 2, "tensor": 2}, FEW_STEPS),
-    "encoder and decoder": (2, Translator, {"tensor": 2}, FEW_STEPS),
-}
-
-
-def heads_job(module: Any, sizes: dict[str, int], *, recipe: dict[str, Any] | None = None, **config: Any) -> TrainJob:
-    params = {"min_parameters": 200, **sizes}
-    made = {"module": module, **STEEP, **(recipe or {})}
-    return job_for(recipe=made, strategy="mesh", strategy_params=params, **config)
-
-
-def descended(module: Any, config: dict[str, Any]) -> tuple[dict[str, torch.Tensor], float]:
-    sizes = {name: config[name] for name in ("batch_size", "epochs") if name in config}
-    return plain(of=module, kind=torch.optim.SGD, lr=0.05, momentum=0.9, **sizes)
-
-
-@pytest.mark.parametrize("case", MESHES)
-def test_ranks_with_some_heads_train_what_one_plain_loop_trains(case: str) -> None:
-    ranks, module, sizes, config = MESHES[case]
-    state, metas = train_on([part.batches() for part in TABLE.parts(ranks)], heads_job(module, sizes, **config))
-    expected, loss = descended(module, config)
-    torch.testing.assert_close(state, expected, atol=1e-5, rtol=0)
-    assert metas[0]["history"][-1]["val_loss"] == pytest.approx(loss, abs=1e-5)
-
-
-@pytest.mark.landing
-def test_stages_of_a_pipeline_have_some_heads_of_their_layers() -> None:
-    module = Encoder
-    job = heads_job(module, {"pipeline": 2, "tensor": 2, "micro_batches": 2}, **FEW_STEPS)
-    state, metas = train_on([part.batches() for part in TABLE.parts(4)], job)
-    expected, loss = descended(module, FEW_STEPS)
-    torch.testing.assert_close(state, expected, atol=1e-5, rtol=0)
-    assert metas[0]["history"][-1]["val_loss"] == pytest.approx(loss, abs=1e-5)
-
-
-@pytest.mark.landing
-def test_a_checkpoint_of_some_heads_is_gone_on_with_on_another_mesh_and_in_one_process(tmp_path: Path) -> None:
-    config = {**FEW_STEPS, "ema_decay": 0.5}
-
-    def job(strategy: dict[str, Any], **kill: int) -> TrainJob:
-        folder = tmp_path / str(len(list(tmp_path.iterdir())))
-        folder.mkdir()
-        recipe = {"callbacks": [Counts(folder, **kill)]}
-        made = heads_job(SMALL, {"tensor": 2}, recipe=recipe, **config)
-        checkpoint = CheckpointConfig(directory=str(tmp_path / "saved"), unit="step", interval=1, owner="me")
-        return replace(made, config=replace(made.config, **strategy), checkpoint=checkpoint)
-
-    def mesh(**sizes: int) -> dict[str, Any]:
-        return {"strategy": "mesh", "strategy_params": {"min_parameters": 200, **sizes}}
-
-    def killed(ranks: int, made: TrainJob) -> None:
-        with control_server() as server:
-            ended = run_ranks(server, [part.batches() for part in TABLE.parts(ranks)], made)
-        assert any(rank.exitcode == -signal.SIGKILL for rank in ended), [rank.error for rank in ended]
-
-    killed(4, job(mesh(shard=2, tensor=2), rank=3, step=2))
-    killed(4, job(mesh(data=2, tensor=2), rank=3, step=4))
-    state, _ = train_on([TABLE.batches()], job({"strategy": "ddp", "strategy_params": {}}))
-    expected, _ = train_on([TABLE.batches()], job_for(recipe={"module": SMALL, **STEEP}, **config))
-    torch.testing.assert_close(state, expected, atol=1e-5, rtol=0)
-
+from tests.support.ranks import in_group, of_two_ranks
+from tests.support.strategies import job_for
 
 ROWS, WIDTH, HEADS = 3, 12, 4
 
@@ -201,7 +118,7 @@ def test_each_head_drops_other_weights_and_afterwards_all_ranks_draw_the_same(
 
 def placed(world: World) -> dict[str, Any]:
     """Where a rank's parts of packed weights are, in four ranks; and what gathers of torch's say of them."""
-    config = heads_job(Encoder, {"shard": 2, "tensor": 2}).config
+    config = job_for(sizes={"shard": 2, "tensor": 2}).config
     strategy = Mesh(config, world, MeshOptions(shard=2, tensor=2, min_parameters=10**6))
     torch.manual_seed(0)
     plain = nn.Sequential(nn.TransformerEncoderLayer(8, 4, 12, batch_first=True))
@@ -273,27 +190,6 @@ def test_divided_attention_is_compiled(found_compiled: list[tuple[dict[str, Any]
     assert all(all(found) for _, found in found_compiled)
 
 
-@pytest.mark.parametrize(
-    ("part", "style", "says"),
-    [
-        (nn.MultiheadAttention(12, 3), "heads", "whose 3 heads are not divisible by 2"),
-        (nn.MultiheadAttention(4, 2, add_bias_kv=True), "heads", "with add_bias_kv or add_zero_attn"),
-        (nn.MultiheadAttention(4, 2, add_zero_attn=True), "heads", "with add_bias_kv or add_zero_attn"),
-        (nn.MultiheadAttention(4, 2), "colwise", "'colwise' divides only nn.Linear and nn.Embedding"),
-        (nn.Linear(4, 4), "heads", "'heads' divides only nn.MultiheadAttention"),
-        (type("Own", (nn.MultiheadAttention,), {})(4, 2), "heads", "'heads' divides only nn.MultiheadAttention"),
-    ],
-)
-def test_attention_that_cannot_be_divided_by_heads_is_refused_before_the_job(
-    part: nn.Module, style: str, says: str
-) -> None:
-    module = nn.ModuleDict({"part": part})
-    config = heads_job(Encoder, {"tensor": 2}).config
-    config = replace(config, strategy_params={"tensor": 2, "plan": {"part": style}})
-    with pytest.raises(ConfigError, match=says):
-        check_module(config, Recipe(module=module), 2, module, FEW)
-
-
 def test_heads_that_are_not_divisible_stay_whole_where_no_plan_names_them() -> None:
     found = check_plan(nn.TransformerEncoderLayer(12, 3, 8), {}, 2)
     assert found == {"linear1": "colwise", "linear2": "rowwise"}
@@ -309,7 +205,7 @@ def told(world: World, heads: int, plan: dict[str, str]) -> list[str]:
     handler = logging.Handler()  # in a rank, where no fixture of pytest's listens
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("sparktorch").addHandler(handler)
-    config = heads_job(Encoder, {"tensor": 2}).config
+    config = job_for(sizes={"tensor": 2}).config
     Mesh(config, world, MeshOptions(tensor=2, plan=plan)).prepare(nn.TransformerEncoderLayer(12, heads, 8), Start())
     return lines
 
@@ -317,18 +213,4 @@ def told(world: World, heads: int, plan: dict[str, str]) -> list[str]:
 def test_layers_that_stay_whole_unasked_are_told_once() -> None:
     said = "strategyParams.tensor is 2: 'self_attn', whose 3 heads are not divisible by 2, stays whole"
     assert in_group(2, told, 3, {}) == [[said], []]
-    assert in_group(2, told, 2, {}) == [[], []]
     assert in_group(2, told, 3, {"linear1": "colwise", "linear2": "rowwise"}) == [[], []]
-
-
-def test_one_row_without_an_axis_of_rows_is_refused() -> None:
-    assert all("gets a query of 2 axes" in found for found in in_group(2, alone))
-
-
-def alone(world: World) -> str:
-    module = nn.ModuleDict({"it": nn.MultiheadAttention(4, 2)})
-    shard_layers(module, of_two_ranks(), check_plan(module, {"it": "heads"}, 2), lambda part: None)
-    x = torch.ones(5, 4)
-    with pytest.raises(ModuleError) as error:
-        module["it"](x, x, x)
-    return str(error.value)

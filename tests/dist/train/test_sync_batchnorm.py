@@ -77,13 +77,6 @@ def test_a_step_of_one_row_does_not_count_on_any_number_of_ranks(module: type[nn
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
 
 
-def test_without_it_each_rank_has_statistics_of_its_own() -> None:
-    job = job_for(NormalisedScore, sync_batch_norm=False)
-    state, _ = train_on([part.batches() for part in TABLE.parts(2)], job)
-    expected = plain(NormalisedScore, TABLE, job.config)
-    assert not torch.allclose(state["layers.0.running_var"], expected["layers.0.running_var"], atol=1e-3)
-
-
 def test_normalisation_of_another_kind_is_refused() -> None:
     with pytest.raises(ModuleError, match="cannot synchronise '1', a OwnNorm with a forward of its own"):
         synchronise(nn.Sequential(nn.Linear(2, 2), OwnNorm(2)), Presence())
