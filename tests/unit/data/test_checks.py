@@ -125,15 +125,3 @@ def test_of_packed_columns_the_one_that_is_unfit_is_named(bad: float | None, sai
     with pytest.raises(ColumnError, match=said) as caught:
         screen.close()
     assert caught.value.where == {"column": "b", "row": 11}
-
-
-def test_a_row_that_is_unfit_in_a_column_named_twice_counts_once() -> None:
-    batch = pa.record_batch(
-        [pa.array([None, 1.0]), pa.array([None, 1.0]), pa.array([[None, None], [1.0, 1.0]])], ["x0", "x1", "x2"]
-    )
-    twice = spec(name="x0"), spec(name="x1")
-    for inputs in (twice, (spec(name="x2", sources=("x", "x"), shape=(2,)),)):
-        screen = RowFilter(Columns(inputs=inputs))
-        screen.rows_of(batch, first_row=0)
-        with pytest.raises(ColumnError, match="column 'x' has 1 row with null values"):
-            screen.close()

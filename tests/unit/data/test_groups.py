@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -136,14 +137,7 @@ def test_micro_batches_have_the_samples_of_a_batch_and_placeholders_weigh_nothin
     assert not nothing.weight.any()
 
 
-@pytest.mark.parametrize(
-    ("sizes", "window"),
-    [
-        pytest.param([], None, id="no groups"),
-        pytest.param([], WINDOW, id="no windows"),
-        pytest.param([3], WINDOW, id="a group that is too short"),
-    ],
-)
+@pytest.mark.parametrize(("sizes", "window"), [([], None), ([3], WINDOW)], ids=["no groups", "one that is too short"])
 def test_a_rank_without_samples_joins_steps_with_placeholders(
     shard_of: Make, sizes: list[int], window: Window | None
 ) -> None:
@@ -210,10 +204,9 @@ def test_rows_without_a_group_are_refused_or_dropped() -> None:
 
 def test_the_fingerprint_changes_with_the_rows_and_not_with_their_arrival() -> None:
     table = grouped(SIZES)
-    prints = [
-        read_shard(t.batches(), t.columns).fingerprint for t in (table, table.shuffled(5), grouped(SIZES, seed=1))
-    ]
-    assert prints[0] == prints[1] != prints[2]
+    tables = table, table.shuffled(5), grouped(SIZES, seed=1)
+    one, again, other = (read_shard(each.batches(), each.columns).fingerprint for each in tables)
+    assert one == again != other
     short = read_shard(table.batches(), replace(table.columns, groups=replace(table.columns.groups, window=WINDOW)))
     assert short.groups == {"groups": 12, "short": 5, "largest": 40, "rows": sum(SIZES), "gaps": 0, "marked": 0}
 
@@ -237,3 +230,43 @@ def test_samples_that_are_read_together_have_each_of_their_rows_once() -> None:
     for at, number in enumerate([*numbers, samples.count]):  # and the placeholder
         found, expected = some.locate(torch.tensor([at]))[0], samples.locate(torch.tensor([number]))[0]
         assert read[found].tolist() == expected.tolist()
+
+
+def test_weights_of_steps_take_memory_for_rows_and_not_for_those_of_each_window(tmp_path: Path) -> None:
+    table = grouped([3000], window=Window(context=500, horizon=2), weighted=True)
+    for storage in (RowStorage(), RowStorage(tmp_path, budget=0)):
+        shard = read_shard(table.batches(), table.columns, storage=storage)
+        shard.place(0, SamplingPlan(rows=shard.rows, batch_size=100, block=8))
+        shard.step_rows(0)
+        tracemalloc.start()
+        shard.step_weights(0)
+        assert tracemalloc.get_traced_memory()[1] < 200 * len(table)
+        tracemalloc.stop()
+        shard.close()
+
+
+def test_the_last_rows_of_each_group_are_the_horizon_of_its_last_window() -> None:
+    table = grouped(SIZES, window=Window(context=4, horizon=3, step=3), validated=True)
+    groups, places = table.arrays[GROUP], table.arrays[ORDER] // 3600
+    ends = {group: places[groups == group].max() for group in groups.tolist()}
+    table = table.with_values(VALIDATION, [at > ends[group] - 3 for group, at in zip(groups, places, strict=True)])
+    shard = read_shard(table.batches(), table.columns)
+    assert shard.validation_rows == sum(size >= 7 for size in SIZES)
+
+
+def test_steps_are_those_of_all_rows_also_of_dropped_ones() -> None:
+    table = grouped([30, 12], window=Window(context=3, horizon=1, even=("bigint", "")))
+    (batch,) = table.batches()
+    places, labels = table.arrays[ORDER] // 3600, batch.column(LABEL).to_pylist()
+    one = table.arrays[GROUP] == np.unique(table.arrays[GROUP])[0]
+    columns = replace(table.columns, drop_nulls=True)
+    for nulls in (places % 2 == 1, np.isin(places, [5, 6, 11]) & one, places > 9):
+        values = [None if null else label for null, label in zip(nulls, labels, strict=True)]
+        shard = read_shard([replaced(batch, LABEL, pa.array(values, batch.column(LABEL).type))], columns)
+        runs = [
+            np.split(at, np.flatnonzero(np.diff(at) > 1) + 1)
+            for at in (np.sort(places[mask & ~nulls]) for mask in (one, ~one))
+        ]
+        assert shard.rows == sum(max(0, len(run) - 3) for group in runs for run in group)
+        assert shard.groups is not None
+        assert shard.groups["gaps"] == sum(len(group) - 1 for group in runs)

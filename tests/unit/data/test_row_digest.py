@@ -15,6 +15,7 @@ from sparktorch.data.fields.base import Vectors
 from sparktorch.data.sampling.row_digest import RowDigests
 from sparktorch.data.storage import RowStorage
 from tests.support.frames import Table, record_batches
+from tests.unit.data.test_plan import reference_mix as splitmix
 
 MASK = 2**64 - 1
 VECTOR = pa.struct({"size": pa.int32(), "indices": pa.list_(pa.int32()), "values": pa.list_(pa.float32())})
@@ -24,12 +25,6 @@ def digests(values: np.ndarray[Any, Any], name: str = "x0") -> list[int]:
     found = RowDigests(np.zeros(len(values), np.uint64))
     found.add(name, values)
     return [int(digest) & MASK for digest in found.finish()]
-
-
-def splitmix(value: int) -> int:
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK
-    return value ^ (value >> 31)
 
 
 def by_hand(row: np.ndarray[Any, Any], name: str) -> int:
