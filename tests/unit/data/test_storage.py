@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,11 +34,6 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RowStora
     assert not list(tmp_path.iterdir()), "files on disk have no names"
     made.close()
     made.close()
-
-
-def pieces(dtype: Any, shape: tuple[int, ...]) -> list[npt.NDArray[Any]]:
-    draw = np.random.default_rng(0)
-    return [draw.integers(0, 2, (rows, *shape)).astype(dtype) for rows in (3, 0, 1, 50)]
 
 
 class Unmovable(mmap.mmap):
@@ -77,35 +71,26 @@ def test_a_shard_that_reads_its_rows_never_holds_them_twice(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("dtype", "shape"), [("float32", (2, 3)), ("bool", ()), ("int64", (0,))])
-def test_the_pieces_come_back_as_one_array_of_ones_own(storage: RowStorage, dtype: str, shape: tuple[int, ...]) -> None:
-    spool, other = storage.spool(dtype, shape), storage.spool(np.int64)
-    parts = pieces(dtype, shape)
+@pytest.mark.parametrize("sizes", [(3, 0, 1, 50), (0, 10)], ids=["in pieces", "at once"])
+def test_rows_come_back_as_one_array_of_ones_own(
+    storage: RowStorage, dtype: str, shape: tuple[int, ...], sizes: tuple[int, ...]
+) -> None:
+    spool, other, draw = storage.spool(dtype, shape), storage.spool(np.int64), np.random.default_rng(0)
+    parts = [np.asfortranarray(draw.integers(0, 2, (rows, *shape)).astype(dtype)) for rows in sizes]
+    whole = np.concatenate(parts)
     for number, part in enumerate(parts):
         part.setflags(write=False)
         spool.append(part)
         other.append(np.array([number]))
-    whole = np.concatenate(parts)
     assert spool.nbytes == whole.nbytes
     if shape != (0,):  # of rows without bytes, none come back from disk
+        assert (spool.read(Runs.of(np.array([7, 8, 2]))) == whole[[7, 8, 2]]).all()
         found = spool.finish()
-        assert (found.dtype, found.shape, found.flags.writeable) == (whole.dtype, whole.shape, True)
+        assert (found.dtype, found.shape, found.flags.c_contiguous) == (whole.dtype, whole.shape, True)
         assert (found == whole).all()
-    assert other.finish().tolist() == [0, 1, 2, 3]
-
-
-def test_rows_that_are_appended_at_once_come_back_as_an_array_of_ones_own(storage: RowStorage) -> None:
-    values = np.asfortranarray(np.arange(30, dtype=np.float32).reshape(10, 3))
-    values.setflags(write=False)
-    spool, whole = storage.spool(np.float32, (3,)), values.copy()
-    spool.append(values[:0])
-    spool.append(values)
-    assert spool.nbytes == values.nbytes
-    assert (spool.read(Runs.of(np.array([7, 8, 2]))) == whole[[7, 8, 2]]).all()
-    found = spool.finish()
-    assert found.flags.c_contiguous
-    assert (found == whole).all()
-    found[:] = 0
-    assert (values == whole).all()
+        found[:] = 0
+        assert (np.concatenate(parts) == whole).all()
+    assert other.finish().tolist() == list(range(len(parts)))
 
 
 def test_runs_of_rows_come_back_in_their_order(storage: RowStorage) -> None:
