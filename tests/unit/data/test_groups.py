@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ import torch
 
 from sparktorch.base.batch import Batch, micro_batches
 from sparktorch.data.columns import GROUP, LABEL, ORDER, VALIDATION, WEIGHT, Window
-from sparktorch.data.dataset.base import Shard
 from sparktorch.data.dataset.reader import read_shard
 from sparktorch.data.sampling.groups import Samples
 from sparktorch.data.sampling.plan import SamplingPlan
@@ -23,30 +22,10 @@ from sparktorch.data.storage import RowStorage
 from sparktorch.errors import ColumnError
 from tests.support.frames import Table, replaced
 from tests.support.groups import grouped, samples_of
+from tests.unit.data.conftest import Make
 
 SIZES = [1, 7, 30, 4, 12, 3, 25, 9, 2, 16, 40, 5]
 WINDOW = Window(context=4, horizon=2, step=3)
-
-Make = Callable[..., Shard]
-
-
-@pytest.fixture(params=["memory", "disk", "disk, in order"])
-def shard_of(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
-    """Makes placed shards, kept in memory or on disk, there of rows that arrive in their order or in any."""
-    made = []
-
-    def make(table: Table, *, plan: SamplingPlan | None = None, block: int = 1, budget: int = 1 << 20) -> Shard:
-        if request.param == "disk, in order":
-            table = table.take(np.lexsort((table.arrays[ORDER], table.arrays[GROUP].view(np.uint64))))
-        storage = RowStorage() if request.param == "memory" else RowStorage(tmp_path, budget=0)
-        shard = read_shard(table.batches(size=13), table.columns, storage=storage, budget=budget)
-        shard.place(0, plan or SamplingPlan(rows=shard.rows, batch_size=4, seed=3, block=block))
-        made.append(shard)
-        return shard
-
-    yield make
-    for shard in made:
-        shard.close()
 
 
 def batches_of(table: Table, samples: list[Any], *, block: int = 1, epoch: int = 0) -> Iterator[list[Any]]:
@@ -79,8 +58,9 @@ def expected_rows(table: Table, samples: list[Any], window: Window | None) -> li
 @pytest.mark.parametrize("window", [None, WINDOW], ids=["groups", "windows"])
 def test_batches_hold_the_samples_of_a_plain_loop(shard_of: Make, window: Window | None, block: int) -> None:
     table = grouped(SIZES, window=window, validated=True)
-    shard = shard_of(table, block=block, budget=400 if block > 1 else 1 << 20)
     trained, validated = samples_of(table)
+    plan = SamplingPlan(rows=len(trained), batch_size=4, seed=3, block=block)
+    shard = shard_of(table, plan=plan, budget=400 if block > 1 else 1 << 20)
     assert (shard.rows, shard.validation_rows) == (len(trained), len(validated))
     for epoch in range(2):
         found = list(shard.epoch(epoch))
@@ -95,7 +75,7 @@ def test_batches_hold_the_samples_of_a_plain_loop(shard_of: Make, window: Window
 def test_a_sample_weighs_the_mean_of_the_rows_that_it_predicts(shard_of: Make, window: Window | None) -> None:
     table = grouped(SIZES, window=window, weighted=True)
     table = table.with_values(WEIGHT, np.random.default_rng(1).uniform(0, 2, len(table)))
-    shard = shard_of(table)
+    shard = shard_of(table, batch_size=4)
     weights = shard.step_weights(0)
     trained, _ = samples_of(table)
     batches = list(shard.epoch(0))

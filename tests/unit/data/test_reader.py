@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -25,32 +24,9 @@ from sparktorch.data.sampling.plan import SamplingPlan
 from sparktorch.data.storage import RowStorage, Runs
 from sparktorch.errors import ColumnError
 from tests.support.frames import Table, replaced
+from tests.unit.data.conftest import Make
 
 PLAN = SamplingPlan(rows=203, batch_size=20, seed=3)
-
-
-Make = Callable[..., Shard]
-
-
-@pytest.fixture(params=["memory", "disk", "disk, in order"])
-def shard_of(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
-    """Makes placed shards, kept in memory or on disk, there of rows that arrive in their order or in any."""
-    made = []
-
-    def make(table: Table, *, plan: SamplingPlan | None = None, first: int = 0, **options: Any) -> Shard:
-        if request.param == "disk, in order":
-            held_out = table.arrays.get(VALIDATION, np.zeros(len(table), np.bool_))
-            table = table.take(np.lexsort((table.arrays[KEY].view(np.uint64), held_out)))
-        storage = RowStorage() if request.param == "memory" else RowStorage(tmp_path, budget=0)
-        shard = read_shard(table.batches(size=30), table.columns, storage=storage, **options)
-        shard.place(first, plan or SamplingPlan(rows=shard.rows, batch_size=20, seed=3))
-        made.append(shard)
-        return shard
-
-    yield make
-    for shard in made:
-        shard.close()
-    assert not list(tmp_path.iterdir())
 
 
 def rows_in(batch: Batch) -> list[tuple[float, ...]]:
