@@ -120,8 +120,12 @@ def models(rows: DataFrame) -> dict[str, Fitted]:
 def arguments(data: DataFrame, *inputs: str, **options: Any) -> list[torch.Tensor]:
     """What ranks make of all rows."""
     frame = prepare(data, "generic", inputs=inputs, label=None, key="id", options=InputOptions(**options))
-    (sent,) = table_of(frame.data).combine_chunks().to_batches()
-    return taken(frame.columns.inputs, sent)
+    return taken(frame.columns.inputs, sent_as_one(frame.data))
+
+
+def sent_as_one(data: DataFrame) -> pa.RecordBatch:
+    (sent,) = table_of(data).combine_chunks().to_batches()
+    return sent
 
 
 def taken(specs: Sequence[TensorSpec], sent: pa.RecordBatch) -> list[torch.Tensor]:
@@ -238,18 +242,19 @@ def test_images_are_their_pixels_whichever_of_sparks_sources_reads_them(spark: S
     frame = prepare(data, "generic", inputs=["content"], label=None, key="id", options=InputOptions(**as_bytes))
     for column in ("file", "image"):
         other = data.select(F.col(column).alias("content"))
-        (sent,) = table_of(other.select(*input_columns(other, frame.columns.inputs))).combine_chunks().to_batches()
+        sent = sent_as_one(other.select(*input_columns(other, frame.columns.inputs)))
         torch.testing.assert_close(taken(frame.columns.inputs, sent), [expected], rtol=0, atol=1e-6)
     (tmp_path / "broken.png").write_bytes(b"no image")
     broken = spark.read.format("image").load(str(tmp_path))
-    sent = prepare(broken, "generic", inputs=["image"], label=None, options=InputOptions(drop=True)).data
-    assert sorted(row["x0"] is None for row in sent.collect()) == [False] * 5 + [True]
+    found = prepare(broken, "generic", inputs=["image"], label=None, options=InputOptions(drop=True)).data
+    assert sorted(row["x0"] is None for row in found.collect()) == [False] * 5 + [True]
 
 
 def test_several_labels_come_as_one_tensor(rows: DataFrame) -> None:
     model = fit(rows, "plain", labelCol=None, labelCols=["c0", "target"], moduleParams={"outputs": 2})
     both = rows.withColumn("both", F.array(F.col("c0").cast("float"), "target"))
-    assert same_weights(model, fit(both, "plain", labelCol="both", moduleParams={"outputs": 2}))
+    frames = (prepare(both, "regression", inputs=["plain"], label=of, key="id") for of in (["c0", "target"], "both"))
+    assert len({str(frame.data.select("y").collect()) for frame in frames}) == 1
     assert len(model.transform(rows).first()["prediction"]) == 2
 
 
@@ -275,11 +280,11 @@ def test_rows_with_nulls_are_an_error_left_out_or_filled(rows: DataFrame) -> Non
     assert (dropped.summary.droppedRows, dropped.summary.rows) == (25, ROWS - 25)
     assert same_weights(dropped, fit(rows.where(~(F.col("id") % 12).isin(1, 2, 3, 4, 5)), *HOLES, **more))
 
-    filled = fit(data, *HOLES, nullPolicy="fill", fillValue=2.0, **more)
-    by_hand = data.withColumns({name: _filled(name) for name in HOLES})
-    expected = fit(by_hand, *HOLES, **more)
-    assert same_weights(filled, expected)
-    np.testing.assert_allclose(scores(filled, data), scores(expected, by_hand), atol=1e-5)
+    by_hand = arguments(data.withColumns({name: _filled(name) for name in HOLES}), *HOLES)
+    filled = prepare(data, "generic", inputs=[*HOLES], label=None, key="id", options=InputOptions(fill=2.0))
+    scored = data.select(*input_columns(data, filled.columns.inputs))
+    for sent in (filled.data, scored):
+        torch.testing.assert_close(taken(filled.columns.inputs, sent_as_one(sent)), by_hand, rtol=0, atol=0)
 
 
 def _filled(name: str) -> Column:

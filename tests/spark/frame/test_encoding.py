@@ -9,13 +9,11 @@ from pyspark.ml.linalg import Vectors
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
-from sparktorch import TorchRegressor
 from sparktorch.data.columns import InputOptions
 from sparktorch.errors import ColumnError, ConfigError, SparkTorchError
 from sparktorch.spark.column_names import ColumnNames
-from sparktorch.spark.frame.encoding import plan_inputs
+from sparktorch.spark.frame.encoding import input_columns, plan_inputs
 from sparktorch.spark.frame.prepare import Frame, prepare
-from tests.spark.columns import Flat
 
 
 def framed(data: DataFrame, *inputs: str, **options: Any) -> Frame:
@@ -141,21 +139,14 @@ def test_what_is_nested_travels_as_it_is_and_decimals_as_doubles(
 def test_columns_are_found_by_path_in_any_case_and_with_dots_in_their_names(spark: SparkSession) -> None:
     who = "named_struct('x', float(id), 'y', id * 2f, 'w', 1, 'V', id = 3) as Who"
     data = spark.range(12).selectExpr("id", who, "float(id) as `a.b`", "id * 2f as y")
-    params: dict[str, Any] = {"module": Flat, "moduleParams": {"width": 2}, "batchSize": 4, "progress": False}
-    nested = TorchRegressor(
-        inputCols=["who.x", "A.B"],
-        labelCol="Who.y",
-        weightCol="who.w",
-        validationIndicatorCol="who.v",
-        idCol="ID",
-        **params,
-    ).fit(data)
-    flat = data.selectExpr("float(id) x", "float(id) b", "y", "1 as w", "id = 3 as v", "id")
-    plain = TorchRegressor(
-        inputCols=["x", "b"], labelCol="y", weightCol="w", validationIndicatorCol="v", idCol="id", **params
-    ).fit(flat)
-    assert [spec.column for spec in nested.trained.inputs] == ["who.x", "A.B"]
-    assert nested.transform(data).select("prediction").collect() == plain.transform(flat).select("prediction").collect()
+    roles = {"label": "Who.y", "weight": "who.w", "validation": "who.v", "key": "ID"}
+    nested = prepare(data, "regression", inputs=["who.x", "A.B"], **roles)
+    flat = data.selectExpr("float(id) x", "float(id) b", "id * 2f y", "1 w", "id = 3 v", "id")
+    roles = {"label": "y", "weight": "w", "validation": "v", "key": "id"}
+    assert nested.data.collect() == prepare(flat, "regression", inputs=["x", "b"], **roles).data.collect()
+    assert [spec.column for spec in nested.columns.inputs] == ["who.x", "A.B"]
+    scored = data.select(*input_columns(data, nested.columns.inputs)).collect()
+    assert scored == nested.data.select("x0", "x1").collect()
     twice = data.join(data.withColumnRenamed("id", "key"), F.col("id") == F.col("key"))
     with pytest.raises(ColumnError, match="2 columns are called 'y'"):
         framed(twice, "id")

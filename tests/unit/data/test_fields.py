@@ -28,11 +28,16 @@ def spec_of(**more: Any) -> TensorSpec:
     return TensorSpec(**{"name": "x0", "column": "c", "dtype": "float32", **more})
 
 
-def filled(spec: TensorSpec, *batches: pa.Array) -> Field:
-    """Returns a finished field of batches that are slices of longer ones."""
-    field = field_of(spec, RowStorage())
+def appended(spec: TensorSpec, storage: RowStorage, *batches: pa.Array) -> Field:
+    """Returns a field of batches that are slices of longer ones."""
+    field = field_of(spec, storage)
     for batch in batches:
         field.append(pa.concat_arrays([batch, batch, batch]).slice(len(batch), len(batch)))
+    return field
+
+
+def filled(spec: TensorSpec, *batches: pa.Array) -> Field:
+    field = appended(spec, RowStorage(), *batches)
     field.finish()
     return field
 
@@ -42,10 +47,7 @@ class FromDisk:
 
     def __init__(self, spec: TensorSpec, *batches: pa.Array) -> None:
         storage = RowStorage(tempfile.gettempdir(), budget=0)
-        self._field = field_of(spec, storage)
-        for batch in batches:
-            self._field.append(pa.concat_arrays([batch, batch, batch]).slice(len(batch), len(batch)))
-        self.close = storage.close
+        self._field, self.close = appended(spec, storage, *batches), storage.close
 
     def take(self, index: torch.Tensor) -> tuple[torch.Tensor, ...]:
         self._field.read(Runs.of(index.numpy()))

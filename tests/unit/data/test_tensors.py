@@ -8,13 +8,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 
 from sparktorch.data.columns import Columns, TensorSpec
 from sparktorch.data.convert.checks import check_finite, check_labels, check_weights
-from sparktorch.data.convert.tensors import to_arrow, to_numpy
+from sparktorch.data.convert.tensors import to_numpy
 from sparktorch.errors import ColumnError
 
 SCALAR = TensorSpec(name="x0", column="age", dtype="float32")
@@ -140,21 +137,3 @@ def test_weights_are_zero_or_more() -> None:
         check_weights(np.array([-1, 0.5, -3], np.float32), SCALAR)
     with pytest.raises(ColumnError, match="1 row of column 'age' is NaN"):
         check_weights(np.array([np.nan, 1], np.float32), SCALAR)
-
-
-@given(
-    hnp.arrays(
-        st.sampled_from([np.float32, np.float64, np.int64]),
-        hnp.array_shapes(min_dims=1, max_dims=4, min_side=0, max_side=4),
-        elements=st.integers(-9, 9),
-    )
-)
-def test_arrays_of_any_shape_survive_the_way_to_arrow_and_back(values: np.ndarray) -> None:
-    column = to_arrow(values)
-    assert len(column) == len(values)
-    assert column.to_pylist() == values.tolist()
-    if values.ndim == 2:
-        dtype: Any = values.dtype.name
-        back = to_numpy(column, TensorSpec(name="x0", column="a", dtype=dtype, shape=values.shape[1:]))
-        assert back.dtype == values.dtype
-        assert np.array_equal(back, values)
