@@ -280,11 +280,11 @@ def test_rows_with_nulls_are_an_error_left_out_or_filled(rows: DataFrame) -> Non
     assert (dropped.summary.droppedRows, dropped.summary.rows) == (25, ROWS - 25)
     assert same_weights(dropped, fit(rows.where(~(F.col("id") % 12).isin(1, 2, 3, 4, 5)), *HOLES, **more))
 
-    by_hand = arguments(data.withColumns({name: _filled(name) for name in HOLES}), *HOLES)
-    filled = prepare(data, "generic", inputs=[*HOLES], label=None, key="id", options=InputOptions(fill=2.0))
-    scored = data.select(*input_columns(data, filled.columns.inputs))
-    for sent in (filled.data, scored):
-        torch.testing.assert_close(taken(filled.columns.inputs, sent_as_one(sent)), by_hand, rtol=0, atol=0)
+    filled = fit(data, *HOLES, nullPolicy="fill", fillValue=2.0, **more)
+    by_hand = data.withColumns({name: _filled(name) for name in HOLES})
+    expected = fit(by_hand, *HOLES, **more)
+    assert same_weights(filled, expected)
+    np.testing.assert_allclose(scores(filled, data), scores(expected, by_hand), atol=1e-5)
 
 
 def _filled(name: str) -> Column:
