@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from sparktorch.base.batch import MASK
 from sparktorch.base.config import at_least, one_of
+from sparktorch.errors import ConfigError
 
 if TYPE_CHECKING:
     from sparktorch.data.preprocess import Preprocess
@@ -172,6 +173,14 @@ class InputOptions:
     nulls: bool = False
 
     def __post_init__(self) -> None:
+        for name, shape in self.shapes.items():
+            if not shape or any(size < 1 for size in shape):
+                raise ConfigError(
+                    f"inputShapes[{name!r}] is {list(shape)}",
+                    hint="give the length of every axis",
+                    param="inputShapes",
+                    code="ST-SHAPE",
+                )
         for name, layout in self.layouts.items():
             one_of(f"inputLayouts[{name!r}]", layout, get_args(Layout))
         for name, dtype in self.dtypes.items():

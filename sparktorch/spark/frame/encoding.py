@@ -191,9 +191,8 @@ def _misfits(
             yield ConfigError(
                 f"{param} names {name!r}, whose layout is {layout!r}", hint=f"leave it out{hint}", param=param
             )
-    shape = options.shapes.get(name, (3, 1, 1))
-    drawn = len(shape) == 3 and min(shape) > 0 and (shape[0] in _CHANNELS or shape[2] in _CHANNELS)
-    if layout == "image" and not drawn:
+    shape = options.shapes.get(name, (3, 0, 0))
+    if layout == "image" and (len(shape) != 3 or (shape[0] not in _CHANNELS and shape[2] not in _CHANNELS)):
         yield ConfigError(
             f"inputShapes[{name!r}] is {list(shape)}, and {said}",
             hint="an image is [channels, height, width] or [height, width, channels], with 1, 3 or 4 channels",
