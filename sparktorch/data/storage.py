@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -147,8 +147,11 @@ class _Disk:
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
-        self.file = _open(directory)
         self.written = self._end = 0
+        try:
+            self.file = tempfile.TemporaryFile(dir=directory, buffering=0, prefix="sparktorch-")  # noqa: SIM115
+        except OSError as error:
+            raise self._unwritable(error, 0) from error
 
     def extent(self, size: int) -> int:
         """Reserves `size` bytes of the file and returns their start; uses no disk space until written."""
@@ -186,19 +189,19 @@ class _Disk:
 
     def _unwritable(self, error: OSError, size: int) -> ClusterError:
         """Returns the error for `size` bytes that could not be written."""
-        hint = (
-            "free space there, or start the session with spark.local.dir (on YARN yarn.nodemanager.local-dirs) on a "
-            "larger disk; with more workers each has fewer rows"
-        )
         if error.errno not in _FULL:
             return ClusterError(
-                f"cannot write to {self._directory!r}: {error.strerror}", hint=hint, code="ST-LOCAL-DISK"
+                f"cannot write to {self._directory!r}: {error.strerror}",
+                hint="start the session with spark.local.dir (on YARN yarn.nodemanager.local-dirs) at a directory that "
+                "executors may write to",
+                code="ST-LOCAL-DISK",
             )
         free = shutil.disk_usage(self._directory).free if os.path.isdir(self._directory) else 0
         return ClusterError(
             f"the rows of this worker do not fit into {self._directory!r}: {self.written / 1e6:.1f} MB are there, "
             f"{size / 1e6:.1f} MB come next, and {free / 1e6:.1f} MB are free",
-            hint=hint,
+            hint="free space there, or start the session with spark.local.dir (on YARN yarn.nodemanager.local-dirs) on "
+            "a larger disk; with more workers each has fewer rows",
             code="ST-LOCAL-DISK",
         )
 
@@ -319,16 +322,10 @@ def local_directory(local_rank: int = 0) -> str:
 
     `local_rank` spreads the ranks of a host over several disks. Spark passes the directories to Python workers in
     `SPARK_LOCAL_DIRS`: those of `spark.local.dir`, or on YARN and Kubernetes those that the cluster sets instead.
-    Outside of Spark, it is the system's temporary directory. A `ClusterError` says that none is writable.
+    Outside of Spark, it is the system's temporary directory.
     """
     given = [path for path in os.environ.get("SPARK_LOCAL_DIRS", "").split(",") if path]
-    usable = [path for path in given if os.path.isdir(path) and os.access(path, os.W_OK)]
-    if given and not usable:
-        raise ClusterError(
-            f"no local directory of Spark's can be written to: {', '.join(given)}",
-            hint="start the session with spark.local.dir at a directory that executors may write to",
-            code="ST-LOCAL-DISK",
-        )
+    usable = [path for path in given if os.path.isdir(path) and os.access(path, os.W_OK)] or given
     return usable[local_rank % len(usable)] if usable else tempfile.gettempdir()
 
 
@@ -356,17 +353,6 @@ def _advise(memory: mmap.mmap) -> None:
     if len(memory) >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
-
-
-def _open(directory: str) -> BinaryIO:
-    try:
-        return tempfile.TemporaryFile(dir=directory, buffering=0, prefix="sparktorch-")
-    except OSError as error:
-        raise ClusterError(
-            f"cannot write to {directory!r}: {error.strerror}",
-            hint="start the session with spark.local.dir at a directory that executors may write to",
-            code="ST-LOCAL-DISK",
-        ) from error
 
 
 def _bytes(values: Array) -> memoryview:

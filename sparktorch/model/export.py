@@ -158,7 +158,7 @@ def check_archive(archive: bytes) -> None:
         with zipfile.ZipFile(io.BytesIO(archive)) as records:
             wrong = [_wrong_in(record.filename, records.read(record)) for record in records.infolist()]
     except (zipfile.BadZipFile, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ExportError(f"the archive cannot be read: {error}") from error
+        wrong = [f"the archive cannot be read: {error}"]
     for reason in filter(None, wrong):
         raise ExportError(reason)
 

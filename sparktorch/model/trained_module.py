@@ -194,13 +194,18 @@ class TrainedModule:
             return {"path": path, "params": params}
         else:
             why = f"the parameters of {path} are not all numbers, strings, lists and dicts"
+        cannot = (
+            (isinstance(self.weights, WeightsFolder), "it was fitted with modelDir, and a graph holds the weights"),
+            (layers, "a graph has no layers, which outputLayers names"),
+            (
+                model_in(self.source) is not None,
+                "its configuration makes another model, and a graph takes no arguments by name",
+            ),
+        )
         try:
-            if isinstance(self.weights, WeightsFolder):
-                raise ExportError("it was fitted with modelDir, and a graph holds the weights")
-            if layers:
-                raise ExportError("a graph has no layers, which outputLayers names")
-            if model_in(self.source) is not None:
-                raise ExportError("its configuration makes another model, and a graph takes no arguments by name")
+            for when, says in cannot:
+                if when:
+                    raise ExportError(says)
             return _write_program(export_program(self.build(), self.takes), directory)
         except ExportError as error:
             why += f", and torch.export cannot capture its graph: {error}"

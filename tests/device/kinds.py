@@ -155,16 +155,12 @@ _NUMBERS = _lists(_DRAW.normal(size=(ROWS, 6)).tolist(), pa.float32())
 KINDS: dict[str, Kind] = {
     "dense": Kind((_spec(shape=(6,)),), (_NUMBERS,)),
     "tokens": Kind((_spec(shape=(4,), dtype="int64"),), (_TOKENS,)),
-    "dense vectors": Kind((_spec(shape=(6,), kind="vector"),), (_vectors(sparse=lambda _: False),)),
     "sparse vectors": Kind((_spec(shape=(6,), kind="vector"),), (_vectors(sparse=lambda _: True),)),
     "mixed vectors": Kind((_spec(shape=(6,), kind="vector"),), (_vectors(sparse=lambda row: row % 3 == 0),)),
     "csr": Kind((_spec(shape=(6,), kind="vector", layout="sparse_csr"),), (_vectors(sparse=lambda _: True),)),
     "padded": Kind((_spec(shape=(6,), layout="padded"),), (_ragged(),)),
     "jagged": Kind((_spec(shape=(6,), layout="jagged"),), (_ragged(),)),
-    "image": Kind(
-        (_spec(shape=(5, 4, 3), dtype="uint8", kind="binary", layout="image"),),
-        (_images(),),
-    ),
+    "image": Kind((_spec(shape=(5, 4, 3), dtype="uint8", kind="binary", layout="image"),), (_images(),)),
     "text": Kind((_spec(kind="any", sql="string"),), (_TEXT,), _letters, ("x", "scale")),
     "padded, preprocessed": Kind((_spec(shape=(6,), layout="padded"),), (_ragged(),), _means),
 }

@@ -18,14 +18,14 @@ from tests.device.kinds import KINDS, Net
 from tests.support.ranks import in_group
 
 
-def _scored(world: World, kind: str) -> list[Any]:
+def _predicted(kind: str, device: str, batch_size: int | str, net: type[Net] = Net) -> Any:
     torch.manual_seed(2)
     columns = KINDS[kind].columns(validated=False, weighted=False)
     preprocess = columns.preprocess
     trained = TrainedModule(
-        source=Net,
+        source=net,
         params={"kind": kind},
-        weights=pack_state(Net(kind).state_dict()),
+        weights=pack_state(net(kind).state_dict()),
         inputs=columns.inputs,
         preprocess=None if preprocess is None else preprocess.function,
         returned=None if preprocess is None else preprocess.arguments,
@@ -33,20 +33,21 @@ def _scored(world: World, kind: str) -> list[Any]:
         task="regression",
     )
     batch = KINDS[kind].parts(1)[0][0]
-    inputs = [batch.column(spec.name) for spec in columns.inputs]
     Net.seen.clear()
-    found = [
-        Scorer(trained, device=device, batch_size=16).score(inputs)["prediction"] for device in ("cpu", world.device)
-    ]
-    assert Net.seen == {"cpu", world.device}
-    return found
+    found = Scorer(trained, device=device, batch_size=batch_size).score([batch[spec.name] for spec in columns.inputs])
+    assert Net.seen == {device}
+    return found["prediction"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_it_scores_what_the_cpu_scores(kind: str) -> None:
-    ((expected, found),) = in_group(1, _scored, kind, device=DEVICE)
-    np.testing.assert_allclose(found, expected, atol=1e-6)
-    assert len(found) == len(KINDS[kind].arrays[0])
+def _scored(world: World) -> dict[str, Any]:
+    return {kind: [_predicted(kind, device, 16) for device in ("cpu", world.device)] for kind in KINDS}
+
+
+def test_it_scores_what_the_cpu_scores() -> None:
+    (scored,) = in_group(1, _scored, device=DEVICE)
+    for kind, (expected, found) in scored.items():
+        np.testing.assert_allclose(found, expected, atol=1e-6, err_msg=kind)
+        assert len(found) == len(KINDS[kind].arrays[0])
 
 
 class Wide(Net):
@@ -60,17 +61,7 @@ def _scored_in_little(world: World) -> list[Any]:
     from tests.support import simulated
 
     simulated.MEMORY = 10 << 20
-    columns = KINDS["padded"].columns(validated=False, weighted=False)
-    trained = TrainedModule(
-        source=Wide,
-        params={"kind": "padded"},
-        weights=pack_state(Wide("padded").state_dict()),
-        inputs=columns.inputs,
-        outputs=(OutputSpec("", ()),),
-        task="regression",
-    )
-    inputs = [KINDS["padded"].parts(1)[0][0].column(spec.name) for spec in columns.inputs]
-    return [Scorer(trained, device=device, batch_size="auto").score(inputs)["prediction"] for device in ("cpu", "sim")]
+    return [_predicted("padded", device, "auto", Wide) for device in ("cpu", world.device)]
 
 
 @pytest.mark.skipif(DEVICE != "sim", reason="the memory of a real device cannot be limited")

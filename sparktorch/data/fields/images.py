@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -150,14 +151,12 @@ def image_size(data: bytes | Pixels, spec: TensorSpec, *, row: int = 0) -> tuple
 
     A `ColumnError` refuses other data, and more than 8 bits per channel.
     """
-    try:
-        with pillow().open(_file(data), formats=_FORMATS) as image:
-            if image.mode.startswith(_DEEP):
-                raise _no_image(spec, row, f"its mode is {image.mode}, more than 8 bits a channel")
-            width, height = image.size
-    except OSError as error:
-        raise _no_image(spec, row, "it is neither JPEG nor PNG") from error
-    return height, width
+    why = "it is neither JPEG nor PNG"
+    with suppress(OSError), pillow().open(_file(data), formats=_FORMATS) as image:
+        if not image.mode.startswith(_DEEP):
+            return image.height, image.width
+        why = f"its mode is {image.mode}, more than 8 bits a channel"
+    raise _no_image(spec, row, why)
 
 
 def black_image(spec: TensorSpec) -> bytes:

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from sparktorch.data.columns import KEY, VALIDATION, Columns
 from sparktorch.data.petastorm.codecs import ARROW_TYPES, decoded
 from sparktorch.data.petastorm.unischema import UnischemaField, read_unischema
-from sparktorch.errors import ColumnError, DatasetError
+from sparktorch.errors import DatasetError
 
 __all__ = ["SHAPE_SUFFIX", "Decoder", "Layout", "reader_batches", "schema_in"]
 
@@ -33,10 +33,7 @@ def schema_in(common_metadata: bytes) -> tuple[tuple[UnischemaField, ...], froze
     `common_metadata` is the content of `_common_metadata`. A field without such a column is a partition column. A
     `DatasetError` says that there is no Unischema, or one that `read_unischema` refuses.
     """
-    try:
-        found = pq.read_metadata(pa.BufferReader(common_metadata))
-    except pa.ArrowException as error:
-        raise DatasetError(f"_common_metadata is no Parquet file: {error}") from None
+    found = pq.read_metadata(pa.BufferReader(common_metadata))
     pickled = (found.metadata or {}).get(_UNISCHEMA_KEY)
     if pickled is None:
         raise DatasetError(
@@ -140,15 +137,11 @@ def reader_batches(reader: Iterable[Any], columns: Columns, *, key: str) -> Iter
         columns: Which columns become which tensors.
         key: Name of the int64 column with the row keys, which identify and order rows, for example Spark's `xxhash64`
             of the other columns.
-
-    A `ColumnError` names a missing column.
     """
     names = {spec.name: spec.column for spec in columns.tensors}
     names |= {VALIDATION: columns.validation} if columns.validation else {}
     for batch in reader:
         found = batch._asdict() if hasattr(batch, "_asdict") else batch
-        for name in sorted({*names.values(), key} - found.keys()):
-            raise ColumnError(f"the reader has no column {name!r}; it has {', '.join(sorted(found))}", column=name)
         arrays = {wire: _rows(found[name]) for wire, name in names.items()}
         arrays[KEY] = _rows(found[key])
         yield pa.RecordBatch.from_arrays(list(arrays.values()), names=list(arrays))

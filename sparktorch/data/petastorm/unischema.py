@@ -138,8 +138,6 @@ def _fields(root: Any) -> tuple[UnischemaField, ...]:
 def _field(record: Any) -> UnischemaField:
     _, args, _ = _opened(record, {_FIELD})
     name, dtype, shape, codec = (*args, None)[:4]
-    if not isinstance(name, str) or any(size is not None and type(size) is not int for size in shape):
-        raise ValueError(f"the name or the shape of field {name!r} is none")
     codec_path, _, state = _opened(codec, _CODECS) if codec is not None else ("", (), None)
     kind: Codec = _CODECS[codec_path] if codec_path else "plain"
     return UnischemaField(

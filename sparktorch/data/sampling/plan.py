@@ -137,10 +137,6 @@ class SamplingPlan:
         """Number of steps in an epoch, the last one possibly smaller."""
         return -(-self.rows // self.batch_size)
 
-    def rows_in(self, step: int) -> int:
-        """Number of rows in the global batch of that step."""
-        return min(self.batch_size, self.rows - step * self.batch_size)
-
     @property
     def _dtype(self) -> np.dtype[np.integer[Any]]:
         """The dtype of positions: int32 if that suffices, otherwise int64."""

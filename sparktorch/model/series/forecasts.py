@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -158,10 +158,12 @@ def series_in(batches: Iterable[pa.RecordBatch], columns: SeriesColumns) -> Iter
 def _windows(rows: pa.Table, columns: SeriesColumns, backtest: Backtest | None) -> Iterator[_Window]:
     """Yields the windows of one series; refuses, or leaves out, those that cannot be scored."""
     rows = rows.combine_chunks()
-    if rows[columns.order].null_count:
-        raise ColumnError(
-            f"column {columns.order!r} holds null", hint="leave such rows out", column=columns.order, code="ST-NULL"
-        )
+    for name in columns.keys:
+        if rows[name].null_count:
+            if columns.skips and name == columns.group:
+                return
+            hint = "leave such rows out" + (", or set handleInvalid='skip'" if name == columns.group else "")
+            raise ColumnError(f"column {name!r} holds null", hint=hint, column=name, code="ST-NULL")
     order = rows[columns.order].chunk(0)
     series = _Series(
         group=rows[columns.group].chunk(0)[:1] if columns.group else pa.nulls(1),
@@ -186,32 +188,29 @@ def _window(series: _Series, origin: int, columns: SeriesColumns, backtest: Back
     order, target = series.order, columns.target
     start, stop = origin - columns.context, origin + columns.horizon
 
-    def unfit(what: str, column: str) -> ColumnError:
+    def refuse(what: str, column: str) -> NoReturn:
         of = f"series {series.group[0].as_py()!r}" if columns.group else "the series"
         hint = "add what is missing, or set handleInvalid='skip', which leaves out such series"
-        return ColumnError(f"{of} {what}", hint=hint, column=column)
+        raise ColumnError(f"{of} {what}", hint=hint, column=column)
 
     def present(rows: slice, names: Sequence[str]) -> Floats:
         found = np.column_stack([series.values[name][rows] for name in names])
         if (absent := np.argwhere(~np.isfinite(found))).size:
             row, place = absent[0].tolist()
             at = order[rows.start + row].as_py()
-            raise unfit(f"has no number in column {names[place]!r} where {columns.order} is {at}", names[place])
+            refuse(f"has no number in column {names[place]!r} where {columns.order} is {at}", names[place])
         return found
 
-    if columns.group and series.group.null_count:
-        hint = "leave such rows out, or set handleInvalid='skip'"
-        raise ColumnError(f"column {columns.group!r} holds null", hint=hint, column=columns.group, code="ST-NULL")
     if start < 0:
         need = f"a context of {columns.context}" + (" before the rows to compare with" if backtest else "")
-        raise unfit(f"has {counted(max(0, origin), 'row', 'rows')} with {target!r} for {need}", target)
+        refuse(f"has {counted(max(0, origin), 'row', 'rows')} with {target!r} for {need}", target)
     if columns.future and stop > len(order):
         what = f"has {counted(len(order) - origin, 'row', 'rows')} after its last {target!r}, and horizon is "
-        raise unfit(f"{what}{columns.horizon}: what is known ahead is in rows without a target", columns.future[0])
+        refuse(f"{what}{columns.horizon}: what is known ahead is in rows without a target", columns.future[0])
     steps = steps_of(order[start:stop])
     if len(steps.uneven):
         one, other = (order[start + int(steps.uneven[0]) + ahead].as_py() for ahead in (-1, 0))
-        raise unfit(f"has uneven steps: after {one} comes {other}", columns.order)
+        refuse(f"has uneven steps: after {one} comes {other}", columns.order)
     seen, every, ahead = slice(start, origin), slice(start, stop), slice(origin, stop)
     inputs = ((seen, [target, *columns.past]), (every, columns.future), (seen, columns.static))
     scale, naive = np.nan, np.empty(0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -73,14 +73,16 @@ def _spec(columns: ColumnNames, name: str, wire: str, options: InputOptions) -> 
     kind = columns.type_of(name)
     encoding = encoding_of(kind)
     free = encoding is None or encoding.free
-    if options.as_they_are and free and not options.given_for(name):
-        return _as_it_is(kind, name, wire, options)
+    sql = kept_as(kind) if options.as_they_are and free and not options.given_for(name) else None
+    if sql is not None:
+        return _as_it_is(kind, sql, name, wire, options)
     if encoding is None or (encoding.asks and name not in options.layouts):
         raise no_tensor(kind, name)
     layout = cast(Layout, options.layouts.get(name, encoding.layouts[0]))
     usual = "int64" if isinstance(element_of(kind)[0], INTEGRAL) else next(iter(encoding.dtypes_as(layout)), "")
     dtype = options.dtypes.get(name, usual)
-    _check_options(name, kind, encoding, layout, dtype, options)
+    for error in _misfits(name, kind, encoding, layout, dtype, options):
+        raise error
     _check_fill(name, options.fill, dtype, hint=f"or set inputDtypes={{{name!r}: 'float32'}}")
     ragged = layout in ("padded", "jagged")
     levels = (0,) * (encoding.depth(kind) - ragged)
@@ -102,11 +104,8 @@ def _spec(columns: ColumnNames, name: str, wire: str, options: InputOptions) -> 
     )
 
 
-def _as_it_is(kind: T.DataType, name: str, wire: str, options: InputOptions) -> TensorSpec:
+def _as_it_is(kind: T.DataType, sql: str, name: str, wire: str, options: InputOptions) -> TensorSpec:
     """Returns the spec of a column that is passed unchanged to `preprocess`."""
-    sql = kept_as(kind)
-    if sql is None:
-        raise no_tensor(kind, name)
     if isinstance(kind, NUMERIC):
         _check_fill(name, options.fill, _NUMPY_TYPES[sql], hint="or cast the column to double")
     return TensorSpec(
@@ -169,19 +168,19 @@ def _check_fill(name: str, fill: float | None, dtype: str, *, hint: str) -> None
         )
 
 
-def _check_options(
+def _misfits(
     name: str, kind: T.DataType, encoding: Encoding, layout: str, dtype: str, options: InputOptions
-) -> None:
-    """Checks that layout, dtype, lengths and shape suit the column's type."""
+) -> Iterator[ConfigError]:
+    """Yields what layout, dtype, lengths and shape have that does not suit the column's type."""
     said = f"column {name!r} is {kind.simpleString()}"
     possible = encoding.dtypes_as(layout) or (dtype,)
     for param, value, valid in (("inputLayouts", layout, encoding.layouts), ("inputDtypes", dtype, possible)):
         if value not in valid:
             hint = f"it can be {' or '.join(map(repr, valid))}"
-            raise ConfigError(f"{said}, which cannot be {value!r}", hint=hint, param=param)
+            yield ConfigError(f"{said}, which cannot be {value!r}", hint=hint, param=param)
     if not dtype:
         hint = f"set inputDtypes={{{name!r}: 'float32'}}, or another"
-        raise ConfigError(f"{said}, and nothing says what its bytes are", hint=hint, param="inputDtypes")
+        yield ConfigError(f"{said}, and nothing says what its bytes are", hint=hint, param="inputDtypes")
     for param, given, suits in (
         ("maxLengths", options.limits, layout in ("padded", "jagged")),
         ("padValues", options.pads, layout == "padded"),
@@ -189,11 +188,12 @@ def _check_options(
     ):
         if name in given and not suits:
             hint = f", or set inputLayouts={{{name!r}: 'padded'}}" if "padded" in encoding.layouts else ""
-            hint = f"leave it out{hint}"
-            raise ConfigError(f"{param} names {name!r}, whose layout is {layout!r}", hint=hint, param=param)
+            yield ConfigError(
+                f"{param} names {name!r}, whose layout is {layout!r}", hint=f"leave it out{hint}", param=param
+            )
     shape = options.shapes.get(name, (3, 0, 0))
     if layout == "image" and (len(shape) != 3 or (shape[0] not in _CHANNELS and shape[2] not in _CHANNELS)):
-        raise ConfigError(
+        yield ConfigError(
             f"inputShapes[{name!r}] is {list(shape)}, and {said}",
             hint="an image is [channels, height, width] or [height, width, channels], with 1, 3 or 4 channels",
             param="inputShapes",

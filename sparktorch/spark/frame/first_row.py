@@ -56,10 +56,7 @@ def _head(rows: DataFrame, count: int, schema: T.StructType) -> pa.RecordBatch:
     try:
         found = rows.head(count)  # reads one partition; `limit(1).toArrow()` would run a task on every one
     except (PySparkException, Py4JError) as error:  # pyspark 3.5 does not convert the latter
-        failure = failure_in(str(error))
-        if failure is None:
-            raise
-        raise failure from None
+        raise failure_in(str(error)) or error from None
     values = [_instants(row.asDict(recursive=True), schema) for row in found]
     kinds = [(field.name, arrow_type(str(kept_as(field.dataType)))) for field in schema.fields]
     return pa.RecordBatch.from_pylist(values, pa.schema(kinds))

@@ -141,19 +141,14 @@ def _label(columns: ColumnNames, name: str | Sequence[str], task: Task) -> Tenso
 
     Classes are encoded as double, so that ranks can reject 1.5 or NaN; a cast would make 1 or 0 of them.
     """
-    if task == "classification":
-        assert isinstance(name, str)
-        kind = columns.type_of(name)
-        if not isinstance(kind, NUMERIC):
-            raise no_label(kind, name, classes=True)
-        return TensorSpec(name=LABEL, column=name, dtype="float64")
+    classes, several = task == "classification", not isinstance(name, str)
     names = [name] if isinstance(name, str) else list(name)
-    several = not isinstance(name, str)
     for one in names:
-        if several:
-            _require_number(columns, one)
-        elif not is_numeric(columns.type_of(one)):
-            raise no_label(columns.type_of(one), one, classes=False)
+        kind = columns.type_of(one)
+        if not (isinstance(kind, NUMERIC) if classes or several else is_numeric(kind)):
+            raise no_number(kind, one) if several else no_label(kind, one, classes=classes)
+    if classes:
+        return TensorSpec(name=LABEL, column=names[0], dtype="float64")
     (spec,) = plan_inputs(columns, names, InputOptions(assemble=several))
     return replace(spec, name=LABEL, dtype="float32" if task == "regression" else spec.dtype)
 

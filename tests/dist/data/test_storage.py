@@ -2,44 +2,24 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from sparktorch import Callback
-from sparktorch.base.config import CheckpointConfig, StorageConfig, TrainConfig
-from sparktorch.train.callbacks import FitContext
+from sparktorch.base.config import StorageConfig, TrainConfig
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.worker import TrainJob
+from tests.support.callbacks import FailsIn
 from tests.support.frames import Table
 from tests.support.nets import Mlp, Score
 from tests.support.ranks import DEVICE, control_server, run_ranks, train_job, train_on
 
 TABLE = Table.random(1_001, classes=3, weighted=True, validated=True)
 ON_DISK = StorageConfig(kind="disk", budget=1)
-
-
-class Ends(Callback):
-    """Ends one rank after a step, the first time: by an exception, an interrupt, or a signal."""
-
-    ranks = "all"
-
-    def __init__(self, folder: Path, how: str, *, rank: int = 1, step: int = 9) -> None:
-        self._flag, self._how, self._place = folder / "ended", how, (rank, step)
-
-    def on_step_end(self, context: FitContext) -> None:
-        if (context.world.rank, context.step) != self._place or self._flag.exists():
-            return
-        self._flag.touch()
-        if self._how == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-        raise {"raises": ValueError, "interrupted": KeyboardInterrupt}[self._how]("on purpose")
 
 
 def job_for(table: Table, *, storage: StorageConfig = ON_DISK, **config: Any) -> TrainJob:
@@ -88,38 +68,9 @@ def test_each_rank_goes_to_disk_by_itself_and_the_order_stays() -> None:
     assert all(torch.equal(state[name], value) for name, value in expected.items())
 
 
-def test_an_empty_rank_takes_part() -> None:
+def test_a_rank_that_fails_ends_its_threads() -> None:
     job = job_for(TABLE)
-    alone, _ = train_on([TABLE.batches()], job)
-    state, metas = train_on([[], TABLE.batches()], job)
-    torch.testing.assert_close(state, alone, atol=1e-5, rtol=0)
-    assert [meta["rows"] for meta in metas] == [0, metas[1]["rows"]]
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-def test_a_training_from_disk_goes_on_from_its_checkpoint_to_the_same_bits(strategy: str, tmp_path: Path) -> None:
-    table = Table.random(600, weighted=True)
-
-    def job(folder: str, *callbacks: Callback, **changed: Any) -> TrainJob:
-        made = replace(
-            job_for(table, strategy=strategy, epochs=2),
-            checkpoint=CheckpointConfig(directory=str(tmp_path / folder), unit="step", owner="me"),
-            **changed,
-        )
-        return replace(made, recipe=replace(made.recipe, callbacks=callbacks))
-
-    expected, _ = train_on(parts(table, 2), job("calm", storage=StorageConfig()))
-    with control_server() as server:
-        ended = run_ranks(server, parts(table, 2), job("rough", Ends(tmp_path, "killed", step=13)))
-    assert -signal.SIGKILL in [rank.exitcode for rank in ended]
-    found, _ = train_on(parts(table, 2), job("rough"))
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
-
-
-@pytest.mark.parametrize("how", ["raises", "interrupted"])
-def test_a_rank_that_fails_ends_its_threads(how: str, tmp_path: Path) -> None:
-    job = job_for(TABLE)
-    job = replace(job, recipe=replace(job.recipe, callbacks=(Ends(tmp_path, how),)))
+    job = replace(job, recipe=replace(job.recipe, callbacks=(FailsIn("main"),)))
     with control_server() as server:
         ended = run_ranks(server, parts(TABLE, 2), job)
     assert all(rank.result is None for rank in ended)

@@ -74,13 +74,8 @@ def test_columns_that_cannot_order_rows_or_be_in_windows_are_refused(spark: Spar
     data = spark.createDataFrame([("a", "1", [1.0])], "g string, at string, x array<float>")
     with pytest.raises(ColumnError, match="column 'at' is string, and rows are ordered by"):
         framed(data, Groups(group="g", order="at"))
+    with pytest.raises(ColumnError, match=r"column 'x' is array<float>, and groups are told apart by a value"):
+        framed(data, Groups(group="x"))
     window = Groups(group="g", window=Window(context=1, horizon=1))
     with pytest.raises(ColumnError, match="column 'x' is padded, and the rows of a window become one tensor"):
         framed(data, window, layouts={"x": "padded"})
-
-
-@pytest.mark.parametrize("kind", ["struct<a: int, b: int>", "array<int>", "map<int, int>"])
-def test_a_nested_column_cannot_be_that_of_groups(spark: SparkSession, kind: str) -> None:
-    data = spark.createDataFrame([], f"g {kind}, x float")
-    with pytest.raises(ColumnError, match=r"column 'g' is .* and groups are told apart by a value"):
-        framed(data, Groups(group="g"))

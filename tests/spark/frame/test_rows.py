@@ -23,30 +23,20 @@ def framed(data: DataFrame, *inputs: str, **options: Any) -> Frame:
 
 
 @pytest.mark.parametrize(
-    ("column", "as_what", "says"),
+    ("column", "roles", "says"),
     [
-        ("'cat'", "label", ["cast(x as double)", "StringIndexer(inputCol='x', outputCol='x_index').fit(df)"]),
-        ("1", "validation", ["must be boolean, but is int", "cast(x as boolean)"]),
-        ("'1'", "weight", ["must be a number, but is string", "cast(x as double)"]),
-        ("'1.5'", "input", ["as a CSV file", "cast(x as double), or as bigint", "StringIndexer", "preprocess"]),
-        ("array('1')", "input", ["cast(x as array<double>)", "preprocess"]),
-        ("current_timestamp()", "input", ["timestampdiff", "inputDtypes={'x': 'float64'}", "128 s", "preprocess"]),
-        ("named_struct('a', 1)", "input", ["x.field", "preprocess"]),
+        ("'cat'", {"label": "x"}, ["cast(x as double)", "StringIndexer(inputCol='x', outputCol='x_index').fit(df)"]),
+        ("1", {"label": "y", "validation": "x"}, ["must be boolean, but is int", "cast(x as boolean)"]),
+        ("'1'", {"label": "y", "weight": "x"}, ["must be a number, but is string", "cast(x as double)"]),
+        ("current_timestamp()", {"inputs": ["x"], "label": "y"}, ["timestampdiff", "128 s", "preprocess"]),
     ],
 )
 def test_a_first_error_says_what_to_write_instead(
-    spark: SparkSession, column: str, as_what: str, says: list[str]
+    spark: SparkSession, column: str, roles: dict[str, Any], says: list[str]
 ) -> None:
     data = spark.range(1).select(F.expr(column).alias("x"), F.lit(1.0).alias("y"))
-    roles: dict[str, dict[str, Any]] = {
-        "label": {"task": "classification", "inputs": ["y"], "label": "x"},
-        "target": {"task": "regression", "inputs": ["y"], "label": "x"},
-        "validation": {"task": "regression", "inputs": ["y"], "label": "y", "validation": "x"},
-        "weight": {"task": "regression", "inputs": ["y"], "label": "y", "weight": "x"},
-        "input": {"task": "regression", "inputs": ["x"], "label": "y"},
-    }
     with pytest.raises(ColumnError) as caught:
-        prepare(data, **roles[as_what])
+        prepare(data, "classification", **{"inputs": ["y"], **roles})
     for text in says:
         assert text in str(caught.value)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import tracemalloc
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ import torch
 
 from sparktorch.base.batch import Batch, micro_batches
 from sparktorch.data.columns import GROUP, LABEL, ORDER, VALIDATION, WEIGHT, Window
-from sparktorch.data.dataset.base import Shard
 from sparktorch.data.dataset.reader import read_shard
 from sparktorch.data.sampling.groups import Samples
 from sparktorch.data.sampling.plan import SamplingPlan
@@ -22,30 +22,10 @@ from sparktorch.data.storage import RowStorage
 from sparktorch.errors import ColumnError
 from tests.support.frames import Table, replaced
 from tests.support.groups import grouped, samples_of
+from tests.unit.data.conftest import Make
 
 SIZES = [1, 7, 30, 4, 12, 3, 25, 9, 2, 16, 40, 5]
 WINDOW = Window(context=4, horizon=2, step=3)
-
-Make = Callable[..., Shard]
-
-
-@pytest.fixture(params=["memory", "disk", "disk, in order"])
-def shard_of(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
-    """Makes placed shards, kept in memory or on disk, there of rows that arrive in their order or in any."""
-    made = []
-
-    def make(table: Table, *, plan: SamplingPlan | None = None, block: int = 1, budget: int = 1 << 20) -> Shard:
-        if request.param == "disk, in order":
-            table = table.take(np.lexsort((table.arrays[ORDER], table.arrays[GROUP].view(np.uint64))))
-        storage = RowStorage() if request.param == "memory" else RowStorage(tmp_path, budget=0)
-        shard = read_shard(table.batches(size=13), table.columns, storage=storage, budget=budget)
-        shard.place(0, plan or SamplingPlan(rows=shard.rows, batch_size=4, seed=3, block=block))
-        made.append(shard)
-        return shard
-
-    yield make
-    for shard in made:
-        shard.close()
 
 
 def batches_of(table: Table, samples: list[Any], *, block: int = 1, epoch: int = 0) -> Iterator[list[Any]]:
@@ -78,8 +58,9 @@ def expected_rows(table: Table, samples: list[Any], window: Window | None) -> li
 @pytest.mark.parametrize("window", [None, WINDOW], ids=["groups", "windows"])
 def test_batches_hold_the_samples_of_a_plain_loop(shard_of: Make, window: Window | None, block: int) -> None:
     table = grouped(SIZES, window=window, validated=True)
-    shard = shard_of(table, block=block, budget=400 if block > 1 else 1 << 20)
     trained, validated = samples_of(table)
+    plan = SamplingPlan(rows=len(trained), batch_size=4, seed=3, block=block)
+    shard = shard_of(table, plan=plan, budget=400 if block > 1 else 1 << 20)
     assert (shard.rows, shard.validation_rows) == (len(trained), len(validated))
     for epoch in range(2):
         found = list(shard.epoch(epoch))
@@ -94,7 +75,7 @@ def test_batches_hold_the_samples_of_a_plain_loop(shard_of: Make, window: Window
 def test_a_sample_weighs_the_mean_of_the_rows_that_it_predicts(shard_of: Make, window: Window | None) -> None:
     table = grouped(SIZES, window=window, weighted=True)
     table = table.with_values(WEIGHT, np.random.default_rng(1).uniform(0, 2, len(table)))
-    shard = shard_of(table)
+    shard = shard_of(table, batch_size=4)
     weights = shard.step_weights(0)
     trained, _ = samples_of(table)
     batches = list(shard.epoch(0))
@@ -136,14 +117,7 @@ def test_micro_batches_have_the_samples_of_a_batch_and_placeholders_weigh_nothin
     assert not nothing.weight.any()
 
 
-@pytest.mark.parametrize(
-    ("sizes", "window"),
-    [
-        pytest.param([], None, id="no groups"),
-        pytest.param([], WINDOW, id="no windows"),
-        pytest.param([3], WINDOW, id="a group that is too short"),
-    ],
-)
+@pytest.mark.parametrize(("sizes", "window"), [([], None), ([3], WINDOW)], ids=["no groups", "one that is too short"])
 def test_a_rank_without_samples_joins_steps_with_placeholders(
     shard_of: Make, sizes: list[int], window: Window | None
 ) -> None:
@@ -210,10 +184,9 @@ def test_rows_without_a_group_are_refused_or_dropped() -> None:
 
 def test_the_fingerprint_changes_with_the_rows_and_not_with_their_arrival() -> None:
     table = grouped(SIZES)
-    prints = [
-        read_shard(t.batches(), t.columns).fingerprint for t in (table, table.shuffled(5), grouped(SIZES, seed=1))
-    ]
-    assert prints[0] == prints[1] != prints[2]
+    tables = table, table.shuffled(5), grouped(SIZES, seed=1)
+    one, again, other = (read_shard(each.batches(), each.columns).fingerprint for each in tables)
+    assert one == again != other
     short = read_shard(table.batches(), replace(table.columns, groups=replace(table.columns.groups, window=WINDOW)))
     assert short.groups == {"groups": 12, "short": 5, "largest": 40, "rows": sum(SIZES), "gaps": 0, "marked": 0}
 
@@ -237,3 +210,43 @@ def test_samples_that_are_read_together_have_each_of_their_rows_once() -> None:
     for at, number in enumerate([*numbers, samples.count]):  # and the placeholder
         found, expected = some.locate(torch.tensor([at]))[0], samples.locate(torch.tensor([number]))[0]
         assert read[found].tolist() == expected.tolist()
+
+
+def test_weights_of_steps_take_memory_for_rows_and_not_for_those_of_each_window(tmp_path: Path) -> None:
+    table = grouped([3000], window=Window(context=500, horizon=2), weighted=True)
+    for storage in (RowStorage(), RowStorage(tmp_path, budget=0)):
+        shard = read_shard(table.batches(), table.columns, storage=storage)
+        shard.place(0, SamplingPlan(rows=shard.rows, batch_size=100, block=8))
+        shard.step_rows(0)
+        tracemalloc.start()
+        shard.step_weights(0)
+        assert tracemalloc.get_traced_memory()[1] < 200 * len(table)
+        tracemalloc.stop()
+        shard.close()
+
+
+def test_the_last_rows_of_each_group_are_the_horizon_of_its_last_window() -> None:
+    table = grouped(SIZES, window=Window(context=4, horizon=3, step=3), validated=True)
+    groups, places = table.arrays[GROUP], table.arrays[ORDER] // 3600
+    ends = {group: places[groups == group].max() for group in groups.tolist()}
+    table = table.with_values(VALIDATION, [at > ends[group] - 3 for group, at in zip(groups, places, strict=True)])
+    shard = read_shard(table.batches(), table.columns)
+    assert shard.validation_rows == sum(size >= 7 for size in SIZES)
+
+
+def test_steps_are_those_of_all_rows_also_of_dropped_ones() -> None:
+    table = grouped([30, 12], window=Window(context=3, horizon=1, even=("bigint", "")))
+    (batch,) = table.batches()
+    places, labels = table.arrays[ORDER] // 3600, batch.column(LABEL).to_pylist()
+    one = table.arrays[GROUP] == np.unique(table.arrays[GROUP])[0]
+    columns = replace(table.columns, drop_nulls=True)
+    for nulls in (places % 2 == 1, np.isin(places, [5, 6, 11]) & one, places > 9):
+        values = [None if null else label for null, label in zip(nulls, labels, strict=True)]
+        shard = read_shard([replaced(batch, LABEL, pa.array(values, batch.column(LABEL).type))], columns)
+        runs = [
+            np.split(at, np.flatnonzero(np.diff(at) > 1) + 1)
+            for at in (np.sort(places[mask & ~nulls]) for mask in (one, ~one))
+        ]
+        assert shard.rows == sum(max(0, len(run) - 3) for group in runs for run in group)
+        assert shard.groups is not None
+        assert shard.groups["gaps"] == sum(len(group) - 1 for group in runs)

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from sparktorch.base.batch import Batch
-from sparktorch.base.state_dict import pack_state
 from sparktorch.data.columns import TensorSpec
 from sparktorch.data.pairs import Known, PairLoss, Pairs, Towers
 from sparktorch.model.trained_module import TrainedModule
-from sparktorch.train.recipe.dry_run import ArgumentSpec, OutputSpec
+from sparktorch.train.recipe.dry_run import ArgumentSpec
+from tests.support.models import trained_module
 
 
 def structs(**columns: Any) -> pa.StructArray:
@@ -114,13 +114,12 @@ def test_against_all_other_items_the_loss_is_the_cross_entropy_and_drawn_ones_es
 
 def test_ids_are_saved_as_arrow_arrays_without_pickle(tmp_path: Path) -> None:
     pairs = replace(PAIRS, users=structs(who=["ann", "Ünal"], age=[1.5, -0.1]))
-    trained = TrainedModule(
-        source="sparktorch.data.pairs:Towers",
-        params={"users": 2, "items": 5, "rank": 2, "user_features": 1},
-        weights=pack_state(Towers(2, 5, 2, user_features=1).state_dict()),
-        inputs=tuple(TensorSpec(name=n, column=n, dtype="float32", kind="any", sql="string") for n in ("who", "what")),
-        outputs=(OutputSpec("", ()),),
-        task="generic",
+    whole = torch.zeros(2, dtype=torch.int64)
+    trained = trained_module(
+        "sparktorch.data.pairs:Towers",
+        *(whole, whole),
+        params={"users": 2, "items": 5, "rank": 2},
+        inputs=[TensorSpec(name=n, column=n, dtype="float32", kind="any", sql="string") for n in ("who", "what")],
         preprocess=pairs,
         arguments=tuple(ArgumentSpec(name, "int64", ()) for name in ("user", "item")),
         returned=("user", "item"),

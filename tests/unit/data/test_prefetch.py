@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Generator
 from contextlib import closing
+from typing import Any
 
 import pytest
 
@@ -50,9 +51,12 @@ def test_the_items_come_in_their_order(stop: int, depth: int) -> None:
     assert not threads()
 
 
-def test_it_is_no_further_ahead_than_asked_for() -> None:
+@pytest.mark.parametrize(
+    "limits", [{"depth": 3}, {"depth": 50, "size": lambda _: 10, "most": 35}], ids=["items", "room for them"]
+)
+def test_it_is_no_further_ahead_than_asked_for(limits: dict[str, Any]) -> None:
     source = Source(100)
-    with closing(ahead(source.items(), 3)) as items:
+    with closing(ahead(source.items(), **limits)) as items:
         assert [next(items) for _ in range(10)] == list(range(10))
         source.wait_for(13)
         assert source.made <= 13
@@ -69,26 +73,6 @@ def test_an_error_comes_after_the_items_before_it() -> None:
     assert not threads()
 
 
-def test_items_wait_no_more_than_there_is_room_for() -> None:
-    source = Source(100)
-    with closing(ahead(source.items(), 50, size=lambda _: 10, most=35)) as items:
-        assert [next(items) for _ in range(10)] == list(range(10))
-        source.wait_for(13)
-        assert source.made <= 13
-    assert not threads()
-
-
-def test_an_interrupt_of_the_training_ends_the_thread() -> None:
-    def train() -> None:
-        with closing(ahead(Source(100).items(), 2)) as items:
-            next(items)
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        train()
-    assert not threads()
-
-
 def test_nothing_is_made_before_the_first_item_is_asked_for() -> None:
     source = Source(5)
     ahead(source.items(), 2).close()
@@ -96,7 +80,7 @@ def test_nothing_is_made_before_the_first_item_is_asked_for() -> None:
     assert not threads()
 
 
-def test_what_an_epoch_needs_is_made_once_and_ahead() -> None:
+def test_what_an_epoch_needs_is_made_once_and_ahead_and_kept_until_the_training_is_past_it() -> None:
     made = []
 
     def make(epoch: int) -> str:
@@ -109,23 +93,11 @@ def test_what_an_epoch_needs_is_made_once_and_ahead() -> None:
     found.begin(0)
     assert [found[1], found[1], found[3]] == ["epoch 1", "epoch 1", "epoch 3"]
     assert made == [(0, True), (1, False), (3, True)]
+    found.forget(1)
+    assert [found[1], found[0]] == ["epoch 1", "epoch 0"]
+    assert made[3:] == [(0, True)]
     found.close()
     assert not threads()
-
-
-def test_what_an_epoch_needs_is_kept_until_the_training_is_past_it() -> None:
-    made = []
-
-    def make(epoch: int) -> int:
-        made.append(epoch)
-        return epoch
-
-    found = ByEpoch(make)
-    assert [found[0], found[1], found[0]] == [0, 1, 0]
-    assert made == [0, 1]
-    found.forget(1)
-    assert [found[1], found[0]] == [1, 0]
-    assert made == [0, 1, 0]
 
 
 def test_an_error_ahead_is_met_by_who_asks() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime as dt
 import tempfile
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparktorch.data.columns import KEY, Columns, TensorSpec
+from sparktorch.data.columns import KEY, VALIDATION, Columns, TensorSpec
 from sparktorch.data.dataset.reader import read_shard
 from sparktorch.data.fields.arrow import ArrowColumn
 from sparktorch.data.preprocess import Preprocess, StepContext, check_signature
@@ -25,7 +24,8 @@ from sparktorch.data.storage import RowStorage, Runs
 from sparktorch.errors import ColumnError, ConfigError, ModuleError, PersistenceError
 from sparktorch.model.scorer import Scorer
 from sparktorch.model.trained_module import TrainedModule
-from sparktorch.train.recipe.dry_run import ArgumentSpec, OutputSpec
+from sparktorch.train.recipe.dry_run import ArgumentSpec
+from tests.support.models import trained_module
 from tests.support.text import Bag, lengths, noisy
 
 TEXT = TensorSpec(name="x0", column="text", dtype="float32", kind="any", sql="string")
@@ -122,16 +122,13 @@ def returns(value: Any) -> Any:
     ("value", "message"),
     [
         (torch.ones(2), "returned Tensor"),
-        ({}, "returned dict"),
         ({"a": [1, 2]}, "returned list as 'a'"),
         ({"a": torch.ones(2), "b": torch.ones(3, 2)}, r"returned 'b' of shape \(3, 2\) for 2 rows"),
-        ({"a": torch.ones(())}, r"returned 'a' of shape \(\) for 2 rows"),
     ],
 )
 def test_what_is_no_dict_of_tensors_with_a_row_for_each_row_is_refused(value: Any, message: str) -> None:
-    with pytest.raises(ModuleError, match=message) as caught:
+    with pytest.raises(ModuleError, match=message):
         Preprocess(returns(value), ["text"])([(pa.array(["a", "b"]),)], 2)
-    assert "a dict of tensors" in caught.value.hint
 
 
 def test_tensors_come_in_the_order_of_the_first_row_whichever_way_they_are_returned() -> None:
@@ -147,79 +144,53 @@ def test_tensors_come_in_the_order_of_the_first_row_whichever_way_they_are_retur
         preprocess.returning(["a"])(column, 1)
 
 
-def test_a_model_scores_by_the_names_that_it_was_trained_with(tmp_path: Path) -> None:
-    model = replace(trained(lengths), returned=("x",))
-    model.save(tmp_path)
-    loaded = TrainedModule.load(tmp_path)
-    assert loaded.returned == ("x",)
-    other = replace(loaded, preprocess=returns({"y": torch.ones(1, 2)}))
-    with pytest.raises(ModuleError, match="returned 'y', and 'x' for the first row"):
-        Scorer(other).score([pa.array(["a"])])
-
-
-@pytest.mark.parametrize("wrong", [len, print, 7, lambda columns: columns, lambda columns, epoch: 1, partial(len)])
+@pytest.mark.parametrize("wrong", [len, 7, lambda columns, epoch: 1])
 def test_a_callable_must_take_the_epoch_and_a_generator(wrong: Any) -> None:
     check_signature(lengths)
     with pytest.raises(ConfigError, match="does not take the epoch and a generator"):
         check_signature(wrong)
 
 
-def batch_of(rows: int, **more: pa.Array) -> pa.RecordBatch:
-    words = pa.array(["w" * (i % 5) for i in range(rows)])
-    return pa.RecordBatch.from_pydict({"x0": words, KEY: pa.array(np.arange(rows) << 40), **more})
-
-
-def batches(function: Any, epoch: int, *, seed: int = 1, disk: bool = False) -> list[torch.Tensor]:
-    columns = Columns(inputs=(TEXT,), preprocess=Preprocess(function, ["text"]))
+def taken(function: Any, *, epoch: int | None = 0, seed: int = 1, disk: bool = False) -> list[torch.Tensor]:
+    """Returns what the callable makes of 20 rows in steps of 6, or, without an epoch, of as many validation rows."""
+    words = pa.array(["w" * (i % 5) for i in range(20)])
+    rows = {"x0": words, KEY: pa.array(np.arange(20) << 40), VALIDATION: pa.array([epoch is None] * 20)}
+    columns = Columns(inputs=(TEXT,), preprocess=Preprocess(function, ["text"]), validation="v")
     storage = RowStorage(tempfile.gettempdir(), budget=0) if disk else RowStorage()
-    shard = read_shard([batch_of(20)], columns, storage=storage)
-    shard.place(0, SamplingPlan(rows=20, batch_size=6, seed=seed, shuffle=False))
-    found = [batch.inputs[0] for batch in shard.epoch(epoch)]
+    shard = read_shard([pa.RecordBatch.from_pydict(rows)], columns, storage=storage)
+    if epoch is not None:
+        shard.place(0, SamplingPlan(rows=20, batch_size=6, seed=seed, shuffle=False))
+    batches = shard.validation(6) if epoch is None else shard.epoch(epoch)
+    found = [batch.inputs[0] for batch in batches]
     shard.close()
     return found
 
 
-def test_rows_pass_through_the_callable_with_their_epoch() -> None:
-    expected = torch.tensor([[float(i % 5), 3.0] for i in range(20)])
-    assert torch.equal(torch.cat(batches(lengths, 3)), expected)
+@pytest.mark.parametrize(("epoch", "told"), [(3, 3.0), (None, -1.0)])
+def test_rows_pass_through_the_callable_with_their_epoch(epoch: int | None, told: float) -> None:
+    expected = torch.tensor([[float(i % 5), told] for i in range(20)])
+    assert torch.equal(torch.cat(taken(lengths, epoch=epoch)), expected)
 
 
-@pytest.mark.parametrize("disk", [False, True])
-def test_what_is_random_depends_on_seed_epoch_and_step_and_on_nothing_else(disk: bool) -> None:
-    first = batches(noisy, 0)
-    assert all(torch.equal(a, b) for a, b in zip(first, batches(noisy, 0, disk=disk), strict=True))
-    for other in (batches(noisy, 1), batches(noisy, 0, seed=2), first[1:] + first[:1]):
+def test_what_is_random_depends_on_seed_epoch_and_step_and_on_nothing_else() -> None:
+    first = taken(noisy)
+    assert all(torch.equal(a, b) for a, b in zip(first, taken(noisy, disk=True), strict=True))
+    for other in (taken(noisy, epoch=1), taken(noisy, seed=2), first[1:] + first[:1]):
         assert not torch.equal(first[0], other[0])
 
 
-def test_validation_rows_have_no_epoch() -> None:
-    columns = Columns(inputs=(TEXT,), preprocess=Preprocess(lengths, ["text"]), validation="v")
-    shard = read_shard([batch_of(4, v=pa.array([True] * 4))], columns)
-    (batch,) = shard.validation(8)
-    assert batch.inputs[0][:, 1].tolist() == [-1.0] * 4
-    shard.close()
-
-
 def trained(function: Any) -> TrainedModule:
-    from sparktorch.base.state_dict import pack_state
-
-    return TrainedModule(
-        source=Bag,
-        params={},
-        weights=pack_state(Bag().state_dict()),
-        inputs=(TEXT,),
-        outputs=(OutputSpec("", ()),),
-        task="regression",
-        preprocess=function,
-        arguments=(ArgumentSpec("preprocess, 'x'", "float32", (2,)),),
-    )
+    arguments = (ArgumentSpec("preprocess, 'x'", "float32", (2,)),)
+    more = {"task": "regression", "preprocess": function, "arguments": arguments}
+    return trained_module(Bag, torch.zeros(2, 2), inputs=[TEXT], **more)
 
 
 def test_a_model_is_saved_with_its_callable_and_scores_text(tmp_path: Path) -> None:
-    model = trained(lengths)
+    model = replace(trained(lengths), returned=("x",))
     model.save(tmp_path)
     loaded = TrainedModule.load(tmp_path)
     assert (loaded.preprocess, loaded.arguments, loaded.inputs) == (lengths, model.arguments, model.inputs)
+    assert loaded.returned == ("x",)
     scored = Scorer(loaded).score([pa.array(["a", "bcd", ""])])
     assert scored["prediction"].tolist() == [0.0, 2.0, -1.0]  # of length and epoch: none
 
@@ -233,11 +204,3 @@ def test_a_callable_without_import_path_is_pickled_on_request_alone(tmp_path: Pa
         TrainedModule.load(tmp_path)
     loaded = TrainedModule.load(tmp_path, allow_pickle=True)
     assert Scorer(loaded).score([pa.array(["a"])])["prediction"].tolist() == [2.0]
-
-
-def test_a_path_to_something_else_is_not_called(tmp_path: Path) -> None:
-    trained(lengths).save(tmp_path)
-    form = tmp_path / "module.json"
-    form.write_text(form.read_text().replace("tests.support.text:lengths", "os:system"))
-    with pytest.raises(ConfigError, match="does not take the epoch"):
-        TrainedModule.load(tmp_path)

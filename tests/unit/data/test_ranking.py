@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import pickle
-
 import numpy as np
 import pytest
 import torch
 from sklearn.metrics import ndcg_score
 
 from sparktorch.data.ranking.losses import LOSSES
-from sparktorch.data.ranking.metrics import measured, ndcg, reciprocal_rank
+from sparktorch.data.ranking.metrics import ndcg, reciprocal_rank
 from sparktorch.errors import ModuleError
-from sparktorch.train.recipe.loss import GroupsLossStep
 from tests.support.ranking import PLAIN
 
 SIZES = torch.tensor([7, 1, 2, 30, 3, 12, 1, 5])
@@ -75,8 +72,3 @@ def test_the_reciprocal_rank_is_that_of_the_first_relevant_row_behind_its_ties()
 def test_a_module_with_several_scores_a_row_is_refused() -> None:
     with pytest.raises(ModuleError, match=r"scores of shape \(4, 2\) for labels of shape \(4,\)"):
         LOSSES["listnet"](torch.zeros(4, 2), torch.zeros(4), torch.tensor([4]))
-
-
-def test_the_step_of_a_ranking_can_be_sent_to_ranks() -> None:
-    step = pickle.loads(pickle.dumps(GroupsLossStep(LOSSES["lambdarank"], metrics=measured)))
-    assert step.what == "loss lambdarank"

@@ -15,6 +15,7 @@ from sparktorch.data.fields.base import Vectors
 from sparktorch.data.sampling.row_digest import RowDigests
 from sparktorch.data.storage import RowStorage
 from tests.support.frames import Table, record_batches
+from tests.unit.data.test_plan import reference_mix as splitmix
 
 MASK = 2**64 - 1
 VECTOR = pa.struct({"size": pa.int32(), "indices": pa.list_(pa.int32()), "values": pa.list_(pa.float32())})
@@ -24,12 +25,6 @@ def digests(values: np.ndarray[Any, Any], name: str = "x0") -> list[int]:
     found = RowDigests(np.zeros(len(values), np.uint64))
     found.add(name, values)
     return [int(digest) & MASK for digest in found.finish()]
-
-
-def splitmix(value: int) -> int:
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK
-    return value ^ (value >> 31)
 
 
 def by_hand(row: np.ndarray[Any, Any], name: str) -> int:
@@ -72,16 +67,6 @@ def test_a_batch_of_which_no_row_is_left_is_digested() -> None:
     assert (shard.rows, shard.dropped) == (30, 30)
     kept = table.take(np.arange(30, 60))
     assert shard.fingerprint == read_shard(kept.batches(), kept.columns, by_key=False).fingerprint
-
-
-def test_changes_of_a_row_do_not_make_up_for_each_other() -> None:
-    rows = np.random.default_rng(0).normal(size=(1, 100)).astype(np.float32)
-    pairs = [(first, second) for first in range(100) for second in range(first)]
-    turned = np.repeat(rows, len(pairs), axis=0)
-    for row, pair in zip(turned, pairs, strict=True):
-        row[list(pair)] *= -1
-    assert len(set(digests(turned))) == len(pairs)
-    assert digests(rows[:, ::-1]) != digests(rows)
 
 
 def test_a_vector_has_the_same_digest_dense_and_sparse() -> None:

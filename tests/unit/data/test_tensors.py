@@ -8,20 +8,17 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 
 from sparktorch.data.columns import Columns, TensorSpec
 from sparktorch.data.convert.checks import check_finite, check_labels, check_weights
-from sparktorch.data.convert.tensors import to_arrow, to_numpy
+from sparktorch.data.convert.tensors import to_numpy
 from sparktorch.errors import ColumnError
 
 SCALAR = TensorSpec(name="x0", column="age", dtype="float32")
 PAIR = TensorSpec(name="x0", column="position", dtype="float32", shape=(2,))
 CLASSES = Columns(inputs=(), label=TensorSpec(name="y", column="kind", dtype="float64"), classes=3)
-TOKENS = TensorSpec(name="y", column="tags", dtype="int64", shape=(3,))
 NUMBERS = Columns(inputs=(), label=TensorSpec(name="y", column="price", dtype="float32"))
+TAGGED = Columns(inputs=(), label=TensorSpec(name="y", column="tags", dtype="int64", shape=(3,)))
 
 
 def lists(*rows: Any, kind: pa.DataType | None = None) -> pa.Array:
@@ -31,21 +28,17 @@ def lists(*rows: Any, kind: pa.DataType | None = None) -> pa.Array:
 @pytest.mark.parametrize(
     ("array", "spec", "expected"),
     [
-        (pa.array([1, 2], pa.float32()), SCALAR, np.array([1, 2], np.float32)),
         (pa.array([1, 2], pa.int16()), SCALAR, np.array([1, 2], np.float32)),
         (pa.array([True, False]), SCALAR, np.array([1, 0], np.float32)),
         (lists([1, 2], [3, 4], kind=pa.float64()), PAIR, np.array([[1, 2], [3, 4]], np.float32)),
         (pa.array([[1, 2]], pa.large_list(pa.float32())), PAIR, np.array([[1, 2]], np.float32)),
-        (lists(), PAIR, np.empty((0, 2), np.float32)),
         (lists([9], [1, 2], None).slice(1, 1), PAIR, np.array([[1, 2]], np.float32)),
-        (pa.array([9, 1, None], pa.float32()).slice(1, 1), SCALAR, np.array([1], np.float32)),
         (lists([1, 2], [3, 4]).slice(2), PAIR, np.empty((0, 2), np.float32)),
     ],
 )
 def test_a_column_becomes_rows_of_the_spec(array: pa.Array, spec: TensorSpec, expected: np.ndarray) -> None:
     found = to_numpy(array, spec)
-    assert found.dtype == expected.dtype
-    assert found.shape == expected.shape
+    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
     assert np.array_equal(found, expected)
 
 
@@ -74,20 +67,25 @@ def test_dense_and_sparse_vectors_mix_in_a_column_and_in_a_slice_of_it() -> None
         (pa.array([1, None, None], pa.float32()), SCALAR, 1, "column 'age' has 2 null values"),
         (lists([1, 2], None, [3, 4]), PAIR, 1, "column 'position' has 1 null values"),
         (lists([1, 2], [3, None], [None, 4]), PAIR, 1, "column 'position' has 2 null values"),
-        (lists([1, 2], [3, None]).slice(1), PAIR, 0, "column 'position' has 1 null values"),
-        (lists([1, 2], [3]), PAIR, 1, "1 row of column 'position' does not hold 2 values; the first of them has 1"),
+        (lists([1, 2], [3, None]).slice(1), replace(PAIR, sources=("a", "b")), 0, "column 'b' has 1 null values"),
+        (vectors(DENSE, {**SPARSE, "size": 3}), PAIR, 1, "1 row of column 'position' does not hold 2 values"),
         # The total fits two values a row: reshaping alone would shift values between rows.
         (lists([1, 2], [3], [4, 5, 6]), PAIR, 1, "2 rows of column 'position' do not hold 2 values; the first of them"),
-        (lists([1, 2, 3], []), PAIR, 0, "2 rows of column 'position' do not hold 2 values; the first of them has 3"),
+        (
+            pa.array([[[1, 2], [3]], [[4], [5, 6], [7, 8]]], pa.list_(pa.list_(pa.float32()))),
+            replace(PAIR, shape=(2, 2)),
+            1,
+            "1 row of column 'position' does not hold 2 values; the first of them has 3",
+        ),
     ],
 )
 def test_a_row_that_does_not_fit_is_named(array: pa.Array, spec: TensorSpec, row: int, message: str) -> None:
     with pytest.raises(ColumnError) as caught:
         to_numpy(array, spec, first_row=1_000)
     assert message in caught.value.what
-    assert caught.value.where == {"column": spec.column, "row": 1_000 + row}
-    assert caught.value.hint
-    assert ("'padded'" in caught.value.hint) == ("not hold" in message)
+    assert caught.value.where == {"column": spec.sources[-1] if spec.sources else spec.column, "row": 1_000 + row}
+    lists = "not hold" in message and pa.types.is_list(array.type)
+    assert ("'padded'" in caught.value.hint) == lists
 
 
 def test_arrays_share_the_buffer_where_the_layout_allows() -> None:
@@ -95,24 +93,13 @@ def test_arrays_share_the_buffer_where_the_layout_allows() -> None:
     assert np.shares_memory(to_numpy(array, PAIR), array.values.to_numpy())
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("shape", [(4,), (4, 3)])
+@pytest.mark.parametrize(("bad", "shape"), [(np.nan, (4,)), (-np.inf, (4, 3))])
 def test_nan_and_infinity_are_refused_with_the_number_of_rows(bad: float, shape: tuple[int, ...]) -> None:
-    values = np.zeros(shape, np.float32)
+    values = np.full(shape, np.finfo(np.float32).max)  # whose sum overflows
     check_finite(values, SCALAR)
-    values[1] = bad
-    values[3] = bad
+    values[[1, 3]] = bad
     with pytest.raises(ColumnError, match="2 rows of column 'age' are NaN or infinite"):
         check_finite(values, SCALAR)
-
-
-@pytest.mark.parametrize(
-    "values",
-    [np.full(4, np.finfo(np.float64).max), np.array([2**63 - 1] * 4), np.empty((0, 3), np.float32)],
-    ids=["a sum that overflows", "integers", "no rows"],
-)
-def test_finite_values_pass_whatever_their_sum(values: np.ndarray) -> None:
-    check_finite(values, SCALAR)
 
 
 @pytest.mark.parametrize(("label", "shown"), [(3, "3"), (-0.25, "-0.25"), (1e300, "1e+300")])
@@ -123,36 +110,25 @@ def test_labels_that_are_no_classes_are_refused_with_an_example(label: float, sh
     assert caught.value.where == {"column": "kind"}
     assert "StringIndexer" in caught.value.hint
     assert ("use 'skip'" in caught.value.hint) == (label == 3)  # as StringIndexer keeps labels that it has not seen
+    with pytest.raises(ColumnError, match="1 row of column 'kind' is NaN"):
+        check_labels(np.array([0.0, np.nan]), CLASSES)
 
 
 @pytest.mark.parametrize(
-    ("columns", "labels", "rows"),
+    ("columns", "labels", "says"),
     [
-        (CLASSES, np.array([0.0, 1.0, 2.0]), 1),
-        (replace(NUMBERS, label=TOKENS), np.array([[0, 1, 1], [0, 0, 0], [1, 2, 0]]), 2),
-        (NUMBERS, np.array([1.0, 2.0]), 0),  # values, no classes
-        (replace(NUMBERS, label=TOKENS), np.empty((0, 3), np.int64), 0),
+        (CLASSES, np.array([0.0, 1.0, 2.0]), "^1 row of column 'kind' holds 1"),
+        (TAGGED, np.array([[0, 1, 1], [0, 0, 0], [1, 2, 0]]), "^2 rows of column 'tags' hold 1"),
     ],
-    ids=["classes", "classes of tokens", "values", "no rows"],
 )
 def test_labels_that_the_loss_leaves_out_are_refused_because_it_is_divided_by_all(
-    columns: Columns, labels: np.ndarray, rows: int
+    columns: Columns, labels: np.ndarray, says: str
 ) -> None:
     check_labels(labels, replace(columns, ignored=7))
-    if not rows:
-        assert check_labels(labels, replace(columns, ignored=1)) is labels
-        return
-    with pytest.raises(
-        ColumnError, match=f"^{rows} rows? of column '.*' holds? 1, the ignore_index of the loss"
-    ) as caught:
+    with pytest.raises(ColumnError, match=rf"{says}, the ignore_index of the loss(.|\n)*weightCol"):
         check_labels(labels, replace(columns, ignored=1))
-    assert "weightCol" in caught.value.hint
-
-
-@pytest.mark.parametrize("columns", [CLASSES, NUMBERS])
-def test_a_nan_label_is_refused(columns: Columns) -> None:
-    with pytest.raises(ColumnError, match=r"1 row of column '(kind|price)' is NaN"):
-        check_labels(np.array([0.0, np.nan], np.float64), columns)
+    check_labels(np.array([1.0, 2.0]), replace(NUMBERS, ignored=1))  # values, no classes
+    check_labels(labels[:0], replace(columns, ignored=1))
 
 
 def test_weights_are_zero_or_more() -> None:
@@ -161,21 +137,3 @@ def test_weights_are_zero_or_more() -> None:
         check_weights(np.array([-1, 0.5, -3], np.float32), SCALAR)
     with pytest.raises(ColumnError, match="1 row of column 'age' is NaN"):
         check_weights(np.array([np.nan, 1], np.float32), SCALAR)
-
-
-@given(
-    hnp.arrays(
-        st.sampled_from([np.float32, np.float64, np.int64]),
-        hnp.array_shapes(min_dims=1, max_dims=4, min_side=0, max_side=4),
-        elements=st.integers(-9, 9),
-    )
-)
-def test_arrays_of_any_shape_survive_the_way_to_arrow_and_back(values: np.ndarray) -> None:
-    column = to_arrow(values)
-    assert len(column) == len(values)
-    assert column.to_pylist() == values.tolist()
-    if values.ndim == 2:
-        dtype: Any = values.dtype.name
-        back = to_numpy(column, TensorSpec(name="x0", column="a", dtype=dtype, shape=values.shape[1:]))
-        assert back.dtype == values.dtype
-        assert np.array_equal(back, values)

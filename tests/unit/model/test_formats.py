@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,13 @@ from safetensors.torch import load_file
 from torch import nn
 
 from sparktorch import TorchClassificationModel, TorchModel
-from sparktorch.base.config import Task
 from sparktorch.base.imports import load_object
-from sparktorch.base.state_dict import pack_state
 from sparktorch.data.columns import TensorSpec
-from sparktorch.errors import ConfigError, PersistenceError
+from sparktorch.errors import PersistenceError
 from sparktorch.model.formats import write_as
 from sparktorch.model.scorer import Scorer
 from sparktorch.model.trained_module import TrainedModule
-from sparktorch.train.recipe.dry_run import describe_outputs
+from tests.support.models import FEATURES, trained_module
 from tests.support.nets import Mlp
 
 onnxruntime: Any = pytest.importorskip("onnxruntime")
@@ -55,25 +54,8 @@ class Special(nn.Linear):
         return super().forward(torch.special.bessel_j0(x))
 
 
-def trained(source: Any, inputs: tuple[TensorSpec, ...], example: tuple[Any, ...], task: Task) -> TrainedModule:
-    torch.manual_seed(0)
-    module = source()
-    weights, outputs = pack_state(module.state_dict()), describe_outputs(module(*example))
-    return TrainedModule(source=source, params={}, weights=weights, inputs=inputs, outputs=outputs, task=task)
-
-
-def flat(source: Any, task: Task = "generic") -> TrainedModule:
-    spec = TensorSpec(name="x0", column="features", dtype="float32", shape=(5,))
-    return trained(source, (spec,), (torch.from_numpy(X),), task)
-
-
 def linear(kind: type[nn.Linear]) -> TrainedModule:
-    module = kind(5, 3)
-    spec = TensorSpec(name="x0", column="features", dtype="float32", shape=(5,))
-    outputs = describe_outputs(module(torch.from_numpy(X)))
-    weights = pack_state(module.state_dict())
-    params = {"in_features": 5, "out_features": 3}
-    return TrainedModule(source=kind, params=params, weights=weights, inputs=(spec,), outputs=outputs, task="generic")
+    return trained_module(kind, params={"in_features": 5, "out_features": 3})
 
 
 def run(file: Path, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -83,19 +65,18 @@ def run(file: Path, inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_column_may_have_the_name_of_the_output(tmp_path: Path) -> None:
-    inputs = (TensorSpec(name="x0", column="output", dtype="float32", shape=(5,)),)
-    write_as(trained(Mlp, inputs, (torch.from_numpy(X),), "generic"), tmp_path / "net.onnx", "onnx")
+    write_as(trained_module(Mlp, inputs=[replace(FEATURES, column="output")]), tmp_path / "net.onnx", "onnx")
     session = onnxruntime.InferenceSession(str(tmp_path / "net.onnx"))
     assert [one.name for one in (*session.get_inputs(), *session.get_outputs())] == ["output", "output_0"]
 
 
 def test_weights_are_not_overwritten_by_their_description(tmp_path: Path) -> None:
     with pytest.raises(PersistenceError, match=r"description beside the weights(.|\n)*\.safetensors"):
-        write_as(flat(Mlp), tmp_path / "net.json", "safetensors")
+        write_as(trained_module(Mlp), tmp_path / "net.json", "safetensors")
 
 
 def test_onnx_computes_the_scores_of_any_number_of_rows(tmp_path: Path) -> None:
-    model = TorchClassificationModel()._with(flat(Mlp, "classification"), None)
+    model = TorchClassificationModel()._with(trained_module(Mlp, task="classification"), None)
     model.export(str(tmp_path / "net.onnx"))
     expected = Scorer(model.trained).score_arrays([X])["scores"]
     for rows in (1, 7, 50):
@@ -108,7 +89,7 @@ def test_onnx_names_columns_masks_and_outputs(tmp_path: Path) -> None:
     words = TensorSpec(name="x0", column="words", dtype="int64", layout="padded")
     number = TensorSpec(name="x1", column="number", dtype="float32")
     inputs = torch.tensor([[1, 2, 3], [4, 5, 0]]), torch.tensor([[1, 1, 1], [1, 1, 0]]).bool(), torch.randn(2)
-    model = trained(Words, (words, number), inputs, "generic")
+    model = trained_module(Words, *inputs, inputs=[words, number])
     write_as(model, tmp_path / "net.onnx", "onnx")
     names = ["words", "words_mask", "number"]
     found = run(tmp_path / "net.onnx", {n: t.numpy() for n, t in zip(names, inputs, strict=True)})
@@ -119,7 +100,7 @@ def test_onnx_names_columns_masks_and_outputs(tmp_path: Path) -> None:
 
 
 def test_a_program_has_its_weights_with_it(tmp_path: Path) -> None:
-    model = flat(Mlp)
+    model = trained_module(Mlp)
     TorchModel()._with(model, None).export(str(tmp_path / "net.pt2"), "pt2")
     program = torch.export.load(tmp_path / "net.pt2").module()
     with torch.no_grad():
@@ -149,8 +130,3 @@ def test_what_torch_cannot_write_is_refused_with_its_reason(
     with pytest.raises(PersistenceError, match=f"cannot write the module as {form}.*{reason}(.|\n)*safetensors"):
         write_as(linear(kind), tmp_path / "net", form)
     assert not (tmp_path / "net").exists()
-
-
-def test_a_format_that_there_is_not_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="onnx, pt2, safetensors"):
-        write_as(linear(nn.Linear), tmp_path / "net", "h5")

@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from sparktorch.base.config import Task
-from sparktorch.base.state_dict import pack_state
-from sparktorch.data.columns import TensorSpec
 from sparktorch.data.convert.tensors import to_arrow
 from sparktorch.errors import ModuleError
 from sparktorch.model.scorer import Scorer
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.tracking.pyfunc import PyFuncModel
 from sparktorch.train.recipe.dry_run import OutputSpec
+from tests.support.models import trained_module
 from tests.support.nets import Score
 
 X = np.random.default_rng(0).normal(size=(50, 5)).astype(np.float32)
@@ -38,16 +37,9 @@ class Cramped(Score):
 
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> TrainedModule:
+    made = trained_module(Cramped, task="regression")
     monkeypatch.setattr(Cramped, "calls", [])
-    torch.manual_seed(0)
-    return TrainedModule(
-        source=Cramped,
-        params={},
-        weights=pack_state(Cramped().state_dict()),
-        inputs=(TensorSpec(name="x0", column="features", dtype="float32", shape=(5,)),),
-        outputs=(OutputSpec("", ()),),
-        task="regression",
-    )
+    return made
 
 
 def expected_of(trained: TrainedModule) -> Any:
@@ -93,9 +85,7 @@ def test_models_of_mlflow_halve_their_batches(trained: TrainedModule) -> None:
     np.testing.assert_allclose(scored["prediction"], expected_of(trained), atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("shape", "task"), [((), "regression"), ((1,), "regression"), ((3,), "classification"), ((2, 3), "generic")]
-)
+@pytest.mark.parametrize(("shape", "task"), [((1,), "regression"), ((3,), "classification"), ((2, 3), "generic")])
 def test_where_no_row_can_be_scored_the_module_is_not_called(
     trained: TrainedModule, shape: tuple[int, ...], task: Task
 ) -> None:
@@ -114,14 +104,12 @@ def test_where_no_row_can_be_scored_the_module_is_not_called(
     assert [column.null_count for column in nulls] == [2] * len(names)
 
 
-class Squeezing(Score):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x).squeeze()
+def test_a_module_whose_batch_of_one_row_loses_its_rows_is_told(trained: TrainedModule) -> None:
+    class Squeezing(Score):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).squeeze()
 
-
-@pytest.mark.parametrize("task", ["regression", "classification"])
-def test_a_module_whose_batch_of_one_row_loses_its_rows_is_told(trained: TrainedModule, task: Task) -> None:
-    scorer = Scorer(replace(trained, source=Squeezing, task=task), batch_size=10)
+    scorer = Scorer(replace(trained, source=Squeezing))
     assert len(scorer.score_arrays([X[:2]])["prediction"]) == 2
     with pytest.raises(ModuleError, match=r"forward returned a scalar for 1 row(?s:.*)squeeze\(-1\)"):
         scorer.score_arrays([X[:1]])

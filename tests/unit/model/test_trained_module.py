@@ -16,65 +16,39 @@ import torch
 from torch import nn
 
 from sparktorch.base.config import Task
-from sparktorch.base.state_dict import pack_state
 from sparktorch.data.columns import TensorSpec
-from sparktorch.data.convert.tensors import to_arrow
 from sparktorch.errors import ColumnError, PersistenceError, SparkTorchError
 from sparktorch.model.export import Program
 from sparktorch.model.scorer import Scorer
 from sparktorch.model.trained_module import FORMAT_VERSION, TrainedModule
 from sparktorch.tracking.pyfunc import PyFuncModel
 from sparktorch.train.huggingface.preprocess import Tokens
-from sparktorch.train.recipe.dry_run import describe_outputs
+from tests.support.models import FEATURES, trained_module
 from tests.support.nets import Fourier, Logit, Mlp, NamedPair, Pair, Score
 
 X = np.random.default_rng(0).normal(size=(50, 5)).astype(np.float32)
 SCALE = np.linspace(0, 2, 50, dtype=np.float32)
-FEATURES = TensorSpec(name="x0", column="features", dtype="float32", shape=(5,))
 SCALES = TensorSpec(name="x1", column="scale", dtype="float32")
 
 
 def trained(source: Any, task: Task = "generic", params: dict[str, Any] | None = None, seed: int = 0) -> TrainedModule:
-    torch.manual_seed(seed)
-    module = source if isinstance(source, nn.Module) else source(**(params or {}))
-    inputs = (FEATURES, SCALES) if isinstance(module, Pair | NamedPair) else (FEATURES,)
-    with torch.no_grad():
-        outputs = describe_outputs(module(*map(torch.from_numpy, arrays_for(inputs))))
-    return TrainedModule(
-        source=source,
-        params=params or {},
-        weights=pack_state(module.state_dict()),
-        inputs=inputs,
-        outputs=outputs,
-        task=task,
-    )
+    inputs = (FEATURES, SCALES) if source in (Pair, NamedPair) else (FEATURES,)
+    return trained_module(source, task=task, params=params, seed=seed, inputs=inputs)
 
 
-def arrays_for(inputs: tuple[TensorSpec, ...]) -> list[np.ndarray]:
-    return [X, SCALE][: len(inputs)]
+def scored(model: TrainedModule) -> dict[str, Any]:
+    return Scorer(model).score_arrays([X, SCALE][: len(model.inputs)])
 
 
-def branching_module() -> nn.Module:
-    class Branching(Mlp):
-        """Whose graph depends on the values that it sees."""
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            scores = super().forward(x)
-            return scores if scores.sum() > 0 else -scores
-
-    return Branching()
-
-
-class Activated(nn.Module):
+class Activated(nn.Linear):
     """Takes a function as a parameter."""
 
     def __init__(self, activation: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.linear = nn.Linear(5, 3)
+        super().__init__(5, 3)
         self.activation = activation
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.activation(self.linear(x))
+        return self.activation(super().forward(x))
 
 
 def planted(directory: Path, **entry: Any) -> None:
@@ -97,7 +71,6 @@ class Planted:
     [
         (Mlp, {"hidden": 4}, "classification"),
         ("tests.support.nets:Mlp", {}, "classification"),
-        (Logit, {}, "classification"),
         (Score, {}, "regression"),
         (Pair, {}, "generic"),
         (NamedPair, {"width": 5}, "generic"),
@@ -106,18 +79,13 @@ class Planted:
 def test_a_saved_module_predicts_the_same_to_the_last_bit(
     source: Any, params: dict[str, Any], task: Task, tmp_path: Path
 ) -> None:
-    before = trained(Mlp, task) if isinstance(source, str) else trained(source, task, params)
-    before = replace(before, source=source)
+    before = trained(source, task, params)
     before.save(tmp_path)
     after = TrainedModule.load(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"weights.safetensors", "module.json"}
-    assert (after.inputs, after.outputs, after.task, dict(after.params)) == (
-        before.inputs,
-        before.outputs,
-        task,
-        params,
-    )
-    first, second = (Scorer(module).score_arrays(arrays_for(before.inputs)) for module in (before, after))
+    assert (after.inputs, after.outputs) == (before.inputs, before.outputs)
+    assert (after.task, dict(after.params)) == (task, params)
+    first, second = scored(before), scored(after)
     assert first.keys() == second.keys()
     assert all(np.array_equal(first[name], second[name]) for name in first)
 
@@ -129,7 +97,7 @@ def test_what_a_module_draws_besides_its_weights_is_drawn_again_with_the_seed_of
         wanted = Fourier()(torch.from_numpy(X)).numpy()
     before.save(tmp_path)
     for found in (before, TrainedModule.load(tmp_path)):
-        assert np.array_equal(Scorer(found).score_arrays([X])["prediction"], wanted)
+        assert np.array_equal(scored(found)["prediction"], wanted)
     form = json.loads((tmp_path / "module.json").read_text())
     del form["seed"]  # as in files of earlier versions
     (tmp_path / "module.json").write_text(json.dumps(form))
@@ -137,18 +105,23 @@ def test_what_a_module_draws_besides_its_weights_is_drawn_again_with_the_seed_of
 
 
 def test_code_without_an_import_path_is_pickled_only_where_that_is_allowed(tmp_path: Path) -> None:
-    before = trained(branching_module(), "classification")
+    class Branching(Mlp):
+        """Whose graph depends on the values that it sees."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            scores = super().forward(x)
+            return scores if scores.sum() > 0 else -scores
+
+    before = trained(Branching(), "classification")
     with pytest.raises(
-        PersistenceError, match=r"the module .*Branching has no import path .* cannot capture"
-    ) as caught:
+        PersistenceError, match=r"the module .*Branching has no import path .* cannot capture(.|\n)*allowPickle"
+    ):
         before.save(tmp_path)
-    assert "allowPickle" in caught.value.hint
     before.save(tmp_path, allow_pickle=True)
-    with pytest.raises(PersistenceError, match="loading a pickle runs whatever is in it") as caught:
+    with pytest.raises(PersistenceError, match=r"loading a pickle runs whatever is in it(.|\n)*allowPickle"):
         TrainedModule.load(tmp_path)
-    assert "allowPickle" in caught.value.hint
     after = TrainedModule.load(tmp_path, allow_pickle=True)
-    assert np.array_equal(Scorer(before).score_arrays([X])["scores"], Scorer(after).score_arrays([X])["scores"])
+    assert np.array_equal(scored(before)["scores"], scored(after)["scores"])
 
 
 def test_thresholds_decide_in_a_pyfunc_too() -> None:
@@ -162,29 +135,21 @@ def test_thresholds_decide_in_a_pyfunc_too() -> None:
     assert (found["class"] != usual["class"]).any()
 
 
-@pytest.mark.parametrize("module", [{"pickle": "module.pkl"}, {"path": "tests.support.nets:Mlp", "params": {}}])
-def test_a_planted_pickle_is_not_run(module: dict[str, Any], tmp_path: Path) -> None:
+def test_a_planted_pickle_is_not_run(tmp_path: Path) -> None:
     trained(Mlp, "classification").save(tmp_path)
-    planted(tmp_path, **module)
     witness = tmp_path / "witness"
     (tmp_path / "module.pkl").write_bytes(pickle.dumps(Planted(witness)))
-    if "pickle" in module:
-        with pytest.raises(PersistenceError):
-            TrainedModule.load(tmp_path)
-    else:
+    TrainedModule.load(tmp_path).build()
+    planted(tmp_path, pickle="module.pkl")
+    with pytest.raises(PersistenceError):
+        TrainedModule.load(tmp_path)
+    planted(tmp_path, path="tests.support.nets:Mlp", params={})
+    (tmp_path / "weights.safetensors").write_bytes((tmp_path / "module.pkl").read_bytes())
+    with pytest.raises(Exception, match=r"(?i)header"):
         TrainedModule.load(tmp_path).build()
     assert not witness.exists()
     pickle.loads((tmp_path / "module.pkl").read_bytes())
     assert witness.exists(), "the planted pickle would have left its mark"
-
-
-def test_a_planted_pickle_in_place_of_the_weights_is_not_run(tmp_path: Path) -> None:
-    trained(Mlp, "classification").save(tmp_path)
-    witness = tmp_path / "witness"
-    (tmp_path / "weights.safetensors").write_bytes(pickle.dumps(Planted(witness)))
-    with pytest.raises(Exception, match=r"(?i)header"):
-        TrainedModule.load(tmp_path).build()
-    assert not witness.exists()
 
 
 def test_a_planted_import_path_calls_nothing_but_a_module(tmp_path: Path) -> None:
@@ -216,7 +181,7 @@ def test_parameters_that_are_no_json_leave_the_graph(tmp_path: Path) -> None:
     before.save(tmp_path)
     after = TrainedModule.load(tmp_path)
     assert isinstance(after.source, Program)
-    assert np.array_equal(Scorer(before).score_arrays([X])["prediction"], Scorer(after).score_arrays([X])["prediction"])
+    assert np.array_equal(scored(before)["prediction"], scored(after)["prediction"])
 
 
 def test_what_is_no_model_or_of_a_later_format_is_refused(tmp_path: Path) -> None:
@@ -225,9 +190,8 @@ def test_what_is_no_model_or_of_a_later_format_is_refused(tmp_path: Path) -> Non
     trained(Mlp).save(tmp_path)
     form = json.loads((tmp_path / "module.json").read_text())
     (tmp_path / "module.json").write_text(json.dumps({**form, "format": FORMAT_VERSION + 1}))
-    with pytest.raises(PersistenceError, match=f"saved in format {FORMAT_VERSION + 1}") as caught:
+    with pytest.raises(PersistenceError, match=rf"saved in format {FORMAT_VERSION + 1}(.|\n)*upgrade"):
         TrainedModule.load(tmp_path)
-    assert "upgrade" in caught.value.hint
 
 
 def test_tied_and_integer_weights_survive(tmp_path: Path) -> None:
@@ -242,22 +206,16 @@ def test_tied_and_integer_weights_survive(tmp_path: Path) -> None:
     assert all(torch.equal(found[n], expected[n]) and found[n].dtype == expected[n].dtype for n in expected)
 
 
-def score(source: Any, task: Task, **options: Any) -> dict[str, np.ndarray]:
-    model = trained(source, task)
-    return Scorer(model, **options).score([to_arrow(array) for array in arrays_for(model.inputs)])
-
-
 @pytest.mark.parametrize("batch_size", [1, 7])
-@pytest.mark.parametrize(("source", "task"), [(Mlp, "classification"), (NamedPair, "generic")])
-def test_scores_do_not_depend_on_the_batches(source: Any, task: Task, batch_size: int) -> None:
-    whole, parts = score(source, task), score(source, task, batch_size=batch_size)
-    assert whole.keys() == parts.keys()
-    for name in whole:
-        np.testing.assert_allclose(parts[name], whole[name], rtol=1e-5, atol=1e-6)
+def test_scores_do_not_depend_on_the_batches(batch_size: int) -> None:
+    model = trained(NamedPair)
+    parts = Scorer(model, batch_size=batch_size).score_arrays([X, SCALE])
+    for name, whole in scored(model).items():
+        np.testing.assert_allclose(parts[name], whole, rtol=1e-5, atol=1e-6)
 
 
 def test_a_classifier_gives_scores_probabilities_and_the_best_class() -> None:
-    result = score(Mlp, "classification")
+    result = scored(trained(Mlp, "classification"))
     assert {name: (a.shape, a.dtype.name) for name, a in result.items()} == {
         "scores": ((50, 3), "float64"),
         "probability": ((50, 3), "float64"),
@@ -270,7 +228,7 @@ def test_a_classifier_gives_scores_probabilities_and_the_best_class() -> None:
 @pytest.mark.parametrize("source", [Logit, Score])
 def test_one_logit_is_a_classifier_of_two(source: Any) -> None:
     model = trained(source, "classification")
-    result = Scorer(model).score_arrays([X])
+    result = scored(model)
     with torch.no_grad():
         logit = model.build()(torch.from_numpy(X)).double().reshape(-1).numpy()
     assert np.array_equal(result["scores"], np.stack([-logit, logit], 1))
@@ -280,7 +238,7 @@ def test_one_logit_is_a_classifier_of_two(source: Any) -> None:
 
 def test_two_scores_are_centred_which_changes_neither_probabilities_nor_predictions() -> None:
     model = trained(nn.Linear, "classification", {"in_features": 5, "out_features": 2})
-    result = Scorer(model).score_arrays([X])
+    result = scored(model)
     with torch.no_grad():
         logits = model.build()(torch.from_numpy(X)).double()
     np.testing.assert_allclose(result["scores"], logits - logits.mean(1, keepdim=True), rtol=1e-12)
@@ -288,16 +246,10 @@ def test_two_scores_are_centred_which_changes_neither_probabilities_nor_predicti
     assert np.array_equal(result["prediction"], logits.argmax(1))
 
 
-@pytest.mark.parametrize(
-    ("columns", "says"),
-    [
-        ([pa.array(["a", "b"])], "column 'features' is string, but the model was fitted on"),
-        ([pa.array([1.0, 2.0])], "column 'features' is double, but the model was fitted on"),
-    ],
-)
-def test_columns_that_an_sql_function_was_not_made_for_are_named(columns: list[pa.Array], says: str) -> None:
-    with pytest.raises(ColumnError, match=says):
-        Scorer(trained(Mlp)).score(columns)
+@pytest.mark.parametrize("column", [pa.array(["a", "b"]), pa.array([1.0, 2.0])])
+def test_columns_that_an_sql_function_was_not_made_for_are_named(column: pa.Array) -> None:
+    with pytest.raises(ColumnError, match=f"column 'features' is {column.type}, but the model was fitted on"):
+        Scorer(trained(Mlp)).score([column])
 
 
 @pytest.mark.parametrize("thresholds", [None, [0.1, 0.5, 0.9]])
@@ -306,8 +258,3 @@ def test_a_row_whose_scores_are_nan_is_of_no_class(thresholds: list[float] | Non
     rows[1, 0] = np.nan
     found = Scorer(trained(Mlp, "classification"), thresholds=thresholds).score_arrays([rows])["prediction"]
     assert np.flatnonzero(np.isnan(found)).tolist() == [1]
-
-
-def test_rows_of_another_shape_are_refused() -> None:
-    with pytest.raises(ColumnError, match="50 rows of column 'features' do not hold 5 values"):
-        Scorer(trained(Mlp)).score([to_arrow(X[:, :4])])

@@ -12,14 +12,10 @@ import pyarrow as pa
 import pytest
 import torch
 
-from sparktorch.base.state_dict import pack_state
-from sparktorch.data.columns import TensorSpec
 from sparktorch.errors import ColumnError
 from sparktorch.model.scorer import Scorer
 from sparktorch.model.series.forecasts import Backtest, SeriesColumns, forecast
-from sparktorch.model.series.module import SeriesModule
-from sparktorch.model.trained_module import TrainedModule
-from sparktorch.train.recipe.dry_run import OutputSpec
+from tests.support.models import trained_module
 
 COLUMNS = SeriesColumns(
     group="shop", order="day", target="sold", past=["visits"], future=["price"], static=["size"], context=4, horizon=3
@@ -31,17 +27,10 @@ def scorer(columns: SeriesColumns) -> tuple[Scorer, torch.nn.Module]:
     figures = {of: [(1.0, 2.0)] * len(getattr(columns, of)) for of in ("past", "future", "static")}
     params = {"module": "sparktorch.model.series.module:SeriesNetwork", "params": {"hidden": [5]}, **figures}
     params |= {"context": columns.context, "horizon": columns.horizon, "quantiles": list(columns.quantiles)}
-    torch.manual_seed(0)
-    module = SeriesModule(**params).eval()
-    trained = TrainedModule(
-        source="sparktorch.model.series.module:SeriesModule",
-        params=params,
-        weights=pack_state(module.state_dict()),
-        inputs=(TensorSpec(name="x0", column="past values", dtype="float32", shape=(4, 1)),),
-        outputs=(OutputSpec("", (3,)),),
-        task="generic",
-    )
-    return Scorer(trained), module
+    parts = [torch.zeros(2, 4, 1 + len(columns.past)), torch.zeros(2, 7, 1), torch.zeros(2, 4, 1)]
+    example = parts if columns.future else parts[:1]
+    trained = trained_module("sparktorch.model.series.module:SeriesModule", *example, params=params)
+    return Scorer(trained), trained.build()
 
 
 def rows(lengths: Sequence[int], columns: SeriesColumns = COLUMNS, **changed: Any) -> pa.Table:

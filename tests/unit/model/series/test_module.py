@@ -95,26 +95,10 @@ def test_its_graph_takes_any_number_of_windows(quantiles: list[float]) -> None:
     assert torch.allclose(graph.module()(*few), module(*few))
 
 
-def test_without_scaling_a_module_gets_the_series_as_it_is() -> None:
-    module = SeriesModule(Seen, {}, 4, 2, scaling=None)
-    past = windows()[0][..., :1]
-    module(past)
-    assert torch.equal(module.module.parts[0], past)  # type: ignore[arg-type]
-
-
-def test_an_output_of_another_shape_is_refused() -> None:
-    module = SeriesModule(nn.Flatten(), {}, 4, 2)
-    with pytest.raises(ModuleError, match="returned shape") as refused:
-        module(torch.rand(3, 4, 1))
-    assert "(samples, horizon)" in refused.value.hint
-
-
-@pytest.mark.parametrize(
-    ("shape", "quantiles"), [((2, 3), []), ((6,), []), ((3, 3, 2), [0.1, 0.5, 0.9]), ((3, 6), [0.1, 0.5, 0.9])]
-)
-def test_axes_in_another_order_are_refused(shape: tuple[int, ...], quantiles: list[float]) -> None:
+@pytest.mark.parametrize(("shape", "quantiles"), [((2, 3), []), ((3, 4), []), ((3, 3, 2), [0.1, 0.5, 0.9])])
+def test_an_output_of_another_shape_is_refused(shape: tuple[int, ...], quantiles: list[float]) -> None:
     module = SeriesModule(Returns(torch.zeros(shape)), {}, 4, 2, quantiles=quantiles)
-    with pytest.raises(ModuleError, match="returned shape"):
+    with pytest.raises(ModuleError, match=r"returned shape(.|\n)*\(samples, horizon"):
         module(torch.rand(3, 4, 1))
 
 
@@ -124,9 +108,8 @@ def test_without_quantiles_a_last_axis_of_one_may_be_there(shape: tuple[int, ...
     assert module(torch.rand(3, 4, 1)).shape == ((3, 2, 3) if quantiles else (3, 2))
 
 
-@pytest.mark.parametrize("quantiles", [[], [0.1, 0.5, 0.9]])
-@pytest.mark.parametrize("hidden", [[], [8, 4]])
-@pytest.mark.parametrize("columns", [{}, {"past": PAST}, {"static": STATIC}, {"future": FUTURE, "static": STATIC}])
+@pytest.mark.parametrize(("quantiles", "hidden"), [([], [8, 4]), ([0.1, 0.5, 0.9], [])])
+@pytest.mark.parametrize("columns", [{}, {"past": PAST}, {"future": FUTURE, "static": STATIC}])
 def test_the_network_forecasts_from_all_kinds_of_columns(
     quantiles: list[float], hidden: list[int], columns: dict[str, Any]
 ) -> None:
@@ -136,7 +119,8 @@ def test_the_network_forecasts_from_all_kinds_of_columns(
     more = [part for name, part in (("future", future), ("static", static)) if name in columns]
     found = module(past, *more)
     assert found.shape == ((5, 2, 3) if quantiles else (5, 2))
-    assert torch.allclose(module(2 * past + 5, *more) if not columns.get("past") else 2 * found + 5, 2 * found + 5)
+    if "past" not in columns:
+        assert torch.allclose(module(2 * past + 5, *more), 2 * found + 5)
 
 
 @pytest.mark.parametrize("scaling", ["window", None])

@@ -47,8 +47,7 @@ def test_a_model_gets_each_kind_of_column_by_its_name() -> None:
     assert torch.allclose(forecast, past[:, -1:, 0].expand(5, 7))
 
 
-@pytest.mark.parametrize("columns", [{}, COLUMNS, {"static": COLUMNS["static"]}, {"future": COLUMNS["future"]}])
-@pytest.mark.parametrize("quantiles", [[], [0.1, 0.9]])
+@pytest.mark.parametrize(("columns", "quantiles"), [({}, []), (COLUMNS, [0.1, 0.9])])
 @pytest.mark.parametrize("name", ["NHITS", "TFT", "TiDE"])
 @pytest.mark.filterwarnings("ignore")
 def test_models(name: str, quantiles: list[float], columns: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
