@@ -102,7 +102,7 @@ class RecommenderModel(_Paired, TorchModelBase, RecommenderModelParams):
         """
         model = cls()
         model._set(**params)
-        specs, tables, weights = [], [], []
+        specs, tables, weights, lengths = [], [], [], set[int]()
         given = (("userFactors", userFactors), ("itemFactors", itemFactors))
         for place, (name, (param, factors)) in enumerate(zip(model.getInputCols(), given, strict=True)):
             names = ColumnNames.of(factors)
@@ -111,15 +111,13 @@ class RecommenderModel(_Paired, TorchModelBase, RecommenderModelParams):
             features = names.column("features").cast("array<float>").alias("features")
             found = table_of(factors.select(names.column("id").cast(kind).alias("id"), features)).sort_by("id")
             lists = found["features"].combine_chunks()
-            if pc.count_distinct(lists.value_lengths()).as_py() != 1:
+            lengths.update(lists.value_lengths().unique().to_pylist())
+            if len(lengths) != 1:
                 raise ConfigError("features are empty, or of several lengths", param=param)
             tables.append(_structs(found.select(["id"]), [name]))
             vectors = torch.tensor(lists.flatten().to_numpy()).view(len(lists), -1)
             weights.append(torch.nn.functional.pad(vectors, (0, 1)))  # biases are 0
         users, items = weights
-        if users.shape[1] != items.shape[1]:
-            what = f"vectors of users have {users.shape[1] - 1} elements, and those of items {items.shape[1] - 1}"
-            raise ConfigError(what, param="itemFactors")
         trained = TrainedModule(
             source=f"{Towers.__module__}:{Towers.__qualname__}",
             params={"users": len(users), "items": len(items), "rank": users.shape[1] - 1},

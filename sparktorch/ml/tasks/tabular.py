@@ -195,19 +195,25 @@ def _by_kind(p: Values, names: ColumnNames) -> tuple[list[str], dict[str, list[s
     free = [name for name in names.schema.names if name not in taken and not _DRAWN.search(name)]
     named = {*(p["categoricalCols"] or ()), *(p["numericCols"] or ())}
     rest = [name for name in p["inputCols"] or free if name not in named]
-    if p["inputCols"] and (beyond := named - set(p["inputCols"])):
-        hint = "name it in inputCols, too, or leave inputCols out"
-        raise ColumnError(
-            f"column {min(beyond)!r} is not among inputCols", hint=hint, column=min(beyond), code="ST-COLUMN-MISSING"
-        )
-    if both := {*(p["labelCols"] or [p["labelCol"]])} & {*(p["inputCols"] or ()), *named}:
-        what = f"the label {min(both)!r} is among the input columns"
-        raise ColumnError(what, hint="leave it out: a model would only repeat it", column=min(both))
+    inputs = {*(p["inputCols"] or ())}
+    labels = {*(p["labelCols"] or [p["labelCol"]])} & (inputs | named)
     numbers = [name for name in rest if _is_number(names.type_of(name))]
     numeric = numbers if p["numericCols"] is None else p["numericCols"]
     others = [name for name in rest if name not in numbers]
+    others = others if p["categoricalCols"] is None else p["categoricalCols"]
+    for found, what, hint in (
+        (named - inputs if inputs else (), "column {!r} is not among inputCols", "name it there, or leave that out"),
+        (labels, "the label {!r} is among the input columns", "leave it out: a model would only repeat it"),
+        (
+            inputs - {*numeric, *others},
+            "column {!r} is among inputCols, and in neither categoricalCols nor numericCols",
+            "name it in one of them, or leave it out of inputCols",
+        ),
+    ):
+        if found:
+            raise ColumnError(what.format(min(found)), hint=hint, column=min(found))
     categorical, times = [], {}
-    for name in others if p["categoricalCols"] is None else p["categoricalCols"]:
+    for name in others:
         kind = names.type_of(name)
         if isinstance(kind, _TIMES):
             times[name] = ["month", "weekday"] if isinstance(kind, T.DateType) else ["month", "weekday", "hour"]
@@ -220,9 +226,6 @@ def _by_kind(p: Values, names: ColumnNames) -> tuple[list[str], dict[str, list[s
     for name in numeric:
         if not isinstance(names.type_of(name), NUMERIC):
             raise no_number(names.type_of(name), name)
-    if left := [name for name in p["inputCols"] or () if name not in {*categorical, *times, *numeric}]:
-        what = f"column {left[0]!r} is among inputCols, and in neither categoricalCols nor numericCols"
-        raise ColumnError(what, hint="name it in one of them, or leave it out of inputCols", column=left[0])
     return categorical, times, numeric
 
 
