@@ -19,7 +19,6 @@ from pyspark import BarrierTaskContext, TaskContext
 from pyspark.errors import IllegalArgumentException
 from pyspark.ml import Pipeline
 from pyspark.ml.evaluation import (
-    BinaryClassificationEvaluator,
     Evaluator,
     MulticlassClassificationEvaluator,
     RegressionEvaluator,
@@ -78,7 +77,7 @@ def halves(frame: DataFrame, seed: int = 7) -> list[DataFrame]:
     return [drawn.where(~((F.col("draw") >= i / 2) & (F.col("draw") < (i + 1) / 2))).drop("draw") for i in range(2)]
 
 
-# Of predictions, of scores and of a regression. A pipeline's, below, is of probabilities.
+# Of predictions and of a regression. A pipeline's, below, is of probabilities; test_evaluators.py has one of scores.
 CASES: dict[str, tuple[Any, dict[str, Any], Any, dict[str, Any]]] = {
     "weighted": (
         classifier,
@@ -86,17 +85,19 @@ CASES: dict[str, tuple[Any, dict[str, Any], Any, dict[str, Any]]] = {
         partial(MulticlassClassificationEvaluator, weightCol="weight"),
         {},
     ),
-    "auc": (classifier, {"outputs": 2, "labelCol": "two"}, partial(BinaryClassificationEvaluator, labelCol="two"), {}),
-    "r2": (regressor, {"validationIndicatorCol": "mark"}, partial(RegressionEvaluator, metricName="r2"), {}),
-    "the user's folds": (regressor, {}, RegressionEvaluator, {"foldCol": "fold", "numFolds": 3}),
+    "the user's folds": (
+        regressor,
+        {},
+        partial(RegressionEvaluator, metricName="r2"),
+        {"foldCol": "fold", "numFolds": 3},
+    ),
 }
 
 
 @pytest.fixture(scope="module")
 def rows(frame: DataFrame) -> Iterator[DataFrame]:
-    two = (F.col("label") > 0).cast("int").alias("two")
     place = F.abs(F.xxhash64("target"))
-    data = frame.select("*", two, (place % 7 == 0).alias("mark"), (place % 3).cast("int").alias("fold")).cache()
+    data = frame.select("*", (place % 7 == 0).alias("mark"), (place % 3).cast("int").alias("fold")).cache()
     yield data
     data.unpersist()
 

@@ -15,7 +15,7 @@ import torch
 from pyspark.ml import Pipeline
 from pyspark.ml.evaluation import BinaryClassificationEvaluator
 from pyspark.ml.feature import IndexToString, SQLTransformer
-from pyspark.ml.tuning import CrossValidator, ParamGridBuilder
+from pyspark.ml.tuning import ParamGridBuilder
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from torch import nn
@@ -193,14 +193,13 @@ def test_a_regressor_takes_named_columns_rare_categories_as_unknown_and_a_module
         TabularRegressor(labelCol="id", **QUICK).fit(raw.withColumn("both", F.array("carrier")))
 
 
-@pytest.mark.parametrize("kind", [CrossValidator, TorchCrossValidator])
-def test_folds_learn_of_their_own_rows(raw: DataFrame, kind: Any) -> None:
+def test_folds_learn_of_their_own_rows(raw: DataFrame) -> None:
     rows = raw.select("carrier", "planned", (F.col("arrival") == "late").cast("int").alias("label"))
     classifier = TabularClassifier(epochs=2, **QUICK)
     pipeline = Pipeline(stages=[SQLTransformer(statement="SELECT * FROM __THIS__"), classifier])
     grid = ParamGridBuilder().addGrid(classifier.moduleParams, [{"hidden": [4]}, {"hidden": [8, 4]}]).build()
     for estimator in (classifier, pipeline):
-        validator = kind(
+        validator = TorchCrossValidator(
             estimator=estimator, estimatorParamMaps=grid, evaluator=BinaryClassificationEvaluator(), numFolds=2, seed=1
         )
         found = validator.fit(rows)
