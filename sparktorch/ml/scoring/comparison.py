@@ -14,9 +14,8 @@ from pyspark.sql import functions as F
 from sparktorch.errors import ColumnError
 from sparktorch.ml.params.mixins import ClassificationModelParams, RegressionModelParams
 from sparktorch.ml.scoring import html
+from sparktorch.ml.scoring.column_metadata import check_numbers
 from sparktorch.spark.column_names import ColumnNames, quoted
-from sparktorch.spark.frame.encoding import NUMERIC
-from sparktorch.spark.frame.refusals import no_number
 
 __all__ = ["Summary", "Transform", "compared", "described", "totals", "weight_column"]
 
@@ -81,10 +80,7 @@ def compared(
     once. `label` is what `labelCol` means, if not the number that it has.
     """
     names, weight = ColumnNames.of(dataset), weight_column(model)
-    for name in (*([model.getLabelCol()] if label is None else []), *([weight] if weight else [])):
-        kind = names.type_of(name)
-        if not isinstance(kind, NUMERIC):
-            raise no_number(kind, name)
+    check_numbers(names, [*([model.getLabelCol()] if label is None else []), *([weight] if weight else [])])
     predictions = transform(dataset)
     rows = predictions.select(
         _there(names.column(model.getLabelCol()) if label is None else label).alias("label"),

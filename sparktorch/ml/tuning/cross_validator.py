@@ -224,7 +224,7 @@ class TorchCrossValidator(CrossValidator):
         pipeline: Any = self.getEstimator()
         ours = [place for place, stage in enumerate(pipeline.getStages()) if isinstance(stage, TorchEstimatorBase)]
         if not ours:
-            raise NotInOnePass("the pipeline has no estimator of this package")
+            return super()._fit(dataset)
         inner = CrossValidator.copy(self)
         inner._set(estimator=PrefixFittedOnce(pipeline, ours[0]))
         model = CrossValidator._fit(inner, dataset)
