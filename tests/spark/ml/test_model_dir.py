@@ -25,7 +25,7 @@ from sparktorch.base.weights_folder import INDEX, WeightsFolder
 from sparktorch.errors import ConfigError, ModuleError, PersistenceError, RankError
 from sparktorch.train.callbacks import FitContext
 from tests.spark.modules import MLP, Fixed
-from tests.spark.scored import sorted_rows
+from tests.spark.scored import same_weights, sorted_rows
 from tests.support.mlflow import QUIET
 
 pytestmark = QUIET  # Optuna's storage is SQLAlchemy
@@ -58,8 +58,7 @@ def test_it_is_the_model_that_fits_return(fitted: TorchClassificationModel, fram
     assert isinstance(weights, WeightsFolder)
     assert INDEX in {path.name for path in Path(weights.path).iterdir()}
     plain = asked().fit(frame)
-    assert dict(fitted.module.state_dict()).keys() == dict(plain.module.state_dict()).keys()
-    assert all(torch.equal(fitted.module.state_dict()[n], value) for n, value in plain.module.state_dict().items())
+    assert same_weights(fitted, plain)
     expected = scores(plain, frame)
     assert scores(fitted, frame) == expected
     row = frame.orderBy("target").first()

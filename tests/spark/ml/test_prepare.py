@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
@@ -15,6 +14,7 @@ from sparktorch import TorchClassifier, TorchRegressor
 from sparktorch.errors import ConfigError, ModuleError, RankLostError, RankStalledError
 from sparktorch.ml.model import TorchModelBase
 from tests.spark.modules import Dies
+from tests.spark.scored import same_weights
 from tests.support.faults import Fault
 from tests.support.nets import Mlp
 from tests.support.waiting import until
@@ -24,9 +24,8 @@ ROWS = 1001
 
 
 def same(one: TorchModelBase, other: TorchModelBase) -> bool:
-    left, right = one.module.state_dict(), other.module.state_dict()
     losses = [[record["loss"] for record in model.summary.history] for model in (one, other)]
-    return losses[0] == losses[1] and all(torch.equal(left[name], right[name]) for name in left)
+    return losses[0] == losses[1] and same_weights(one, other)
 
 
 def regressor(**params: Any) -> TorchRegressor:

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 from pyspark.sql import DataFrame, SparkSession
 
 from sparktorch import TorchRegressor
 from sparktorch.errors import PersistenceError, RankLostError
 from tests.spark.modules import Dies
+from tests.spark.scored import same_weights
 from tests.support.nets import Score
 
 
@@ -49,8 +49,7 @@ def test_a_lost_worker_costs_the_steps_since_the_last_checkpoint(
         model = regressor(tmp_path, callbacks=[killer], maxRestarts=2).fit(frame)
     (warning,) = [record.getMessage() for record in caplog.records if "restart 1 of 2" in record.getMessage()]
     assert "rank 1 died" in warning
-    expected, found = calm.module.state_dict(), model.module.state_dict()
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert same_weights(model, calm)
     losses = [record["loss"] for record in calm.summary.history]
     assert [record["loss"] for record in model.summary.history] == losses
     # On the driver every epoch was told once, although the second try told the first one again.
@@ -65,5 +64,4 @@ def test_the_next_fit_goes_on_with_an_unfinished_training_and_no_other(frame: Da
         regressor(tmp_path, learningRate=0.5).fit(frame)
     model = regressor(tmp_path).fit(frame)
     calm = regressor(tmp_path / "calm").fit(frame)
-    expected, found = calm.module.state_dict(), model.module.state_dict()
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert same_weights(model, calm)

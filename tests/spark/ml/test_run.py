@@ -46,10 +46,6 @@ def regression(context: RunContext, prepare: Callable[..., Any]) -> dict[str, to
     return net.state_dict()
 
 
-def of_run(context: RunContext, net: Any, optimizer: Any) -> tuple[Any, Any, Any]:
-    return *context.wrap(net, optimizer), torch.Tensor.backward
-
-
 def of_accelerate(context: RunContext, net: Any, optimizer: Any) -> tuple[Any, Any, Any]:
     from accelerate import Accelerator
 
@@ -76,8 +72,8 @@ def fitted(frame: DataFrame) -> dict[str, torch.Tensor]:
     return TorchRegressor(module=module, learningRate=0.01, epochs=2, **ROWS).fit(frame).module.state_dict()
 
 
-@pytest.mark.parametrize("prepare", [of_run, of_accelerate, of_fabric])
-def test_a_loop_of_ones_own_or_of_a_library_ends_with_the_weights_of_the_estimator(
+@pytest.mark.parametrize("prepare", [of_accelerate, of_fabric])
+def test_a_loop_of_a_library_ends_with_the_weights_of_the_estimator(
     frame: DataFrame, fitted: dict[str, torch.Tensor], prepare: Callable[..., Any]
 ) -> None:
     states = sparktorch.run(regression, frame, args=[prepare], epochs=2, numWorkers=2, **ROWS)

@@ -24,7 +24,7 @@ from sparktorch.spark import scoring_udf as predict
 from sparktorch.spark.session import setting
 from sparktorch.train.recipe.dry_run import describe_outputs
 from tests.spark.modules import MLP
-from tests.spark.scored import sorted_rows
+from tests.spark.scored import same_weights, sorted_rows
 
 VECTORS = [("features", 5), ("another.one", 2)]
 COLUMNAR = "spark.sql.execution.arrow.pythonUDF.columnarInput.enabled"
@@ -54,8 +54,7 @@ def test_rows_of_which_duplicates_were_dropped_are_fitted_and_scored_as_those_wi
 ) -> None:
     once = frame.unionByName(frame).dropDuplicates()
     again = TorchClassifier(module=MLP, moduleParams={"outputs": 3}, progress=False).fit(once)
-    for found, wanted in zip(again.module.parameters(), model.module.parameters(), strict=True):
-        assert torch.equal(found, wanted)
+    assert same_weights(again, model)
     scored = (again.transform(rows).select("prediction").collect() for rows in (once, frame))
     assert len(set(map(str, map(sorted, scored)))) == 1
 

@@ -14,7 +14,6 @@ import matplotlib as mpl
 import mlflow
 import optuna
 import pytest
-import torch
 from optuna.distributions import FloatDistribution
 from pyspark.ml import Pipeline, PipelineModel
 from pyspark.sql import DataFrame, SparkSession
@@ -23,6 +22,7 @@ from sparktorch import Callback, TorchRegressionModel, TorchRegressor, TorchTune
 from sparktorch.errors import ConfigError
 from sparktorch.train.callbacks import FitContext
 from tests.spark.modules import MLP
+from tests.spark.scored import same_weights
 from tests.support.mlflow import QUIET
 
 if TYPE_CHECKING:
@@ -92,11 +92,6 @@ def states(model: Any) -> dict[float, tuple[str, int]]:
     return dict(zip(table["params_learningRate"], zip(table["state"], table["epochs"], strict=True), strict=True))
 
 
-def same_bits(one: Any, other: Any) -> bool:
-    pairs = zip(one.module.state_dict().values(), other.module.state_dict().values(), strict=True)
-    return all(torch.equal(a, b) for a, b in pairs)
-
-
 def test_the_best_model_has_the_bits_of_a_fit_with_its_params_alone(frame: DataFrame) -> None:
     space = {"learningRate": FloatDistribution(1e-3, 0.1, log=True), "moduleParams.hidden": [8, 16]}
     base = regressor(epochs=2, moduleParams={"outputs": 1})
@@ -111,7 +106,7 @@ def test_the_best_model_has_the_bits_of_a_fit_with_its_params_alone(frame: DataF
         frame
     )
     assert model.bestModel.summary.numWorkers == 2
-    assert same_bits(model.bestModel, alone)
+    assert same_weights(model.bestModel, alone)
 
 
 def test_a_pruned_trial_trains_no_further_epoch(frame: DataFrame, tmp_path: Path) -> None:
@@ -160,10 +155,10 @@ def test_a_study_is_resumed_and_its_best_trial_fitted_again(
         again = tuner(rates, **stored, trials=1).fit(frame)
         assert "trial 0 of an earlier run is the best" in caplog.text
         assert again.trials.equals(first.trials)
-        assert same_bits(again.bestModel, first.bestModel)
+        assert same_weights(again.bestModel, first.bestModel)
         worse = tuner(rates, **stored).fit(frame)
         assert states(worse) == {0.05: ("COMPLETE", 4), BAD: ("COMPLETE", 4)}
-        assert same_bits(worse.bestModel, first.bestModel)
+        assert same_weights(worse.bestModel, first.bestModel)
         assert "other Params than" not in caplog.text
         tuner(rates, **stored, estimator=regressor(epochs=1)).fit(frame)
         assert "has other Params than then" in caplog.text
@@ -221,7 +216,7 @@ def test_a_tuner_is_a_stage_and_its_model_saves_the_best(frame: DataFrame, tmp_p
     fitted.save(str(tmp_path / "pipeline"))
     (loaded,) = PipelineModel.load(str(tmp_path / "pipeline")).stages
     assert isinstance(loaded, TorchRegressionModel)
-    assert same_bits(loaded, model.bestModel)
+    assert same_weights(loaded, model.bestModel)
     assert loaded.transform(frame).collect() == model.transform(frame).collect()
 
 
