@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
@@ -279,9 +278,9 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
         found = output_fields([*outputs.items(), *layers.items()])
         return {**fields, **dict.fromkeys(layers.values(), "array<float>")}, found
 
-    @abstractmethod
     def _own_fields(self) -> tuple[dict[str, str], dict[str, str]]:
         """Returns the same of the predictions, without `outputLayers`."""
+        raise NotImplementedError
 
     def _attribute(self, field: str, kind: str) -> dict[str, Any]:
         """Returns the ML attribute of an output column, for the stages that follow.
