@@ -212,11 +212,7 @@ def _shippable(
     *,
     first: str = "context",
 ) -> Callable[..., Any]:
-    """Names a run by its function; returns the function with its arguments, to be called with what is `first`.
-
-    Raises:
-        ConfigError: The function does not take the arguments, or it or one of them cannot be pickled.
-    """
+    """Names a run by its function; returns the function with its arguments, to be called with what is `first`."""
     name = str(getattr(function, "__qualname__", type(function).__qualname__))
     params._resetUid(f"run {name}")
     keywords = dict(kwargs or {})
