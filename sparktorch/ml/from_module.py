@@ -96,9 +96,7 @@ def _read(module: Any) -> Any:
     if isinstance(module, str | os.PathLike) and (str(module).startswith(_MLFLOW) or Path(module, "MLmodel").is_file()):
         return load_object("sparktorch.tracking.flavor:load_module")(str(module))
     path = Path(module) if isinstance(module, str | os.PathLike) else Path()
-    if path.suffix in _SUFFIXES and not path.is_file():
-        raise ModuleError(f"there is no file {module} on this machine", param="module")
-    if not path.is_file():
+    if path.suffix not in _SUFFIXES and not path.is_file():
         return module
     hint = "torch.export.save writes .pt2 files, torch.jit.save others; a file of weights is named by weights"
     with refusing(f"{module} holds no program", hint, param="module"):

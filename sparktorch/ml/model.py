@@ -239,11 +239,7 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
         take_rows_in_sql(spark)
 
     def _scoring(self) -> Scoring:
-        """Returns the Params of scoring.
-
-        Raises:
-            ConfigError: A Param is out of range.
-        """
+        """Returns the Params of scoring; a `ConfigError` says that one is out of range."""
         check_scoring(Values(self))
         return Scoring(
             batch_size=self.getPredictBatchSize(),
@@ -283,12 +279,7 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
         raise NotImplementedError
 
     def _attribute(self, field: str, kind: str) -> dict[str, Any]:
-        """Returns the ML attribute of an output column, for the stages that follow.
-
-        Args:
-            field: The field of the scores.
-            kind: Its type: SQL or "vector".
-        """
+        """Returns the ML attribute of an output column, of a field of the scores and its type: SQL or "vector"."""
         return numeric() if kind in ("float", "double") else {}
 
     def _score(self, row: Any, fields: list[str]) -> list[Any]:

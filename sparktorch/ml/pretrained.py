@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -106,9 +107,9 @@ class _FromFolderClassifier(_OneColumn, TorchClassifier):
         made = self._preprocess_of(folder, params)
         return self.copy()._set(modelFolder=folder, module=folder, moduleParams=params, preprocess=made)
 
+    @abstractmethod
     def _preprocess_of(self, folder: str, params: dict[str, Any]) -> FromFolder:
         """Returns the preprocess of a folder, to whose configuration it may add entries."""
-        raise NotImplementedError
 
 
 class TextClassificationModel(_FromFolderModel, TextClassificationModelParams):

@@ -28,11 +28,11 @@ def table() -> pd.DataFrame:
     return pd.DataFrame({"x": draw.normal(size=200), "y": draw.normal(size=200), "label": draw.integers(0, 3, 200)})
 
 
-def shown(users: Pythons, folder: Path, table: pd.DataFrame, what: str = "", executor: Path | None = None) -> list[str]:
+def shown(users: Pythons, folder: Path, table: pd.DataFrame, what: str = "") -> list[str]:
     """Runs the script on the table; returns the lines that are on its console when it ends."""
     table.to_parquet(folder / "rows.parquet")
     script = ROOT / "tests" / "paths" / "programs" / "failing.py"
-    env = shell(users.driver, PYSPARK_PYTHON=str(executor or users.driver))
+    env = shell(users.driver, PYSPARK_PYTHON=str(users.driver))
     command = [str(users.driver), str(script), "local[2]", what, str(folder / "rows.parquet")]
     done = subprocess.run(command, env=env, cwd=folder, capture_output=True, timeout=180, check=False)
     assert done.returncode == 1
@@ -46,22 +46,6 @@ def test_a_bad_label_is_told_in_a_few_lines(users: Pythons, table: pd.DataFrame,
     assert len(lines) <= LINES, "\n".join(lines)
     assert LABEL in lines[-2]
     assert "index the labels with StringIndexer" in lines[-1]
-
-
-def test_a_missing_value_is_told_in_a_few_lines(users: Pythons, table: pd.DataFrame, tmp_path: Path) -> None:
-    table.loc[77, "x"] = np.nan
-    lines = shown(users, tmp_path, table)
-    assert len(lines) <= LINES, "\n".join(lines)
-    assert "ColumnError: column 'x' has 1 row with null values" in lines[-2]
-
-
-def test_executors_without_the_package_are_told_in_a_few_lines(
-    users: Pythons, table: pd.DataFrame, tmp_path: Path
-) -> None:
-    lines = shown(users, tmp_path, table, executor=users.executor)
-    assert len(lines) <= LINES, "\n".join(lines)
-    assert "ClusterError: the Python of the executors cannot start a rank: No module named 'sparktorch'" in lines[-2]
-    assert "--py-files" in lines[-1]
 
 
 def test_an_exception_of_the_users_is_told_with_the_users_own_frames_alone(

@@ -151,19 +151,6 @@ class Dies(Callback):
         self.told.append(record)
 
 
-class Raises(Callback):
-    """Raises after the third step, and leaves a mark."""
-
-    def __init__(self, marks: Path) -> None:
-        self._marks = marks
-
-    def on_step_end(self, context: FitContext) -> None:
-        if context.step == 3:
-            with self._marks.open("a") as file:
-                file.write("x")
-            raise ValueError("on purpose")
-
-
 def only_in_tasks() -> nn.Module:
     """A module that only Spark's tasks build."""
     if TaskContext.get() is None:

@@ -19,6 +19,7 @@ from sparktorch.base.imports import import_path, load_object
 from sparktorch.errors import ColumnError, ConfigError, ModuleError, Refusal, nearest, refuse
 from sparktorch.ml.fit.values import COLUMNS, FIT, JOB, MODULE, RESTARTS, SCORING, Values
 from sparktorch.ml.params.mixins import EstimatorParams
+from sparktorch.ml.scoring.output_fields import check_apart
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.train.callbacks import check_callback
 from sparktorch.train.huggingface.models import MODEL_LOSS
@@ -141,13 +142,12 @@ def check_thresholds(instance: Params, classes: int | None) -> None:
 
 def check_layers(wanted: Mapping[str, str], layers: Sequence[str] | None) -> None:
     """Checks that a module has the layers of `outputLayers`; a graph has none, and `layers` is `None`."""
-    for name in wanted.values():
+    name = next((name for name in wanted.values() if name not in (layers or ())), None)
+    if name is not None:
+        what, hint = f"the module has no layer {name!r}", nearest(name, layers or ())
         if layers is None:
-            hint = "make the model from the module, by fromModule"
-            raise ConfigError("a graph has no layers that outputLayers could name", hint=hint, param="outputLayers")
-        if name not in layers:
-            hint = nearest(name, layers) or "module.named_modules() has the names"
-            raise ConfigError(f"the module has no layer {name!r}", hint=hint, param="outputLayers")
+            what, hint = "a graph has no layers that outputLayers could name", "make the model of the module"
+        raise ConfigError(what, hint=hint, param="outputLayers")
 
 
 def check_new_columns(estimator: EstimatorParams, dataset: DataFrame, outputs: int) -> None:
@@ -172,13 +172,7 @@ def check_outputs(columns: ColumnNames, names: Sequence[str]) -> None:
             column=taken[0],
             code="ST-COLUMN-TAKEN",
         )
-    twice = next(((name, name) for name in names if names.count(name) > 1), columns.alike(names))
-    if twice is not None:
-        raise ConfigError(
-            f"two output columns are called {twice[0]!r} and {twice[1]!r}, which to Spark is one name",
-            hint="give each a name of its own, or leave one out with ''",
-            code="ST-COLUMN-TAKEN",
-        )
+    check_apart(names, columns)
 
 
 def check_param_names(instance: Params, names: Iterable[str]) -> None:

@@ -18,7 +18,7 @@ from sparktorch.data.fields.base import Dense, Field
 from sparktorch.data.fields.kinds import field_of
 from sparktorch.data.preprocess import Preprocess, StepContext
 from sparktorch.data.storage import RowStorage
-from sparktorch.errors import ConfigError, ModuleError, refusing
+from sparktorch.errors import ModuleError, refusing
 from sparktorch.ml.fit.checks import naming_params
 from sparktorch.ml.fit.translate import Request, translate
 from sparktorch.ml.fit.values import Values
@@ -69,8 +69,6 @@ def try_out(
 def plan_of(estimator: EstimatorParams, task: Task, dataset: DataFrame, memory: float | None) -> Plan:
     """Returns the plan of an estimator's training; see `TorchEstimatorBase.plan`."""
     if memory is not None:
-        if isinstance(memory, str):
-            raise ConfigError(f"memory is {memory!r}", hint="give a number of MB: 8000 for 8 GB", param="memory")
         above("memory", memory, 0)
     if estimator.isSet("modelDir") and not estimator.isSet("strategy"):  # which a plan is asked for
         estimator = estimator.copy({estimator.getParam("strategy"): "zero3"})

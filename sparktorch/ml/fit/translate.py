@@ -6,6 +6,7 @@ import logging
 import os
 import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from typing import Any, Generic, Literal, TypeVar
@@ -18,7 +19,7 @@ from sparktorch.distributed.monitor import Timeouts
 from sparktorch.errors import ConfigError, refuse
 from sparktorch.ml.fit.checks import check_best_metric, check_job, check_params, check_restarts, check_ships
 from sparktorch.ml.fit.identity import described
-from sparktorch.ml.fit.values import MODEL_FOLDER, WHOLE_GROUPS, Values
+from sparktorch.ml.fit.values import GROUPS, MODEL_FOLDER, NAMED_GROUPS, WHOLE_GROUPS, Values
 from sparktorch.ml.params.classes import CLASSIFIER, GENERIC, RUN
 from sparktorch.ml.params.declare import ParamSpec, input_names
 from sparktorch.ml.params.mixins import EstimatorParams, RunParams
@@ -276,13 +277,9 @@ def _groups(estimator: Any, p: Values) -> Groups | None:
     """Returns the groups of the rows, `None` if each row is a sample."""
     window, grades = (None, False) if isinstance(estimator, RunParams) else (estimator._window(), estimator._grades)
     if p["groupCol"] is None and window is None:
-        if grades:
-            hint = "name the column that is the same in rows which are ordered together, such as that of a query"
-            raise ConfigError("groupCol is not set", hint=hint, param="groupCol", code="ST-NOT-SET")
+        refuse(NAMED_GROUPS if grades else (), p)
         return None
-    if p["split"] == "keep":
-        hint = "leave split out: rows of a group are sent to the same worker"
-        raise ConfigError("split='keep' may divide a group among workers", hint=hint, param="split", code="ST-GROUPS")
+    refuse(GROUPS, p)
     return Groups(group=p["groupCol"], order=p["orderCol"], window=window)
 
 
@@ -322,12 +319,6 @@ def _loss_of_groups(estimator: Any, p: Values) -> dict[str, Any]:
     if p["trainingStep"] is not None:
         return {"loss": None}
     loss, metrics = estimator._loss_of_groups()
-    if isinstance(loss, str) and ":" not in loss:
-        raise ConfigError(
-            f"loss {loss!r} is no import path, and torch's losses, which have names, are those of rows",
-            hint="with groupCol, pass a callable (output, label, sizes) that returns one loss per group",
-            param="loss",
-        )
     loss = load_object(loss) if isinstance(loss, str) else loss
     check_ships(loss, f"loss {name_of(loss)}", param="loss", hint="make what it holds inside it")
     return {"loss": None, "training_step": GroupsLossStep(loss, p["lossParams"], metrics)}
@@ -346,13 +337,8 @@ def _module(p: Values) -> dict[str, Any]:
 def _class_weights(value: Any) -> tuple[float, ...] | Literal["balanced"] | None:
     if value is None or value == "balanced":
         return "balanced" if value else None
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        raise ConfigError(
-            f"classWeights is {value!r}",
-            hint="it is 'balanced', or a list of a weight for each class 0, 1, ...: [1.0, 9.0]",
-            param="classWeights",
-        )
-    try:
-        return tuple(float(weight) for weight in value)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"classWeights are no numbers: {error}", param="classWeights") from error
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        with suppress(TypeError, ValueError):
+            return tuple(map(float, value))
+    hint = "it is 'balanced', or a list of a weight for each class 0, 1, ...: [1.0, 9.0]"
+    raise ConfigError(f"classWeights is {value!r}", hint=hint, param="classWeights")

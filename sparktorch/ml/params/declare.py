@@ -88,9 +88,7 @@ def with_constructor(kind: type[Params], table: Sequence[ParamSpec], *, argument
     """
     defaults = {spec.name: spec.default for spec in table if spec.default is not None}
 
-    def __init__(self: Any, *refused: Any, **values: Any) -> None:
-        if refused:
-            raise TypeError(f"{type(self).__name__}() takes keyword arguments only")
+    def __init__(self: Any, **values: Any) -> None:
         for name in values:
             if name not in names:
                 hint = f": {nearest(name, names)}" if names else ""

@@ -8,27 +8,11 @@ from sparktorch.ml.params import classes
 from sparktorch.ml.params.declare import ParamSpec, params_class, with_constructor
 
 __all__ = [
-    "ClassificationModelParams",
-    "ClassifierParams",
-    "EstimatorParams",
-    "ForecasterParams",
-    "ForecastingModelParams",
-    "GenericModelParams",
-    "GenericParams",
-    "ImageClassificationModelParams",
-    "ImageClassifierParams",
-    "ModelParams",
-    "RankerParams",
-    "RankingModelParams",
-    "RecommenderModelParams",
-    "RecommenderParams",
-    "RegressionModelParams",
-    "RegressorParams",
-    "RunParams",
-    "TabularClassifierParams",
-    "TabularRegressorParams",
-    "TextClassificationModelParams",
-    "TextClassifierParams",
+    *("ClassificationModelParams", "ClassifierParams", "EstimatorParams", "ForecasterParams"),
+    *("ForecastingModelParams", "GenericModelParams", "GenericParams", "ImageClassificationModelParams"),
+    *("ImageClassifierParams", "ModelParams", "RankerParams", "RankingModelParams", "RecommenderModelParams"),
+    *("RecommenderParams", "RegressionModelParams", "RegressorParams", "RunParams", "TabularClassifierParams"),
+    *("TabularRegressorParams", "TextClassificationModelParams", "TextClassifierParams"),
 ]
 
 EstimatorParams = params_class("EstimatorParams", classes.ESTIMATOR, "The Params that all estimators share.")

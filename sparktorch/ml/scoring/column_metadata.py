@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pyspark.sql import Column, DataFrame
@@ -17,7 +17,14 @@ from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.frame.encoding import NUMERIC
 from sparktorch.spark.frame.refusals import no_number
 
-__all__ = ["class_index", "labels_of", "nominal", "numeric", "vector"]
+__all__ = ["check_numbers", "class_index", "labels_of", "nominal", "numeric", "vector"]
+
+
+def check_numbers(names: ColumnNames, columns: Iterable[str]) -> None:
+    """Refuses columns of other types than numbers and booleans."""
+    for column in columns:
+        if not isinstance(kind := names.type_of(column), NUMERIC):
+            raise no_number(kind, column)
 
 
 def labels_of(dataset: DataFrame, column: str) -> tuple[str, ...]:

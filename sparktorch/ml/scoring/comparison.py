@@ -14,9 +14,8 @@ from pyspark.sql import functions as F
 from sparktorch.errors import ColumnError
 from sparktorch.ml.params.mixins import ClassificationModelParams, RegressionModelParams
 from sparktorch.ml.scoring import html
+from sparktorch.ml.scoring.column_metadata import check_numbers
 from sparktorch.spark.column_names import ColumnNames, quoted
-from sparktorch.spark.frame.encoding import NUMERIC
-from sparktorch.spark.frame.refusals import no_number
 
 __all__ = ["Summary", "Transform", "compared", "described", "totals", "weight_column"]
 
@@ -81,10 +80,7 @@ def compared(
     once. `label` is what `labelCol` means, if not the number that it has.
     """
     names, weight = ColumnNames.of(dataset), weight_column(model)
-    for name in (*([model.getLabelCol()] if label is None else []), *([weight] if weight else [])):
-        kind = names.type_of(name)
-        if not isinstance(kind, NUMERIC):
-            raise no_number(kind, name)
+    check_numbers(names, [*([model.getLabelCol()] if label is None else []), *([weight] if weight else [])])
     predictions = transform(dataset)
     rows = predictions.select(
         _there(names.column(model.getLabelCol()) if label is None else label).alias("label"),
@@ -117,26 +113,18 @@ def described(
     """Returns the fields of all summaries, from rows that have labels, weights and predictions."""
     label, weight = model.getLabelCol(), weight_column(model)
     rows = sum(row["rows"] for row in totals)
-    if not rows:
-        raise ColumnError(
-            "the DataFrame has no rows", hint="check the filter or the path it comes from", code="ST-NO-ROWS"
-        )
-    needed = (
-        ("labels", label, f"null or NaN in column {label!r}", "leave them out with a filter"),
-        ("weights", weight, f"null, NaN, infinite or negative in column {weight!r}", "leave them out with a filter"),
-        ("predictions", None, "without a prediction", "leave them out with handleInvalid='skip'"),
-    )
-    for count, column, what, hint in needed:
-        missing = rows - sum(row[count] or 0 for row in totals)
-        if missing:
-            raise ColumnError(f"{missing} rows are {what}", hint=hint, column=column)
-    if not sum(row["weight"] for row in totals):
-        raise ColumnError(
-            "all rows have the weight 0",
-            hint="evaluate rows with weights, or unset weightCol",
-            column=weight,
-            code="ST-WEIGHT",
-        )
+    counted = {name: sum(row[name] or 0 for row in totals) for name in ("labels", "weights", "predictions", "weight")}
+    no_label, no_weight, no_prediction = (rows - counted[name] for name in ("labels", "weights", "predictions"))
+    out, of_weight = "leave them out with a filter", f"null, NaN, infinite or negative in column {weight!r}"
+    for refused, column, what, hint, code in (
+        (not rows, None, "the DataFrame has no rows", "check the filter or the path it comes from", "ST-NO-ROWS"),
+        (no_label, label, f"{no_label} rows are null or NaN in column {label!r}", out, ""),
+        (no_weight, weight, f"{no_weight} rows are {of_weight}", out, ""),
+        (no_prediction, None, f"{no_prediction} rows are without a prediction", "set handleInvalid='skip'", ""),
+        (not counted["weight"], weight, "all rows have the weight 0", "unset weightCol", "ST-WEIGHT"),
+    ):
+        if refused:
+            raise ColumnError(what, hint=hint, column=column, code=code)
     return {
         "predictions": predictions,
         "predictionCol": model.getPredictionCol(),

@@ -119,13 +119,13 @@ def _check(row: Row, model: Any, metric: str) -> None:
     if row["stranger"] is not None:
         given = None if model.labels and row["stranger"] == -1 else row["stranger"]
         raise no_class(given, row["strangers"], model.numClasses, label, model.labels)
-    if not row["weight"]:
-        raise ColumnError(
-            "all rows have the weight 0", hint="unset weightCol", column=weight_column(model), code="ST-WEIGHT"
-        )
-    if row["metric"] is None:
-        hint = f"{metric!r} compares rows of different labels: take rows that have them"
-        raise ColumnError("all rows have the same label", hint=hint, column=label, code="ST-ONE-LABEL")
+    differ = f"{metric!r} compares rows of different labels: take rows that have them"
+    for refused, column, what, hint, code in (
+        (not row["weight"], weight_column(model), "all rows have the weight 0", "unset weightCol", "ST-WEIGHT"),
+        (row["metric"] is None, label, "all rows have the same label", differ, "ST-ONE-LABEL"),
+    ):
+        if refused:
+            raise ColumnError(what, hint=hint, column=column, code=code)
 
 
 def _variants(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from sparktorch.errors import ConfigError
+from sparktorch.spark.column_names import ColumnNames
 
-__all__ = ["layer_field", "output_fields", "sql_type"]
+__all__ = ["check_apart", "layer_field", "output_fields", "sql_type"]
 
 
 def output_fields(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
@@ -15,17 +16,22 @@ def output_fields(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
     Raises:
         ConfigError: Two columns have the same name.
     """
-    outputs: dict[str, str] = {}
-    for name, field in pairs:
-        if name in outputs:
-            raise ConfigError(
-                f"two output columns are called {name!r}: {outputs[name]} and {field}",
-                hint="give each a name of its own, or leave one out with ''",
-                code="ST-COLUMN-TAKEN",
-            )
-        if name:
-            outputs[name] = field
-    return outputs
+    named = [(name, field) for name, field in pairs if name]
+    check_apart([name for name, _ in named])
+    return dict(named)
+
+
+def check_apart(names: Sequence[str], columns: ColumnNames | None = None) -> None:
+    """Refuses two output columns of the same name, or of one that is the same to Spark, as `columns` know."""
+    twice = next(((name, name) for name in names if names.count(name) > 1), None)
+    if twice is None and columns is not None:
+        twice = columns.alike(names)
+    if twice is not None:
+        raise ConfigError(
+            f"two output columns are called {twice[0]!r} and {twice[1]!r}, which to Spark is one name",
+            hint="give each a name of its own, or leave one out with ''",
+            code="ST-COLUMN-TAKEN",
+        )
 
 
 def layer_field(place: int) -> str:

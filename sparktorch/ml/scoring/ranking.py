@@ -81,13 +81,13 @@ def evaluate_ranker(
 
 
 def _check(found: Row, group: str, label: str) -> None:
-    missing = found["rows"] - found["groups"]
-    if missing:
-        what = f"{counted(missing, 'row is', 'rows are')} null in column {group!r}"
-        raise ColumnError(what, hint="leave them out with a filter", column=group)
-    if found["negative"]:
-        what = f"{counted(found['negative'], 'label', 'labels')} in column {label!r} below 0"
-        raise ColumnError(what, hint="labels are grades: 0 for rows that do not matter", column=label)
+    missing, below = found["rows"] - found["groups"], found["negative"]
+    for count, column, what, hint in (
+        (missing, group, f"{counted(missing, 'row is', 'rows are')} null in", "leave them out with a filter"),
+        (below, label, f"{counted(below, 'label is', 'labels are')} below 0 in", "0 is for rows that do not matter"),
+    ):
+        if count:
+            raise ColumnError(f"{what} column {column!r}", hint=hint, column=column)
 
 
 def _measured(rows: DataFrame, ks: list[int | None]) -> Row:

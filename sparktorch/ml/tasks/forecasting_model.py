@@ -19,11 +19,10 @@ from sparktorch.ml.fit.values import Values
 from sparktorch.ml.model import TorchModelBase
 from sparktorch.ml.params.mixins import ForecastingModelParams
 from sparktorch.ml.scoring.backtest import ForecastSummary, summary_of
+from sparktorch.ml.scoring.column_metadata import check_numbers
 from sparktorch.model.series.forecasts import Backtest, SeriesColumns, columns_of_quantiles, forecast
 from sparktorch.spark.column_names import ColumnNames, quoted
-from sparktorch.spark.frame.encoding import NUMERIC
 from sparktorch.spark.frame.groups import check_group
-from sparktorch.spark.frame.refusals import no_number
 from sparktorch.spark.rdd import dataframe_of
 from sparktorch.spark.scoring_udf import scorer_here
 from sparktorch.spark.session import is_local, setting
@@ -32,11 +31,11 @@ from sparktorch.spark.shipping import send
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["COMPARED", "WINDOWS", "ForecastingModel", "check_series"]
+__all__ = ["WINDOWS", "ForecastingModel", "check_series"]
 
 _ORDERS = (T.ByteType, T.ShortType, T.IntegerType, T.LongType, T.DateType, T.TimestampType, T.TimestampNTZType)
 
-COMPARED = ("cutoff", "step", "label", "naive", "scale")  # the columns that `evaluate` adds
+_COMPARED = ("cutoff", "step", "label", "naive", "scale")  # the columns that `evaluate` adds
 
 WINDOWS = (
     Refusal(
@@ -205,7 +204,7 @@ def _rows(dataset: DataFrame, columns: SeriesColumns, backtest: Backtest | None)
     ]
     if backtest is not None:
         kinds = (names.type_of(columns.order), T.IntegerType(), double, double, double)
-        added = [*zip(COMPARED, kinds, strict=True), *added]
+        added = [*zip(_COMPARED, kinds, strict=True), *added]
     keys = dataset.select(*map(names.column, columns.keys)).schema.names
     check_outputs(ColumnNames.of(dataset.select(*map(quoted, keys))), [name for name, _ in added])
     fields = [T.StructField(name, names.type_of(name)) for name in columns.keys]
@@ -226,9 +225,7 @@ def check_series(
         raise ColumnError(what, hint=f"cast it, as to_timestamp({order}) does with text", column=order)
     if isinstance(kind, T.TimestampType):
         _check_zone(setting(spark, "spark.sql.session.timeZone"))
-    for name in numbers:
-        if not isinstance(names.type_of(name), NUMERIC):
-            raise no_number(names.type_of(name), name)
+    check_numbers(names, numbers)
 
 
 def _check_zone(zone: str) -> None:

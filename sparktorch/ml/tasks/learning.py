@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pyspark.ml import Estimator
 from pyspark.sql import DataFrame
 
+from sparktorch.errors import ColumnError
 from sparktorch.ml.estimator import TorchEstimatorBase
 from sparktorch.ml.fit.prepared_data import PreparedData, Source, needs_other_rows
 from sparktorch.ml.fit.values import Values
@@ -16,7 +17,14 @@ from sparktorch.spark.rdd import dataframe_of
 if TYPE_CHECKING:
     from pyspark.ml._typing import ParamMap
 
-__all__ = ["LearningEstimator"]
+__all__ = ["LearningEstimator", "check_rows"]
+
+
+def check_rows(count: int) -> None:
+    """Refuses to learn of no rows."""
+    if not count:
+        what, hint = "the DataFrame has no rows that train", "check the filter or the path it comes from"
+        raise ColumnError(what, hint=hint, code="ST-NO-ROWS")
 
 
 class LearningEstimator(TorchEstimatorBase[Any]):

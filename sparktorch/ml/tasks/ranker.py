@@ -7,10 +7,12 @@ from typing import Any
 
 from pyspark.sql import DataFrame
 
+from sparktorch.base.config import one_of
 from sparktorch.data.ranking.losses import LOSSES
 from sparktorch.data.ranking.metrics import measured
-from sparktorch.errors import ConfigError, nearest, shortens
+from sparktorch.errors import refuse, shortens
 from sparktorch.ml.estimator import TorchEstimatorBase
+from sparktorch.ml.fit.values import NAMED_GROUPS, Values
 from sparktorch.ml.params.mixins import RankerParams, RankingModelParams
 from sparktorch.ml.regression import ValueModel
 from sparktorch.ml.scoring.ranking import RankingSummary, evaluate_ranker
@@ -39,8 +41,7 @@ class RankingModel(ValueModel, RankingModelParams):
                 is negative.
             ConfigError: `groupCol` is not set.
         """
-        if not self.isDefined("groupCol"):
-            raise ConfigError("groupCol is not set", hint="model.setGroupCol(...)", param="groupCol", code="ST-NOT-SET")
+        refuse(NAMED_GROUPS, Values(self))
         named = self._named()
         return evaluate_ranker(named, named.transform, dataframe_of(dataset, "evaluate"))
 
@@ -79,9 +80,6 @@ class Ranker(TorchEstimatorBase[RankingModel], RankerParams):
     def _loss_of_groups(self) -> tuple[Any, Callable[..., Any] | None]:
         loss = self.getLoss()
         if isinstance(loss, str) and ":" not in loss:
-            if loss not in LOSSES:
-                raise ConfigError(
-                    f"loss {loss!r} is unknown", hint=nearest(loss, LOSSES), param="loss", code="ST-UNKNOWN-NAME"
-                )
+            one_of("loss", loss, tuple(LOSSES))
             loss = LOSSES[loss]
         return loss, measured

@@ -22,13 +22,13 @@ from sparktorch.ml.fit.translate import translate
 from sparktorch.ml.fit.values import Values
 from sparktorch.ml.model import TorchModelBase
 from sparktorch.ml.params.mixins import RecommenderModelParams, RecommenderParams
+from sparktorch.ml.scoring.column_metadata import check_numbers
 from sparktorch.ml.scoring.recommendations import RankingMetrics, ranking_metrics
-from sparktorch.ml.tasks.learning import LearningEstimator
+from sparktorch.ml.tasks.learning import LearningEstimator, check_rows
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.compat import frame_of_rows, table_of
-from sparktorch.spark.frame.encoding import NUMERIC, kept_as
-from sparktorch.spark.frame.refusals import no_number
+from sparktorch.spark.frame.encoding import kept_as
 from sparktorch.spark.rdd import dataframe_of
 from sparktorch.spark.recommend import Vectors, recommended
 from sparktorch.train.recipe.dry_run import ArgumentSpec, OutputSpec
@@ -102,7 +102,7 @@ class RecommenderModel(_Paired, TorchModelBase, RecommenderModelParams):
         """
         model = cls()
         model._set(**params)
-        specs, tables, weights = [], [], []
+        specs, tables, weights, lengths = [], [], [], set[int]()
         given = (("userFactors", userFactors), ("itemFactors", itemFactors))
         for place, (name, (param, factors)) in enumerate(zip(model.getInputCols(), given, strict=True)):
             names = ColumnNames.of(factors)
@@ -111,15 +111,13 @@ class RecommenderModel(_Paired, TorchModelBase, RecommenderModelParams):
             features = names.column("features").cast("array<float>").alias("features")
             found = table_of(factors.select(names.column("id").cast(kind).alias("id"), features)).sort_by("id")
             lists = found["features"].combine_chunks()
-            if pc.count_distinct(lists.value_lengths()).as_py() != 1:
+            lengths.update(lists.value_lengths().unique().to_pylist())
+            if len(lengths) != 1:
                 raise ConfigError("features are empty, or of several lengths", param=param)
             tables.append(_structs(found.select(["id"]), [name]))
             vectors = torch.tensor(lists.flatten().to_numpy()).view(len(lists), -1)
             weights.append(torch.nn.functional.pad(vectors, (0, 1)))  # biases are 0
         users, items = weights
-        if users.shape[1] != items.shape[1]:
-            what = f"vectors of users have {users.shape[1] - 1} elements, and those of items {items.shape[1] - 1}"
-            raise ConfigError(what, param="itemFactors")
         trained = TrainedModule(
             source=f"{Towers.__module__}:{Towers.__qualname__}",
             params={"users": len(users), "items": len(items), "rank": users.shape[1] - 1},
@@ -339,9 +337,7 @@ def _seen_in(dataset: DataFrame, p: Values) -> _Seen:
     twice = next((name for name in columns if columns.count(name) > 1), None)
     if twice is not None:
         raise ConfigError(f"column {twice!r} has two roles", hint="name another one for each", param="userCol")
-    for name in columns[2:]:
-        if not isinstance(names.type_of(name), NUMERIC):
-            raise no_number(names.type_of(name), name)
+    check_numbers(names, columns[2:])
     finite = [F.abs(names.column(name).cast("double")) < float("inf") for name in columns[2:]]
     present = [names.column(name).isNotNull() for name in columns[:2]]
     rows = dataset.where(~names.column(p["validationIndicatorCol"])) if p["validationIndicatorCol"] else dataset
@@ -353,12 +349,7 @@ def _seen_in(dataset: DataFrame, p: Values) -> _Seen:
         groups = rows.groupBy(names.column(name).cast(_id_type(names, name)).alias("id"))
         figures = [F.max(names.column(one).cast("double")).alias(f"f{at}") for at, one in enumerate(features)]
         found = table_of(groups.agg(*figures, F.count(F.lit(1)).alias("rows"), F.sum(score).alias("sum")))
-        if not found.num_rows:
-            raise ColumnError(
-                "the DataFrame has no rows that train",
-                hint="check the filter or the path it comes from",
-                code="ST-NO-ROWS",
-            )
+        check_rows(found.num_rows)
         kept = found.sort_by("id").select([0, *range(1, 1 + len(features))])
         tables.append(_structs(kept, [name, *features]))
         mean = pc.sum(found["sum"]).as_py() / pc.sum(found["rows"]).as_py()

@@ -23,12 +23,11 @@ from sparktorch.ml.model import TorchModelBase
 from sparktorch.ml.params.mixins import TabularClassifierParams, TabularRegressorParams
 from sparktorch.ml.params.task_tables import TABLE
 from sparktorch.ml.regression import TorchRegressionModel, TorchRegressor
-from sparktorch.ml.scoring.column_metadata import class_index, nominal
+from sparktorch.ml.scoring.column_metadata import check_numbers, class_index, nominal
 from sparktorch.ml.tasks.column_statistics import Figures, categories_and_figures
-from sparktorch.ml.tasks.learning import LearningEstimator
+from sparktorch.ml.tasks.learning import LearningEstimator, check_rows
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.frame.encoding import NUMERIC, kept_as
-from sparktorch.spark.frame.refusals import no_number
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -122,10 +121,7 @@ def _seen_in(dataset: DataFrame, estimator: _TabularEstimator) -> _Seen:
         labels=_MOST_LABELS + 1,
     )
     rows, *found = found
-    if not rows.rows:
-        raise ColumnError(
-            "the DataFrame has no rows that train", hint="check the filter or the path it comes from", code="ST-NO-ROWS"
-        )
+    check_rows(rows.rows)
     categories = {
         name: [_VALUES.get(kept_as(names.type_of(name)), int)(value) for value in of]
         for name, of in zip(categorical, values, strict=False)
@@ -166,12 +162,15 @@ def _coded(figures: Mapping[str, Figures], names: ColumnNames, most: int) -> dic
 
 def _labels(column: str, trained: list[str], validated: list[str]) -> list[str]:
     """Returns the labels of the rows that train; refuses others in the rows that validate, and too many."""
+    what, hint = "", ""
     if len(trained) > _MOST_LABELS:
+        what = f"has more than {_MOST_LABELS:,} labels"
         hint = "a classifier has an output for each: does labelCol name identifiers, or numbers as text?"
-        raise ColumnError(f"column {column!r} has more than {_MOST_LABELS:,} labels", hint=hint, column=column)
-    if unseen := sorted({*validated} - {*trained}):
-        what = f"column {column!r} has the label {unseen[0]!r} in validation rows, and in no row that trains"
-        raise ColumnError(what, hint="let rows with it train, or leave them out", column=column)
+    elif unseen := {*validated} - {*trained}:
+        what = f"has the label {min(unseen)!r} in validation rows, and in no row that trains"
+        hint = "let rows with it train, or leave them out"
+    if what:
+        raise ColumnError(f"column {column!r} {what}", hint=hint, column=column)
     return sorted(trained)
 
 
@@ -195,19 +194,25 @@ def _by_kind(p: Values, names: ColumnNames) -> tuple[list[str], dict[str, list[s
     free = [name for name in names.schema.names if name not in taken and not _DRAWN.search(name)]
     named = {*(p["categoricalCols"] or ()), *(p["numericCols"] or ())}
     rest = [name for name in p["inputCols"] or free if name not in named]
-    if p["inputCols"] and (beyond := named - set(p["inputCols"])):
-        hint = "name it in inputCols, too, or leave inputCols out"
-        raise ColumnError(
-            f"column {min(beyond)!r} is not among inputCols", hint=hint, column=min(beyond), code="ST-COLUMN-MISSING"
-        )
-    if both := {*(p["labelCols"] or [p["labelCol"]])} & {*(p["inputCols"] or ()), *named}:
-        what = f"the label {min(both)!r} is among the input columns"
-        raise ColumnError(what, hint="leave it out: a model would only repeat it", column=min(both))
+    inputs = {*(p["inputCols"] or ())}
+    labels = {*(p["labelCols"] or [p["labelCol"]])} & (inputs | named)
     numbers = [name for name in rest if _is_number(names.type_of(name))]
     numeric = numbers if p["numericCols"] is None else p["numericCols"]
     others = [name for name in rest if name not in numbers]
+    others = others if p["categoricalCols"] is None else p["categoricalCols"]
+    for found, what, hint in (
+        (named - inputs if inputs else (), "column {!r} is not among inputCols", "name it there, or leave that out"),
+        (labels, "the label {!r} is among the input columns", "leave it out: a model would only repeat it"),
+        (
+            inputs - {*numeric, *others},
+            "column {!r} is among inputCols, and in neither categoricalCols nor numericCols",
+            "name it in one of them, or leave it out of inputCols",
+        ),
+    ):
+        if found:
+            raise ColumnError(what.format(min(found)), hint=hint, column=min(found))
     categorical, times = [], {}
-    for name in others if p["categoricalCols"] is None else p["categoricalCols"]:
+    for name in others:
         kind = names.type_of(name)
         if isinstance(kind, _TIMES):
             times[name] = ["month", "weekday"] if isinstance(kind, T.DateType) else ["month", "weekday", "hour"]
@@ -217,12 +222,7 @@ def _by_kind(p: Values, names: ColumnNames) -> tuple[list[str], dict[str, list[s
             hint = "leave it out: inputCols names the columns to take"
             what = f"column {name!r} is {kind.simpleString()}, neither text, number, boolean, date nor timestamp"
             raise ColumnError(what, hint=hint, column=name)
-    for name in numeric:
-        if not isinstance(names.type_of(name), NUMERIC):
-            raise no_number(names.type_of(name), name)
-    if left := [name for name in p["inputCols"] or () if name not in {*categorical, *times, *numeric}]:
-        what = f"column {left[0]!r} is among inputCols, and in neither categoricalCols nor numericCols"
-        raise ColumnError(what, hint="name it in one of them, or leave it out of inputCols", column=left[0])
+    check_numbers(names, numeric)
     return categorical, times, numeric
 
 

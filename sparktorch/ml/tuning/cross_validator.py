@@ -193,10 +193,9 @@ class TorchCrossValidator(CrossValidator):
 
         A `NotInOnePass` says that one pass is impossible.
         """
-        if not isinstance(self.getEstimator(), TorchEstimatorBase):
-            raise NotInOnePass(f"{type(self.getEstimator()).__name__} is no estimator of this package")
-        if estimators[0]._learns:
-            raise NotInOnePass(f"{type(self.getEstimator()).__name__} learns of the rows that train, of each fold anew")
+        if not isinstance(self.getEstimator(), TorchEstimatorBase) or estimators[0]._learns:
+            name = type(self.getEstimator()).__name__
+            raise NotInOnePass(f"{name} learns of the rows that train, of each fold anew, or is of another package")
         requests = [translate(estimator, estimator._task) for estimator in estimators]
         evaluator, names = self.getEvaluator(), ColumnNames.of(dataset)
         read = _columns_of(evaluator)
@@ -225,7 +224,7 @@ class TorchCrossValidator(CrossValidator):
         pipeline: Any = self.getEstimator()
         ours = [place for place, stage in enumerate(pipeline.getStages()) if isinstance(stage, TorchEstimatorBase)]
         if not ours:
-            raise NotInOnePass("the pipeline has no estimator of this package")
+            return super()._fit(dataset)
         inner = CrossValidator.copy(self)
         inner._set(estimator=PrefixFittedOnce(pipeline, ours[0]))
         model = CrossValidator._fit(inner, dataset)

@@ -26,6 +26,7 @@ from sparktorch.ml.fit.translate import Request
 from sparktorch.ml.model import TorchModelBase
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.compat import inheriting
+from sparktorch.spark.frame.refusals import no_number
 from sparktorch.spark.launch.rank_pool import Results
 from sparktorch.worker import TrainJob, score_fold
 
@@ -135,16 +136,12 @@ class FoldedRows(PreparedData):
                 f"{counted(sizes[_OUT_OF_RANGE], 'row', 'rows')}",
                 hint="set numFolds, or correct the column that foldCol names",
             )
-        one_sided = next((fold for fold in range(self._folds) if sizes[fold] in (0, sizes.total())), None)
         why = ""
         if any(fact["storage"] == "disk" for fact in facts):
             why = "the rows are on disk"
         elif any(fact["dropped"] or fact["nulls"] for fact in facts):
             why = "rows have nulls, NaN or infinity"
-        elif self._column and one_sided is not None:  # as Spark's CrossValidator says it
-            empty = "training" if sizes[one_sided] else "validation"
-            raise ValueError(f"The {empty} data at fold {one_sided} is empty.")
-        elif not all(sizes[fold] for fold in range(self._folds)):
+        elif not all(sizes[fold] for fold in range(self._folds)):  # which Spark refuses in the user's folds
             why = "a fold is empty"
         elif read_with.by_place or any(fact["uneven_folds"] for fact in facts):
             why = "equal rows are split by their position"
@@ -204,8 +201,7 @@ def _with_folds(dataset: DataFrame, name: str, folds: int, seed: int, column: st
     if column:
         names = ColumnNames.of(dataset)
         if not isinstance(names.type_of(column), T.NumericType):
-            kind = names.type_of(column).simpleString()
-            raise ColumnError(f"foldCol {column!r} must be a number, but is {kind}", column=column)
+            raise no_number(names.type_of(column), column)
         value = names.column(column)
         whole = F.when(value == F.floor(value), value.cast("int")).otherwise(F.lit(_IN_NO_FOLD))
         inside = (F.lit(0) <= value) & (value < F.lit(folds))

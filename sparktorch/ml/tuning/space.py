@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -48,14 +48,6 @@ class Space:
         self.distributions: dict[str, Any] = {}
         if callable(given):
             return
-        if not isinstance(given, Mapping) or not given:
-            raise ConfigError(
-                "the space is empty" if not given else f"the space is a {type(given).__name__}",
-                hint="give a dict such as {'learningRate': optuna.distributions.FloatDistribution(1e-4, 0.1), "
-                "'batchSize': [32, 64]}, or a function (trial) -> dict",
-                param="space",
-                code="ST-SEARCH",
-            )
         _check_names(estimator, given)
         self.distributions = {name: self._distribution(name, value) for name, value in given.items()}
 
@@ -68,13 +60,6 @@ class Space:
         if isinstance(trial, trials.FrozenTrial) and not self.distributions:
             trial = trials.FixedTrial(trial.params, number=trial.number)
         values = self._function(trial)
-        if not isinstance(values, Mapping) or not values:
-            raise ConfigError(
-                f"the space's function returned {values!r}",
-                hint="it returns the trial's values by name of Param, at least one",
-                param="space",
-                code="ST-SEARCH",
-            )
         _check_names(self._estimator, values)
         return dict(values)
 
@@ -141,9 +126,17 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(before)
 
 
-def _check_names(estimator: EstimatorParams, names: Iterable[str]) -> None:
-    """Refuses names that are neither Params nor entries in dict Params; the hint suggests the nearest Param."""
-    for name in names:
+def _check_names(estimator: EstimatorParams, given: Any) -> None:
+    """Refuses what is no dict, and names in it that are neither Params nor entries in dict Params."""
+    if not isinstance(given, Mapping) or not given:
+        raise ConfigError(
+            f"the space is {given!r}",
+            hint="give a dict such as {'learningRate': optuna.distributions.FloatDistribution(1e-4, 0.1), "
+            "'batchSize': [32, 64]}, or a function (trial) that returns the values by name of Param",
+            param="space",
+            code="ST-SEARCH",
+        )
+    for name in given:
         param, dot, _ = str(name).partition(".")
         check_param_names(estimator, [param])
         if dot and not isinstance(_value(estimator, param), dict):

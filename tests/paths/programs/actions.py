@@ -118,13 +118,9 @@ def filtered(way: Way) -> None:
 
 
 def limit(way: Way) -> None:
-    found = way.collected(way.scored.limit(5))
+    found = way.scored.limit(5).toPandas().to_dict("records")
     assert len(found) == 5
     compare(found, {row["id"]: way.expected[row["id"]] for row in found})
-
-
-def pandas(way: Way) -> None:
-    compare(way.scored.toPandas().to_dict("records"), way.expected)
 
 
 def sql(way: Way) -> None:
@@ -148,5 +144,5 @@ def saved(way: Way) -> None:
 
 ACTIONS = {
     **{"fit": fit, "collect": collect, "write": write, "agg": agg, "filter": filtered, "limit": limit},
-    **{"pandas": pandas, "sql": sql, "saved": saved, "stream": collect},
+    **{"sql": sql, "saved": saved, "stream": collect},
 }

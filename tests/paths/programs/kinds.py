@@ -87,6 +87,11 @@ def _floats(ids: list[int]) -> list[Any]:
     return [X[ids].astype(np.float32)]
 
 
+def _vectors(i: int) -> Values:
+    present = X[i].nonzero()[0]
+    return {"full": DenseVector(X[i]), "thin": SparseVector(WIDTH, present, X[i][present])}
+
+
 def _ragged(ids: list[int]) -> list[Any]:
     mask = np.arange(WIDTH) < LENGTHS[ids, None]
     return [np.where(mask, X[ids], 0).astype(np.float32), mask]
@@ -110,18 +115,14 @@ def _png(i: int) -> bytes:
     return file.getvalue()
 
 
-def _counts(ids: list[int]) -> list[Any]:
-    found = [[TEXTS[i % 4].count("a"), TEXTS[i % 4].count("b"), X[i, 0]] for i in ids]
-    return [np.array(found, np.float32)]
-
-
 def _time(i: int) -> datetime:
     return START + timedelta(minutes=37 * i, milliseconds=i)  # JSON and CSV keep no more
 
 
-def _clock(ids: list[int]) -> list[Any]:
-    minutes = np.array([37 * i for i in ids])
-    return [np.stack([minutes // 60, minutes % 60], 1).astype(np.float32) / 60]
+def _read(ids: list[int]) -> list[Any]:
+    times = [divmod(37 * i, 60) for i in ids]
+    texts = [[TEXTS[i % 4].count("a"), TEXTS[i % 4].count("b"), X[i, 0]] for i in ids]
+    return [np.concatenate([np.array(texts), np.array(times) / 60], 1).astype(np.float32)]
 
 
 _FLOATS, _DOUBLES = T.ArrayType(T.FloatType()), T.ArrayType(T.DoubleType())
@@ -131,16 +132,22 @@ _SCALARS = {
 }
 
 KINDS = {
-    "dense": Kind({"features": VectorUDT()}, lambda i: {"features": DenseVector(X[i])}, _floats, classes=True),
-    "sparse": Kind(
-        {"features": VectorUDT()},
-        lambda i: {"features": SparseVector(WIDTH, X[i].nonzero()[0], X[i][X[i].nonzero()])},
-        _floats,
+    "vectors": Kind(
+        {"full": VectorUDT(), "thin": VectorUDT()},
+        _vectors,
+        lambda ids: 2 * _floats(ids),
+        {"inputCols": ["full", "thin"]},
+        2 * WIDTH,
         classes=True,
     ),
-    "floats": Kind({"features": _FLOATS}, lambda i: {"features": X[i].tolist()}, _floats),
-    "doubles": Kind({"features": _DOUBLES}, lambda i: {"features": X[i].tolist()}, _floats, classes=True),
-    "nested": Kind({"features": T.ArrayType(_FLOATS)}, lambda i: {"features": X[i].reshape(2, 3).tolist()}, _floats),
+    "floats": Kind({"features": _FLOATS}, lambda i: {"features": X[i].tolist()}, _floats),  # of test_shipping.py
+    "arrays": Kind(
+        {"singles": _FLOATS, "doubles": _DOUBLES, "nested": T.ArrayType(_FLOATS)},
+        lambda i: {"singles": X[i].tolist(), "doubles": X[i].tolist(), "nested": X[i].reshape(2, 3).tolist()},
+        lambda ids: [*(2 * _floats(ids)), X[ids].reshape(-1, 2, 3).astype(np.float32)],
+        {"inputCols": ["singles", "doubles", "nested"]},
+        3 * WIDTH,
+    ),
     "ragged": Kind(
         {"features": _FLOATS},
         lambda i: {"features": X[i, : LENGTHS[i]].tolist()},
@@ -162,18 +169,11 @@ KINDS = {
         PIXELS[0].size,
         module="nets:Wide",
     ),
-    "text": Kind(
-        {"text": T.StringType(), "extra": T.DoubleType()},
-        lambda i: {"text": TEXTS[i % 4], "extra": float(X[i, 0])},
-        _counts,
-        {"inputCols": ["text", "extra"], "preprocess": "nets:letters"},
-        3,
-    ),
-    "timestamp": Kind(
-        {"at": T.TimestampType()},
-        lambda i: {"at": _time(i)},
-        _clock,
-        {"inputCols": ["at"], "preprocess": "nets:clock"},
-        2,
+    "read": Kind(
+        {"text": T.StringType(), "extra": T.DoubleType(), "at": T.TimestampType()},
+        lambda i: {"text": TEXTS[i % 4], "extra": float(X[i, 0]), "at": _time(i)},
+        _read,
+        {"inputCols": ["text", "extra", "at"], "preprocess": "nets:read"},
+        5,
     ),
 }

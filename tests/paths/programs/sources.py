@@ -29,18 +29,15 @@ class Rows:
             return self._read(source, source, stream)
         if source in ("partitioned", "stream"):
             return self._read("parquet", source, stream or source == "stream")
-        if source == "table":
-            table = self._table
-            return self._spark.readStream.table(table) if stream else self._spark.table(table)
-        data = self._read("parquet", "parquet", stream)
-        if source == "view":
-            data.createOrReplaceTempView(f"view_{self._name}")
+        if source == "view":  # of a table
+            reader = self._spark.readStream if stream else self._spark.read
+            reader.table(self._table).createOrReplaceTempView(f"view_{self._name}")
             return self._spark.sql(f"select * from view_{self._name}")
-        if source == "join":
+        data = self._read("parquet", "parquet", stream)
+        if source == "join":  # of a union
+            every = data.where("id % 3 = 0").unionByName(self._read("orc", "orc", stream).where("id % 3 <> 0"))
             labels = self._read("orc", "orc", stream=False).select("id", "bucket", "target")
-            return data.drop("bucket", "target").join(labels, "id")
-        if source == "union":
-            return data.where("id % 3 = 0").unionByName(self._read("orc", "orc", stream).where("id % 3 <> 0"))
+            return every.drop("bucket", "target").join(labels, "id")
         if source == "window":
             return data.withColumn("place", F.row_number().over(Window.partitionBy("bucket").orderBy("id")))
         assert source == "cached"

@@ -42,13 +42,9 @@ class Ragged(Net):
         return super().forward(nn.functional.pad(values * mask, (0, self.linear.in_features - values.shape[1])))
 
 
-def letters(columns: dict[str, Any], *, epoch: int | None, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """Counts the letters a and b of a text, beside a number."""
+def read(columns: dict[str, Any], *, epoch: int | None, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Counts the letters a and b of a text, beside a number, hours since the start of 2026, and minutes of the hour."""
     counts = [pc.count_substring(columns["text"], letter).to_numpy(zero_copy_only=False) for letter in "ab"]
-    return {"x": torch.from_numpy(np.stack([*counts, columns["extra"]], 1).astype(np.float32))}
-
-
-def clock(columns: dict[str, Any], *, epoch: int | None, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """Hours since the start of 2026, and minutes of the hour."""
     minutes = (columns["at"] - np.datetime64("2026-01-01", "us")).astype("timedelta64[m]").astype(np.int64)
-    return {"x": torch.from_numpy(np.stack([minutes // 60, minutes % 60], 1).astype(np.float32) / 60)}
+    rows = [*counts, columns["extra"], minutes // 60 / 60, minutes % 60 / 60]
+    return {"x": torch.from_numpy(np.stack(rows, 1).astype(np.float32))}

@@ -6,18 +6,16 @@ import gc
 import signal
 import threading
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from pyspark.ml.evaluation import RegressionEvaluator
 from pyspark.ml.tuning import CrossValidator
 from pyspark.sql import DataFrame, SparkSession
 
 from sparktorch import TorchRegressor
-from sparktorch.errors import ConfigError, ModuleError, SparkTorchError
+from sparktorch.errors import ConfigError, ModuleError
 from tests.spark.ml.test_prepare import ROWS, regressor, same
 from tests.support.faults import Fault
 from tests.support.waiting import until
@@ -116,28 +114,6 @@ def test_an_interrupt_of_who_waits_for_a_model_ends_the_fits(frame: DataFrame, t
     until(models._work._over.is_set, seconds=60, what="the fits are over")
     # PySpark's own handler of interrupts has ended the job of the first one.
     assert not (tmp_path / "second" / "pids").exists()
-
-
-def slow_to_build(marks: Path) -> torch.nn.Module:
-    if not (marks / "building").exists():  # on the driver, before the job
-        (marks / "building").touch()
-        until(lambda: (marks / "cancelled").exists(), seconds=60, what="the fits are cancelled")
-    return torch.nn.Linear(5, 1)
-
-
-def test_a_fit_that_is_cancelled_while_its_rows_are_prepared_does_not_train(
-    spark: SparkSession, frame: DataFrame, tmp_path: Path
-) -> None:
-    slow = Fault("slow", tmp_path / "marks", seconds=0.5)
-    estimator = regressor(numWorkers=3, module=partial(slow_to_build, tmp_path), moduleParams={}, callbacks=[slow])
-    models = estimator.fitMultiple(frame, [{estimator.epochs: 8}])
-    training = models._work._futures[0]
-    models._work.begin()
-    until(lambda: (tmp_path / "building").exists(), seconds=30, what="the first row is tried")
-    models._work.cancel()  # what an interrupt of `next` calls, and the end of the iterator
-    (tmp_path / "cancelled").touch()
-    assert isinstance(training.exception(30), SparkTorchError)
-    assert within(10, lambda: spark.range(3).count()) == 3
 
 
 def test_models_that_nobody_takes_fill_no_more_than_a_limit(

@@ -23,6 +23,7 @@ from sparktorch.errors import ColumnError, ConfigError
 from sparktorch.tracking import save_model
 from tests.support.mlflow import QUIET
 from tests.support.programs import ROOT
+from tests.support.sessions import settings
 
 pytestmark = QUIET
 QUICK: dict[str, Any] = {"batchSize": 32, "learningRate": 0.005, "seed": 3, "progress": False}
@@ -189,15 +190,6 @@ def test_a_model_forecasts_the_same_from_disk_in_a_pipeline_and_in_mlflow(
     assert len(served.predict(example)) == 7
 
 
-def test_a_model_of_an_instance_is_saved_as_its_graph(sunspots: DataFrame, tmp_path: Path) -> None:
-    network = nn.Sequential(nn.Flatten(), nn.Linear(33, 5))
-    model = Forecaster(**{**SUNSPOTS, "epochs": 1}, module=network).fit(sunspots)
-    model.save(str(tmp_path / "model"))
-    found = ForecastingModel.load(str(tmp_path / "model")).forecast(sunspots)
-    want = [row["prediction"] for row in rows_of(model.forecast(sunspots))]
-    assert np.allclose([row["prediction"] for row in rows_of(found)], want, rtol=1e-5)
-
-
 def test_gaps_and_nulls_are_refused_or_left_out_with_their_windows(past: DataFrame, known: DataFrame) -> None:
     with pytest.raises(ColumnError, match="column 'sold' has 21 rows with null, NaN or infinity") as refused:
         Forecaster(**SHOPS).fit(known)
@@ -214,26 +206,6 @@ def test_gaps_and_nulls_are_refused_or_left_out_with_their_windows(past: DataFra
         model.forecast(short).collect()
     skipping = model.setHandleInvalid("skip")
     assert {row["shop"] for row in skipping.forecast(short).collect()} == {"A", "C"}
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"orderCol": None}, "orderCol is not set"),
-        ({"context": 1}, "context is 1"),
-        ({"horizon": None}, "horizon is not set"),
-        ({"quantiles": [0.9, 0.1]}, "quantiles are"),
-        ({"quantiles": [0.5], "loss": "MSELoss"}, "quantiles have a loss of their own"),
-        ({"nullPolicy": "fill"}, "nullPolicy is 'fill'"),
-        ({"pastCols": ["sold"]}, "column 'sold' is named twice"),
-        ({"scaling": "series"}, "scaling"),
-        ({"step": 0}, "step is 0"),
-        ({"groupCol": "Label"}, "column 'Label' would be there twice in the forecasts of evaluate"),
-    ],
-)
-def test_params_that_cannot_be_are_refused(past: DataFrame, changed: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Forecaster(**{**SHOPS, **changed}).fit(past)
 
 
 def test_columns_that_cannot_be_are_refused(past: DataFrame, model: ForecastingModel) -> None:
@@ -262,15 +234,10 @@ def test_prepared_rows_of_other_columns_are_refused_by_name(past: DataFrame) -> 
 
 
 def test_a_time_zone_that_arrow_does_not_know_is_refused(past: DataFrame, model: ForecastingModel) -> None:
-    spark, name = past.sparkSession, "spark.sql.session.timeZone"
-    before = spark.conf.get(name)
-    spark.conf.set(name, "GMT+8")
-    try:
+    with settings(past.sparkSession, {"spark.sql.session.timeZone": "GMT+8"}):
         for of in (Forecaster(**SHOPS).fit, model.forecast):
             with pytest.raises(ConfigError, match="timeZone is 'GMT\\+8', a short form that Arrow does not know"):
                 of(past)
-    finally:
-        spark.conf.set(name, before)
 
 
 def test_a_fitted_model_is_trained_on_and_several_settings_share_the_rows(

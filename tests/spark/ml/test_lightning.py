@@ -78,7 +78,6 @@ REFUSED: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
         {"module": OfThisFile, "validationIndicatorCol": "held_out"},
     ),
     "rate": (ConfigError, "learningRate is set, and the module is a LightningModule", {"learningRate": 0.1}),
-    "loss": (ConfigError, "loss is set, and the module is a LightningModule", {"loss": "L1Loss"}),
     "size": (ConfigError, "microBatchSize is 'auto'", {"microBatchSize": "auto"}),
 }
 

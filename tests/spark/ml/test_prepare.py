@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from sparktorch import TorchClassifier, TorchRegressor
-from sparktorch.errors import ColumnError, ConfigError, ModuleError, RankLostError, RankStalledError
+from sparktorch.errors import ConfigError, ModuleError, RankLostError, RankStalledError
 from sparktorch.ml.model import TorchModelBase
 from tests.spark.modules import Dies
+from tests.spark.scored import same_weights
 from tests.support.faults import Fault
 from tests.support.nets import Mlp
 from tests.support.waiting import until
@@ -24,9 +24,8 @@ ROWS = 1001
 
 
 def same(one: TorchModelBase, other: TorchModelBase) -> bool:
-    left, right = one.module.state_dict(), other.module.state_dict()
     losses = [[record["loss"] for record in model.summary.history] for model in (one, other)]
-    return losses[0] == losses[1] and all(torch.equal(left[name], right[name]) for name in left)
+    return losses[0] == losses[1] and same_weights(one, other)
 
 
 def regressor(**params: Any) -> TorchRegressor:
@@ -64,11 +63,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "none": {},
     "other module": {"moduleParams": {"hidden": 7}},
     "other batches": {"batchSize": 100, "seed": 5, "shuffle": False},
-    "longer": {"epochs": 4, "earlyStoppingPatience": 1, "learningRate": 0.5},
     "average": {"emaDecay": 0.9, "warmupSteps": 3},
     "zero3": {"strategy": "zero3", "strategyParams": {"min_parameters": 1}},
-    "localSGD": {"strategy": "localSGD", "strategyParams": {"period": 2}},
-    "independent": {"strategy": "independent"},
     "bf16": {"precision": "bf16", "deterministic": True},
     "parameterServer": {"strategy": "parameterServer", "strategyParams": {"staleness": 0}},
     "none again": {},
@@ -134,18 +130,6 @@ def test_who_needs_other_rows_or_comes_too_late_is_refused(frame: DataFrame) -> 
         regressor(rendezvous="rank0").prepare(frame)
     with pytest.raises(ConfigError, match="idleTimeout must be above 0"):
         estimator.prepare(frame, idleTimeout=0)
-
-
-@pytest.mark.parametrize(("name", "value"), [("learningRate", -1.0), ("predictionCol", "weight")])
-def test_a_fit_that_is_refused_before_or_after_its_first_row_leaves_the_idle_time_running(
-    frame: DataFrame, name: str, value: Any
-) -> None:
-    estimator = regressor()
-    with estimator.prepare(frame, idleTimeout=1.0) as prepared:
-        estimator.fit(prepared)
-        with pytest.raises((ConfigError, ColumnError), match=r"learningRate|weight"):
-            estimator.fit(prepared, {estimator.getParam(name): value})
-        until(lambda: repr(prepared) == "PreparedData(no slots held)", seconds=20, what="the slots are free")
 
 
 def test_a_fit_that_fails_leaves_the_rows_to_the_next(witness: Witness) -> None:

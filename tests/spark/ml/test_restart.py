@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 from pyspark.sql import DataFrame, SparkSession
 
 from sparktorch import TorchRegressor
-from sparktorch.errors import PersistenceError, RankError, RankLostError
-from tests.spark.modules import Dies, Raises
-from tests.support.faults import Fault
+from sparktorch.errors import PersistenceError, RankLostError
+from tests.spark.modules import Dies
+from tests.spark.scored import same_weights
 from tests.support.nets import Score
 
 
@@ -50,35 +49,11 @@ def test_a_lost_worker_costs_the_steps_since_the_last_checkpoint(
         model = regressor(tmp_path, callbacks=[killer], maxRestarts=2).fit(frame)
     (warning,) = [record.getMessage() for record in caplog.records if "restart 1 of 2" in record.getMessage()]
     assert "rank 1 died" in warning
-    expected, found = calm.module.state_dict(), model.module.state_dict()
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert same_weights(model, calm)
     losses = [record["loss"] for record in calm.summary.history]
     assert [record["loss"] for record in model.summary.history] == losses
     # On the driver every epoch was told once, although the second try told the first one again.
     assert [record["epoch"] for record in killer.told] == [1, 2, 3]
-
-
-def test_an_exception_of_the_users_is_not_tried_again(frame: DataFrame, tmp_path: Path) -> None:
-    raises = Raises(tmp_path / "raised")
-    with pytest.raises(RankError, match="on purpose"):
-        regressor(tmp_path, callbacks=[raises], maxRestarts=3).fit(frame)
-    assert (tmp_path / "raised").read_text() == "x"
-
-
-def test_restarts_come_to_an_end(frame: DataFrame, tmp_path: Path) -> None:
-    killer = Dies(tmp_path / "killed", rank=0, step=1, times=9)
-    with pytest.raises(RankLostError, match="rank 0 died"):
-        regressor(tmp_path, callbacks=[killer], maxRestarts=1).fit(frame)
-    assert (tmp_path / "killed").read_text() == "xx"
-
-
-def test_ranks_wait_for_a_silent_driver_as_long_as_they_are_told(
-    frame: DataFrame, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sparktorch.distributed.server._BEAT_SECONDS", 600.0)  # after the first heartbeat
-    slow = Fault("slow", tmp_path / "marks", seconds=0.5)  # 15 s and more
-    with pytest.raises(RankLostError, match="died while training"):
-        regressor(tmp_path, driverTimeout=1.0, callbacks=[slow]).fit(frame)
 
 
 def test_the_next_fit_goes_on_with_an_unfinished_training_and_no_other(frame: DataFrame, tmp_path: Path) -> None:
@@ -89,10 +64,4 @@ def test_the_next_fit_goes_on_with_an_unfinished_training_and_no_other(frame: Da
         regressor(tmp_path, learningRate=0.5).fit(frame)
     model = regressor(tmp_path).fit(frame)
     calm = regressor(tmp_path / "calm").fit(frame)
-    expected, found = calm.module.state_dict(), model.module.state_dict()
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
-
-
-def test_a_file_system_that_is_unknown_is_refused_before_a_job_starts(frame: DataFrame, tmp_path: Path) -> None:
-    with pytest.raises(PersistenceError, match="cannot be opened"):
-        regressor(tmp_path, checkpointDir="nosuch://bucket").fit(frame)
+    assert same_weights(model, calm)

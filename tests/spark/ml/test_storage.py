@@ -14,7 +14,6 @@ import pyarrow as pa
 import pytest
 import torch
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql import functions as F
 
 from sparktorch import Callback, TorchRegressor
 from sparktorch.errors import ConfigError
@@ -94,18 +93,6 @@ def test_partitions_that_are_kept_are_trained_where_and_as_they_lie(
     expected = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
     torch.testing.assert_close(weights_of(model), expected, atol=1e-5, rtol=0)
     placed.unpersist()
-
-
-def test_the_fingerprint_of_kept_partitions_is_that_of_their_rows_in_any_order(frame: DataFrame) -> None:
-    def fingerprint(data: DataFrame, **params: Any) -> str:
-        return regressor(epochs=1, **params).fit(data).summary.fingerprint
-
-    kept = fingerprint(frame.repartition(2), split="keep")
-    assert fingerprint(frame.repartitionByRange(2, "target"), split="keep") == kept
-    assert fingerprint(frame.withColumn("target", -F.col("target")).repartition(2), split="keep") != kept
-    assert fingerprint(frame) != kept  # by key, what identifies a row is its hash in the JVM
-    by_id = fingerprint(frame.repartition(2), split="keep", idCol="target")
-    assert by_id == fingerprint(frame, idCol="target") != kept
 
 
 def test_partitions_that_are_no_workers_are_refused(frame: DataFrame) -> None:

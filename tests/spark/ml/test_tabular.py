@@ -15,7 +15,7 @@ import torch
 from pyspark.ml import Pipeline
 from pyspark.ml.evaluation import BinaryClassificationEvaluator
 from pyspark.ml.feature import IndexToString, SQLTransformer
-from pyspark.ml.tuning import CrossValidator, ParamGridBuilder
+from pyspark.ml.tuning import ParamGridBuilder
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from torch import nn
@@ -31,7 +31,7 @@ from sparktorch import (
 from sparktorch.data.tables import TableNetwork
 from sparktorch.errors import ClusterError, ColumnError
 from sparktorch.tracking import save_model
-from tests.spark.scored import sorted_rows
+from tests.spark.scored import same_weights, sorted_rows
 from tests.support.mlflow import QUIET
 
 # Spark leaves its cross-validation thread pool open.
@@ -183,9 +183,7 @@ def test_a_regressor_takes_named_columns_rare_categories_as_unknown_and_a_module
     assert again.categories == model.categories
     with regressor.prepare(raw) as prepared:
         held = regressor.fit(prepared, {regressor.learningRate: 0.01})
-        alone = regressor.copy({regressor.learningRate: 0.01}).fit(raw)
-        for found, wanted in zip(held.module.parameters(), alone.module.parameters(), strict=True):
-            assert torch.equal(found, wanted)
+        assert same_weights(held, regressor.copy({regressor.learningRate: 0.01}).fit(raw))
     with pytest.raises(ColumnError, match=r"no column 'carier'.*\n.*carrier") as refused:
         regressor.copy({regressor.categoricalCols: ["carier"]}).fit(raw)
     assert refused.value.where["param"] == "categoricalCols"
@@ -193,18 +191,17 @@ def test_a_regressor_takes_named_columns_rare_categories_as_unknown_and_a_module
         TabularRegressor(labelCol="id", **QUICK).fit(raw.withColumn("both", F.array("carrier")))
 
 
-@pytest.mark.parametrize("kind", [CrossValidator, TorchCrossValidator])
-def test_folds_learn_of_their_own_rows(raw: DataFrame, kind: Any) -> None:
+def test_folds_learn_of_their_own_rows(raw: DataFrame) -> None:
     rows = raw.select("carrier", "planned", (F.col("arrival") == "late").cast("int").alias("label"))
     classifier = TabularClassifier(epochs=2, **QUICK)
     pipeline = Pipeline(stages=[SQLTransformer(statement="SELECT * FROM __THIS__"), classifier])
-    grid = ParamGridBuilder().addGrid(classifier.moduleParams, [{"hidden": [4]}, {"hidden": [8, 4]}]).build()
+    grid = ParamGridBuilder().addGrid(classifier.moduleParams, [{"hidden": [4]}]).build()
     for estimator in (classifier, pipeline):
-        validator = kind(
+        validator = TorchCrossValidator(
             estimator=estimator, estimatorParamMaps=grid, evaluator=BinaryClassificationEvaluator(), numFolds=2, seed=1
         )
         found = validator.fit(rows)
-        assert len(found.avgMetrics) == 2
+        assert len(found.avgMetrics) == 1
         best = found.bestModel.stages[-1] if estimator is pipeline else found.bestModel
         assert list(best.categories) == ["carrier", "planned.month", "planned.weekday", "planned.hour"]
         assert best.labels == []

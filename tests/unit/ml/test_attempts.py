@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sparktorch import TorchRegressor
-from sparktorch.errors import ClusterError
+from sparktorch.errors import ClusterError, RankError, RankLostError
 from sparktorch.ml.fit import attempts
 from sparktorch.ml.fit.listeners import AttemptLog
 from sparktorch.ml.fit.translate import Request, translate
@@ -110,6 +110,25 @@ def test_workers_that_cannot_begin_are_let_go_and_the_fit_goes_on_without_them(
         attempts.with_restarts(cluster.spark, begun, run, log)
         assert [each["why"] for each in log.records(0)] == ["", "no package there", ""]
     assert sizes == ([2, 4] if has_trained else [2, 4, 2])
+
+
+@pytest.mark.parametrize(
+    ("error", "times"), [(RankLostError("rank 0 died"), 3), (RankError("ValueError: on purpose"), 1)]
+)
+def test_lost_ranks_are_tried_again_so_often_and_exceptions_of_the_users_never(
+    cluster: Cluster, error: RankError, times: int
+) -> None:
+    cluster.slots, tries = 2, list[Any]()
+
+    def run(now: Request[TrainJob]) -> Any:
+        tries.append(now.job.checkpoint)
+        raise error
+
+    begun = attempts.with_slots(cluster.spark, request(numWorkers=2, maxRestarts=2))
+    with pytest.raises(RankError) as raised:
+        attempts.with_restarts(cluster.spark, begun, run, AttemptLog())
+    assert raised.value is error
+    assert [each.restart for each in tries] == list(range(times))
 
 
 def test_a_fit_that_was_paused_waits_for_the_slots_that_it_needs(cluster: Cluster) -> None:

@@ -122,11 +122,12 @@ def test_groups_together_run_as_many_trials_as_asked_for(discarded: list[Any], g
 
 
 @pytest.mark.usefixtures("discarded")
-def test_a_search_ends_once_its_first_five_trials_have_failed() -> None:
+@pytest.mark.parametrize(("trials", "tried"), [(2, 2), (9, 5)])
+def test_a_search_ends_with_the_first_cause_if_its_first_five_trials_fail_or_all(trials: int, tried: int) -> None:
     def fails() -> float:
         raise ArithmeticError("planted")
 
-    found = searching(*[fails] * 9)
+    found = searching(*[fails] * trials)
     with pytest.raises(ArithmeticError, match="planted"):
         run(found)
-    assert [trial.state.name for trial in found._study.trials] == ["FAIL"] * 5
+    assert [trial.state.name for trial in found._study.trials] == ["FAIL"] * tried

@@ -51,12 +51,8 @@ def model_of(spec: TensorSpec, column: str, **params: Any) -> TorchModel:
         (NUMBER, "`a.b`", Row(**{"a.b": 2.0}), 2.0),
         (NUMBER, "`a.b`", {"a.b": 2.0, "a": {"b": 3.0}}, 2.0),
         (NUMBER, "`my col`", {"MY COL": 2.0}, 2.0),
-        (NUMBER, "`a`.`b.c`", Row(a=Row(**{"b.c": 2.0})), 2.0),
         (NUMBER, "a.b", Row(a=Row(b=2.0)), 2.0),
-        (NUMBER, "a.b", {"a.b": 2.0}, 2.0),
         (LIST, "items.p", Row(items=[Row(p=1.0, q=5.0), Row(p=2.0, q=5.0)]), 3.0),
-        (LIST, "items.p", {"items": [{"p": 1.0}, {"p": 2.0}]}, 3.0),
-        (FILLED, "a.b", Row(a=None), 7.0),
         (FILLED, "a.b.c", {"a": {"b": None}}, 7.0),
     ],
 )
@@ -68,10 +64,7 @@ def test_a_row_is_read_by_the_names_that_fit_takes(spec: TensorSpec, column: str
     ("column", "row", "expected"),
     [
         ("Text", {"text": 2.0, "n": 3.0}, {"text": 2.0, "n": 3.0}),
-        ("Text", Row(text=2.0), {"text": 2.0, "n": None}),
         ("Text", {"Text": {"text": 2.0, "n": 3.0}}, {"text": 2.0, "n": 3.0}),
-        ("Text", {"text": {"text": 2.0, "n": 3.0}}, {"text": 2.0, "n": 3.0}),
-        ("text", {"text": 2.0, "n": 3.0}, {"text": 2.0, "n": 3.0}),
         ("other", {"OTHER": {"text": 2.0, "n": 3.0}}, {"text": 2.0, "n": 3.0}),
     ],
 )
@@ -85,9 +78,7 @@ def test_a_struct_is_told_from_a_row_that_has_one(column: str, row: Any, expecte
     ("column", "row"),
     [
         ("data", {"data": b"png", "id": 1}),
-        ("height", Row(height=b"png", id=1)),
         ("image", {"image": b"png", "content": "of another column"}),
-        ("content", {"content": b"png", "id": 1}),
         ("image", {"content": b"png", "path": "a.png"}),
     ],
 )
@@ -105,19 +96,13 @@ def test_an_image_of_sparks_source_is_a_struct_whatever_its_column_is_called() -
         columns_of({"height": 1, "id": 3}, [spec])
 
 
-def test_a_mapping_by_numbers_is_no_struct() -> None:
-    spec = TensorSpec(name="x0", column="t", dtype="float32", kind="any", sql="struct<a:string>")
-    with pytest.raises(ColumnError):
-        columns_of({1: 2.0}, [spec])
-
-
 def test_what_a_null_struct_holds_is_null() -> None:
     assert model_of(NUMBER, "a.b", handleInvalid="keep").predict(Row(a=None)) is None
     with pytest.raises(ColumnError, match="null"):
         model_of(NUMBER, "a.b").predict(Row(a=None))
 
 
-@pytest.mark.parametrize("row", [{"a": {"c": 1.0}}, {"a": 1.0}, {"b": 1.0}, {"a": [{"c": 1.0}]}])
+@pytest.mark.parametrize("row", [{"a": {"c": 1.0}}, {"a": [{"c": 1.0}]}])
 def test_a_row_without_the_column_is_refused(row: Any) -> None:
     with pytest.raises(ColumnError, match=r"the row has no column 'a\.b'"):
         model_of(NUMBER, "a.b").predict(row)

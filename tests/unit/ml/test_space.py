@@ -85,8 +85,8 @@ def test_samples_are_trials_that_no_study_counts() -> None:
 @pytest.mark.parametrize(
     ("given", "what"),
     [
-        ({}, "the space is empty"),
-        ([1], "the space is a list"),
+        ({}, "the space is {}"),
+        ([1], r"the space is \[1\]"),
         ({"batchSize": []}, r"the space of 'batchSize' is \[\]"),
         ({"batchSize": "many"}, "the space of 'batchSize' is 'many'"),
         ({"batchsize": [1]}, "no Param 'batchsize'"),
