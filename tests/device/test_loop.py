@@ -8,9 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from sparktorch import Callback
 from sparktorch.base.config import TrainConfig
-from sparktorch.train.callbacks import FitContext
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.worker import TrainJob
 from tests.device.jobs import DEVICE, close, job_of, trained, waits_in_steps, within
@@ -45,18 +43,6 @@ class Convolved(nn.Module):
         return out
 
 
-class Looks(Callback):
-    """Is told of every step, and reads nothing."""
-
-    ranks = "all"
-
-    def __init__(self) -> None:
-        self.steps = 0
-
-    def on_step_end(self, context: FitContext) -> None:
-        self.steps += 1
-
-
 def step_with_metrics(module: nn.Module, batch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     error = (module(*batch.inputs) - batch.label) ** 2
     return error, {"absolute": error.sqrt()}
@@ -82,14 +68,13 @@ FEATURES: dict[str, dict[str, Any]] = {
         "recipe": {"module": Normed, "module_params": {"kind": "dense", "momentum": None}},
     },
     "deterministic": {"deterministic": True},
-    "callbacks": {"recipe": {"callbacks": (Looks(),)}},
     "training step": {"recipe": {"training_step": step_with_metrics, "loss": None}},
     "torchmetrics": {"recipe": {"metrics": {"mae": "MeanAbsoluteError"}}},
     "validated by step": {"validation_unit": "step", "validation_interval": 3, "patience": 2},
 }
 # Each of them on one device, beside those that it goes with.
 TOGETHER: list[tuple[str, ...]] = [
-    ("clipped by norm", "average of weights", "groups of parameters", "accumulated", "callbacks", "torchmetrics"),
+    ("clipped by norm", "average of weights", "groups of parameters", "accumulated", "torchmetrics"),
     ("SGD with momentum", "schedule and warm-up", "validated by step"),
     ("clipped by value", "normalised", "training step"),
     ("deterministic", "normalised over ranks"),

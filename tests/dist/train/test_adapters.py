@@ -34,7 +34,6 @@ pytestmark = [
 RANKS, STEPS = 2, 4
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp": {},
-    "zero1": {"strategy": "zero1"},
     "zero3": {"strategy": "zero3", "strategy_params": {"min_parameters": 1000}},
     "localSGD": {"strategy": "localSGD", "strategy_params": {"period": 2}},
 }

@@ -103,10 +103,8 @@ def trained(
 
 CASES: dict[str, dict[str, Any]] = {
     "ddp": {},
-    "searching": {"strategy_params": {"find_unused_parameters": True}},
     "narrow": {"strategy_params": {"comm_hook": "bf16"}},
     "zero1": {"strategy": "zero1"},
-    "localSGD": {"strategy": "localSGD", "strategy_params": {"period": 2, "start_step": 3}},
     "parameterServer": {"strategy": "parameterServer", "strategy_params": {"staleness": 0}},
     "clipped and skipping": {"clip_norm": 0.5, "non_finite": "skip"},
 }
