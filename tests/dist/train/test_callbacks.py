@@ -70,25 +70,6 @@ def test_a_callback_that_raises_ends_the_fit_by_the_name_of_its_hook() -> None:
     assert 'raise ArithmeticError("planted in a callback")' in caught.value.trace
 
 
-def test_hooks_that_are_not_overridden_are_not_called() -> None:
-    from sparktorch.base.world import World
-    from sparktorch.train.callbacks import Callbacks
-
-    module = Score()
-    context = FitContext(module, torch.optim.SGD(module.parameters()), World(rank=0, world_size=1))
-    context.step = 3  # at which it fails
-    Callbacks([Adds(1), Callback()], context).call("on_step_end")
-    with pytest.raises(RankError, match="on_step_end"):
-        Callbacks([FailsIn("main")], context).call("on_step_end")
-    called: list[FitContext] = []
-    late = Callback()
-    late.on_step_end = called.append  # type: ignore[method-assign]
-    Callbacks([late], context).call("on_step_end")
-    assert called == [context]
-    elsewhere = replace(context, world=World(rank=1, world_size=2))
-    Callbacks([FailsIn("main")], elsewhere).call("on_step_end")
-
-
 class Freezes(Callback):
     """Freezes the first layer after the first epoch."""
 
