@@ -73,7 +73,7 @@ def check_left_out(folder: Path, says: str) -> None:
 
 
 def pickled(value: object, path: Path) -> None:
-    path.write_bytes(pickle.dumps(value))
+    path.write_bytes(pickle.dumps(value, protocol=2))  # of another, torch warns first
 
 
 def test_the_payload_works_where_pickles_are_loaded_without_care(tmp_path: Path) -> None:
