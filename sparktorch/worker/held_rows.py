@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -75,7 +75,8 @@ class HeldRows:
         threading.Thread(target=_import_dynamo, daemon=True).start()
         client.enter("loading")
         self.shard = shard = _read(batches, world, job, client)
-        try:
+        with ExitStack() as undo:
+            undo.callback(self.close)
             clock.lap("load")
             client.enter("waiting for the other ranks")
             kept = _by_place(job.checkpoint, client) if world.is_main else None
@@ -95,9 +96,7 @@ class HeldRows:
                 if not is_host(world.device):
                     forget_peaks(world.device)
                 shard.to(world.device)
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()
 
     def fit(self, job: TrainJob, client: Client, *, without: int | None = None) -> RankResult:
         """Trains on the rows; takes and raises what `together` does."""

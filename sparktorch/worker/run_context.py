@@ -20,7 +20,7 @@ from sparktorch.distributed.client import Client
 from sparktorch.distributed.collectives import Collectives
 from sparktorch.distributed.pause import Paused
 from sparktorch.distributed.process_group import sum_over_ranks
-from sparktorch.errors import ColumnError, ConfigError
+from sparktorch.errors import ConfigError
 from sparktorch.train.checkpoint.checkpointer import Checkpointer, Position
 from sparktorch.train.checkpoint.store import snapshot
 from sparktorch.train.numerics.determinism import generators_state, seed_all, set_generators_state
@@ -105,8 +105,6 @@ class RunContext(Collectives):
         self._client.enter("running", epoch=epoch + 1, step=first)
         self._together("loader")
         weights = sum_over_ranks(shard.step_weights(epoch), self.world)
-        if not weights.any():
-            raise ColumnError("all rows have the weight 0", hint="see weightCol", code="ST-WEIGHT")
         scales = step_scales(weights, self._divisor)
         self._diverge()
         with closing(shard.epoch(epoch, min_rows=self._min_rows, first=first)) as batches:
@@ -224,7 +222,7 @@ class RunContext(Collectives):
         The reports of a run are numbered from 1, which is MLflow's step. A resumed run goes on from its last `save`.
 
         Raises:
-            ConfigError: A value is not a number, or its name is one that records have, or that MLflow does not take.
+            ConfigError: A name is one that records have, or that MLflow does not take.
         """
         for name in metrics:
             if name in _RECORD or not _METRIC.fullmatch(name):
@@ -232,7 +230,7 @@ class RunContext(Collectives):
                     f"report({name}=...): no metric can be called that",
                     hint=f"{', '.join(sorted(_RECORD))} are taken; names have letters, digits and _ - . : / and spaces",
                 )
-        values = {name: _number(name, value) for name, value in metrics.items()}
+        values = {n: float(v.detach() if isinstance(v, torch.Tensor) else v) for n, v in metrics.items()}
         self._reports += 1
         if self.world.is_main:
             self._client.epoch_done(self._reports, {"epoch": self._reports, **values})
@@ -249,14 +247,8 @@ class RunContext(Collectives):
 
         Raises:
             PersistenceError: The state holds another type, or another run has taken over the directory.
-            ConfigError: The state is no dict, or holds sharded tensors.
+            ConfigError: The state holds sharded tensors.
         """
-        for given in (state if self.world.is_main else {}, {} if own is None else own):
-            if not isinstance(given, Mapping):
-                raise ConfigError(
-                    f"save got a {type(given).__name__}, and takes a dict",
-                    hint="save({'net': context.state_dict(net), 'step': 3})",
-                )
         if self._checkpointer is None:
             return
         self._saves += 1
@@ -372,13 +364,6 @@ def _has(optimizer: torch.optim.Optimizer, module: nn.Module) -> bool:
     """Whether an optimizer's parameters are still the module's."""
     known = set(module.parameters())
     return all(parameter in known for group in optimizer.param_groups for parameter in group["params"])
-
-
-def _number(name: str, value: Any) -> float:
-    try:
-        return float(value.detach() if isinstance(value, torch.Tensor) else value)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"report({name}=...) got a {type(value).__name__}", hint="report numbers only") from error
 
 
 def _on_host(state: Mapping[str, Any], name: str) -> Any:

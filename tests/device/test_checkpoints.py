@@ -15,7 +15,6 @@ from tests.support.resume import STEPS, Counts, job_for, killed, parts
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp": {},
-    "zero1": {"strategy": "zero1"},
     "zero3": {"strategy": "zero3", "strategy_params": {"min_parameters": 60}},
 }
 

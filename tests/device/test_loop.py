@@ -8,11 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from sparktorch import Callback
 from sparktorch.base.config import TrainConfig
-from sparktorch.train.callbacks import FitContext
 from sparktorch.train.recipe.recipe import Recipe
-from sparktorch.worker import TrainJob
 from tests.device.jobs import DEVICE, close, job_of, trained, waits_in_steps, within
 from tests.support.frames import Table
 from tests.support.nets import Mlp
@@ -45,18 +42,6 @@ class Convolved(nn.Module):
         return out
 
 
-class Looks(Callback):
-    """Is told of every step, and reads nothing."""
-
-    ranks = "all"
-
-    def __init__(self) -> None:
-        self.steps = 0
-
-    def on_step_end(self, context: FitContext) -> None:
-        self.steps += 1
-
-
 def step_with_metrics(module: nn.Module, batch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     error = (module(*batch.inputs) - batch.label) ** 2
     return error, {"absolute": error.sqrt()}
@@ -82,19 +67,10 @@ FEATURES: dict[str, dict[str, Any]] = {
         "recipe": {"module": Normed, "module_params": {"kind": "dense", "momentum": None}},
     },
     "deterministic": {"deterministic": True},
-    "callbacks": {"recipe": {"callbacks": (Looks(),)}},
     "training step": {"recipe": {"training_step": step_with_metrics, "loss": None}},
     "torchmetrics": {"recipe": {"metrics": {"mae": "MeanAbsoluteError"}}},
     "validated by step": {"validation_unit": "step", "validation_interval": 3, "patience": 2},
 }
-# Each of them on one device, beside those that it goes with.
-TOGETHER: list[tuple[str, ...]] = [
-    ("clipped by norm", "average of weights", "groups of parameters", "accumulated", "callbacks", "torchmetrics"),
-    ("SGD with momentum", "schedule and warm-up", "validated by step"),
-    ("clipped by value", "normalised", "training step"),
-    ("deterministic", "normalised over ranks"),
-    ("channels last",),
-]
 # What must wait in a step, by what its lines say, and why.
 WAITING: dict[str, tuple[dict[str, Any], str]] = {
     "fp16": (
@@ -114,29 +90,16 @@ def test_half_precision_waits_for_nothing(precision: str) -> None:
     assert not waits_in_steps(metas)
 
 
-def check(job: TrainJob, ranks: int) -> None:
-    expected, references = trained(job, ranks=ranks, device="cpu")
-    state, metas = trained(job, ranks=ranks)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_a_feature_trains_on_devices_what_the_cpu_trains(feature: str) -> None:
+    job = job_of(validated=True, weighted=True, **FEATURES[feature])
+    expected, references = trained(job, ranks=2, device="cpu")
+    state, metas = trained(job, ranks=2)
     close(state, expected)
     for record, reference in zip(metas[0]["history"], references[0]["history"], strict=True):
         named = [name for name in reference if name.endswith(("loss", "absolute", "mae", "gradient_norm"))]
         assert {name: record[name] for name in named} == pytest.approx({n: reference[n] for n in named}, abs=1e-5)
     assert not waits_in_steps(metas)
-
-
-@pytest.mark.parametrize("feature", FEATURES)
-def test_a_feature_trains_on_two_devices_what_the_cpu_trains(feature: str) -> None:
-    check(job_of(validated=True, weighted=True, **FEATURES[feature]), ranks=2)
-
-
-@pytest.mark.parametrize("features", TOGETHER, ids=", ".join)
-def test_features_train_on_one_device_what_the_cpu_trains(features: tuple[str, ...]) -> None:
-    config: dict[str, Any] = {}
-    recipe: dict[str, Any] = {}
-    for feature in features:
-        config |= FEATURES[feature]
-        recipe |= FEATURES[feature].get("recipe", {})
-    check(job_of(validated=True, weighted=True, **{**config, "recipe": recipe}), ranks=1)
 
 
 @pytest.mark.parametrize("feature", WAITING)

@@ -8,7 +8,7 @@ import secrets
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -91,11 +91,10 @@ class Checkpointer:
         self._claim: Lease | None = None
         self._done = threading.Event()
         self._claims = threading.Thread(target=self._renew, name="sparktorch-claim", daemon=True)
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._stop_claiming)
             self.store, self.start = self._find_start()
-        except BaseException:
-            self._stop_claiming()
-            raise
+            undo.pop_all()
 
     def __enter__(self) -> Checkpointer:
         return self

@@ -225,7 +225,7 @@ class CheckpointStore:
 
         A `PersistenceError` says that it is missing, damaged, or names files that cannot belong to it.
         """
-        where = f"{self.directory.url}/{_folder(step, attempt)}/{_MANIFEST}"
+        where, says = f"{self.directory.url}/{_folder(step, attempt)}/{_MANIFEST}", ""
         try:
             content = json.loads(self.directory.read(f"{_folder(step, attempt)}/{_MANIFEST}"))
             values = content["manifest"]
@@ -239,13 +239,13 @@ class CheckpointStore:
                     f"rank-{n:05d}.pt" in names for n in range(manifest.world_size)
                 ),
             }
-        except FileNotFoundError as error:
-            raise PersistenceError(f"checkpoint {where} was never finished", code="ST-CHECKPOINT-DAMAGED") from error
+            says = next((f"cannot be used: {what}" for what, applies in wrong.items() if applies), "")
+        except FileNotFoundError:
+            says = "was never finished"
         except (ValueError, TypeError, KeyError) as error:
-            raise PersistenceError(f"{where} is damaged: {error}", code="ST-CHECKPOINT-DAMAGED") from error
-        if any(wrong.values()):
-            what = next(what for what, applies in wrong.items() if applies)
-            raise PersistenceError(f"{where} cannot be used: {what}", code="ST-CHECKPOINT-DAMAGED")
+            says = f"is damaged: {error}"
+        if says:
+            raise PersistenceError(f"checkpoint {where} {says}", code="ST-CHECKPOINT-DAMAGED")
         return manifest
 
     @contextmanager
@@ -277,14 +277,17 @@ class CheckpointStore:
     def check(self, manifest: Manifest) -> None:
         """Compares the files of a checkpoint with its manifest; a `PersistenceError` says what differs."""
         for name, wanted in manifest.files.items():
-            what = f"{name} of the checkpoint at step {manifest.step}"
+            says = ""
             try:
                 found = self.directory.measure(f"{_folder(manifest.step, manifest.attempt)}/{name}")
+                if found != wanted:
+                    size = f"{found['bytes']:,} bytes of {wanted['bytes']:,}"
+                    says = f"is damaged: it has {size}, or others than were written"
             except FileNotFoundError as error:
-                raise PersistenceError(f"{what} cannot be read: {error}", code="ST-CHECKPOINT-DAMAGED") from error
-            if found != wanted:
-                size = f"it has {found['bytes']:,} bytes of {wanted['bytes']:,}, or others than were written"
-                raise PersistenceError(f"{what} is damaged: {size}", code="ST-CHECKPOINT-DAMAGED")
+                says = f"cannot be read: {error}"
+            if says:
+                what = f"{name} of the checkpoint at step {manifest.step}"
+                raise PersistenceError(f"{what} {says}", code="ST-CHECKPOINT-DAMAGED")
 
     def usable(self) -> tuple[Manifest | None, list[PersistenceError]]:
         """Returns the latest intact checkpoint, `None` without one, and the errors of later ones."""

@@ -116,14 +116,13 @@ def written(module: Any, folder: str, labels: Sequence[str], beside: Any = None)
     Of adapters, it writes what `peft` does: their weights and configuration, without the base.
 
     Raises:
-        PersistenceError: The module is no model of transformers, or the path is that of a file.
+        PersistenceError: The path is that of a file, of which transformers only writes a line into the log.
+        AttributeError: The module is no model of transformers, and has no `save_pretrained`.
     """
-    if (model := model_in(module)) is None:
-        what = f"{type(module).__qualname__} is no model of transformers, and has no save_pretrained"
-        raise PersistenceError(what, hint="model.save(path) saves any module")
+    model = model_in(module)
     if Path(folder).is_file():
         raise PersistenceError(f"{folder} is a file", hint="name a folder, which is made if it is missing")
-    if labels:
+    if labels and model is not None:
         model.config.id2label = dict(enumerate(labels))
         model.config.label2id = {label: number for number, label in enumerate(labels)}
     module.save_pretrained(folder)
@@ -168,14 +167,15 @@ def _changed(config: Any, params: Mapping[str, Any], *, within: bool = False) ->
     """
     changed, kind = _of_dtype(copy.deepcopy(config), torch.float32), type(config).__qualname__
     for name, value in params.items():
+        what = hint = ""
         if name in _CHOICES and (within or not isinstance(value, str | None)):
             what = f"{name} of {kind} cannot be {value!r}: one choice holds for the whole model"
             hint = f"set moduleParams={{{name!r}: 'eager'}} or another of transformers' names"
-            raise ModuleError(what, hint=hint, param="moduleParams")
         name = f"_{name}" if name in _CHOICES else name
         if not hasattr(changed, name) and name not in _SILENT:
-            hint = nearest(name, {"num_labels", *changed.to_dict()})
-            raise ModuleError(f"the {kind} has no entry {name!r}", hint=hint, param="moduleParams")
+            what, hint = f"the {kind} has no entry {name!r}", nearest(name, {"num_labels", *changed.to_dict()})
+        if what:
+            raise ModuleError(what, hint=hint, param="moduleParams")
         below = getattr(changed, name, None)
         made = _changed(below, value, within=True) if is_config(below) and isinstance(value, Mapping) else value
         with refusing(f"{name} of {kind} cannot be {value!r}", param="moduleParams"):

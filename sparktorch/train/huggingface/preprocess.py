@@ -70,11 +70,9 @@ class Tokens(FromFolder):
 
     def __call__(self, columns: Mapping[str, Any], *, epoch: int | None, generator: Any) -> dict[str, torch.Tensor]:
         """Returns what the tokenizer returns, such as `input_ids` and `attention_mask`."""
-        ((name, texts),) = columns.items()
-        if getattr(texts, "type", None) not in (pa.string(), pa.large_string()):
-            raise ModuleError(f"column {name!r} holds no text", hint="name a string column", param="textCol")
+        texts = _values(columns, (pa.string(), pa.large_string()), "text", "name a string column", "textCol")
         options = {"padding": True, "truncation": True, "max_length": self.max_length, "return_tensors": "pt"}
-        found = self.load()(texts.to_pylist(), **options)
+        found = self.load()(texts, **options)
         return {name: value for name, value in found.items() if name in self.arguments or not self.arguments}
 
 
@@ -87,9 +85,16 @@ class Pixels(FromFolder):
 
     def __call__(self, columns: Mapping[str, Any], *, epoch: int | None, generator: Any) -> dict[str, torch.Tensor]:
         """Returns what the image processor returns, such as `pixel_values`."""
-        ((name, files),) = columns.items()
-        if getattr(files, "type", None) not in (pa.binary(), pa.large_binary()):
-            hint = "name a binary column, such as content of spark.read.format('binaryFile')"
-            raise ModuleError(f"column {name!r} holds no bytes of image files", hint=hint, param="imageCol")
-        images = [pillow().open(io.BytesIO(file)).convert("RGB") for file in files.to_pylist()]
+        hint = "name a binary column, such as content of spark.read.format('binaryFile')"
+        files = _values(columns, (pa.binary(), pa.large_binary()), "bytes of image files", hint, "imageCol")
+        images = [pillow().open(io.BytesIO(file)).convert("RGB") for file in files]
         return dict(self.load()(images=images, return_tensors="pt"))
+
+
+def _values(columns: Mapping[str, Any], kinds: tuple[pa.DataType, ...], what: str, hint: str, param: str) -> list[Any]:
+    """Returns the values of the only column, which is of one of these types: numbers arrive as tensors."""
+    ((name, column),) = columns.items()
+    if getattr(column, "type", None) not in kinds:
+        raise ModuleError(f"column {name!r} holds no {what}", hint=hint, param=param)
+    found: list[Any] = column.to_pylist()
+    return found

@@ -32,11 +32,14 @@ def check_logged(name: str, reduce_fx: Any, where: str) -> str:
     Raises:
         ModuleError: The name is taken by the record of the epoch, or there is no such reduction.
     """
-    if name in _RECORD:
-        raise ModuleError(f"{where}: the record of the epoch has its own {name!r}", hint="choose another name")
     reduce = "mean" if reduce_fx == "avg" else str(getattr(reduce_fx, "__name__", reduce_fx))
-    if reduce not in _REDUCTIONS:
-        raise ModuleError(f"{where}: reduce_fx is {reduce!r}", hint=f"it is one of {', '.join(_REDUCTIONS)}")
+    what = hint = ""
+    if name in _RECORD:
+        what, hint = f"the record of the epoch has its own {name!r}", "choose another name"
+    elif reduce not in _REDUCTIONS:
+        what, hint = f"reduce_fx is {reduce!r}", f"it is one of {', '.join(_REDUCTIONS)}"
+    if what:
+        raise ModuleError(f"{where}: {what}", hint=hint)
     return reduce
 
 

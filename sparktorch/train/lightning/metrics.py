@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparktorch.errors import ModuleError
+from sparktorch.errors import refusing
 from sparktorch.train.recipe.metrics import quiet, reduce_over_ranks
 
 __all__ = ["Metrics"]
@@ -47,9 +47,8 @@ class Metrics:
         metric = self._found[path]
         with quiet():  # a rank without rows has not called update
             value = metric.compute()
-        if not isinstance(value, torch.Tensor | int | float) or torch.as_tensor(value).numel() != 1:
-            raise ModuleError(f"metric {path!r} does not give one number", hint="log its values one by one")
-        return float(value)
+        with refusing(f"metric {path!r} does not give one number", "log its values one by one"):
+            return float(value)
 
     def reset(self, paths: Iterable[str]) -> None:
         """Resets metrics."""

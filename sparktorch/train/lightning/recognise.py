@@ -79,13 +79,12 @@ def check_class(source: Any, *, validated: bool) -> None:
     """
     source = load_object(source) if isinstance(source, str) else source
     kind: Any = source if isinstance(source, type) else type(source)
-    for name, hint in _REFUSED.items():
-        if overrides(source, name):
-            what = f"{kind.__qualname__} overrides {name}, which a fit does not call"
-            raise ModuleError(what, hint=hint, param="module")
-    for name, hint in _NEEDED.items():
-        if not overrides(source, name) and (validated or name != "validation_step"):
-            raise ModuleError(f"{kind.__qualname__} has no {name}", hint=hint, param="module", code="ST-LIGHTNING")
+    needed = {name: hint for name, hint in _NEEDED.items() if validated or name != "validation_step"}
+    wrong = {f"overrides {n}, which a fit does not call": hint for n, hint in _REFUSED.items() if overrides(source, n)}
+    wrong |= {f"has no {name}": hint for name, hint in needed.items() if not overrides(source, name)}
+    if wrong:
+        what, hint = next(iter(wrong.items()))
+        raise ModuleError(f"{kind.__qualname__} {what}", hint=hint, param="module", code="ST-LIGHTNING")
 
 
 def check_instance(module: Any) -> None:

@@ -49,8 +49,6 @@ class TrainerView:
         return self.callback_metrics
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # what Python itself asks for
-            raise AttributeError(name)
         raise AttributeError(
             f"self.trainer has no {name!r}: a fit of sparktorch runs without Lightning's Trainer. It has {_KNOWN}"
         )

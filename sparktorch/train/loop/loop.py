@@ -19,7 +19,6 @@ from sparktorch.base.weights_folder import WeightsFolder
 from sparktorch.base.world import World
 from sparktorch.distributed.client import Client
 from sparktorch.distributed.process_group import max_over_ranks, sum_over_ranks
-from sparktorch.errors import ColumnError
 from sparktorch.train.callbacks import Callbacks, FitContext
 from sparktorch.train.checkpoint.checkpointer import Checkpointer, Position
 from sparktorch.train.loop.engine import Engine
@@ -221,8 +220,6 @@ class _Run:
             engine.means.clear()
             self.callbacks.call("on_epoch_start")
         weights = sum_over_ranks(self._dataset.step_weights(epoch), self._world)
-        if not weights.any():
-            raise ColumnError("all rows have the weight 0", hint="see weightCol and classWeights", code="ST-WEIGHT")
         scales = step_scales(weights, engine.sync.divisor)
         engine.split.begin(self._dataset, epoch, counters.taken)
         waited, entered = counters.waited, time.perf_counter() - counters.validating

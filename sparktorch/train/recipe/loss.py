@@ -22,7 +22,7 @@ from torch import nn
 from sparktorch.base.batch import Batch
 from sparktorch.base.devices import upload
 from sparktorch.base.world import World
-from sparktorch.errors import ModuleError
+from sparktorch.errors import ColumnError, ModuleError
 from sparktorch.train.huggingface.models import call, model_loss
 from sparktorch.train.recipe.lookup import building, look_up, name_of, parameters_of
 from sparktorch.train.recipe.task import align, each_tensor, prediction
@@ -44,7 +44,12 @@ def step_scales(weights: torch.Tensor, divisor: int) -> npt.NDArray[np.float64]:
     Args:
         weights: Weight of the rows of each step over all ranks, float64 of shape `(steps,)`.
         divisor: Number by which the strategy divides summed gradients.
+
+    Raises:
+        ColumnError: All weights are 0.
     """
+    if not weights.any():
+        raise ColumnError("all rows have the weight 0", hint="see weightCol and classWeights", code="ST-WEIGHT")
     found: npt.NDArray[np.float64] = weights.numpy()
     scales = np.zeros_like(found)
     np.divide(divisor, found, out=scales, where=found > 0)
@@ -332,40 +337,37 @@ class Loss:
         self.ignored = _ignored(found, params) if reducing or hasattr(found, "reduction") else None
         if isinstance(found, type):
             options = dict(params)
-            self._refuse_weight(found, options.get("weight"))
+            self._refuse(found, options.get("weight"), options.get("reduction") if reducing else None)
             for name in ("weight", "pos_weight") if issubclass(found, nn.modules.loss._Loss) else ():
                 if isinstance(options.get(name), list | tuple):
                     options[name] = torch.tensor(options[name], dtype=torch.float32)
             if reducing:
-                self._refuse_sum(options.get("reduction", "mean"))
                 options["reduction"] = "none"
             with building("loss", found):
                 found = found(**options)
         elif params:
             raise ModuleError("lossParams are given, but loss is not a class", param="lossParams")
         elif isinstance(found, nn.Module):
-            self._refuse_weight(type(found), getattr(found, "weight", None))
+            self._refuse(type(found), getattr(found, "weight", None), getattr(found, "reduction", None))
             found = copy.copy(found)
             if hasattr(found, "reduction"):
-                self._refuse_sum(str(found.reduction))
                 vars(found)["reduction"] = "none"
         elif reducing:  # the functions of torch.nn.functional
             found = partial(found, reduction="none")
         self._function: Callable[..., torch.Tensor] = found
         self._with_tensors = _with_tensors(found)
 
-    def _refuse_sum(self, reduction: str) -> None:
+    def _refuse(self, kind: type, weight: Any, reduction: Any) -> None:
+        what = hint = ""
         if reduction == "sum":
-            what = f"loss {self.name} with reduction 'sum' would make the step depend on the batch size"
+            what = "with reduction 'sum' would make the step depend on the batch size"
             hint = "leave 'reduction' out: the gradient is that of the mean"
-            raise ModuleError(what, hint=hint, param="loss", code="ST-LOSS-MEAN")
-
-    def _refuse_weight(self, kind: type, weight: Any) -> None:
         # torch divides by the sum of the classes' weights, which is not known in one rank.
-        if weight is not None and issubclass(kind, nn.CrossEntropyLoss | nn.NLLLoss):
-            what = f"loss {self.name} has a weight for each class, by which the mean over a batch would not be divided"
+        elif weight is not None and issubclass(kind, nn.CrossEntropyLoss | nn.NLLLoss):
+            what = "has a weight for each class, by which the mean over a batch would not be divided"
             hint = "give the weights as classWeights"
-            raise ModuleError(what, hint=hint, param="lossParams", code="ST-LOSS-MEAN")
+        if what:
+            raise ModuleError(f"loss {self.name} {what}", hint=hint, param="loss", code="ST-LOSS-MEAN")
 
     def __call__(self, output: Any, label: torch.Tensor | None, weight: torch.Tensor | None) -> torch.Tensor:
         """Returns the weighted sum of the rows' losses, a scalar tensor; raises as `weigh`."""

@@ -17,7 +17,8 @@ from torch import nn
 
 from sparktorch.base.config import Task
 from sparktorch.base.imports import load_object
-from sparktorch.errors import ConfigError, nearest
+from sparktorch.errors import ConfigError, nearest, refusing
+from sparktorch.train.recipe.lookup import signature_of
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -111,20 +112,14 @@ def try_metrics(
         complete[name] = value if classes is None else _filled_in(name, value, classes, output, label)
         built = Metrics({name: complete[name]}, task, "cpu")
         built.check()
-        try:
-            with quiet(), torch.no_grad():
-                built.update(output, label)
-                built.compute()
-        except ConfigError:
-            raise
-        except Exception as error:
-            raise ConfigError(
-                f"metric {name!r} failed on the first row: {type(error).__name__}: {error}",
-                hint="a classifier's metrics get probabilities, of shape (rows,) or (rows, classes), and int64 "
-                "labels; a regressor's get values and labels",
-                param="metrics",
-                code="ST-METRIC",
-            ) from error
+        hint = (
+            "a classifier's metrics get probabilities, of shape (rows,) or (rows, classes), and int64 labels; a "
+            "regressor's get values and labels"
+        )
+        failing = refusing(f"metric {name!r} failed on the first row", hint, param="metrics", code="ST-METRIC")
+        with failing, quiet(), torch.no_grad():
+            built.update(output, label)
+            built.compute()
     return complete
 
 
@@ -144,15 +139,9 @@ def _build(name: str, value: Any) -> Metric:
         built = copy.deepcopy(value)
     else:
         factory, params = _resolve(name, value)
-        try:
+        hint = f"its parameters are {signature_of(factory)}"
+        with refusing(f"metric {name!r} cannot be built", hint, param="metrics", code="ST-METRIC"):
             built = factory(**params)
-        except Exception as error:
-            raise ConfigError(
-                f"metric {name!r} cannot be built: {type(error).__name__}: {error}",
-                hint=f"its parameters are {inspect.signature(factory)}",
-                param="metrics",
-                code="ST-METRIC",
-            ) from error
     if not _is_metric(built):
         raise ConfigError(
             f"metric {name!r} is a {type(built).__name__}, no torchmetrics.Metric",
@@ -169,14 +158,7 @@ def _resolve(name: str, value: Any) -> tuple[Callable[..., Any], dict[str, Any]]
     named = params.pop("name", None)
     if callable(named):
         return named, params
-    if not isinstance(named, str):
-        raise ConfigError(
-            f"metric {name!r} is {value!r}",
-            hint="write the name of a class in torchmetrics, or {'name': ..., and its parameters}",
-            param="metrics",
-            code="ST-METRIC",
-        )
-    if ":" in named:
+    if isinstance(named, str) and ":" in named:
         return load_object(named), params
     base = _torchmetrics().Metric
     classes = {
@@ -185,11 +167,11 @@ def _resolve(name: str, value: Any) -> tuple[Callable[..., Any], dict[str, Any]]
         for key, found in vars(importlib.import_module(home)).items()
         if isinstance(found, type) and issubclass(found, base) and found is not base
     }
-    if named not in classes:
+    if str(named) not in classes:
         raise ConfigError(
-            f"metric {named!r} is unknown", hint=nearest(named, classes), param="metrics", code="ST-UNKNOWN-NAME"
+            f"metric {named!r} is unknown", hint=nearest(str(named), classes), param="metrics", code="ST-UNKNOWN-NAME"
         )
-    return classes[named], params
+    return classes[str(named)], params
 
 
 def _torchmetrics() -> Any:

@@ -145,18 +145,15 @@ class Recipe:
                     hint += "; with modelDir, only what is made by NumPy or device='cpu' has values there"
                 with refusing(f"module {name_of(factory)} cannot be built", hint, code="ST-BUILD"):
                     raise
+        what = hint = ""
         if not isinstance(module, nn.Module):
-            raise ModuleError(
-                f"module {name_of(factory)} returned {type(module).__name__}, not an nn.Module",
-                hint="pass an nn.Module class, a function that returns one, or an instance",
-                code="ST-BUILD",
-            )
-        if type(self) is Recipe and all(hasattr(module, name) for name in _OF_LIGHTNING):
-            raise ModuleError(
-                f"module {name_of(factory)} returned a LightningModule, whose steps a fit would not call",
-                hint="pass its class, and its arguments as moduleParams; or an instance",
-                param="module",
-            )
+            what = f"{type(module).__name__}, not an nn.Module"
+            hint = "pass an nn.Module class, a function that returns one, or an instance"
+        elif type(self) is Recipe and all(hasattr(module, name) for name in _OF_LIGHTNING):
+            what = "a LightningModule, whose steps a fit would not call"
+            hint = "pass its class, and its arguments as moduleParams; or an instance"
+        if what:
+            raise ModuleError(f"module {name_of(factory)} returned {what}", hint=hint, param="module", code="ST-BUILD")
         return module
 
     @property

@@ -84,6 +84,41 @@ def test_an_attempt_that_wakes_up_after_a_later_one_has_begun_removes_and_adds_n
             assert later.store.claimed_by("mine")
 
 
+def test_another_fit_is_refused_and_one_that_has_lost_its_directory_ends_at_its_next_checkpoint(
+    tmp_path: Path, line: Callable[[], Moves]
+) -> None:
+    with Checkpointer(config(tmp_path), {}, World(), line()) as first:
+        with pytest.raises(PersistenceError, match="is being written by another fit") as caught:
+            Checkpointer(config(tmp_path, owner="other"), {}, World(), line())
+        assert "give each fit a directory of its own" in caught.value.hint
+        save(first, 1)
+        store = CheckpointStore(str(tmp_path), "b2")
+        assert store.steps() == [1]  # it is not disturbed
+        store.directory.remove("claim.json")  # as after a host that stood still for half a minute
+        store.claim("other")
+        save(first, 2)
+        with pytest.raises(PersistenceError, match="was taken by another fit"):
+            first.save(Position(step=3), SHARE, None)
+        first.close(Position(step=3))
+    assert store.claimed_by("other")
+    assert not store.finished
+
+
+def test_a_directory_that_is_not_shared_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
+    with control_server() as server, ThreadPoolExecutor(2) as pool:
+        meeting = server.rendezvous
+        opened = partial(connect, meeting.host, meeting.port, meeting.prefix)
+        savers = []
+        for rank in range(2):
+            world = World(rank=rank, world_size=2, host=f"host-{rank}")
+            own = config(tmp_path / f"disk-of-host-{rank}")
+            savers.append(pool.submit(Checkpointer, own, {}, world, Client(opened, world), seen_seconds=0.3))
+        says = "is not the same directory here as on rank 0's host host-0"
+        with savers[0].result(30), pytest.raises(PersistenceError, match=says) as caught:
+            savers[1].result(30)
+    assert "set a directory that all workers share" in caught.value.hint
+
+
 @pytest.mark.parametrize(
     ("losses", "delta", "kept"),
     [((math.nan, 0.5, 0.9, 0.8), 0.0, [2, 4]), ((1.0, 0.875, 0.75, 0.5, 0.375, 0.25), 0.25, [4, 6])],

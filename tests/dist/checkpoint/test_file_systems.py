@@ -16,7 +16,6 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from sparktorch.errors import ClusterError, PersistenceError
-from sparktorch.train.checkpoint.directory import Directory
 from sparktorch.train.checkpoint.store import CheckpointStore, Manifest, read_tensors, snapshot
 from tests.support.ranks import control_server, run_ranks, train_on
 from tests.support.resume import STEPS, Counts, job_for, killed, parts, timeless
@@ -252,16 +251,3 @@ def test_a_bucket_that_is_not_there_is_an_error_that_says_so(bucket: str, enviro
     assert isinstance(failure, PersistenceError)
     assert "s3://nosuch/checkpoints cannot be written" in failure.what
     assert "bucket does not exist" in failure.what
-
-
-def test_names_lead_nowhere_else(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "secret").write_text("canary")
-    (tmp_path / "run" / "link").symlink_to(tmp_path / "secret")
-    directory = Directory(str(tmp_path / "run"))
-    for name in ("../secret", "link", f"{tmp_path}/secret"):
-        with pytest.raises(FileNotFoundError):
-            directory.read(name)
-        with pytest.raises(FileNotFoundError):
-            directory.put(name, b"overwritten")
-    assert (tmp_path / "secret").read_text() == "canary"

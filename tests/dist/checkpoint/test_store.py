@@ -90,7 +90,7 @@ def same(found: bytes, expected: bytes) -> None:
         # Where the weights are whole in every rank, and where they are divided as under zero3: one way up and one down.
         *((strategy, 3, strategy, 2) for strategy in ("ddp", "zero1", "zero2")),
         *(("zero3", writers, "zero3", readers) for writers, readers in ((1, 3), (4, 1))),
-        *(("zero3", 2, strategy, 3) for strategy in ("ddp", "zero1", "zero2")),
+        ("zero3", 2, "zero1", 3),
     ],
 )
 def test_what_some_ranks_wrote_any_number_of_ranks_goes_on_from_with_any_strategy(

@@ -34,7 +34,6 @@ pytestmark = [
 RANKS, STEPS = 2, 4
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp": {},
-    "zero1": {"strategy": "zero1"},
     "zero3": {"strategy": "zero3", "strategy_params": {"min_parameters": 1000}},
     "localSGD": {"strategy": "localSGD", "strategy_params": {"period": 2}},
 }
@@ -139,11 +138,10 @@ def test_the_adapters_alone_come_back_and_score_merged_as_they_do_unmerged(strat
     torch.testing.assert_close(scores(merged), unmerged, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_a_training_that_was_killed_goes_on_to_the_same_bits_from_checkpoints_of_adapters(
-    strategy: str, folder: str, tmp_path: Path
+    folder: str, tmp_path: Path
 ) -> None:
-    config = {**STRATEGIES[strategy], "ema_decay": 0.9}
+    config = {**STRATEGIES["zero3"], "ema_decay": 0.9}
     expected, _ = train_on(parts(), job_for(adapted, {"folder": folder}, **config))
     kill = Counts(tmp_path, rank=1, step=STEPS + 3)
     killed(job_for(adapted, {"folder": folder}, kill, tmp_path, **config))

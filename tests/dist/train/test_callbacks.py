@@ -50,47 +50,24 @@ def test_every_hook_is_called_in_its_place_and_changes_nothing(tmp_path: Path, r
     torch.testing.assert_close(state, without, atol=0, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["added", "gradient_norm"])
-def test_numbers_that_rank_0_puts_into_the_record_are_kept(name: str) -> None:
-    _, history = train(job_for(Adds(np.float32(3), name)))
-    assert [record[name] for record in history] == [3.0, 3.0]
+def test_numbers_that_rank_0_puts_into_the_record_are_kept() -> None:
+    _, history = train(job_for(Adds(np.float32(3), "gradient_norm")))
+    assert [record["gradient_norm"] for record in history] == [3.0, 3.0]
 
 
-@pytest.mark.parametrize(
-    ("rank", "ranks", "hook"), [(0, 1, "on_step_end"), (0, 2, "on_epoch_end"), (2, 3, "on_step_end")]
-)
+@pytest.mark.parametrize(("rank", "ranks", "hook"), [(0, 1, "on_epoch_end"), (2, 3, "on_step_end")])
 def test_where_one_rank_asks_to_stop_all_of_them_end_with_the_epoch(rank: int, ranks: int, hook: str) -> None:
     state, history = train(job_for(Stops(rank, hook), epochs=7, validation_interval=5), ranks)
     assert ["val_loss" in record for record in history] == [False, True]  # the end is always validated
     torch.testing.assert_close(state, train(job_for(), ranks)[0], atol=0, rtol=0)
 
 
-@pytest.mark.parametrize("ranks", ["main", "all"])
-def test_a_callback_that_raises_ends_the_fit_by_the_name_of_its_hook(ranks: str) -> None:
+def test_a_callback_that_raises_ends_the_fit_by_the_name_of_its_hook() -> None:
     with pytest.raises(RankError) as caught:
-        train(job_for(FailsIn(ranks)))
+        train(job_for(FailsIn("main")))
     assert caught.value.what == "FailsIn.on_step_end raised ArithmeticError: planted in a callback"
     assert {name: caught.value.where[name] for name in ("epoch", "step")} == {"epoch": 1, "step": 3}
     assert 'raise ArithmeticError("planted in a callback")' in caught.value.trace
-
-
-def test_hooks_that_are_not_overridden_are_not_called() -> None:
-    from sparktorch.base.world import World
-    from sparktorch.train.callbacks import Callbacks
-
-    module = Score()
-    context = FitContext(module, torch.optim.SGD(module.parameters()), World(rank=0, world_size=1))
-    context.step = 3  # at which it fails
-    Callbacks([Adds(1), Callback()], context).call("on_step_end")
-    with pytest.raises(RankError, match="on_step_end"):
-        Callbacks([FailsIn("main")], context).call("on_step_end")
-    called: list[FitContext] = []
-    late = Callback()
-    late.on_step_end = called.append  # type: ignore[method-assign]
-    Callbacks([late], context).call("on_step_end")
-    assert called == [context]
-    elsewhere = replace(context, world=World(rank=1, world_size=2))
-    Callbacks([FailsIn("main")], elsewhere).call("on_step_end")
 
 
 class Freezes(Callback):

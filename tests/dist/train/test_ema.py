@@ -26,7 +26,6 @@ JOB = train_job(
 
 STRATEGIES: dict[str, dict[str, int]] = {
     "ddp": {},
-    "zero1": {},
     "zero3": {"min_parameters": 10},
     "localSGD": {"period": 1},
     "parameterServer": {"staleness": 0},

@@ -132,9 +132,7 @@ def trained() -> dict[str, Any]:
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "zero1": {"strategy": "zero1"},
-    "zero2": {"strategy": "zero2", "strategy_params": {"wrap_classes": ["Sequential"]}},
     "zero3": {"strategy": "zero3"},
-    "parameterServer": {"strategy": "parameterServer", "strategy_params": {"staleness": 0}},
 }
 
 
@@ -215,11 +213,9 @@ def test_hooks_are_called_as_the_trainer_calls_them(tmp_path: Path) -> None:
     assert rank == trainer
 
 
-@pytest.mark.parametrize(
-    ("strategy", "ranks", "schedule"), [("ddp", 1, "step"), ("ddp", 2, "epoch"), ("zero1", 2, "step")]
-)
-def test_a_training_goes_on_with_the_same_bits(strategy: str, ranks: int, schedule: str, tmp_path: Path) -> None:
-    parts = [part.batches() for part in TABLE.parts(ranks)]
+@pytest.mark.parametrize(("strategy", "schedule"), [("ddp", "epoch"), ("zero1", "step")])
+def test_a_training_goes_on_with_the_same_bits(strategy: str, schedule: str, tmp_path: Path) -> None:
+    parts = [part.batches() for part in TABLE.parts(2)]
 
     def job(folder: str, **lit: Any) -> TrainJob:
         made = job_for(TABLE, LitCounting, {"schedule": schedule, **lit}, strategy=strategy)

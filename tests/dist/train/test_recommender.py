@@ -106,10 +106,10 @@ def plain_training(table: Table, params: dict[str, Any]) -> tuple[dict[str, torc
     return module.state_dict(), history
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize(
     ("implicit", "features", "strategy"),
-    [(False, False, "ddp"), (True, False, "ddp"), (True, True, "ddp"), (True, True, "zero3")],
+    [(False, False, "ddp"), (True, True, "ddp"), (True, True, "zero3")],
 )
 def test_any_number_of_ranks_learns_what_one_plain_loop_learns(
     implicit: bool, features: bool, strategy: str, ranks: int

@@ -173,10 +173,6 @@ def sums(context: RunContext, what: str) -> Any:
     net = nn.Linear(5, 1)
     wrong: dict[str, Callable[[], Any]] = {
         "sharded": lambda: context.save({"weight": next(iter(context.wrap(net).parameters()))}),
-        "value": lambda: context.save({"net": net}),
-        "list": lambda: context.save([net.state_dict()]),  # type: ignore[arg-type]
-        "own": lambda: context.save({}, own=[]),  # type: ignore[arg-type]
-        "report": lambda: context.report(loss="low"),
         "epoch": lambda: context.report(epoch=1),
         "alone": lambda: context.wrap(net),
         "exit": lambda: sys.exit(3),
@@ -184,7 +180,5 @@ def sums(context: RunContext, what: str) -> Any:
         "saves": lambda: (context.rank == 0 and context.save({}), next(iter(context.loader(0)))),
         "state": lambda: context.state_dict(net),
         "result": threading.Lock,
-        "optimizer": lambda: context.wrap(net, torch.optim.SGD(nn.Linear(5, 1).parameters())),
-        "scalar": lambda: [batch.mean(batch.inputs[0].mean()) for batch in context.loader(0)],
     }
     return wrong[what]()

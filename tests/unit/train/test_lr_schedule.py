@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import io
+
+import numpy as np
 import pytest
 import torch
 
 from sparktorch.base.config import TrainConfig
+from sparktorch.train.checkpoint.tensors import storable
 from sparktorch.train.recipe.lr_schedule import Schedule
 from sparktorch.train.recipe.recipe import Recipe
 
@@ -32,3 +36,15 @@ def test_what_is_restored_keeps_the_kernels_of_how_parameters_are_divided_now() 
     before, after = (Schedule(Recipe(module="none"), config, optimizer, steps=3) for optimizer in (saved, found))
     after.load_state_dict(before.state_dict())
     assert (found.param_groups[0]["lr"], found.param_groups[0]["fused"]) == (0.2, None)
+
+
+def test_numbers_of_numpy_in_a_state_are_saved_as_those_of_python() -> None:
+    state = {
+        "rates": [np.float64(0.5), np.int64(3)],
+        "groups": ({np.str_("lr"): np.float32(0.25)},),
+        "seen": {np.True_},
+    }
+    file = io.BytesIO()
+    torch.save(storable(state, "schedule"), file)
+    file.seek(0)
+    assert torch.load(file, weights_only=True) == state

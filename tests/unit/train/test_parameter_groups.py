@@ -30,11 +30,9 @@ class Tied(nn.Module):
 @pytest.mark.parametrize(
     ("patterns", "trained"),
     [
-        ([], [*WEIGHTS, *BIASES]),
         (["layers.0.*"], ["layers.2.weight", "layers.2.bias"]),
         (["*", "!*.bias"], BIASES),
         (["*", "!layers.2.*", "*.weight"], ["layers.2.bias"]),  # the last word counts
-        (["layers.?.weight"], BIASES),
         (["!layers.0.*"], [*WEIGHTS, *BIASES]),
     ],
 )
@@ -68,18 +66,10 @@ def test_a_tensor_with_two_names_is_frozen_by_either() -> None:
         assert [n for n, p in module.named_parameters() if p.requires_grad] == ["last.weight", "last.bias"]
 
 
-@pytest.mark.parametrize(
-    ("freeze", "message", "hint"),
-    [
-        (["layer.0.*"], "freeze: 'layer.0.*' matches no parameter", "layers.0.*"),
-        (["*", "!layers.2.wieght"], "freeze: 'layers.2.wieght' matches no parameter", "layers.2.weight"),
-    ],
-)
-def test_patterns_that_cannot_be_meant_are_refused_with_a_way_out(freeze: list[str], message: str, hint: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        dry_run(Recipe(module=Mlp, freeze=freeze), "generic", 0, {"x": torch.ones(2, 5)}, torch.ones(2, 3))
-    assert caught.value.what == message
-    assert hint in caught.value.hint
+def test_patterns_that_cannot_be_meant_are_refused_with_a_way_out() -> None:
+    with pytest.raises(ConfigError, match=r"freeze: 'layer.0.\*' matches no parameter") as caught:
+        Recipe(module=Mlp, freeze=["layer.0.*"]).build_module(0)
+    assert "layers.0.*" in caught.value.hint
     assert caught.value.where == {"param": "freeze"}
     with pytest.raises(ModuleError, match=r"(?s)no parameters that require a gradient.*freeze leaves none"):
         dry_run(Recipe(module=Mlp, freeze=["*"]), "generic", 0, {"x": torch.ones(2, 5)}, torch.ones(2, 3))
@@ -103,11 +93,9 @@ def test_the_first_group_that_matches_holds_and_the_rest_comes_first() -> None:
     assert names_in(Tied(), [{"params": "outer.*"}]) == [["last.weight", "last.bias"], ["inner.weight"]]
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW", "SGD", torch.optim.RMSprop])
-def test_each_group_has_its_own_options_and_the_defaults_for_the_rest(optimizer: Any) -> None:
+def test_each_group_has_its_own_options_and_the_defaults_for_the_rest() -> None:
     recipe = Recipe(
         module=Mlp,
-        optimizer=optimizer,
         optimizer_params={"weight_decay": 0.25},
         learning_rate=0.5,
         parameter_groups=[{"params": "*.bias", "weight_decay": 0.0}, {"params": "layers.0.*", "lr": 0.125}],
@@ -118,19 +106,11 @@ def test_each_group_has_its_own_options_and_the_defaults_for_the_rest(optimizer:
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "groups", "message", "hint"),
+    ("groups", "message", "hint"),
     [
-        ("AdamW", [{"lr": 1}], "parameterGroups[0] is left without a parameter", "globs of parameter names"),
+        ([{"params": "*"}, {"params": "*.bias"}], "parameterGroups[1] is left without a parameter", "earlier"),
+        ([{"params": None}], "parameterGroups: 'None' matches no parameter", "names are layers.0.weight"),
         (
-            "AdamW",
-            [{"params": "*.biass"}],
-            "parameterGroups: '*.biass' matches no parameter",
-            "names are layers.0.weight",
-        ),
-        ("AdamW", [{"params": "*"}, {"params": "*.bias"}], "parameterGroups[1] is left without a parameter", "earlier"),
-        ("AdamW", [{"params": None}], "parameterGroups: 'None' matches no parameter", "names are layers.0.weight"),
-        (
-            "AdamW",
             [{"params": "*.bias", "weight_deacy": 0}],
             "parameterGroups[0] does not suit optimizer AdamW: AdamW.__init__() got an unexpected keyword argument",
             "weight_decay",
@@ -138,9 +118,9 @@ def test_each_group_has_its_own_options_and_the_defaults_for_the_rest(optimizer:
     ],
 )
 def test_groups_that_cannot_work_are_refused_on_the_driver(
-    optimizer: Any, groups: list[dict[str, Any]], message: str, hint: str
+    groups: list[dict[str, Any]], message: str, hint: str
 ) -> None:
-    recipe = Recipe(module=Mlp, optimizer=optimizer, parameter_groups=groups)
+    recipe = Recipe(module=Mlp, parameter_groups=groups)
     with pytest.raises(ConfigError) as caught:
         dry_run(recipe, "generic", 0, {"x": torch.ones(2, 5)}, torch.ones(2, 3))
     assert caught.value.what.startswith(message)

