@@ -48,13 +48,6 @@ def test_a_bad_label_is_told_in_a_few_lines(users: Pythons, table: pd.DataFrame,
     assert "index the labels with StringIndexer" in lines[-1]
 
 
-def test_a_missing_value_is_told_in_a_few_lines(users: Pythons, table: pd.DataFrame, tmp_path: Path) -> None:
-    table.loc[77, "x"] = np.nan
-    lines = shown(users, tmp_path, table)
-    assert len(lines) <= LINES, "\n".join(lines)
-    assert "ColumnError: column 'x' has 1 row with null values" in lines[-2]
-
-
 def test_executors_without_the_package_are_told_in_a_few_lines(
     users: Pythons, table: pd.DataFrame, tmp_path: Path
 ) -> None:
