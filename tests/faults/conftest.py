@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -12,10 +11,8 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 
 from sparktorch import Callback, TorchRegressor
-from sparktorch.spark.session import slots
 from tests.support.nets import Score
 from tests.support.sessions import spark_session
-from tests.support.waiting import until
 
 
 @pytest.fixture(scope="package")
@@ -39,15 +36,3 @@ def frame(spark: SparkSession) -> DataFrame:
 def regressor(*callbacks: Callback, **params: Any) -> TorchRegressor:
     values: dict[str, Any] = {"module": Score, "batchSize": 32, "numWorkers": 2, "progress": False}
     return TorchRegressor(**{**values, "validationIndicatorCol": "held_out", "callbacks": list(callbacks), **params})
-
-
-@contextmanager
-def executors(spark: SparkSession) -> Iterator[Any]:
-    """Yields what sets the number of executors that Spark starts; in the end there are two again."""
-    context, maps = spark.sparkContext._jsc.sc(), spark._jvm.scala.collection.immutable
-    nowhere = getattr(getattr(maps, "Map$"), "MODULE$").empty()
-    try:
-        yield lambda number: context.requestTotalExecutors(number, 0, nowhere)
-    finally:
-        context.requestTotalExecutors(2, 0, nowhere)
-        until(lambda: slots(spark) == 2, seconds=60, what="two executors are there")

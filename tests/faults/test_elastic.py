@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from pyspark.sql import DataFrame, SparkSession
 from sparktorch import Callback, TorchRegressor
 from sparktorch.spark.session import slots
 from sparktorch.train.callbacks import FitContext
-from tests.faults.conftest import executors, regressor
+from tests.faults.conftest import regressor
 from tests.support.faults import executor
 from tests.support.sessions import slots_held
 from tests.support.waiting import until
@@ -71,6 +73,18 @@ def keeping(folder: Path, *callbacks: Callback, **params: Any) -> TorchRegressor
 @pytest.fixture(scope="module")
 def calm(frame: DataFrame, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     return keeping(tmp_path_factory.mktemp("calm")).fit(frame).module.state_dict()
+
+
+@contextmanager
+def executors(spark: SparkSession) -> Iterator[Any]:
+    """Yields what sets the number of executors that Spark starts; in the end there are two again."""
+    context, maps = spark.sparkContext._jsc.sc(), spark._jvm.scala.collection.immutable
+    nowhere = getattr(getattr(maps, "Map$"), "MODULE$").empty()
+    try:
+        yield lambda number: context.requestTotalExecutors(number, 0, nowhere)
+    finally:
+        context.requestTotalExecutors(2, 0, nowhere)
+        until(lambda: slots(spark) == 2, seconds=60, what="two executors are there")
 
 
 def test_a_fit_that_shrinks_grows_and_shrinks_ends_as_the_undisturbed_one(

@@ -15,7 +15,7 @@ from pyspark.sql import DataFrame
 
 from sparktorch import TorchRegressionModel, TorchRegressor
 from sparktorch.errors import RankError, RankLostError, RankStalledError
-from tests.faults.conftest import executors, regressor
+from tests.faults.conftest import regressor
 from tests.support.cgroups import limited_memory
 from tests.support.faults import Fault, gone, pids
 from tests.support.waiting import until
@@ -138,19 +138,6 @@ def test_a_killed_executor_is_told_as_such_and_comes_back(
     assert "was lost" in error.what
     assert told - happened(marks) < 2 * DETECTED_SECONDS
     assert same(weights(model), calm)
-
-
-def test_a_restart_goes_on_with_the_workers_that_are_left(
-    frame: DataFrame, calm: dict[str, torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sparktorch.ml.fit.attempts._COMEBACK_SECONDS", 1.0)
-    fault = Fault("kill executor", tmp_path / "marks", step=13)
-    with executors(frame.sparkSession) as wanted:
-        assert wanted(1)  # from now on
-        model = keeping(tmp_path, fault, maxRestarts=1, minWorkers=1).fit(frame)
-    assert model.summary.numWorkers == 1
-    assert len(pids(tmp_path / "marks")) == 3
-    torch.testing.assert_close(weights(model), calm, atol=1e-5, rtol=0)
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from functools import partial
 
 import pytest
 
-from benchmarks.control_plane import measure, simulation
 from sparktorch.base.world import World
 from sparktorch.distributed.client import Client
 from sparktorch.distributed.heartbeat import beat_seconds, silent_seconds
@@ -18,10 +17,9 @@ from sparktorch.distributed.monitor import Timeouts
 from sparktorch.distributed.server import ControlServer
 from sparktorch.distributed.store import SealedStore, allow_connections, connect
 from sparktorch.errors import RankStalledError
-from tests.support.ranks import preload, watch
+from tests.support.ranks import watch
 from tests.support.waiting import until
 
-preload("benchmarks.control_plane")
 RANKS = 20
 
 
@@ -142,12 +140,3 @@ def test_many_ranks_beat_less_often_and_are_found_silent_within_seconds() -> Non
     assert beat_seconds(2) == beat_seconds(500) == 0.5
     assert beat_seconds(1024) == pytest.approx(1.0, abs=0.03)
     assert 2 * beat_seconds(1024) < silent_seconds(1024) < 3
-
-
-@pytest.mark.landing
-def test_the_benchmark_of_the_control_plane_names_the_rank_that_it_loses() -> None:
-    with simulation(2) as ranks:
-        found = measure(5, ranks, 0.3)  # asserts it
-    assert found["agree, s"] > 0
-    assert found["train: messages"] > 0
-    assert found["paused, s"] > 0
