@@ -228,22 +228,25 @@ class StorageConfig:
 
 def at_least(param: str, value: float, least: float) -> None:
     """Refuses a number that is not finite, or not at least `least`."""
-    if not math.isfinite(value) or value < least:
-        raise ConfigError(f"{param} must be at least {least}, got {value}", param=param, code="ST-VALUE")
+    _check_bound(param, value, value >= least, f"at least {least}")
 
 
 def rows_or_auto(param: str, value: int | str) -> None:
     """Refuses a number of rows that is neither at least 1 nor "auto"."""
-    if not isinstance(value, str):
+    if isinstance(value, str):
+        one_of(param, value, ("auto",))
+    else:
         at_least(param, value, 1)
-    elif value != "auto":
-        raise ConfigError(f"{param} is {value!r}", hint="set a number of rows, or 'auto'", param=param)
 
 
 def above(param: str, value: float, bound: float) -> None:
     """Refuses a number that is not finite, or not above `bound`."""
-    if not math.isfinite(value) or value <= bound:
-        raise ConfigError(f"{param} must be above {bound}, got {value}", param=param, code="ST-VALUE")
+    _check_bound(param, value, value > bound, f"above {bound}")
+
+
+def _check_bound(param: str, value: float, within: bool, bound: str) -> None:
+    if not (within and math.isfinite(value)):
+        raise ConfigError(f"{param} must be {bound}, got {value}", param=param, code="ST-VALUE")
 
 
 def one_of(param: str, value: str, valid: tuple[str, ...]) -> None:

@@ -45,10 +45,12 @@ class DataSection:
     holdout: float = 0.0
 
     def __post_init__(self) -> None:
-        if (self.source is None) == (self.path is None):
-            raise ConfigError("data needs either source or path", section="data")
-        if not 0 <= self.holdout < 1:
-            raise ConfigError(f"data.holdout must be in [0, 1), got {self.holdout}", section="data")
+        for wrong, what in (
+            ((self.source is None) == (self.path is None), "data needs either source or path"),
+            (not 0 <= self.holdout < 1, f"data.holdout must be in [0, 1), got {self.holdout}"),
+        ):
+            if wrong:
+                raise ConfigError(what, section="data")
 
     def load(self, spark: SparkSession) -> DataFrame:
         """Returns all rows."""

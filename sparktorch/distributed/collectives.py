@@ -239,16 +239,15 @@ def _exchanged(own: _Call, ranks: int, wait: timedelta | None) -> list[_Call]:
 
 def _tensor(value: Any) -> torch.Tensor:
     """Returns a value as a detached, contiguous tensor, which may share its memory."""
-    if isinstance(value, torch.Tensor):
-        if value.layout is not torch.strided or hasattr(value, "to_local"):
-            raise TypeError("collectives take dense tensors, neither sparse, jagged nor sharded ones")
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided and not hasattr(value, "to_local"):
         return value.detach().resolve_conj().resolve_neg().contiguous()
     if isinstance(value, np.ndarray):
         native = np.require(value, value.dtype.newbyteorder("="), ["C", "W"])  # a copy only where it must be
         return torch.from_numpy(native.reshape(value.shape))
     if isinstance(value, bool | int | float | complex | np.generic):
         return torch.from_numpy(np.asarray(value.item() if isinstance(value, np.generic) else value))
-    raise TypeError(f"collectives take tensors, NumPy arrays and numbers, got {type(value).__name__}")
+    of = f" of layout {value.layout}" if isinstance(value, torch.Tensor) else ""
+    raise TypeError(f"collectives take dense tensors, NumPy arrays and numbers, got {type(value).__name__}{of}")
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

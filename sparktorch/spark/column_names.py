@@ -85,19 +85,16 @@ class ColumnNames:
 
     def _one(self, part: str, path: list[str], kind: T.DataType, name: str) -> T.StructField:
         """Returns the struct field or top-level column that a part of a name refers to."""
-        if not isinstance(kind, T.StructType):
-            raise ColumnError(
-                f"there is no column {name!r}: {'.'.join(path)!r} is {kind.simpleString()}, which has no fields",
-                column=name,
-                code="ST-COLUMN-MISSING",
-            )
-        found = self._alike(part, _by_lower(kind) if path else self._top)
+        fields = kind if isinstance(kind, T.StructType) else T.StructType()
+        found = self._alike(part, _by_lower(fields) if path else self._top)
         if len(found) == 1:
             return found[0]
         if found:
             raise _ambiguous(name, [".".join([*path, field.name]) for field in found])
         within = f": {'.'.join(path)!r} has no field {part!r}" if path else ""
-        hint = nearest(part if path else name, kind.names)
+        hint = f"its type is {kind.simpleString()}"
+        if kind is fields:
+            hint = nearest(part if path else name, fields.names)
         raise ColumnError(f"there is no column {name!r}{within}", hint=hint, column=name, code="ST-COLUMN-MISSING")
 
     def _alike(self, name: str, fields: dict[str, list[T.StructField]]) -> list[T.StructField]:

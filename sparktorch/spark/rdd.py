@@ -92,8 +92,6 @@ def tensor_rdd(
     """
     if batch_size is not None:
         at_least("batch_size", batch_size, 1)
-    if columns is not None and (isinstance(columns, str) or not columns):
-        raise ConfigError(f"columns is {columns!r}, and not a list of names", hint="pass ['x', ...]", param="columns")
     frame = dataframe_of(data, "tensor_rdd")
     if is_connect(frame.sparkSession):
         raise ConfigError(
@@ -130,13 +128,12 @@ def to_dataframe(rdd: RDD[Any], schema: T.StructType | str | None = None) -> Dat
     """
     spark = session_of(rdd)
     first = None if schema is not None else next(iter(rdd.take(1)), None)
-    if schema is None and first is None:
-        raise ConfigError("the RDD is empty, so nothing says what its columns are", hint="pass schema=", param="schema")
     if isinstance(first, Row):
         return spark.createDataFrame(rdd)
     if schema is None and not (isinstance(first, Mapping) and all(isinstance(name, str) for name in first)):
+        what = "the RDD is empty" if first is None else f"the first element of the RDD is a {type(first).__name__}"
         raise ConfigError(
-            f"the first element of the RDD is a {type(first).__name__}, and nothing names its columns",
+            f"{what}, and nothing names its columns",
             hint="pass schema=, such as 'x array<float>, y float', or make the elements dicts by column name",
             param="schema",
         )
@@ -263,9 +260,6 @@ def _record_batch(elements: list[Any], schema: pa.Schema | None) -> pa.RecordBat
     else:
         rows = [_by_name(element, names) for element in elements]
         columns = {name: _column([row[name] for row in rows]) for name in names}
-    lengths = {name: len(column) for name, column in columns.items()}
-    if len(set(lengths.values())) > 1:
-        raise ColumnError(f"the columns of a batch have different numbers of rows: {lengths}")
     if schema is None:
         return pa.RecordBatch.from_pydict(columns)
     for name, column in columns.items():
@@ -275,17 +269,17 @@ def _record_batch(elements: list[Any], schema: pa.Schema | None) -> pa.RecordBat
 
 
 def _by_name(element: Any, names: Sequence[str]) -> Mapping[str, Any]:
-    if not isinstance(element, Mapping):
+    if isinstance(element, Mapping):
+        has, fits = ", ".join(map(repr, element)), element.keys() == set(names)
+    else:
         values = element if isinstance(element, tuple) else (element,)
-        if len(values) != len(names):
-            raise ColumnError(f"an element has {len(values)} values, and the schema {len(names)} columns")
-        return dict(zip(names, values, strict=True))
-    if element.keys() != set(names):
+        has, fits = f"{len(values)} values", len(values) == len(names)
+    if not fits:
         raise ColumnError(
-            f"an element has {', '.join(map(repr, element))}, and the columns are {', '.join(map(repr, names))}",
+            f"an element has {has}, and the columns are {', '.join(map(repr, names))}",
             hint="give all elements the same keys, or pass schema=, and map them to dicts of its columns",
         )
-    return element
+    return element if isinstance(element, Mapping) else dict(zip(names, values, strict=True))
 
 
 def _widened(values: Any) -> np.ndarray[Any, Any]:

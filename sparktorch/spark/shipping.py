@@ -167,10 +167,7 @@ def _send_code(spark: SparkSession, folder: Path) -> None:
 
 
 def _archive(folder: Path) -> bytes:
-    """Returns the modules and packages in a folder as a zip file, with the same bytes for the same code.
-
-    Spark refuses a different file under a name that it already has.
-    """
+    """Returns the modules and packages in a folder as a zip file: of the same code the same bytes, as Spark demands."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         for path in sorted(path for path in folder.rglob("*.py") if path.is_file()):

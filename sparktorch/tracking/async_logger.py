@@ -178,8 +178,8 @@ class Outbox:
 
     def _deliver(self, send: Callable[[], T]) -> T:
         """Retries until success; raises errors that a retry does not fix."""
-        refusals = 0
-        for pause in chain((1.0, 2.0, 4.0, 8.0, 16.0), repeat(30.0)):
+        refusals, pauses = 0, chain((1.0, 2.0, 4.0, 8.0, 16.0), repeat(30.0))
+        while True:
             reached = False
             try:
                 _probe(self._uri)
@@ -192,12 +192,11 @@ class Outbox:
                 self._tried(failed=True)
                 message = "MLflow at %s cannot be reached (%s: %s): the fit goes on, its log follows later"
                 self._warn(message, type(error).__name__, error)
-                self._urged.wait(pause)
+                self._urged.wait(next(pauses))
                 self._urged.clear()
             else:
                 self._tried(failed=False)
                 return result
-        raise AssertionError  # the pauses never end
 
     def _tried(self, *, failed: bool) -> None:
         with self._changed:

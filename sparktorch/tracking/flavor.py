@@ -220,7 +220,8 @@ def load_module(model_uri: str) -> Any:
     """Loads the module of a model of MLflow's `pytorch` flavour, which runs its code.
 
     Raises:
-        ModuleError: The model is of another flavour, or was logged by sparktorch.
+        ModuleError: The model was logged by sparktorch.
+        MlflowException: It is of another flavour.
     """
     import mlflow.pytorch
 
@@ -228,10 +229,7 @@ def load_module(model_uri: str) -> Any:
     if FLAVOR_NAME in flavors:
         hint = f"sparktorch.tracking.load_model({model_uri!r}) returns it"
         raise ModuleError(f"{model_uri} is a model of sparktorch's already", hint=hint, param="module")
-    if "pytorch" not in flavors:
-        what = f"{model_uri} is no model of MLflow's pytorch flavour, but of {', '.join(flavors)}"
-        raise ModuleError(what, hint="mlflow.pyfunc.spark_udf scores with it", param="module")
-    _add_code(local, flavors["pytorch"])
+    _add_code(local, flavors.get("pytorch", {}))
     return mlflow.pytorch.load_model(str(local), map_location="cpu")  # this machine may have no GPU
 
 
@@ -259,10 +257,7 @@ def _add_code(local: Path, conf: Mapping[str, Any]) -> Path | None:
 
 @contextmanager
 def _code_of(*sources: Any) -> Iterator[list[str]]:
-    """Yields the files and package folders that the sources come from, unless they are installed.
-
-    Code imported from a zip, as with --py-files, is unpacked until the block ends.
-    """
+    """Yields files and package folders of the sources that are not installed; out of a zip, they last for the block."""
     with tempfile.TemporaryDirectory(prefix="sparktorch-code-") as unpacked:
         found = [_own_code(source, Path(unpacked)) for source in sources if source is not None]
         yield list(dict.fromkeys(str(path) for path in found if path is not None))

@@ -16,7 +16,6 @@ from sparktorch.base.config import Invalid
 from sparktorch.base.devices import accelerator
 from sparktorch.data.columns import plain_names
 from sparktorch.data.fields.kinds import kind_of
-from sparktorch.errors import ColumnError
 from sparktorch.model.scorer import Scorer
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.tracking.series import SeriesPyFunc
@@ -105,7 +104,7 @@ class PyFuncModel:
             A DataFrame with the columns that `transform` adds.
 
         Raises:
-            ColumnError: An input column is missing, or has another shape than in the fit.
+            ColumnError: An input column has another shape than in the fit.
         """
         arrays = self._columns(model_input)
         if self._invalid != "error":
@@ -127,9 +126,6 @@ class PyFuncModel:
         # Signatures of older versions have the names as Spark needs them, in backticks.
         pairs = zip(self._inputs, plain_names(self._inputs), strict=True)
         names = [given if given in model_input else plain for given, plain in pairs]
-        for name in names:
-            if name not in model_input:
-                raise ColumnError(f"the input has no column {name!r}", column=name, code="ST-COLUMN-MISSING")
         specs = [spec for spec in self._trained.inputs for _ in spec.sources or (spec.column,)]
         nulls = self._invalid != "error"
         return [

@@ -39,13 +39,9 @@ class SeriesPyFunc:
             What `forecast` returns, sorted by series and order.
 
         Raises:
-            ColumnError: A column is missing, the order is neither whole numbers nor times of one time zone, or a series
-                cannot be forecast.
+            ColumnError: The order is neither whole numbers nor times of one time zone, or a series cannot be forecast.
         """
         columns, rows = self._columns, pd.DataFrame(model_input)
-        for name in [*columns.keys, *columns.numbers]:
-            if name not in rows:
-                raise ColumnError(f"the input has no column {name!r}", column=name, code="ST-COLUMN-MISSING")
         plain = {name: _without_categories(rows[name]) for name in columns.keys}
         rows = rows.assign(**{**plain, columns.order: _ordering(plain[columns.order], columns.order)})
         rows = rows.sort_values(columns.keys, kind="stable")

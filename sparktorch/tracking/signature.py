@@ -88,11 +88,7 @@ def column_type(spec: TensorSpec) -> Any:
 
 
 def _mlflow_type(kind: pa.DataType, *, wide: bool = False) -> Any:
-    """Returns MLflow's type for an Arrow type; integers narrower than 32 bits become `integer`.
-
-    With `wide`, numbers have 64 bits: inside structs the values are Python numbers. A `ValueError` says that there is
-    no such type.
-    """
+    """Returns MLflow's type for an Arrow type, with `wide` numbers of 64 bits, as in structs; else a `ValueError`."""
     from mlflow.types.schema import Array, DataType, Object, Property
 
     if pa.types.is_list(kind):

@@ -29,10 +29,7 @@ _ROW = "__sparktorch_row"
 
 
 def _load_pyfunc(path: str, model_config: Mapping[str, Any] | None = None) -> SparkPyFunc:
-    """Loads the pipeline that `sparktorch.tracking.save_model` wrote; MLflow calls this.
-
-    It is loaded into the session of this process; without one, into a local session with one thread.
-    """
+    """Loads what `save_model` wrote into the session of this process, or a local one; MLflow calls this."""
     from mlflow.utils._spark_utils import (
         _create_local_spark_session_for_loading_spark_model,
         _get_active_spark_session,
@@ -70,7 +67,7 @@ class SparkPyFunc:
             it makes several rows of others.
 
         Raises:
-            ColumnError: An input column is missing, or has values of another type.
+            ColumnError: An input column has values of another type.
         """
         arrays = {name: _arrow(model_input, name, kind, self._zone) for name, kind in self._inputs.items()}
         rows = len(next(iter(arrays.values())))
@@ -87,8 +84,6 @@ class SparkPyFunc:
 
 def _arrow(model_input: pd.DataFrame, name: str, kind: str, zone: str) -> pa.Array:
     """Returns a column as Arrow, of the type from which Spark casts to `kind`."""
-    if name not in model_input:
-        raise ColumnError(f"the input has no column {name!r}", column=name, code="ST-COLUMN-MISSING")
     values = pd.Series(model_input[name])
     special = {
         "vector": pa.list_(pa.float64()),

@@ -259,10 +259,7 @@ def _is_frame(rows: Any) -> bool:
 
 
 def _first_rows(rows: DataFrame, *, utc: bool = False) -> pd.DataFrame:
-    """Returns a few rows as pandas, with vectors as arrays, and decimals as doubles, which JSON has.
-
-    MLflow refuses times with a time zone: timestamps are in the session's, or in UTC.
-    """
+    """Returns a few rows as pandas: vectors as arrays, decimals as doubles, timestamps in the session's zone or UTC."""
     rows = without_vectors(rows.limit(_EXAMPLE_ROWS))
     schema = T.StructType.fromJson(json.loads(with_doubles(rows.schema.json())))
     found = rows.select(*(quoted(field.name).cast(field.dataType).alias(field.name) for field in schema)).toPandas()
@@ -282,15 +279,9 @@ def _zone(spark: SparkSession) -> str:
 
 
 def in_utc(values: pd.Series[Any], zone: str) -> pd.Series[Any]:
-    """Returns times in UTC; those without a time zone are in `zone`.
-
-    A `ValueError` refuses a zone that pandas does not know.
-    """
+    """Returns times in UTC; those without a time zone are in `zone`."""
     if values.dt.tz is None:
-        try:
-            values = values.dt.tz_localize(zone, ambiguous=False, nonexistent="shift_forward")
-        except KeyError:  # pytz's
-            raise ValueError(f"pandas does not know the time zone {zone!r}: set spark.sql.session.timeZone") from None
+        values = values.dt.tz_localize(zone, ambiguous=False, nonexistent="shift_forward")
     found: pd.Series[Any] = values.dt.tz_convert("UTC")
     return found
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 from pyspark.sql import DataFrame, SparkSession
 
+from sparktorch import Callback, TorchRegressor
+from tests.support.nets import Score
 from tests.support.sessions import spark_session
 
 
@@ -28,3 +31,8 @@ def frame(spark: SparkSession) -> DataFrame:
     x = random.normal(size=(400, 5))
     held_out = np.arange(400) % 4 == 0
     return spark.createDataFrame(pd.DataFrame({"features": list(x), "label": x.sum(1), "held_out": held_out}))
+
+
+def regressor(*callbacks: Callback, **params: Any) -> TorchRegressor:
+    values: dict[str, Any] = {"module": Score, "batchSize": 32, "numWorkers": 2, "progress": False}
+    return TorchRegressor(**{**values, "validationIndicatorCol": "held_out", "callbacks": list(callbacks), **params})

@@ -17,19 +17,12 @@ from typing import Any
 import pytest
 from pyspark.sql import DataFrame
 
-from sparktorch import TorchRegressor
+from tests.faults.conftest import regressor
 from tests.support.faults import Fault, gone, pids
-from tests.support.nets import Score
 from tests.support.programs import environment
 from tests.support.waiting import until
 
 GONE_SECONDS = 40  # a rank waits for its driver for 30
-
-
-def regressor(*faults: Fault) -> TorchRegressor:
-    return TorchRegressor(
-        module=Score, batchSize=32, numWorkers=2, progress=False, validationIndicatorCol="held_out", callbacks=[*faults]
-    )
 
 
 def await_hung(marks: Path, over: Callable[[], object] = lambda: False) -> None:
@@ -68,7 +61,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 import numpy as np, pandas as pd
 from sparktorch.errors import ClusterError
-from tests.faults.test_driver import await_hung, regressor
+from tests.faults.conftest import regressor
+from tests.faults.test_driver import await_hung
 from tests.support.faults import Fault
 from tests.support.sessions import spark_session
 

@@ -15,11 +15,11 @@ import pytest
 import torch
 from pyspark.sql import DataFrame, SparkSession
 
-from sparktorch import Callback, TorchRegressionModel, TorchRegressor
+from sparktorch import Callback, TorchRegressor
 from sparktorch.spark.session import slots
 from sparktorch.train.callbacks import FitContext
+from tests.faults.conftest import regressor
 from tests.support.faults import executor
-from tests.support.nets import Score
 from tests.support.sessions import slots_held
 from tests.support.waiting import until
 
@@ -66,19 +66,13 @@ class Lingers(Callback):
             time.sleep(SLOW)
 
 
-def regressor(folder: Path, *callbacks: Callback, **params: Any) -> TorchRegressor:
-    values: dict[str, Any] = {"module": Score, "validationIndicatorCol": "held_out", "epochs": EPOCHS, "batchSize": 32}
-    values |= {"numWorkers": 2, "progress": False, "checkpointDir": str(folder / "checkpoints")}
-    return TorchRegressor(**{**values, "callbacks": list(callbacks), **params})
-
-
-def weights(model: TorchRegressionModel) -> dict[str, torch.Tensor]:
-    return model.module.state_dict()
+def keeping(folder: Path, *callbacks: Callback, **params: Any) -> TorchRegressor:
+    return regressor(*callbacks, **{"epochs": EPOCHS, "checkpointDir": str(folder / "checkpoints"), **params})
 
 
 @pytest.fixture(scope="module")
 def calm(frame: DataFrame, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    return weights(regressor(tmp_path_factory.mktemp("calm")).fit(frame))
+    return keeping(tmp_path_factory.mktemp("calm")).fit(frame).module.state_dict()
 
 
 @contextmanager
@@ -109,8 +103,7 @@ def test_a_fit_that_shrinks_grows_and_shrinks_ends_as_the_undisturbed_one(
             wanted(1)
 
         given = pool.submit(gives_one_back)
-        estimator = regressor(tmp_path, kills, numWorkers=(1, 2), maxRestarts=2, growAfter=1.0)
-        model = estimator.fit(frame)
+        model = keeping(tmp_path, kills, numWorkers=(1, 2), maxRestarts=2, growAfter=1.0).fit(frame)
         given.result()
     attempts = model.summary.attempts
     assert [attempt["workers"] for attempt in attempts] == [2, 1, 2, 1]
@@ -118,7 +111,7 @@ def test_a_fit_that_shrinks_grows_and_shrinks_ends_as_the_undisturbed_one(
     assert attempts[1]["redone"] == 0
     assert sum(attempt["steps"] for attempt in attempts) == EPOCHS * STEPS
     assert 0 < model.summary.goodput < 1
-    torch.testing.assert_close(weights(model), calm, atol=1e-5, rtol=0)
+    torch.testing.assert_close(model.module.state_dict(), calm, atol=1e-5, rtol=0)
 
 
 def test_a_fit_that_begins_with_the_slots_that_are_free_takes_the_others_once_they_are(
@@ -126,23 +119,23 @@ def test_a_fit_that_begins_with_the_slots_that_are_free_takes_the_others_once_th
 ) -> None:
     spark, mark = frame.sparkSession, tmp_path / "trains"
     with slots_held(spark, 1, mark):
-        model = regressor(tmp_path, Lingers(mark), numWorkers=(1, 2), growAfter=1.0).fit(frame)
+        model = keeping(tmp_path, Lingers(mark), numWorkers=(1, 2), growAfter=1.0).fit(frame)
     assert [attempt["workers"] for attempt in model.summary.attempts] == [1, 2]
     assert sum(attempt["steps"] for attempt in model.summary.attempts) == EPOCHS * STEPS
-    torch.testing.assert_close(weights(model), calm, atol=1e-5, rtol=0)
+    torch.testing.assert_close(model.module.state_dict(), calm, atol=1e-5, rtol=0)
 
 
 def test_a_fit_saves_and_moves_before_a_decommissioned_executor_goes(
     frame: DataFrame, calm: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
     notice = Signals(tmp_path / "marks", signal.SIGPWR, times=1)
-    model = regressor(tmp_path, notice, checkpointInterval=EPOCHS).fit(frame)  # no checkpoint is due before the end
+    model = keeping(tmp_path, notice, checkpointInterval=EPOCHS).fit(frame)  # no checkpoint is due before the end
     until(lambda: slots(frame.sparkSession) == 2, seconds=60, what="another executor is there")
     first, second = model.summary.attempts
     assert first["why"] == "an executor is being decommissioned"
     assert first["redone"] == 0
     assert first["steps"] + second["steps"] == EPOCHS * STEPS
-    assert all(torch.equal(weights(model)[name], calm[name]) for name in calm)
+    assert all(torch.equal(model.module.state_dict()[name], calm[name]) for name in calm)
 
 
 def test_the_daemon_forks_workers_of_a_process_that_has_torch_and_what_users_modules_import(

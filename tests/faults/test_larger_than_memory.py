@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
-from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sparktorch.base.host_memory import available_bytes
 from tests.support.cgroups import limited_memory
 from tests.support.programs import run_python
 
@@ -48,20 +43,3 @@ def test_no_process_has_memory_for_the_model(strategy: str, found: dict[str, Any
 
 def test_without_a_folder_for_the_model_its_ranks_are_killed(found: dict[str, Any]) -> None:
     assert "killed for want of memory" in found["whole"]["error"]
-
-
-def _available_in(group: Path) -> float:
-    (group / "cgroup.procs").write_text(str(os.getpid()))
-    return available_bytes()
-
-
-def test_a_process_may_take_what_its_control_group_has_left() -> None:
-    with ExitStack() as stack:
-        try:
-            group = stack.enter_context(limited_memory(MEBIBYTES))
-        except OSError as error:
-            pytest.skip(f"needs memory control groups that may be written: {error}")
-        assert available_bytes() > MEBIBYTES << 20
-        pool = stack.enter_context(ProcessPoolExecutor(1, get_context("spawn")))
-        left = pool.submit(_available_in, group).result()
-        assert (MEBIBYTES - 64) << 20 < left <= MEBIBYTES << 20

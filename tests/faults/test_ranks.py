@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import DataFrame
 
 from sparktorch import TorchRegressionModel, TorchRegressor
 from sparktorch.errors import RankError, RankLostError, RankStalledError
-from sparktorch.spark.session import slots
+from tests.faults.conftest import regressor
 from tests.support.cgroups import limited_memory
 from tests.support.faults import Fault, gone, pids
-from tests.support.nets import Score
 from tests.support.waiting import until
 
 # What is demanded of the product; a machine that has other work besides meets it, too.
@@ -27,21 +26,9 @@ GONE_SECONDS = 30
 STALL_SECONDS = 10.0  # ranks that begin anew import all they need, on a machine that may be busy
 
 
-def regressor(folder: Path, *faults: Fault, **params: Any) -> TorchRegressor:
-    values: dict[str, Any] = {
-        "module": Score,
-        "validationIndicatorCol": "held_out",
-        "epochs": 3,
-        "batchSize": 32,
-        "numWorkers": 2,
-        "progress": False,
-        "checkpointDir": str(folder / "checkpoints"),
-        "checkpointInterval": 2,
-        "checkpointUnit": "step",
-        "callbacks": list(faults),
-        **params,
-    }
-    return TorchRegressor(**values)
+def keeping(folder: Path, *faults: Fault, **params: Any) -> TorchRegressor:
+    checkpoints = {"checkpointDir": str(folder / "checkpoints"), "checkpointInterval": 2, "checkpointUnit": "step"}
+    return regressor(*faults, **{"epochs": 3, **checkpoints, **params})
 
 
 def weights(model: TorchRegressionModel) -> dict[str, torch.Tensor]:
@@ -54,7 +41,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 @pytest.fixture(scope="module")
 def calm(frame: DataFrame, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    return weights(regressor(tmp_path_factory.mktemp("calm")).fit(frame))
+    return weights(keeping(tmp_path_factory.mktemp("calm")).fit(frame))
 
 
 def failure(estimator: TorchRegressor, frame: DataFrame, marks: Path) -> tuple[RankError, float]:
@@ -81,7 +68,7 @@ def test_a_killed_rank_is_named_at_once_and_a_restart_ends_with_the_same_bits(
 ) -> None:
     marks = tmp_path / "marks"
     with caplog.at_level(logging.WARNING, "sparktorch"):
-        model = regressor(tmp_path, Fault("kill", marks, at=at, step=13), maxRestarts=1).fit(frame)
+        model = keeping(tmp_path, Fault("kill", marks, at=at, step=13), maxRestarts=1).fit(frame)
     error, told = restarted(caplog)
     assert type(error) is RankLostError
     assert error.where["rank"] == 1
@@ -100,8 +87,8 @@ def test_the_next_fit_is_not_disturbed_by_ranks_of_the_failed_one(
     marks = tmp_path / "marks"
     faults = Fault("hang", marks, rank=0, step=4), Fault("raise", tmp_path / "raised", rank=1, step=4)
     with pytest.raises(RankError, match="planted"):
-        regressor(tmp_path / "one", *faults).fit(frame)
-    assert same(weights(regressor(tmp_path / "two").fit(frame)), calm)
+        keeping(tmp_path / "one", *faults).fit(frame)
+    assert same(weights(keeping(tmp_path / "two").fit(frame)), calm)
     hung = int((marks / "hung").read_text())
     until(lambda: gone({hung}), seconds=GONE_SECONDS, what="the rank that hung has ended")
 
@@ -116,7 +103,7 @@ def test_a_rank_that_stands_still_is_named_with_its_place(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     marks = tmp_path / "marks"
-    estimator = regressor(tmp_path, Fault(deed, marks, step=13), stallTimeout=STALL_SECONDS, maxRestarts=1)
+    estimator = keeping(tmp_path, Fault(deed, marks, step=13), stallTimeout=STALL_SECONDS, maxRestarts=1)
     with caplog.at_level(logging.WARNING, "sparktorch"):
         model = estimator.fit(frame)
     error, _ = restarted(caplog)
@@ -136,7 +123,7 @@ def test_a_rank_that_stands_still_is_named_with_its_place(
 def test_a_slow_rank_is_no_dead_one(frame: DataFrame, calm: dict[str, torch.Tensor], tmp_path: Path) -> None:
     # A step takes well below a millisecond. All 30 of them take longer than the timeout, and none by itself.
     slow = Fault("slow", tmp_path / "marks", seconds=1.2 * STALL_SECONDS / 30)
-    assert same(weights(regressor(tmp_path, slow, stallTimeout=STALL_SECONDS).fit(frame)), calm)
+    assert same(weights(keeping(tmp_path, slow, stallTimeout=STALL_SECONDS).fit(frame)), calm)
 
 
 def test_a_killed_executor_is_told_as_such_and_comes_back(
@@ -144,35 +131,13 @@ def test_a_killed_executor_is_told_as_such_and_comes_back(
 ) -> None:
     marks = tmp_path / "marks"
     with caplog.at_level(logging.WARNING, "sparktorch"):
-        model = regressor(tmp_path, Fault("kill executor", marks, step=13), maxRestarts=1).fit(frame)
+        model = keeping(tmp_path, Fault("kill executor", marks, step=13), maxRestarts=1).fit(frame)
     error, told = restarted(caplog)
     assert type(error) is RankLostError
     assert error.where["rank"] == 1
     assert "was lost" in error.what
     assert told - happened(marks) < 2 * DETECTED_SECONDS
     assert same(weights(model), calm)
-
-
-@pytest.fixture
-def one_executor_from_now_on(spark: SparkSession) -> Iterator[None]:
-    context, maps = spark.sparkContext._jsc.sc(), spark._jvm.scala.collection.immutable
-    nowhere = getattr(getattr(maps, "Map$"), "MODULE$").empty()
-    assert context.requestTotalExecutors(1, 0, nowhere)
-    yield
-    assert context.requestTotalExecutors(2, 0, nowhere)
-    until(lambda: slots(spark) == 2, seconds=60, what="the executor is back")
-
-
-@pytest.mark.usefixtures("one_executor_from_now_on")
-def test_a_restart_goes_on_with_the_workers_that_are_left(
-    frame: DataFrame, calm: dict[str, torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sparktorch.ml.fit.attempts._COMEBACK_SECONDS", 1.0)
-    fault = Fault("kill executor", tmp_path / "marks", step=13)
-    model = regressor(tmp_path, fault, maxRestarts=1, minWorkers=1).fit(frame)
-    assert model.summary.numWorkers == 1
-    assert len(pids(tmp_path / "marks")) == 3
-    torch.testing.assert_close(weights(model), calm, atol=1e-5, rtol=0)
 
 
 @pytest.fixture
@@ -190,7 +155,7 @@ def test_a_rank_that_the_out_of_memory_killer_ended_is_told_as_such(
 ) -> None:
     marks = tmp_path / "marks"
     fault = Fault("fill memory", marks, step=2, group=little_memory)
-    error, seconds = failure(regressor(tmp_path, fault), frame, marks)
+    error, seconds = failure(keeping(tmp_path, fault), frame, marks)
     assert type(error) is RankLostError
     assert error.where["rank"] == 1
     assert error.what == "rank 1 was killed for want of memory while training"
@@ -202,7 +167,7 @@ def test_a_rank_that_the_out_of_memory_killer_ended_is_told_as_such(
 def test_what_a_rank_logs_and_prints_reaches_the_driver(
     level: str, shown: int, frame: DataFrame, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    regressor(tmp_path, Fault("say", tmp_path / "marks", step=2), logLevel=level).fit(frame)
+    keeping(tmp_path, Fault("say", tmp_path / "marks", step=2), logLevel=level).fit(frame)
     said = [(record.levelno, record.getMessage()) for record in caplog.records if record.name == "sparktorch.ranks"]
     lines = [(logging.WARNING, "rank 1: WARNING mine: careful, 1"), (logging.INFO, "rank 1: about to fail")]
     assert sorted(said, reverse=True) == lines[:shown]
@@ -210,7 +175,7 @@ def test_what_a_rank_logs_and_prints_reaches_the_driver(
 
 def test_an_exit_of_the_users_is_a_death_too(frame: DataFrame, tmp_path: Path) -> None:
     marks = tmp_path / "marks"
-    error, seconds = failure(regressor(tmp_path, Fault("exit", marks, step=2)), frame, marks)
+    error, seconds = failure(keeping(tmp_path, Fault("exit", marks, step=2)), frame, marks)
     assert type(error) is RankLostError
     assert error.where["rank"] == 1
     assert seconds < DETECTED_SECONDS
@@ -220,7 +185,7 @@ def test_an_exception_in_one_rank_is_the_drivers_with_the_last_lines_of_that_ran
     frame: DataFrame, tmp_path: Path
 ) -> None:
     marks, rank = tmp_path / "marks", 0
-    error, seconds = failure(regressor(tmp_path, Fault("raise", marks, rank=rank, step=2), maxRestarts=2), frame, marks)
+    error, seconds = failure(keeping(tmp_path, Fault("raise", marks, rank=rank, step=2), maxRestarts=2), frame, marks)
     assert type(error) is RankError
     assert (error.where["rank"], error.where["epoch"], error.where["step"]) == (rank, 1, 2)
     assert 'raise ArithmeticError("planted")' in error.trace

@@ -9,25 +9,11 @@ from pathlib import Path
 import pytest
 from pyspark.sql import DataFrame, SparkSession
 
-from sparktorch import TorchRegressor
-from sparktorch.errors import ClusterError, ConfigError
+from sparktorch.errors import ClusterError
+from tests.faults.conftest import regressor
 from tests.support.faults import Fault
-from tests.support.nets import Score
 from tests.support.sessions import settings, slots_held
 from tests.support.waiting import until
-
-
-def regressor(**params: object) -> TorchRegressor:
-    return TorchRegressor(**{"module": Score, "batchSize": 32, "numWorkers": 2, "progress": False, **params})  # type: ignore[arg-type]
-
-
-def test_more_workers_than_slots_are_refused_within_five_seconds(frame: DataFrame) -> None:
-    regressor().fit(frame)  # what a session does once is not counted
-    begun = time.monotonic()
-    with pytest.raises(ClusterError, match="numWorkers=3, but the cluster has 2 slots") as raised:
-        regressor(numWorkers=3).fit(frame)
-    assert time.monotonic() - begun < 5
-    assert "set numWorkers=2 or less" in raised.value.hint
 
 
 def test_slots_that_another_job_holds_are_waited_for(spark: SparkSession, frame: DataFrame, tmp_path: Path) -> None:
@@ -53,7 +39,7 @@ def test_fits_side_by_side_wait_for_each_others_slots(frame: DataFrame, tmp_path
     # a barrier stage's tasks have a place, which on a busy machine has taken more than 3 s.
     slow = Fault("slow", tmp_path, seconds=1.0)
     with ThreadPoolExecutor(2) as pool:
-        fits = [pool.submit(regressor(startTimeout=9, callbacks=[slow]).fit, frame) for _ in range(2)]
+        fits = [pool.submit(regressor(slow, startTimeout=9, validationIndicatorCol=None).fit, frame) for _ in range(2)]
         assert [fit.result().summary.numWorkers for fit in fits] == [2, 2]
 
 
@@ -75,23 +61,7 @@ def test_executors_that_the_session_asks_for_are_waited_for_and_no_others(
         assert time.monotonic() - begun > 6
         assert "the cluster has 2 of 3 slots: waiting for more executors" in caplog.text
         begun = time.monotonic()
-        with pytest.raises(ClusterError, match="numWorkers=4, but the cluster has 2 slots"):
+        with pytest.raises(ClusterError, match="numWorkers=4, but the cluster has 2 slots") as raised:
             regressor(numWorkers=4).fit(frame)
         assert time.monotonic() - begun < 5
-
-
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        ({"startTimeout": 0.0}, "startTimeout must be above 0"),
-        ({"minWorkers": 3}, "the fewest workers are 3, more than the most, 2"),
-        ({"numWorkers": (3, 2)}, "the fewest workers are 3, more than the most, 2"),
-        ({"numWorkers": (1, 2), "minWorkers": 1}, "whose first number says the same"),
-        ({"numWorkers": (0, 2)}, "numWorkers must be at least 1"),
-        ({"numWorkers": (1, 2), "strategy": "localSGD"}, "trains something else"),
-        ({"numWorkers": (1, 2), "growAfter": 0.0}, "growAfter must be above 0"),
-    ],
-)
-def test_what_cannot_be_waited_for_is_refused(frame: DataFrame, params: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        regressor(**params).fit(frame)
+        assert "set numWorkers=2 or less" in raised.value.hint

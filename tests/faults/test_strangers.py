@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -176,12 +175,3 @@ def test_what_a_stranger_lays_down_for_a_rank_to_read_ends_the_job_with_an_error
                 client.collect("shard")
             failure = client.fail(caught.value)
             assert "docs/security.md" in failure.hint
-
-
-def test_no_token_is_used_twice() -> None:
-    seen: set[Any] = set()
-    for _ in range(20):
-        with control_server() as server:
-            seen.add(server.rendezvous.prefix)
-    assert len(seen) == 20
-    assert all(len(token) == 32 for token in seen)

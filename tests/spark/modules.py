@@ -73,24 +73,11 @@ class TwoInputs(nn.Module):
 
 
 class Faulty(MLP):
-    """Does something bad in training, once a batch holds a row whose first feature is above 1e6."""
-
-    def __init__(self, fault: str = "raise", pid_file: str = "") -> None:
-        super().__init__()
-        self.fault = fault
-        self.pid_file = pid_file
+    """Raises in training, once a batch holds a row whose first feature is above 1e6."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.training and self.pid_file:
-            with open(self.pid_file, "a") as file:
-                file.write(f"{os.getpid()}\n")
-        if self.training and self.fault == "hang":
-            time.sleep(600)
         if self.training and (x[:, 0] > 1e6).any():
-            if self.fault == "raise":
-                raise ArithmeticError("the planted row has come")
-            if self.fault == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
+            raise ArithmeticError("the planted row has come")
         return super().forward(x.clamp(max=10))
 
 

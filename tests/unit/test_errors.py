@@ -53,10 +53,8 @@ def test_more_of_the_place_can_be_told_and_what_is_known_stays() -> None:
     ("name", "hint"),
     [
         ("batchsize", "did you mean 'batchSize'? valid names: batchSize, epochs"),
-        ("batchSzie", "did you mean 'batchSize'? valid names: batchSize, epochs"),
         ("EPOCH", "did you mean 'epochs'? valid names: batchSize, epochs"),
         ("qqq", "valid names: batchSize, epochs"),
-        ("", "valid names: batchSize, epochs"),
     ],
 )
 def test_the_nearest_name_is_found_whatever_its_case(name: str, hint: str) -> None:

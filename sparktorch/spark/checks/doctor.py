@@ -22,7 +22,7 @@ from sparktorch.spark.checks.preflight import descriptors, enough_slots, gpus, s
 from sparktorch.spark.compat import on_barrier, uses_pandas
 from sparktorch.spark.launch.barrier_job import Launch
 from sparktorch.spark.launch.spark_job import Job, new_tag
-from sparktorch.spark.session import driver_address, is_connect, is_local, slots
+from sparktorch.spark.session import driver_address, is_connect, is_local, java_profile, slots
 
 __all__ = ["check_all", "check_executors"]
 
@@ -127,8 +127,7 @@ def _listen(spark: SparkSession, launch: Launch, token: str, stack: ExitStack) -
 
 def _tasks(spark: SparkSession, launch: Launch) -> int:
     """Returns the number of tasks: one per slot; at most one per rank if slots are unknown or other jobs run."""
-    profile = None if launch.profile is None else launch.profile._java_resource_profile
-    there = slots(spark, profile)
+    there = slots(spark, java_profile(launch.profile))
     if there is None or (not is_connect(spark) and spark.sparkContext.statusTracker().getActiveStageIds()):
         return min(launch.world_size, there or launch.world_size)
     return there

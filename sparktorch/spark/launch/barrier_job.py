@@ -26,7 +26,7 @@ from sparktorch.spark.launch.spark_job import Job, new_tag
 from sparktorch.spark.session import driver_address, is_connect, session_of
 from sparktorch.spark.shipping import ShippingError, send
 
-__all__ = ["Launch", "control_server", "plan", "run_ranks", "unshippable", "unstarted"]
+__all__ = ["Launch", "control_server", "monitor", "plan", "run_ranks", "unshippable", "unstarted"]
 
 _POLL_SECONDS = 0.05
 _MEETING_SECONDS = 10.0  # between the starts of the first and the last task
@@ -72,14 +72,7 @@ def run_ranks(
         if server is not None:
             stack.enter_context(closing(server))
         job = Job(spark, plan(data, body, launch, server.rendezvous if server else None), launch.tag)
-        watch = Monitor(
-            server,
-            launch.world_size,
-            observer,
-            launch.patience,
-            log_level=launch.log_level,
-            is_starved=job.is_starved,
-        )
+        watch = monitor(server, job, launch, observer)
         causes = RootCause(watch)
         job.start()
         try:
@@ -127,6 +120,14 @@ def control_server(spark: SparkSession, launch: Launch) -> ControlServer | None:
             hint="set spark.driver.bindAddress to an address of this machine that executors reach",
             code="ST-DRIVER-REACHABLE",
         ) from error
+
+
+def monitor(
+    server: ControlServer | None, job: Job, launch: Launch, observer: Observer, *, running: bool = False
+) -> Monitor:
+    """Returns what watches the ranks of a job; see `Monitor`."""
+    waits: dict[str, Any] = {"is_starved": job.is_starved, "running": running}
+    return Monitor(server, launch.world_size, observer, launch.patience, log_level=launch.log_level, **waits)
 
 
 def unstarted(rows: Iterable[Row]) -> RuntimeError | None:

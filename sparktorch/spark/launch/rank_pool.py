@@ -14,7 +14,7 @@ from sparktorch.distributed.heartbeat import paced
 from sparktorch.distributed.monitor import Monitor, Observer
 from sparktorch.distributed.root_cause import RootCause
 from sparktorch.distributed.server import ControlServer
-from sparktorch.spark.launch.barrier_job import Launch, control_server, plan, unshippable, unstarted
+from sparktorch.spark.launch.barrier_job import Launch, control_server, monitor, plan, unshippable, unstarted
 from sparktorch.spark.launch.rank_task import Body, assemble
 from sparktorch.spark.launch.spark_job import Job
 from sparktorch.spark.shipping import ShippingError, pickled
@@ -176,13 +176,4 @@ class RankPool:
         self._stack.close()
 
     def _watch(self, server: ControlServer, observer: Observer) -> Monitor:
-        launch = self._launch
-        return Monitor(
-            server,
-            launch.world_size,
-            observer,
-            launch.patience,
-            log_level=launch.log_level,
-            is_starved=self._job.is_starved,
-            running=bool(self.facts),
-        )
+        return monitor(server, self._job, self._launch, observer, running=bool(self.facts))

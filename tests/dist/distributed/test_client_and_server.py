@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from contextlib import suppress
 from datetime import timedelta
@@ -27,12 +27,6 @@ from sparktorch.distributed.store import SealedStore, connect
 from sparktorch.errors import ColumnError, RankError, RankLostError, RankStalledError
 from tests.support.ranks import HOST, cause_of_death, control_server, watch
 from tests.support.waiting import until
-
-
-@pytest.fixture
-def server() -> Iterator[ControlServer]:
-    with control_server() as started:
-        yield started
 
 
 class Answered(SealedStore):
@@ -54,6 +48,11 @@ def clients(server: ControlServer) -> list[Client]:
     return [Client(opened, World(rank=rank, world_size=3, host=f"host-{rank}")) for rank in range(3)]
 
 
+def opening(server: ControlServer) -> partial[SealedStore]:
+    meeting = server.rendezvous
+    return partial(connect, meeting.host, meeting.port, token=meeting.prefix)
+
+
 def in_threads(calls: list[Callable[[], Any]]) -> list[Future[Any]]:
     futures: list[Future[Any]] = [Future() for _ in calls]
 
@@ -65,8 +64,7 @@ def in_threads(calls: list[Callable[[], Any]]) -> list[Future[Any]]:
 
     for future, call in zip(futures, calls, strict=True):
         threading.Thread(target=settle, args=(future, call), daemon=True).start()  # one that hangs must not keep us
-    if wait(futures, timeout=30).not_done:
-        raise TimeoutError("a call hangs")
+    assert not wait(futures, timeout=30).not_done, "a call hangs"
     return futures
 
 
@@ -147,12 +145,7 @@ def test_a_rank_beats_while_it_works_and_carries_its_place(server: ControlServer
         missing, beat, other = server.beats(3)
     assert missing is other is None
     assert beat is not None
-    assert {name: beat[name] for name in ("host", "phase", "epoch", "step")} == {
-        "host": "host-1",
-        "phase": "training",
-        "epoch": 3,
-        "step": 14,
-    }
+    assert beat.items() >= {"host": "host-1", "phase": "training", "epoch": 3, "step": 14}.items()
     assert "sparktorch-beat" not in {thread.name for thread in threading.enumerate()}
 
 
@@ -244,54 +237,26 @@ def test_the_driver_knows_when_rank_0_trains(server: ControlServer, clients: lis
         assert seen.trains == trains
 
 
-def test_counters_that_a_stranger_moves_and_values_that_he_forges_hold_nobody_up(
-    server: ControlServer, clients: list[Client]
-) -> None:
-    clients[1].warn("the disk is full")
-    meeting = server.rendezvous
-    stranger = dist.TCPStore(meeting.host, meeting.port, is_master=False, wait_for_workers=False)
-    (key,) = [key for key in stranger.list_keys() if "warning" in key]
-    for counter in ("warnings", "errors", "lines/1"):
-        stranger.add(key.replace("warning/1/0", counter), 10**9)
-    stranger.set(key, "forged")
-    clients[1].warn("still full")
-    clients[1].fail(ValueError("mine"))
-    assert [warning["text"] for warning in server.new_warnings(server.beats(3))] == ["still full"]
-    assert server.new_lines(server.beats(3)) == []
-    failure, primary = server.first_failure()
-    assert failure is not None
-    assert primary
-    assert failure.where["rank"] == 1
-
-
 def test_the_store_listens_on_the_one_address_it_was_bound_to() -> None:
     with control_server() as server:
         port = server.rendezvous.port
         socket.create_connection((HOST, port), timeout=5).close()
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.2", port), timeout=5)
+        assert server.beats(1) == [None]  # whose reader holds the store
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((HOST, port), timeout=5)
 
 
 def test_a_clients_connections_close_with_the_last_reference_to_it(server: ControlServer) -> None:
-    meeting = server.rendezvous
     gc.disable()  # or it would close them, some day
     try:
-        client = Client(partial(connect, meeting.host, meeting.port, meeting.prefix), World())
+        client = Client(opening(server), World())
         store = weakref.ref(client.store)
         del client
         assert store() is None
     finally:
         gc.enable()
-
-
-def test_nobody_listens_at_a_store_that_has_been_closed() -> None:
-    with control_server() as server:
-        meeting = server.rendezvous
-        assert server.beats(1) == [None]
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection((meeting.host, meeting.port))
 
 
 def test_a_rank_that_is_not_heard_of_any_more_is_given_up(clients: list[Client]) -> None:
@@ -333,9 +298,7 @@ class SlowHeart(Client):
 
 
 def test_nothing_that_a_rank_sends_overtakes_that_it_has_ended(server: ControlServer) -> None:
-    meeting = server.rendezvous
-    opened = partial(connect, meeting.host, meeting.port, token=meeting.prefix)
-    with SlowHeart(opened, World(rank=0, world_size=1)).beating():
+    with SlowHeart(opening(server), World()).beating():
         assert SlowHeart.begun.wait(20)
     (beat,) = server.beats(1)
     assert beat is not None
@@ -344,9 +307,7 @@ def test_nothing_that_a_rank_sends_overtakes_that_it_has_ended(server: ControlSe
 
 
 def test_a_pause_is_answered_while_the_connection_of_the_training_waits(server: ControlServer) -> None:
-    meeting = server.rendezvous
-    opened = partial(connect, meeting.host, meeting.port, token=meeting.prefix)
-    client, other = (Client(opened, World(rank=0, world_size=1), patience=120) for _ in range(2))
+    client, other = (Client(opening(server), World(), patience=120) for _ in range(2))
     client.pause.begin(1)
     with client.beating():
         waiting = threading.Thread(target=client.store.get, args=("of the process group",), daemon=True)
@@ -380,19 +341,6 @@ def test_an_error_does_not_replace_that_the_fit_was_cancelled(server: ControlSer
     clients[1].fail(ValueError("mine"))
     with pytest.raises(Cancelled):
         clients[0].read("never")
-
-
-def test_a_forged_halt_does_not_keep_a_rank_from_telling_who_is_silent(
-    server: ControlServer, clients: list[Client]
-) -> None:
-    clients[1].store.set("halt", "")
-    meeting = server.rendezvous
-    stranger = dist.TCPStore(meeting.host, meeting.port, is_master=False, wait_for_workers=False)
-    (key,) = [key for key in stranger.list_keys() if key.endswith("halt")]
-    stranger.set(key, "forged")
-    stranger.check([key])
-    clients[1].fail(ValueError("mine"))
-    assert clients[0].store.check(["silent"])
 
 
 def test_work_and_printed_lines_are_progress_of_code_that_reports_none(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import resource
 from collections import Counter
@@ -10,20 +9,17 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
-import torch.distributed as dist
 
-from benchmarks.control_plane import measure, simulation
 from sparktorch.base.world import World
 from sparktorch.distributed.client import Client
 from sparktorch.distributed.heartbeat import beat_seconds, silent_seconds
 from sparktorch.distributed.monitor import Timeouts
 from sparktorch.distributed.server import ControlServer
 from sparktorch.distributed.store import SealedStore, allow_connections, connect
-from sparktorch.errors import ClusterError, RankStalledError
-from tests.support.ranks import preload, watch
+from sparktorch.errors import RankStalledError
+from tests.support.ranks import watch
 from tests.support.waiting import until
 
-preload("benchmarks.control_plane")
 RANKS = 20
 
 
@@ -85,38 +81,11 @@ def test_ranks_that_pause_read_what_rank_0_has_gathered_and_none_the_keys_of_all
 
 
 def test_a_value_that_is_not_there_is_seen_without_waiting_or_leaving_a_trace(server: ControlServer) -> None:
-    store, stranger = (
-        client_of(server, 0).store,
-        dist.TCPStore(server.rendezvous.host, server.rendezvous.port, is_master=False, wait_for_workers=False),
-    )
+    store = client_of(server, 0).store
     assert store.peek("topic") is None
     assert not store.check(["topic"])
     store.set("topic", "-")
     assert store.peek("topic") == b"-"
-    (key,) = [key for key in stranger.list_keys() if key.endswith("topic")]
-    stranger.set(key, "-")
-    assert stranger.get(key) == b"-"
-    stranger.set(key, "made up")
-    stranger.check([key])
-    with pytest.raises(ClusterError, match="somebody else has written"):
-        store.peek("topic")
-
-
-def test_lines_that_a_heartbeat_announces_before_they_are_there_hold_the_driver_up_no_more_than_others(
-    server: ControlServer,
-) -> None:
-    clients = [client_of(server, rank, 2) for rank in range(2)]
-    for client in clients:
-        client._sent["lines"] += 1
-        client.beat(client.store)
-    lines = {"lines": [[logging.INFO, "here"]], "lost": 0}
-    clients[1].store.set("lines/1/0", json.dumps(lines))
-    assert clients[1].store.check(["lines/1/0"])
-    assert server.new_lines(server.beats(2)) == [(1, logging.INFO, "here")]
-    clients[0].store.set("lines/0/0", json.dumps(lines))
-    assert clients[0].store.check(["lines/0/0"])
-    assert server.new_lines(server.beats(2)) == [(0, logging.INFO, "here")]
-    assert server.new_lines(server.beats(2)) == []
 
 
 def test_lines_that_were_lost_on_their_way_do_not_keep_those_after_them_back(server: ControlServer) -> None:
@@ -163,8 +132,6 @@ def test_the_driver_may_open_as_many_connections_as_its_ranks_need() -> None:
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (1024, limits[1])
         allow_connections(512)
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 2048
-        with pytest.raises(ClusterError, match="1,000,000,000 ranks need 4,000,000,512 open files of this process"):
-            allow_connections(10**9)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
@@ -173,12 +140,3 @@ def test_many_ranks_beat_less_often_and_are_found_silent_within_seconds() -> Non
     assert beat_seconds(2) == beat_seconds(500) == 0.5
     assert beat_seconds(1024) == pytest.approx(1.0, abs=0.03)
     assert 2 * beat_seconds(1024) < silent_seconds(1024) < 3
-
-
-@pytest.mark.landing
-def test_the_benchmark_of_the_control_plane_names_the_rank_that_it_loses() -> None:
-    with simulation(2) as ranks:
-        found = measure(5, ranks, 0.3)  # asserts it
-    assert found["agree, s"] > 0
-    assert found["train: messages"] > 0
-    assert found["paused, s"] > 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -13,14 +12,12 @@ import pyarrow as pa
 import pytest
 from pyspark.sql import DataFrame, SparkSession
 
-import sparktorch
 from sparktorch import TorchRegressor
 from sparktorch.errors import ClusterError
 from sparktorch.spark.checks.doctor import check_all, check_executors
 from sparktorch.spark.checks.findings import Finding
 from sparktorch.spark.launch.barrier_job import Launch
 from tests.support.nets import Score
-from tests.support.programs import ROOT
 from tests.support.sessions import settings, slots_held
 from tests.support.waiting import until
 
@@ -100,21 +97,6 @@ def test_packages_that_executors_lack_are_named_and_a_fit_is_refused(
         regressor(labelCol="target").fit(frame)
 
 
-def test_packages_of_other_versions_are_compared_with_the_drivers(
-    spark: SparkSession, tmp_path: Path, executors_run: Callable[[str], None]
-) -> None:
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "__init__.py").write_text("__version__ = '2.8.0'\n")
-    copy = shutil.copytree(ROOT / "sparktorch", tmp_path / "sparktorch", ignore=shutil.ignore_patterns("__pycache__"))
-    (copy / "errors.py").write_text((copy / "errors.py").read_text() + "# another day\n")
-    executors_run(python_with(tmp_path, "numpy", "pyarrow", "safetensors"))
-    found = [finding for finding in check_executors(spark, Launch(world_size=1)) if finding.status != "ok"]
-    assert [(finding.status, finding.found) for finding in found] == [
-        ("failure", "torch is 2.8.0, and a rank needs 2.10 or newer"),
-        ("warning", f"sparktorch is {sparktorch.__version__}, but not the driver's code"),
-    ]
-
-
 def test_tasks_that_cannot_even_start_say_why(
     spark: SparkSession, tmp_path: Path, executors_run: Callable[[str], None]
 ) -> None:
@@ -151,12 +133,6 @@ def test_a_driver_out_of_reach_is_found_by_a_real_connection(spark: SparkSession
     assert bad(check_executors(spark, Launch(world_size=2, rendezvous="rank0"))) == {}
     with pytest.raises(ClusterError, match=r"does not reach the driver(.|\n)*spark\.driver\.bindAddress"):
         regressor(labelCol="target").fit(frame)
-
-
-def test_a_directory_that_ranks_cannot_write_is_refused(frame: DataFrame, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(ClusterError, match=r"cannot keep a file in \S+/file/checkpoints: NotADirectoryError.*rank=0"):
-        regressor(labelCol="target", checkpointDir=str(tmp_path / "file" / "checkpoints")).fit(frame)
 
 
 def test_slots_that_other_jobs_hold_keep_nobody_waiting(spark: SparkSession, tmp_path: Path) -> None:

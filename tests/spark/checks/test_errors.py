@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 import time
 import uuid
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from sparktorch import TorchClassifier, TorchEstimator, TorchRegressor
-from sparktorch.errors import ClusterError, ColumnError, ConfigError, ModuleError, RankError, SparkTorchError
+from sparktorch.errors import ClusterError, ColumnError, ConfigError, ModuleError, SparkTorchError
 from sparktorch.ml.fit.checks import naming_params
-from tests.spark.modules import MLP, Faulty
+from tests.spark.modules import MLP
 from tests.support.sessions import settings
-from tests.support.waiting import until
 
 
 def classifier(**params: Any) -> TorchClassifier:
@@ -46,15 +40,12 @@ class Locked(MLP):
             ["no column 'feature'", "features, label", "did you mean 'features'", "param=featuresCol"],
         ),
         ({"weightCol": "name"}, ColumnError, ["'name' must be a number, but is string", "param=weightCol"]),
-        ({"labelCol": "features"}, ColumnError, ["'features' must be a number, but is array", "TorchEstimator"]),
         ({"validationIndicatorCol": "label"}, ColumnError, ["'label' must be boolean"]),
-        ({"moduleParams": {"width": 3}}, ModuleError, ["MLP cannot be built", "width", "its parameters are (inputs"]),
         (
             {"moduleParams": {"inputs": 7, "outputs": 3}},
             ModuleError,
             ["forward of MLP failed", "argument 0 of forward <- column 'features': float32 of shape (rows, 5)"],
         ),
-        ({"predictionCol": "label"}, ColumnError, ["the DataFrame already has a column 'label'", "output columns"]),
         ({"numWorkers": 4}, ClusterError, ["numWorkers=4, but the cluster has 3 slots", "spark.executor.instances"]),
         ({"device": "cuda"}, ClusterError, ["device='cuda'", "torch sees 0 such devices"]),
         ({"module": Locked(), "moduleParams": {}}, ModuleError, ["the module instance cannot be copied", "lock"]),
@@ -140,71 +131,6 @@ def test_rows_that_spark_cannot_compute_in_a_ranks_task_are_told_as_spark_tells_
     )
     with pytest.raises(ClusterError, match="no number"):
         TorchRegressor(module=MLP, moduleParams={"inputs": 1}, numWorkers=2, split="keep", progress=False).fit(rows)
-
-
-def test_a_loss_that_cannot_be_shipped_is_refused(frame: DataFrame) -> None:
-    lock = threading.Lock()
-
-    def loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-        with lock:
-            return ((output - label) ** 2).mean()
-
-    with pytest.raises(ModuleError, match="cannot be shipped to the ranks") as caught:
-        TorchEstimator(module=MLP, labelCol="target", loss=loss, progress=False).fit(frame)
-    assert "lock" in str(caught.value)
-
-
-@pytest.fixture
-def planted(frame: DataFrame) -> DataFrame:
-    """One row is marked for `Faulty`; it is not the first."""
-    highest = frame.agg(F.max("target")).first()[0]
-    mark = f"if(target = float({highest!r}), transform(features, x -> 2e6f), features)"
-    return frame.withColumn("features", F.expr(mark))
-
-
-def regressor(**params: Any) -> TorchRegressor:
-    given = {"labelCol": "target", "batchSize": 64, "numWorkers": 2, "progress": False}
-    return TorchRegressor(module=Faulty, **{**given, **params})
-
-
-def test_an_exception_in_one_rank_arrives_with_its_place_and_traceback_and_the_next_fit_works(
-    planted: DataFrame, frame: DataFrame
-) -> None:
-    with pytest.raises(RankError) as caught:
-        regressor(moduleParams={"fault": "raise"}).fit(planted)
-    where = caught.value.where
-    assert "ArithmeticError while training: the planted row has come" in str(caught.value)
-    assert "in forward" in caught.value.trace
-    assert where["rank"] in (0, 1)
-    assert where["epoch"] == 1
-    assert where["step"] >= 1
-    assert where["host"]
-    assert regressor().fit(frame).summary.rows == 1001
-
-
-def test_an_interrupt_cancels_the_job_and_ends_the_ranks(frame: DataFrame, tmp_path: Path) -> None:
-    pids = tmp_path / "pids"
-    estimator = regressor(moduleParams={"fault": "hang", "pid_file": str(pids)})
-
-    interrupted: list[float] = []
-
-    def interrupt() -> None:
-        with suppress(AssertionError):  # an interrupt ends the wait for a fit that never began, too
-            until(lambda: pids.exists() and len(set(pids.read_text().split())) >= 2, seconds=60, what="both ranks hang")
-        interrupted.append(time.monotonic())
-        os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            estimator.fit(frame)
-    finally:
-        thread.join()
-    assert time.monotonic() - interrupted[0] < 10
-    ranks = {int(pid) for pid in pids.read_text().split()}
-    assert len(ranks) == 2
-    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks), seconds=60, what="both ranks have ended")
 
 
 def test_what_spark_leaves_out_in_local_mode_is_not_refused_there(frame: DataFrame) -> None:

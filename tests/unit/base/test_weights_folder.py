@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sparktorch.base.weights_folder import INDEX, WeightsFolder, is_weights_folder
+from sparktorch.base.weights_folder import INDEX, WeightsFolder
 from sparktorch.errors import PersistenceError
 
 
@@ -37,13 +37,6 @@ def test_tensors_are_mapped_and_not_read(folder: Path) -> None:
     first.fill_(9.0)  # its own copy of the page
     assert second.tolist() == WeightsFolder(str(folder))["part1"].tolist() == [1.0, 1.0]
     assert "model-1.safetensors" in Path("/proc/self/maps").read_text()
-
-
-def test_a_single_file_needs_no_index(tmp_path: Path) -> None:
-    assert not is_weights_folder(str(tmp_path))
-    save_file({"one": torch.ones(1)}, tmp_path / "model.safetensors")
-    assert is_weights_folder(str(tmp_path))
-    assert dict(WeightsFolder(str(tmp_path))) == {"one": torch.ones(1)}
 
 
 def test_the_weights_of_another_training_are_refused(folder: Path) -> None:

@@ -64,16 +64,13 @@ def test_the_estimator_is_built_with_its_params(tmp_path: Path) -> None:
     ("key", "value", "message", "hint"),
     [
         ("nmae", "x", "unknown key nmae", "did you mean 'name'?"),
-        ("data.pth", "x", "unknown key data.pth", "did you mean 'path'?"),
         ("score.data", {"path": "in", "pth": 1}, "unknown key score.data.pth", "did you mean 'path'?"),
         ("estimator.params.batchsize", 3, "estimator.params 'batchsize' is unknown", "did you mean 'batchSize'?"),
         ("estimator.kind", "TorchClasifier", "estimator.kind 'TorchClasifier' is unknown", "'TorchClassifier'?"),
-        ("name", ..., "missing key name", ""),
         ("score.output", ..., "missing key score.output", ""),
         ("data.path", ..., "data needs either source or path", ""),
         ("data.source", "jobs.datasets:flowers", "data needs either source or path", ""),
         ("data.holdout", 1.0, "data.holdout must be in [0, 1), got 1.0", ""),
-        ("data.holdout", -0.2, "data.holdout must be in [0, 1), got -0.2", ""),
         ("data", "flowers.parquet", "data must be a mapping, got 'flowers.parquet'", ""),
         ("tracking.uri", 5, "tracking.uri must be str | None, got 5 (int)", ""),
     ],
@@ -85,16 +82,13 @@ def test_a_wrong_key_is_named(key: str, value: Any, message: str, hint: str, tmp
     assert hint in caught.value.hint
 
 
-@pytest.mark.parametrize(("name", "value"), [("epochs", "three"), ("moduleParams", [1]), ("microBatchSize", [1])])
-def test_a_param_of_the_wrong_type_is_refused_when_the_estimator_is_built(
-    name: str, value: Any, tmp_path: Path
-) -> None:
-    section = read(with_value(f"estimator.params.{name}", value), tmp_path).estimator
-    with pytest.raises(ConfigError, match=rf"estimator\.params: .*{name}"):
+def test_a_param_of_the_wrong_type_is_refused_when_the_estimator_is_built(tmp_path: Path) -> None:
+    section = read(with_value("estimator.params.epochs", "three"), tmp_path).estimator
+    with pytest.raises(ConfigError, match=r"estimator\.params: .*epochs"):
         section.build()
 
 
-@pytest.mark.parametrize("text", ["a: [1", "a: b: c", "!!python/object/apply:os.system ['true']"])
+@pytest.mark.parametrize("text", ["a: b: c", "!!python/object/apply:os.system ['true']"])
 def test_a_file_that_is_no_plain_yaml_is_refused(text: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read"):
         read(text, tmp_path)

@@ -100,9 +100,6 @@ def test_a_plan_in_which_nothing_fits_says_so(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ([], "the following arguments are required: COMMAND"),
-        (["doctor", "--workers", "two"], "--num-workers/--workers: invalid int value: 'two'"),
-        (["plan", "job.yaml", "--memory", "8GB"], "--memory: invalid float value: '8GB'"),
         (["doctor", "--conf", "spark.speculation"], "--conf: expected KEY=VALUE, got 'spark.speculation'"),
         (["run", "missing.py"], "there is no script 'missing.py' on this machine"),
         (["doctor", "--master", "local", "--remote", "sc://host"], "not allowed with argument"),

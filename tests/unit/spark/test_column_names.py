@@ -59,10 +59,8 @@ def test_a_name_is_a_columns_own_or_else_a_path_into_structs(name: str, kind: st
     ("name", "case_sensitive", "says"),
     [
         ("features", True, ["no column 'features'", "did you mean 'Features'"]),
-        ("feature", False, ["no column 'feature'", "did you mean 'Features'"]),
         ("a.e", False, ["no column 'a.e': 'a' has no field 'e'", "valid names: b, c.d"]),
-        ("id.x", False, ["no column 'id.x': 'id' is bigint, which has no fields"]),
-        ("grid.x", False, ["no column 'grid.x': 'grid' is array<array<struct<x:double>>>, which has no fields"]),
+        ("grid.x", False, ["'grid' has no field 'x'", "its type is array<array<struct<x:double>>>"]),
         ("a.", False, ["no column 'a.'"]),
         ("twice", False, ["2 columns are called 'twice'", "left.join(right, 'id')", "toDF"]),
         ("case", False, ["'case' or 'CASE', which differ in case alone", "spark.sql.caseSensitive=true"]),

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from sparktorch.errors import ClusterError
-from sparktorch.spark.checks.findings import Finding, refuse, worst
+from sparktorch.spark.checks.findings import Finding, refuse
 
 FINE = Finding(check="slots", status="ok", found="4 slots")
 DOUBTFUL = Finding(
@@ -25,18 +25,6 @@ def test_a_finding_has_the_same_keys_whatever_it_says() -> None:
         form = json.loads(json.dumps(asdict(finding)))
         assert list(form) == ["check", "status", "found", "where", "setting", "value", "hint"]
         assert Finding(**form) == finding
-
-
-def test_the_gravest_status_counts() -> None:
-    assert worst([]) == "ok"
-    assert worst([FINE, DOUBTFUL]) == "warning"
-    assert worst([FATAL, DOUBTFUL, FINE]) == "failure"
-
-
-def test_advice_is_the_hint_or_the_setting() -> None:
-    assert FINE.advice == ""
-    assert DOUBTFUL.advice == "give it more"
-    assert FATAL.advice == "set spark.speculation=false"
 
 
 def test_warnings_are_logged_and_the_first_failure_raised(caplog: pytest.LogCaptureFixture) -> None:
@@ -57,7 +45,3 @@ def test_a_warning_of_many_places_is_logged_once(caplog: pytest.LogCaptureFixtur
     assert "[host=host-0]" in first
     assert first.endswith("... and in 999 other places")
     assert second.startswith("another")
-
-
-def test_nothing_wrong_is_no_error() -> None:
-    refuse([FINE, DOUBTFUL])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -19,33 +17,16 @@ from sparktorch.worker import RankResult
 
 @pytest.mark.parametrize(
     ("address", "visible", "index"),
-    [
-        ("0", None, 0),
-        ("3", None, 3),
-        ("3", "", 3),
-        ("3", "3", 0),
-        ("5", "2,5,7", 1),
-        ("7", "2, 5, 7", 2),
-        ("GPU-8f3e", "GPU-1a2b,GPU-8f3e", 1),
-    ],
+    [("3", None, 3), ("3", "", 3), ("7", "2, 5, 7", 2), ("GPU-8f3e", "GPU-1a2b,GPU-8f3e", 1)],
 )
 def test_a_gpu_address_becomes_the_index_that_cuda_counts(address: str, visible: str | None, index: int) -> None:
     assert device_index(address, visible) == index
 
 
-@pytest.mark.parametrize(
-    ("address", "visible", "message"),
-    [
-        ("GPU-8f3e", None, "Spark assigned GPU GPU-8f3e, which CUDA_VISIBLE_DEVICES= hides"),
-        ("1", "0,2", "Spark assigned GPU 1, which CUDA_VISIBLE_DEVICES=0,2 hides"),
-        ("1", "GPU-1a2b", "Spark assigned GPU 1, which CUDA_VISIBLE_DEVICES=GPU-1a2b hides"),
-    ],
-)
-def test_a_gpu_that_cuda_does_not_see_is_refused(address: str, visible: str | None, message: str) -> None:
-    with pytest.raises(ClusterError) as caught:
+@pytest.mark.parametrize(("address", "visible"), [("GPU-8f3e", None), ("1", "0,2"), ("1", "GPU-1a2b")])
+def test_a_gpu_that_cuda_does_not_see_is_refused(address: str, visible: str | None) -> None:
+    with pytest.raises(ClusterError, match=f"GPU {address}, which CUDA_VISIBLE_DEVICES={visible or ''} hides"):
         device_index(address, visible)
-    assert caught.value.what == message
-    assert caught.value.hint
 
 
 def test_a_rank_trains_on_the_device_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,13 +40,7 @@ def test_a_rank_trains_on_the_device_that_was_asked_for(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(
     ("address", "host"),
-    [
-        ("worker-3", "worker-3"),
-        ("worker-3:41233", "worker-3"),
-        ("10.0.0.7:41233", "10.0.0.7"),
-        ("[fe80::1]:41233", "fe80::1"),
-        ("[::1]", "::1"),
-    ],
+    [("worker-3", "worker-3"), ("10.0.0.7:41233", "10.0.0.7"), ("[fe80::1]:41233", "fe80::1"), ("[::1]", "::1")],
 )
 def test_the_host_of_an_address_is_found(address: str, host: str) -> None:
     assert host_of(address) == host
@@ -76,7 +51,7 @@ def test_the_local_address_towards_a_host_is_known_where_there_is_one() -> None:
     assert address_towards("::1") == ""
 
 
-@pytest.mark.parametrize("megabytes", [0, 1, 40])
+@pytest.mark.parametrize("megabytes", [0, 40])
 def test_a_result_of_any_size_survives_its_way_in_chunks(megabytes: int) -> None:
     payload = np.random.default_rng(0).bytes(megabytes << 20)
     results = [RankResult({"rows": rank, "history": [{"loss": 0.5}]}, b"" if rank else payload) for rank in range(3)]
@@ -98,20 +73,11 @@ def test_a_result_that_comes_in_part_is_an_error() -> None:
         assert "spark.driver.memory" in str(caught.value.hint)
 
 
-def test_a_failure_is_found_in_the_message_of_a_spark_job() -> None:
-    error = ColumnError("column 'a' has \"3\" null values", hint="drop\nthem", column="a", rank=1)
-    message = (
-        "Job aborted due to stage failure: ... org.apache.spark.api.python.PythonException: Traceback\n"
-        f"RankError: ...\n\nsparktorch-failure:{json.dumps(error.to_dict())}\n\n\tat org.apache.spark.Worker"
-    )
-    found = failure_in(message)
-    assert type(found) is ColumnError
-    assert found.to_dict() == error.to_dict()
+@pytest.mark.parametrize("around", ["\n\n\tat org.apache.spark.Worker", " {", "\nsparktorch-failure:{cut off"])
+def test_a_failure_is_found_in_the_message_of_a_spark_job(around: str) -> None:
+    failure = ColumnError('a { in it, and "}"', hint="drop\nthem", column="x", rank=1)
+    for message in (f"Job {{1}} aborted: {told(failure)}{around}", f"{around} {told(failure)} }}"):
+        found = failure_in(message)
+        assert type(found) is ColumnError
+        assert found.to_dict() == failure.to_dict()
     assert failure_in("Job aborted due to stage failure: {}") is None
-
-
-@pytest.mark.parametrize("around", ["\nfailed: {'rows': 3} of {}", " {", "\nsparktorch-failure:{cut off"])
-def test_a_failure_is_found_in_a_message_with_other_braces(around: str) -> None:
-    failure = ColumnError("a { in it, and }", column="x")
-    assert str(failure_in(f"Job {{1}} aborted: {told(failure)}{around}")) == str(failure)
-    assert str(failure_in(f"{around} {told(failure)} }}")) == str(failure)

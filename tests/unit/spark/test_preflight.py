@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 
+from sparktorch import TorchRegressor
 from sparktorch.distributed.store import allow_connections
-from sparktorch.errors import ClusterError
+from sparktorch.errors import ClusterError, ConfigError
+from sparktorch.ml.fit.translate import translate
 from sparktorch.spark.checks import preflight
+from tests.support.nets import Mlp
 
 
 class Clock:
@@ -54,6 +57,20 @@ def test_slots_are_waited_for_as_long_as_the_settings_and_the_age_of_the_session
     assert clock.now - begun == pytest.approx(seconds, abs=0.2)
 
 
+@pytest.mark.parametrize(
+    ("params", "param"),
+    [
+        ({"startTimeout": 0.0}, "startTimeout"),
+        ({"minWorkers": 3, "numWorkers": 2}, "numWorkers"),
+        ({"numWorkers": (1, 2), "strategy": "localSGD"}, "numWorkers"),
+    ],
+)
+def test_what_cannot_be_waited_for_is_refused(params: dict[str, Any], param: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        translate(TorchRegressor(module=Mlp, **params), "regression")
+    assert caught.value.where == {"param": param}
+
+
 def test_the_doctor_refuses_the_number_of_ranks_whose_connections_a_fit_refuses() -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
@@ -62,6 +79,6 @@ def test_the_doctor_refuses_the_number_of_ranks_whose_connections_a_fit_refuses(
         found = preflight.descriptors(10**9)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    with pytest.raises(ClusterError) as refused:
+    with pytest.raises(ClusterError, match="1,000,000,000 ranks need 4,000,000,512 open files") as refused:
         allow_connections(10**9)
     assert (found.status, found.found, found.hint) == ("failure", refused.value.what, refused.value.hint)

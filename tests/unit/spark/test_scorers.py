@@ -36,25 +36,3 @@ def test_scorers_that_leave_the_cache_are_freed_also_where_modules_are_in_cycles
     finally:
         scoring_udf._scorers.clear()
         gc.unfreeze()
-
-
-def test_what_the_first_task_of_a_scorer_has_imported_is_not_looked_at_after_every_later_task() -> None:
-    def task() -> list[str]:
-        scoring_udf.scorer_here(sent, Scoring(device="cpu"), local=True)
-        return ["an object that the collector knows"]
-
-    def seen(held: object) -> bool:
-        return any(each is held for each in gc.get_objects())
-
-    try:
-        model = trained(nn.Linear, params={"in_features": 5, "out_features": 1})
-        sent: Any = SimpleNamespace(key="one", load=lambda: model)
-        first = task()
-        second = task()
-        third = task()
-        assert not seen(first)
-        assert seen(second)
-        assert seen(third)
-    finally:
-        scoring_udf._scorers.clear()
-        gc.unfreeze()

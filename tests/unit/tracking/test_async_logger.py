@@ -105,7 +105,7 @@ def test_a_metric_that_mlflow_refuses_takes_no_other_with_it(caplog: pytest.LogC
     assert ["top@5" in record.getMessage() for record in caplog.records] == [True]
 
 
-@pytest.mark.parametrize(("status", "attempts"), [(403, 1), (429, 3), (408, 3), (503, 3)])
+@pytest.mark.parametrize(("status", "attempts"), [(403, 1), (429, 3), (503, 3)])
 def test_an_answer_that_would_repeat_is_not_asked_for_again(
     status: int, attempts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

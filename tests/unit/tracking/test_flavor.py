@@ -98,6 +98,16 @@ def model_of(source: Any, **params: Any) -> TorchClassificationModel:
     return model._set(**params)
 
 
+def served(model: Any, folder: Path) -> Any:
+    """Saves a model; returns it as MLflow serves it."""
+    flavor.save_model(model, str(folder / "model"), pytorch=False)
+    return mlflow.pyfunc.load_model(str(folder / "model"))
+
+
+def pyfunc_of(trained: TrainedModule, **settings: Any) -> PyFuncModel:
+    return PyFuncModel(trained, {"inputs": ["id"], "outputs": {"prediction": "p"}, **settings}, "cpu")
+
+
 @pytest.fixture
 def importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
@@ -211,8 +221,7 @@ def test_the_environment_has_the_libraries_that_the_code_of_the_model_is_of(
 
 def test_a_frame_of_pandas_has_the_names_without_the_backticks_of_spark(tmp_path: Path) -> None:
     model = model_of(Mlp, featuresCol="`my.features`")
-    flavor.save_model(model, str(tmp_path / "model"), pytorch=False)
-    loaded = mlflow.pyfunc.load_model(str(tmp_path / "model"))
+    loaded = served(model, tmp_path)
     assert loaded.metadata.signature.inputs.input_names() == ["my.features"]
     rows = np.ones((2, 5), np.float32)
     expected = loaded.predict({"my.features": rows})["prediction"].tolist()
@@ -256,9 +265,8 @@ def test_the_pyfunc_answers_null_where_the_model_keeps_or_skips_invalid_rows(
     policy: str, nan_is_null: bool, tmp_path: Path
 ) -> None:
     model = model_of(Mlp, handleInvalid=policy)
-    flavor.save_model(model, str(tmp_path / "model"), pytorch=False)
     rows = np.random.default_rng(1).normal(size=(2, 5)).astype(np.float32)
-    pyfunc = mlflow.pyfunc.load_model(str(tmp_path / "model"))
+    pyfunc = served(model, tmp_path)
     found = pyfunc.predict(pd.DataFrame({"features": [rows[0].tolist(), None, rows[1].tolist()]}))
     expected = model.module(torch.from_numpy(rows)).argmax(1).double().tolist()
     assert [found["prediction"][0], found["prediction"][2]] == expected
@@ -274,8 +282,7 @@ def test_a_pyfunc_that_answers_null_takes_all_that_mlflow_makes_columns_of(tmp_p
     from mlflow.pyfunc.scoring_server import infer_and_parse_data
 
     model = model_of(Mlp, handleInvalid="keep")
-    flavor.save_model(model, str(tmp_path / "model"), pytorch=False)
-    pyfunc = mlflow.pyfunc.load_model(str(tmp_path / "model"))
+    pyfunc = served(model, tmp_path)
     rows = np.arange(15.0).reshape(3, 5)
     expected = model.module(torch.from_numpy(rows).float()).argmax(1).double().tolist()
     whole, schema = rows.astype(int).tolist(), pyfunc.metadata.get_input_schema()
@@ -298,8 +305,7 @@ def test_nested_lists_are_taken_as_pandas_arrow_json_and_numpy_hand_them_over(tm
     model._trained = replace(
         model.trained, inputs=(TensorSpec(name="x0", column="features", dtype="float32", shape=(2, 2)),)
     )
-    flavor.save_model(model, str(tmp_path / "model"), pytorch=False)
-    pyfunc = mlflow.pyfunc.load_model(str(tmp_path / "model"))
+    pyfunc = served(model, tmp_path)
     rows = np.random.default_rng(1).normal(size=(3, 2, 2))
     expected = model.module(torch.from_numpy(rows).float()).argmax(1).double().tolist()
     lists, schema = rows.tolist(), pyfunc.metadata.get_input_schema()
@@ -340,8 +346,7 @@ def as_ids(columns: dict[str, Any], *, epoch: int | None, generator: torch.Gener
 def test_a_whole_number_may_be_null_to_the_pyfunc(tmp_path: Path) -> None:
     module, trained = embedding()
     model = TorchClassificationModel()._with(trained, None)._set(featuresCol="id", handleInvalid="keep")
-    flavor.save_model(model, str(tmp_path / "model"), pytorch=False)
-    pyfunc = mlflow.pyfunc.load_model(str(tmp_path / "model"))
+    pyfunc = served(model, tmp_path)
     expected = float(module.weight[7].argmax())
     for column in ([7, None], pd.array([7, None], dtype="Int64"), [7.0, math.nan]):
         found = pyfunc.predict(pd.DataFrame({"id": column}))["prediction"]
@@ -353,7 +358,7 @@ def test_what_an_integer_dtype_cannot_hold_is_null_to_the_pyfunc_and_to_a_single
     module, trained = embedding()
     model = TorchClassificationModel()._with(trained, None)._set(featuresCol="id")
     expected = module.weight.argmax(1).double().tolist()
-    pyfunc = PyFuncModel(trained, {"inputs": ["id"], "outputs": {"prediction": "p"}}, "cpu")
+    pyfunc = pyfunc_of(trained)
     assert [model.predict(7.9), model.predict(7), *pyfunc.predict(pd.DataFrame({"id": [7.9, 2.0]}))["p"]] == [
         *(expected[7], expected[7]),
         *(expected[7], expected[2]),
@@ -373,12 +378,11 @@ def test_what_an_integer_dtype_cannot_hold_is_null_to_the_pyfunc_and_to_a_single
     with pytest.raises(ColumnError, match="is a vector"):
         TorchClassificationModel()._with(raw, None)._set(featuresCol="id").predict(Vectors.dense([300.0]))
     narrow = replace(trained, inputs=(replace(trained.inputs[0], dtype="int32"),))
-    pyfunc = PyFuncModel(narrow, {"inputs": ["id"], "outputs": {"prediction": "p"}, "invalid": "keep"}, "cpu")
-    found = pyfunc.predict(pd.DataFrame({"id": np.array([3_000_000_000, 7], np.uint32)}))["p"]
+    large = pd.DataFrame({"id": np.array([3_000_000_000, 7], np.uint32)})
+    found = pyfunc_of(narrow, invalid="keep").predict(large)["p"]
     assert [found.isna().tolist(), found[1]] == [[True, False], expected[7]]
     lists = replace(trained, inputs=(replace(trained.inputs[0], layout="padded"),))
-    pyfunc = PyFuncModel(lists, {"inputs": ["id"], "outputs": {}}, "cpu")
-    assert pyfunc._columns({"id": [[], [2**53 + 1]]})[0].to_pylist() == [[], [2**53 + 1]]
+    assert pyfunc_of(lists)._columns({"id": [[], [2**53 + 1]]})[0].to_pylist() == [[], [2**53 + 1]]
 
 
 def test_a_callable_gets_the_numbers_of_a_pyfunc_and_of_a_single_row_as_in_transform() -> None:
@@ -386,7 +390,7 @@ def test_a_callable_gets_the_numbers_of_a_pyfunc_and_of_a_single_row_as_in_trans
     spec = TensorSpec(name="x0", column="id", dtype="", kind="any", sql="int")
     trained = replace(trained, inputs=(spec,), preprocess=as_ids, returned=("x0",))
     model = TorchClassificationModel()._with(trained, None)._set(featuresCol="id", handleInvalid="keep")
-    pyfunc = PyFuncModel(trained, {"inputs": ["id"], "outputs": {"prediction": "p"}, "invalid": "keep"}, "cpu")
+    pyfunc = pyfunc_of(trained, invalid="keep")
     for values in ([7, 3_000_000_000], [7.9, math.nan], [Decimal(7), None]):
         found = pyfunc.predict(pd.DataFrame({"id": pd.Series(values)}))["p"]
         assert [found[0], pd.isna(found[1])] == [model.predict(7), True]
