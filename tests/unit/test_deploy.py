@@ -16,7 +16,8 @@ from sparktorch.cli.job_file import read_job
 from tests.support.programs import ROOT
 
 CONF = ROOT / "conf"
-MANIFESTS: list[dict[str, Any]] = list(yaml.safe_load_all((CONF / "kubernetes.yaml").read_text()))
+FILES = ("kubernetes.yaml", "sparkapplication.yaml")
+MANIFESTS: list[dict[str, Any]] = [one for file in FILES for one in yaml.safe_load_all((CONF / file).read_text())]
 APPLICATION = MANIFESTS[-1]["spec"]
 
 
@@ -26,6 +27,13 @@ def test_the_job_file_of_the_first_page_can_be_read(tmp_path: Path) -> None:
     job = read_job(tmp_path / "job.yaml")
     assert isinstance(job.estimator.build(), TorchClassifier)
     assert (job.data.format, job.data.options) == ("csv", {"header": True})
+
+
+def settings() -> dict[str, str]:
+    """The lines of the file for spark-submit on Kubernetes, whose names `configparser` writes in small letters."""
+    parser = configparser.ConfigParser(delimiters=" ", strict=True)
+    parser.read_string("[spark]\n" + (CONF / "spark-defaults-kubernetes.conf").read_text())
+    return dict(parser["spark"])
 
 
 def of_kind(kind: str) -> dict[str, dict[str, Any]]:
@@ -56,16 +64,29 @@ def test_the_job_of_the_manifest_can_be_read_and_has_as_many_slots_as_it_asks_fo
 
 def test_the_policies_open_the_ports_that_the_application_listens_on_and_no_others() -> None:
     policies = of_kind("NetworkPolicy")
-    assert opened(policies["churn-driver"]) == {
+    assert opened(policies["sparktorch-drivers"]) == {
         tuple(int(APPLICATION["sparkConf"][f"spark.driver.{name}"]) for name in ("port", "blockManager.port")),
         tuple(int(port) for port in APPLICATION["driver"]["env"][0]["value"].split("-")),
     }
     block_manager = int(APPLICATION["sparkConf"]["spark.blockManager.port"])
     (kernel,) = APPLICATION["executor"]["podSecurityContext"]["sysctls"]
-    assert opened(policies["churn-executors"]) == {
+    assert opened(policies["sparktorch-executors"]) == {
         (block_manager, block_manager),
         tuple(int(port) for port in kernel["value"].split()),
     }
+
+
+def test_one_set_of_policies_serves_the_operator_and_spark_submit() -> None:
+    given, template = settings(), yaml.safe_load((CONF / "kubernetes-pod.yaml").read_text())
+    for role in ("driver", "executor"):
+        selected = of_kind("NetworkPolicy")[f"sparktorch-{role}s"]["spec"]["podSelector"]["matchLabels"]
+        assert selected == APPLICATION[role]["labels"] | {"spark-role": role}
+        assert selected["sparktorch"] == given[f"spark.kubernetes.{role}.label.sparktorch"]
+        assert given[f"spark.kubernetes.{role}.podtemplatefile"] == "conf/kubernetes-pod.yaml"
+    assert template["spec"]["securityContext"]["sysctls"] == APPLICATION["executor"]["podSecurityContext"]["sysctls"]
+    ports = {name.lower(): port for name, port in APPLICATION["sparkConf"].items() if name.endswith(".port")}
+    assert {name: given[name] for name in ports} == ports
+    assert given["spark.kubernetes.driverenv.sparktorch_ports"] == APPLICATION["driver"]["env"][0]["value"]
 
 
 def opened(policy: dict[str, Any]) -> set[tuple[int, ...]]:
@@ -80,13 +101,12 @@ def test_the_image_holds_the_script_that_the_application_runs_and_the_python_tha
     assert (ROOT / "jobs" / script.removeprefix(copied["jobs"] + "/")).exists()
     assert all((ROOT / source).exists() for source in copied)
     context = re.findall(r"^!(\S+)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE)
-    sources = [source for given in re.findall(r"^COPY (.+) \S+$", lines, re.MULTILINE) for source in given.split()]
-    assert {source.split("/")[0] for source in sources} <= set(context)
-    settings = configparser.ConfigParser(delimiters=" ", strict=True)
-    settings.read_string("[spark]\n" + (CONF / "spark-defaults-kubernetes.conf").read_text())
-    assert f"PYSPARK_PYTHON={settings['spark']['spark.pyspark.python']}" in lines
-    assert settings["spark"]["spark.executor.resource.gpu.discoveryscript"] == copied["conf/gpu_discovery.sh"]
-    assert settings["spark"]["spark.kubernetes.container.image"] == APPLICATION["image"]
+    sources = [source for given in re.findall(r"^COPY ([^-].+) \S+$", lines, re.MULTILINE) for source in given.split()]
+    assert {source.split("/")[0].rstrip("*") for source in sources} <= set(context)
+    given = settings()
+    assert f"PYSPARK_PYTHON={given['spark.pyspark.python']}" in lines
+    assert given["spark.executor.resource.gpu.discoveryscript"] == copied["conf/gpu_discovery.sh"]
+    assert given["spark.kubernetes.container.image"] == APPLICATION["image"]
 
 
 def test_the_pipeline_runs_the_two_commands_of_the_readme_on_the_pythons_of_the_package() -> None:

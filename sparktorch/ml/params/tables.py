@@ -311,7 +311,7 @@ CHECKPOINTS = (
       "the fewest workers, where numWorkers is the most: the same as numWorkers=(minWorkers, numWorkers) (> 0)",
       compared=False),
     P("growAfter", "float", 60.0,
-      "seconds that an attempt trains with fewer workers than it may have, before it makes way for one with more (> 0)",
+      "seconds of training before a fit that has fewer workers than the most stops to take more (> 0)",
       field="request.grow_after", compared=False),
 )
 
