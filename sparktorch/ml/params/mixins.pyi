@@ -296,7 +296,7 @@ class EstimatorParams(HasFeaturesCol, HasInputCols, HasLabelCol, HasPredictionCo
     growAfter: Param[float]
     def getGrowAfter(self) -> float: ...
     def setGrowAfter(self, value: float) -> Self:
-        """Sets the value of `growAfter`: seconds that an attempt trains with fewer workers than it may have, before it makes way for one with more (> 0)."""
+        """Sets the value of `growAfter`: seconds of training before a fit that has fewer workers than the most stops to take more (> 0)."""
     startTimeout: Param[float]
     def getStartTimeout(self) -> float: ...
     def setStartTimeout(self, value: float) -> Self:
@@ -554,7 +554,7 @@ class GenericParams(EstimatorParams, HasOutputCols):
             keepCheckpoints: Number of checkpoints that are kept, besides that of the best validation (> 0).
             maxRestarts: How often a training that loses a worker is started again, from its last checkpoint if it has one (>= 0).
             minWorkers: The fewest workers, where numWorkers is the most: the same as numWorkers=(minWorkers, numWorkers) (> 0).
-            growAfter: Seconds that an attempt trains with fewer workers than it may have, before it makes way for one with more (> 0).
+            growAfter: Seconds of training before a fit that has fewer workers than the most stops to take more (> 0).
             startTimeout: Seconds that a fit waits for executors that are to come, and for slots which other jobs hold (> 0).
             stallTimeout: Seconds that a worker may stand still, or start after the first one, before the fit ends with its name, its place and its Python stack (> 0).
             driverTimeout: Seconds without a sign of life from the driver after which a worker ends by itself (> 0).
@@ -760,7 +760,7 @@ class ClassifierParams(EstimatorParams, HasProbabilityCol, HasRawPredictionCol, 
             keepCheckpoints: Number of checkpoints that are kept, besides that of the best validation (> 0).
             maxRestarts: How often a training that loses a worker is started again, from its last checkpoint if it has one (>= 0).
             minWorkers: The fewest workers, where numWorkers is the most: the same as numWorkers=(minWorkers, numWorkers) (> 0).
-            growAfter: Seconds that an attempt trains with fewer workers than it may have, before it makes way for one with more (> 0).
+            growAfter: Seconds of training before a fit that has fewer workers than the most stops to take more (> 0).
             startTimeout: Seconds that a fit waits for executors that are to come, and for slots which other jobs hold (> 0).
             stallTimeout: Seconds that a worker may stand still, or start after the first one, before the fit ends with its name, its place and its Python stack (> 0).
             driverTimeout: Seconds without a sign of life from the driver after which a worker ends by itself (> 0).
@@ -956,7 +956,7 @@ class RegressorParams(EstimatorParams):
             keepCheckpoints: Number of checkpoints that are kept, besides that of the best validation (> 0).
             maxRestarts: How often a training that loses a worker is started again, from its last checkpoint if it has one (>= 0).
             minWorkers: The fewest workers, where numWorkers is the most: the same as numWorkers=(minWorkers, numWorkers) (> 0).
-            growAfter: Seconds that an attempt trains with fewer workers than it may have, before it makes way for one with more (> 0).
+            growAfter: Seconds of training before a fit that has fewer workers than the most stops to take more (> 0).
             startTimeout: Seconds that a fit waits for executors that are to come, and for slots which other jobs hold (> 0).
             stallTimeout: Seconds that a worker may stand still, or start after the first one, before the fit ends with its name, its place and its Python stack (> 0).
             driverTimeout: Seconds without a sign of life from the driver after which a worker ends by itself (> 0).
@@ -1177,7 +1177,7 @@ class RankerParams(EstimatorParams):
             keepCheckpoints: Number of checkpoints that are kept, besides that of the best validation (> 0).
             maxRestarts: How often a training that loses a worker is started again, from its last checkpoint if it has one (>= 0).
             minWorkers: The fewest workers, where numWorkers is the most: the same as numWorkers=(minWorkers, numWorkers) (> 0).
-            growAfter: Seconds that an attempt trains with fewer workers than it may have, before it makes way for one with more (> 0).
+            growAfter: Seconds of training before a fit that has fewer workers than the most stops to take more (> 0).
             startTimeout: Seconds that a fit waits for executors that are to come, and for slots which other jobs hold (> 0).
             stallTimeout: Seconds that a worker may stand still, or start after the first one, before the fit ends with its name, its place and its Python stack (> 0).
             driverTimeout: Seconds without a sign of life from the driver after which a worker ends by itself (> 0).
@@ -1366,7 +1366,7 @@ class TextClassifierParams(ClassifierParams):
             keepCheckpoints: Number of checkpoints that are kept, besides that of the best validation (> 0).
             maxRestarts: How often a training that loses a worker is started again, from its last checkpoint if it has one (>= 0).
             minWorkers: The fewest workers, where numWorkers is the most: the same as numWorkers=(minWorkers, numWorkers) (> 0).
-            growAfter: Seconds that an attempt trains with fewer workers than it may have, before it makes way for one with more (> 0).
+            growAfter: Seconds of training before a fit that has fewer workers than the most stops to take more (> 0).
             startTimeout: Seconds that a fit waits for executors that are to come, and for slots which other jobs hold (> 0).
             stallTimeout: Seconds that a worker may stand still, or start after the first one, before the fit ends with its name, its place and its Python stack (> 0).
             driverTimeout: Seconds without a sign of life from the driver after which a worker ends by itself (> 0).
@@ -1556,7 +1556,7 @@ class ImageClassifierParams(ClassifierParams):
             keepCheckpoints: Number of checkpoints that are kept, besides that of the best validation (> 0).
             maxRestarts: How often a training that loses a worker is started again, from its last checkpoint if it has one (>= 0).
             minWorkers: The fewest workers, where numWorkers is the most: the same as numWorkers=(minWorkers, numWorkers) (> 0).
-            growAfter: Seconds that an attempt trains with fewer workers than it may have, before it makes way for one with more (> 0).
+            growAfter: Seconds of training before a fit that has fewer workers than the most stops to take more (> 0).
             startTimeout: Seconds that a fit waits for executors that are to come, and for slots which other jobs hold (> 0).
             stallTimeout: Seconds that a worker may stand still, or start after the first one, before the fit ends with its name, its place and its Python stack (> 0).
             driverTimeout: Seconds without a sign of life from the driver after which a worker ends by itself (> 0).
@@ -1778,7 +1778,7 @@ class TabularClassifierParams(ClassifierParams):
             keepCheckpoints: Number of checkpoints that are kept, besides that of the best validation (> 0).
             maxRestarts: How often a training that loses a worker is started again, from its last checkpoint if it has one (>= 0).
             minWorkers: The fewest workers, where numWorkers is the most: the same as numWorkers=(minWorkers, numWorkers) (> 0).
-            growAfter: Seconds that an attempt trains with fewer workers than it may have, before it makes way for one with more (> 0).
+            growAfter: Seconds of training before a fit that has fewer workers than the most stops to take more (> 0).
             startTimeout: Seconds that a fit waits for executors that are to come, and for slots which other jobs hold (> 0).
             stallTimeout: Seconds that a worker may stand still, or start after the first one, before the fit ends with its name, its place and its Python stack (> 0).
             driverTimeout: Seconds without a sign of life from the driver after which a worker ends by itself (> 0).
@@ -1976,7 +1976,7 @@ class TabularRegressorParams(RegressorParams):
             keepCheckpoints: Number of checkpoints that are kept, besides that of the best validation (> 0).
             maxRestarts: How often a training that loses a worker is started again, from its last checkpoint if it has one (>= 0).
             minWorkers: The fewest workers, where numWorkers is the most: the same as numWorkers=(minWorkers, numWorkers) (> 0).
-            growAfter: Seconds that an attempt trains with fewer workers than it may have, before it makes way for one with more (> 0).
+            growAfter: Seconds of training before a fit that has fewer workers than the most stops to take more (> 0).
             startTimeout: Seconds that a fit waits for executors that are to come, and for slots which other jobs hold (> 0).
             stallTimeout: Seconds that a worker may stand still, or start after the first one, before the fit ends with its name, its place and its Python stack (> 0).
             driverTimeout: Seconds without a sign of life from the driver after which a worker ends by itself (> 0).
@@ -2168,7 +2168,7 @@ class RecommenderParams(GenericParams):
             keepCheckpoints: Number of checkpoints that are kept, besides that of the best validation (> 0).
             maxRestarts: How often a training that loses a worker is started again, from its last checkpoint if it has one (>= 0).
             minWorkers: The fewest workers, where numWorkers is the most: the same as numWorkers=(minWorkers, numWorkers) (> 0).
-            growAfter: Seconds that an attempt trains with fewer workers than it may have, before it makes way for one with more (> 0).
+            growAfter: Seconds of training before a fit that has fewer workers than the most stops to take more (> 0).
             startTimeout: Seconds that a fit waits for executors that are to come, and for slots which other jobs hold (> 0).
             stallTimeout: Seconds that a worker may stand still, or start after the first one, before the fit ends with its name, its place and its Python stack (> 0).
             driverTimeout: Seconds without a sign of life from the driver after which a worker ends by itself (> 0).
@@ -2415,7 +2415,7 @@ class ForecasterParams(RegressorParams):
             keepCheckpoints: Number of checkpoints that are kept, besides that of the best validation (> 0).
             maxRestarts: How often a training that loses a worker is started again, from its last checkpoint if it has one (>= 0).
             minWorkers: The fewest workers, where numWorkers is the most: the same as numWorkers=(minWorkers, numWorkers) (> 0).
-            growAfter: Seconds that an attempt trains with fewer workers than it may have, before it makes way for one with more (> 0).
+            growAfter: Seconds of training before a fit that has fewer workers than the most stops to take more (> 0).
             startTimeout: Seconds that a fit waits for executors that are to come, and for slots which other jobs hold (> 0).
             stallTimeout: Seconds that a worker may stand still, or start after the first one, before the fit ends with its name, its place and its Python stack (> 0).
             driverTimeout: Seconds without a sign of life from the driver after which a worker ends by itself (> 0).
@@ -2594,7 +2594,7 @@ class RunParams(HasFeaturesCol, HasInputCols, HasLabelCol, HasWeightCol, HasVali
             keepCheckpoints: Number of checkpoints that are kept, besides that of the best validation (> 0).
             maxRestarts: How often a training that loses a worker is started again, from its last checkpoint if it has one (>= 0).
             minWorkers: The fewest workers, where numWorkers is the most: the same as numWorkers=(minWorkers, numWorkers) (> 0).
-            growAfter: Seconds that an attempt trains with fewer workers than it may have, before it makes way for one with more (> 0).
+            growAfter: Seconds of training before a fit that has fewer workers than the most stops to take more (> 0).
             startTimeout: Seconds that a fit waits for executors that are to come, and for slots which other jobs hold (> 0).
             stallTimeout: Seconds that a worker may stand still, or start after the first one, before the fit ends with its name, its place and its Python stack (> 0).
             driverTimeout: Seconds without a sign of life from the driver after which a worker ends by itself (> 0).
@@ -2730,7 +2730,7 @@ class RunParams(HasFeaturesCol, HasInputCols, HasLabelCol, HasWeightCol, HasVali
     growAfter: Param[float]
     def getGrowAfter(self) -> float: ...
     def setGrowAfter(self, value: float) -> Self:
-        """Sets the value of `growAfter`: seconds that an attempt trains with fewer workers than it may have, before it makes way for one with more (> 0)."""
+        """Sets the value of `growAfter`: seconds of training before a fit that has fewer workers than the most stops to take more (> 0)."""
     startTimeout: Param[float]
     def getStartTimeout(self) -> float: ...
     def setStartTimeout(self, value: float) -> Self:
