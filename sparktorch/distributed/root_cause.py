@@ -157,8 +157,8 @@ class RootCause:
     ) -> RankLostError:
         what = f"rank {rank} died while {beat['phase']}, without an error of its own"
         hint = (
-            "it was killed, or crashed in native code, as Gloo does where ranks call different collectives, or "
-            "different parts of a module whose parameters are sharded: see the executor's log on that host"
+            "it was killed from outside, or crashed in native code (as Gloo does where ranks call different "
+            "collectives): see the log of its executor, on that host"
         )
         short = self._out_of_memory(server, beat["host"])
         held = f"it held {beat['memory'] / _GIB:.1f} GiB at its last beat: {_MORE_MEMORY}"

@@ -130,7 +130,7 @@ def with_slots(
     taken = partial(other_tasks, spark, request.launch.tag, before, all_jobs=all_jobs, gpus=gpus)
     found = settled_slots(spark, most, profile, settle=settle, taken=taken)
     if paused and found is not None and found < least:  # it has ended ranks that could run
-        _LOG.warning("the cluster has %d slots free: the fit waits for %d, at most %.0f s", found, least, start)
+        _LOG.warning("free slots: %d; the fit waits for %d, at most %.0f s", found, least, start)
         found = settled_slots(spark, least, profile, settle=start, longest=start, taken=taken)
     if found is None or found >= most:
         return request
@@ -138,10 +138,10 @@ def with_slots(
     config = request.job.config
     fewer = workers_for(config, found, least)
     if fewer is None:
-        _LOG.warning("the cluster has %d slots free: the fit waits for those that others hold", found)
+        _LOG.warning("free slots: %d; the fit waits for those that others hold", found)
         fewer = next(number for number in range(least, most + 1) if workers_for(config, number, number))
     else:
-        _LOG.warning("the cluster has %d slots free: the fit has %d workers of %d", found, fewer, most)
+        _LOG.warning("free slots: %d; the fit has %d of %d workers", found, fewer, most)
     return request.with_launch(world_size=fewer)
 
 

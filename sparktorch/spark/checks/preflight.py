@@ -168,15 +168,16 @@ def settled_slots(
     at least a minute. `settle` is another number of seconds after the last new slot, `longest` the most to wait.
 
     `taken` returns how many slots do not count, such as those of tasks of jobs that have ended: if a host is cut off or
-    a process is stopped, they hold them until Spark gives up the executor.
+    a process is stopped, they hold them until Spark gives up the executor. In local mode only these are waited for.
     """
+    local = is_local(spark)
 
     def free() -> int | None:
         count = slots(spark, java_profile(profile))
         return None if count is None else max(0, count - taken())
 
     def patience(there: int) -> float:
-        return usual(there) if settle is None else settle if there > 0 else max(settle, usual(there))
+        return usual(there) if settle is None else settle if there > 0 or local else max(settle, usual(there))
 
     def usual(there: int) -> float:
         if promised is not None and promised >= wanted:
@@ -185,8 +186,8 @@ def settled_slots(
         return _SETTLE_SECONDS if promised is not None and there > 0 else max(_SETTLE_SECONDS, _STARTING_SECONDS - age)
 
     there = free()
-    if there is None or is_local(spark):
-        return there
+    if there is None or (local and not taken()):
+        return free()
     promised = _promised_slots(spark, wanted, gpu_each=profile is not None)
     begun = time.monotonic()
     until, warn_at = begun + patience(there), begun + _WARN_SECONDS

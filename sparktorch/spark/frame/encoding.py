@@ -138,7 +138,7 @@ def _packed(columns: ColumnNames, names: list[str], wire: str, options: InputOpt
         if given := options.given_for(name):
             raise ConfigError(
                 f"{given[0]} names {name!r}, which assembleInputs packs together with the other scalar columns",
-                hint="leave one of them out",
+                hint=f"leave {given[0]} out: one column that is cast to double makes all of them floats",
                 param=given[0],
             )
     integral = all(isinstance(columns.type_of(name), INTEGRAL) for name in names)

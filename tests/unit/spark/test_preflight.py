@@ -57,6 +57,23 @@ def test_slots_are_waited_for_as_long_as_the_settings_and_the_age_of_the_session
     assert clock.now - begun == pytest.approx(seconds, abs=0.2)
 
 
+@pytest.mark.parametrize(("ends_after", "found", "seconds"), [(0.5, 2, 0.5), (60, 1, 3), (0, 2, 0)])
+def test_in_local_mode_tasks_of_an_attempt_that_has_ended_are_waited_for(
+    ends_after: float, found: int, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(preflight, "time", clock)
+    monkeypatch.setattr(preflight, "slots", lambda *_: 2)
+    spark: Any = SimpleNamespace(conf={"spark.master": "local[2]"}, sparkContext=SimpleNamespace(startTime=0))
+    begun = clock.now
+
+    def taken() -> int:
+        return int(clock.now - begun < ends_after)
+
+    assert preflight.settled_slots(spark, 2, None, settle=3.0, taken=taken) == found
+    assert clock.now - begun == pytest.approx(seconds, abs=0.2)
+
+
 @pytest.mark.parametrize(
     ("params", "param"),
     [
