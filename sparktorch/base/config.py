@@ -233,10 +233,10 @@ def at_least(param: str, value: float, least: float) -> None:
 
 def rows_or_auto(param: str, value: int | str) -> None:
     """Refuses a number of rows that is neither at least 1 nor "auto"."""
-    if isinstance(value, str):
-        one_of(param, value, ("auto",))
-    else:
+    if not isinstance(value, str):
         at_least(param, value, 1)
+    elif value != "auto":
+        raise ConfigError(f"{param} is {value!r}", hint="set a number of rows, or 'auto'", param=param)
 
 
 def above(param: str, value: float, bound: float) -> None:

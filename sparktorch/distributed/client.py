@@ -65,12 +65,12 @@ class Client:
     def __init__(
         self, open_store: OpenStore, world: World, *, console: LogCapture | None = None, patience: float = 30.0
     ) -> None:
-        """Opens the rank's connection to the store; heartbeats use a second one.
+        """Opens the rank's connection to the store, and one for heartbeats; raises what `open_store` does.
 
         `console` captures what the rank logs and prints. After `patience` seconds without a heartbeat from the driver,
         the rank ends its process.
         """
-        self.store = open_store()
+        self.store, self._heart_store = open_store(), open_store()
         self._open_store = open_store
         self._world = world
         self._console = LogCapture() if console is None else console
@@ -98,7 +98,9 @@ class Client:
         stop = threading.Event()
         every = beat_seconds(self._world.world_size)
         heart = Heart(
-            self.beat, self.pause.answer, self._world.rank, self._open_store, every=every, patience=self._patience
+            *(self.beat, self.pause.answer, self._world.rank, self._heart_store, self._open_store),
+            every=every,
+            patience=self._patience,
         )
         thread = threading.Thread(target=heart.run, args=(stop,), name="sparktorch-heart", daemon=True)
         self.beat(self.store)

@@ -88,6 +88,7 @@ class Heart:
         beat: Callable[[SealedStore], object],
         pause: Callable[[SealedStore], object],
         rank: int,
+        store: SealedStore,
         open_store: OpenStore,
         *,
         every: float,
@@ -95,9 +96,12 @@ class Heart:
     ) -> None:
         """Takes what sends a heartbeat, and what answers the driver when it asks for a pause; both get a connection.
 
+        That is `store`, and, when it is broken, one that `open_store` opens.
+
         `every` is the time between two heartbeats, `patience` how long that of the driver may stay away; in seconds.
         """
         self._send, self._pause, self._rank, self._open_store = beat, pause, rank, open_store
+        self._store = store
         self._patience = patience
         self._every = min(every, patience / 4)
         self._leaving = max(_LEAVING_SECONDS, 2 * every)  # a rank that waits looks as often as it beats
@@ -127,7 +131,8 @@ class Heart:
             os._exit(1)
 
     def _beat(self, stop: threading.Event) -> None:
-        store = self._open(threading.Event())  # though `stop` may be set: a last heartbeat is sent all the same
+        store: SealedStore | None = self._store
+        self._store.set_timeout(timedelta(seconds=self._patience))
         while store is not None:
             last = stop.wait(self._every)
             try:
@@ -142,8 +147,10 @@ class Heart:
         """Returns a connection; `None` if there is none in time, or once `stop` is set: the store may be closed."""
         deadline = time.monotonic() + self._patience
         while not stop.is_set() and time.monotonic() < deadline:
-            with suppress(OSError, dist.DistError, RuntimeError):
-                return self._open_store(timeout=timedelta(seconds=self._patience))
+            with suppress(dist.DistError, RuntimeError):
+                store = self._open_store()
+                store.set_timeout(timedelta(seconds=self._patience))
+                return store
             stop.wait(_RETRY_SECONDS)
         return None
 

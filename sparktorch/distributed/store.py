@@ -185,9 +185,13 @@ def allow_connections(ranks: int) -> None:
 def connect(host: str, port: int, token: str, *, timeout: timedelta = timedelta(seconds=60)) -> SealedStore:
     """Connects to the store of an attempt; keys get the attempt's prefix, which is derived from `token`.
 
-    An `OSError` says that nothing listens there; torch alone would try until `timeout`. torch also looks up the name of
-    the address, which takes 5 to 10 s with a resolver that does not answer: a shorter `timeout` may never be enough.
+    A `DistNetworkError` says within ten seconds that nothing listens there; torch alone would try until `timeout`. It
+    also looks up the name of the address, which takes 5 s or more for each name server that does not answer: with a
+    shorter `timeout`, it may never connect.
     """
-    socket.create_connection((host, port), timeout=_REACH_SECONDS).close()
+    try:
+        socket.create_connection((host, port), timeout=_REACH_SECONDS).close()
+    except OSError as error:
+        raise dist.DistNetworkError(f"{host}:{port}: {error}") from error
     store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
     return SealedStore(token, store)

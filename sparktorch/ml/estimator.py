@@ -62,6 +62,9 @@ class TorchEstimatorBase(Shown, Estimator[M], EstimatorParams, MLReadable[Any], 
         @shortens
         def fit(self, dataset: DataFrame | PreparedData, params: Any = None) -> Any:
             """Fits a model to a dataset, or one for each of several settings of Params; see `Estimator.fit`."""
+            if isinstance(params, DataFrame):
+                hint = "validationIndicatorCol: train.withColumn('held_out', lit(False)).unionByName(validation...)"
+                raise ConfigError("rows for validation are marked in one DataFrame", hint=hint, param="dataset")
             # Undoes the patch of MLflow's autologging: our listener logs the fit already.
             return inspect.unwrap(Estimator.fit)(self, dataset, params)
 

@@ -296,7 +296,7 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
         `ImageClassifier`.
 
         Raises:
-            PersistenceError: The module is no model of transformers.
+            AttributeError: The module is no model of transformers.
         """
         trained = self.trained
         beside = trained.preprocess.load() if isinstance(trained.preprocess, FromFolder) else None

@@ -92,6 +92,8 @@ def tensor_rdd(
     """
     if batch_size is not None:
         at_least("batch_size", batch_size, 1)
+    if columns is not None and (isinstance(columns, str) or not columns):
+        raise ConfigError(f"columns is {columns!r}, and not a list of names", hint="pass ['x', ...]", param="columns")
     frame = dataframe_of(data, "tensor_rdd")
     if is_connect(frame.sparkSession):
         raise ConfigError(

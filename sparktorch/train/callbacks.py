@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, Literal
 
 import torch
@@ -132,6 +133,12 @@ class Callbacks:
         before = dict(record)
         self.call("on_epoch_end", record)
         for name in [name for name, value in record.items() if name not in before or value is not before[name]]:
+            if not isinstance(record[name], Real):
+                raise ConfigError(
+                    f"a callback put {name!r} into the record of the epoch, a {type(record[name]).__name__}",
+                    hint="add numbers only",
+                    param="callbacks",
+                )
             record[name] = float(record[name])
 
     def state_dict(self) -> list[tuple[str, dict[str, Any]]]:

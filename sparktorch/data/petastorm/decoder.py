@@ -33,7 +33,10 @@ def schema_in(common_metadata: bytes) -> tuple[tuple[UnischemaField, ...], froze
     `common_metadata` is the content of `_common_metadata`. A field without such a column is a partition column. A
     `DatasetError` says that there is no Unischema, or one that `read_unischema` refuses.
     """
-    found = pq.read_metadata(pa.BufferReader(common_metadata))
+    try:
+        found = pq.read_metadata(pa.BufferReader(common_metadata))
+    except pa.ArrowException as error:
+        raise DatasetError(f"_common_metadata is no Parquet file: {error}") from None
     pickled = (found.metadata or {}).get(_UNISCHEMA_KEY)
     if pickled is None:
         raise DatasetError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -215,6 +215,13 @@ def _shippable(
     """Names a run by its function; returns the function with its arguments, to be called with what is `first`."""
     name = str(getattr(function, "__qualname__", type(function).__qualname__))
     params._resetUid(f"run {name}")
+    several = isinstance(args, Iterable) and not isinstance(args, str | bytes | Mapping)
+    if not several or not isinstance({} if kwargs is None else kwargs, Mapping):
+        raise ConfigError(
+            f"args is {args!r} and kwargs {kwargs!r}",
+            hint="args is a list or tuple, and kwargs a dict: args=[0.1], kwargs={'lr': 0.1}",
+            param="args",
+        )
     keywords = dict(kwargs or {})
     _check_arguments(function, first, args, keywords)
     call = partial(called, function, tuple(args), keywords)

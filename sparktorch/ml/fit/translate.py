@@ -319,6 +319,12 @@ def _loss_of_groups(estimator: Any, p: Values) -> dict[str, Any]:
     if p["trainingStep"] is not None:
         return {"loss": None}
     loss, metrics = estimator._loss_of_groups()
+    if isinstance(loss, str) and ":" not in loss:
+        raise ConfigError(
+            f"loss {loss!r} is no import path, and torch's losses, which have names, are those of rows",
+            hint="with groupCol, pass a callable (output, label, sizes) that returns one loss per group",
+            param="loss",
+        )
     loss = load_object(loss) if isinstance(loss, str) else loss
     check_ships(loss, f"loss {name_of(loss)}", param="loss", hint="make what it holds inside it")
     return {"loss": None, "training_step": GroupsLossStep(loss, p["lossParams"], metrics)}

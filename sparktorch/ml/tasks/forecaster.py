@@ -16,7 +16,7 @@ from sparktorch.ml.fit.checks import naming_params
 from sparktorch.ml.fit.translate import translate
 from sparktorch.ml.fit.values import Values
 from sparktorch.ml.params.mixins import ForecasterParams
-from sparktorch.ml.tasks.forecasting_model import WINDOWS, ForecastingModel, check_series
+from sparktorch.ml.tasks.forecasting_model import COMPARED, WINDOWS, ForecastingModel, check_series
 from sparktorch.ml.tasks.learning import LearningEstimator
 from sparktorch.model.series.module import SeriesModule, SeriesNetwork
 from sparktorch.model.series.training import QuantileLoss, SeriesStep
@@ -111,6 +111,11 @@ class Forecaster(LearningEstimator, ForecasterParams):
         refuse(_TRAINING, p)
         one_of("scaling", p["scaling"], ("window", "none"))
         named = [*(p[name] for name in ("groupCol", "orderCol") if p[name]), *_named(p)]
+        if taken := next((name for name in (p["groupCol"], p["orderCol"]) if str(name).lower() in COMPARED), None):
+            hint = f"rename it: {', '.join(COMPARED)} are the columns that evaluate and backtest add"
+            raise ConfigError(
+                f"column {taken!r} would be there twice in the forecasts of evaluate", hint=hint, code="ST-COLUMN-TAKEN"
+            )
         if twice := next((name for name in named if named.count(name) > 1), None):
             hint = "name it once: the target's past and what is known ahead are seen in the context, too"
             raise ConfigError(f"column {twice!r} is named twice", hint=hint)

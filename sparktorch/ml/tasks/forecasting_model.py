@@ -31,11 +31,11 @@ from sparktorch.spark.shipping import send
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["WINDOWS", "ForecastingModel", "check_series"]
+__all__ = ["COMPARED", "WINDOWS", "ForecastingModel", "check_series"]
 
 _ORDERS = (T.ByteType, T.ShortType, T.IntegerType, T.LongType, T.DateType, T.TimestampType, T.TimestampNTZType)
 
-_COMPARED = ("cutoff", "step", "label", "naive", "scale")  # the columns that `evaluate` adds
+COMPARED = ("cutoff", "step", "label", "naive", "scale")  # the columns that `evaluate` adds
 
 WINDOWS = (
     Refusal(
@@ -204,7 +204,7 @@ def _rows(dataset: DataFrame, columns: SeriesColumns, backtest: Backtest | None)
     ]
     if backtest is not None:
         kinds = (names.type_of(columns.order), T.IntegerType(), double, double, double)
-        added = [*zip(_COMPARED, kinds, strict=True), *added]
+        added = [*zip(COMPARED, kinds, strict=True), *added]
     keys = dataset.select(*map(names.column, columns.keys)).schema.names
     check_outputs(ColumnNames.of(dataset.select(*map(quoted, keys))), [name for name, _ in added])
     fields = [T.StructField(name, names.type_of(name)) for name in columns.keys]

@@ -112,7 +112,7 @@ class RecommenderModel(_Paired, TorchModelBase, RecommenderModelParams):
             found = table_of(factors.select(names.column("id").cast(kind).alias("id"), features)).sort_by("id")
             lists = found["features"].combine_chunks()
             lengths.update(lists.value_lengths().unique().to_pylist())
-            if len(lengths) != 1:
+            if not len(lists) or len(lengths) != 1:
                 raise ConfigError("features are empty, or of several lengths", param=param)
             tables.append(_structs(found.select(["id"]), [name]))
             vectors = torch.tensor(lists.flatten().to_numpy()).view(len(lists), -1)

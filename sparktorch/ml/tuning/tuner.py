@@ -47,10 +47,30 @@ _REFUSED = (
         "it is 'asha', 'hyperband', an instance of one of optuna.pruners, or None",
     ),
     Refusal(
+        "sampler",
+        lambda p: p.sampler is not None and not isinstance(p.sampler, optuna().samplers.BaseSampler),
+        "sampler is {p.sampler!r}",
+        "it is an instance of one of optuna.samplers, or None",
+    ),
+    Refusal(
         "studyName",
         lambda p: p.storage is not None and not p.studyName,
         "storage is given without studyName",
         "a search goes on with the study of that name",
+    ),
+    Refusal(
+        "storage",
+        lambda p: isinstance(p.storage, str) and "://" not in p.storage,
+        "storage is {p.storage!r}, which is no URL",
+        "a file is sqlite:///name.db",
+    ),
+    *(
+        Refusal(
+            name,
+            lambda p, name=name: not isinstance(getattr(p, name), int | None),  # type: ignore[misc]
+            f"{name} must be a whole number, got {{p.{name}!r}}",
+        )
+        for name in ("trials", "workersPerTrial", "parallelism")
     ),
 )
 
@@ -190,7 +210,13 @@ class TorchTuner(Estimator[TorchTunerModel]):
 
     def _result(self, dataset: DataFrame, base: Any, space: Space, study: Any, search: Search) -> TorchTunerModel:
         """Returns the best trial's model; fits it again if an earlier run of the study has found it."""
-        best = study.best_trial  # a `ValueError` of Optuna's says that no trial was completed
+        if all(trial.state.name != "COMPLETE" for trial in study.get_trials(deepcopy=False)):
+            raise ConfigError(
+                f"none of the {len(study.trials)} trials was completed",
+                hint="give a larger timeout, or a pruner that lets some trials end",
+                code="ST-SEARCH",
+            )
+        best = study.best_trial
         if best.number in search.models:
             return search.models[best.number]
         _LOG.info("trial %d of an earlier run is the best: its Params are fitted again", best.number)

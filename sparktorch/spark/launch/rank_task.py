@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import pyarrow as pa
+import torch.distributed as dist
 from pyspark import BarrierTaskContext
 from pyspark.sql import Row
 
@@ -97,8 +98,8 @@ class RankTask:
         try:
             world = replace(world, address=address_towards(rendezvous.host))
             client = Client(open_store, world, console=LogCapture(self._log_level), patience=self._patience)
-        except OSError as error:
-            raise _unreached(error, rendezvous, world) from None
+        except dist.DistError as error:
+            raise _unreached(error.__cause__ or error, rendezvous, world) from None
         opened = time.perf_counter() - started
         with client.beating():
             device = "cpu"
@@ -162,7 +163,7 @@ def _meet_at_rank0(context: BarrierTaskContext, world: World) -> tuple[Rendezvou
     return Rendezvous(host, port, prefix), store
 
 
-def _unreached(error: OSError, rendezvous: Rendezvous, world: World) -> RankError:
+def _unreached(error: BaseException, rendezvous: Rendezvous, world: World) -> RankError:
     wrong = isinstance(error, socket.gaierror | ConnectionRefusedError)  # other errors may be temporary
     what = f"a rank does not reach the store at which the ranks meet, {rendezvous.host}:{rendezvous.port}: {error}"
     kind = ClusterError if wrong else RankLostError

@@ -115,6 +115,8 @@ class LightningTraining(OwnTraining):
         reduce = check_logged(name, reduce_fx, where)
         on_step = self._within_step if on_step is None else on_step
         on_epoch = not self._within_step if on_epoch is None else on_epoch
+        if not (on_step or on_epoch):
+            raise ModuleError(f"{where} with on_step=False and on_epoch=False logs nothing", hint="set one of them")
         path, number = self._metrics.path_of(value), None
         if path:
             value = getattr(value, "_forward_cache", None)  # there is none after `update`

@@ -117,6 +117,12 @@ def units_of(module: Any) -> Units:
         found = list(module.stages())
         if found and all(isinstance(part, nn.Module) for part in found):
             return Units(module, [[part] for part in found], _chained)
+        raise ModuleError(
+            f"stages() of {type(module).__name__} returns no list of modules",
+            hint=HOW,
+            param="module",
+            code="ST-PIPELINE",
+        )
     if type(module).forward is nn.Sequential.forward:
         return Units(module, [[part] for part in _flat(module)], _chained)
     if isinstance(module, _STACKS):
@@ -132,8 +138,8 @@ def units_of(module: Any) -> Units:
         ends = [*named[place + 1 :], *(head if module is not base else [])]
         return _Within(module, base, [[*named[:place], first], *([layer] for layer in layers), ends]).units()
     raise ModuleError(
-        f"{type(module).__name__} cannot be cut into stages: it is no nn.Sequential, has no method stages() that "
-        "returns modules, and is no model of transformers with a pipeline plan",
+        f"{type(module).__name__} cannot be cut into stages: it is no nn.Sequential, has no method stages(), and is no "
+        "model of transformers with a pipeline plan",
         hint=HOW,
         param="module",
         code="ST-PIPELINE",

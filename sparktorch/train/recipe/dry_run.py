@@ -152,7 +152,7 @@ def dry_run(
         if jagged := [name for name, tensor in inputs.items() if tensor.is_nested]:
             what = f"{jagged[0]} is jagged, which has no shape to try alone"
             raise ModuleError(what, hint=_WITH_VALUES, param="modelDir")
-    module = recipe.build_module(seed).to(device) if built is None else built.module
+    module = _with_values(recipe.build_module(seed), device) if built is None else built.module
     try:
         with nullcontext() if values else torch.device(device):
             inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
@@ -172,6 +172,30 @@ def dry_run(
         return found
     built.check_reset()
     return replace(found, aligned=each_tensor(ones_for, found.aligned))
+
+
+def _with_values(module: nn.Module, device: str) -> nn.Module:
+    """Moves a module to a device; refuses one that has tensors without values, or computed parameters."""
+    _check_leaves(module)
+    try:
+        return module.to(device)
+    except NotImplementedError as error:  # torch's
+        raise ModuleError(
+            f"{type(module).__name__} has tensors on the device 'meta', without values: {error}",
+            hint="make it without torch.device('meta'): with modelDir, no process ever makes the whole model",
+            param="module",
+        ) from error
+
+
+def _check_leaves(module: nn.Module) -> None:
+    """Refuses a parameter that is computed from others: torch trains none, and fails in the second step."""
+    computed = [name for name, parameter in module.named_parameters() if not parameter.is_leaf]
+    if computed:
+        raise ModuleError(
+            f"the module has written a value that needs a gradient into its parameter {computed[0]!r}",
+            hint="write it under torch.no_grad(), or without its gradient, as value.detach()",
+            param="module",
+        )
 
 
 def _tried(
@@ -212,6 +236,7 @@ def _tried(
         _try_step(training_step, module, batch, values=values)
         if recipe.training_step == MODEL_LOSS and values:
             check_model_loss(module, batch)
+    _check_leaves(module)
     unused = any(parameter.grad is None for parameter in trainable)
     own.try_validation(batch)
     recipe.check_scored(module)
