@@ -237,6 +237,25 @@ def test_the_driver_knows_when_rank_0_trains(server: ControlServer, clients: lis
         assert seen.trains == trains
 
 
+def test_counters_that_a_stranger_moves_and_values_that_he_forges_hold_nobody_up(
+    server: ControlServer, clients: list[Client]
+) -> None:
+    clients[1].warn("the disk is full")
+    meeting = server.rendezvous
+    stranger = dist.TCPStore(meeting.host, meeting.port, is_master=False, wait_for_workers=False)
+    (key,) = [key for key in stranger.list_keys() if "warning" in key]
+    for counter in ("warnings", "errors", "lines/1"):
+        stranger.add(key.replace("warning/1/0", counter), 10**9)
+    stranger.set(key, "forged")
+    clients[1].warn("still full")
+    clients[1].fail(ValueError("mine"))
+    assert [warning["text"] for warning in server.new_warnings(server.beats(3))] == ["still full"]
+    assert server.new_lines(server.beats(3)) == []
+    failure, primary = server.first_failure()
+    assert failure is not None
+    assert (primary, failure.where["rank"]) == (True, 1)
+
+
 def test_the_store_listens_on_the_one_address_it_was_bound_to() -> None:
     with control_server() as server:
         port = server.rendezvous.port

@@ -1,4 +1,4 @@
-"""Groups, class weights, training steps and several outputs: on N ranks as in a plain torch loop."""
+"""Freezing, groups, class weights, training steps and several outputs: on N ranks as in a plain torch loop."""
 
 from __future__ import annotations
 
@@ -73,7 +73,22 @@ def trained(table: Table, job: TrainJob, ranks: int) -> tuple[dict[str, torch.Te
     return state, metas[0]["history"]
 
 
-# Groups of parameters
+# Freezing and groups
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 2), ("zero3", 3)])
+def test_frozen_parameters_come_back_to_the_last_bit_and_the_others_trained(ranks: int, strategy: str) -> None:
+    options: dict[str, Any] = {"freeze": ["*", "!layers.2.*", "!layers.0.bias"], "learning_rate": 0.01}
+    job = job_for(NUMBERS, {"strategy": strategy}, optimizer_params={"weight_decay": 0.3}, **options)
+    initial = job.recipe.build_module(SEED).state_dict()
+
+    def adamw(module: nn.Module) -> torch.optim.Optimizer:
+        module.get_parameter("layers.0.weight").requires_grad_(False)
+        return torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=0.01, weight_decay=0.3)
+
+    state, _ = trained(NUMBERS, job, ranks)
+    torch.testing.assert_close(state, plain(NUMBERS, job, adamw, squares).state_dict(), **TOLERANCE)
+    assert [name for name in initial if torch.equal(state[name], initial[name])] == ["layers.0.weight"]
 
 
 def in_groups(kind: type[torch.optim.Optimizer], rate: float, **options: Any) -> Callable[[nn.Module], Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from optuna.distributions import FloatDistribution
 from pyspark.ml.evaluation import MulticlassClassificationEvaluator
-from pyspark.sql import DataFrame
+from pyspark.sql import DataFrame, SparkSession
 from torch import nn
 
 from sparktorch import (
@@ -19,6 +20,7 @@ from sparktorch import (
     TorchClassificationModel,
     TorchClassifier,
     TorchCrossValidator,
+    TorchEstimator,
     TorchTuner,
 )
 from sparktorch.base.weights_folder import INDEX, WeightsFolder
@@ -27,6 +29,7 @@ from sparktorch.train.callbacks import FitContext
 from tests.spark.modules import MLP, Fixed
 from tests.spark.scored import same_weights, sorted_rows
 from tests.support.mlflow import QUIET
+from tests.support.tiny_transformers import LENGTH, llama
 
 pytestmark = QUIET  # Optuna's storage is SQLAlchemy
 
@@ -124,6 +127,18 @@ def test_a_fit_that_fails_leaves_no_folder(frame: DataFrame, tmp_path: Path) -> 
         asked(epochs=1).fit(frame).deleteWeights()
 
 
+def test_a_folder_that_is_gone_is_named(fitted: TorchClassificationModel, frame: DataFrame, tmp_path: Path) -> None:
+    weights: Any = fitted.trained.weights
+    trained = replace(fitted.trained, weights=replace(weights, path=str(tmp_path / "gone")))
+    TorchClassificationModel()._with(trained, None).save(str(tmp_path / "saved"))
+    loaded = TorchClassificationModel.load(str(tmp_path / "saved"))
+    said = "must be mounted under this path wherever the model is trained, loaded or scored"
+    with pytest.raises(PersistenceError, match=said):
+        loaded.predict([0.0] * 5)
+    with pytest.raises(Exception, match=said):
+        loaded.transform(frame).collect()
+
+
 class Adapted(nn.Module):
     """Has what adapters have."""
 
@@ -166,3 +181,30 @@ def test_a_module_that_looks_at_values_is_tried_in_a_worker(
     model = asked(module=Looks, modelDir=str(tmp_path), dryRun="worker").fit(frame)
     assert isinstance(model.trained.weights, WeightsFolder)
     assert scores(model, frame) == scores(fitted, frame)  # these values it leaves as they are
+
+
+def both(columns: Any, *, epoch: int, generator: Any) -> dict[str, torch.Tensor]:
+    ids = torch.tensor(columns["ids"].to_pylist())
+    return {"input_ids": ids, "labels": ids}
+
+
+def test_a_causal_model_is_written_from_its_folder_as_one(spark: SparkSession, tmp_path: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    LlamaForCausalLM(llama()).save_pretrained(tmp_path / "base")
+    texts = spark.createDataFrame([([1 + n % 7] * LENGTH,) for n in range(40)], "ids array<int>")
+    model = TorchEstimator(
+        module=str(tmp_path / "base"),
+        inputCols=["ids"],
+        labelCol="",
+        preprocess=both,
+        outputCols=["loss", "logits"],
+        batchSize=10,
+        numWorkers=2,
+        progress=False,
+        modelDir=str(tmp_path / "models"),
+        **{**SHARDS, "strategyParams": {"wrap_classes": ["LlamaDecoderLayer"]}},
+    ).fit(texts)
+    model.save_pretrained(str(tmp_path / "tuned"))
+    again = LlamaForCausalLM.from_pretrained(tmp_path / "tuned", local_files_only=True).state_dict()
+    assert all(torch.equal(again[name], value) for name, value in model.module.state_dict().items())

@@ -108,7 +108,7 @@ def test_workers_and_storage_do_not_change_what_is_trained(rows: DataFrame) -> N
     torch.testing.assert_close(other.module.state_dict(), plain.module.state_dict(), atol=1e-5, rtol=0)
 
 
-def test_a_model_scores_row_by_row_once_loaded_and_in_mlflow(
+def test_a_model_scores_row_by_row_once_loaded_in_sql_and_in_mlflow(
     rows: DataFrame, model: RankingModel, tmp_path: Path
 ) -> None:
     scored = model.transform(rows.limit(20)).toPandas()
@@ -116,6 +116,9 @@ def test_a_model_scores_row_by_row_once_loaded_and_in_mlflow(
     again = RankingModel.load(str(tmp_path / "model"))
     assert again.getGroupCol() == "search"
     assert [again.predict(row) for row in scored.features] == pytest.approx(list(scored.prediction), abs=1e-6)
+    again.registerUDF("ranking")
+    in_sql = rows.sparkSession.createDataFrame(scored[["features"]]).selectExpr("ranking(features) found").toPandas()
+    assert list(in_sql.found) == pytest.approx(list(scored.prediction), abs=1e-6)
     save_model(model, str(tmp_path / "mlflow"))
     loaded = mlflow.pyfunc.load_model(str(tmp_path / "mlflow"))
     assert list(loaded.predict(scored[["features"]]).prediction) == pytest.approx(list(scored.prediction), abs=1e-6)

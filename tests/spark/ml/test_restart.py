@@ -15,6 +15,7 @@ from sparktorch import TorchRegressor
 from sparktorch.errors import PersistenceError, RankLostError
 from tests.spark.modules import Dies
 from tests.spark.scored import same_weights
+from tests.support.faults import Fault
 from tests.support.nets import Score
 
 
@@ -54,6 +55,15 @@ def test_a_lost_worker_costs_the_steps_since_the_last_checkpoint(
     assert [record["loss"] for record in model.summary.history] == losses
     # On the driver every epoch was told once, although the second try told the first one again.
     assert [record["epoch"] for record in killer.told] == [1, 2, 3]
+
+
+def test_ranks_wait_for_a_silent_driver_as_long_as_they_are_told(
+    frame: DataFrame, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sparktorch.distributed.server._BEAT_SECONDS", 600.0)  # after the first heartbeat
+    slow = Fault("slow", tmp_path / "marks", seconds=0.5)  # 15 s and more
+    with pytest.raises(RankLostError, match="died while training"):
+        regressor(tmp_path, driverTimeout=1.0, callbacks=[slow]).fit(frame)
 
 
 def test_the_next_fit_goes_on_with_an_unfinished_training_and_no_other(frame: DataFrame, tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_bytes_of_numbers_that_are_nan_or_infinite_are_skipped_and_not_scored(sp
 
 
 @pytest.mark.newest
-def test_half_precision_changes_the_scores_by_its_rounding_alone(
+def test_precision_and_compilation_change_the_scores_by_their_rounding_alone(
     frame: DataFrame, model: TorchClassificationModel
 ) -> None:
     some = frame.limit(64).repartition(1).cache()
@@ -137,6 +137,7 @@ def test_half_precision_changes_the_scores_by_its_rounding_alone(
     exact = scores(model)
     half = scores(model.copy().setPredictPrecision("bf16"))
     assert 1e-5 < np.abs(half - exact).max() < 0.1
+    np.testing.assert_allclose(scores(model.copy().setPredictCompile(True)), exact, atol=1e-5)
 
 
 def test_small_batches_are_joined_and_large_ones_cut_evenly() -> None:

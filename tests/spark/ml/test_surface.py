@@ -134,6 +134,19 @@ def test_thresholds_decide_as_sparks_do(
     assert all(ours.predict(row["features"]) == row["expected"] for row in found[::100])
 
 
+def test_thresholds_outlive_saving_and_hold_in_sql(
+    rows: DataFrame, threefold: LogisticRegressionModel, tmp_path: Path
+) -> None:
+    ours = classifier(threefold).setThresholds([0.9, 0.0, 0.9])
+    ours.save(str(tmp_path / "model"))
+    loaded = TorchClassificationModel.load(str(tmp_path / "model"))
+    assert loaded.getThresholds() == [0.9, 0.0, 0.9]
+    loaded.registerUDF("decided")
+    scored = ours.transform(rows).selectExpr("prediction", "decided(features)", "probability").collect()
+    assert all(row[0] == row[1] for row in scored)
+    assert any(row[1] != row["probability"].argmax() for row in scored)
+
+
 def test_thresholds_that_spark_refuses_are_refused(rows: DataFrame, threefold: LogisticRegressionModel) -> None:
     for thresholds in ([0.5, 0.5], [0.0, 0.0, 1.0], [-1.0, 1.0, 1.0]):
         with pytest.raises(ConfigError, match="thresholds"):

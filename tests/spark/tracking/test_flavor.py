@@ -23,7 +23,7 @@ from sparktorch import TorchClassificationModel, TorchClassifier, TorchRegressor
 from sparktorch.tracking import load_model, log_model, save_model
 from tests.spark.modules import MLP
 from tests.spark.scored import sorted_rows
-from tests.support.mlflow import QUIET
+from tests.support.mlflow import QUIET, answer, serving
 from tests.support.nets import Mlp
 
 pytestmark = QUIET
@@ -186,6 +186,28 @@ print(json.dumps(frame["prediction"].tolist()))
     with torch.no_grad():
         expected = model.module(torch.from_numpy(x)).argmax(1).tolist()
     assert json.loads(run.stdout.splitlines()[-1]) == expected
+
+
+@pytest.mark.landing
+def test_mlflow_serves_it_and_answers_as_transform_does(
+    tmp_path: Path, frame: DataFrame, table: pd.DataFrame, logged: tuple[TorchClassificationModel, ModelInfo]
+) -> None:
+    model, info = logged
+    rows = [row.tolist() for row in table.sort_values("target").head(50)["features"]]
+    expected = sorted_rows(model.transform(frame))[:50]
+    bodies = [
+        {"dataframe_split": {"columns": ["features"], "data": [[row] for row in rows]}},
+        {"dataframe_records": [{"features": row} for row in rows]},
+        {"inputs": {"features": rows}},
+        {"inputs": rows},
+    ]
+    with serving(mlflow.artifacts.download_artifacts(info.model_uri), tmp_path / "serve.log") as address:
+        for body in bodies:
+            found = answer(address, body)
+            assert [row["prediction"] for row in found] == [row["prediction"] for row in expected]
+            np.testing.assert_allclose(
+                [row["probability"] for row in found], [row["probability"].toArray() for row in expected], atol=1e-6
+            )
 
 
 @pytest.mark.usefixtures("store")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import mmap
 import os
+import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -170,6 +172,19 @@ def test_a_file_that_was_cut_off_is_an_error_and_not_a_signal(tmp_path: Path) ->
     with pytest.raises(ClusterError, match=r"cannot read the rows of this worker back from .*8 bytes"):
         spool.read(Runs.of(np.arange(10)))
     storage.close()
+
+
+def test_a_process_that_is_killed_leaves_no_file(tmp_path: Path) -> None:
+    script = (
+        "import os, signal, sys, numpy as np\n"
+        "from sparktorch.data.storage import RowStorage\n"
+        "spool = RowStorage(sys.argv[1], budget=0).spool(np.uint8)\n"
+        "spool.append(np.zeros(1 << 20, np.uint8))\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True, check=False)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_ranks_of_a_host_spread_over_sparks_local_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

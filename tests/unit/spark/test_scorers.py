@@ -36,3 +36,17 @@ def test_scorers_that_leave_the_cache_are_freed_also_where_modules_are_in_cycles
     finally:
         scoring_udf._scorers.clear()
         gc.unfreeze()
+
+
+def test_what_the_first_task_of_a_scorer_has_imported_is_not_looked_at_after_every_later_task() -> None:
+    model, left = trained(nn.Linear, params={"in_features": 5, "out_features": 1}), []
+    sent: Any = SimpleNamespace(key="one", load=lambda: model)
+    try:
+        for _ in range(3):
+            scoring_udf.scorer_here(sent, Scoring(device="cpu"), local=True)
+            left.append(["an object that the collector knows"])
+        known = {id(each) for each in gc.get_objects()}
+        assert [id(each) in known for each in left] == [False, True, True]
+    finally:
+        scoring_udf._scorers.clear()
+        gc.unfreeze()

@@ -1,0 +1,74 @@
+"""Any number of ranks trains on the windows of series what one process trains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sparktorch.base.config import TrainConfig
+from sparktorch.data.columns import GROUP, KEY, LABEL, ORDER, VALIDATION, WEIGHT, Columns, Groups, TensorSpec, Window
+from sparktorch.model.series.module import SeriesModule
+from sparktorch.model.series.training import QuantileLoss, SeriesStep
+from sparktorch.train.recipe.recipe import Recipe
+from tests.support.frames import Table
+from tests.support.ranks import train_job, train_on
+
+PARAMS: dict[str, Any] = {
+    "module": "sparktorch.model.series.module:SeriesNetwork",
+    "params": {"hidden": [9]},
+    "context": 6,
+    "horizon": 3,
+    "past": [(0.5, 2.0)],
+    "future": [(0.0, 1.0), (1.0, 3.0)],
+    "static": [(0.0, 1.0)],
+}
+QUANTILES = [0.2, 0.5, 0.9]
+
+
+def table(*, gaps: bool) -> Table:
+    """Makes daily series of unequal lengths, whose last days validate; with `gaps`, two lack days, as rows dropped."""
+    random = np.random.default_rng(0)
+    lengths = [40, 25, 8, 31, 17, 3, 22]
+    keys = random.integers(-(2**63), 2**63 - 1, len(lengths), dtype=np.int64)
+    days, count = np.concatenate([np.arange(length) for length in lengths]), sum(lengths)
+    target = random.normal(size=count).astype(np.float32) * 10 + 100
+    arrays = {
+        "x0": np.stack([target, random.normal(size=count)], 1).astype(np.float32),
+        "x1": random.normal(size=(count, 2)).astype(np.float32),
+        "x2": np.repeat(random.normal(size=(len(lengths), 1)), lengths, axis=0).astype(np.float32),
+        LABEL: target,
+        WEIGHT: random.uniform(0.1, 2, count).astype(np.float32),
+        VALIDATION: days >= np.repeat(lengths, lengths) - 4,
+        KEY: np.repeat(keys, lengths),
+        GROUP: np.repeat(keys, lengths),
+        ORDER: days + 19_000,
+    }
+    names = (("x0", "past values", 2), ("x1", "values known ahead", 2), ("x2", "static values", 1))
+    window = Window(context=6, horizon=3, step=2, known=(1,), even=("date", "UTC"))
+    columns = Columns(
+        inputs=tuple(TensorSpec(name=n, column=c, dtype="float32", shape=(width,)) for n, c, width in names),
+        label=TensorSpec(name=LABEL, column="sold", dtype="float32"),
+        weight=TensorSpec(name=WEIGHT, column="w", dtype="float32"),
+        validation="late",
+        groups=Groups(group="shop", order="day", window=window),
+        drop_nulls=gaps,
+    )
+    missing = gaps & np.isin(np.arange(count), (15, 73 + 4, 73 + 11))
+    return Table(arrays, columns).take(~missing).shuffled(3)
+
+
+@pytest.mark.parametrize(("quantiles", "gaps"), [([], False), (QUANTILES, True)])
+def test_ranks_train_on_windows_what_one_process_trains(quantiles: list[float], gaps: bool) -> None:
+    rows = table(gaps=gaps)
+    step = SeriesStep(QuantileLoss, {"quantiles": quantiles}) if quantiles else SeriesStep("HuberLoss")
+    recipe = Recipe(module=SeriesModule, module_params={**PARAMS, "quantiles": quantiles}, training_step=step)
+    job = train_job(rows, recipe, TrainConfig(task="generic", batch_size=16, epochs=3, seed=5))
+    want, (alone,) = train_on([rows.batches()], job)
+    state, metas = train_on([part.batches(size=11) for part in rows.parts(3)], job)
+    torch.testing.assert_close(state, want, atol=1e-5, rtol=0)
+    for record, expected in zip(metas[0]["history"], alone["history"], strict=True):
+        for name in ("loss", "val_loss"):
+            assert record[name] == pytest.approx(expected[name], abs=1e-5)
