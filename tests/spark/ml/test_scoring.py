@@ -239,7 +239,7 @@ def test_filters_and_pruning_reach_the_source(
 
 @pytest.fixture(scope="module")
 def vectors(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> DataFrame:
-    path = str(tmp_path_factory.mktemp("vectors"))
+    path = str(tmp_path_factory.mktemp("vectors") / "rows")
     rows = spark.range(50).select(
         "id",
         (F.col("id") % 2).alias("half"),
