@@ -19,7 +19,7 @@ from sparktorch.distributed.monitor import Timeouts
 from sparktorch.errors import ConfigError, refuse
 from sparktorch.ml.fit.checks import check_best_metric, check_job, check_params, check_restarts, check_ships
 from sparktorch.ml.fit.identity import described
-from sparktorch.ml.fit.values import GROUPS, MODEL_FOLDER, NAMED_GROUPS, WHOLE_GROUPS, Values
+from sparktorch.ml.fit.values import MODEL_FOLDER, NAMED_GROUPS, WHOLE_GROUPS, Values
 from sparktorch.ml.params.classes import CLASSIFIER, GENERIC, RUN
 from sparktorch.ml.params.declare import ParamSpec, input_names
 from sparktorch.ml.params.mixins import EstimatorParams, RunParams
@@ -279,7 +279,9 @@ def _groups(estimator: Any, p: Values) -> Groups | None:
     if p["groupCol"] is None and window is None:
         refuse(NAMED_GROUPS if grades else (), p)
         return None
-    refuse(GROUPS, p)
+    if p["split"] == "keep":
+        hint = "leave split out: rows of a group are sent to the same worker"
+        raise ConfigError("split='keep' may divide a group among workers", hint=hint, param="split", code="ST-GROUPS")
     return Groups(group=p["groupCol"], order=p["orderCol"], window=window)
 
 

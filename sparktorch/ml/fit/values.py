@@ -23,8 +23,8 @@ from sparktorch.train.strategies.base import Kind
 from sparktorch.train.strategies.registry import resumable, strategy_for, strategy_type
 
 __all__ = [
-    *("COLUMNS", "FIT", "GROUPS", "JOB", "MODEL_FOLDER", "MODULE", "NAMED_GROUPS", "RESTARTS", "SCORING"),
-    *("WHOLE_GROUPS", "Values"),
+    *("COLUMNS", "FIT", "JOB", "MODEL_FOLDER", "MODULE", "NAMED_GROUPS", "RESTARTS", "SCORING", "WHOLE_GROUPS"),
+    "Values",
 ]
 
 _MARK = "mark some with validationIndicatorCol"
@@ -223,16 +223,6 @@ NAMED_GROUPS = (
         "groupCol is not set",
         "name the column that is the same in rows which are ordered together, such as that of a query",
         "ST-NOT-SET",
-    ),
-)
-
-GROUPS = (
-    Refusal(
-        "split",
-        lambda p: p["split"] == "keep",
-        "split='keep' may divide a group among workers",
-        "leave split out: rows of a group are sent to the same worker",
-        "ST-GROUPS",
     ),
 )
 

@@ -341,8 +341,7 @@ class Loss:
             for name in ("weight", "pos_weight") if issubclass(found, nn.modules.loss._Loss) else ():
                 if isinstance(options.get(name), list | tuple):
                     options[name] = torch.tensor(options[name], dtype=torch.float32)
-            if reducing:
-                options["reduction"] = "none"
+            options |= {"reduction": "none"} if reducing else {}
             with building("loss", found):
                 found = found(**options)
         elif params:
