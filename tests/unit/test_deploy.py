@@ -121,7 +121,11 @@ def test_the_pipeline_runs_the_two_commands_of_the_readme_on_the_pythons_of_the_
     [
         ("fit_wall", "fit / torchrun", "{:.2f} of the time of torchrun"),
         ("fit_wall", "fit / TorchDistributor", "{:.2f} of TorchDistributor's"),
-        ("fit_wall", "cold fit / torchrun", "takes {:.2f} of torchrun's"),
+        (
+            "fit_wall",
+            "cold fit / torchrun, each with its session",
+            "with its session, takes {:.2f} of torchrun with one",
+        ),
         ("checkpoint", "epoch with saving / without", "saving makes an epoch {:.3f} times as long"),
     ],
 )
