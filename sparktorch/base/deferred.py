@@ -23,6 +23,11 @@ from sparktorch.errors import ModuleError, refusing
 
 __all__ = ["Deferred", "deferred"]
 
+# torch remembers, from the first tensor that is made on a device by context, which functions make tensors. transformers
+# replaces one of them, linspace, while it loads a model.
+with torch.device("meta"):
+    torch.empty(0)
+
 _SMALL = 1 << 20  # numbers that are drawn for a check
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -184,3 +186,19 @@ def test_saved_values_take_the_place_of_all_others() -> None:
 def test_values_of_another_module_are_refused(saved: dict[str, torch.Tensor], said: str) -> None:
     with pytest.raises(ModuleError, match=said):
         deferred(lambda: nn.Linear(3, 2), saved).check_saved()
+
+
+def test_a_function_that_another_library_has_replaced_for_a_while_makes_no_values() -> None:
+    # As transformers does with linspace, under the first such context of the process.
+    program = """
+import torch, sparktorch.base.deferred
+own = torch.linspace
+torch.linspace = lambda *given: own(*given)
+with torch.device("meta"):
+    torch.zeros(2)
+torch.linspace = own
+with torch.device("meta"):
+    print(torch.linspace(0, 1, 3).device)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "meta\n"
