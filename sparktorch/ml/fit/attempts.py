@@ -42,6 +42,7 @@ _SETTLE_SECONDS = 2.0  # for them, where a fit may go on without, and take them 
 _LOOK_SECONDS = 1.0  # between two looks at the cluster
 _STAY_SECONDS = 2.0  # that new slots have been there
 _CHANGE_SECONDS = 3.0  # after a change of the cluster, in which Spark says whether an executor is to go
+_ASK_SECONDS = 10.0  # between two such questions without a change: Spark's word of tasks may be late
 
 
 def train_with_restarts(
@@ -165,7 +166,7 @@ class _Outlook:
         local = is_local(spark)
         self._may_leave = not local and switched_on(spark, "spark.decommission.enabled")
         self._may_grow = not local and _grows(request) and request.launch.world_size < request.workers[1]
-        self._next = self._grows_at = self._changes_until = 0.0
+        self._next = self._grows_at = self._changes_until = self._asks_at = 0.0
         self._seen: tuple[int, frozenset[str]] | None = None  # slots and executors
         self._more_since: float | None = None
 
@@ -194,8 +195,9 @@ class _Outlook:
             seen = (total, executor_ids(self._spark))  # those of an executor that is to go are no slots any more
             if seen != self._seen:
                 self._seen, self._changes_until = seen, now + _CHANGE_SECONDS
-            if now < self._changes_until and is_leaving(self._spark, tag):
-                self.reason = "an executor is being decommissioned"
+            if now < self._changes_until or now >= self._asks_at:
+                self._asks_at = now + _ASK_SECONDS
+                self.reason = "an executor is being decommissioned" if is_leaving(self._spark, tag) else ""
         if not self._may_grow or now < self._grows_at or self.reason:
             return
         most = self._most(tag, total)
