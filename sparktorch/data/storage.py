@@ -149,7 +149,7 @@ class _Disk:
         self._directory = directory
         self.written = self._end = 0
         try:
-            self.file = tempfile.TemporaryFile(dir=directory, buffering=0, prefix="sparktorch-")  # noqa: SIM115
+            self.file = tempfile.TemporaryFile(dir=directory, buffering=0, prefix="sparktorch-")  # noqa: SIM115 - kept
         except OSError as error:
             raise self._unwritable(error, 0) from error
 

@@ -201,7 +201,7 @@ def test_names_that_are_looked_up_slowly_make_a_fit_late_and_nothing_else(
     hosts["one"].run(sys.executable, "-c", asked)
     assert time.monotonic() - begun > 4, "something answers"
     gate = fits.begin_up_to(7, driverTimeout=4.0)
-    time.sleep(8)
+    time.sleep(8)  # twice the time after which a rank without a word of its driver ends
     gate.touch()
     _, weights = fits.end()
     assert np.array_equal(weights, calm)
