@@ -62,6 +62,18 @@ def test_the_job_of_the_manifest_can_be_read_and_has_as_many_slots_as_it_asks_fo
     assert APPLICATION["driver"]["serviceAccount"] in of_kind("ServiceAccount")
 
 
+def test_the_lines_for_a_volume_without_internet_are_lines_of_the_manifest() -> None:
+    text = (CONF / "sparkapplication.yaml").read_text()
+    *_, whole = yaml.safe_load_all(text.replace("#+ ", ""))
+    spec, shared = whole["spec"], {"name": "shared", "mountPath": "/mnt/shared"}
+    assert [one["name"] for one in spec["volumes"]] == ["job", "spark-local-dir-1", "shared"]
+    for role in ("driver", "executor"):
+        assert shared in spec[role]["volumeMounts"]
+        assert spec[role]["podSecurityContext"] == {"fsGroup": 185, **APPLICATION[role].get("podSecurityContext", {})}
+        assert {"name": "HF_HUB_OFFLINE", "value": "1"} in spec[role]["env"]
+    assert spec["imagePullSecrets"] == ["registry"]
+
+
 def test_the_policies_open_the_ports_that_the_application_listens_on_and_no_others() -> None:
     policies = of_kind("NetworkPolicy")
     assert opened(policies["sparktorch-drivers"]) == {
