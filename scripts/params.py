@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -132,7 +133,8 @@ def page() -> str:
             if spec.name == "loss":
                 default = ", ".join(f"`{_default(table)!r}` ({name})" for name, table in loss.items())
             marks = ("m" if spec.name in models else "") + ("r" if spec.compared else "")
-            doc = spec.doc.replace("|", "\\|") + (f" ({', '.join(only[spec.name])} only)" if spec.name in only else "")
+            doc = re.sub(r"docs/(\w+)\.md", r"[\1](\1.md)", spec.doc.replace("|", "\\|"))
+            doc += f" ({', '.join(only[spec.name])} only)" if spec.name in only else ""
             lines.append(f"| `{spec.name}` | {default} | {marks} | {doc} |")
     return "\n".join(lines) + "\n"
 

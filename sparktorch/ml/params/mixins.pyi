@@ -248,7 +248,7 @@ class EstimatorParams(HasFeaturesCol, HasInputCols, HasLabelCol, HasPredictionCo
     numWorkers: Param[int | tuple[int, int]]
     def getNumWorkers(self) -> int | tuple[int, int]: ...
     def setNumWorkers(self, value: int | tuple[int, int]) -> Self:
-        """Sets the value of `numWorkers`: number of barrier tasks, the world size (> 0); or the fewest and the most: a fit then begins with the slots that are free, goes on with fewer after a loss and, with checkpoints, takes more when there are some."""
+        """Sets the value of `numWorkers`: number of barrier tasks, the world size (> 0); or the fewest and the most: a fit then begins with the slots that are free, goes on with fewer after a loss and takes more when there are some; without checkpointDir, it begins once those have come that the session's settings promise, and takes no more."""
     device: Param[str]
     def getDevice(self) -> str: ...
     def setDevice(self, value: str) -> Self:
@@ -542,7 +542,7 @@ class GenericParams(EstimatorParams, HasOutputCols):
             seed: Seed of the initial weights, the sampling and each worker's generators.
             strategy: How the workers share the work: 'ddp'; 'zero1', 'zero2' and 'zero3' divide optimizer state, gradients and parameters among them, 'mesh' within groups of them, and layers; 'localSGD', 'parameterServer', 'independent'.
             strategyParams: Options of the strategy, as docs/strategies.md lists them.
-            numWorkers: Number of barrier tasks, the world size (> 0); or the fewest and the most: a fit then begins with the slots that are free, goes on with fewer after a loss and, with checkpoints, takes more when there are some.
+            numWorkers: Number of barrier tasks, the world size (> 0); or the fewest and the most: a fit then begins with the slots that are free, goes on with fewer after a loss and takes more when there are some; without checkpointDir, it begins once those have come that the session's settings promise, and takes no more.
             device: 'auto', 'cpu' or a type of accelerator, such as 'cuda', for training and for scoring; auto takes one per task where there are any.
             rendezvous: Who hosts the store at which workers meet: 'auto', 'driver' or 'rank0'.
             preflight: What is checked before the job starts: 'basic' for settings, slots and GPUs, 'full' for the executors as well.
@@ -748,7 +748,7 @@ class ClassifierParams(EstimatorParams, HasProbabilityCol, HasRawPredictionCol, 
             seed: Seed of the initial weights, the sampling and each worker's generators.
             strategy: How the workers share the work: 'ddp'; 'zero1', 'zero2' and 'zero3' divide optimizer state, gradients and parameters among them, 'mesh' within groups of them, and layers; 'localSGD', 'parameterServer', 'independent'.
             strategyParams: Options of the strategy, as docs/strategies.md lists them.
-            numWorkers: Number of barrier tasks, the world size (> 0); or the fewest and the most: a fit then begins with the slots that are free, goes on with fewer after a loss and, with checkpoints, takes more when there are some.
+            numWorkers: Number of barrier tasks, the world size (> 0); or the fewest and the most: a fit then begins with the slots that are free, goes on with fewer after a loss and takes more when there are some; without checkpointDir, it begins once those have come that the session's settings promise, and takes no more.
             device: 'auto', 'cpu' or a type of accelerator, such as 'cuda', for training and for scoring; auto takes one per task where there are any.
             rendezvous: Who hosts the store at which workers meet: 'auto', 'driver' or 'rank0'.
             preflight: What is checked before the job starts: 'basic' for settings, slots and GPUs, 'full' for the executors as well.
@@ -944,7 +944,7 @@ class RegressorParams(EstimatorParams):
             seed: Seed of the initial weights, the sampling and each worker's generators.
             strategy: How the workers share the work: 'ddp'; 'zero1', 'zero2' and 'zero3' divide optimizer state, gradients and parameters among them, 'mesh' within groups of them, and layers; 'localSGD', 'parameterServer', 'independent'.
             strategyParams: Options of the strategy, as docs/strategies.md lists them.
-            numWorkers: Number of barrier tasks, the world size (> 0); or the fewest and the most: a fit then begins with the slots that are free, goes on with fewer after a loss and, with checkpoints, takes more when there are some.
+            numWorkers: Number of barrier tasks, the world size (> 0); or the fewest and the most: a fit then begins with the slots that are free, goes on with fewer after a loss and takes more when there are some; without checkpointDir, it begins once those have come that the session's settings promise, and takes no more.
             device: 'auto', 'cpu' or a type of accelerator, such as 'cuda', for training and for scoring; auto takes one per task where there are any.
             rendezvous: Who hosts the store at which workers meet: 'auto', 'driver' or 'rank0'.
             preflight: What is checked before the job starts: 'basic' for settings, slots and GPUs, 'full' for the executors as well.
@@ -1165,7 +1165,7 @@ class RankerParams(EstimatorParams):
             seed: Seed of the initial weights, the sampling and each worker's generators.
             strategy: How the workers share the work: 'ddp'; 'zero1', 'zero2' and 'zero3' divide optimizer state, gradients and parameters among them, 'mesh' within groups of them, and layers; 'localSGD', 'parameterServer', 'independent'.
             strategyParams: Options of the strategy, as docs/strategies.md lists them.
-            numWorkers: Number of barrier tasks, the world size (> 0); or the fewest and the most: a fit then begins with the slots that are free, goes on with fewer after a loss and, with checkpoints, takes more when there are some.
+            numWorkers: Number of barrier tasks, the world size (> 0); or the fewest and the most: a fit then begins with the slots that are free, goes on with fewer after a loss and takes more when there are some; without checkpointDir, it begins once those have come that the session's settings promise, and takes no more.
             device: 'auto', 'cpu' or a type of accelerator, such as 'cuda', for training and for scoring; auto takes one per task where there are any.
             rendezvous: Who hosts the store at which workers meet: 'auto', 'driver' or 'rank0'.
             preflight: What is checked before the job starts: 'basic' for settings, slots and GPUs, 'full' for the executors as well.
@@ -1299,7 +1299,7 @@ class TextClassifierParams(ClassifierParams):
             modelFolder: A local folder with a model of Hugging Face's and its tokenizer or image processor, at the same path on each machine.
             numLabels: The number of classes; without it, that of the folder's configuration (> 1).
             textCol: The column of text.
-            maxLength: The number of tokens after which a row is cut off (> 0); if it is not set, at most as many as the model takes.
+            maxLength: The number of tokens after which a row is cut off (> 0); of a model that takes fewer, the default is that number, and a larger value is refused.
             nullPolicy: What fit does with rows that hold a null or NaN: 'error', 'drop' the row, or 'fill' in fillValue.
             labelCol: The label column; an empty name for a loss without labels.
             predictionCol: The output column; an empty name leaves it out.
@@ -1354,7 +1354,7 @@ class TextClassifierParams(ClassifierParams):
             seed: Seed of the initial weights, the sampling and each worker's generators.
             strategy: How the workers share the work: 'ddp'; 'zero1', 'zero2' and 'zero3' divide optimizer state, gradients and parameters among them, 'mesh' within groups of them, and layers; 'localSGD', 'parameterServer', 'independent'.
             strategyParams: Options of the strategy, as docs/strategies.md lists them.
-            numWorkers: Number of barrier tasks, the world size (> 0); or the fewest and the most: a fit then begins with the slots that are free, goes on with fewer after a loss and, with checkpoints, takes more when there are some.
+            numWorkers: Number of barrier tasks, the world size (> 0); or the fewest and the most: a fit then begins with the slots that are free, goes on with fewer after a loss and takes more when there are some; without checkpointDir, it begins once those have come that the session's settings promise, and takes no more.
             device: 'auto', 'cpu' or a type of accelerator, such as 'cuda', for training and for scoring; auto takes one per task where there are any.
             rendezvous: Who hosts the store at which workers meet: 'auto', 'driver' or 'rank0'.
             preflight: What is checked before the job starts: 'basic' for settings, slots and GPUs, 'full' for the executors as well.
@@ -1394,7 +1394,7 @@ class TextClassifierParams(ClassifierParams):
     maxLength: Param[int]
     def getMaxLength(self) -> int: ...
     def setMaxLength(self, value: int) -> Self:
-        """Sets the value of `maxLength`: the number of tokens after which a row is cut off (> 0); if it is not set, at most as many as the model takes."""
+        """Sets the value of `maxLength`: the number of tokens after which a row is cut off (> 0); of a model that takes fewer, the default is that number, and a larger value is refused."""
 
 class ImageClassifierParams(ClassifierParams):
     """The Params of `ImageClassifier`."""
@@ -1544,7 +1544,7 @@ class ImageClassifierParams(ClassifierParams):
             seed: Seed of the initial weights, the sampling and each worker's generators.
             strategy: How the workers share the work: 'ddp'; 'zero1', 'zero2' and 'zero3' divide optimizer state, gradients and parameters among them, 'mesh' within groups of them, and layers; 'localSGD', 'parameterServer', 'independent'.
             strategyParams: Options of the strategy, as docs/strategies.md lists them.
-            numWorkers: Number of barrier tasks, the world size (> 0); or the fewest and the most: a fit then begins with the slots that are free, goes on with fewer after a loss and, with checkpoints, takes more when there are some.
+            numWorkers: Number of barrier tasks, the world size (> 0); or the fewest and the most: a fit then begins with the slots that are free, goes on with fewer after a loss and takes more when there are some; without checkpointDir, it begins once those have come that the session's settings promise, and takes no more.
             device: 'auto', 'cpu' or a type of accelerator, such as 'cuda', for training and for scoring; auto takes one per task where there are any.
             rendezvous: Who hosts the store at which workers meet: 'auto', 'driver' or 'rank0'.
             preflight: What is checked before the job starts: 'basic' for settings, slots and GPUs, 'full' for the executors as well.
@@ -1766,7 +1766,7 @@ class TabularClassifierParams(ClassifierParams):
             seed: Seed of the initial weights, the sampling and each worker's generators.
             strategy: How the workers share the work: 'ddp'; 'zero1', 'zero2' and 'zero3' divide optimizer state, gradients and parameters among them, 'mesh' within groups of them, and layers; 'localSGD', 'parameterServer', 'independent'.
             strategyParams: Options of the strategy, as docs/strategies.md lists them.
-            numWorkers: Number of barrier tasks, the world size (> 0); or the fewest and the most: a fit then begins with the slots that are free, goes on with fewer after a loss and, with checkpoints, takes more when there are some.
+            numWorkers: Number of barrier tasks, the world size (> 0); or the fewest and the most: a fit then begins with the slots that are free, goes on with fewer after a loss and takes more when there are some; without checkpointDir, it begins once those have come that the session's settings promise, and takes no more.
             device: 'auto', 'cpu' or a type of accelerator, such as 'cuda', for training and for scoring; auto takes one per task where there are any.
             rendezvous: Who hosts the store at which workers meet: 'auto', 'driver' or 'rank0'.
             preflight: What is checked before the job starts: 'basic' for settings, slots and GPUs, 'full' for the executors as well.
@@ -1964,7 +1964,7 @@ class TabularRegressorParams(RegressorParams):
             seed: Seed of the initial weights, the sampling and each worker's generators.
             strategy: How the workers share the work: 'ddp'; 'zero1', 'zero2' and 'zero3' divide optimizer state, gradients and parameters among them, 'mesh' within groups of them, and layers; 'localSGD', 'parameterServer', 'independent'.
             strategyParams: Options of the strategy, as docs/strategies.md lists them.
-            numWorkers: Number of barrier tasks, the world size (> 0); or the fewest and the most: a fit then begins with the slots that are free, goes on with fewer after a loss and, with checkpoints, takes more when there are some.
+            numWorkers: Number of barrier tasks, the world size (> 0); or the fewest and the most: a fit then begins with the slots that are free, goes on with fewer after a loss and takes more when there are some; without checkpointDir, it begins once those have come that the session's settings promise, and takes no more.
             device: 'auto', 'cpu' or a type of accelerator, such as 'cuda', for training and for scoring; auto takes one per task where there are any.
             rendezvous: Who hosts the store at which workers meet: 'auto', 'driver' or 'rank0'.
             preflight: What is checked before the job starts: 'basic' for settings, slots and GPUs, 'full' for the executors as well.
@@ -2156,7 +2156,7 @@ class RecommenderParams(GenericParams):
             seed: Seed of the initial weights, the sampling and each worker's generators.
             strategy: How the workers share the work: 'ddp'; 'zero1', 'zero2' and 'zero3' divide optimizer state, gradients and parameters among them, 'mesh' within groups of them, and layers; 'localSGD', 'parameterServer', 'independent'.
             strategyParams: Options of the strategy, as docs/strategies.md lists them.
-            numWorkers: Number of barrier tasks, the world size (> 0); or the fewest and the most: a fit then begins with the slots that are free, goes on with fewer after a loss and, with checkpoints, takes more when there are some.
+            numWorkers: Number of barrier tasks, the world size (> 0); or the fewest and the most: a fit then begins with the slots that are free, goes on with fewer after a loss and takes more when there are some; without checkpointDir, it begins once those have come that the session's settings promise, and takes no more.
             device: 'auto', 'cpu' or a type of accelerator, such as 'cuda', for training and for scoring; auto takes one per task where there are any.
             rendezvous: Who hosts the store at which workers meet: 'auto', 'driver' or 'rank0'.
             preflight: What is checked before the job starts: 'basic' for settings, slots and GPUs, 'full' for the executors as well.
@@ -2403,7 +2403,7 @@ class ForecasterParams(RegressorParams):
             seed: Seed of the initial weights, the sampling and each worker's generators.
             strategy: How the workers share the work: 'ddp'; 'zero1', 'zero2' and 'zero3' divide optimizer state, gradients and parameters among them, 'mesh' within groups of them, and layers; 'localSGD', 'parameterServer', 'independent'.
             strategyParams: Options of the strategy, as docs/strategies.md lists them.
-            numWorkers: Number of barrier tasks, the world size (> 0); or the fewest and the most: a fit then begins with the slots that are free, goes on with fewer after a loss and, with checkpoints, takes more when there are some.
+            numWorkers: Number of barrier tasks, the world size (> 0); or the fewest and the most: a fit then begins with the slots that are free, goes on with fewer after a loss and takes more when there are some; without checkpointDir, it begins once those have come that the session's settings promise, and takes no more.
             device: 'auto', 'cpu' or a type of accelerator, such as 'cuda', for training and for scoring; auto takes one per task where there are any.
             rendezvous: Who hosts the store at which workers meet: 'auto', 'driver' or 'rank0'.
             preflight: What is checked before the job starts: 'basic' for settings, slots and GPUs, 'full' for the executors as well.
@@ -2586,7 +2586,7 @@ class RunParams(HasFeaturesCol, HasInputCols, HasLabelCol, HasWeightCol, HasVali
             seed: Seed of the initial weights, the sampling and each worker's generators.
             strategy: How the workers share the work: 'ddp'; 'zero1', 'zero2' and 'zero3' divide optimizer state, gradients and parameters among them, 'mesh' within groups of them, and layers; 'localSGD', 'parameterServer', 'independent'.
             strategyParams: Options of the strategy, as docs/strategies.md lists them.
-            numWorkers: Number of barrier tasks, the world size (> 0); or the fewest and the most: a fit then begins with the slots that are free, goes on with fewer after a loss and, with checkpoints, takes more when there are some.
+            numWorkers: Number of barrier tasks, the world size (> 0); or the fewest and the most: a fit then begins with the slots that are free, goes on with fewer after a loss and takes more when there are some; without checkpointDir, it begins once those have come that the session's settings promise, and takes no more.
             device: 'auto', 'cpu' or a type of accelerator, such as 'cuda', for training and for scoring; auto takes one per task where there are any.
             rendezvous: Who hosts the store at which workers meet: 'auto', 'driver' or 'rank0'.
             preflight: What is checked before the job starts: 'basic' for settings, slots and GPUs, 'full' for the executors as well.
@@ -2698,7 +2698,7 @@ class RunParams(HasFeaturesCol, HasInputCols, HasLabelCol, HasWeightCol, HasVali
     numWorkers: Param[int | tuple[int, int]]
     def getNumWorkers(self) -> int | tuple[int, int]: ...
     def setNumWorkers(self, value: int | tuple[int, int]) -> Self:
-        """Sets the value of `numWorkers`: number of barrier tasks, the world size (> 0); or the fewest and the most: a fit then begins with the slots that are free, goes on with fewer after a loss and, with checkpoints, takes more when there are some."""
+        """Sets the value of `numWorkers`: number of barrier tasks, the world size (> 0); or the fewest and the most: a fit then begins with the slots that are free, goes on with fewer after a loss and takes more when there are some; without checkpointDir, it begins once those have come that the session's settings promise, and takes no more."""
     device: Param[str]
     def getDevice(self) -> str: ...
     def setDevice(self, value: str) -> Self:

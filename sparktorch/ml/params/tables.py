@@ -265,7 +265,8 @@ STRATEGY = (
       "options of the strategy, as docs/strategies.md lists them", field="config.strategy_params", compared=False),
     P("numWorkers", "int | tuple[int, int]", 1,
       "number of barrier tasks, the world size (> 0); or the fewest and the most: a fit then begins with the slots "
-      "that are free, goes on with fewer after a loss and, with checkpoints, takes more when there are some",
+      "that are free, goes on with fewer after a loss and takes more when there are some; without checkpointDir, it "
+      "begins once those have come that the session's settings promise, and takes no more",
       compared=False),
 )
 

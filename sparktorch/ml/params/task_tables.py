@@ -16,7 +16,8 @@ PRETRAINED = (
 TEXT = (
     P("textCol", "str", "text", "the column of text", compared=False),
     P("maxLength", "int", 128,
-      "the number of tokens after which a row is cut off (> 0); if it is not set, at most as many as the model takes",
+      "the number of tokens after which a row is cut off (> 0); of a model that takes fewer, the default is that "
+      "number, and a larger value is refused",
       compared=True),
 )
 

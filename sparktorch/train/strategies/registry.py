@@ -51,7 +51,7 @@ _OF_ALL = (
         "modelDir",
         lambda job: job.config.model_folder and not job.kind.divides_parameters,
         "modelDir is set, and under strategy {p.config.strategy!r} each worker holds the whole model",
-        "set strategy='zero3', or 'mesh'; or leave modelDir out",
+        "set strategy='zero2', 'zero3' or 'mesh'; or leave modelDir out",
         "ST-MODEL-DIR",
     ),
 )
