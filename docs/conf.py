@@ -104,8 +104,8 @@ def _skip(app: Any, what: str, name: str, value: Any, skip: bool, options: Any) 
 
 
 def _linked(app: Any, name: str, source: list[str]) -> None:
-    """Points links to notebooks at their copies, puts plots into their places, and gives Params an anchor each."""
-    source[0] = source[0].replace("](../notebooks/", "](cookbook/")
+    """Points links to copied files at their copies, puts plots into their places, and gives Params an anchor each."""
+    source[0] = source[0].replace("](../notebooks/", "](cookbook/").replace("](../CHANGELOG.md", "](changelog.md")
     source[0] = re.sub(r"```\{plot\} (\w+)\n```", _pictures, source[0])
     if name == "params":
         source[0] = re.sub(r"(?m)^\| (`(\w+)`)", r'| <a id="\2"></a>\1', source[0])
@@ -134,6 +134,7 @@ def setup(app: Any) -> None:
     _write("reference/job_files.md", _job_files())
     _write("cookbook.md", _cookbook())
     _write("compatibility.md", features.page())
+    _write("changelog.md", (ROOT / "CHANGELOG.md").read_text().replace("](docs/", "]("))
     plots.draw(PAGES / "plots")
     app.connect("source-read", _linked)
     app.connect("autodoc-skip-member", _skip)
