@@ -30,6 +30,7 @@ __all__ = [
     "Start",
     "Step",
     "Strategy",
+    "broadcast",
     "needs_optimizer_class",
 ]
 
@@ -47,7 +48,7 @@ class Job:
         options: The options of the strategy.
         kind: The strategy.
         workers: Number of workers.
-        device: The device of the ranks.
+        device: The device of the ranks, for `Kind.on_device`.
         module: The module, in the dry run.
         batch: A few rows, with which the module can be called.
     """
@@ -57,7 +58,7 @@ class Job:
     options: Any
     kind: Kind
     workers: int | None = None
-    device: str | None = None
+    device: str = ""
     module: nn.Module | None = None
     batch: Batch | None = None
 
@@ -83,8 +84,9 @@ class Kind:
         options: A dataclass of its options, `strategyParams`.
         rank: The class of its object in each rank.
         refusals: What it refuses of config, recipe and options.
-        check: Refuses what depends on more: it is called when the number of workers is known, the device, and the
-            module, with a `Job` of these. Raises a `ConfigError`, or a `ModuleError`.
+        on_device: What it refuses of them and the device of the ranks.
+        check: Refuses what depends on more: it is called when the number of workers is known, and the module, with a
+            `Job` of these. Raises a `ConfigError`, or a `ModuleError`.
         needs_group: Whether, with some options, even a single rank needs a process group.
         makes_validation: Whether, with some options, it chooses the validation rows itself.
         resumable: Whether a checkpoint can hold all of its state.
@@ -98,6 +100,7 @@ class Kind:
     options: type[Any]
     rank: type[Strategy[Any]]
     refusals: tuple[Refusal, ...] = ()
+    on_device: tuple[Refusal, ...] = ()
     check: Callable[[Job], None] = lambda job: None
     needs_group: Callable[[Any], bool] = lambda options: False
     makes_validation: Callable[[Any], bool] = lambda options: False
@@ -340,7 +343,7 @@ class Strategy(ABC, Generic[O]):
         Yields:
             The module to call; its forward pass is a collective only if parameters are divided.
         """
-        self._broadcast(module.buffers())
+        broadcast(module.buffers(), self._world)
         yield module
 
     def shown(self, module: nn.Module) -> nn.Module:
@@ -380,13 +383,12 @@ class Strategy(ABC, Generic[O]):
         """Returns whether this rank saves the unsharded tensor of that name."""
         return self._world.is_main
 
-    def _broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Gives all ranks rank 0's tensors."""
-        if self._alone:
-            return
-        for tensor in tensors:
-            own = tensor.detach()
-            whole = own.contiguous()  # of one in another memory format, a copy
-            dist.broadcast(whole, 0)
-            if whole is not own:
-                own.copy_(whole)
+
+def broadcast(tensors: Iterable[torch.Tensor], world: World) -> None:
+    """Gives all ranks rank 0's tensors."""
+    for tensor in tensors if world.world_size > 1 else ():
+        own = tensor.detach()
+        whole = own.contiguous()  # of one in another memory format, a copy
+        dist.broadcast(whole, 0)
+        if whole is not own:
+            own.copy_(whole)

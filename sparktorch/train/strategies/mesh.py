@@ -219,16 +219,6 @@ class Mesh(Zero3[MeshOptions]):
         with super().evaluating(module) as same:
             yield same
 
-    def gradient_norm(self, module: nn.Module) -> torch.Tensor:
-        """Returns the norm of the whole model's gradients, of which some ranks have copies."""
-        if self._alone:
-            return super().gradient_norm(module)
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
-        for count, gradients in self._gradients(module).items():
-            total += nn.utils.get_total_norm(gradients).to(self._device, torch.float64).square() / count
-        dist.all_reduce(total)
-        return total.sqrt()
-
     def _gradients(self, module: nn.Module) -> dict[int, list[torch.Tensor]]:
         """Returns this rank's parts of the gradients, by how many of all ranks have the same."""
         return gradients_by_copies(module, self._world.world_size, self._sizes.tensor)

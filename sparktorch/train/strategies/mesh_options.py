@@ -123,6 +123,12 @@ class MeshOptions(ShardingOptions):
 
 
 _REFUSALS = (
+    Refusal(
+        "strategyParams",
+        lambda p: not (p.sequence or p.recompute_allgather),
+        "strategyParams.recompute_allgather is False, and has no effect without strategyParams.sequence",
+        "set sequence to True, or leave recompute_allgather out",
+    ),
     *(
         Refusal(
             "strategyParams",

@@ -31,6 +31,7 @@ from sparktorch.train.strategies.base import (
     Kind,
     Start,
     Strategy,
+    broadcast,
     needs_optimizer_class,
 )
 from sparktorch.train.strategies.parameter_server.connections import Connection, connect
@@ -73,7 +74,7 @@ class ParameterServer(Strategy[ParameterServerOptions]):
     def prepare(self, module: nn.Module, start: Start) -> nn.Module:
         """Broadcasts rank 0's initial parameters and buffers; returns the module unwrapped."""
         module.to(self._device)
-        self._broadcast([*module.parameters(), *module.buffers()])
+        broadcast([*module.parameters(), *module.buffers()], self._world)
         return module
 
     def gradients(self, module: nn.Module) -> GradientSync:
