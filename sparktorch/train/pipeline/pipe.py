@@ -19,8 +19,7 @@ from sparktorch.base.devices import is_host
 from sparktorch.errors import ModuleError
 from sparktorch.train.numerics.determinism import untouched_generators
 from sparktorch.train.pipeline.checks import check_rows
-from sparktorch.train.pipeline.cut import Cut
-from sparktorch.train.pipeline.stage import Output, Stage
+from sparktorch.train.pipeline.cut import Cut, Output, Stage
 from sparktorch.train.sharding.arguments import Arguments
 from sparktorch.train.sharding.dtensor import whole
 

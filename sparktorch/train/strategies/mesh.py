@@ -36,7 +36,7 @@ from sparktorch.train.sharding.dtensor import (
     unadvised,
     undivided,
 )
-from sparktorch.train.sharding.units import check_optimizer
+from sparktorch.train.sharding.units import check_optimizer, check_parts
 from sparktorch.train.strategies.base import GradientSync, Job, Start
 from sparktorch.train.strategies.fsdp import ZERO3, ShardedGradients, Zero3, check_sharding, needs_group
 from sparktorch.train.strategies.mesh_options import MeshOptions, Sizes
@@ -264,10 +264,11 @@ class _DividedGradients(ShardedGradients):
 
 
 def styles_of(module: nn.Module, options: MeshOptions) -> dict[str, str]:
-    """Returns the style of each layer that is divided; see `check_plan`."""
+    """Returns the style of each layer that is divided; see `check_plan`, and `check_parts`."""
     size = options.tensor or 1
     if size == 1:
         return {}
+    check_parts(module, staged=False)
     return check_plan(module, options.plan, size, staged=options.stacked > 1, sequence=options.sequence)
 
 

@@ -22,15 +22,13 @@ from sparktorch.distributed.process_group import subgroup, sum_over_ranks
 from sparktorch.errors import Refusal
 from sparktorch.train.checkpoint.tensors import OPTIMIZER
 from sparktorch.train.huggingface.models import arguments
-from sparktorch.train.pipeline.checks import check_equal, check_parts, check_rows
-from sparktorch.train.pipeline.cut import Cut
+from sparktorch.train.pipeline.checks import MicroLosses, arguments_of, check_equal, check_rows, check_step, stand_in
+from sparktorch.train.pipeline.cut import Cut, Stage
 from sparktorch.train.pipeline.pipe import Pipe
-from sparktorch.train.pipeline.stage import Stage
-from sparktorch.train.pipeline.step import MicroLosses, arguments_of, check_step, stand_in
 from sparktorch.train.recipe.loss import Sums
 from sparktorch.train.sharding.arguments import Arguments
 from sparktorch.train.sharding.dtensor import part_of, unadvised
-from sparktorch.train.sharding.units import check_checkpointing, units
+from sparktorch.train.sharding.units import check_checkpointing, check_parts, units
 from sparktorch.train.strategies.base import Job, Start, Step
 from sparktorch.train.strategies.mesh import MESH, Mesh, check_mesh, styles_of
 from sparktorch.train.tensor_parallel.comparison import Comparison, in_evaluation
@@ -171,7 +169,7 @@ def _check(job: Job) -> None:
     """Refuses what other meshes do, and modules and training steps that no pipeline trains as one process does."""
     options, module, batch = job.options, job.module, job.batch
     if module is not None:
-        check_parts(module)
+        check_parts(module, staged=True)
     check_mesh(job)
     if module is None or batch is None:
         return

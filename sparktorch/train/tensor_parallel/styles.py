@@ -8,7 +8,7 @@ between layers.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import pairwise
@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
-from sparktorch.errors import ConfigError, ModuleError, nearest
+from sparktorch.errors import ConfigError, nearest
 from sparktorch.train.sharding.dtensor import local, unviewed
 from sparktorch.train.tensor_parallel.divided_layers import POSITIONS, PROJECTION, shard_columns, shard_heads
 from sparktorch.train.tensor_parallel.sequence import LAYERS, linear_layers, norms_of, shard_sequence
@@ -42,24 +42,6 @@ _ELEMENTWISE = (
 _ACTIVATIONS = (F.relu, F.gelu, *_ELEMENTWISE)
 # Other names for the same.
 _OF_TRANSFORMERS = {"embedding_rowwise": "rowwise", "colwise_rep": _GATHERED, "replicated_with_grad_allreduce": SUMMED}
-# Parts that ranks cannot compute on all their rows together: which, what the message says, and what to do.
-_REFUSED: Sequence[tuple[Callable[[Any], object], str, str]] = (
-    (
-        lambda part: hasattr(part, "peft_config"),
-        "has adapters, and strategyParams.tensor divides none",
-        "divide parameters with strategyParams.shard, or train the model without adapters",
-    ),
-    (
-        lambda part: isinstance(part, nn.modules.batchnorm._BatchNorm),
-        "is batch normalisation, and ranks that share a layer compute on all their rows together",
-        "use nn.GroupNorm or nn.LayerNorm, or leave strategyParams.tensor out",
-    ),
-    (
-        lambda part: isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse,
-        "has sparse gradients, which ranks that share layers do not clip or measure",
-        "leave sparse=True out",
-    ),
-)
 _WITHOUT_PARTNER = ("embedding_rowwise", "colwise_rep", _GATHERED)
 
 
@@ -146,12 +128,7 @@ def check_plan(
 
     Raises:
         ConfigError: A pattern matches no layer, or one that cannot be divided; or nothing is known of the module.
-        ModuleError: The module has batch normalisation, or embeddings with sparse gradients.
     """
-    for name, part in module.named_modules():
-        for applies, says, hint in _REFUSED:
-            if applies(part):
-                raise ModuleError(f"{name or 'the module'} {says}", hint=hint, param=_PARAM, code="ST-TENSOR-PARALLEL")
     found = _matched(module, plan, size) if plan else _own_plan(module, size, staged=staged)
     if found is None:
         found, _ = _known(module, size)

@@ -143,7 +143,7 @@ def ageing() -> nn.Module:
         (strided, "zero3", {}, "'weight' is not contiguous"),
         (mixed, "zero3", {}, "of torch.float32 and 'last.bias' of torch.float64, in one Having"),
         (partial(nn.LazyLinear, 1), "zero3", {}, "'weight' gets its shape in the first forward pass"),
-        (normalised, "mesh", {"tensor": 2}, "1 is batch normalisation"),
+        (normalised, "mesh", {"tensor": 2}, "1 has batch normalisation"),
         (normalised, "mesh", TWO, "1 has batch normalisation"),
         (sparse, "mesh", {"tensor": 2}, "1 has sparse gradients"),
         (sparse, "mesh", TWO, "1 has sparse gradients"),
