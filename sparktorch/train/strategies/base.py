@@ -257,24 +257,14 @@ class Strategy(ABC, Generic[O]):
 
     @abstractmethod
     def prepare(self, module: nn.Module, start: Start) -> nn.Module:
-        """Returns the module that the loop calls: on the rank's device, and wrapped as the strategy needs it.
-
-        Args:
-            module: The user's module, on the CPU.
-            start: What may be used for it.
-        """
+        """Returns the module that the loop calls: on the rank's device, and wrapped as the strategy needs it."""
 
     def gradients(self, module: nn.Module) -> GradientSync:
         """Returns what reduces the gradients of the module that `prepare` returned."""
         return GradientSync(self._world.world_size)
 
     def optimizer(self, recipe: Recipe, module: nn.Module) -> torch.optim.Optimizer:
-        """Builds the optimizer over the parameters this rank updates.
-
-        Args:
-            recipe: Names the optimizer.
-            module: The module as it was given to `prepare`.
-        """
+        """Builds the optimizer over the parameters this rank updates, of the module as it was given to `prepare`."""
         return recipe.build_optimizer(module)
 
     @property

@@ -24,9 +24,8 @@ from sparktorch.base.host_memory import available_bytes, given_back
 from sparktorch.distributed.process_group import attach
 from sparktorch.errors import Refusal
 from sparktorch.train.huggingface.models import without_caches
-from sparktorch.train.sharding.dtensor import gradients_by_copies, mesh_of_training, unviewed, whole
-from sparktorch.train.sharding.same_calls import SameCalls
-from sparktorch.train.sharding.same_parameters import SameParameters
+from sparktorch.train.sharding.dtensor import gradients_by_copies, mesh_of_training, unadvised, unviewed, whole
+from sparktorch.train.sharding.same_units import SameCalls, SameParameters
 from sparktorch.train.sharding.units import (
     DTYPES,
     ShardingOptions,
@@ -200,7 +199,7 @@ class Zero3(Strategy[S]):
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
         found: dict[str, torch.Tensor] = {}
-        with self.evaluating(module):
+        with unadvised(), self.evaluating(module):
             self._let_go(module)
             for name, value in cast(dict[str, torch.Tensor], get_model_state_dict(module)).items():
                 tensor = whole(value.detach().to(self._device) if hasattr(value, "to_local") else value)  # a collective

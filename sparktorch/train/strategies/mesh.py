@@ -9,7 +9,7 @@ parameters without the network between hosts, which carries 1/`shard` of the gra
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
@@ -33,7 +33,6 @@ from sparktorch.train.sharding.dtensor import (
     mesh_of_training,
     part_of,
     step_on_both,
-    unadvised,
     undivided,
 )
 from sparktorch.train.sharding.units import check_optimizer, check_parts
@@ -222,13 +221,6 @@ class Mesh(Zero3[MeshOptions]):
     def _gradients(self, module: nn.Module) -> dict[int, list[torch.Tensor]]:
         """Returns this rank's parts of the gradients, by how many of all ranks have the same."""
         return gradients_by_copies(module, self._world.world_size, self._sizes.tensor)
-
-    def state_dict(
-        self, module: nn.Module, *, copy: bool = False, leave_out: Collection[str] = ()
-    ) -> dict[str, torch.Tensor]:
-        """Gathers the whole model's state dict in rank 0; returns an empty dict in other ranks."""
-        with unadvised():
-            return super().state_dict(module, copy=copy, leave_out=leave_out)
 
     def clip_gradients(self, module: nn.Module, *, norm: float | None, value: float | None) -> torch.Tensor | None:
         """Clips each rank's part of the gradients; torch's functions take no tensors of several meshes."""

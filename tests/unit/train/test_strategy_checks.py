@@ -38,7 +38,7 @@ PAIR = {"fc1": "colwise", "fc2": "rowwise"}
         ("mesh", {**TWO, "micro_batches": 1}, "'1f1b' keeps 2 ranks busy"),
         ("mesh", {**TWO, "tensor": 2, "plan": {"part": "colwise_own_rows"}}, "computes the loss of all rows"),
         ("mesh", {"tensor": 2, "recompute_allgather": False}, "has no effect without strategyParams.sequence"),
-        ("mesh", {"tensor": 2, "sequence": True, **TWO}, "sequence does not work with strategyParams.pipeline"),
+        ("mesh", {"tensor": 2, "sequence": True, **TWO}, "sequence does not work with strategyParams.pipeline or plan"),
         ("mesh", {**TWO, "param_dtype": "bf16"}, "strategyParams.param_dtype is set"),
     ],
 )
