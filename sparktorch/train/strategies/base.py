@@ -279,14 +279,10 @@ class Strategy(ABC, Generic[O]):
     def run_pass(
         self, module: nn.Module, batch: Batch, step: Step, scale: float, autocast: AbstractContextManager[Any]
     ) -> tuple[torch.Tensor, Sums]:
-        """Runs forward and backward of a micro-batch, for strategies that run passes.
+        """Runs forward and backward of a micro-batch of this rank's rows, for strategies that run passes.
 
-        Args:
-            module: The module that `prepare` returned.
-            batch: This rank's rows.
-            step: Calls a module with a batch; returns the sum of the weighted losses, and the sums of metrics.
-            scale: Factor of the loss.
-            autocast: Context of a forward pass.
+        `step` calls a module with a batch, `scale` is a factor of the loss, and `autocast` the context of a forward
+        pass.
 
         Returns:
             This rank's part of the sum of the weighted losses of all ranks, without the factor, a scalar tensor; and
@@ -297,9 +293,8 @@ class Strategy(ABC, Generic[O]):
     def within_forward(self, module: nn.Module, function: Callable[[], Any]) -> Any:
         """Calls a function that computes with the module's parameters, as if it were the module's forward pass.
 
-        Args:
-            module: The module that `prepare` returned, or that `evaluating` has yielded.
-            function: Calls the user's module, any parts of it, or other methods than `forward`.
+        It calls the user's module, any parts of it, or other methods than `forward`. The module is what `prepare`
+        returned, or what `evaluating` has yielded.
         """
         return function()
 
@@ -343,12 +338,9 @@ class Strategy(ABC, Generic[O]):
     def state_dict(
         self, module: nn.Module, *, copy: bool = False, leave_out: Collection[str] = ()
     ) -> dict[str, torch.Tensor]:
-        """Returns the whole model's state dict on the CPU in rank 0, an empty dict in other ranks.
+        """Returns the whole model's state dict on the CPU in rank 0, but for some names; an empty dict in other ranks.
 
-        Args:
-            module: The module that `prepare` returned.
-            copy: Whether the tensors must not share memory with the module.
-            leave_out: Names of tensors to leave out.
+        With `copy`, the tensors share no memory with the module.
         """
         with self.evaluating(module) as plain:
             if not self._world.is_main:
@@ -359,13 +351,10 @@ class Strategy(ABC, Generic[O]):
     def shares(self, module: nn.Module, *, copy: bool = False) -> dict[str, torch.Tensor]:
         """Returns this rank's share of the model that training would return now, for strategies that divide parameters.
 
-        Args:
-            module: The module that `prepare` returned.
-            copy: Whether to return copies, on the CPU.
-
         Returns:
-            `DTensor`s by name, and tensors that are the same in all ranks that have them. One that the module has under
-            several names is there under the first. A rank of a pipeline has those of its stages only.
+            `DTensor`s by name, and tensors that are the same in all ranks that have them; with `copy`, copies on the
+            CPU. One that the module has under several names is there under the first. A rank of a pipeline has those of
+            its stages only.
         """
         raise NotImplementedError
 

@@ -123,18 +123,9 @@ _IN_OWN_LOOP = (
 
 
 def check_module(config: TrainConfig, recipe: Recipe, workers: int, module: nn.Module, batch: Batch) -> None:
-    """Refuses options of the strategy that do not suit the module.
+    """Refuses modules and options of the strategy that do not suit each other with a `ModuleError` or `ConfigError`.
 
-    Args:
-        config: Names the strategy.
-        recipe: What is trained.
-        workers: Number of workers.
-        module: The module.
-        batch: A few rows, with which the module can be called.
-
-    Raises:
-        ConfigError: They do not.
-        ModuleError: The module does not suit the strategy.
+    `batch` has a few rows, with which the module can be called.
     """
     lazy = next((name for name, parameter in module.named_parameters() if is_lazy(parameter)), None)
     if lazy is not None and workers > 1:

@@ -81,19 +81,14 @@ class Comparison:
                 hook.remove()
 
     def check(self, module: nn.Module, complete: Callable[[], None]) -> bool:
-        """Calls the module, whose layers are divided now, and which exchanges rows itself.
+        """Calls the module, whose layers are divided now, and which exchanges rows itself, on its arguments' device.
 
-        It says nothing of modules that draw numbers in evaluation, or return nothing there that has a gradient.
-
-        Args:
-            module: The module, on the device of its arguments.
-            complete: Completes the gradients of this rank.
+        `complete` completes the gradients of this rank. A `ModuleError` says that the module fails, returns something
+        else, or has other gradients.
 
         Returns:
-            Whether the module was compared; the same in all ranks.
-
-        Raises:
-            ModuleError: It fails, or returns something else, or its gradients are others.
+            Whether it was compared, the same in all ranks: not if it draws numbers in evaluation, or returns nothing
+            there that has a gradient.
         """
         if self._drawn or not self._norms:
             emptied(module, self._zeros)
