@@ -39,16 +39,7 @@ from sparktorch.train.strategies.base import GradientSync, Job, Kind, Start, Str
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-__all__ = [
-    "ZERO2",
-    "ZERO3",
-    "ShardedGradients",
-    "ShardingOptions",
-    "Zero3",
-    "check_sharding",
-    "needs_group",
-    "units",
-]
+__all__ = ["ZERO2", "ZERO3", "ShardedGradients", "ShardingOptions", "Zero3", "check_sharding", "needs_group", "units"]
 
 S = TypeVar("S", bound="ShardingOptions")
 

@@ -41,13 +41,7 @@ from sparktorch.train.strategies.fsdp import ZERO3, ShardedGradients, Zero3, che
 from sparktorch.train.strategies.mesh_options import MeshOptions, Sizes
 from sparktorch.train.tensor_parallel.comparison import Comparison, check_gradients
 from sparktorch.train.tensor_parallel.row_exchange import RowExchange, check_parts_within
-from sparktorch.train.tensor_parallel.styles import (
-    OWN_ROWS,
-    SUMMED,
-    check_plan,
-    left_whole,
-    shard_layers,
-)
+from sparktorch.train.tensor_parallel.styles import OWN_ROWS, SUMMED, check_plan, left_whole, shard_layers
 
 __all__ = ["MESH", "Mesh", "MeshOptions", "check_mesh", "styles_of"]
 
