@@ -49,7 +49,8 @@ def check_state(state: Mapping[str, object]) -> None:
         raise ModuleError(
             f"the module's state_dict() holds {kind} under {name!r}, and models are saved by safetensors, as dense "
             "tensors",
-            hint="register it with persistent=False, or as a buffer of another dtype, such as torch.float32",
+            hint="register it with persistent=False, or as a buffer of another dtype, such as torch.float32; or leave "
+            "get_extra_state out",
             param="module",
             code="ST-STATE-DICT",
         )

@@ -58,7 +58,8 @@ def job_for(
     values: dict[str, Any] = {"batch_size": BATCH, "epochs": EPOCHS, "seed": SEED, "accumulation_steps": 2, **config}
     if sizes is not None:
         values |= {"strategy": "mesh", "strategy_params": {**PARTED, **sizes}}
-    return train_job(table, Recipe(**{**_RECIPE, **(recipe or {})}), TrainConfig(task="regression", **values))
+    config = {"task": "classification" if table.columns.classes else "regression", **values}
+    return train_job(table, Recipe(**{**_RECIPE, **(recipe or {})}), TrainConfig(**config))
 
 
 def plain(

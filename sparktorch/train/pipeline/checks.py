@@ -1,48 +1,32 @@
-"""What a pipeline refuses of a module before it is cut, and the comparison of its stages with it."""
+"""Whether a module and a training step compute in a pipeline what they compute in one process, and how a step runs.
+
+A training step runs where the module that it calls is a pipeline: first for the arguments, then for the loss.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from sparktorch.errors import ModuleError, line_of_user
+from sparktorch.base.batch import Batch
+from sparktorch.errors import ModuleError, line_of_user, refusing
 from sparktorch.train.numerics.determinism import untouched_generators
-from sparktorch.train.pipeline.cut import Cut
-from sparktorch.train.pipeline.stage import HOW
+from sparktorch.train.pipeline.cut import HOW, Cut, bare
+from sparktorch.train.recipe.loss import Sums
 from sparktorch.train.sharding.arguments import Arguments
+from sparktorch.train.tensor_parallel.comparison import as_before, emptied, filled
 
-__all__ = ["check_equal", "check_parts", "check_rows", "is_fake"]
+__all__ = ["MicroLosses", "arguments_of", "check_equal", "check_rows", "check_step", "stand_in"]
+
+Step = Callable[[nn.Module, Batch], tuple[torch.Tensor, Sums]]
 
 _TOLERANCE = 1e-4
 _SHARD = "use strategyParams.shard instead of pipeline"
-
-
-def check_parts(module: nn.Module) -> None:
-    """Refuses modules with parts that no pipeline can train as one process does with a `ModuleError`."""
-    for name, part in module.named_modules():
-        what = _untrainable(part)
-        if what:
-            raise ModuleError(
-                f"{name or 'the module'} has {what}, which stages of a pipeline do not train as one process does",
-                hint=f"normalise each row by itself, as nn.LayerNorm does; leave sparse=True out; or {_SHARD}",
-                param="strategyParams",
-                code="ST-PIPELINE",
-            )
-
-
-def _untrainable(part: Any) -> str | None:
-    """Returns what a part has that needs whole batches, or the whole module, in one rank."""
-    if isinstance(part, nn.modules.batchnorm._BatchNorm):
-        return "batch normalisation"
-    if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
-        return "sparse gradients"
-    if type(part).get_extra_state is not nn.Module.get_extra_state:
-        return "extra state"
-    return "adapters" if hasattr(part, "peft_config") else None
+_ONE_CALL = "compute the loss from what one call of the module returns, or use strategyParams.shard"
 
 
 def check_rows(values: Iterable[Any], rows: int, what: str = "the module returns", param: str = "module") -> None:
@@ -62,7 +46,7 @@ def check_rows(values: Iterable[Any], rows: int, what: str = "the module returns
             )
 
 
-def is_fake(tensors: Iterable[torch.Tensor]) -> bool:
+def _is_fake(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether a tensor has no values."""
     from torch._subclasses import FakeTensor
 
@@ -73,51 +57,38 @@ def check_equal(cut: Cut, given: Arguments, module: nn.Module) -> None:
     """Compares the stages, one after another, with the module: outputs and, in training, gradients, under one seed.
 
     In evaluation, the module gets two rows together, and the stages one after another. Of tensors without values,
-    shapes are compared, in training. Parameters that are zero, as of a head, would hide what is before
-    them: they have other values meanwhile.
+    shapes are compared, in training.
 
     Raises:
         ModuleError: They differ, or the forward pass changes a buffer, or returns no row for each row.
     """
-    fake, device = is_fake((*module.parameters(), *given.tensors)), given.tensors[0].device
-    modes = {part: part.training for part in module.modules()}
-    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    zeros = [] if fake else [p for p in module.parameters() if p.is_floating_point() and not p.any()]
+    fake, device = _is_fake((*module.parameters(), *given.tensors)), given.tensors[0].device
+    zeros = [] if fake else filled(module)
     trained = [p for p in module.parameters() if p.requires_grad]
     try:
-        module.train()
-        with torch.no_grad(), untouched_generators(device):
-            for parameter in zeros:
-                parameter.uniform_(-0.1, 0.1)
-        with untouched_generators(device):
-            expected = _whole(given, module, given.tensors)
-        changed = [name for name, b in module.named_buffers() if not fake and not torch.equal(b, before[name])]
-        if changed:
-            raise ModuleError(
-                f"the forward pass of {type(module).__name__} changes buffer {changed[0]!r}, and a pipeline computes "
-                "on a micro-batch and its padding at a time",
-                hint=f"leave it as it is in training, or {_SHARD}",
-                param="module",
-                code="ST-PIPELINE",
-            )
-        check_rows(expected, given.rows)
-        with untouched_generators(device):
-            found = _composed(cut, given, module, given.tensors)
-        alike = [t.shape for t in found] == [t.shape for t in expected]
-        if alike and not fake:
-            alike = _close(expected, found) and _close(_gradients(expected, trained), _gradients(found, trained))
-        if not alike:
-            raise _differ(module, "compute something else than it: other outputs or gradients")
-        if not fake:
-            _check_evaluation(cut, given, module)
+        with as_before(module) as before:
+            module.train()
+            with untouched_generators(device):
+                expected = _whole(given, module, given.tensors)
+            changed = [name for name, b in module.named_buffers() if not fake and not torch.equal(b, before[name])]
+            if changed:
+                raise _differs(
+                    f"the forward pass of {type(module).__name__} changes buffer {changed[0]!r}, and a pipeline "
+                    "computes on a micro-batch and its padding at a time",
+                    f"leave it as it is in training, or {_SHARD}",
+                )
+            check_rows(expected, given.rows)
+            with untouched_generators(device):
+                found = _composed(cut, given, module, given.tensors)
+            alike = [t.shape for t in found] == [t.shape for t in expected]
+            if alike and not fake:
+                alike = _close(expected, found) and _close(_gradients(expected, trained), _gradients(found, trained))
+            if not alike:
+                raise _differs(f"{_stages(module)} compute something else than it: other outputs or gradients")
+            if not fake:
+                _check_evaluation(cut, given, module)
     finally:
-        for part, mode in modes.items():
-            part.training = mode
-        with torch.no_grad():
-            for name, buffer in module.named_buffers():
-                buffer.copy_(before[name])
-            for parameter in zeros:
-                parameter.zero_()
+        emptied(module, zeros)
 
 
 @torch.no_grad()
@@ -136,12 +107,10 @@ def _check_evaluation(cut: Cut, given: Arguments, module: nn.Module) -> None:
         found = [torch.cat(pair) for pair in apart]
     draws = any(not torch.equal(one, two) for one, two in zip(together, again, strict=True))
     if not draws and not _close(together, found):
-        raise ModuleError(
+        raise _differs(
             f"{type(module).__name__} computes another output of a row beside another one, or in evaluation something "
             "else than its stages, and a pipeline computes on a micro-batch at a time",
-            hint=f"compute each row by itself, as nn.LayerNorm does, or {_SHARD}",
-            param="strategyParams",
-            code="ST-PIPELINE",
+            f"compute each row by itself, as nn.LayerNorm does, or {_SHARD}",
         )
 
 
@@ -167,7 +136,8 @@ def _composed(cut: Cut, given: Arguments, module: nn.Module, tensors: Sequence[t
             stage.given = given
             passed = stage(*passed, **{str(place): tensor.clone() for place, tensor in enumerate(tensors)})
     except Exception as error:
-        raise _differ(module, f"fail{line_of_user(error)}: {type(error).__name__}: {error}") from error
+        what = f"fail{line_of_user(error)}: {type(error).__name__}: {error}"
+        raise _differs(f"{_stages(module)} {what}") from error
     return list(passed)
 
 
@@ -178,9 +148,12 @@ def _gradients(outputs: Sequence[torch.Tensor], trained: Sequence[nn.Parameter])
     return [torch.zeros_like(p) if g is None else g for p, g in zip(trained, found, strict=True)]
 
 
-def _differ(module: nn.Module, what: str) -> ModuleError:
-    name = type(module).__name__
-    return ModuleError(f"the stages of {name}, one after another, {what}", hint=HOW, param="module", code="ST-PIPELINE")
+def _stages(module: nn.Module) -> str:
+    return f"the stages of {type(module).__name__}, one after another,"
+
+
+def _differs(what: str, hint: str = HOW) -> ModuleError:
+    return ModuleError(what, hint=hint, param="module", code="ST-PIPELINE")
 
 
 def _close(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
@@ -192,3 +165,106 @@ def _close(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
         if a.shape != b.shape or (a.numel() and (a - b).abs().max() > tolerance * a.abs().max().clamp(min=1e-6)):
             return False
     return True
+
+
+def _refused(what: str, hint: str = _ONE_CALL) -> ModuleError:
+    return ModuleError(f"the training step {what}", hint=hint, param="trainingStep")
+
+
+def stand_in(module: nn.Module, instead: Callable[..., Any]) -> nn.Module:
+    """Returns what stands for a module where a training step calls it: it has its methods, and none of its parts."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise _refused("uses parameters or parts of the module, of which a stage of a pipeline has its own only")
+
+    made: nn.Module = bare(module, instead)
+    vars(made).update(named_parameters=refuse, named_modules=refuse, state_dict=refuse)
+    return made
+
+
+class _Called(BaseException):
+    """Ends a training step where it calls the module; no `except Exception` of a user's stops it."""
+
+
+def arguments_of(step: Step, module: nn.Module, batch: Batch) -> Arguments:
+    """Returns what a training step calls the module with."""
+    found: list[Arguments] = []
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        found.append(Arguments.of(args, kwargs))
+        raise _Called
+
+    try:
+        step(stand_in(module, called), batch)
+    except _Called:
+        return found[0]
+    raise _refused(
+        "does not call the module, which strategyParams.pipeline passes rows through",
+        "call module(...) once in trainingStep, or use strategyParams.shard instead of pipeline",
+    )
+
+
+def check_step(step: Step, module: nn.Module, batch: Batch) -> Arguments | None:
+    """Compares a training step with the same step where a stand-in returns the module's output.
+
+    A step that fails anyway is left to the dry run, which says why; then nothing is returned.
+
+    Returns:
+        What it calls the module with.
+    """
+    device = batch.inputs[0].device
+    try:
+        with untouched_generators(device):
+            expected = step(module, batch)[0]
+    except Exception:
+        return None
+    fails = "the training step fails where a pipeline stands for its module"  # such as a part of the module
+    with refusing(fails, _ONE_CALL, param="trainingStep"), untouched_generators(device):
+        given = arguments_of(step, module, batch)
+        check_rows(given.tensors, len(batch.inputs[0]), "the training step calls the module with", "trainingStep")
+        output = given.call(module, *map(torch.clone, given.tensors))  # it may change them in place
+        check_rows(pytree.tree_leaves(output), given.rows)
+        values = not _is_fake(given.tensors)
+        found = MicroLosses(step, module, batch, given, compare=values)(output, 0, given.rows)
+    if values and not torch.allclose(expected.sum(), found.sum(), rtol=1e-3, equal_nan=True):
+        raise _refused("computes another loss where a pipeline stands for its module")
+    return given
+
+
+class MicroLosses:
+    """Runs a training step for the micro-batches of a pipeline, whose outputs the module has returned."""
+
+    def __init__(self, step: Step, module: nn.Module, batch: Batch, given: Arguments, *, compare: bool) -> None:
+        """Takes a step, the user's module, all rows, and what the step calls the module with for them.
+
+        With `compare`, the arguments for a micro-batch must be those of its rows among all.
+        """
+        self._step, self._module, self._batch, self._given, self._compare = step, module, batch, given, compare
+        self.metrics: dict[str, Any] = {}
+
+    def __call__(self, output: Any, first: int, last: int) -> torch.Tensor:
+        """Returns the loss of an output of the rows from `first` to `last`."""
+        calls = 0
+
+        def instead(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls > 1 or (self._compare and not self._is_given(Arguments.of(args, kwargs), first, last)):
+                how = "more than once" if calls > 1 else "with other values for some rows than for all of them"
+                raise _refused(
+                    f"calls the module {how}",
+                    "with strategyParams.pipeline, it runs for all rows and again for those of a micro-batch: call "
+                    "the module once, with what each row alone decides, and draw random numbers in preprocess",
+                )
+            return output
+
+        found, sums = self._step(stand_in(self._module, instead), self._batch.slice(first, last))
+        for name, (value, count) in sums.items():
+            before = self.metrics.get(name, (0.0, 0.0))
+            self.metrics[name] = before[0] + value, before[1] + count
+        return found
+
+    def _is_given(self, other: Arguments, first: int, last: int) -> bool:
+        pairs = zip(self._given.tensors, other.tensors, strict=True)
+        same = all(torch.equal(a[first:last].nan_to_num(), b.nan_to_num()) for a, b in pairs)
+        return same and str(self._given.spec) == str(other.spec)

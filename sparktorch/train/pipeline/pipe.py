@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -19,12 +19,10 @@ from sparktorch.base.devices import is_host
 from sparktorch.errors import ModuleError
 from sparktorch.train.numerics.determinism import untouched_generators
 from sparktorch.train.pipeline.checks import check_rows
-from sparktorch.train.pipeline.cut import Cut
-from sparktorch.train.pipeline.stage import Output, Stage
+from sparktorch.train.pipeline.cut import Output, Stage
 from sparktorch.train.sharding.arguments import Arguments
-from sparktorch.train.sharding.dtensor import whole
 
-__all__ = ["MicroLoss", "Pipe"]
+__all__ = ["MicroLoss", "Pipe", "as_bytes"]
 
 _MOST_PREPARED = 8  # schedules that a rank keeps, for shapes that it has met
 
@@ -54,7 +52,6 @@ class Pipe(nn.Module):
         self,
         module: nn.Module,
         own: Mapping[int, Stage],
-        cut: Cut,
         group: dist.ProcessGroup,
         device: torch.device,
         schedule: str,
@@ -64,7 +61,7 @@ class Pipe(nn.Module):
     ) -> None:
         """Takes the module, this rank's stages by number, and how they run."""
         super().__init__()
-        self.module, self.stages, self.cut = module, nn.ModuleList(own.values()), cut
+        self.module, self.stages = module, nn.ModuleList(own.values())
         self._own, self._group, self._device, self._copies = own, group, device, copies
         self._schedule, self._micro_batches = schedule, micro_batches
         self._prepared: dict[Any, _Prepared] = {}
@@ -123,37 +120,6 @@ class Pipe(nn.Module):
             own.autocast = nullcontext()
         dist.all_reduce(total, group=self._group)
         return total
-
-    def whole_state(self, leave_out: Collection[str]) -> dict[str, torch.Tensor]:
-        """Returns the whole module's state dict on the CPU in rank 0, but for names to leave out; {} in other ranks."""
-        first, main = 0 in dist.get_process_group_ranks(self._group), dist.get_rank() == 0
-        own, found = self.module.state_dict(), dict[str, torch.Tensor]()
-        for name, meta in self.cut.outline.state.items():
-            source = self._rank_of(name)
-            here = source == self._group.rank()
-            tensor = whole(own[name].detach()) if here else None  # a collective of the stage's ranks
-            if not first or name in leave_out:
-                continue
-            if source and tensor is not None:  # to rank 0 alone: devices of the others may be nearly full
-                dist.send(_as_bytes(tensor.to(self._device).contiguous()), group=self._group, group_dst=0)
-            elif source and main:
-                tensor = torch.empty(meta.shape, dtype=meta.dtype, device=self._device)
-                dist.recv(_as_bytes(tensor), group=self._group, group_src=source)
-            if main and tensor is not None:
-                found[name] = tensor.to("cpu", copy=True)
-        return found
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Returns the tensors of this rank's stages under their names in the module, shards as `DTensor`s.
-
-        The first rank of the group has those that are in no stage, too.
-        """
-        own = self.module.state_dict(keep_vars=True)
-        return {name: own[name] for name in self.cut.outline.state if self._rank_of(name) == self._group.rank()}
-
-    def _rank_of(self, name: str) -> int:
-        """Returns the rank in the group that has a parameter or buffer; the first for those of no stage."""
-        return self.cut.stage_of.get(name, 0) % self._group.size()
 
     def train(self, mode: bool = True) -> Pipe:
         """Sets the mode of parts that `stages` has made, and of the module, whose own `train` decides on its parts."""
@@ -249,7 +215,7 @@ class Pipe(nn.Module):
         """Returns a rank's tensor in all ranks."""
         every = torch.empty(meta.shape, dtype=meta.dtype, device=self._device) if value is None else value.detach()
         every = every.contiguous()
-        dist.broadcast(_as_bytes(every), group=self._group, group_src=source)
+        dist.broadcast(as_bytes(every), group=self._group, group_src=source)
         return every
 
     def _scheduled(self, passed: list[list[torch.Tensor]], *, training: bool) -> tuple[Any, list[Any]]:
@@ -298,7 +264,7 @@ def _accumulating(stages: nn.Module, *, fresh: bool) -> Iterator[None]:
         parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
 
 
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a contiguous tensor's memory, for backends do not take every dtype."""
     return tensor.view(-1).view(torch.uint8)
 

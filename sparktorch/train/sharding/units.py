@@ -14,7 +14,15 @@ from sparktorch.base.config import at_least, one_of
 from sparktorch.errors import ConfigError, ModuleError, nearest
 from sparktorch.train.recipe.recipe import Recipe
 
-__all__ = ["DTYPES", "ShardingOptions", "check_checkpointing", "check_optimizer", "check_parameters", "units"]
+__all__ = [
+    "DTYPES",
+    "ShardingOptions",
+    "check_checkpointing",
+    "check_optimizer",
+    "check_parameters",
+    "check_parts",
+    "units",
+]
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _OF_WHOLE_PARAMETERS = {"Adafactor", "Muon", "Rprop"}
@@ -99,6 +107,30 @@ def _undivided(module: nn.Module, parts: Sequence[nn.Module]) -> Iterator[tuple[
             yield (
                 f"{first!r} is of {one} and {second!r} of {other}, in one {type(part).__name__}",
                 "make them of one dtype, or name parts of one dtype in strategyParams.wrap_classes",
+            )
+
+
+def check_parts(module: nn.Module, *, staged: bool) -> None:
+    """Refuses parts that ranks which compute on the same rows cannot train as one process does with a `ModuleError`.
+
+    `staged` says whether they have stages of the module, not parts of its layers.
+    """
+    for name, part in module.named_modules():
+        found = {
+            "batch normalisation": isinstance(part, nn.modules.batchnorm._BatchNorm),
+            "sparse gradients": isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse,
+            "extra state": staged and type(part).get_extra_state is not nn.Module.get_extra_state,
+            "adapters": hasattr(part, "peft_config"),
+        }
+        what = [each for each, there in found.items() if there]
+        if what:
+            raise ModuleError(
+                f"{name or 'the module'} has {what[0]}, which ranks that compute on the same rows do not train as one "
+                "process does",
+                hint="normalise each row by itself, as nn.LayerNorm does; leave sparse=True out; or use "
+                f"strategyParams.shard instead of {'pipeline' if staged else 'tensor'}",
+                param="strategyParams",
+                code="ST-PIPELINE" if staged else "ST-TENSOR-PARALLEL",
             )
 
 

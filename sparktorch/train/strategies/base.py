@@ -22,15 +22,8 @@ from sparktorch.train.recipe.loss import Sums
 from sparktorch.train.recipe.recipe import Recipe
 
 __all__ = [
-    "GradientSync",
-    "GradientsOfRows",
-    "Job",
-    "Kind",
-    "OwnState",
-    "Start",
-    "Step",
-    "Strategy",
-    "needs_optimizer_class",
+    *("GradientSync", "GradientsOfRows", "Job", "Kind", "OwnState", "Start", "Step", "Strategy", "broadcast"),
+    *("needs_optimizer_class"),
 ]
 
 Step = Callable[[nn.Module, Batch], tuple[torch.Tensor, Sums]]
@@ -47,7 +40,7 @@ class Job:
         options: The options of the strategy.
         kind: The strategy.
         workers: Number of workers.
-        device: The device of the ranks.
+        device: The device of the ranks, for `Kind.on_device`.
         module: The module, in the dry run.
         batch: A few rows, with which the module can be called.
     """
@@ -57,7 +50,7 @@ class Job:
     options: Any
     kind: Kind
     workers: int | None = None
-    device: str | None = None
+    device: str = ""
     module: nn.Module | None = None
     batch: Batch | None = None
 
@@ -83,8 +76,9 @@ class Kind:
         options: A dataclass of its options, `strategyParams`.
         rank: The class of its object in each rank.
         refusals: What it refuses of config, recipe and options.
-        check: Refuses what depends on more: it is called when the number of workers is known, the device, and the
-            module, with a `Job` of these. Raises a `ConfigError`, or a `ModuleError`.
+        on_device: What it refuses of them and the device of the ranks.
+        check: Refuses what depends on more: it is called when the number of workers is known, and the module, with a
+            `Job` of these. Raises a `ConfigError`, or a `ModuleError`.
         needs_group: Whether, with some options, even a single rank needs a process group.
         makes_validation: Whether, with some options, it chooses the validation rows itself.
         resumable: Whether a checkpoint can hold all of its state.
@@ -98,6 +92,7 @@ class Kind:
     options: type[Any]
     rank: type[Strategy[Any]]
     refusals: tuple[Refusal, ...] = ()
+    on_device: tuple[Refusal, ...] = ()
     check: Callable[[Job], None] = lambda job: None
     needs_group: Callable[[Any], bool] = lambda options: False
     makes_validation: Callable[[Any], bool] = lambda options: False
@@ -254,24 +249,14 @@ class Strategy(ABC, Generic[O]):
 
     @abstractmethod
     def prepare(self, module: nn.Module, start: Start) -> nn.Module:
-        """Returns the module that the loop calls: on the rank's device, and wrapped as the strategy needs it.
-
-        Args:
-            module: The user's module, on the CPU.
-            start: What may be used for it.
-        """
+        """Returns the module that the loop calls: on the rank's device, and wrapped as the strategy needs it."""
 
     def gradients(self, module: nn.Module) -> GradientSync:
         """Returns what reduces the gradients of the module that `prepare` returned."""
         return GradientSync(self._world.world_size)
 
     def optimizer(self, recipe: Recipe, module: nn.Module) -> torch.optim.Optimizer:
-        """Builds the optimizer over the parameters this rank updates.
-
-        Args:
-            recipe: Names the optimizer.
-            module: The module as it was given to `prepare`.
-        """
+        """Builds the optimizer over the parameters this rank updates, of the module as it was given to `prepare`."""
         return recipe.build_optimizer(module)
 
     @property
@@ -286,14 +271,10 @@ class Strategy(ABC, Generic[O]):
     def run_pass(
         self, module: nn.Module, batch: Batch, step: Step, scale: float, autocast: AbstractContextManager[Any]
     ) -> tuple[torch.Tensor, Sums]:
-        """Runs forward and backward of a micro-batch, for strategies that run passes.
+        """Runs forward and backward of a micro-batch of this rank's rows, for strategies that run passes.
 
-        Args:
-            module: The module that `prepare` returned.
-            batch: This rank's rows.
-            step: Calls a module with a batch; returns the sum of the weighted losses, and the sums of metrics.
-            scale: Factor of the loss.
-            autocast: Context of a forward pass.
+        `step` calls a module with a batch, `scale` is a factor of the loss, and `autocast` the context of a forward
+        pass.
 
         Returns:
             This rank's part of the sum of the weighted losses of all ranks, without the factor, a scalar tensor; and
@@ -304,9 +285,8 @@ class Strategy(ABC, Generic[O]):
     def within_forward(self, module: nn.Module, function: Callable[[], Any]) -> Any:
         """Calls a function that computes with the module's parameters, as if it were the module's forward pass.
 
-        Args:
-            module: The module that `prepare` returned, or that `evaluating` has yielded.
-            function: Calls the user's module, any parts of it, or other methods than `forward`.
+        It calls the user's module, any parts of it, or other methods than `forward`. The module is what `prepare`
+        returned, or what `evaluating` has yielded.
         """
         return function()
 
@@ -340,7 +320,7 @@ class Strategy(ABC, Generic[O]):
         Yields:
             The module to call; its forward pass is a collective only if parameters are divided.
         """
-        self._broadcast(module.buffers())
+        broadcast(module.buffers(), self._world)
         yield module
 
     def shown(self, module: nn.Module) -> nn.Module:
@@ -350,12 +330,9 @@ class Strategy(ABC, Generic[O]):
     def state_dict(
         self, module: nn.Module, *, copy: bool = False, leave_out: Collection[str] = ()
     ) -> dict[str, torch.Tensor]:
-        """Returns the whole model's state dict on the CPU in rank 0, an empty dict in other ranks.
+        """Returns the whole model's state dict on the CPU in rank 0, but for some names; an empty dict in other ranks.
 
-        Args:
-            module: The module that `prepare` returned.
-            copy: Whether the tensors must not share memory with the module.
-            leave_out: Names of tensors to leave out.
+        With `copy`, the tensors share no memory with the module.
         """
         with self.evaluating(module) as plain:
             if not self._world.is_main:
@@ -366,13 +343,10 @@ class Strategy(ABC, Generic[O]):
     def shares(self, module: nn.Module, *, copy: bool = False) -> dict[str, torch.Tensor]:
         """Returns this rank's share of the model that training would return now, for strategies that divide parameters.
 
-        Args:
-            module: The module that `prepare` returned.
-            copy: Whether to return copies, on the CPU.
-
         Returns:
-            `DTensor`s by name, and tensors that are the same in all ranks that have them. One that the module has under
-            several names is there under the first. A rank of a pipeline has those of its stages only.
+            `DTensor`s by name, and tensors that are the same in all ranks that have them; with `copy`, copies on the
+            CPU. One that the module has under several names is there under the first. A rank of a pipeline has those of
+            its stages only.
         """
         raise NotImplementedError
 
@@ -380,13 +354,12 @@ class Strategy(ABC, Generic[O]):
         """Returns whether this rank saves the unsharded tensor of that name."""
         return self._world.is_main
 
-    def _broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Gives all ranks rank 0's tensors."""
-        if self._alone:
-            return
-        for tensor in tensors:
-            own = tensor.detach()
-            whole = own.contiguous()  # of one in another memory format, a copy
-            dist.broadcast(whole, 0)
-            if whole is not own:
-                own.copy_(whole)
+
+def broadcast(tensors: Iterable[torch.Tensor], world: World) -> None:
+    """Gives all ranks rank 0's tensors."""
+    for tensor in tensors if world.world_size > 1 else ():
+        own = tensor.detach()
+        whole = own.contiguous()  # of one in another memory format, a copy
+        dist.broadcast(whole, 0)
+        if whole is not own:
+            own.copy_(whole)

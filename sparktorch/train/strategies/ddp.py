@@ -1,14 +1,15 @@
 """Data parallel: every rank holds the whole model, and gradients are all-reduced during backward.
 
 Li et al. 2020, PyTorch Distributed: Experiences on Accelerating Data Parallel Training
-(https://arxiv.org/abs/2006.15704).
+(https://arxiv.org/abs/2006.15704). Under ZeRO stage 1, every rank keeps the optimizer state for its share of the
+parameters only: Rajbhandari et al. 2020 (https://arxiv.org/abs/1910.02054), section 5.1.
 """
 
 # No `from __future__ import annotations`: torch inspects the annotations of communication hooks.
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -17,13 +18,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sparktorch.base.config import at_least, one_of
-from sparktorch.base.devices import backend_of
+from sparktorch.base.devices import backend_of, is_host
 from sparktorch.errors import ModuleError, Refusal
-from sparktorch.train.recipe.recipe import makes_sparse_gradients
-from sparktorch.train.strategies.base import GradientSync, Kind, OwnState, Start, Strategy
+from sparktorch.train.recipe.recipe import Recipe, makes_sparse_gradients
+from sparktorch.train.strategies.base import GradientSync, Kind, OwnState, Start, Strategy, needs_optimizer_class
 from sparktorch.train.strategies.ddp_gradients import DDPGradients, call_instead, parameters_with_sparse_gradients
 
-__all__ = ["DDP", "KIND", "DDPOptions"]
+__all__ = ["DDP", "KIND", "ZERO1", "DDPOptions"]
 
 _MEMORIES = ("error_dict", "p_memory_dict", "q_memory_dict")  # PowerSGD's state, by bucket index
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -35,7 +36,8 @@ class DDPOptions:
 
     Attributes:
         bucket_cap_mb: Size of gradient buckets in MB; 0 sends each gradient by itself. `None` is torch's default: 25,
-            and 1 for the first bucket, so that sending starts early in backward. With "powerSGD" on CPUs, one has all.
+            and 1 for the first bucket, so that sending starts early in backward. Not for "powerSGD" on CPUs, where one
+            has all.
         gradient_as_bucket_view: Whether gradients are views of the buckets, which saves a copy of them.
         static_graph: Whether every step uses the same parameters, in the same order.
         forward_sync_buffers: Whether rank 0 broadcasts its buffers before each forward pass.
@@ -126,16 +128,12 @@ class DDP(Strategy[DDPOptions]):
         )
 
     def _bucket_cap(self, module: nn.Module) -> float | None:
-        """Returns the size of buckets in MB; with PowerSGD over Gloo, one bucket has room for all gradients.
-
-        PowerSGD's hook makes three all-reduces per bucket, the later ones from Gloo's threads when the earlier ones
-        are done. With several buckets, their order would differ between ranks, which is a deadlock.
-        """
+        """Returns the size of buckets in MB."""
         options = self._options
-        if options.comm_hook != "powerSGD" or not backend_of(self._world.device).endswith("gloo"):
-            # Versions of torch before 2.13 refuse 0; no gradient fits beside another in one byte.
-            return 1 / (1 << 20) if options.bucket_cap_mb == 0 else options.bucket_cap_mb
-        return 1 + sum(parameter.nbytes for parameter in module.parameters()) / (1 << 20)
+        if _in_one_bucket(options, self._world.device):
+            return 1 + sum(parameter.nbytes for parameter in module.parameters()) / (1 << 20)
+        # Versions of torch before 2.13 refuse 0; no gradient fits beside another in one byte.
+        return 1 / (1 << 20) if options.bucket_cap_mb == 0 else options.bucket_cap_mb
 
     def within_forward(self, module: nn.Module, function: Callable[[], Any]) -> Any:
         """Calls the function in place of the module's forward pass, so that DDP prepares to reduce its gradients."""
@@ -146,6 +144,33 @@ class DDP(Strategy[DDPOptions]):
         """Context in which every rank has rank 0's buffers; running statistics are each rank's own otherwise."""
         with super().evaluating(module.module if isinstance(module, DistributedDataParallel) else module) as plain:
             yield plain
+
+
+class Zero1(DDP):
+    """`ZeroRedundancyOptimizer` over `DistributedDataParallel`: each rank updates its share and broadcasts it."""
+
+    def optimizer(self, recipe: Recipe, module: nn.Module) -> torch.optim.Optimizer:
+        """Builds the optimizer of this rank's share of the trainable parameters; a single rank's has all of them."""
+        if self._alone:
+            return recipe.build_optimizer(module)
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # slow to import
+
+        factory, parameters, options = recipe.optimizer_call(module)
+        # A bucket per rank saves an accelerator one message per parameter. It needs a single dtype, and weights in the
+        # contiguous memory format.
+        dtypes = {parameter.dtype for parameter in module.parameters() if parameter.requires_grad}
+        bucket = not is_host(self._device) and len(dtypes) == 1 and not self._config.channels_last
+        optimizer: torch.optim.Optimizer = ZeroRedundancyOptimizer(
+            parameters,
+            optimizer_class=factory,
+            parameters_as_bucket_view=bucket,
+            **options,
+        )
+        return optimizer
+
+    def saves(self, name: str) -> bool:
+        """Every rank saves the state of its own share."""
+        return super().saves(name) or name.startswith("optimizer.")
 
 
 class _Compression(OwnState):
@@ -178,6 +203,15 @@ class _Compression(OwnState):
             prefix = f"{name}.{self._sizes}."
             values = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
             setattr(self._state, name, {int(key): value.to(self._device) for key, value in values.items()})
+
+
+def _in_one_bucket(options: DDPOptions, device: str) -> bool:
+    """Whether one bucket has all gradients: with PowerSGD over Gloo.
+
+    PowerSGD's hook makes three all-reduces per bucket, the later ones from Gloo's threads when the earlier ones are
+    done. With several buckets, their order would differ between ranks, which is a deadlock.
+    """
+    return options.comm_hook == "powerSGD" and backend_of(device).endswith("gloo")
 
 
 def _refuse_sparse(module: nn.Module) -> None:
@@ -224,4 +258,13 @@ KIND = Kind(
             "ST-STRATEGY",
         ),
     ),
+    on_device=(
+        Refusal(
+            "strategyParams",
+            lambda job: job.options.bucket_cap_mb is not None and _in_one_bucket(job.options, job.device),
+            "strategyParams.bucket_cap_mb has no effect: on CPUs, 'powerSGD' sends all gradients in one bucket",
+            "leave it out, or compress by 'fp16' or 'bf16'",
+        ),
+    ),
 )
+ZERO1 = replace(KIND, rank=Zero1, refusals=(needs_optimizer_class("worker's share"), *KIND.refusals))

@@ -22,11 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from sparktorch.base.devices import download, is_host
 from sparktorch.base.host_memory import available_bytes, given_back
 from sparktorch.distributed.process_group import attach
-from sparktorch.errors import ConfigError, Refusal
+from sparktorch.errors import Refusal
 from sparktorch.train.huggingface.models import without_caches
-from sparktorch.train.sharding.dtensor import local, mesh_of_training, unviewed, whole
-from sparktorch.train.sharding.same_calls import SameCalls
-from sparktorch.train.sharding.same_parameters import SameParameters
+from sparktorch.train.sharding.dtensor import gradients_by_copies, mesh_of_training, unadvised, unviewed, whole
+from sparktorch.train.sharding.same_units import SameCalls, SameParameters
 from sparktorch.train.sharding.units import (
     DTYPES,
     ShardingOptions,
@@ -35,21 +34,12 @@ from sparktorch.train.sharding.units import (
     check_parameters,
     units,
 )
-from sparktorch.train.strategies.base import GradientSync, Job, Kind, Start, Strategy
+from sparktorch.train.strategies.base import GradientSync, Job, Kind, Start, Strategy, broadcast
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-__all__ = [
-    "ZERO2",
-    "ZERO3",
-    "ShardedGradients",
-    "ShardingOptions",
-    "Zero3",
-    "check_sharding",
-    "needs_group",
-    "units",
-]
+__all__ = ["ZERO2", "ZERO3", "ShardedGradients", "ShardingOptions", "Zero3", "check_sharding", "needs_group", "units"]
 
 S = TypeVar("S", bound="ShardingOptions")
 
@@ -107,7 +97,6 @@ class Zero3(Strategy[S]):
             return module
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-        check_offload(self._options, self._device.type)
         policy = MixedPrecisionPolicy(
             param_dtype=DTYPES.get(options.param_dtype or ""), reduce_dtype=DTYPES.get(options.reduce_dtype or "")
         )
@@ -166,18 +155,23 @@ class Zero3(Strategy[S]):
         return ShardedGradients(module if self._wraps else None, self._world.world_size, self._calls)
 
     def gradient_norm(self, module: nn.Module) -> torch.Tensor:
-        """Returns the norm of the whole model's gradients, reduced on the device even with `cpu_offload`."""
+        """Returns the norm of the whole model's gradients, of which some ranks may have copies; on the device."""
         if self._alone:
             return super().gradient_norm(module)
-        own = nn.utils.get_total_norm([local(p.grad) for p in module.parameters() if p.grad is not None])
-        squares = own.to(self._world.device, torch.float64).square()
-        dist.all_reduce(squares)
-        return squares.sqrt()
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for count, gradients in self._gradients(module).items():
+            total += nn.utils.get_total_norm(gradients).to(self._device, torch.float64).square() / count
+        dist.all_reduce(total)
+        return total.sqrt()
+
+    def _gradients(self, module: nn.Module) -> dict[int, list[torch.Tensor]]:
+        """Returns this rank's parts of the gradients, by how many of all ranks have the same."""
+        return gradients_by_copies(module, self._world.world_size)
 
     @contextmanager
     def evaluating(self, module: nn.Module) -> Iterator[nn.Module]:
         """Context for forward passes, which gather parameters and are therefore collectives."""
-        self._broadcast(self._common_buffers(module))
+        broadcast(self._common_buffers(module), self._world)
         try:
             yield module
         finally:
@@ -196,7 +190,7 @@ class Zero3(Strategy[S]):
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
         found: dict[str, torch.Tensor] = {}
-        with self.evaluating(module):
+        with unadvised(), self.evaluating(module):
             self._let_go(module)
             for name, value in cast(dict[str, torch.Tensor], get_model_state_dict(module)).items():
                 tensor = whole(value.detach().to(self._device) if hasattr(value, "to_local") else value)  # a collective
@@ -267,23 +261,8 @@ def needs_group(options: ShardingOptions) -> bool:
     return options.cpu_offload or options.param_dtype is not None or options.reduce_dtype is not None
 
 
-def check_offload(options: ShardingOptions, device: str) -> None:
-    """Refuses `cpu_offload` on a CPU, which has nothing to offload, with a `ConfigError`."""
-    if options.cpu_offload and is_host(device):
-        raise ConfigError(
-            "strategyParams.cpu_offload is set, and not every worker has a GPU to offload",
-            hint="leave it out, or start as many workers as there are GPUs",
-            param="strategyParams",
-        )
-
-
 def check_sharding(job: Job) -> None:
-    """Refuses names in `wrap_classes` that the module lacks, scalars, and optimizers that need whole parameters.
-
-    On a device that is known, it refuses offloading that has no effect. Raises a `ConfigError` or a `ModuleError`.
-    """
-    if job.device is not None:
-        check_offload(job.options, job.device)
+    """Refuses names in `wrap_classes` that the module lacks, scalars, and optimizers that need whole parameters."""
     if job.module is None:
         return
     found = units(job.module, job.options)
@@ -299,6 +278,14 @@ ZERO3 = Kind(
     check=check_sharding,
     needs_group=needs_group,
     divides_parameters=True,
+    on_device=(
+        Refusal(
+            "strategyParams",
+            lambda job: job.options.cpu_offload and is_host(job.device),
+            "strategyParams.cpu_offload is set, and not every worker has a GPU to offload",
+            "leave it out, or start as many workers as there are GPUs",
+        ),
+    ),
     refusals=(
         Refusal(
             "channelsLast",

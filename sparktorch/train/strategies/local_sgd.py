@@ -17,7 +17,7 @@ from torch import nn
 
 from sparktorch.base.config import at_least
 from sparktorch.errors import Refusal
-from sparktorch.train.strategies.base import GradientsOfRows, GradientSync, Kind, Start, Strategy
+from sparktorch.train.strategies.base import GradientsOfRows, GradientSync, Kind, Start, Strategy, broadcast
 
 __all__ = ["KIND", "LocalSGD", "LocalSGDOptions"]
 
@@ -51,7 +51,7 @@ class LocalSGD(Strategy[LocalSGDOptions]):
     def prepare(self, module: nn.Module, start: Start) -> nn.Module:
         """Moves the module to the device, and broadcasts rank 0's parameters and buffers."""
         module.to(self._device)
-        self._broadcast([*module.parameters(), *module.buffers()])
+        broadcast([*module.parameters(), *module.buffers()], self._world)
         return module
 
     def gradients(self, module: nn.Module) -> GradientSync:

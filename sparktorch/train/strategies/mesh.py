@@ -9,7 +9,7 @@ parameters without the network between hosts, which carries 1/`shard` of the gra
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
@@ -33,22 +33,15 @@ from sparktorch.train.sharding.dtensor import (
     mesh_of_training,
     part_of,
     step_on_both,
-    unadvised,
     undivided,
 )
-from sparktorch.train.sharding.units import check_optimizer
+from sparktorch.train.sharding.units import check_optimizer, check_parts
 from sparktorch.train.strategies.base import GradientSync, Job, Start
 from sparktorch.train.strategies.fsdp import ZERO3, ShardedGradients, Zero3, check_sharding, needs_group
 from sparktorch.train.strategies.mesh_options import MeshOptions, Sizes
 from sparktorch.train.tensor_parallel.comparison import Comparison, check_gradients
 from sparktorch.train.tensor_parallel.row_exchange import RowExchange, check_parts_within
-from sparktorch.train.tensor_parallel.styles import (
-    OWN_ROWS,
-    SUMMED,
-    check_plan,
-    left_whole,
-    shard_layers,
-)
+from sparktorch.train.tensor_parallel.styles import OWN_ROWS, SUMMED, check_plan, left_whole, shard_layers
 
 __all__ = ["MESH", "Mesh", "MeshOptions", "check_mesh", "styles_of"]
 
@@ -219,26 +212,9 @@ class Mesh(Zero3[MeshOptions]):
         with super().evaluating(module) as same:
             yield same
 
-    def gradient_norm(self, module: nn.Module) -> torch.Tensor:
-        """Returns the norm of the whole model's gradients, of which some ranks have copies."""
-        if self._alone:
-            return super().gradient_norm(module)
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
-        for count, gradients in self._gradients(module).items():
-            total += nn.utils.get_total_norm(gradients).to(self._device, torch.float64).square() / count
-        dist.all_reduce(total)
-        return total.sqrt()
-
     def _gradients(self, module: nn.Module) -> dict[int, list[torch.Tensor]]:
         """Returns this rank's parts of the gradients, by how many of all ranks have the same."""
         return gradients_by_copies(module, self._world.world_size, self._sizes.tensor)
-
-    def state_dict(
-        self, module: nn.Module, *, copy: bool = False, leave_out: Collection[str] = ()
-    ) -> dict[str, torch.Tensor]:
-        """Gathers the whole model's state dict in rank 0; returns an empty dict in other ranks."""
-        with unadvised():
-            return super().state_dict(module, copy=copy, leave_out=leave_out)
 
     def clip_gradients(self, module: nn.Module, *, norm: float | None, value: float | None) -> torch.Tensor | None:
         """Clips each rank's part of the gradients; torch's functions take no tensors of several meshes."""
@@ -274,10 +250,11 @@ class _DividedGradients(ShardedGradients):
 
 
 def styles_of(module: nn.Module, options: MeshOptions) -> dict[str, str]:
-    """Returns the style of each layer that is divided; see `check_plan`."""
+    """Returns the style of each layer that is divided; see `check_plan`, and `check_parts`."""
     size = options.tensor or 1
     if size == 1:
         return {}
+    check_parts(module, staged=False)
     return check_plan(module, options.plan, size, staged=options.stacked > 1, sequence=options.sequence)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -122,60 +123,53 @@ class MeshOptions(ShardingOptions):
         return {name: value for name in Sizes._fields if (value := getattr(self, name)) is not None}
 
 
-_REFUSALS = (
-    *(
-        Refusal(
-            "strategyParams",
-            lambda p, name=name: p.sequence and getattr(p, name) not in (None, 1, {}),  # type: ignore[misc]
-            f"strategyParams.sequence does not work with strategyParams.{name}",
-            f"leave sequence or {name} out",
-        )
-        for name in ("pipeline", "plan")
+# Options that do not fit each other: when, what is wrong, and what to do.
+_CLASHES: Sequence[tuple[Callable[[MeshOptions], object], str, str]] = (
+    (
+        lambda p: not (p.sequence or p.recompute_allgather),
+        "strategyParams.recompute_allgather is False, and has no effect without strategyParams.sequence",
+        "set sequence to True, or leave recompute_allgather out",
     ),
-    Refusal(
-        "strategyParams",
+    (
+        lambda p: p.sequence and (p.stacked > 1 or p.plan),
+        "strategyParams.sequence does not work with strategyParams.pipeline or plan",
+        "leave sequence out, or these",
+    ),
+    (
         lambda p: (p.sequence or p.plan) and (p.tensor or 1) == 1,
         "strategyParams has sequence or plan, for layers that workers share, and there are no tensor ranks",
         "set strategyParams.tensor to the number of workers that share a layer",
-        "ST-MESH",
     ),
-    Refusal(
-        "strategyParams",
+    (
         lambda p: not p._given(),
         "strategy 'mesh' has no dimension",
         "strategyParams={{'shard': n}} divides the model among n workers, as many as a host has GPUs",
-        "ST-MESH",
     ),
-    Refusal(
-        "strategyParams",
+    (
         lambda p: p.stacked == 1 and (p.split or p.micro_batches or p.stages_per_rank > 1),
         "strategyParams has options of a pipeline, and no pipeline ranks",
         "set strategyParams.pipeline to the number of workers that have the layers one after another",
-        "ST-MESH",
     ),
-    Refusal(
-        "strategyParams",
+    (
         lambda p: p.stacked > 1 and OWN_ROWS in p.plan.values(),
         f"strategyParams.plan has {OWN_ROWS!r}, and the last stage of a pipeline computes the loss of all rows",
         "use 'colwise_gather_output' there",
     ),
-    Refusal(
-        "strategyParams",
+    (
         lambda p: p.stages_per_rank > 1 and p.schedule == "gpipe",
         "strategyParams.schedule is 'gpipe', and several stages of a rank take turns by '1f1b'",
         "leave schedule or stages_per_rank out",
     ),
-    Refusal(
-        "strategyParams",
+    (
         lambda p: p.stacked > 1 and p.count < p.stacked and (p.schedule == "1f1b" or p.stages_per_rank > 1),
         "strategyParams.micro_batches is {p.count}, and schedule '1f1b' keeps {p.stacked} ranks busy with at least "
         "{p.stacked}",
         "set it to more, or schedule to 'gpipe'",
     ),
-    Refusal(
-        "strategyParams",
+    (
         lambda p: p.stages_per_rank > 1 and p.count % (p.count // p.stacked),
         "strategyParams.micro_batches is {p.count}, and {p.stacked} ranks with several stages take turns",
         "set it to a multiple of {p.stacked}",
     ),
 )
+_REFUSALS = tuple(Refusal("strategyParams", *clash, "ST-MESH") for clash in _CLASHES)

@@ -22,15 +22,13 @@ from sparktorch.distributed.process_group import subgroup, sum_over_ranks
 from sparktorch.errors import Refusal
 from sparktorch.train.checkpoint.tensors import OPTIMIZER
 from sparktorch.train.huggingface.models import arguments
-from sparktorch.train.pipeline.checks import check_equal, check_parts, check_rows
-from sparktorch.train.pipeline.cut import Cut
-from sparktorch.train.pipeline.pipe import Pipe
-from sparktorch.train.pipeline.stage import Stage
-from sparktorch.train.pipeline.step import MicroLosses, arguments_of, check_step, stand_in
+from sparktorch.train.pipeline.checks import MicroLosses, arguments_of, check_equal, check_rows, check_step, stand_in
+from sparktorch.train.pipeline.cut import Cut, Stage
+from sparktorch.train.pipeline.pipe import Pipe, as_bytes
 from sparktorch.train.recipe.loss import Sums
 from sparktorch.train.sharding.arguments import Arguments
-from sparktorch.train.sharding.dtensor import part_of, unadvised
-from sparktorch.train.sharding.units import check_checkpointing, units
+from sparktorch.train.sharding.dtensor import part_of, unadvised, whole
+from sparktorch.train.sharding.units import check_checkpointing, check_parts, units
 from sparktorch.train.strategies.base import Job, Start, Step
 from sparktorch.train.strategies.mesh import MESH, Mesh, check_mesh, styles_of
 from sparktorch.train.tensor_parallel.comparison import Comparison, in_evaluation
@@ -47,6 +45,7 @@ class PipelineMesh(Mesh):
     _compares_calls = False
     _compared_step = False
     _pipe: Pipe
+    _cut: Cut
     _exchange: RowExchange
 
     @cached_property
@@ -55,11 +54,16 @@ class PipelineMesh(Mesh):
         lists = self._ranks.mesh.movedim(2, 1).reshape(-1, self._sizes.pipeline * self._sizes.tensor).tolist()
         return subgroup(self._world, lists)
 
+    @cached_property
+    def _stacked(self) -> dist.ProcessGroup:
+        """The ranks that have the layers one after another."""
+        return part_of(self._ranks, "pipeline").get_group()
+
     def prepare(self, module: nn.Module, start: Start) -> Pipe:
         """Leaves this rank the parameters of its stages, and divides these."""
         options, styles = self._options, self._styles(module)
         cut = Cut(module, options.stages, options.split, styles)
-        group = part_of(self._ranks, "pipeline").get_group()
+        group = self._stacked
         own = {number: cut.stage(number) for number in range(group.rank(), options.stages, group.size())}
         aliases = cut.aliases(own.values())
         comparisons = self._undivided(module, start, lambda *given: self._comparisons(module, cut, own, *given)) or {}
@@ -80,9 +84,9 @@ class PipelineMesh(Mesh):
         for part in {*module.modules(), *(below for stage in own.values() for below in stage.modules())}:
             for name, buffer in list(part.named_buffers(recurse=False)):
                 setattr(part, name, buffer.to(self._device))
-        self._whole = cut.outline
+        self._cut, self._whole = cut, cut.outline
         copies = self._sharing.size() < self._world.world_size
-        self._pipe = Pipe(module, own, cut, group, self._device, options.schedule, options.count, copies=copies)
+        self._pipe = Pipe(module, own, group, self._device, options.schedule, options.count, copies=copies)
         self._exchange = RowExchange(self._sharing, self._device)
         self._exchange.attach(self._pipe)
         return self._pipe
@@ -122,8 +126,8 @@ class PipelineMesh(Mesh):
         self._exchange.flags = (batch.weight is not None) + 2 * (batch.loss_weight is not None)
         sent = (own.values, list(batch.inputs), batch.label, weights)
         (values, inputs, label, weights), _ = self._exchange.before(module, sent, {})
-        stage = part_of(self._ranks, "pipeline").get_local_rank()
-        seed(torch.initial_seed() + stage, self._device)  # stages drop other activations; tensor ranks the same
+        # Stages drop other activations, and ranks that share a layer the same.
+        seed(torch.initial_seed() + self._stacked.rank(), self._device)
         given = replace(own, values=values)
         # A rank without rows has weights of zero for its placeholders, and others may have none.
         weight, loss_weight = (each if self._exchange.flags & bit else None for bit, each in enumerate(weights, 1))
@@ -144,34 +148,54 @@ class PipelineMesh(Mesh):
 
     def saves(self, name: str) -> bool:
         """Returns whether this rank saves an unsharded tensor; of a stage, a rank of that stage does."""
-        if name.startswith(OPTIMIZER) or name.partition(".")[2] in self._pipe.cut.stage_of:
+        if name.startswith(OPTIMIZER) or name.partition(".")[2] in self._cut.stage_of:
             others = (part_of(self._ranks, name) for name in ("data", "shard", "tensor"))
             return all(part.get_local_rank() == 0 for part in others)
         return super().saves(name)
 
     def _common_buffers(self, module: nn.Module) -> Iterable[torch.Tensor]:
         """Returns the buffers that all ranks have; those of a stage's layers, no forward pass changes."""
-        stage_of, named = self._pipe.cut.stage_of, self._pipe.module.named_buffers(remove_duplicate=False)
+        stage_of, named = self._cut.stage_of, self._pipe.module.named_buffers(remove_duplicate=False)
         return [buffer for name, buffer in named if name not in stage_of]
 
     def _tensors(self, module: nn.Module) -> dict[str, torch.Tensor]:
         """Returns the tensors of this rank's stages by name; the first rank has those that are in no stage, too."""
-        return self._pipe.tensors()
+        own = self._pipe.module.state_dict(keep_vars=True)
+        return {name: own[name] for name in self._cut.outline.state if self._rank_of(name) == self._stacked.rank()}
+
+    def _rank_of(self, name: str) -> int:
+        """Returns the rank in the group that has a parameter or buffer; the first for those of no stage."""
+        return self._cut.stage_of.get(name, 0) % self._stacked.size()
 
     def state_dict(
         self, module: nn.Module, *, copy: bool = False, leave_out: Collection[str] = ()
     ) -> dict[str, torch.Tensor]:
         """Gathers the whole model's state dict in rank 0; returns an empty dict in other ranks."""
+        group, main, found = self._stacked, self._world.is_main, dict[str, torch.Tensor]()
+        first = 0 in dist.get_process_group_ranks(group)
         with unadvised(), self.evaluating(module):
             self._let_go(module)
-            return self._pipe.whole_state(leave_out)
+            own = self._pipe.module.state_dict()
+            for name, meta in self._cut.outline.state.items():
+                source = self._rank_of(name)
+                tensor = whole(own[name].detach()) if source == group.rank() else None  # a collective of the stage's
+                if not first or name in leave_out:
+                    continue
+                if source and tensor is not None:  # to rank 0 alone: devices of the others may be nearly full
+                    dist.send(as_bytes(tensor.to(self._device).contiguous()), group=group, group_dst=0)
+                elif source and main:
+                    tensor = torch.empty(meta.shape, dtype=meta.dtype, device=self._device)
+                    dist.recv(as_bytes(tensor), group=group, group_src=source)
+                if main and tensor is not None:
+                    found[name] = tensor.to("cpu", copy=True)
+        return found
 
 
 def _check(job: Job) -> None:
     """Refuses what other meshes do, and modules and training steps that no pipeline trains as one process does."""
     options, module, batch = job.options, job.module, job.batch
     if module is not None:
-        check_parts(module)
+        check_parts(module, staged=True)
     check_mesh(job)
     if module is None or batch is None:
         return

@@ -2,10 +2,8 @@
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import fields
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -15,29 +13,19 @@ from sparktorch.base.state_dict import check_returned
 from sparktorch.base.world import World
 from sparktorch.errors import ConfigError, ModuleError, Refusal, refuse
 from sparktorch.train.recipe.recipe import Recipe
-from sparktorch.train.strategies import ddp, fsdp, independent, local_sgd, mesh, pipeline_mesh, zero1
+from sparktorch.train.strategies import ddp, fsdp, independent, local_sgd, mesh, pipeline_mesh
 from sparktorch.train.strategies.base import Job, Kind, Strategy
 from sparktorch.train.strategies.mesh_options import MeshOptions
 from sparktorch.train.strategies.parameter_server import strategy as parameter_server
 
 __all__ = [
-    "STRATEGIES",
-    "build_strategy",
-    "check_device",
-    "check_loop",
-    "check_module",
-    "check_strategy",
-    "check_workers",
-    "resumable",
-    "strategy_for",
-    "strategy_options",
-    "strategy_type",
-    "workers_for",
+    *("STRATEGIES", "build_strategy", "check_device", "check_loop", "check_module", "check_strategy"),
+    *("check_workers", "resumable", "strategy_for", "strategy_type", "workers_for"),
 ]
 
 STRATEGIES: dict[str, Kind] = {
     "ddp": ddp.KIND,
-    "zero1": zero1.KIND,
+    "zero1": ddp.ZERO1,
     "zero2": fsdp.ZERO2,
     "zero3": fsdp.ZERO3,
     "mesh": mesh.MESH,
@@ -63,31 +51,15 @@ def strategy_type(name: str) -> Kind:
     return STRATEGIES[name]
 
 
-def strategy_options(name: str, params: Mapping[str, Any]) -> Any:
-    """Returns the options of a strategy; refuses unknown ones and values out of range with a `ConfigError`."""
-    kind = strategy_type(name).options
-    unknown = params.keys() - _names(kind)
-    owners = [each for each, other in STRATEGIES.items() if unknown <= _names(other.options)] if unknown else []
-    if owners:
-        raise ConfigError(
-            f"strategyParams.{min(unknown)} is no option of strategy {name!r}",
-            hint=f"set strategy={' or '.join(map(repr, owners))}, which has it, or leave it out",
-            param="strategyParams",
-            code="ST-UNKNOWN-NAME",
-        )
-    return from_dict(kind, params, where="strategyParams")
-
-
 def strategy_for(name: str, params: Mapping[str, Any]) -> tuple[Kind, Any]:
-    """Returns what is known of a strategy with these options, and the options, checked as by `strategy_options`."""
-    kind, options = strategy_type(name), strategy_options(name, params)
+    """Returns what is known of a strategy with these options, and the options.
+
+    It refuses unknown ones and values out of range with a `ConfigError`.
+    """
+    kind = strategy_type(name)
+    options = from_dict(kind.options, params, where="strategyParams")
     staged = isinstance(options, MeshOptions) and (options.pipeline or 1) > 1
     return pipeline_mesh.KIND if staged else kind, options
-
-
-def _names(options: type[Any]) -> set[str]:
-    """Returns the names of options."""
-    return {each.name for each in fields(options)}
 
 
 def resumable() -> str:
@@ -117,7 +89,7 @@ def check_workers(config: TrainConfig, workers: int) -> None:
 def check_device(config: TrainConfig, device: str) -> None:
     """Refuses options of the strategy that do not suit the device of the workers with a `ConfigError`."""
     job = _job(config, device=device)
-    job.kind.check(job)
+    refuse(job.kind.on_device, job)
 
 
 def check_loop(config: TrainConfig) -> None:
@@ -142,18 +114,9 @@ _IN_OWN_LOOP = (
 
 
 def check_module(config: TrainConfig, recipe: Recipe, workers: int, module: nn.Module, batch: Batch) -> None:
-    """Refuses options of the strategy that do not suit the module.
+    """Refuses modules and options of the strategy that do not suit each other with a `ModuleError` or `ConfigError`.
 
-    Args:
-        config: Names the strategy.
-        recipe: What is trained.
-        workers: Number of workers.
-        module: The module.
-        batch: A few rows, with which the module can be called.
-
-    Raises:
-        ConfigError: They do not.
-        ModuleError: The module does not suit the strategy.
+    `batch` has a few rows, with which the module can be called.
     """
     lazy = next((name for name, parameter in module.named_parameters() if is_lazy(parameter)), None)
     if lazy is not None and workers > 1:
@@ -164,15 +127,6 @@ def check_module(config: TrainConfig, recipe: Recipe, workers: int, module: nn.M
             param="module",
             code="ST-LAZY",
         )
-    for name, value in module.state_dict().items():
-        if not isinstance(value, torch.Tensor):
-            raise ModuleError(
-                f"the module's state has {name!r}, which is no tensor but of type {type(value).__name__}, and cannot "
-                "be returned",
-                hint="keep it in a buffer, or leave get_extra_state out",
-                param="module",
-                code="ST-STATE-DICT",
-            )
     if config.model_folder:
         check_returned(module)
     job = _job(config, recipe, workers=workers, module=module, batch=batch)
@@ -197,5 +151,6 @@ def workers_for(config: TrainConfig, most: int, fewest: int) -> int | None:
 
 def build_strategy(config: TrainConfig, world: World, *, in_users_loop: bool = False) -> Strategy[Any]:
     """Returns the strategy that the configuration names, for this rank; see `Strategy`."""
+    check_device(config, world.device)
     kind, options = strategy_for(config.strategy, config.strategy_params)
     return kind.rank(config, world, options, in_users_loop=in_users_loop)

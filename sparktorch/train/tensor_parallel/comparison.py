@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from sparktorch.train.numerics.determinism import seed_all, untouched_generators
 from sparktorch.train.sharding.dtensor import TENSOR, local, undivided
 from sparktorch.train.tensor_parallel.row_exchange import RowExchange
 
-__all__ = ["Comparison", "check_gradients", "in_evaluation"]
+__all__ = ["Comparison", "as_before", "check_gradients", "emptied", "filled", "in_evaluation"]
 
 _MASKS = 1e4  # what is beyond may stand for minus infinity
 _TOLERANCE = 1e-2  # of the largest number: wrong plans make differences of its own size
@@ -32,8 +32,8 @@ _HINT = (
 class Comparison:
     """Outputs and gradients of a module on a few rows, before its layers are divided.
 
-    The module is in evaluation, as dropout would draw other numbers for a part. Parameters that are zero, as of a
-    head, would hide what is before them: they have other values until the comparison is made.
+    The module is in evaluation, as dropout would draw other numbers for a part. Parameters that are zero are `filled`
+    until the comparison is made.
     """
 
     def __init__(
@@ -44,13 +44,9 @@ class Comparison:
         `exchange` exchanges rows with them, if each rank has rows of its own, and not all the same.
         """
         self._args, self._kwargs, self._group, self._exchange = args, kwargs, group, exchange
-        floats = {name: p for name, p in module.named_parameters() if p.is_floating_point()}
-        self._tolerance = max([_TOLERANCE, *(8 * torch.finfo(p.dtype).eps for p in floats.values())])
-        self._zeros = [name for name, p in floats.items() if not p.any()]
-        with torch.no_grad(), untouched_generators(torch.device("cpu")):
-            torch.manual_seed(0)
-            for name in self._zeros:
-                floats[name].uniform_(-0.1, 0.1)
+        floats = {p.dtype for p in module.parameters() if p.is_floating_point()}
+        self._tolerance = max([_TOLERANCE, *(8 * torch.finfo(dtype).eps for dtype in floats)])
+        self._zeros = filled(module)
         self._norms: dict[str, float] = {}
         self._drawn = False
 
@@ -78,29 +74,24 @@ class Comparison:
         try:
             self._outputs = _passed(module, of_all_rows)
         except Exception:
-            self._reset(module)
+            emptied(module, self._zeros)
             raise
         finally:
             for hook in hooks:
                 hook.remove()
 
     def check(self, module: nn.Module, complete: Callable[[], None]) -> bool:
-        """Calls the module, whose layers are divided now, and which exchanges rows itself.
+        """Calls the module, whose layers are divided now, and which exchanges rows itself, on its arguments' device.
 
-        It says nothing of modules that draw numbers in evaluation, or return nothing there that has a gradient.
-
-        Args:
-            module: The module, on the device of its arguments.
-            complete: Completes the gradients of this rank.
+        `complete` completes the gradients of this rank. A `ModuleError` says that the module fails, returns something
+        else, or has other gradients.
 
         Returns:
-            Whether the module was compared; the same in all ranks.
-
-        Raises:
-            ModuleError: It fails, or returns something else, or its gradients are others.
+            Whether it was compared, the same in all ranks: not if it draws numbers in evaluation, or returns nothing
+            there that has a gradient.
         """
         if self._drawn or not self._norms:
-            self._reset(module)
+            emptied(module, self._zeros)
             return False
         with refusing(
             f"{type(module).__name__}, with its layers divided, fails",
@@ -119,7 +110,7 @@ class Comparison:
         dist.all_reduce(squares, group=self._group)  # of parts; others have no need of it
         total = dict(zip(sorted(norms), squares.sqrt().tolist(), strict=True))
         largest = max(filter(math.isfinite, self._norms.values()), default=0.0)
-        self._reset(module)
+        emptied(module, self._zeros)
         for name, parameter in module.named_parameters():
             found = float(norms.get(name, 0.0)) if undivided(parameter, TENSOR) else total.get(name, 0.0)
             wanted = self._norms.get(name, 0.0)
@@ -127,11 +118,6 @@ class Comparison:
             if math.isfinite(wanted) and not abs(found - wanted) <= self._tolerance * wanted + 1e-4 * largest:
                 raise _differs(module, f"has another gradient of {name!r} than the undivided one")
         return True
-
-    @torch.no_grad()
-    def _reset(self, module: nn.Module) -> None:
-        for name in self._zeros:
-            local(module.get_parameter(name)).zero_()
 
     def _close(self, one: torch.Tensor, other: torch.Tensor, of_all: torch.Tensor) -> bool:
         """Whether outputs of this rank's rows are equal, but for rounding beside those of all rows."""
@@ -177,26 +163,58 @@ def _differs(module: nn.Module, what: str) -> ModuleError:
     return ModuleError(what, hint=_HINT, param="strategyParams", code="ST-TENSOR-PARALLEL")
 
 
+@torch.no_grad()
+def filled(module: nn.Module) -> list[str]:
+    """Gives parameters that are zero, as of a head, other values, or they would hide what is before them.
+
+    Returns their names, for `emptied`.
+    """
+    zeros = {name: p for name, p in module.named_parameters() if p.is_floating_point() and not p.any()}
+    with untouched_generators(_device_of(module)):
+        seed_all(0)
+        for parameter in zeros.values():
+            parameter.uniform_(-0.1, 0.1)
+    return list(zeros)
+
+
+@torch.no_grad()
+def emptied(module: nn.Module, names: Iterable[str]) -> None:
+    """Makes parameters that `filled` has given values zero again; they may be divided meanwhile."""
+    for name in names:
+        local(module.get_parameter(name)).zero_()
+
+
+@contextmanager
+def as_before(module: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
+    """Context after which modes and buffers are as before; yields the buffers' values by name."""
+    modes = {part: part.training for part in module.modules()}
+    buffers = [(name, buffer, buffer.clone()) for name, buffer in module.named_buffers()]
+    try:
+        yield {name: value for name, _, value in buffers}
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
+        with torch.no_grad():
+            for _, buffer, value in buffers:
+                buffer.copy_(value)
+
+
 @contextmanager
 def in_evaluation(module: nn.Module) -> Iterator[None]:
     """Context of a call in evaluation, under one seed, after which modes, buffers and generators are as before."""
-    modes = {part: part.training for part in module.modules()}
-    buffers = {buffer: buffer.clone() for buffer in module.buffers()}
-    device = next((p.device for p in module.parameters()), torch.device("cpu"))
     cudnn: Any = torch.backends.cudnn  # whose recurrent layers have no gradients in evaluation
     enabled, cudnn.enabled = cudnn.enabled, False
-    module.eval()
     try:
-        with untouched_generators(device), torch.compiler.set_stance("force_eager"):
+        with as_before(module), untouched_generators(_device_of(module)), torch.compiler.set_stance("force_eager"):
+            module.eval()
             seed_all(0)
             yield
     finally:
         cudnn.enabled = enabled
-        for part, mode in modes.items():
-            part.training = mode
-        with torch.no_grad():
-            for buffer, before in buffers.items():
-                buffer.copy_(before)
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    return next((p.device for p in module.parameters()), torch.device("cpu"))
 
 
 def _passed(module: nn.Module, call: Callable[[], Any]) -> list[torch.Tensor]:

@@ -50,10 +50,8 @@ class RowExchange:
     def attach(self, module: nn.Module, own_rows: Iterable[nn.Module] = ()) -> None:
         """Lets a module, which returns a row for each row, compute on the rows of all ranks.
 
-        Args:
-            module: The module.
-            own_rows: Layers, each of which returns a rank's part of the columns of all rows. They return all columns of
-                the rank's own rows instead, and so must do what the module computes of them.
+        Layers of `own_rows`, each of which returns a rank's part of the columns of all rows, return all columns of the
+        rank's own rows instead, and so must do what the module computes of them.
         """
         hooks: Any = torch.compiler.disable
         for layer in own_rows:
@@ -63,11 +61,7 @@ class RowExchange:
         module.register_forward_hook(hooks(self.restore), always_call=True)
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Returns the arguments with the rows of all ranks.
-
-        Raises:
-            ModuleError: Ranks have other arguments, or such that cannot be exchanged; in all ranks.
-        """
+        """Returns the arguments with the rows of all ranks; all refuse such as some have not, or that have no rows."""
         given, self._own_only = Arguments.of(args, kwargs), False
         number = self._meet(given, type(module).__name__)
         sent = [tensor.to(self._device) for tensor in given.tensors]  # a step may pass on tensors of the host
@@ -82,9 +76,6 @@ class RowExchange:
         """Returns all columns of this rank's rows of a layer's output, of which each rank has some of all rows.
 
         No rank ever has all columns of all rows: (rows of this rank, ..., columns) are as many numbers as it had.
-
-        Raises:
-            ModuleError: The first axis is not that of the rows, or a rank has no rows.
         """
         counts = self._rows.counts
         if output.shape[:1] != (sum(counts),) or output.dim() < 2 or not all(counts):
@@ -98,11 +89,7 @@ class RowExchange:
         return found
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Returns this rank's rows of the output.
-
-        Raises:
-            ModuleError: The output has not a row for each row.
-        """
+        """Returns this rank's rows of the output, which has a row for each row."""
         found, spec = pytree.tree_flatten(output)
         total = sum(self._rows.counts)
         rows = (total, self._rows.counts[self._group.rank()]) if self._own_only else (total,)
@@ -243,10 +230,7 @@ class _Exchange(torch.autograd.Function):
 def check_parts_within(step: Callable[[nn.Module, Any], Any], module: nn.Module, batch: Any) -> None:
     """Refuses, in the dry run, a training step that computes parts of the module outside of its forward pass.
 
-    A step that fails anyway is left to the dry run, which says why.
-
-    Raises:
-        ModuleError: It does: these parts would get this rank's rows only.
+    These would get this rank's rows only. A step that fails anyway is left to the dry run, which says why.
     """
     within, outside = list[nn.Module](), list[str]()
 

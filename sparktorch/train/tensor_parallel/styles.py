@@ -8,7 +8,7 @@ between layers.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import pairwise
@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
-from sparktorch.errors import ConfigError, ModuleError, nearest
+from sparktorch.errors import ConfigError, nearest
 from sparktorch.train.sharding.dtensor import local, unviewed
 from sparktorch.train.tensor_parallel.divided_layers import POSITIONS, PROJECTION, shard_columns, shard_heads
 from sparktorch.train.tensor_parallel.sequence import LAYERS, linear_layers, norms_of, shard_sequence
@@ -42,24 +42,6 @@ _ELEMENTWISE = (
 _ACTIVATIONS = (F.relu, F.gelu, *_ELEMENTWISE)
 # Other names for the same.
 _OF_TRANSFORMERS = {"embedding_rowwise": "rowwise", "colwise_rep": _GATHERED, "replicated_with_grad_allreduce": SUMMED}
-# Parts that ranks cannot compute on all their rows together: which, what the message says, and what to do.
-_REFUSED: Sequence[tuple[Callable[[Any], object], str, str]] = (
-    (
-        lambda part: hasattr(part, "peft_config"),
-        "has adapters, and strategyParams.tensor divides none",
-        "divide parameters with strategyParams.shard, or train the model without adapters",
-    ),
-    (
-        lambda part: isinstance(part, nn.modules.batchnorm._BatchNorm),
-        "is batch normalisation, and ranks that share a layer compute on all their rows together",
-        "use nn.GroupNorm or nn.LayerNorm, or leave strategyParams.tensor out",
-    ),
-    (
-        lambda part: isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse,
-        "has sparse gradients, which ranks that share layers do not clip or measure",
-        "leave sparse=True out",
-    ),
-)
 _WITHOUT_PARTNER = ("embedding_rowwise", "colwise_rep", _GATHERED)
 
 
@@ -74,16 +56,10 @@ def shard_layers(
 ) -> None:
     """Divides layers of a module among the ranks of a mesh of one dimension, in place.
 
-    What "sum_gradients" and "colwise_own_rows" need besides is left to the caller: to sum gradients over these ranks,
-    and to exchange columns for rows.
-
-    Args:
-        module: The module, with the same parameters in every rank.
-        mesh: The ranks of this rank's group.
-        styles: The style of each layer, as from `check_plan`.
-        materialise: Gives a layer its values before it is divided.
-        sequence: Whether ranks have parts of the sequences between the layers.
-        recompute_allgather: Whether a layer that takes all of a sequence gathers it again backward.
+    All have the same parameters; `materialise` gives a layer its values first. With `sequence`, ranks have parts of the
+    sequences between layers, which those that take all gather again backward if `recompute_allgather`. What
+    "sum_gradients" and "colwise_own_rows" need besides is left to the caller: to sum gradients over these ranks, and to
+    exchange columns for rows.
     """
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
@@ -132,26 +108,15 @@ def _check_index(part: Any, inputs: Any) -> None:
 def check_plan(
     module: nn.Module, plan: Mapping[str, str], size: int, *, staged: bool = False, sequence: bool = False
 ) -> dict[str, str]:
-    """Returns the style of each layer that is divided, by its name.
+    """Returns the style of each layer that is divided among `size` ranks, by its name.
 
-    Args:
-        module: The module.
-        plan: As in `MeshOptions.plan`; if it is empty, the plan that a transformers model brings, or the layers that
-            are known to belong together: attention and feed-forward layers of `nn.TransformerEncoderLayer` and
-            `nn.TransformerDecoderLayer`, and pairs of `nn.Linear` in an `nn.Sequential` with nothing but activations
-            between them. Of these, those that cannot be divided by `size` stay whole.
-        size: Number of ranks that share a layer.
-        staged: Whether the module is one of a pipeline, whose last stage computes the loss of all rows.
-        sequence: Whether ranks have parts of the sequences between the layers; gradients of norms are summed then.
-
-    Raises:
-        ConfigError: A pattern matches no layer, or one that cannot be divided; or nothing is known of the module.
-        ModuleError: The module has batch normalisation, or embeddings with sparse gradients.
+    Without a plan, that is the one that a transformers model brings, or the layers that are known to belong together:
+    attention and feed-forward layers of `nn.TransformerEncoderLayer` and `nn.TransformerDecoderLayer`, and pairs of
+    `nn.Linear` in an `nn.Sequential` with nothing but activations between them. Of these, those that cannot be divided
+    stay whole. A `staged` module is one of a pipeline, whose last stage computes the loss of all rows; with `sequence`,
+    gradients of norms are summed. A `ConfigError` says that a pattern matches no layer, or one that cannot be divided,
+    or that nothing is known of the module.
     """
-    for name, part in module.named_modules():
-        for applies, says, hint in _REFUSED:
-            if applies(part):
-                raise ModuleError(f"{name or 'the module'} {says}", hint=hint, param=_PARAM, code="ST-TENSOR-PARALLEL")
     found = _matched(module, plan, size) if plan else _own_plan(module, size, staged=staged)
     if found is None:
         found, _ = _known(module, size)

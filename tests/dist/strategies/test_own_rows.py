@@ -91,62 +91,49 @@ class Largest(TorchDispatchMode):
         return output
 
 
-def used(world: World) -> dict[str, Any]:
-    """What a rank of two gets, of 2 and of 30 rows."""
+def used(world: World) -> None:
+    """Looks at what a rank of two gets, of 2 and of 30 rows."""
     config = job_for(sizes={"tensor": 2, "plan": {"head": OWN}}).config
     torch.manual_seed(0)
     plain = Scores()
     own = copy.deepcopy(plain)
     module = build_strategy(config, world).prepare(own, Start())
     rows = torch.randn(32, 5)
-    mine = rows[:2] if world.rank == 0 else rows[2:]
-    found: dict[str, Any] = {}
+    own_rows = slice(2, 32) if world.rank else slice(0, 2)
+    mine = rows[own_rows]
+    count = len(mine)
     with Largest() as largest:
         output = module(mine)
         output.square().sum().backward()
-    found["largest"] = largest.found
+    assert largest.found <= 4 * max(count * 64, 32 * 32)  # its own rows, or its columns of all rows
     expected = plain(rows)
     expected.square().sum().backward()
-    found["output"] = torch.allclose(output, expected[:2] if world.rank == 0 else expected[2:], atol=1e-6)
+    assert torch.allclose(output, expected[own_rows], atol=1e-6)
     gradients = {name: whole(p.grad) for name, p in own.named_parameters() if p.grad is not None}
-    found["gradients"] = all(
-        torch.allclose(gradients[f"head.{n}"], p.grad, atol=1e-5) for n, p in plain.head.named_parameters()
-    )
+    assert all(torch.allclose(gradients[f"head.{n}"], p.grad, atol=1e-5) for n, p in plain.head.named_parameters())
     output = module(mine, kind="aside")
-    found["aside"] = torch.allclose(output, plain(mine, kind="aside"))
+    assert torch.allclose(output, plain(mine, kind="aside"))
     output.sum().backward()
-    found["aside gradient"] = float(whole(own.other.bias.grad))
+    assert float(whole(own.other.bias.grad)) == 32
     outputs = module(mine, kind="both")
     outputs["scores"].sum().backward()
-    found["shapes"] = [tuple(outputs[name].shape) for name in ("scores", "all")]
+    assert [tuple(outputs[name].shape) for name in ("scores", "all")] == [(count, 64), (count, 1)]
     with pytest.raises(ModuleError, match="for 32 rows"):  # that pass has no rows of this rank only
         module(mine, kind="few")
-    for name, arguments, given in (
-        ("turned", {"kind": "turned"}, mine),
-        ("empty", {}, mine[: 2 * world.rank]),
+    for says, arguments, given in (
+        (r"layer returns a value of type Tensor of shape \(1, 32, 32\) for 2 \+ 30 rows", {"kind": "turned"}, mine),
+        (r"for 0 \+ 2 rows, and ranks that share layers each take their own rows", {}, mine[: 2 * world.rank]),
     ):
         module = build_strategy(config, world).prepare(copy.deepcopy(plain), Start())
-        with pytest.raises(ModuleError) as error:
+        with pytest.raises(ModuleError, match=says):
             module(given, **arguments)
-        found[name] = str(error.value)
     repeated = build_strategy(config, world).prepare(Repeated(), Start())(mine)
     repeated.sum().backward()
-    found["repeated"] = tuple(repeated.shape)
-    return found
+    assert tuple(repeated.shape) == (count, 8)
 
 
 def test_a_rank_gets_all_columns_of_its_own_rows_and_never_has_those_of_all_rows() -> None:
-    for rank, found in enumerate(in_group(2, used)):
-        count = 30 if rank else 2
-        assert found["output"]
-        assert found["gradients"]
-        assert found["largest"] <= 4 * max(count * 64, 32 * 32)  # its own rows, or its columns of all rows
-        assert found["shapes"] == [(count, 64), (count, 1)]
-        assert "layer returns a value of type Tensor of shape (1, 32, 32) for 2 + 30 rows" in found["turned"]
-        assert "for 0 + 2 rows, and ranks that share layers each take their own rows" in found["empty"]
-        assert found["aside"]
-        assert found["aside gradient"] == 32
-        assert found["repeated"] == (count, 8)
+    in_group(2, used)
 
 
 def test_the_plan_counts_own_rows_of_the_scores() -> None:

@@ -18,9 +18,9 @@ from torch.optim import lr_scheduler
 from sparktorch.base.config import TrainConfig
 from sparktorch.data.columns import LABEL, VALIDATION
 from sparktorch.errors import RankError, RankLostError
-from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.worker import TrainJob
 from tests.support import ranks as ranks_module
+from tests.support import strategies
 from tests.support.frames import Table
 from tests.support.nets import (
     DiesAt,
@@ -35,8 +35,9 @@ from tests.support.nets import (
     mean_output_error,
     output_times_label,
 )
-from tests.support.ranks import cause_of_death, control_server, run_ranks, train_job, train_on
+from tests.support.ranks import cause_of_death, control_server, run_ranks, train_on
 from tests.support.reference import global_batches
+from tests.support.strategies import SGD
 
 ROWS, BATCH, EPOCHS, SEED = 403, 64, 3, 11
 pytestmark = pytest.mark.landing
@@ -49,19 +50,10 @@ MODES = [{"staleness": 1}, {"staleness": 4, "servers": None}, {}]
 def job_for(
     table: Table = TABLE, *, options: dict[str, Any] | None = None, recipe: dict[str, Any] | None = None, **config: Any
 ) -> TrainJob:
-    values: dict[str, Any] = {"batch_size": BATCH, "epochs": EPOCHS, "seed": SEED, **config}
-    made: dict[str, Any] = {"module": Score, "optimizer": "SGD", "learning_rate": 0.05, **(recipe or {})}
-    classes = table.columns.classes
-    return train_job(
-        table,
-        Recipe(**made),
-        TrainConfig(
-            task="classification" if classes else "regression",
-            strategy="parameterServer",
-            strategy_params={"staleness": 0} if options is None else options,
-            **values,
-        ),
-    )
+    made: dict[str, Any] = {"module": Score, **SGD, **(recipe or {})}
+    params = {"staleness": 0} if options is None else options
+    values = {"batch_size": BATCH, "epochs": EPOCHS, "seed": SEED, "accumulation_steps": 1, **config}
+    return strategies.job_for(recipe=made, table=table, strategy="parameterServer", strategy_params=params, **values)
 
 
 def parts(ranks: int, table: Table = TABLE) -> list[Any]:

@@ -40,10 +40,9 @@ def calls_of(rows: int) -> dict[str, dict[str, Any]]:
     }
 
 
-def attention(world: World) -> dict[str, Any]:
-    """What divided attention computes, beside the whole one."""
+def attention(world: World) -> None:
+    """Compares divided attention with the whole one."""
     mesh = of_two_ranks()
-    found: dict[str, Any] = {}
     kinds: list[dict[str, Any]] = [{"batch_first": True}, {"bias": False}, {"kdim": 7, "vdim": 9, "batch_first": True}]
     for number, kind in enumerate(kinds):
         torch.manual_seed(number)
@@ -51,8 +50,8 @@ def attention(world: World) -> dict[str, Any]:
         nn.init.normal_(plain["it"].in_proj_bias) if kind.get("bias", True) else None
         divided = copy.deepcopy(plain)
         shard_layers(divided, mesh, check_plan(divided, {"it": "heads"}, 2), lambda part: None)
-        shapes = {name: value.shape for name, value in plain.state_dict().items()}
-        found[f"{kind} shapes"] = shapes == {name: value.shape for name, value in divided.state_dict().items()}
+        whole_shapes, shapes = ({n: v.shape for n, v in each.state_dict().items()} for each in (plain, divided))
+        assert shapes == whole_shapes
         for name, arguments in calls_of(ROWS).items():
             alike = "kdim" not in kind
             sizes = [WIDTH, kind.get("kdim", WIDTH), kind.get("vdim", WIDTH)]
@@ -67,25 +66,19 @@ def attention(world: World) -> dict[str, Any]:
                 (output.square().sum() + (0 if weights is None else weights.square().sum())).backward()
                 gradients = {n: whole(p.grad) for n, p in module.named_parameters() if p.grad is not None}
                 results.append((output, weights, [each.grad for each in own], gradients))
-            try:
-                torch.testing.assert_close(results[1], results[0], atol=1e-5, rtol=1e-5)
-                found[f"{kind} {name}"] = True
-            except AssertionError as error:
-                found[f"{kind} {name}"] = str(error)
+            case = f"{sizes}, {name}: {{}}"
+            torch.testing.assert_close(results[1], results[0], atol=1e-5, rtol=1e-5, msg=case.format)
     large = nn.ModuleDict({"it": nn.MultiheadAttention(WIDTH, HEADS, dtype=torch.float16, batch_first=True)})
     nn.init.constant_(large["it"].in_proj_weight, 160 / WIDTH)  # products of queries and keys would be 76800
     x = torch.ones(1, 2, WIDTH, dtype=torch.float16)
     expected = large["it"](x, x, x)
     shard_layers(large, mesh, check_plan(large, {"it": "heads"}, 2), lambda part: None)
     output = large["it"](x, x, x)
-    found["large"] = all(torch.allclose(a, b, rtol=1e-2) for a, b in zip(output, expected, strict=True))
-    return found
+    torch.testing.assert_close(output, expected, rtol=1e-2, atol=1e-8)
 
 
 def test_divided_attention_computes_what_the_whole_one_does_of_all_arguments() -> None:
-    for found in in_group(2, attention):
-        assert len(found) == 3 * 10 + 1
-        assert not {name: value for name, value in found.items() if value is not True}
+    in_group(2, attention)
 
 
 def numbers(world: World, compiled: bool = False) -> dict[str, Any]:
@@ -116,8 +109,8 @@ def test_each_head_drops_other_weights_and_afterwards_all_ranks_draw_the_same(
     assert first["after"] == second["after"]
 
 
-def placed(world: World) -> dict[str, Any]:
-    """Where a rank's parts of packed weights are, in four ranks; and what gathers of torch's say of them."""
+def placed(world: World) -> list[int]:
+    """Returns which rows of packed weights one of four ranks has; and looks at what gathers of torch's say of them."""
     config = job_for(sizes={"shard": 2, "tensor": 2}).config
     strategy = Mesh(config, world, MeshOptions(shard=2, tensor=2, min_parameters=10**6))
     torch.manual_seed(0)
@@ -127,12 +120,10 @@ def placed(world: World) -> dict[str, Any]:
     name = "0.self_attn.in_proj_weight"
     parameter = dict(plain.named_parameters())[name]
     parts = local_parts(parameter.detach())
-    equal = [
-        torch.equal(part, state[name][offset[0] : offset[0] + len(part), offset[1] : offset[1] + part.shape[1]])
-        for part, offset in parts
-    ]
+    for part, (row, column) in parts:
+        assert torch.equal(part, state[name][row : row + len(part), column : column + part.shape[1]])
     bias: Any = plain.get_submodule("0.self_attn").in_proj_bias
-    with pytest.raises(ModuleError) as error:
+    with pytest.raises(ModuleError, match=r"context\.state_dict"):
         bias.full_tensor()
     weights: Any = parameter.detach()
     computed: list[Any] = [weights.clone(), weights.double(), weights.T, weights, bias]  # torch caches gathers
@@ -141,23 +132,14 @@ def placed(world: World) -> dict[str, Any]:
             value.full_tensor()
     with pytest.raises((ModuleError, AssertionError)):
         _ = weights @ weights.T  # it gathers both
-    return {
-        "equal": equal,
-        "rows": [(offset[0], offset[0] + len(part)) for part, offset in parts],
-        "whole": all(torch.equal(whole(p.detach() * 1), state[n]) for n, p in plain.named_parameters()),
-        "norm": float(weights.norm().full_tensor() - state[name].norm()),
-        "elements": sum(part.numel() for part, _ in parts) == local(parameter).numel(),
-        "error": str(error.value),
-    }
+    assert all(torch.equal(whole(p.detach() * 1), state[n]) for n, p in plain.named_parameters())
+    assert abs(float(weights.norm().full_tensor() - state[name].norm())) < 1e-4
+    assert sum(part.numel() for part, _ in parts) == local(parameter).numel()
+    return [row for part, (first, _) in parts for row in range(first, first + len(part))]
 
 
 def test_packed_weights_are_found_in_all_places_and_put_together_in_their_order() -> None:
-    found = in_group(4, placed)
-    assert all(all(each["equal"]) and each["whole"] and each["elements"] for each in found)
-    assert all(abs(each["norm"]) < 1e-4 for each in found)
-    rows = sorted(row for each in found for first, end in each["rows"] for row in range(first, end))
-    assert rows == list(range(24))
-    assert all("context.state_dict" in each["error"] for each in found)
+    assert sorted(row for rows in in_group(4, placed) for row in rows) == list(range(24))
 
 
 def compiled(world: World) -> list[bool]:

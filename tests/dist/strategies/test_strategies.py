@@ -157,10 +157,20 @@ def test_statistics_of_batch_normalisation_are_those_of_real_rows(ranks: int) ->
     torch.testing.assert_close(state["0.running_var"], norm.running_var, atol=0.03, rtol=0)
 
 
-def test_a_rank_without_a_gpu_has_nothing_to_offload() -> None:
-    job = job_for(strategy="zero3", strategy_params={"cpu_offload": True})
+@pytest.mark.parametrize(
+    ("strategy", "params", "says"),
+    [
+        ("zero3", {"cpu_offload": True}, "cpu_offload is set, and not every worker has a GPU to offload"),
+        ("ddp", {"comm_hook": "powerSGD", "bucket_cap_mb": 1}, "on CPUs, 'powerSGD' sends all gradients in one bucket"),
+    ],
+)
+def test_what_needs_a_gpu_is_refused_before_the_job_and_in_ranks(
+    strategy: str, params: dict[str, Any], says: str
+) -> None:
+    job = job_for(strategy=strategy, strategy_params=params)
+    check_device(job.config, "cuda")
     for refused in (partial(trained, job, 2, device="cpu"), partial(check_device, job.config, "cpu")):
-        with pytest.raises(ConfigError, match="cpu_offload is set, and not every worker has a GPU to offload"):
+        with pytest.raises(ConfigError, match=says):
             refused()
 
 
@@ -175,7 +185,7 @@ def test_compressed_gradients_train_nearly_the_same(hook: str, expected: tuple[d
 
 
 def test_power_sgd_sends_models_of_several_buckets_as_one_on_cpus() -> None:
-    params = {"comm_hook": "powerSGD", "powersgd_start_step": 2, "bucket_cap_mb": 1}
+    params = {"comm_hook": "powerSGD", "powersgd_start_step": 2}
     wide = {"module": Score, "module_params": {"hidden": 200_000}}  # 5 MB
     _, metas = trained(job_for(recipe=wide, strategy_params=params), 2, device="cpu")
     assert math.isfinite(metas[0]["history"][-1]["loss"])

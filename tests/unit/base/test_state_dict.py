@@ -59,7 +59,16 @@ def test_tied_and_renamed_entries_are_given_back() -> None:
     check_returned(tied)
 
 
+class Versioned(nn.Linear):
+    def get_extra_state(self) -> Any:
+        return {"version": 1}
+
+
 def test_what_safetensors_lacks_is_refused_before_the_job() -> None:
+    with pytest.raises(ModuleError, match="holds a dict under '_extra_state'"):
+        dry_run(
+            Recipe(module=Versioned(3, 1), optimizer="SGD"), "regression", 0, {"x": torch.ones(2, 3)}, torch.ones(2, 1)
+        )
     made = nn.Linear(3, 1)
     made.register_buffer("phases", torch.ones(3, dtype=torch.complex128))
     with pytest.raises(ModuleError, match=r"holds a tensor of torch.complex128, torch.strided under 'phases'"):

@@ -8,10 +8,9 @@ Effective Distributed ML via a Stale Synchronous Parallel Parameter Server (the 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -31,10 +30,17 @@ from sparktorch.train.strategies.base import (
     Kind,
     Start,
     Strategy,
+    broadcast,
     needs_optimizer_class,
 )
-from sparktorch.train.strategies.parameter_server.connections import Connection, connect
-from sparktorch.train.strategies.parameter_server.server import Message, ParameterShare, assign, read_numbers
+from sparktorch.train.strategies.parameter_server.server import (
+    Connection,
+    Message,
+    ParameterShare,
+    assign,
+    connect,
+    read_numbers,
+)
 
 __all__ = ["KIND"]
 
@@ -73,7 +79,7 @@ class ParameterServer(Strategy[ParameterServerOptions]):
     def prepare(self, module: nn.Module, start: Start) -> nn.Module:
         """Broadcasts rank 0's initial parameters and buffers; returns the module unwrapped."""
         module.to(self._device)
-        self._broadcast([*module.parameters(), *module.buffers()])
+        broadcast([*module.parameters(), *module.buffers()], self._world)
         return module
 
     def gradients(self, module: nn.Module) -> GradientSync:
@@ -91,10 +97,10 @@ class ParameterServer(Strategy[ParameterServerOptions]):
         count = min(self._options.servers or ranks, ranks, len(parameters))
         server = assign([parameter.nbytes for parameter in parameters], count)
         # Neighbouring ranks tend to share a host: spread the servers evenly over the ranks.
-        shares = [
-            (i * ranks // count, [p for p, s in zip(parameters, server, strict=True) if s == i]) for i in range(count)
-        ]
-        own = dict(shares).get(self._world.rank)
+        shares = {
+            i * ranks // count: [p for p, s in zip(parameters, server, strict=True) if s == i] for i in range(count)
+        }
+        own = shares.get(self._world.rank)
         share = None if own is None else self._share(recipe, module, groups, own)
         self._exchange = _Exchange(self._world, shares, share, numbers=len(read_numbers(groups)))
         attach(self._exchange)
@@ -148,23 +154,17 @@ class _Exchange:
     """One rank's connections to all servers, and the threads of the server that it hosts, if any."""
 
     def __init__(
-        self,
-        world: World,
-        shares: Sequence[tuple[int, list[nn.Parameter]]],
-        share: ParameterShare | None,
-        *,
-        numbers: int,
+        self, world: World, parameters: dict[int, list[nn.Parameter]], share: ParameterShare | None, *, numbers: int
     ) -> None:
-        """Takes each server's rank with this rank's copies of its parameters, and the share that this rank serves."""
-        self._world, self.share = world, share
-        self._parameters = dict(shares)
+        """Takes this rank's copies of each server's parameters, by the server's rank, and the share that it serves."""
+        self._world, self._parameters, self.share = world, parameters, share
         pinned = not is_host(world.device)
-        self._frames = {server: Message(own, numbers, pinned=pinned) for server, own in shares}
-        self._ups, self._downs = connect(world, list(self._parameters))
+        self._frames = {server: Message(own, numbers, pinned=pinned) for server, own in parameters.items()}
+        self._ups, self._downs = connect(world, list(parameters))
         self._threads = [
             threading.Thread(
                 target=self._serve,
-                args=(peer, line, Message(self._parameters[world.rank], numbers)),
+                args=(peer, line, Message(parameters[world.rank], numbers)),
                 name=f"sparktorch-server-of-{peer}",
                 daemon=True,
             )
@@ -176,9 +176,7 @@ class _Exchange:
             thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         found = error
         try:
             for server, line in self._ups.items() if error is None else ():
