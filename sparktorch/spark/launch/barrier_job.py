@@ -19,7 +19,7 @@ from sparktorch.distributed.monitor import Monitor, Observer, Timeouts
 from sparktorch.distributed.root_cause import RootCause
 from sparktorch.distributed.server import ControlServer
 from sparktorch.distributed.store import Rendezvous, allow_connections
-from sparktorch.errors import ClusterError, ConfigError, ModuleError
+from sparktorch.errors import ClusterError, ConfigError, ModuleError, RankLostError
 from sparktorch.spark.compat import Collect, on_barrier
 from sparktorch.spark.launch.rank_task import RESULT_SCHEMA, Body, RankTask, assemble
 from sparktorch.spark.launch.spark_job import Job, new_tag
@@ -88,6 +88,9 @@ def run_ranks(
             job.cancel()
             raise
         failed = causes.of_ended(job.error or unstarted(job.rows))
+        # An executor that is to go ends with its last task, and Spark may hear of that before it has noted the task's end.
+        if isinstance(failed, RankLostError) and server is not None and server.has_paused(launch.world_size):
+            return [({"paused": True}, b"")] * launch.world_size
         if failed is not None:
             raise failed from (None if server else job.error)
     return assemble(job.rows, launch.world_size)
