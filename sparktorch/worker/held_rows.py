@@ -17,6 +17,7 @@ import torch
 
 from sparktorch.base.config import CheckpointConfig, StorageConfig, TrainConfig
 from sparktorch.base.devices import is_host, select
+from sparktorch.base.host_memory import forget_peaks, peaks
 from sparktorch.base.imports import uncollected
 from sparktorch.base.state_dict import packed_weights
 from sparktorch.base.world import World
@@ -27,7 +28,6 @@ from sparktorch.data.dataset.reader import read_shard
 from sparktorch.data.sampling.plan import SamplingPlan
 from sparktorch.data.storage import RowStorage, local_directory
 from sparktorch.distributed.client import Client
-from sparktorch.distributed.os_memory import forget_peaks, peaks
 from sparktorch.distributed.process_group import process_group
 from sparktorch.errors import counted
 from sparktorch.train.checkpoint.checkpointer import Checkpointer, unfinished

@@ -15,9 +15,9 @@ import torch
 
 from sparktorch.base.config import TrainConfig
 from sparktorch.base.devices import is_host, let_go, select
+from sparktorch.base.host_memory import forget_peaks
 from sparktorch.base.world import World
 from sparktorch.distributed.client import Client, Order
-from sparktorch.distributed.os_memory import forget_peaks
 from sparktorch.distributed.process_group import clear_frames
 from sparktorch.train.numerics.torch_errors import explained
 from sparktorch.train.recipe.dry_run import DryRunResult

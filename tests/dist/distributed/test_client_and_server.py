@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from contextlib import suppress
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -41,8 +40,8 @@ class Answered(SealedStore):
 def clients(server: ControlServer) -> list[Client]:
     meeting = server.rendezvous
 
-    def opened(*, timeout: timedelta = timedelta(seconds=60)) -> dist.Store:
-        store = dist.TCPStore(meeting.host, meeting.port, is_master=False, wait_for_workers=False, timeout=timeout)
+    def opened() -> SealedStore:
+        store = dist.TCPStore(meeting.host, meeting.port, is_master=False, wait_for_workers=False)
         return Answered(meeting.prefix, store)
 
     return [Client(opened, World(rank=rank, world_size=3, host=f"host-{rank}")) for rank in range(3)]

@@ -82,10 +82,12 @@ def test_a_job_without_errors_has_no_failure(server: ControlServer) -> None:
 def test_an_executor_that_goes_as_soon_as_its_rank_has_paused_is_no_lost_worker(
     asked: bool, server: ControlServer, clients: list[Client], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = "barrier task ResultTask(3, 1) finished unsuccessfully.\nExecutorLostFailure (executor 1 exited unrelated to "
-    error = RuntimeError(said + "the running tasks) Reason: Executor decommission.")
+    said = (
+        "barrier task ResultTask(3, 1) finished unsuccessfully.\nExecutorLostFailure (executor 1 exited unrelated to "
+    )
+    error = RuntimeError(said + "to the running tasks) Reason: Executor decommission.")
     job = SimpleNamespace(rows=[], error=error, start=lambda: None, wait=lambda _: True, is_starved=lambda: False)
-    for name, value in (("control_server", server), ("plan", None), ("Job", job)):
+    for name, value in (("control_server", server), ("_plan", None), ("Job", job)):
         monkeypatch.setattr(barrier_job, name, lambda *_, value=value: value)
     monkeypatch.setattr(server, "close", lambda: None)  # the fixture closes it
     if asked:
