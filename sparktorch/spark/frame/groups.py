@@ -11,11 +11,11 @@ from pyspark.sql import types as T
 from sparktorch.data.columns import GROUP, ORDER, Groups, TensorSpec
 from sparktorch.errors import ColumnError
 from sparktorch.spark.column_names import ColumnNames
+from sparktorch.spark.frame.kinds import INTEGRAL
 
 __all__ = ["check_group", "placed"]
 
 _NESTED = (T.ArrayType, T.MapType, T.StructType)
-_WHOLE = (T.ByteType, T.ShortType, T.IntegerType, T.LongType)
 
 
 def placed(names: ColumnNames, groups: Groups | None, inputs: Sequence[TensorSpec]) -> list[Column]:
@@ -69,7 +69,7 @@ def _place(names: ColumnNames, name: str) -> Column:
     if isinstance(kind, T.TimestampNTZType):  # in a time zone, a clock that is set back would repeat an hour
         minutes = F.unix_date(column.cast("date")).cast("long") * 1440 + F.hour(column) * 60 + F.minute(column)
         return minutes * 60_000_000 + (F.extract(F.lit("SECOND"), column) * 1_000_000).cast("long")
-    if isinstance(kind, _WHOLE):
+    if isinstance(kind, INTEGRAL):
         return column.cast("long")
     raise ColumnError(
         f"column {name!r} is {kind.simpleString()}, and rows are ordered by whole numbers, dates or timestamps",

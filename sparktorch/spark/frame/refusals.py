@@ -60,12 +60,7 @@ def no_tensor(kind: T.DataType, name: str) -> ColumnError:
         hint = f"it is a vector of spark.mllib: MLUtils.convertVectorColumnsToML(df, {name!r}) makes one of spark.ml"
     else:
         hint = next((text.format(sql, "", name) for sort, text in _INSTEAD if isinstance(kind, sort)), hint)
-    return ColumnError(
-        f"column {name!r} is {kind.simpleString()}, which cannot become a tensor",
-        hint=hint,
-        column=name,
-        code="ST-COLUMN-TYPE",
-    )
+    return _unsuitable(kind, name, "is {0}, which cannot become a tensor", hint)
 
 
 def as_numbers(kind: T.DataType, sql: str, dtype: str = "double") -> str:
@@ -88,36 +83,28 @@ def no_label(kind: T.DataType, name: str, *, classes: bool) -> ColumnError:
             )
         elif isinstance(kind, T.ArrayType | T.UserDefinedType):
             hint += "; TorchEstimator trains on several labels in a row"
-        return ColumnError(
-            f"column {name!r} must be a number, but is {kind.simpleString()}",
-            hint=hint,
-            column=name,
-            code="ST-COLUMN-TYPE",
-        )
+        return _unsuitable(kind, name, "must be a number, but is {0}", hint)
     hint = as_numbers(kind, _sql(name))
-    return ColumnError(
-        f"column {name!r} must be a number or an array of numbers, but is {kind.simpleString()}",
-        hint=f"{hint}, or as bigint for classes" if hint else "make a number of it before fit",
-        column=name,
-        code="ST-COLUMN-TYPE",
-    )
+    hint = f"{hint}, or as bigint for classes" if hint else "make a number of it before fit"
+    return _unsuitable(kind, name, "must be a number or an array of numbers, but is {0}", hint)
 
 
 def no_number(kind: T.DataType, name: str, hint: str = "") -> ColumnError:
     """Returns the error for a column that must be a number."""
     hint = hint or ("" if isinstance(kind, T.ArrayType) else as_numbers(kind, _sql(name)))
-    return ColumnError(
-        f"column {name!r} must be a number, but is {kind.simpleString()}", hint=hint, column=name, code="ST-COLUMN-TYPE"
-    )
+    return _unsuitable(kind, name, "must be a number, but is {0}", hint)
 
 
 def no_boolean(kind: T.DataType, name: str) -> ColumnError:
     """Returns the error for a column that must be boolean."""
     castable: tuple[Any, ...] = (T.NumericType, T.StringType)
     hint = f"cast it: cast({_sql(name)} as boolean)" if isinstance(kind, castable) else "true marks validation rows"
-    return ColumnError(
-        f"column {name!r} must be boolean, but is {kind.simpleString()}", hint=hint, column=name, code="ST-COLUMN-TYPE"
-    )
+    return _unsuitable(kind, name, "must be boolean, but is {0}", hint)
+
+
+def _unsuitable(kind: T.DataType, name: str, says: str, hint: str) -> ColumnError:
+    what = f"column {name!r} {says.format(kind.simpleString())}"
+    return ColumnError(what, hint=hint, column=name, code="ST-COLUMN-TYPE")
 
 
 def _sql(name: str) -> str:
