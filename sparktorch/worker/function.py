@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -57,11 +57,7 @@ def run_function(
     batches: Iterable[pa.RecordBatch], *, world: World, job: RankJob, client: Client, function: Callable[..., Any]
 ) -> RankResult:
     """Runs a user's function in one rank, without rows; takes and raises what `run_on_partition` does."""
-    with leaving_none_of(world.device), _ready(batches, world):
-        checkpointer = find_checkpoint(job, {}, world, client)
-        with checkpointer or nullcontext(), _group(world, job, client):
-            context = RunContext(world, client, job.config, rows=None, checkpointer=checkpointer)
-            return _result(function, (context,), job, context, client)
+    return _without_rows(function, (), batches, world, job, client)
 
 
 def run_on_elements(
@@ -71,10 +67,25 @@ def run_on_elements(
 
     It is called with an iterator over the elements and its context.
     """
-    own = client.moving(elements)
-    with leaving_none_of(world.device), _ready((), world), _group(world, job, client):
-        context = RunContext(world, client, job.config, rows=None, checkpointer=None)
-        return _result(function, (own, context), job, context, client)
+    return _without_rows(function, (client.moving(elements),), (), world, job, client)
+
+
+def _without_rows(
+    function: Callable[..., Any],
+    first: tuple[Any, ...],
+    batches: Iterable[pa.RecordBatch],
+    world: World,
+    job: RankJob,
+    client: Client,
+) -> RankResult:
+    """Calls a function with `first` and its context."""
+    with leaving_none_of(world.device), _ready(batches, world):
+        checkpointer, limit = find_checkpoint(job, {}, world, client), timedelta(seconds=job.collective_seconds)
+        # Loops by hand use the process group of a single rank, too.
+        group = process_group(world, client.store, timeout=limit, lone=True, report=client.fail)
+        with checkpointer or nullcontext(), group:
+            context = RunContext(world, client, job.config, rows=None, checkpointer=checkpointer)
+            return _result(function, (*first, context), job, context, client)
 
 
 def run_script_in_rank(
@@ -128,12 +139,6 @@ def _result(
             f"what the function returned, a {type(found).__name__}, cannot be pickled: {error}",
         ) from error
     return RankResult({"rows": 0}, payload)
-
-
-def _group(world: World, job: RankJob, client: Client) -> AbstractContextManager[None]:
-    """Context with the process group, of a single rank, too: loops by hand use it."""
-    limit = timedelta(seconds=job.collective_seconds)
-    return process_group(world, client.store, timeout=limit, lone=True, report=client.fail)
 
 
 def _pickled(value: Any) -> bytes:

@@ -201,9 +201,9 @@ def _plan(data: DataFrame | RDD[Any], body: Body, launch: Launch, rendezvous: Re
         sent = vars(send(session_of(data), body))
     except ShippingError as error:
         raise unshippable(error) from error.__cause__
-    streamed = not isinstance(data, RDD)
-    console, patience, hosted = launch.log_level, launch.patience.driver, rendezvous is not None
-    task = pickle.dumps(RankTask(launch.device, rendezvous, console, patience=patience, streamed=streamed))
+    values: dict[str, Any] = {"log_level": launch.log_level, "patience": launch.patience.driver}
+    streamed, hosted = not isinstance(data, RDD), rendezvous is not None
+    task = pickle.dumps(RankTask(device=launch.device, rendezvous=rendezvous, streamed=streamed, **values))
 
     def none_starts() -> bool:
         """Whether no task of the job can start: one that can waits at the store, and never comes here."""
