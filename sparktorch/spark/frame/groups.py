@@ -12,6 +12,7 @@ from sparktorch.data.columns import GROUP, ORDER, Groups, TensorSpec
 from sparktorch.errors import ColumnError
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.frame.kinds import INTEGRAL
+from sparktorch.spark.frame.refusals import unsuitable
 
 __all__ = ["check_group", "placed"]
 
@@ -40,12 +41,8 @@ def check_group(names: ColumnNames, name: str) -> None:
     """Refuses a nested column, whose hash leaves out nulls: it would take several groups for one."""
     kind = names.type_of(name)
     if isinstance(kind, _NESTED):
-        raise ColumnError(
-            f"column {name!r} is {kind.simpleString()}, and groups are told apart by a value",
-            hint=f"make a string of it, as to_json({names.sql(name)}) does",
-            column=name,
-            code="ST-COLUMN-TYPE",
-        )
+        hint = f"make a string of it, as to_json({names.sql(name)}) does"
+        raise unsuitable(kind, name, "and groups are told apart by a value", hint)
 
 
 def _refuse_uneven(specs: Sequence[TensorSpec]) -> None:
@@ -71,9 +68,5 @@ def _place(names: ColumnNames, name: str) -> Column:
         return minutes * 60_000_000 + (F.extract(F.lit("SECOND"), column) * 1_000_000).cast("long")
     if isinstance(kind, INTEGRAL):
         return column.cast("long")
-    raise ColumnError(
-        f"column {name!r} is {kind.simpleString()}, and rows are ordered by whole numbers, dates or timestamps",
-        hint=f"cast({names.sql(name)} as timestamp), or as date or bigint",
-        column=name,
-        code="ST-COLUMN-TYPE",
-    )
+    hint = f"cast({names.sql(name)} as timestamp), or as date or bigint"
+    raise unsuitable(kind, name, "and rows are ordered by whole numbers, dates or timestamps", hint)
