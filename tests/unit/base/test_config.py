@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import pytest
 
-from sparktorch.base.config import TrainConfig, above, at_least, from_dict
+from sparktorch.base.config import above, at_least, from_dict
 from sparktorch.errors import ConfigError
 
 
@@ -29,11 +28,6 @@ def test_bounds_refuse_what_is_not_finite_or_too_small(number: float) -> None:
         at_least("x", number, 1)
     with pytest.raises(ConfigError, match="x must be above 0"):
         above("x", number, 0)
-
-
-def test_a_configuration_survives_the_way_to_json_and_back() -> None:
-    config = TrainConfig(task="regression", batch_size=7, epochs=3, seed=-1, shuffle=False)
-    assert from_dict(TrainConfig, json.loads(json.dumps(asdict(config)))) == config
 
 
 def test_values_of_the_right_type_make_a_section() -> None:
