@@ -24,9 +24,9 @@ from sparktorch.distributed.process_group import process_group
 from sparktorch.errors import RankError
 from sparktorch.train.numerics.determinism import reproducible
 from sparktorch.train.numerics.torch_errors import explained
-from sparktorch.worker.held_rows import find_checkpoint
+from sparktorch.worker.held_rows import HeldRows, find_checkpoint
 from sparktorch.worker.job import RankJob, RankResult
-from sparktorch.worker.rank import held, leaving_none_of
+from sparktorch.worker.rank import leaving_none_of, on_rows
 from sparktorch.worker.run_context import RunContext
 from sparktorch.worker.torchrun import run_script, torchrun_environment
 
@@ -45,12 +45,13 @@ def run_on_partition(
 
     The batches have the encoded names of `job.columns`. A `RankError` says that the result cannot be pickled.
     """
-    with leaving_none_of(world.device), held(batches, world, job, client) as rows:
-        if rows.imbalanced:
-            return RankResult({"imbalanced": True, "rows": rows.shard.rows})
+
+    def run(rows: HeldRows) -> RankResult:
         with rows.together(job, client, lone=True):  # loops by hand use the process group of a single rank, too
             context = RunContext(rows.world, client, rows.config, rows=rows, checkpointer=rows.checkpointer)
             return _result(function, (context,), job, context, client)
+
+    return on_rows(batches, world, job, client, run)
 
 
 def run_function(
