@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import lru_cache
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -29,7 +28,7 @@ from sparktorch.base.world import World
 from sparktorch.data.columns import KEY, LABEL, Columns, TensorSpec, input_name
 from sparktorch.data.convert.tensors import to_arrow
 from sparktorch.distributed.client import Client
-from sparktorch.distributed.store import OpenStore, connect, host_store
+from sparktorch.distributed.store import OpenStore, SealedStore, connect, host_store
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.worker import TrainJob, train_partition
 
@@ -49,9 +48,9 @@ class Place:
     port: int
     prefix: str
 
-    def store(self, *, timeout: timedelta = timedelta(seconds=60)) -> dist.Store:
+    def store(self) -> SealedStore:
         """Connects to the store of this call."""
-        return connect(HOST, self.port, self.prefix, timeout=timeout)
+        return connect(HOST, self.port, self.prefix)
 
     def alone(self) -> Place:
         """Returns the place of a rank that is the only one, whatever the others do."""

@@ -22,7 +22,6 @@ __all__ = [
     "from_dict",
     "one_of",
     "smaller_is_better",
-    "to_dict",
 ]
 
 Task = Literal["classification", "regression", "generic"]
@@ -260,11 +259,6 @@ def one_of(param: str, value: str, valid: tuple[str, ...]) -> None:
 def smaller_is_better(metric: str) -> bool:
     """Whether smaller values of a metric are better, by its name; of `val_mse_0` or `val_loss_epoch`, too."""
     return re.sub(r"(_epoch|_step|_\d+)+$", "", metric.lower()).endswith(_SMALLER_IS_BETTER)
-
-
-def to_dict(config: Any) -> dict[str, Any]:
-    """Returns a configuration dataclass as plain JSON-ready values."""
-    return dataclasses.asdict(config)
 
 
 def from_dict(kind: type[C], values: Mapping[str, Any], *, where: str = "") -> C:

@@ -23,10 +23,10 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from sparktorch.base.host_memory import out_of_memory_kills, resident_bytes
 from sparktorch.base.world import World
 from sparktorch.distributed.heartbeat import Beats, Heart, Pulses, beat_seconds, paced, silent_among, silent_seconds
 from sparktorch.distributed.log_capture import LogCapture, excerpt, last_lines
-from sparktorch.distributed.os_memory import out_of_memory_kills, resident_bytes
 from sparktorch.distributed.pause import Pause
 from sparktorch.distributed.process_group import collectives_begun, is_communication
 from sparktorch.distributed.store import OpenStore, SealedStore

@@ -6,8 +6,8 @@ import re
 import sys
 from typing import Any
 
+from sparktorch.base.host_memory import out_of_memory_kills
 from sparktorch.distributed.monitor import Monitor
-from sparktorch.distributed.os_memory import out_of_memory_kills
 from sparktorch.distributed.server import ControlServer
 from sparktorch.distributed.store import UNREACHED_HINT
 from sparktorch.errors import (

@@ -146,6 +146,10 @@ class ControlServer:
         if not self._word["pause"]:
             self._tell(pause=True)
 
+    def has_paused(self, world_size: int) -> bool:
+        """Returns whether the ranks were asked to pause, and all have ended without raising."""
+        return bool(self._word["pause"]) and self.first_failure()[0] is None and self.ended(range(world_size))
+
     def close(self) -> None:
         """Closes the store and its port."""
         self._closed.set()

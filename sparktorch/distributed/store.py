@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 
@@ -21,6 +21,7 @@ from sparktorch.errors import ClusterError, ConfigError
 __all__ = ["UNREACHED_HINT", "OpenStore", "Rendezvous", "SealedStore", "allow_connections", "connect", "host_store"]
 
 _REACH_SECONDS = 10.0
+_STORE_TIMEOUT = timedelta(seconds=60)
 _PIECE_BYTES = 4 << 20  # torch's store refuses values of more than 8 MiB
 
 UNREACHED_HINT = (
@@ -33,6 +34,8 @@ _CONNECTIONS = 4  # of a rank: its own and that of its heartbeat, in a pool for 
 _OTHER_FILES = 512  # of the session, libraries and data
 _NOTHING = "-"  # shorter than any signed value
 _PORTS = "SPARKTORCH_PORTS"
+
+OpenStore = Callable[..., "SealedStore"]  # opens a connection, of another `token` if it is given one
 
 
 class SealedStore(dist.PrefixStore):
@@ -111,14 +114,6 @@ class SealedStore(dist.PrefixStore):
         return value
 
 
-class OpenStore(Protocol):
-    """Opens a connection to the store; see `connect`."""
-
-    def __call__(self, *, token: str = ..., timeout: timedelta = ...) -> SealedStore:
-        """Returns a new connection."""
-        ...
-
-
 @dataclass(frozen=True)
 class Rendezvous:
     """Address and token of one attempt's store.
@@ -147,7 +142,7 @@ def host_store(bind: str) -> tuple[dist.TCPStore, int]:
         port,
         is_master=True,
         wait_for_workers=False,
-        timeout=timedelta(seconds=60),
+        timeout=_STORE_TIMEOUT,
         master_listen_fd=listener.detach(),
     )
     return store, port
@@ -182,16 +177,16 @@ def allow_connections(ranks: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
 
 
-def connect(host: str, port: int, token: str, *, timeout: timedelta = timedelta(seconds=60)) -> SealedStore:
+def connect(host: str, port: int, token: str) -> SealedStore:
     """Connects to the store of an attempt; keys get the attempt's prefix, which is derived from `token`.
 
-    A `DistNetworkError` says within ten seconds that nothing listens there; torch alone would try until `timeout`. It
-    also looks up the name of the address, which takes 5 s or more for each name server that does not answer: with a
-    shorter `timeout`, it may never connect.
+    A `DistNetworkError` says within ten seconds that nothing listens there; torch alone would try until its time-out.
+    That is long because torch looks up the name of the address, which takes 5 s or more for each name server that does
+    not answer.
     """
     try:
         socket.create_connection((host, port), timeout=_REACH_SECONDS).close()
     except OSError as error:
         raise dist.DistNetworkError(f"{host}:{port}: {error}") from error
-    store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+    store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_STORE_TIMEOUT)
     return SealedStore(token, store)

@@ -31,12 +31,14 @@ __all__ = [
         "add_pyfile",
         "arrow_batches",
         "arrow_udf",
+        "as_microseconds",
         "for_pandas",
         "frame_of",
         "frame_of_batches",
         "frame_of_rows",
         "from_pandas",
         "gives_profiles",
+        "has_timestamps",
         "inheriting",
     ),
     *("ml_session", "on_barrier", "repartition_by_id", "split_by_hash", "table_of", "to_vector"),
@@ -238,12 +240,22 @@ def for_pandas(column: Column, kind: T.DataType) -> Column:
 
     pandas has timestamps in local time, and in nanoseconds, which span only 600 years.
     """
-    if not uses_pandas() or "timestamp" not in kind.simpleString().replace("timestamp_ntz", ""):
+    return as_microseconds(column, kind) if uses_pandas() and has_timestamps(kind) else column
+
+
+def has_timestamps(kind: T.DataType) -> bool:
+    """Whether a type is or holds timestamps, instants of a time zone."""
+    return "timestamp" in kind.simpleString().replace("timestamp_ntz", "")
+
+
+def as_microseconds(column: Column, kind: T.DataType) -> Column:
+    """Returns a column with the timestamps that it is or holds as microseconds."""
+    if not has_timestamps(kind):
         return column
     if isinstance(kind, T.ArrayType):
-        return F.transform(column, lambda inner: for_pandas(inner, kind.elementType))
+        return F.transform(column, lambda inner: as_microseconds(inner, kind.elementType))
     if isinstance(kind, T.StructType):
-        fields = [for_pandas(column[field.name], field.dataType).alias(field.name) for field in kind.fields]
+        fields = [as_microseconds(column[field.name], field.dataType).alias(field.name) for field in kind.fields]
         return F.when(column.isNotNull(), F.struct(*fields))
     return F.unix_micros(column)
 

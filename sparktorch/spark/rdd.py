@@ -25,8 +25,9 @@ from sparktorch.data.convert.tensors import to_arrow, to_numpy
 from sparktorch.errors import ColumnError, ConfigError
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.compat import arrow_batches, frame_of_batches
-from sparktorch.spark.frame.encoding import column_of, plan_inputs
+from sparktorch.spark.frame.encoding import column_of, kept_as, plan_inputs
 from sparktorch.spark.frame.first_row import measured
+from sparktorch.spark.frame.kinds import SQL_TYPES, element_of
 from sparktorch.spark.session import is_connect, session_of
 
 __all__ = ["dataframe_of", "is_rdd", "moved", "tensor_rdd", "to_dataframe"]
@@ -43,16 +44,6 @@ _WIDER = {
 }
 
 _ROWS = 1024  # that are converted at a time, where each element is a row
-_DTYPES: dict[type[T.DataType], str] = {
-    T.FloatType: "float32",
-    T.DoubleType: "float64",
-    T.DecimalType: "float64",
-    T.ByteType: "int8",
-    T.ShortType: "int16",
-    T.IntegerType: "int32",
-    T.LongType: "int64",
-    T.BooleanType: "int8",
-}
 
 
 def tensor_rdd(
@@ -189,18 +180,14 @@ def moved(rdd: RDD[Any]) -> RDD[Any]:
 
 def _needs_spark(kind: T.DataType) -> bool:
     """Whether values of a type are not those of Arrow: vectors, and times, which have the session's time zone."""
-    while isinstance(kind, T.ArrayType):
-        kind = kind.elementType
-    return isinstance(kind, T.UserDefinedType | T.DatetimeType)
+    return isinstance(element_of(kind)[0], T.UserDefinedType | T.DatetimeType)
 
 
 def _dtype(kind: T.DataType) -> str:
     """Returns the dtype of a column's numbers; empty for other types."""
-    while isinstance(kind, T.ArrayType):
-        kind = kind.elementType
-    if isinstance(kind, VectorUDT):
-        return "float64"
-    return _DTYPES.get(type(kind), "")
+    element, _ = element_of(kind)
+    of_sql = {sql: dtype for dtype, sql in SQL_TYPES.items()} | {"boolean": "int8"}
+    return "float64" if isinstance(element, VectorUDT) else of_sql.get(str(kept_as(element)), "")
 
 
 def _tensors(
@@ -262,6 +249,9 @@ def _record_batch(elements: list[Any], schema: pa.Schema | None) -> pa.RecordBat
     else:
         rows = [_by_name(element, names) for element in elements]
         columns = {name: _column([row[name] for row in rows]) for name in names}
+    rows_of = {name: len(column) for name, column in columns.items()}
+    if len(set(rows_of.values())) > 1:
+        raise ColumnError(f"a batch has other numbers of rows in its columns: {rows_of}")
     if schema is None:
         return pa.RecordBatch.from_pydict(columns)
     for name, column in columns.items():

@@ -13,6 +13,7 @@ import torch
 from pyspark import TaskContext
 from pyspark.sql import DataFrame
 
+from sparktorch.data.convert.tensors import to_arrow
 from sparktorch.data.pairs import Known
 from sparktorch.model.top_k import NOTHING, block_rows, top_k
 from sparktorch.spark.column_names import quoted_name
@@ -43,13 +44,8 @@ class Vectors:
 
     def table(self) -> pa.Table:
         """Returns the columns `id` and `features`, an array of floats."""
-        width = self.values.shape[1]
-        most = max(1, _MOST_ELEMENTS // width)
-        lists = []
-        for start in range(0, len(self.values), most):
-            part = self.values[start : start + most]
-            ends = np.arange(len(part) + 1, dtype=np.int32) * np.int32(width)
-            lists.append(pa.ListArray.from_arrays(ends, part.reshape(-1)))
+        most = max(1, _MOST_ELEMENTS // self.values.shape[1])
+        lists = [to_arrow(self.values[start : start + most]) for start in range(0, len(self.values), most)]
         return pa.table({"id": self.ids, "features": pa.chunked_array(lists, pa.list_(pa.float32()))})
 
 

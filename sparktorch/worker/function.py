@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,9 @@ from sparktorch.distributed.process_group import process_group
 from sparktorch.errors import RankError
 from sparktorch.train.numerics.determinism import reproducible
 from sparktorch.train.numerics.torch_errors import explained
-from sparktorch.worker.held_rows import find_checkpoint
+from sparktorch.worker.held_rows import HeldRows, find_checkpoint
 from sparktorch.worker.job import RankJob, RankResult
-from sparktorch.worker.rank import held, leaving_none_of
+from sparktorch.worker.rank import leaving_none_of, on_rows
 from sparktorch.worker.run_context import RunContext
 from sparktorch.worker.torchrun import run_script, torchrun_environment
 
@@ -45,23 +45,20 @@ def run_on_partition(
 
     The batches have the encoded names of `job.columns`. A `RankError` says that the result cannot be pickled.
     """
-    with leaving_none_of(world.device), held(batches, world, job, client) as rows:
-        if rows.imbalanced:
-            return RankResult({"imbalanced": True, "rows": rows.shard.rows})
+
+    def run(rows: HeldRows) -> RankResult:
         with rows.together(job, client, lone=True):  # loops by hand use the process group of a single rank, too
             context = RunContext(rows.world, client, rows.config, rows=rows, checkpointer=rows.checkpointer)
             return _result(function, (context,), job, context, client)
+
+    return on_rows(batches, world, job, client, run)
 
 
 def run_function(
     batches: Iterable[pa.RecordBatch], *, world: World, job: RankJob, client: Client, function: Callable[..., Any]
 ) -> RankResult:
     """Runs a user's function in one rank, without rows; takes and raises what `run_on_partition` does."""
-    with leaving_none_of(world.device), _ready(batches, world):
-        checkpointer = find_checkpoint(job, {}, world, client)
-        with checkpointer or nullcontext(), _group(world, job, client):
-            context = RunContext(world, client, job.config, rows=None, checkpointer=checkpointer)
-            return _result(function, (context,), job, context, client)
+    return _without_rows(function, (), batches, world, job, client)
 
 
 def run_on_elements(
@@ -71,10 +68,25 @@ def run_on_elements(
 
     It is called with an iterator over the elements and its context.
     """
-    own = client.moving(elements)
-    with leaving_none_of(world.device), _ready((), world), _group(world, job, client):
-        context = RunContext(world, client, job.config, rows=None, checkpointer=None)
-        return _result(function, (own, context), job, context, client)
+    return _without_rows(function, (client.moving(elements),), (), world, job, client)
+
+
+def _without_rows(
+    function: Callable[..., Any],
+    first: tuple[Any, ...],
+    batches: Iterable[pa.RecordBatch],
+    world: World,
+    job: RankJob,
+    client: Client,
+) -> RankResult:
+    """Calls a function with `first` and its context."""
+    with leaving_none_of(world.device), _ready(batches, world):
+        checkpointer, limit = find_checkpoint(job, {}, world, client), timedelta(seconds=job.collective_seconds)
+        # Loops by hand use the process group of a single rank, too.
+        group = process_group(world, client.store, timeout=limit, lone=True, report=client.fail)
+        with checkpointer or nullcontext(), group:
+            context = RunContext(world, client, job.config, rows=None, checkpointer=checkpointer)
+            return _result(function, (*first, context), job, context, client)
 
 
 def run_script_in_rank(
@@ -128,12 +140,6 @@ def _result(
             f"what the function returned, a {type(found).__name__}, cannot be pickled: {error}",
         ) from error
     return RankResult({"rows": 0}, payload)
-
-
-def _group(world: World, job: RankJob, client: Client) -> AbstractContextManager[None]:
-    """Context with the process group, of a single rank, too: loops by hand use it."""
-    limit = timedelta(seconds=job.collective_seconds)
-    return process_group(world, client.store, timeout=limit, lone=True, report=client.fail)
 
 
 def _pickled(value: Any) -> bytes:

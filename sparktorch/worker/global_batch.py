@@ -1,16 +1,20 @@
-"""A rank's part of a global batch, as users' loops get it."""
+"""A rank's rows, as users' loops get them: as parts of global batches, or as a data set of torch's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from torch.utils.data import Dataset
 
 from sparktorch.base.batch import Batch
+from sparktorch.data.dataset.base import Shard
 from sparktorch.train.recipe.loss import weigh
 
-__all__ = ["GlobalBatch", "global_batch"]
+__all__ = ["GlobalBatch", "RankRows", "global_batch"]
 
 
 @dataclass(frozen=True)
@@ -61,3 +65,35 @@ def global_batch(batch: Batch, step: int, scale: float, note: Callable[[torch.Te
     """Returns a batch, with placeholder rows complete, whose losses are scaled and noted."""
     whole = replace(batch.complete(), rows=batch.rows)
     return GlobalBatch(**vars(whole), step=step, _scale=scale, _note=note)
+
+
+class RankRows(Dataset[tuple[torch.Tensor, ...]]):
+    """The training rows of one rank, by number: tuples of the inputs, then the label if there is one, then the weight.
+
+    A list or slice of numbers gives tensors with a row for each.
+    """
+
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
+
+    def __len__(self) -> int:
+        return self._shard.rows
+
+    def __getitem__(self, index: int | slice | Sequence[int]) -> tuple[torch.Tensor, ...]:
+        """Returns one row, or several.
+
+        Raises:
+            IndexError: There is no such row.
+        """
+        if hasattr(index, "__index__") and getattr(index, "ndim", 0) == 0:
+            return tuple(tensor[0] for tensor in self[[operator.index(index)]])
+        assert not isinstance(index, int)
+        every = range(len(self))
+        numbers = every[index] if isinstance(index, slice) else [every[operator.index(one)] for one in index]
+        batch = self._shard.select(torch.tensor(list(numbers), dtype=torch.int64))
+        more = (batch.label, batch.weight)
+        return (*batch.inputs, *(tensor for tensor in more if tensor is not None))
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[Any, ...]]:
+        """Returns several rows, one tuple each, as `DataLoader` asks for a batch."""
+        return list(zip(*(tensor.unbind() for tensor in self[indices]), strict=True))

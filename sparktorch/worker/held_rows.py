@@ -17,6 +17,7 @@ import torch
 
 from sparktorch.base.config import CheckpointConfig, StorageConfig, TrainConfig
 from sparktorch.base.devices import is_host, select
+from sparktorch.base.host_memory import forget_peaks, peaks
 from sparktorch.base.imports import uncollected
 from sparktorch.base.state_dict import packed_weights
 from sparktorch.base.world import World
@@ -27,12 +28,11 @@ from sparktorch.data.dataset.reader import read_shard
 from sparktorch.data.sampling.plan import SamplingPlan
 from sparktorch.data.storage import RowStorage, local_directory
 from sparktorch.distributed.client import Client
-from sparktorch.distributed.os_memory import forget_peaks, peaks
 from sparktorch.distributed.process_group import process_group
 from sparktorch.errors import counted
 from sparktorch.train.checkpoint.checkpointer import Checkpointer, unfinished
 from sparktorch.train.checkpoint.store import CheckpointStore
-from sparktorch.train.loop.loop import Outcome, train
+from sparktorch.train.loop.loop import train
 from sparktorch.train.loop.validation import improvements
 from sparktorch.train.strategies.registry import strategy_for, strategy_type
 from sparktorch.worker.job import RankJob, RankResult, TrainJob
@@ -120,7 +120,8 @@ class HeldRows:
             )
         if outcome is None:
             return RankResult({"paused": True})
-        meta = _facts(self.shard, self.world, outcome, self.seconds)
+        more = {"threads": self.world.threads, "seconds": self.seconds, **peaks(self.world.device)}
+        meta: dict[str, Any] = {**self._of_rows(), "data_wait_share": outcome.data_wait_share, **more}
         best = 0
         if strategy_type(config.strategy).own_batches:
             meta["epochs"] = outcome.history
@@ -168,6 +169,9 @@ class HeldRows:
 
     def facts(self) -> dict[str, Any]:
         """Returns what the driver shows of the rows: their number, bytes and place, and the rank's host and device."""
+        return {**self._of_rows(), **self._facts_of_folds()}
+
+    def _of_rows(self) -> dict[str, Any]:
         shard, world = self.shard, self.world
         return {
             "rows": shard.rows,
@@ -177,7 +181,6 @@ class HeldRows:
             "host": world.host,
             "device": world.device,
             "dropped": shard.dropped,
-            **self._facts_of_folds(),
         }
 
     def inputs(self, fold: int, size: int) -> Iterator[tuple[torch.Tensor, ...]]:
@@ -298,23 +301,6 @@ def _tell_of_groups(groups: Groups, peers: Sequence[Mapping[str, Any]], client: 
             f"{idle} of {len(peers)} workers {'has' if idle == 1 else 'have'} nothing to train: a group goes to the "
             "worker of its hash, and there are few\n  -> set a smaller numWorkers"
         )
-
-
-def _facts(shard: Shard, world: World, outcome: Outcome, seconds: dict[str, float]) -> dict[str, Any]:
-    """Returns what every rank reports of its training."""
-    return {
-        "rows": shard.rows,
-        "validation_rows": shard.validation_rows,
-        "bytes": shard.bytes,
-        "storage": shard.storage,
-        "data_wait_share": outcome.data_wait_share,
-        "dropped": shard.dropped,
-        "host": world.host,
-        "device": world.device,
-        "threads": world.threads,
-        "seconds": seconds,
-        **peaks(world.device),
-    }
 
 
 def _on_one_kind(world: World, peers: Sequence[Mapping[str, Any]], client: Client) -> World:

@@ -15,9 +15,9 @@ import torch
 
 from sparktorch.base.config import TrainConfig
 from sparktorch.base.devices import is_host, let_go, select
+from sparktorch.base.host_memory import forget_peaks
 from sparktorch.base.world import World
 from sparktorch.distributed.client import Client, Order
-from sparktorch.distributed.os_memory import forget_peaks
 from sparktorch.distributed.process_group import clear_frames
 from sparktorch.train.numerics.torch_errors import explained
 from sparktorch.train.recipe.dry_run import DryRunResult
@@ -25,9 +25,12 @@ from sparktorch.worker.held_rows import HeldRows
 from sparktorch.worker.job import RankJob, RankResult, TrainJob
 
 __all__ = [
-    *("Task", "held", "leaving_none_of", "run_held", "serve"),
+    *("Task", "leaving_none_of", "on_rows", "run_held", "serve"),
     *("train_held", "train_partition", "try_in_rank"),
 ]
+
+
+Work = Callable[[HeldRows], RankResult]
 
 
 class Task(Protocol):
@@ -56,15 +59,20 @@ def train_partition(batches: Iterable[pa.RecordBatch], *, world: World, job: Tra
         PeerFailure: Another rank failed before training began.
         Cancelled: The driver cancelled the fit.
     """
+    return on_rows(batches, world, job, client, lambda rows: rows.fit(job, client))
+
+
+def on_rows(batches: Iterable[pa.RecordBatch], world: World, job: RankJob, client: Client, work: Work) -> RankResult:
+    """Returns what `work` makes of a partition's rows, unless these are to be split anew; raises as `HeldRows` does."""
+
+    def worked() -> RankResult:
+        torch.set_num_threads(world.threads)
+        forget_peaks("cpu")
+        with closing(HeldRows(batches, world, job, client)) as rows:
+            return RankResult({"imbalanced": True, "rows": rows.shard.rows}) if rows.imbalanced else work(rows)
+
     with leaving_none_of(world.device):
-        return _train(batches, world, job, client)
-
-
-def _train(batches: Iterable[pa.RecordBatch], world: World, job: TrainJob, client: Client) -> RankResult:
-    with held(batches, world, job, client) as rows:
-        if rows.imbalanced:
-            return RankResult({"imbalanced": True, "rows": rows.shard.rows})
-        return rows.fit(job, client)
+        return worked()  # nothing refers to the rows when that has returned
 
 
 def serve(batches: Iterable[pa.RecordBatch], *, world: World, job: RankJob, client: Client) -> RankResult:
@@ -72,19 +80,15 @@ def serve(batches: Iterable[pa.RecordBatch], *, world: World, job: RankJob, clie
 
     Each task has a client, heartbeats and errors of its own. A task that raises ends alone.
     """
-    with leaving_none_of(world.device):
-        return _serve(batches, world, job, client)
 
-
-def _serve(batches: Iterable[pa.RecordBatch], world: World, job: RankJob, client: Client) -> RankResult:
-    with held(batches, world, job, client) as rows:
-        if rows.imbalanced:
-            return RankResult({"imbalanced": True, "rows": rows.shard.rows})
+    def hold(rows: HeldRows) -> RankResult:
         client.enter("holding rows")
         client.post("ready", rows.facts())
         for order in client.orders():
             _carry_out(order, rows, client)
-    return RankResult()
+        return RankResult()
+
+    return on_rows(batches, world, job, client, hold)
 
 
 def train_held(
@@ -121,15 +125,6 @@ def _carry_out(order: Order, rows: HeldRows, client: Client) -> None:
                 raise
     except Exception as error:
         clear_frames(error)
-
-
-@contextmanager
-def held(batches: Iterable[pa.RecordBatch], world: World, job: RankJob, client: Client) -> Iterator[HeldRows]:
-    """Context with the rows of a partition, read and checked; takes and raises what `HeldRows` does."""
-    torch.set_num_threads(world.threads)
-    forget_peaks("cpu")
-    with closing(HeldRows(batches, world, job, client)) as rows:
-        yield rows
 
 
 def try_in_rank(

@@ -30,9 +30,8 @@ from sparktorch.train.recipe.loss import step_scales
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.base import GradientSync, Start, Strategy
 from sparktorch.train.strategies.registry import build_strategy, check_strategy
-from sparktorch.worker.global_batch import GlobalBatch, global_batch
+from sparktorch.worker.global_batch import GlobalBatch, RankRows, global_batch
 from sparktorch.worker.held_rows import HeldRows
-from sparktorch.worker.rank_rows import RankRows
 
 __all__ = ["RunContext"]
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from sparktorch.base.world import World
@@ -19,9 +20,8 @@ from sparktorch.distributed.client import Client
 from sparktorch.distributed.process_group import abandon, opening
 from sparktorch.distributed.store import host_store
 from sparktorch.errors import RankError
-from sparktorch.worker.process_state import left_as_before
 
-__all__ = ["run_script", "torchrun_environment"]
+__all__ = ["left_as_before", "run_script", "torchrun_environment"]
 
 
 @contextmanager
@@ -64,6 +64,27 @@ def torchrun_environment(world: World, client: Client, *, hosts_store: bool = Fa
         if hosts_store:
             client.agree("torchrun-end", {})  # until then, others may need the store
     del store
+
+
+@contextmanager
+def left_as_before() -> Iterator[None]:
+    """Context after which environment, arguments, import path, folder and torch's defaults are as before."""
+    environment, argv, path, folder = dict(os.environ), sys.argv, list(sys.path), os.getcwd()
+    dtype, device = torch.get_default_dtype(), torch.get_default_device()
+    grad, precision = torch.is_grad_enabled(), torch.get_float32_matmul_precision()
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
+        os.environ.update(environment)
+        sys.argv, sys.path[:] = argv, path
+        os.chdir(folder)
+        torch.set_default_dtype(dtype)
+        if torch.get_default_device() != device:
+            torch.set_default_device(None if device.type == "cpu" else device)
+        torch.set_grad_enabled(grad)
+        torch.set_float32_matmul_precision(precision)
 
 
 def run_script(

@@ -110,6 +110,9 @@ def test_rows_of_arrays_numbers_and_tuples_become_rows(spark: SparkSession) -> N
         to_dataframe(other).collect()
     with pytest.raises(Exception, match="the column has null values, and the schema says NOT NULL"):
         to_dataframe(spark.sparkContext.parallelize([(None,)], 1), "x int NOT NULL").collect()
+    uneven = spark.sparkContext.parallelize([{"x": torch.ones(2), "y": torch.ones(3)}], 1)
+    with pytest.raises(ColumnError, match=r"other numbers of rows in its columns: \{'x': 2, 'y': 3\}"):
+        to_dataframe(uneven)
     for wrong in ("float", "x int, x int"):
         with pytest.raises(ConfigError, match="not one of columns with a name each"):
             to_dataframe(tuples, wrong)

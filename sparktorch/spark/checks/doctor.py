@@ -20,9 +20,9 @@ from sparktorch.spark.checks import executor_probe as probe
 from sparktorch.spark.checks.findings import ExecutorReport, Expected, Finding, diagnose, found
 from sparktorch.spark.checks.preflight import descriptors, enough_slots, gpus, switches
 from sparktorch.spark.compat import on_barrier, uses_pandas
-from sparktorch.spark.launch.barrier_job import Launch
+from sparktorch.spark.launch.barrier_job import Launch, at_driver
 from sparktorch.spark.launch.spark_job import Job, new_tag
-from sparktorch.spark.session import driver_address, is_connect, is_local, java_profile, slots
+from sparktorch.spark.session import is_connect, is_local, java_profile, slots
 
 __all__ = ["check_all", "check_executors"]
 
@@ -68,7 +68,9 @@ def check_executors(
     token, tasks = secrets.token_hex(16), _tasks(spark, launch)
     with ExitStack() as stack:
         try:
-            driver = _listen(spark, launch, token, stack)
+            driver = at_driver(
+                spark, launch, lambda bind, known: (known, stack.enter_context(probe.greeting(bind, token)))
+            )
         except OSError as error:
             return [found("driver-reachable", "failure", f"the driver cannot listen: {error}", {}, "bind")]
         ask = partial(
@@ -109,20 +111,6 @@ def check_executors(
     )
     answers = (ExecutorReport(**json.loads(row[0])) for row in job.rows)
     return diagnose(sorted(answers, key=lambda answer: answer.rank), expected)
-
-
-def _listen(spark: SparkSession, launch: Launch, token: str, stack: ExitStack) -> tuple[str, int] | None:
-    """Listens like a fit's store; returns host and port, or `None` if rank 0 would host the store."""
-    address = driver_address(spark)
-    if launch.rendezvous == "rank0" or address is None:
-        return None
-    bind, advertise = address
-    try:
-        return advertise, stack.enter_context(probe.greeting(bind, token))
-    except OSError:
-        if launch.rendezvous == "auto" and is_connect(spark):
-            return None  # through a tunnel, the server's address is not one of this machine
-        raise
 
 
 def _tasks(spark: SparkSession, launch: Launch) -> int:

@@ -29,7 +29,7 @@ from sparktorch.spark.frame.kinds import (
     encoding_of,
     number_as,
 )
-from sparktorch.spark.frame.refusals import as_numbers, no_tensor
+from sparktorch.spark.frame.refusals import as_numbers, no_tensor, unsuitable
 
 __all__ = [
     "NUMERIC",
@@ -257,12 +257,8 @@ def input_columns(dataset: DataFrame, specs: Sequence[TensorSpec]) -> list[Colum
         for name in spec.sources or (spec.column,):
             kind = columns.type_of(name)
             if not _fits(kind, spec):
-                raise ColumnError(
-                    f"column {name!r} is {kind.simpleString()}, but the model was fitted on {spec.describe()}",
-                    hint=_as_in_fit(kind, spec, columns.sql(name)),
-                    column=name,
-                    code="ST-COLUMN-TYPE",
-                )
+                hint = _as_in_fit(kind, spec, columns.sql(name))
+                raise unsuitable(kind, name, f"but the model was fitted on {spec.describe()}", hint)
     sent = [(spec, column_of(columns, spec)) for spec in specs]
     return [for_pandas(column, columns.type_of(spec.column)) if spec.as_it_is else column for spec, column in sent]
 

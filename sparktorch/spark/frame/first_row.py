@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from datetime import timezone
 from functools import reduce
 from operator import or_
-from typing import Any
 
 import pyarrow as pa
 from py4j.protocol import Py4JError  # type: ignore[import-untyped]
@@ -21,6 +19,7 @@ from sparktorch.data.convert.checks import RowFilter
 from sparktorch.data.convert.sql_types import arrow_type
 from sparktorch.data.fields.kinds import kind_of
 from sparktorch.errors import ColumnError, failure_in
+from sparktorch.spark.compat import as_microseconds, has_timestamps
 from sparktorch.spark.frame.encoding import kept_as
 from sparktorch.spark.frame.nested import any_of, unfit
 
@@ -53,28 +52,16 @@ def first_row(data: DataFrame, columns: Columns, *, filled: bool) -> pa.RecordBa
 
 def _head(rows: DataFrame, count: int, schema: T.StructType) -> pa.RecordBatch:
     """Returns the first rows as a record batch, as the ranks get it, except that timestamps are in UTC."""
+    timed = {each.name: each.dataType for each in schema.fields if has_timestamps(each.dataType)}
+    if timed:  # pyspark would return them in the time zone of this process
+        rows = rows.withColumns({name: as_microseconds(F.col(name), kind) for name, kind in timed.items()})
     try:
         found = rows.head(count)  # reads one partition; `limit(1).toArrow()` would run a task on every one
     except (PySparkException, Py4JError) as error:  # pyspark 3.5 does not convert the latter
         raise failure_in(str(error)) or error from None
-    values = [_instants(row.asDict(recursive=True), schema) for row in found]
+    values = [row.asDict(recursive=True) for row in found]
     kinds = [(field.name, arrow_type(str(kept_as(field.dataType)))) for field in schema.fields]
     return pa.RecordBatch.from_pylist(values, pa.schema(kinds))
-
-
-def _instants(value: Any, kind: T.DataType) -> Any:
-    """Returns a value with its timestamps in UTC; Spark returns them in the time zone of this process."""
-    if value is None:
-        return None
-    if isinstance(kind, T.StructType):
-        return {field.name: _instants(value[field.name], field.dataType) for field in kind.fields}
-    if isinstance(kind, T.ArrayType):
-        return [_instants(element, kind.elementType) for element in value] if _timed(kind.elementType) else value
-    return value.astimezone(timezone.utc).replace(tzinfo=None) if isinstance(kind, T.TimestampType) else value
-
-
-def _timed(kind: T.DataType) -> bool:
-    return isinstance(kind, T.TimestampType | T.StructType | T.ArrayType)
 
 
 def _unfit(spec: TensorSpec, kind: T.DataType, *, drop: bool) -> Column | None:

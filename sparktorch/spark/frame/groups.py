@@ -11,11 +11,12 @@ from pyspark.sql import types as T
 from sparktorch.data.columns import GROUP, ORDER, Groups, TensorSpec
 from sparktorch.errors import ColumnError
 from sparktorch.spark.column_names import ColumnNames
+from sparktorch.spark.frame.kinds import INTEGRAL
+from sparktorch.spark.frame.refusals import unsuitable
 
 __all__ = ["check_group", "placed"]
 
 _NESTED = (T.ArrayType, T.MapType, T.StructType)
-_WHOLE = (T.ByteType, T.ShortType, T.IntegerType, T.LongType)
 
 
 def placed(names: ColumnNames, groups: Groups | None, inputs: Sequence[TensorSpec]) -> list[Column]:
@@ -40,12 +41,8 @@ def check_group(names: ColumnNames, name: str) -> None:
     """Refuses a nested column, whose hash leaves out nulls: it would take several groups for one."""
     kind = names.type_of(name)
     if isinstance(kind, _NESTED):
-        raise ColumnError(
-            f"column {name!r} is {kind.simpleString()}, and groups are told apart by a value",
-            hint=f"make a string of it, as to_json({names.sql(name)}) does",
-            column=name,
-            code="ST-COLUMN-TYPE",
-        )
+        hint = f"make a string of it, as to_json({names.sql(name)}) does"
+        raise unsuitable(kind, name, "and groups are told apart by a value", hint)
 
 
 def _refuse_uneven(specs: Sequence[TensorSpec]) -> None:
@@ -69,11 +66,7 @@ def _place(names: ColumnNames, name: str) -> Column:
     if isinstance(kind, T.TimestampNTZType):  # in a time zone, a clock that is set back would repeat an hour
         minutes = F.unix_date(column.cast("date")).cast("long") * 1440 + F.hour(column) * 60 + F.minute(column)
         return minutes * 60_000_000 + (F.extract(F.lit("SECOND"), column) * 1_000_000).cast("long")
-    if isinstance(kind, _WHOLE):
+    if isinstance(kind, INTEGRAL):
         return column.cast("long")
-    raise ColumnError(
-        f"column {name!r} is {kind.simpleString()}, and rows are ordered by whole numbers, dates or timestamps",
-        hint=f"cast({names.sql(name)} as timestamp), or as date or bigint",
-        column=name,
-        code="ST-COLUMN-TYPE",
-    )
+    hint = f"cast({names.sql(name)} as timestamp), or as date or bigint"
+    raise unsuitable(kind, name, "and rows are ordered by whole numbers, dates or timestamps", hint)

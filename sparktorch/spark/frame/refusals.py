@@ -9,7 +9,7 @@ from pyspark.sql import types as T
 from sparktorch.errors import ColumnError
 from sparktorch.spark.column_names import quoted_name
 
-__all__ = ["as_numbers", "no_boolean", "no_label", "no_number", "no_tensor"]
+__all__ = ["as_numbers", "no_boolean", "no_label", "no_number", "no_tensor", "unsuitable"]
 
 _PREPROCESS = "give a preprocess that makes tensors of it"
 _TABULAR = "TabularClassifier and TabularRegressor take such columns as they are; or "
@@ -60,12 +60,7 @@ def no_tensor(kind: T.DataType, name: str) -> ColumnError:
         hint = f"it is a vector of spark.mllib: MLUtils.convertVectorColumnsToML(df, {name!r}) makes one of spark.ml"
     else:
         hint = next((text.format(sql, "", name) for sort, text in _INSTEAD if isinstance(kind, sort)), hint)
-    return ColumnError(
-        f"column {name!r} is {kind.simpleString()}, which cannot become a tensor",
-        hint=hint,
-        column=name,
-        code="ST-COLUMN-TYPE",
-    )
+    return unsuitable(kind, name, "which cannot become a tensor", hint)
 
 
 def as_numbers(kind: T.DataType, sql: str, dtype: str = "double") -> str:
@@ -88,36 +83,29 @@ def no_label(kind: T.DataType, name: str, *, classes: bool) -> ColumnError:
             )
         elif isinstance(kind, T.ArrayType | T.UserDefinedType):
             hint += "; TorchEstimator trains on several labels in a row"
-        return ColumnError(
-            f"column {name!r} must be a number, but is {kind.simpleString()}",
-            hint=hint,
-            column=name,
-            code="ST-COLUMN-TYPE",
-        )
+        return unsuitable(kind, name, "", hint, must="a number")
     hint = as_numbers(kind, _sql(name))
-    return ColumnError(
-        f"column {name!r} must be a number or an array of numbers, but is {kind.simpleString()}",
-        hint=f"{hint}, or as bigint for classes" if hint else "make a number of it before fit",
-        column=name,
-        code="ST-COLUMN-TYPE",
-    )
+    hint = f"{hint}, or as bigint for classes" if hint else "make a number of it before fit"
+    return unsuitable(kind, name, "", hint, must="a number or an array of numbers")
 
 
 def no_number(kind: T.DataType, name: str, hint: str = "") -> ColumnError:
     """Returns the error for a column that must be a number."""
     hint = hint or ("" if isinstance(kind, T.ArrayType) else as_numbers(kind, _sql(name)))
-    return ColumnError(
-        f"column {name!r} must be a number, but is {kind.simpleString()}", hint=hint, column=name, code="ST-COLUMN-TYPE"
-    )
+    return unsuitable(kind, name, "", hint, must="a number")
 
 
 def no_boolean(kind: T.DataType, name: str) -> ColumnError:
     """Returns the error for a column that must be boolean."""
     castable: tuple[Any, ...] = (T.NumericType, T.StringType)
     hint = f"cast it: cast({_sql(name)} as boolean)" if isinstance(kind, castable) else "true marks validation rows"
-    return ColumnError(
-        f"column {name!r} must be boolean, but is {kind.simpleString()}", hint=hint, column=name, code="ST-COLUMN-TYPE"
-    )
+    return unsuitable(kind, name, "", hint, must="boolean")
+
+
+def unsuitable(kind: T.DataType, name: str, why: str, hint: str, *, must: str = "") -> ColumnError:
+    """Returns the error for a column whose type does not suit, and says `why`, or what it `must` be."""
+    found = f"must be {must}, but is {kind.simpleString()}" if must else f"is {kind.simpleString()}, {why}"
+    return ColumnError(f"column {name!r} {found}", hint=hint, column=name, code="ST-COLUMN-TYPE")
 
 
 def _sql(name: str) -> str:

@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import pyarrow as pa
 from pyspark import RDD
 from pyspark.resource import ResourceProfile
-from pyspark.sql import DataFrame, Row, SparkSession
+from pyspark.sql import DataFrame, SparkSession
 
 from sparktorch.base.config import Device
 from sparktorch.distributed.monitor import Monitor, Observer, Timeouts
 from sparktorch.distributed.root_cause import RootCause
 from sparktorch.distributed.server import ControlServer
 from sparktorch.distributed.store import Rendezvous, allow_connections
-from sparktorch.errors import ClusterError, ConfigError, ModuleError
+from sparktorch.errors import ClusterError, ConfigError, ModuleError, RankLostError
 from sparktorch.spark.compat import Collect, on_barrier
 from sparktorch.spark.launch.rank_task import RESULT_SCHEMA, Body, RankTask, assemble
 from sparktorch.spark.launch.spark_job import Job, new_tag
 from sparktorch.spark.session import driver_address, is_connect, session_of
 from sparktorch.spark.shipping import ShippingError, send
 
-__all__ = ["Launch", "control_server", "monitor", "plan", "run_ranks", "unshippable", "unstarted"]
+__all__ = ["BarrierJob", "Launch", "at_driver", "control_server", "run_ranks", "unshippable"]
+
+T = TypeVar("T")
 
 _POLL_SECONDS = 0.05
 _MEETING_SECONDS = 10.0  # between the starts of the first and the last task
@@ -57,6 +59,76 @@ class Launch:
     pauses: Callable[[str], bool] = field(default=lambda tag: False, compare=False)
 
 
+class BarrierJob:
+    """The driver's side of one barrier job: its store, the job, and what watches its ranks."""
+
+    def __init__(self, data: DataFrame | RDD[Any], body: Body, launch: Launch, observer: Observer) -> None:
+        """Opens the store; `wait` starts the job, in which `body` runs once per partition."""
+        spark, self._launch, self._ended = session_of(data), launch, False
+        with ExitStack() as stack:
+            self._server = server = control_server(spark, launch)
+            if server is not None:
+                stack.enter_context(closing(server))
+            self._job = Job(spark, _plan(data, body, launch, server.rendezvous if server else None), launch.tag)
+            self._monitor = self._watch(server, observer)
+            self._causes = RootCause(self._monitor)
+            self._stack = stack.pop_all()
+
+    def wait(self, seconds: float, met: Callable[[], bool] = lambda: False) -> bool:
+        """Starts the job, and looks at it every so many seconds until it has ended, or until `met`; returns whether so.
+
+        Whatever is raised meanwhile, such as a `KeyboardInterrupt`, cancels the job.
+        """
+        self._job.start()
+        try:
+            while not self._job.wait(seconds):
+                self._monitor.look()
+                self._monitor.look_for_failure()
+                if self._server is not None and self._monitor.trains and self._launch.pauses(self._launch.tag):
+                    self._server.pause()
+                if met():
+                    return True
+            self._monitor.listen()
+        except BaseException:  # an interrupt, stalled ranks, or ranks that do not end after a failure
+            self.cancel()
+            raise
+        return False
+
+    def results(self) -> list[tuple[dict[str, Any], bytes]]:
+        """Returns what the ranks of the ended job have returned, in rank order, or raises the root cause."""
+        server, size = self._server, self._launch.world_size
+        unstarted = next((RuntimeError(meta) for rank, meta, _ in self._job.rows if rank < 0), None)
+        failed = self._causes.of_ended(self._job.error or unstarted)
+        # An executor that is to go ends with its last task, and Spark may hear of that before it notes the task's end.
+        if isinstance(failed, RankLostError) and server is not None and server.has_paused(size):
+            return [({"paused": True}, b"")] * size
+        if failed is not None:
+            raise failed from (None if server else self._job.error)
+        return assemble(self._job.rows, size)
+
+    def cancel(self) -> None:
+        """Cancels the job at once."""
+        self.interrupt()
+        self.end()
+
+    def interrupt(self) -> None:
+        """Cancels the job at once, also from another thread than the one that waits, which then raises."""
+        if not self._ended and not self._job.wait(0):
+            if self._server is not None:
+                self._server.cancel()
+            self._job.cancel()
+
+    def end(self) -> None:
+        """Closes the store; can be called twice."""
+        self._ended = True
+        self._stack.close()
+
+    def _watch(self, server: ControlServer | None, observer: Observer, *, running: bool = False) -> Monitor:
+        launch, starved = self._launch, self._job.is_starved
+        more: dict[str, Any] = {"log_level": launch.log_level, "is_starved": starved, "running": running}
+        return Monitor(server, launch.world_size, observer, launch.patience, **more)
+
+
 def run_ranks(
     data: DataFrame | RDD[Any], body: Body, launch: Launch, observer: Observer
 ) -> list[tuple[dict[str, Any], bytes]]:
@@ -66,31 +138,23 @@ def run_ranks(
     the root cause is raised, with rank, host and the rank's traceback. A `KeyboardInterrupt` cancels the job, and is
     raised again.
     """
-    spark = session_of(data)
-    with ExitStack() as stack:
-        server = control_server(spark, launch)
-        if server is not None:
-            stack.enter_context(closing(server))
-        job = Job(spark, plan(data, body, launch, server.rendezvous if server else None), launch.tag)
-        watch = monitor(server, job, launch, observer)
-        causes = RootCause(watch)
-        job.start()
-        try:
-            while not job.wait(_POLL_SECONDS):
-                watch.look()
-                watch.look_for_failure()
-                if server is not None and watch.trains and launch.pauses(launch.tag):
-                    server.pause()
-            watch.listen()
-        except BaseException:  # an interrupt, stalled ranks, or ranks that do not end after a failure
-            if server is not None:
-                server.cancel()
-            job.cancel()
-            raise
-        failed = causes.of_ended(job.error or unstarted(job.rows))
-        if failed is not None:
-            raise failed from (None if server else job.error)
-    return assemble(job.rows, launch.world_size)
+    job = BarrierJob(data, body, launch, observer)
+    try:
+        job.wait(_POLL_SECONDS)
+        return job.results()
+    finally:
+        job.end()
+
+
+def at_driver(spark: SparkSession, launch: Launch, listen: Callable[[str, str], T]) -> T | None:
+    """Returns what listens on the driver's address, of which executors know another one; `None` if rank 0 does."""
+    address = None if launch.rendezvous == "rank0" else driver_address(spark)
+    try:
+        return None if address is None else listen(*address)
+    except OSError:
+        if launch.rendezvous == "auto" and is_connect(spark):
+            return None  # through a tunnel, the server's address is not one of this machine
+        raise
 
 
 def control_server(spark: SparkSession, launch: Launch) -> ControlServer | None:
@@ -98,41 +162,27 @@ def control_server(spark: SparkSession, launch: Launch) -> ControlServer | None:
 
     A `ConfigError` says that the driver is to host it, and that executors do not reach this process.
     """
-    if launch.rendezvous == "rank0":
-        return None
-    address = driver_address(spark)
-    if address is None:
-        if launch.rendezvous == "driver":
-            raise ConfigError(
-                "rendezvous='driver', but this process is a Connect client on another machine",
-                hint="use rendezvous='auto' or 'rank0'",
-                param="rendezvous",
-            )
-        return None
-    allow_connections(launch.world_size)
+
+    def listen(bind: str, advertise: str) -> ControlServer:
+        allow_connections(launch.world_size)
+        return ControlServer(bind, advertise)
+
     try:
-        return ControlServer(*address)
+        server = at_driver(spark, launch, listen)
     except OSError as error:
-        if launch.rendezvous == "auto" and is_connect(spark):
-            return None  # through a tunnel, the server's address is not one of this machine
+        bind, _ = driver_address(spark) or ("", "")
         raise ClusterError(
-            f"cannot listen on {address[0]!r}: {error}",
+            f"cannot listen on {bind!r}: {error}",
             hint="set spark.driver.bindAddress to an address of this machine that executors reach",
             code="ST-DRIVER-REACHABLE",
         ) from error
-
-
-def monitor(
-    server: ControlServer | None, job: Job, launch: Launch, observer: Observer, *, running: bool = False
-) -> Monitor:
-    """Returns what watches the ranks of a job; see `Monitor`."""
-    waits: dict[str, Any] = {"is_starved": job.is_starved, "running": running}
-    return Monitor(server, launch.world_size, observer, launch.patience, log_level=launch.log_level, **waits)
-
-
-def unstarted(rows: Iterable[Row]) -> RuntimeError | None:
-    """Returns the Python traceback of a job in which no rank could start."""
-    return next((RuntimeError(meta) for rank, meta, _ in rows if rank < 0), None)
+    if server is None and launch.rendezvous == "driver":
+        raise ConfigError(
+            "rendezvous='driver', but this process is a Connect client on another machine",
+            hint="use rendezvous='auto' or 'rank0'",
+            param="rendezvous",
+        )
+    return server
 
 
 def unshippable(error: ShippingError) -> ModuleError:
@@ -145,15 +195,15 @@ def unshippable(error: ShippingError) -> ModuleError:
     )
 
 
-def plan(data: DataFrame | RDD[Any], body: Body, launch: Launch, rendezvous: Rendezvous | None) -> Collect:
+def _plan(data: DataFrame | RDD[Any], body: Body, launch: Launch, rendezvous: Rendezvous | None) -> Collect:
     """Returns a callable that runs `body` in the barrier tasks, and collects their results."""
     try:
         sent = vars(send(session_of(data), body))
     except ShippingError as error:
         raise unshippable(error) from error.__cause__
-    streamed = not isinstance(data, RDD)
-    console, patience, hosted = launch.log_level, launch.patience.driver, rendezvous is not None
-    task = pickle.dumps(RankTask(launch.device, rendezvous, console, patience=patience, streamed=streamed))
+    values: dict[str, Any] = {"log_level": launch.log_level, "patience": launch.patience.driver}
+    streamed, hosted = not isinstance(data, RDD), rendezvous is not None
+    task = pickle.dumps(RankTask(device=launch.device, rendezvous=rendezvous, streamed=streamed, **values))
 
     def none_starts() -> bool:
         """Whether no task of the job can start: one that can waits at the store, and never comes here."""

@@ -29,35 +29,26 @@ def gpu_profile(spark: SparkSession, device: Device, world_size: int) -> Resourc
     """
     if device == "cpu":
         return None
-    if is_local(spark):  # Spark refuses resource profiles there
-        if device != "auto" and (count := device_count(device)) < world_size:
-            advice = f"set numWorkers={count}, or device='cpu' or 'auto'"
-            if not count:
-                advice = f"is torch {torch.__version__} a build for it, and its driver installed? Else set device='cpu'"
-            raise ClusterError(
-                f"device={device!r} with numWorkers={world_size}, but torch sees {count} such devices on this machine",
-                hint=advice,
-                code="ST-GPUS",
-            )
+    local, task = is_local(spark), float(setting(spark, TASK_AMOUNT, "0"))
+    gpus, asked, what, hint = float(setting(spark, AMOUNT, "0")), device != "auto", "", ""
+    if local and asked and (count := device_count(device)) < world_size:
+        what = f"device={device!r} with numWorkers={world_size}, but torch sees {count} such devices on this machine"
+        hint = f"set numWorkers={count}, or device='cpu' or 'auto'"
+        if not count:
+            hint = f"is torch {torch.__version__} a build for it, and its driver installed? Else set device='cpu'"
+    elif not local and asked and gpus < 1:
+        what = f"device={device!r}, but the executors have no GPU"
+        hint = f"start the session with {AMOUNT}=1 and "
+        hint += "spark.executor.resource.gpu.discoveryScript=conf/gpu_discovery.sh, or set device='cpu'"
+    elif local or gpus < 1 or task >= 1:  # in local mode, Spark refuses resource profiles
         return None
-    gpus = float(setting(spark, AMOUNT, "0"))
-    if gpus < 1 and device != "auto":
-        raise ClusterError(
-            f"device={device!r}, but the executors have no GPU",
-            hint=f"start the session with {AMOUNT}=1 and "
-            "spark.executor.resource.gpu.discoveryScript=conf/gpu_discovery.sh, or set device='cpu'",
-            code="ST-GPUS",
-        )
-    if gpus < 1 or float(setting(spark, TASK_AMOUNT, "0")) >= 1:
-        return None
+    elif not gives_profiles():
+        what = f"pyspark {pyspark.__version__} cannot ask Spark for a GPU a worker"
+        hint = f"start the session with {TASK_AMOUNT}=1, which holds for the tasks of all jobs, or set device='cpu'; "
+        hint += "pyspark 4.0 and newer ask by themselves"
+    if what:
+        raise ClusterError(what, hint=hint, code="ST-GPUS")
     cpus = int(setting(spark, "spark.task.cpus", "1"))
-    if not gives_profiles():
-        raise ClusterError(
-            f"pyspark {pyspark.__version__} cannot ask Spark for a GPU a worker",
-            hint=f"start the session with {TASK_AMOUNT}=1, which holds for the tasks of all jobs, "
-            f"or set device='cpu'; pyspark 4.0 and newer ask by themselves",
-            code="ST-GPUS",
-        )
     requests = TaskResourceRequests().cpus(cpus).resource("gpu", 1)
     return ResourceProfileBuilder().require(requests).build
 

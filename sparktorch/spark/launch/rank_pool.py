@@ -5,18 +5,17 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import closing
 from typing import Any
 
 from pyspark.sql import DataFrame
 
 from sparktorch.distributed.heartbeat import paced
-from sparktorch.distributed.monitor import Monitor, Observer
+from sparktorch.distributed.monitor import Observer
 from sparktorch.distributed.root_cause import RootCause
 from sparktorch.distributed.server import ControlServer
-from sparktorch.spark.launch.barrier_job import Launch, control_server, monitor, plan, unshippable, unstarted
-from sparktorch.spark.launch.rank_task import Body, assemble
-from sparktorch.spark.launch.spark_job import Job
+from sparktorch.spark.launch.barrier_job import BarrierJob, Launch, unshippable
+from sparktorch.spark.launch.rank_task import Body
 from sparktorch.spark.shipping import ShippingError, pickled
 
 __all__ = ["Judge", "RankPool", "Results"]
@@ -51,7 +50,7 @@ class _Judged:
         self._server.judge(record["epoch"], stop=self._judge(record))
 
 
-class RankPool:
+class RankPool(BarrierJob):
     """The driver's side of a pool; the ranks run `sparktorch.worker.serve`.
 
     Each task has a store of its own, for progress, errors and results: what a rank reports late disturbs no later task.
@@ -61,18 +60,11 @@ class RankPool:
 
     def __init__(self, data: DataFrame, body: Body, launch: Launch) -> None:
         """Opens the store; `start` starts the job, in which `body` reads a rank's rows and carries out tasks."""
-        spark, self._launch = data.sparkSession, launch
+        super().__init__(data, body, launch, _NoObserver())
+        assert self._server is not None  # as `check_holdable` has found
+        self._orders = self._server
         self._poll_seconds = paced(_POLL_SECONDS, launch.world_size // 10)  # one question for all ranks
-        server = control_server(spark, launch)
-        assert server is not None  # as `check_holdable` has found
         self.facts: list[dict[str, Any]] = []
-        self._ended = False
-        with ExitStack() as stack:
-            self._server = stack.enter_context(closing(server))
-            self._job = Job(spark, plan(data, body, launch, server.rendezvous), launch.tag)
-            self._monitor = self._watch(server, _NoObserver())
-            self._causes = RootCause(self._monitor)
-            self._stack = stack.pop_all()
 
     @property
     def tag(self) -> str:
@@ -89,24 +81,17 @@ class RankPool:
 
         Returns the ranks' results if the job has ended instead, because the ranks had too different numbers of rows.
         """
-        self._job.start()
+        if self.wait(self._poll_seconds, self._is_ready):
+            self._job.idle = True
+            return None
         try:
-            while not self._job.wait(self._poll_seconds):
-                self._monitor.look()
-                self._monitor.look_for_failure()
-                self.facts = self._server.ready(self._launch.world_size) or []
-                if self.facts:
-                    self._job.idle = True
-                    return None
-            self._monitor.listen()
-        except BaseException:
-            self.cancel()
-            raise
-        failed = self._causes.of_ended(self._job.error or unstarted(self._job.rows))
-        self._end()
-        if failed is not None:
-            raise failed
-        return assemble(self._job.rows, self._launch.world_size)
+            return self.results()
+        finally:
+            self.end()
+
+    def _is_ready(self) -> bool:
+        self.facts = self._orders.ready(self._launch.world_size) or []
+        return bool(self.facts)
 
     def run(self, task: Callable[..., Any], observer: Observer | None = None, judge: Judge | None = None) -> Results:
         """Runs a task in all ranks; returns their results, in rank order.
@@ -122,12 +107,12 @@ class RankPool:
             content = pickled(task)
         except ShippingError as error:
             raise unshippable(error) from error.__cause__
-        with closing(self._server.another()) as server:
-            watch = self._watch(server, observer if judge is None else _Judged(observer, judge, server))
+        with closing(self._orders.another()) as server:
+            watch = self._watch(server, observer if judge is None else _Judged(observer, judge, server), running=True)
             causes = RootCause(watch)
             self._job.idle = False
             try:
-                self._server.send(content)
+                self._orders.send(content)
                 looked = 0.0
                 while not server.over(size) and not self._job.wait(self._poll_seconds):
                     if judge is not None or time.monotonic() - looked > _LOOK_SECONDS:
@@ -145,7 +130,7 @@ class RankPool:
                 missing = None in server.beats(size)
                 ended = self._job.error or RuntimeError("the barrier job of the pool has ended")
                 lost = (self._causes if missing else causes).of(ended)
-                self._end()
+                self.end()
                 raise lost
             if not server.ended(range(size)):
                 raise causes.of(RuntimeError("a task of the pool failed"))
@@ -154,26 +139,8 @@ class RankPool:
     def close(self) -> None:
         """Ends the job after the current task; frees the rows and the slots. Can be called twice."""
         if self.is_open:
-            self._server.end_orders()
+            self._orders.end_orders()
             if not self._job.wait(_END_SECONDS):
                 _LOG.warning("the ranks did not end in %.0f s; their job is cancelled", _END_SECONDS)
                 self._job.cancel()
-        self._end()
-
-    def cancel(self) -> None:
-        """Cancels the job at once."""
-        self.interrupt()
-        self._end()
-
-    def interrupt(self) -> None:
-        """Cancels the job at once, from another thread than the one that runs a task: there, `run` raises."""
-        if not self._ended and not self._job.wait(0):
-            self._server.cancel()
-            self._job.cancel()
-
-    def _end(self) -> None:
-        self._ended = True
-        self._stack.close()
-
-    def _watch(self, server: ControlServer, observer: Observer) -> Monitor:
-        return monitor(server, self._job, self._launch, observer, running=bool(self.facts))
+        self.end()

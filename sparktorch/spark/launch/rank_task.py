@@ -8,7 +8,7 @@ import secrets
 import socket
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -56,29 +56,22 @@ class StreamBrokenError(Exception):
     """Spark has broken off the rows of a task: it ended the task, or could not compute them. Its message says why."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class RankTask:
-    """One barrier task: determines its rank, connects to the store, runs the body, and returns or reports a failure."""
+    """One barrier task: determines its rank, connects to the store, runs the body, and returns or reports a failure.
 
-    def __init__(
-        self,
-        device: Device,
-        rendezvous: Rendezvous | None,
-        log_level: int,
-        *,
-        patience: float,
-        streamed: bool,
-    ) -> None:
-        """Sets what all ranks share.
+    Attributes:
+        rendezvous: The store's, `None` if rank 0 hosts it.
+        log_level: Lowest level at which the driver shows what a rank logs.
+        patience: Seconds without a heartbeat from the driver after which a rank ends its process.
+        streamed: Whether rows come from Spark's JVM as an Arrow stream; elements of an RDD come from Python.
+    """
 
-        Without a `rendezvous`, rank 0 hosts the store. After `patience` seconds without a heartbeat from the driver, a
-        rank ends its process. `streamed` rows come from Spark's JVM as an Arrow stream; elements of an RDD come from
-        Python.
-        """
-        self._device = device
-        self._rendezvous = rendezvous
-        self._log_level = log_level
-        self._patience = patience
-        self._streamed = streamed
+    device: Device
+    rendezvous: Rendezvous | None
+    log_level: int
+    patience: float
+    streamed: bool
 
     def __call__(self, batches: Iterator[pa.RecordBatch], sent: Sent) -> Iterator[pa.RecordBatch]:
         """Runs the `Body` in `sent` on the task's record batches, and yields its result as record batches.
@@ -90,14 +83,14 @@ class RankTask:
         context = BarrierTaskContext.get()
         assert isinstance(context, BarrierTaskContext)
         world = _world(context)
-        rendezvous = self._rendezvous
+        rendezvous = self.rendezvous
         hosted_by_rank0 = rendezvous is None
         if rendezvous is None:
             rendezvous, _store = _meet_at_rank0(context, world)
         open_store = partial(connect, rendezvous.host, rendezvous.port, token=rendezvous.prefix)
         try:
             world = replace(world, address=address_towards(rendezvous.host))
-            client = Client(open_store, world, console=LogCapture(self._log_level), patience=self._patience)
+            client = Client(open_store, world, console=LogCapture(self.log_level), patience=self.patience)
         except dist.DistError as error:
             raise _unreached(error.__cause__ or error, rendezvous, world) from None
         opened = time.perf_counter() - started
@@ -107,9 +100,9 @@ class RankTask:
                 gpus = context.resources().get("gpu")
                 addresses = gpus.addresses if gpus else []
                 place = {"local_rank": world.local_rank, "local_size": world.local_size}
-                device = choose_device(self._device, addresses, **place)
+                device = choose_device(self.device, addresses, **place)
                 body: Body = sent.load()
-                rows = unbroken(batches) if self._streamed else batches
+                rows = unbroken(batches) if self.streamed else batches
                 result = body(rows, world=replace(world, device=device), client=client)
                 if hosted_by_rank0:
                     client.leave()

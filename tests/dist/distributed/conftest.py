@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -22,6 +23,10 @@ def server() -> Iterator[ControlServer]:
 
 @pytest.fixture
 def clients(server: ControlServer) -> list[Client]:
+    return [client_of(server, rank, 2) for rank in range(2)]
+
+
+def client_of(server: ControlServer, rank: int = 0, size: int = 1, **options: Any) -> Client:
     meeting = server.rendezvous
     opened = partial(connect, meeting.host, meeting.port, token=meeting.prefix)
-    return [Client(opened, World(rank=rank, world_size=2, host=f"host-{rank}")) for rank in range(2)]
+    return Client(opened, World(rank=rank, world_size=size, host=f"host-{rank}"), **options)

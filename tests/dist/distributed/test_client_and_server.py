@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from contextlib import suppress
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -25,6 +24,7 @@ from sparktorch.distributed.monitor import Timeouts
 from sparktorch.distributed.server import ControlServer
 from sparktorch.distributed.store import SealedStore, connect
 from sparktorch.errors import ColumnError, RankError, RankLostError, RankStalledError
+from tests.dist.distributed.conftest import client_of
 from tests.support.ranks import HOST, cause_of_death, control_server, watch
 from tests.support.waiting import until
 
@@ -41,16 +41,11 @@ class Answered(SealedStore):
 def clients(server: ControlServer) -> list[Client]:
     meeting = server.rendezvous
 
-    def opened(*, timeout: timedelta = timedelta(seconds=60)) -> dist.Store:
-        store = dist.TCPStore(meeting.host, meeting.port, is_master=False, wait_for_workers=False, timeout=timeout)
+    def opened() -> SealedStore:
+        store = dist.TCPStore(meeting.host, meeting.port, is_master=False, wait_for_workers=False)
         return Answered(meeting.prefix, store)
 
     return [Client(opened, World(rank=rank, world_size=3, host=f"host-{rank}")) for rank in range(3)]
-
-
-def opening(server: ControlServer) -> partial[SealedStore]:
-    meeting = server.rendezvous
-    return partial(connect, meeting.host, meeting.port, token=meeting.prefix)
 
 
 def in_threads(calls: list[Callable[[], Any]]) -> list[Future[Any]]:
@@ -270,7 +265,7 @@ def test_the_store_listens_on_the_one_address_it_was_bound_to() -> None:
 def test_a_clients_connections_close_with_the_last_reference_to_it(server: ControlServer) -> None:
     gc.disable()  # or it would close them, some day
     try:
-        client = Client(opening(server), World())
+        client = client_of(server)
         store = weakref.ref(client.store)
         del client
         assert store() is None
@@ -317,7 +312,9 @@ class SlowHeart(Client):
 
 
 def test_nothing_that_a_rank_sends_overtakes_that_it_has_ended(server: ControlServer) -> None:
-    with SlowHeart(opening(server), World()).beating():
+    meeting = server.rendezvous
+    opened = partial(connect, meeting.host, meeting.port, token=meeting.prefix)
+    with SlowHeart(opened, World()).beating():
         assert SlowHeart.begun.wait(20)
     (beat,) = server.beats(1)
     assert beat is not None
@@ -326,7 +323,7 @@ def test_nothing_that_a_rank_sends_overtakes_that_it_has_ended(server: ControlSe
 
 
 def test_a_pause_is_answered_while_the_connection_of_the_training_waits(server: ControlServer) -> None:
-    client, other = (Client(opening(server), World(), patience=120) for _ in range(2))
+    client, other = (client_of(server, patience=120) for _ in range(2))
     client.pause.begin(1)
     with client.beating():
         waiting = threading.Thread(target=client.store.get, args=("of the process group",), daemon=True)

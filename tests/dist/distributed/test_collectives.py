@@ -13,6 +13,7 @@ from sparktorch.distributed.collectives import Collectives
 from tests.support.ranks import in_group
 
 RANKS = 3
+Found = tuple[list[Any], list[Any], dict[str, str], bool]
 
 
 def _each(world: World) -> None:
@@ -51,8 +52,8 @@ def _exact(world: World) -> list[Any]:
     ]
 
 
-def test_sums_neither_overflow_nor_lose_digits_and_views_and_byte_orders_arrive() -> None:
-    for found in in_group(2, _exact):
+def test_sums_neither_overflow_nor_lose_digits_and_views_and_byte_orders_arrive(two: list[Found]) -> None:
+    for found, *_ in two:
         assert found == [40000.0, 1j, 1 - 2j, [2.0, 1.0]]
 
 
@@ -79,9 +80,9 @@ def _kinds(world: World) -> list[Any]:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_arrays_and_numbers_stay_arrays_and_numbers(size: int) -> None:
+def test_arrays_and_numbers_stay_arrays_and_numbers(size: int, two: list[Found]) -> None:
     base, mean = np.arange(6, dtype=np.float64).reshape(2, 3), sum(range(size)) / size
-    for found in in_group(size, _kinds):
+    for found in [kinds for _, kinds, *_ in two] if size == 2 else in_group(1, _kinds):
         assert isinstance(found[0], np.ndarray)
         np.testing.assert_array_equal(found[0], size * (base + mean))
         assert found[1] == pytest.approx(mean + 0.1, abs=1e-15)
@@ -112,8 +113,8 @@ def _wrong(world: World) -> dict[str, str]:
     return said
 
 
-def test_calls_that_do_not_go_together_are_named_in_every_rank_and_none_waits() -> None:
-    first, second = in_group(2, _wrong)
+def test_calls_that_do_not_go_together_are_named_in_every_rank_and_none_waits(two: list[Found]) -> None:
+    first, second = (wrong for _, _, wrong, _ in two)
     cannot = {what: (first.pop(what), second.pop(what)) for what in ("few", "text")}
     assert first == second
     assert first["shapes"].startswith("ValueError: all_reduce needs equal dtypes and shapes: float32 of shape (2,) in")
@@ -134,5 +135,15 @@ def _recorded(world: World) -> bool:
     return b"all_reduce" in torch._C._distributed_c10d._dump_fr_trace_json(True, False)
 
 
-def test_ranks_on_cpus_keep_nothing_of_their_collectives() -> None:
-    assert in_group(2, _recorded) == [False, False]
+def test_ranks_on_cpus_keep_nothing_of_their_collectives(two: list[Found]) -> None:
+    assert [recorded for *_, recorded in two] == [False, False]
+
+
+def _all(world: World) -> Found:
+    return _exact(world), _kinds(world), _wrong(world), _recorded(world)
+
+
+@pytest.fixture(scope="module")
+def two() -> list[Found]:
+    """What two ranks have found."""
+    return in_group(2, _all)

@@ -6,17 +6,15 @@ import logging
 import resource
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import pytest
 
-from sparktorch.base.world import World
-from sparktorch.distributed.client import Client
 from sparktorch.distributed.heartbeat import beat_seconds, silent_seconds
 from sparktorch.distributed.monitor import Timeouts
 from sparktorch.distributed.server import ControlServer
-from sparktorch.distributed.store import SealedStore, allow_connections, connect
+from sparktorch.distributed.store import SealedStore, allow_connections
 from sparktorch.errors import RankStalledError
+from tests.dist.distributed.conftest import client_of
 from tests.support.ranks import watch
 from tests.support.waiting import until
 
@@ -38,15 +36,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return count
 
 
-def client_of(server: ControlServer, rank: int, size: int = RANKS) -> Client:
-    meeting = server.rendezvous
-    opened = partial(connect, meeting.host, meeting.port, token=meeting.prefix)
-    return Client(opened, World(rank=rank, world_size=size, host=f"host-{rank}"))
-
-
 def test_the_heartbeats_of_all_ranks_are_one_question(server: ControlServer, asked: Counter[str]) -> None:
     for rank in range(RANKS):
-        client_of(server, rank).enter("training", epoch=1, step=rank)
+        client_of(server, rank, RANKS).enter("training", epoch=1, step=rank)
     asked.clear()
     steps = [beat and beat["step"] for beat in server.beats(RANKS)]
     assert steps == list(range(RANKS))
@@ -81,7 +73,7 @@ def test_ranks_that_pause_read_what_rank_0_has_gathered_and_none_the_keys_of_all
 
 
 def test_a_value_that_is_not_there_is_seen_without_waiting_or_leaving_a_trace(server: ControlServer) -> None:
-    store = client_of(server, 0).store
+    store = client_of(server).store
     assert store.peek("topic") is None
     assert not store.check(["topic"])
     store.set("topic", "-")
@@ -89,7 +81,7 @@ def test_a_value_that_is_not_there_is_seen_without_waiting_or_leaving_a_trace(se
 
 
 def test_lines_that_were_lost_on_their_way_do_not_keep_those_after_them_back(server: ControlServer) -> None:
-    client = client_of(server, 0, 1)
+    client = client_of(server)
     client._sent["lines"] += 1
     client._console.add(logging.INFO, "after them")
     client.beat(client.store)
@@ -103,7 +95,7 @@ def test_lines_that_were_lost_on_their_way_do_not_keep_those_after_them_back(ser
 def test_a_line_of_many_ranks_is_shown_once_with_their_number(
     server: ControlServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    clients = [client_of(server, rank) for rank in range(RANKS)]
+    clients = [client_of(server, rank, RANKS) for rank in range(RANKS)]
     for rank, client in enumerate(clients):
         client._console.add(logging.WARNING, "the disk is full")
         if rank < 2:
@@ -116,7 +108,7 @@ def test_a_line_of_many_ranks_is_shown_once_with_their_number(
 
 
 def test_of_many_ranks_that_have_not_started_a_few_are_named(server: ControlServer) -> None:
-    client_of(server, 0).enter("training")
+    client_of(server, 0, RANKS).enter("training")
     seen = watch(server, RANKS, Timeouts(stall=0.2))
     with pytest.raises(
         RankStalledError, match=r"ranks \[1, 2, 3, 4, 5, 6, 7, 8\] and 11 others of 20 have not started"

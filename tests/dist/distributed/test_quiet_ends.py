@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,7 +19,9 @@ from sparktorch.distributed.client import Cancelled, Client, PeerFailure
 from sparktorch.distributed.process_group import abandon, hang_up
 from sparktorch.distributed.root_cause import RootCause
 from sparktorch.distributed.server import ControlServer
-from sparktorch.errors import ColumnError
+from sparktorch.errors import ColumnError, RankLostError
+from sparktorch.spark.launch import barrier_job
+from sparktorch.spark.launch.barrier_job import Launch
 from tests.support.ranks import in_group, watch
 from tests.support.waiting import until
 
@@ -70,6 +76,31 @@ def test_the_driver_raises_itself_where_a_rank_does_not_end(server: ControlServe
 
 def test_a_job_without_errors_has_no_failure(server: ControlServer) -> None:
     assert RootCause(watch(server, 2)).of_ended(None) is None
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_an_executor_that_goes_as_soon_as_its_rank_has_paused_is_no_lost_worker(
+    asked: bool, server: ControlServer, clients: list[Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = (
+        "barrier task ResultTask(3, 1) finished unsuccessfully.\nExecutorLostFailure (executor 1 exited unrelated to "
+    )
+    error = RuntimeError(said + "to the running tasks) Reason: Executor decommission.")
+    job = SimpleNamespace(rows=[], error=error, start=lambda: None, wait=lambda _: True, is_starved=lambda: False)
+    for name, value in (("control_server", server), ("_plan", None), ("Job", job)):
+        monkeypatch.setattr(barrier_job, name, lambda *_, value=value: value)
+    monkeypatch.setattr(server, "close", lambda: None)  # the fixture closes it
+    if asked:
+        server.pause()
+    for client in clients:
+        with client.beating():
+            client.enter("training")
+    run: Any = partial(barrier_job.run_ranks, SimpleNamespace(sparkSession=None), None, Launch(world_size=2), Mock())
+    if asked:
+        assert run() == [({"paused": True}, b"")] * 2
+    else:
+        with pytest.raises(RankLostError, match="rank 1 died while training: its executor 1 was lost"):
+            run()
 
 
 def _one_fails(world: World, mark: Path) -> bool:

@@ -10,12 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sparktorch import RunContext
+from sparktorch.errors import ConfigError
 from tests.support.nets import Noisy, Score
 
 __all__ = [
@@ -171,14 +173,16 @@ def saving(context: RunContext) -> Any:
 def sums(context: RunContext, what: str) -> Any:
     """Goes wrong in some way."""
     net = nn.Linear(5, 1)
+    with pytest.raises(ConfigError, match=r"report\(epoch=...\): no metric can be called that"):
+        context.report(epoch=1)
+    with pytest.raises(ConfigError, match="Linear is no module that wrap returned"):
+        context.state_dict(net)
     wrong: dict[str, Callable[[], Any]] = {
         "sharded": lambda: context.save({"weight": next(iter(context.wrap(net).parameters()))}),
-        "epoch": lambda: context.report(epoch=1),
         "alone": lambda: context.wrap(net),
         "exit": lambda: sys.exit(3),
         "early": lambda: None if context.rank == 0 else context.barrier(),
         "saves": lambda: (context.rank == 0 and context.save({}), next(iter(context.loader(0)))),
-        "state": lambda: context.state_dict(net),
         "result": threading.Lock,
     }
     return wrong[what]()

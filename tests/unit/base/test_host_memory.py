@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from sparktorch.base import host_memory
-from sparktorch.base.host_memory import available_bytes
+from sparktorch.base.host_memory import available_bytes, forget_peaks, peaks
 
 MEBIBYTE = 1 << 20
 
@@ -70,3 +70,13 @@ def test_what_yarn_counts_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
     # A NodeManager may limit its containers by groups; those of this machine cannot be made here.
     monkeypatch.setattr(host_memory, "_groups", lambda path, kinds: [5 * MEBIBYTE])
     assert available_bytes() == 5 * MEBIBYTE
+
+
+def test_the_peak_is_that_since_it_was_last_forgotten() -> None:
+    hoard = bytearray(b"x" * 300_000_000)
+    high = peaks("cpu")
+    del hoard
+    forget_peaks("cpu")
+    low = peaks("cpu")
+    assert low.keys() == {"peak_memory"}
+    assert high["peak_memory"] - low["peak_memory"] > 250_000_000

@@ -181,6 +181,17 @@ def test_an_executor_that_is_to_go_is_seen_though_another_one_takes_its_place_at
     assert looks() == [True, True]
 
 
+def test_an_executor_that_is_to_go_is_seen_though_spark_tells_of_its_tasks_long_after_the_change(
+    cluster: Cluster,
+) -> None:
+    cluster.slots = 2
+    looks = outlook(cluster, request(numWorkers=2))
+    cluster.executors = frozenset({"0", "1"})
+    assert not any(looks()[0] for _ in range(14))
+    cluster.leaves = True
+    assert any(looks()[0] for _ in range(10))
+
+
 def test_an_executor_that_is_to_go_before_the_ranks_train_is_seen(cluster: Cluster) -> None:
     cluster.slots, cluster.leaves = 2, True
     assert outlook(cluster, request(numWorkers=2))() == [True, True]

@@ -1,4 +1,4 @@
-"""Which column a user's name stands for."""
+"""Which column a user's name stands for, and what is said of one that cannot become a tensor."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import pyarrow as pa
 import pytest
 from pyspark.ml.linalg import VectorUDT
+from pyspark.mllib.linalg import VectorUDT as OldVectorUDT
 from pyspark.sql import types as T
 
 from sparktorch.data.columns import Columns, InputOptions, TensorSpec
@@ -15,6 +16,7 @@ from sparktorch.ml.fit.first_row_trial import first_inputs
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.frame.encoding import plan_inputs
 from sparktorch.spark.frame.prepare import Frame
+from sparktorch.spark.frame.refusals import no_tensor
 
 _INNER = T.StructType().add("b", T.StringType()).add("c.d", T.StructType().add("Deep", T.FloatType()))
 SCHEMA = (
@@ -106,3 +108,12 @@ def test_a_first_row_that_cannot_be_trained_on_is_told_as_the_first_row(value: f
     frame = Frame(None, columns, pa.record_batch([pa.array([value], pa.float32())], ["x0"]))  # type: ignore[arg-type]
     with pytest.raises(ColumnError, match=f"^the first row holds {what} values in column 'a', and others were not"):
         first_inputs(frame)
+
+
+def test_a_vector_of_spark_mllib_is_told_from_one_of_spark_ml() -> None:
+    assert "MLUtils.convertVectorColumnsToML(df, 'x')" in no_tensor(OldVectorUDT(), "x").hint
+
+
+@pytest.mark.parametrize("kind", [T.DateType(), T.TimestampType(), T.TimestampNTZType()])
+def test_of_dates_and_times_the_estimators_of_tables_are_named(kind: T.DataType) -> None:
+    assert "TabularClassifier and TabularRegressor take such columns as they are" in no_tensor(kind, "x").hint

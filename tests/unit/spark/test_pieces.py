@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import io
+from collections.abc import Iterator
+
 import numpy as np
 import pyarrow as pa
 import pytest
 import torch
 from pyspark.sql import Row
+from pyspark.sql.pandas.serializers import ArrowStreamSerializer
 
 from sparktorch.distributed.addresses import address_towards, host_of
 from sparktorch.errors import ClusterError, ColumnError, failure_in, told
 from sparktorch.spark.launch.gpus import choose_device, device_index
-from sparktorch.spark.launch.rank_task import RESULT_SCHEMA, _chunks, assemble
+from sparktorch.spark.launch.rank_task import RESULT_SCHEMA, StreamBrokenError, _chunks, assemble, unbroken
 from sparktorch.worker import RankResult
 
 
@@ -81,3 +85,35 @@ def test_a_failure_is_found_in_the_message_of_a_spark_job(around: str) -> None:
         assert type(found) is ColumnError
         assert found.to_dict() == failure.to_dict()
     assert failure_in("Job aborted due to stage failure: {}") is None
+
+
+def streamed(*, upto: float) -> list[int]:
+    """The numbers of a stream of two batches, read as pyspark reads it, of which so large a share has come."""
+    sink, batch = io.BytesIO(), pa.record_batch([pa.array(range(1000))], names=["x"])
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+        writer.write_batch(batch)
+    whole = sink.getvalue()
+    stream = pa.BufferReader(whole[: int(upto * len(whole))])
+    return [
+        number for part in unbroken(ArrowStreamSerializer().load_stream(stream)) for number in part["x"].to_pylist()
+    ]
+
+
+def test_a_whole_stream_arrives_as_it_was_sent() -> None:
+    assert streamed(upto=1) == [*range(1000), *range(1000)]
+
+
+def test_a_rank_without_memory_for_its_rows_has_failed_itself() -> None:
+    def full() -> Iterator[pa.RecordBatch]:
+        raise pa.ArrowMemoryError("malloc of size 8388608 failed")
+        yield
+
+    with pytest.raises(pa.ArrowMemoryError):
+        list(unbroken(full()))
+
+
+@pytest.mark.parametrize("upto", [0, 0.005, 0.4, 0.8])
+def test_a_stream_that_breaks_off_is_told_from_what_fails_in_the_rank(upto: float) -> None:
+    with pytest.raises(StreamBrokenError):
+        streamed(upto=upto)

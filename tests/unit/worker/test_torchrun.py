@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from sparktorch.worker.process_state import left_as_before
+from sparktorch.worker.torchrun import left_as_before
 
 
 def test_environment_paths_and_torchs_defaults_are_as_before_also_after_an_error(tmp_path: object) -> None:
