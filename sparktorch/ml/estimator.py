@@ -101,8 +101,9 @@ class TorchEstimatorBase(Shown, Estimator[M], EstimatorParams, MLReadable[Any], 
     def _fit(self, dataset: DataFrame | PreparedData) -> M:
         if isinstance(dataset, PreparedData):
             return self._fit_on(dataset)
+        began = time.perf_counter()
         estimator, rows = self._learned(_checked(dataset))
-        return estimator._fit_on(FreshData(rows))
+        return estimator._fit_on(FreshData(rows, began))
 
     def _fit_on(self, source: Source, judge: Callable[[dict[str, Any]], bool] | None = None) -> M:
         """Fits on the rows of a source; `judge` may end the training after an epoch, if the rows are prepared."""
@@ -110,7 +111,7 @@ class TorchEstimatorBase(Shown, Estimator[M], EstimatorParams, MLReadable[Any], 
         fit = Fit(estimator=self, spark=spark, callers=self._callers, kind=type(self).__name__)
         shown: dict[str, Any] = {"rows_per_step": self.getBatchSize(), "show": self.getProgress()}
         with FitReport(fit, **shown, title=source.title, stays=source.bar_stays, judge=judge) as report:
-            started = time.perf_counter()
+            started = getattr(source, "began", time.perf_counter())
             with naming_params(self):
                 request, data, trial = source.prepared(self, self._task, report)
             check_new_columns(self, source.dataset, len(trial.outputs))

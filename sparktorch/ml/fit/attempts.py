@@ -135,7 +135,7 @@ def with_slots(
         found = settled_slots(spark, least, profile, settle=start, longest=start, taken=taken)
     if found is None or found >= most:
         return request
-    check_cluster(spark, least, profile, longest=start)
+    check_cluster(spark, least, profile, most=most, longest=start)
     config = request.job.config
     fewer = workers_for(config, found, least)
     if fewer is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -54,10 +55,12 @@ class FreshData:
         dataset: The DataFrame.
         title: What the progress bar of the fit says.
         bar_stays: Whether the bar stays on the screen after the fit.
+        began: When the fit has begun, by `time.perf_counter`.
     """
 
-    def __init__(self, dataset: DataFrame) -> None:
+    def __init__(self, dataset: DataFrame, began: float | None = None) -> None:
         self.dataset, self.title, self.bar_stays = dataset, "fit", True
+        self.began = time.perf_counter() if began is None else began
 
     def prepared(self, estimator: EstimatorParams, task: Task, report: FitReport) -> Ready:
         """Runs all checks that need no training job; returns what the job needs."""
@@ -337,7 +340,7 @@ def launchable(request: Request[J], spark: SparkSession, without: PreparedData |
     launch = request.launch
     make_room(spark, launch.world_size, without=without)
     least, most = request.workers
-    check_cluster(spark, least, launch.profile, longest=launch.patience.start)
+    check_cluster(spark, least, launch.profile, most=most, longest=launch.patience.start)
     if least < most:
         request = with_slots(spark, request)
     if request.preflight == "full":

@@ -14,7 +14,7 @@ from pyspark import RDD
 from pyspark.sql import DataFrame, SparkSession
 
 from sparktorch.distributed.root_cause import ChainError
-from sparktorch.errors import ConfigError, SparkTorchError, shortened
+from sparktorch.errors import ConfigError, shortens
 from sparktorch.ml.fit.attempts import with_restarts
 from sparktorch.ml.fit.checks import check_ships, naming_params
 from sparktorch.ml.fit.first_row_trial import first_inputs
@@ -177,6 +177,7 @@ def run_script(path: str | Path, arguments: Sequence[str] = (), *, spark: SparkS
     _results(given, request, spark, lambda report, request: _ranks(spark, report, body, request))
 
 
+@shortens
 def _results(
     given: RunParams,
     request: Request[RankJob],
@@ -185,22 +186,19 @@ def _results(
     rows: DataFrame | None = None,
 ) -> Results:
     """Runs ranks by `attempt(report, request)`; if they get `rows`, it is also called with these, prepared."""
-    try:
-        with _report(given, spark) as report:
-            request = launchable(request, spark)
-            if rows is None:
-                run_once = partial(attempt, report)
-                report.prepared(None)
-            else:
-                with naming_params(given):
-                    frame, _ = first_inputs(prepare(rows, "generic", **request.columns))
-                request = request.with_job(columns=frame.columns, placeholder=frame.sample)
-                run_once = partial(attempt, report, data=frame.data)
-                report.prepared(frame.columns)
-            results = with_restarts(spark, request, run_once, report.attempts)
-            report.ended()
-    except SparkTorchError as error:
-        raise shortened(error) from error.__cause__
+    with _report(given, spark) as report:
+        request = launchable(request, spark)
+        if rows is None:
+            run_once = partial(attempt, report)
+            report.prepared(None)
+        else:
+            with naming_params(given):
+                frame, _ = first_inputs(prepare(rows, "generic", **request.columns))
+            request = request.with_job(columns=frame.columns, placeholder=frame.sample)
+            run_once = partial(attempt, report, data=frame.data)
+            report.prepared(frame.columns)
+        results = with_restarts(spark, request, run_once, report.attempts)
+        report.ended()
     return results
 
 

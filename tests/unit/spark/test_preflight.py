@@ -74,6 +74,16 @@ def test_in_local_mode_tasks_of_an_attempt_that_has_ended_are_waited_for(
     assert clock.now - begun == pytest.approx(seconds, abs=0.2)
 
 
+@pytest.mark.parametrize(("most", "named"), [(None, "3"), (3, "3"), (8, r"\(3, 8\)")])
+def test_too_few_slots_are_told_with_the_number_of_workers_as_it_was_given(
+    most: int | None, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "slots", lambda *_: 2)
+    spark: Any = SimpleNamespace(conf={"spark.master": "local[2]"})
+    with pytest.raises(ClusterError, match=f"numWorkers={named}, but the cluster has 2 slots"):
+        preflight.check_cluster(spark, 3, most=most)
+
+
 @pytest.mark.parametrize(
     ("params", "param"),
     [
