@@ -8,7 +8,6 @@ batches, so a model may be larger than the result of a job.
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
@@ -77,7 +76,9 @@ class _Writer(MLWriter):
         """
         spark = self.sparkSession
         weights = getattr(getattr(self._instance, "trained", None), "weights", None)
-        if isinstance(weights, WeightsFolder) and Path(weights.path).is_relative_to(_local(path)):
+        if isinstance(weights, WeightsFolder) and Path(weights.path).is_relative_to(
+            path.removeprefix("file://").removeprefix("file:")
+        ):
             raise PersistenceError(f"{path} holds the model's own weights, in {weights.path}", hint="save it elsewhere")
         if not is_connect(spark):
             files = JavaWrapper(JavaWrapper._new_java_obj("org.apache.spark.ml.util.FileSystemOverwrite"))
@@ -312,14 +313,10 @@ class EstimatorReader(_Reader[R]):
                 )
             with tempfile.TemporaryDirectory() as temporary:
                 read_files(self.sparkSession, path, Path(temporary))
-                pickled = _unpickled((Path(temporary) / _PICKLED).read_bytes())
-            instance._set(**pickled)
+                with (Path(temporary) / _PICKLED).open("rb") as file:
+                    instance._set(**_Unpickler(file).load())
         loaded: R = instance
         return loaded
-
-
-def _local(path: str) -> str:
-    return path.removeprefix("file://").removeprefix("file:")
 
 
 def _config(path: str, values: dict[str, Any]) -> Any:
@@ -330,13 +327,8 @@ def _config(path: str, values: dict[str, Any]) -> Any:
     return kind.from_dict(values)  # type: ignore[attr-defined]
 
 
-def _unpickled(content: bytes) -> Any:
-    """Returns what was pickled, by this version or by one whose modules had other names."""
-    return _Unpickler(io.BytesIO(content)).load()
-
-
 class _Unpickler(pickle.Unpickler):
-    """Finds classes that have moved."""
+    """Finds classes that have moved: pickled by this version, or by one whose modules had other names."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         """Returns what a pickle names."""

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from pyspark.ml import Model
 from pyspark.ml.param import Params
@@ -49,7 +49,7 @@ class Fit:
     kind: str = "run"
 
 
-class FitListener(Protocol):
+class FitListener:
     """Receives the events of one fit. It is called in the thread of the fit, and must not block.
 
     If a listener raises, a warning is logged, it is not called again, and the fit continues.
@@ -57,27 +57,21 @@ class FitListener(Protocol):
 
     def prepared(self) -> None:
         """Called when the Params and the DataFrame have passed all checks before the job."""
-        ...
 
     def progress(self, record: dict[str, Any]) -> None:
         """Receives rank 0's position, a few times a second: epoch, epochs, step, steps, loss (`None` if unknown)."""
-        ...
 
     def epoch(self, record: dict[str, Any]) -> None:
         """Receives an epoch's record when the epoch ends."""
-        ...
 
     def finished(self, model: Model, summary: TrainingSummary) -> None:
         """Receives the fitted model."""
-        ...
 
     def ended(self) -> None:
         """Called in place of `finished` when a function of `run` has ended in all ranks."""
-        ...
 
     def failed(self, error: BaseException) -> None:
         """Receives the error that ended the fit."""
-        ...
 
 
 class AttemptLog:
@@ -240,28 +234,20 @@ class FitReport:
         self._listeners = [listener for listener in self._listeners if _heard(listener, what, arguments)]
 
 
-class _CallbackListener:
+class _CallbackListener(FitListener):
     """Adapts a callback to the listener interface."""
 
     def __init__(self, callback: Callback) -> None:
         self._callback = callback
-        self.progress = callback.on_driver_progress
-        self.epoch = callback.on_driver_epoch
 
     def __repr__(self) -> str:
         return repr(self._callback)
 
-    def prepared(self) -> None:
-        pass
+    def progress(self, record: dict[str, Any]) -> None:
+        self._callback.on_driver_progress(record)
 
-    def finished(self, model: Model, summary: TrainingSummary) -> None:
-        pass
-
-    def ended(self) -> None:
-        pass
-
-    def failed(self, error: BaseException) -> None:
-        pass
+    def epoch(self, record: dict[str, Any]) -> None:
+        self._callback.on_driver_epoch(record)
 
 
 def callers() -> dict[str, Any]:

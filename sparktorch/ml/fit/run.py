@@ -15,10 +15,9 @@ from pyspark.sql import DataFrame, SparkSession
 
 from sparktorch.distributed.root_cause import ChainError
 from sparktorch.errors import ConfigError, shortens
-from sparktorch.ml.fit.attempts import with_restarts
+from sparktorch.ml.fit.attempts import run_on_rows, with_restarts
 from sparktorch.ml.fit.checks import check_ships, naming_params
 from sparktorch.ml.fit.first_row_trial import first_inputs
-from sparktorch.ml.fit.launching import partitioned
 from sparktorch.ml.fit.listeners import Fit, FitReport
 from sparktorch.ml.fit.prepared_data import launchable
 from sparktorch.ml.fit.translate import Request, translate_run
@@ -76,18 +75,15 @@ def run(
     request = translate_run(given, function)
     call = _shippable(given, function, args, kwargs)
     rows = None if data is None else dataframe_of(data, "run")
-    session = _session(rows, spark)
+    session = rows.sparkSession if rows is not None else spark or SparkSession.getActiveSession()
+    session = session or SparkSession.builder.getOrCreate()
 
-    def without_rows(report: FitReport, request: Request[RankJob]) -> Results:
-        return _ranks(session, report, partial(run_function, job=request.job, function=call), request)
+    def attempt(report: FitReport, request: Request[RankJob], data: DataFrame | None = None) -> Results:
+        if data is None:
+            return _ranks(session, report, partial(run_function, job=request.job, function=call), request)
+        return run_on_rows(data, request, report, partial(run_on_partition, function=call))
 
-    def on_rows(report: FitReport, request: Request[RankJob], data: DataFrame) -> Results:
-        def start(parts: DataFrame, job: RankJob) -> Results:
-            return run_ranks(parts, partial(run_on_partition, job=job, function=call), request.launch, report)
-
-        return partitioned(data, request, start)
-
-    results = _results(given, request, session, without_rows if rows is None else on_rows, rows)
+    results = _results(given, request, session, attempt, rows)
     return [pickle.loads(payload) for _, payload in results]
 
 
@@ -186,7 +182,8 @@ def _results(
     rows: DataFrame | None = None,
 ) -> Results:
     """Runs ranks by `attempt(report, request)`; if they get `rows`, it is also called with these, prepared."""
-    with _report(given, spark) as report:
+    shown: dict[str, Any] = {"rows_per_step": given.getBatchSize(), "show": given.getProgress(), "title": "run"}
+    with FitReport(Fit(estimator=given, spark=spark), **shown) as report:
         request = launchable(request, spark)
         if rows is None:
             run_once = partial(attempt, report)
@@ -250,17 +247,6 @@ def _params(values: Mapping[str, Any]) -> RunParams:
             str(error).replace("RunParams()", "run()"),
             hint="docs/params.md lists the Params; arguments of the function go into args=[...] and kwargs={...}",
         ) from error
-
-
-def _session(data: DataFrame | None, spark: SparkSession | None) -> SparkSession:
-    if data is None:
-        return spark or SparkSession.getActiveSession() or SparkSession.builder.getOrCreate()
-    return data.sparkSession
-
-
-def _report(params: RunParams, spark: SparkSession) -> FitReport:
-    fit = Fit(estimator=params, spark=spark)
-    return FitReport(fit, rows_per_step=params.getBatchSize(), show=params.getProgress(), title="run")
 
 
 def _ranks(spark: SparkSession, report: FitReport, body: Body, request: Request[RankJob]) -> Results:

@@ -18,7 +18,6 @@ from sparktorch.data.columns import TensorSpec, input_name
 from sparktorch.data.pairs import PairLoss, Pairs, Towers
 from sparktorch.errors import ColumnError, ConfigError, Refusal, refuse
 from sparktorch.ml.fit.checks import naming_params
-from sparktorch.ml.fit.translate import translate
 from sparktorch.ml.fit.values import Values
 from sparktorch.ml.model import TorchModelBase
 from sparktorch.ml.params.mixins import RecommenderModelParams, RecommenderParams
@@ -300,14 +299,32 @@ class Recommender(_Paired, LearningEstimator, RecommenderParams):
         pairs = Pairs(p["userCol"], p["itemCol"], self._seen.users, self._seen.items, negatives, p["seed"])
         return that._set(preprocess=pairs, moduleParams=told | self.getModuleParams())
 
-    def _learned(self, dataset: DataFrame) -> tuple[Self, DataFrame]:
-        if self._seen is not None:
-            return self, dataset
-        translate(self, "generic")  # refuses Params before there is a job
-        that = self.copy()
-        with naming_params(self):
-            that._seen = _seen_in(dataset, Values(self))
-        return that, dataset
+    def _learn(self, dataset: DataFrame) -> _Seen:
+        """Returns what two jobs learn of the rows that train."""
+        p, names = Values(self), ColumnNames.of(dataset)
+        rating = p["ratingCol"]
+        columns = [p["userCol"], p["itemCol"], *p["userFeatures"], *p["itemFeatures"], *([rating] if rating else [])]
+        twice = next((name for name in columns if columns.count(name) > 1), None)
+        if twice is not None:
+            raise ConfigError(f"column {twice!r} has two roles", hint="name another one for each", param="userCol")
+        check_numbers(names, columns[2:])
+        finite = [F.abs(names.column(name).cast("double")) < float("inf") for name in columns[2:]]
+        present = [names.column(name).isNotNull() for name in columns[:2]]
+        rows = dataset.where(~names.column(p["validationIndicatorCol"])) if p["validationIndicatorCol"] else dataset
+        for condition in (*present, *finite):  # the ranks refuse other rows, or leave them out
+            rows = rows.where(condition)
+        score = names.column(rating).cast("double") if rating else F.lit(0.0)
+        tables: list[pa.StructArray] = []
+        for name, features in ((p["userCol"], p["userFeatures"]), (p["itemCol"], p["itemFeatures"])):
+            groups = rows.groupBy(names.column(name).cast(_id_type(names, name)).alias("id"))
+            figures = [F.max(names.column(one).cast("double")).alias(f"f{at}") for at, one in enumerate(features)]
+            found = table_of(groups.agg(*figures, F.count(F.lit(1)).alias("rows"), F.sum(score).alias("sum")))
+            check_rows(found.num_rows)
+            kept = found.sort_by("id").select([0, *range(1, 1 + len(features))])
+            tables.append(_structs(kept, [name, *features]))
+            mean = pc.sum(found["sum"]).as_py() / pc.sum(found["rows"]).as_py()
+        users, items = tables
+        return _Seen(users, items, float(f"{mean:.8g}"))  # the last digits depend on the order in which Spark adds up
 
     def _model(self, *made: Any) -> RecommenderModel:
         """Returns the model, which scores a pair at a time."""
@@ -328,33 +345,6 @@ def _wants_sparse(p: Values, rows: int) -> bool:
     clips = p["gradientClipNorm"] is not None or p["gradientClipValue"] is not None
     plain = p["optimizer"] in ("Adagrad", "SGD") and not p["optimizerParams"]
     return rows > _FEW * reached and plain and not clips and not p.strategy.divides_parameters
-
-
-def _seen_in(dataset: DataFrame, p: Values) -> _Seen:
-    """Returns what two jobs learn of the rows that train."""
-    names, rating = ColumnNames.of(dataset), p["ratingCol"]
-    columns = [p["userCol"], p["itemCol"], *p["userFeatures"], *p["itemFeatures"], *([rating] if rating else [])]
-    twice = next((name for name in columns if columns.count(name) > 1), None)
-    if twice is not None:
-        raise ConfigError(f"column {twice!r} has two roles", hint="name another one for each", param="userCol")
-    check_numbers(names, columns[2:])
-    finite = [F.abs(names.column(name).cast("double")) < float("inf") for name in columns[2:]]
-    present = [names.column(name).isNotNull() for name in columns[:2]]
-    rows = dataset.where(~names.column(p["validationIndicatorCol"])) if p["validationIndicatorCol"] else dataset
-    for condition in (*present, *finite):  # the ranks refuse other rows, or leave them out
-        rows = rows.where(condition)
-    score = names.column(rating).cast("double") if rating else F.lit(0.0)
-    tables: list[pa.StructArray] = []
-    for name, features in ((p["userCol"], p["userFeatures"]), (p["itemCol"], p["itemFeatures"])):
-        groups = rows.groupBy(names.column(name).cast(_id_type(names, name)).alias("id"))
-        figures = [F.max(names.column(one).cast("double")).alias(f"f{at}") for at, one in enumerate(features)]
-        found = table_of(groups.agg(*figures, F.count(F.lit(1)).alias("rows"), F.sum(score).alias("sum")))
-        check_rows(found.num_rows)
-        kept = found.sort_by("id").select([0, *range(1, 1 + len(features))])
-        tables.append(_structs(kept, [name, *features]))
-        mean = pc.sum(found["sum"]).as_py() / pc.sum(found["rows"]).as_py()
-    users, items = tables
-    return _Seen(users, items, float(f"{mean:.8g}"))  # the last digits depend on the order in which Spark adds up
 
 
 def _structs(table: pa.Table, names: Sequence[str]) -> pa.StructArray:

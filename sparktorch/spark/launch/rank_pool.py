@@ -64,7 +64,7 @@ class RankPool:
         spark, self._launch = data.sparkSession, launch
         self._poll_seconds = paced(_POLL_SECONDS, launch.world_size // 10)  # one question for all ranks
         server = control_server(spark, launch)
-        assert server is not None  # as `check_holdable` has found
+        assert server is not None  # as `obstacle` has found
         self.facts: list[dict[str, Any]] = []
         self._ended = False
         with ExitStack() as stack:
