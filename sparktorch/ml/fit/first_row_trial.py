@@ -54,7 +54,10 @@ def try_out(
     run = partial(run, check=partial(check_module, config, recipe, request.launch.world_size))
     if config.model_folder and request.dry_run == "driver":
         run = partial(run, values=False)
-    trial = _on_driver(frame, request, run) if request.dry_run == "driver" else _in_worker(request, run, in_worker)
+    if request.dry_run == "driver":
+        trial = _on_driver(frame, request, run)
+    else:  # on the device that a rank will have
+        trial = DryRunResult.unpacked(*in_worker(partial(try_in_rank, run=run, config=config))[0])
     config.check_classes(trial.classes)
     trial = complete(trial, recipe.metrics, config.task)
     request = request.with_job(
@@ -151,14 +154,6 @@ def _on_driver(frame: Frame, request: Request[TrainJob], run: partial[DryRunResu
             raise
         more = "dryRun='worker' tries the module on a worker's device, and not on the driver's CPU"
         raise ModuleError(error.what, hint=f"{error.hint}\n     {more}", code=error.code, **error.where) from error
-
-
-def _in_worker(
-    request: Request[TrainJob], run: partial[DryRunResult], in_worker: Callable[..., Results]
-) -> DryRunResult:
-    """Runs the dry run in a worker, on the device that a rank will have."""
-    meta, payload = in_worker(partial(try_in_rank, run=run, config=request.job.config))[0]
-    return DryRunResult.unpacked(meta, payload)
 
 
 def _twice(field: Field, column: pa.Array) -> tuple[Any, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -30,7 +30,7 @@ from sparktorch.spark.launch.rank_pool import RankPool, Results
 from sparktorch.spark.launch.spark_job import new_tag
 from sparktorch.spark.session import slots
 from sparktorch.train.strategies.registry import check_device, strategy_type
-from sparktorch.worker import RankJob, RankResult, TrainJob, run_held, serve, train_held, train_partition
+from sparktorch.worker import RankJob, TrainJob, run_held, serve, train_held, train_partition
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -193,7 +193,7 @@ class PreparedData:
             request = _with_profile(request, spark)
             # A restart waits for the tasks of this job to end.
             request = request.with_launch(tag=pool.tag, world_size=len(pool.facts))
-            alone = partial(_in_pool, pool, report)
+            alone = partial(lambda body, pool: pool.run(partial(run_held, body=body), report), pool=pool)
         else:
             request = launchable(request, spark, self)
             alone = partial(one_rank, spark, request, report)
@@ -309,11 +309,6 @@ class PreparedData:
 
 
 Source = FreshData | PreparedData  # where a fit's rows come from
-
-
-def _in_pool(pool: RankPool, report: FitReport, body: Callable[..., RankResult]) -> Results:
-    """Runs the dry run in a pool, whose job may hold all slots."""
-    return pool.run(partial(run_held, body=body), report)
 
 
 def make_room(spark: SparkSession, count: int, *, without: PreparedData | None = None) -> None:

@@ -164,8 +164,20 @@ def config_of(estimator: Any) -> TrainConfig:
 def input_columns(instance: Any) -> dict[str, Any]:
     """Returns the input columns and how they become arguments, as arguments of `spark.frame.prepare`."""
     p = Values(instance)
-    preprocess = _preprocess(p)
-    return {"inputs": input_names(instance), "options": _input_options(p, preprocess), "preprocess": preprocess}
+    preprocess, policy = _preprocess(p), p["nullPolicy"]
+    options = InputOptions(
+        shapes={name: tuple(shape) for name, shape in p["inputShapes"].items()},
+        layouts=p["inputLayouts"],
+        dtypes=p["inputDtypes"],
+        limits=p["maxLengths"],
+        pads=p["padValues"],
+        assemble=p["assembleInputs"],
+        fill=p["fillValue"] if policy == "fill" else None,
+        drop=policy == "drop",
+        as_they_are=preprocess is not None,
+        nulls=getattr(preprocess, "takes_nulls", False),
+    )
+    return {"inputs": input_names(instance), "options": options, "preprocess": preprocess}
 
 
 def _request(params: Any, p: Values, table: Mapping[str, ParamSpec], job: J) -> Request[J]:
@@ -188,23 +200,6 @@ def _request(params: Any, p: Values, table: Mapping[str, ParamSpec], job: J) -> 
         },
         folds=p.makes_validation,
         **_fields(p, "request", table),
-    )
-
-
-def _input_options(p: Values, preprocess: Any) -> InputOptions:
-    """Returns how columns become tensors."""
-    policy = p["nullPolicy"]
-    return InputOptions(
-        shapes={name: tuple(shape) for name, shape in p["inputShapes"].items()},
-        layouts=p["inputLayouts"],
-        dtypes=p["inputDtypes"],
-        limits=p["maxLengths"],
-        pads=p["padValues"],
-        assemble=p["assembleInputs"],
-        fill=p["fillValue"] if policy == "fill" else None,
-        drop=policy == "drop",
-        as_they_are=preprocess is not None,
-        nulls=getattr(preprocess, "takes_nulls", False),
     )
 
 

@@ -28,7 +28,6 @@ __all__ = [
 ]
 
 _ONE = "leave one of them out"
-_RESUMABLE = "use {p.resumable}, or leave %s out"
 
 
 class Values:
@@ -59,19 +58,9 @@ class Values:
         return trained if isinstance(trained, TrainedModule) else None
 
     @property
-    def brings_loss(self) -> bool:
-        """Whether module or training step compute the loss."""
-        return bool(self["trainingStep"] or self.brings_its_training or has_own_loss(self["module"]))
-
-    @property
     def brings_its_training(self) -> bool:
         """Whether the module is a LightningModule, or a model that was fitted with one."""
         return is_lightning(self.source)
-
-    @property
-    def is_instance(self) -> bool:
-        """Whether the module is one that this process holds."""
-        return isinstance(self.source, nn.Module)
 
     @property
     def file_in_the_way(self) -> str | None:
@@ -187,7 +176,7 @@ MODULE = (
     not_set("module", "pass module=... to the constructor"),
     Refusal(
         "loss",
-        lambda p: p["loss"] is None and not p.brings_loss,
+        lambda p: p["loss"] is None and not (p["trainingStep"] or p.brings_its_training or has_own_loss(p["module"])),
         "loss is not set",
         "pass loss=... to the constructor",
         "ST-NOT-SET",
@@ -332,7 +321,7 @@ RESTARTS = (
         "checkpointDir",
         lambda p: p["checkpointDir"] is not None and not p.strategy.resumable,
         "checkpointDir is set, and strategy {p[strategy]!r} has state in its workers that no checkpoint holds",
-        _RESUMABLE % "checkpointDir",
+        "use {p.resumable}, or leave checkpointDir out",
         "ST-STRATEGY",
     ),
     Refusal(
@@ -369,7 +358,7 @@ MODEL_FOLDER = (
     ),
     Refusal(
         "module",
-        lambda p: p.is_instance,
+        lambda p: isinstance(p.source, nn.Module),
         "modelDir is set, and module is an instance, which this process holds already",
         "pass a class or function that makes the module, and its arguments as moduleParams",
         "ST-MODEL-DIR",

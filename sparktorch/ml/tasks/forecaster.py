@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pyspark.sql import Column, DataFrame
+from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from sparktorch.base.config import one_of
@@ -177,15 +177,12 @@ class Forecaster(LearningEstimator, ForecasterParams):
         )
 
     def _model(self, *fitted: Any) -> ForecastingModel:
+        """Returns the model, whose inputs are windows, not rows."""
         model: ForecastingModel = super()._model(*fitted)
-        return model._with(_of_windows(model.trained, self._window()), model._summary)
-
-
-def _of_windows(trained: TrainedModule, window: Window) -> TrainedModule:
-    """Returns a module whose inputs are the windows that it was trained on, not rows."""
-    length = [window.context + (place in window.known) * window.horizon for place in range(len(trained.inputs))]
-    inputs = [replace(spec, shape=(rows, *spec.shape)) for rows, spec in zip(length, trained.inputs, strict=True)]
-    return replace(trained, inputs=tuple(inputs))
+        trained, window = model.trained, self._window()
+        length = [window.context + (place in window.known) * window.horizon for place in range(len(trained.inputs))]
+        inputs = [replace(spec, shape=(rows, *spec.shape)) for rows, spec in zip(length, trained.inputs, strict=True)]
+        return model._with(replace(trained, inputs=tuple(inputs)), model._summary)
 
 
 def _check_kept(p: Values, trained: TrainedModule) -> None:
@@ -203,12 +200,6 @@ def _inputs(p: Values) -> dict[str, list[str]]:
     return {_PAST: [p["labelCol"], *p["pastCols"]], _FUTURE: p["futureCols"], _STATIC: p["staticCols"]}
 
 
-def _finite(column: Column) -> Column:
-    """Returns a number as double, and null for NaN and infinity."""
-    number = column.cast("double")
-    return F.when(F.abs(number) < float("inf"), number)
-
-
 def _figures(dataset: DataFrame, names: ColumnNames, p: Values) -> dict[str, tuple[float, float]]:
     """Returns mean and standard deviation of each column of the rows that train; refuses nulls unless they are dropped.
 
@@ -216,7 +207,8 @@ def _figures(dataset: DataFrame, names: ColumnNames, p: Values) -> dict[str, tup
     """
     wanted = _named(p)
     trains = ~names.column(p["validationIndicatorCol"]) if p["validationIndicatorCol"] else F.lit(True)
-    numbers = [_finite(names.column(name)) for name in wanted]
+    doubles = [names.column(name).cast("double") for name in wanted]
+    numbers = [F.when(F.abs(number) < float("inf"), number) for number in doubles]  # null for NaN and infinity
     trained = [F.when(trains, number) for number in numbers]
     found = dataset.agg(
         F.count(F.lit(1)),
