@@ -175,7 +175,7 @@ class Monitor:
         if now > self._next_warning and (self._pulses or now - self._slots_seen > _WARN_SECONDS):
             self._next_warning = now + _WARN_SECONDS
             why = "are the slots of the cluster taken by other jobs?"
-            if self._pulses:  # all ranks get their slots at once
+            if self._first_arrival is not None:  # all ranks get their slots at once
                 why = "their Python still starts, or does not reach the driver; the logs of their executors tell"
             _LOG.warning("ranks %s of %d have not started yet: %s", _named(missing), self.world_size, why)
 

@@ -157,7 +157,7 @@ def check_new_columns(estimator: EstimatorParams, dataset: DataFrame, outputs: i
     names = p["outputCols"] or [p[name] for name in _OUTPUTS]
     if outputs > 1 and estimator.hasParam("outputCols") and not p["outputCols"]:  # the model asks for names
         names = []
-    check_outputs(ColumnNames.of(dataset), [name for name in (*names, *p["outputLayers"]) if name])
+    check_outputs(ColumnNames.of(dataset), [name for name in (*names, *estimator.getOutputLayers()) if name])
 
 
 def check_outputs(columns: ColumnNames, names: Sequence[str]) -> None:

@@ -75,8 +75,7 @@ def run(
     request = translate_run(given, function)
     call = _shippable(given, function, args, kwargs)
     rows = None if data is None else dataframe_of(data, "run")
-    session = rows.sparkSession if rows is not None else spark or SparkSession.getActiveSession()
-    session = session or SparkSession.builder.getOrCreate()
+    session = session_of(rows) if spark is None or rows is not None else spark
 
     def attempt(report: FitReport, request: Request[RankJob], data: DataFrame | None = None) -> Results:
         if data is None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
-from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
 from sparktorch.base.config import at_least, one_of
@@ -30,6 +30,7 @@ from sparktorch.spark.compat import frame_of_rows, table_of
 from sparktorch.spark.frame.encoding import kept_as
 from sparktorch.spark.rdd import dataframe_of
 from sparktorch.spark.recommend import Vectors, recommended
+from sparktorch.spark.session import session_of
 from sparktorch.train.recipe.dry_run import ArgumentSpec, OutputSpec
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ class RecommenderModel(_Paired, TorchModelBase, RecommenderModelParams):
     @property
     def userFactors(self) -> DataFrame:
         """The columns `id` and `features`, an array of floats: a user's vector, then bias and constant, then 1."""
-        return frame_of_rows(_session(), self._of("user").table())
+        return frame_of_rows(session_of(None), self._of("user").table())
 
     @property
     def itemFactors(self) -> DataFrame:
@@ -146,7 +147,7 @@ class RecommenderModel(_Paired, TorchModelBase, RecommenderModelParams):
 
         Its product with the features of a user is the prediction.
         """
-        return frame_of_rows(_session(), self._of("item").table())
+        return frame_of_rows(session_of(None), self._of("item").table())
 
     def predict(self, value: Any) -> float | None:
         """Predicts one pair in this process, without a Spark job: a `Row` or dict by the names of the columns."""
@@ -192,7 +193,7 @@ class RecommenderModel(_Paired, TorchModelBase, RecommenderModelParams):
         other = "item" if side == "user" else "user"
         at_least("numItems" if side == "user" else "numUsers", count, 1)
         own = self._of(side)
-        rows = frame_of_rows(_session() if dataset is None else dataset.sparkSession, own.table())
+        rows = frame_of_rows(session_of(dataset), own.table())
         if dataset is not None:
             rows = rows.join(self._pairs(dataset, side).distinct().toDF("id"), "id", "left_semi")
         if exclude is not None:
@@ -226,10 +227,6 @@ class RecommenderModel(_Paired, TorchModelBase, RecommenderModelParams):
             folded = torch.cat([vectors[:, :-1], *rest], dim=1).numpy()
             self._vectors[side] = Vectors(pairs.users if side == "user" else pairs.items, folded)
         return self._vectors[side]
-
-    def _own_fields(self) -> tuple[dict[str, str], dict[str, str]]:
-        name = self.getPredictionCol()
-        return ({"prediction": "float"}, {name: "prediction"}) if name else ({}, {})
 
     def _kept(self, scored: Column, inputs: Sequence[TensorSpec]) -> Column | None:
         strategy = self.getColdStartStrategy()
@@ -360,7 +357,3 @@ def _id_type(names: ColumnNames, name: str) -> str:
         what = f"column {name!r} is {kind.simpleString()}, and users and items are strings or whole numbers"
         raise ColumnError(what, hint=hint, column=name)
     return sql
-
-
-def _session() -> SparkSession:
-    return SparkSession.getActiveSession() or SparkSession.builder.getOrCreate()
