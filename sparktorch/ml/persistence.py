@@ -169,15 +169,9 @@ def read_files(spark: SparkSession, path: str, directory: Path) -> None:
 
 
 def write_local(model: Any, directory: Path, *, allow_pickle: bool) -> None:
-    """Writes a model with Params and summary as plain files into a local directory.
+    """Writes a `TorchModelBase` with Params and summary as plain files into an empty local directory.
 
-    Args:
-        model: A `TorchModelBase`.
-        directory: An empty directory.
-        allow_pickle: Whether code may be pickled if it cannot be saved otherwise.
-
-    Raises:
-        PersistenceError: Code could only be pickled, and `allow_pickle` is not set.
+    A `PersistenceError` says that code could only be pickled, and `allow_pickle` is not set.
     """
     model.trained.save(directory, allow_pickle=allow_pickle, layers=bool(model.getOutputLayers()))
     form = {
@@ -191,16 +185,10 @@ def write_local(model: Any, directory: Path, *, allow_pickle: bool) -> None:
 
 
 def read_local(directory: Path, *, allow_pickle: bool, cls: type[Any] | None = None, code: Path | None = None) -> Any:
-    """Reads a model that `write_local` wrote.
+    """Reads a model of `write_local`, of an expected class or of the saved one; `code` is for `TrainedModule.load`.
 
-    Args:
-        directory: The directory of the model.
-        allow_pickle: Whether pickled code may be run.
-        cls: The expected class; `None` for the saved one.
-        code: As for `TrainedModule.load`.
-
-    Raises:
-        PersistenceError: The model is not one of sparktorch, has a newer format, or is pickled.
+    A `PersistenceError` says that it is no model of sparktorch, has a newer format, or is pickled without
+    `allow_pickle`.
     """
     form = json.loads((directory / "model.json").read_text())
     cls = cls or load_object(form["class"])

@@ -109,3 +109,11 @@ def test_the_doctor_refuses_the_number_of_ranks_whose_connections_a_fit_refuses(
     with pytest.raises(ClusterError, match="1,000,000,000 ranks need 4,000,000,512 open files") as refused:
         allow_connections(10**9)
     assert (found.status, found.found, found.hint) == ("failure", refused.value.what, refused.value.hint)
+
+
+def test_a_model_that_the_driver_would_not_take_is_refused() -> None:
+    spark: Any = SimpleNamespace(conf={})
+    preflight.check_result_size(spark, 2**30)
+    with pytest.raises(ClusterError, match=r"the model takes 1.5 GiB, and the driver accepts 1.0 GiB") as caught:
+        preflight.check_result_size(spark, 3 * 2**29)
+    assert "spark.driver.maxResultSize" in caught.value.hint
