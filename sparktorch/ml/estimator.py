@@ -111,7 +111,7 @@ class TorchEstimatorBase(Shown, Estimator[M], EstimatorParams, MLReadable[Any], 
         fit = Fit(estimator=that, spark=spark, callers=that._callers, kind=type(that).__name__)
         shown: dict[str, Any] = {"rows_per_step": that.getBatchSize(), "show": that.getProgress()}
         with FitReport(fit, **shown, title=source.title, stays=source.bar_stays, judge=judge) as report:
-            started = getattr(source, "began", time.perf_counter())
+            started = getattr(source, "began", None) or time.perf_counter()
             with naming_params(that):
                 request, data, trial = source.prepared(that, that._task, report)
             check_new_columns(that, source.dataset, len(trial.outputs))

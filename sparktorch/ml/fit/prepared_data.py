@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -50,12 +49,11 @@ class FreshData:
         dataset: The DataFrame.
         title: What the progress bar of the fit says.
         bar_stays: Whether the bar stays on the screen after the fit.
-        began: When the fit has begun, by `time.perf_counter`.
+        began: When the fit has begun, by `time.perf_counter`, if that was before it asks for its rows.
     """
 
     def __init__(self, dataset: DataFrame, began: float | None = None) -> None:
-        self.dataset, self.title, self.bar_stays = dataset, "fit", True
-        self.began = time.perf_counter() if began is None else began
+        self.dataset, self.title, self.bar_stays, self.began = dataset, "fit", True, began
 
     def prepared(self, estimator: EstimatorParams, task: Task, report: FitReport) -> Ready:
         """Runs all checks that need no training job; returns what the job needs."""
