@@ -109,8 +109,7 @@ class TorchEstimatorBase(Shown, Estimator[M], EstimatorParams, MLReadable[Any], 
         """Fits on the rows of a source; `judge` may end the training after an epoch, if the rows are prepared."""
         that, spark = self.completed(), source.dataset.sparkSession
         fit = Fit(estimator=that, spark=spark, callers=that._callers, kind=type(that).__name__)
-        shown: dict[str, Any] = {"rows_per_step": that.getBatchSize(), "show": that.getProgress()}
-        with FitReport(fit, **shown, title=source.title, stays=source.bar_stays, judge=judge) as report:
+        with FitReport(fit, title=source.title, stays=source.bar_stays, judge=judge) as report:
             started = getattr(source, "began", None) or time.perf_counter()
             with naming_params(that):
                 request, data, trial = source.prepared(that, that._task, report)

@@ -143,8 +143,6 @@ class FitReport:
         self,
         fit: Fit,
         *,
-        rows_per_step: int,
-        show: bool,
         title: str = "fit",
         stays: bool = True,
         judge: Callable[[dict[str, Any]], bool] | None = None,
@@ -155,9 +153,7 @@ class FitReport:
         """
         self._title, self._stays, self.judge = title, stays, judge
         self.attempts = AttemptLog()
-        self._fit = fit
-        self._rows_per_step = rows_per_step
-        self._show = show
+        self._fit, self._params = fit, Values(fit.estimator)
         self._bar: tqdm[Any] | None = None
         self._listeners: list[FitListener] = []
         self._first = (time.monotonic(), 0)
@@ -174,7 +170,7 @@ class FitReport:
         """Reports that all checks before the job have passed; from now on, callbacks receive events too."""
         self._fit.columns = columns
         self._tell("prepared")
-        self._listeners += [_CallbackListener(callback) for callback in Values(self._fit.estimator)["callbacks"] or ()]
+        self._listeners += [_CallbackListener(callback) for callback in self._params["callbacks"] or ()]
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._bar is not None:
@@ -192,7 +188,7 @@ class FitReport:
         if place > self._furthest:  # a resumed training repeats some steps
             self._furthest = place
             self._tell("progress", record)
-        if not self._show:
+        if not self._params["progress"]:
             return
         done = (record["epoch"] - 1) * record["steps"] + record["step"]
         if self._bar is None:
@@ -200,7 +196,7 @@ class FitReport:
             self._bar = tqdm(total=total, unit="step", desc=self._title, leave=self._stays, dynamic_ncols=True)
             self._first = (time.monotonic(), done)
         per_second = (done - self._first[1]) / max(time.monotonic() - self._first[0], 1e-9)
-        self._move(done, record["epoch"], record["epochs"], record["loss"], per_second * self._rows_per_step)
+        self._move(done, record["epoch"], record["epochs"], record["loss"], per_second * self._params["batchSize"])
 
     def epoch(self, record: dict[str, Any]) -> None:
         """Reports a finished epoch to the listeners once; a resumed training repeats some."""

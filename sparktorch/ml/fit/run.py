@@ -181,8 +181,7 @@ def _results(
     rows: DataFrame | None = None,
 ) -> Results:
     """Runs ranks by `attempt(report, request)`; if they get `rows`, it is also called with these, prepared."""
-    shown: dict[str, Any] = {"rows_per_step": given.getBatchSize(), "show": given.getProgress(), "title": "run"}
-    with FitReport(Fit(estimator=given, spark=spark), **shown) as report:
+    with FitReport(Fit(estimator=given, spark=spark), title="run") as report:
         request = launchable(request, spark)
         if rows is None:
             run_once = partial(attempt, report)
