@@ -51,7 +51,7 @@ _IN_QUERY = re.compile(
 _LOG = logging.getLogger(__name__)
 _STANDARD = f"{sysconfig.get_path('stdlib')}/"
 
-E = TypeVar("E", bound=Exception)
+E = TypeVar("E", bound=BaseException)
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -306,13 +306,13 @@ def shortened(error: E) -> E:
 
 
 def shortens(method: Callable[P, R]) -> Callable[P, R]:
-    """Makes a method raise errors as `fit` does, `shortened`."""
+    """Makes a method raise errors as `fit` does, `shortened`; so is the interrupt of a user who ends it."""
 
     @wraps(method)
     def short(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return method(*args, **kwargs)
-        except SparkTorchError as error:
+        except (SparkTorchError, KeyboardInterrupt) as error:
             raise shortened(error) from error.__cause__
 
     return short

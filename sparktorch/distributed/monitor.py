@@ -174,11 +174,10 @@ class Monitor:
             self._look_for_slots(now)
         if now > self._next_warning and (self._pulses or now - self._slots_seen > _WARN_SECONDS):
             self._next_warning = now + _WARN_SECONDS
-            _LOG.warning(
-                "ranks %s of %d have not started yet: are the slots of the cluster taken by other jobs?",
-                _named(missing),
-                self.world_size,
-            )
+            why = "are the slots of the cluster taken by other jobs?"
+            if self._first_arrival is not None:  # all ranks get their slots at once
+                why = "their Python still starts, or does not reach the driver; the logs of their executors tell"
+            _LOG.warning("ranks %s of %d have not started yet: %s", _named(missing), self.world_size, why)
 
     def _look_for_slots(self, now: float) -> None:
         """Raises if the job has been starved of slots for too long."""

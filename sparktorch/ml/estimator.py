@@ -101,19 +101,19 @@ class TorchEstimatorBase(Shown, Estimator[M], EstimatorParams, MLReadable[Any], 
     def _fit(self, dataset: DataFrame | PreparedData) -> M:
         if isinstance(dataset, PreparedData):
             return self._fit_on(dataset)
+        began = time.perf_counter()
         estimator, rows = self._learned(_checked(dataset))
-        return estimator._fit_on(FreshData(rows))
+        return estimator._fit_on(FreshData(rows, began))
 
     def _fit_on(self, source: Source, judge: Callable[[dict[str, Any]], bool] | None = None) -> M:
         """Fits on the rows of a source; `judge` may end the training after an epoch, if the rows are prepared."""
-        spark = source.dataset.sparkSession
-        fit = Fit(estimator=self, spark=spark, callers=self._callers, kind=type(self).__name__)
-        shown: dict[str, Any] = {"rows_per_step": self.getBatchSize(), "show": self.getProgress()}
-        with FitReport(fit, **shown, title=source.title, stays=source.bar_stays, judge=judge) as report:
-            started = time.perf_counter()
-            with naming_params(self):
-                request, data, trial = source.prepared(self, self._task, report)
-            check_new_columns(self, source.dataset, len(trial.outputs))
+        that, spark = self.completed(), source.dataset.sparkSession
+        fit = Fit(estimator=that, spark=spark, callers=that._callers, kind=type(that).__name__)
+        with FitReport(fit, title=source.title, stays=source.bar_stays, judge=judge) as report:
+            started = getattr(source, "began", None) or time.perf_counter()
+            with naming_params(that):
+                request, data, trial = source.prepared(that, that._task, report)
+            check_new_columns(that, source.dataset, len(trial.outputs))
             columns = request.job.columns
             report.prepared(columns)
             prepared = time.perf_counter()
@@ -125,8 +125,8 @@ class TorchEstimatorBase(Shown, Estimator[M], EstimatorParams, MLReadable[Any], 
                 message = "column %r marks no row for validation: there are no metrics of validation"
                 _LOG.warning(message, columns.validation)
             main, weights = next((meta, unpacked_weights(payload)) for meta, payload in results if payload)
-            labels = self._labels(source.dataset, trial.classes)
-            model = self._model(request.job, trial, weights, summary, labels, main.pop("seed"))
+            labels = that._labels(source.dataset, trial.classes)
+            model = that._model(request.job, trial, weights, summary, labels, main.pop("seed"))
             report.finished(model, summary)
         return model
 

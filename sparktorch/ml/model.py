@@ -46,6 +46,7 @@ from sparktorch.spark.scoring_udf import (
     take_rows_in_sql,
     without_invalid,
 )
+from sparktorch.spark.session import session_of
 from sparktorch.train.huggingface.folder import written
 from sparktorch.train.huggingface.preprocess import FromFolder
 
@@ -228,7 +229,7 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
                 hint="set handleInvalid='keep', and leave out null results with WHERE",
                 param="handleInvalid",
             )
-        spark = spark or SparkSession.getActiveSession() or SparkSession.builder.getOrCreate()
+        spark = spark or session_of(None)
         fields, outputs = self._fields()
         usual = self.getPredictionCol()
         column = outputCol or (usual if usual in outputs else next(iter(outputs), ""))
@@ -276,7 +277,13 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
 
     def _own_fields(self) -> tuple[dict[str, str], dict[str, str]]:
         """Returns the same of the predictions, without `outputLayers`."""
-        raise NotImplementedError
+        name = self.getPredictionCol()
+        return ({"prediction": self._kind}, {name: "prediction"}) if name else ({}, {})
+
+    @property
+    def _kind(self) -> str:
+        """The SQL type of a model's one prediction."""
+        return "float"
 
     def _attribute(self, field: str, kind: str) -> dict[str, Any]:
         """Returns the ML attribute of an output column, of a field of the scores and its type: SQL or "vector"."""

@@ -8,7 +8,6 @@ batches, so a model may be larger than the result of a job.
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
@@ -77,7 +76,9 @@ class _Writer(MLWriter):
         """
         spark = self.sparkSession
         weights = getattr(getattr(self._instance, "trained", None), "weights", None)
-        if isinstance(weights, WeightsFolder) and Path(weights.path).is_relative_to(_local(path)):
+        if isinstance(weights, WeightsFolder) and Path(weights.path).is_relative_to(
+            path.removeprefix("file://").removeprefix("file:")
+        ):
             raise PersistenceError(f"{path} holds the model's own weights, in {weights.path}", hint="save it elsewhere")
         if not is_connect(spark):
             files = JavaWrapper(JavaWrapper._new_java_obj("org.apache.spark.ml.util.FileSystemOverwrite"))
@@ -168,15 +169,9 @@ def read_files(spark: SparkSession, path: str, directory: Path) -> None:
 
 
 def write_local(model: Any, directory: Path, *, allow_pickle: bool) -> None:
-    """Writes a model with Params and summary as plain files into a local directory.
+    """Writes a `TorchModelBase` with Params and summary as plain files into an empty local directory.
 
-    Args:
-        model: A `TorchModelBase`.
-        directory: An empty directory.
-        allow_pickle: Whether code may be pickled if it cannot be saved otherwise.
-
-    Raises:
-        PersistenceError: Code could only be pickled, and `allow_pickle` is not set.
+    A `PersistenceError` says that code could only be pickled, and `allow_pickle` is not set.
     """
     model.trained.save(directory, allow_pickle=allow_pickle, layers=bool(model.getOutputLayers()))
     form = {
@@ -190,16 +185,10 @@ def write_local(model: Any, directory: Path, *, allow_pickle: bool) -> None:
 
 
 def read_local(directory: Path, *, allow_pickle: bool, cls: type[Any] | None = None, code: Path | None = None) -> Any:
-    """Reads a model that `write_local` wrote.
+    """Reads a model of `write_local`, of an expected class or of the saved one; `code` is for `TrainedModule.load`.
 
-    Args:
-        directory: The directory of the model.
-        allow_pickle: Whether pickled code may be run.
-        cls: The expected class; `None` for the saved one.
-        code: As for `TrainedModule.load`.
-
-    Raises:
-        PersistenceError: The model is not one of sparktorch, has a newer format, or is pickled.
+    A `PersistenceError` says that it is no model of sparktorch, has a newer format, or is pickled without
+    `allow_pickle`.
     """
     form = json.loads((directory / "model.json").read_text())
     cls = cls or load_object(form["class"])
@@ -312,14 +301,10 @@ class EstimatorReader(_Reader[R]):
                 )
             with tempfile.TemporaryDirectory() as temporary:
                 read_files(self.sparkSession, path, Path(temporary))
-                pickled = _unpickled((Path(temporary) / _PICKLED).read_bytes())
-            instance._set(**pickled)
+                with (Path(temporary) / _PICKLED).open("rb") as file:
+                    instance._set(**_Unpickler(file).load())
         loaded: R = instance
         return loaded
-
-
-def _local(path: str) -> str:
-    return path.removeprefix("file://").removeprefix("file:")
 
 
 def _config(path: str, values: dict[str, Any]) -> Any:
@@ -330,13 +315,8 @@ def _config(path: str, values: dict[str, Any]) -> Any:
     return kind.from_dict(values)  # type: ignore[attr-defined]
 
 
-def _unpickled(content: bytes) -> Any:
-    """Returns what was pickled, by this version or by one whose modules had other names."""
-    return _Unpickler(io.BytesIO(content)).load()
-
-
 class _Unpickler(pickle.Unpickler):
-    """Finds classes that have moved."""
+    """Finds classes that have moved: pickled by this version, or by one whose modules had other names."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         """Returns what a pickle names."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +11,7 @@ from sparktorch.base.config import at_least
 from sparktorch.base.imports import transformers
 from sparktorch.errors import ConfigError, ModuleError, Refusal, refuse
 from sparktorch.ml.classification import TorchClassificationModel, TorchClassifier
-from sparktorch.ml.fit.prepared_data import Source
-from sparktorch.ml.fit.values import Values
+from sparktorch.ml.fit.values import Values, not_set
 from sparktorch.ml.params.mixins import (
     ImageClassificationModelParams,
     ImageClassifierParams,
@@ -50,13 +48,7 @@ _REFUSED = (
         "nullPolicy is 'fill', and fillValue stands for no text and for no image",
         "'drop' leaves out rows without one; or replace them before fit",
     ),
-    Refusal(
-        "modelFolder",
-        lambda p: p["modelFolder"] is None,
-        "modelFolder is not set",
-        "pass the path of a local folder",
-        "ST-NOT-SET",
-    ),
+    not_set("modelFolder", "pass the path of a local folder"),
 )
 
 
@@ -87,9 +79,6 @@ class _FromFolderClassifier(_OneColumn, TorchClassifier):
     """What both classifiers share."""
 
     _auto: str
-
-    def _fit_on(self, source: Source, judge: Callable[[dict[str, Any]], bool] | None = None) -> Any:
-        return TorchClassifier._fit_on(self.completed(), source, judge)
 
     def completed(self) -> Any:
         """Returns a copy with the Params that follow from the folder: module, its parameters, and preprocess.

@@ -52,10 +52,6 @@ class ValueModel(TorchModelBase, RegressionModelParams):
     def _kind(self) -> str:
         return "double" if self.trained.outputs[0].shape in ((), (1,)) else "array<double>"
 
-    def _own_fields(self) -> tuple[dict[str, str], dict[str, str]]:
-        name = self.getPredictionCol()
-        return ({"prediction": self._kind}, {name: "prediction"}) if name else ({}, {})
-
 
 class TorchRegressionModel(ValueModel):
     """A module fitted by `TorchRegressor`.

@@ -20,7 +20,7 @@ _MOST_TASKS = 1 << 20
 
 
 def session_of(data: Any) -> SparkSession:
-    """Returns the session of a DataFrame, or that of an RDD's context."""
+    """Returns the session of a DataFrame, or that of an RDD's context; of neither, the active one, or a new one."""
     if hasattr(data, "sparkSession"):
         return cast(SparkSession, data.sparkSession)
     return SparkSession.getActiveSession() or SparkSession.builder.getOrCreate()

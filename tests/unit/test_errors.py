@@ -116,3 +116,17 @@ def test_a_method_that_shortens_its_errors_shows_none_of_its_calls() -> None:
     with pytest.raises(ColumnError, match="no column 'a'") as caught:
         evaluate("a")
     assert [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)][1:] == ["short"]
+
+
+def test_the_traceback_of_an_interrupt_shows_none_of_our_calls_and_no_error_before_it() -> None:
+    @shortens
+    def fit() -> None:
+        try:
+            raise KeyError("while it waits")
+        except KeyError:
+            raise KeyboardInterrupt  # noqa: B904  # as one that comes while an error is handled
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        fit()
+    assert [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)][1:] == ["short"]
+    assert caught.value.__suppress_context__

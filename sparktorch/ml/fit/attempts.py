@@ -1,4 +1,4 @@
-"""The attempts of a fit: again after lost ranks, and with another number of workers where the cluster has changed."""
+"""The attempts of a fit: rows to ranks in a job, and again after a loss, or where the number of slots has changed."""
 
 from __future__ import annotations
 
@@ -10,13 +10,19 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from pyspark.sql import SparkSession
+from pyspark.sql import DataFrame, SparkSession
 
+from sparktorch.distributed.monitor import Observer
+from sparktorch.distributed.root_cause import ChainError
 from sparktorch.errors import RankLostError, SparkTorchError, UnusedParameterError
 from sparktorch.ml.fit.listeners import AttemptLog
 from sparktorch.ml.fit.translate import Request
 from sparktorch.spark.checks.preflight import check_cluster, settled_slots
+from sparktorch.spark.frame.partition import keep, moved_as_they_are, split, split_into_folds
+from sparktorch.spark.launch.barrier_job import run_ranks
+from sparktorch.spark.launch.gpus import on_cpus
 from sparktorch.spark.launch.rank_pool import Results
+from sparktorch.spark.launch.rank_task import Body
 from sparktorch.spark.launch.spark_job import new_tag, others_wait
 from sparktorch.spark.session import (
     executor_ids,
@@ -29,9 +35,9 @@ from sparktorch.spark.session import (
 )
 from sparktorch.train.checkpoint.store import CheckpointStore
 from sparktorch.train.strategies.registry import workers_for
-from sparktorch.worker import RankJob, TrainJob
+from sparktorch.worker import RankJob, RankResult, TrainJob
 
-__all__ = ["train_with_restarts", "with_restarts", "with_slots"]
+__all__ = ["one_rank", "partitioned", "run_on_rows", "train_with_restarts", "with_restarts", "with_slots"]
 
 J = TypeVar("J", bound=RankJob)
 
@@ -43,6 +49,51 @@ _LOOK_SECONDS = 1.0  # between two looks at the cluster
 _STAY_SECONDS = 2.0  # that new slots have been there
 _CHANGE_SECONDS = 3.0  # after a change of the cluster, in which Spark says whether an executor is to go
 _ASK_SECONDS = 10.0  # between two such questions without a change: Spark's word of tasks may be late
+
+
+def partitioned(data: DataFrame, request: Request[J], start: Callable[[DataFrame, J], Results]) -> Results:
+    """Starts a job on the rows, one partition per rank. If equal rows make the ranks too uneven, splits by position.
+
+    A training that goes on is split as it was when it began: the ranks read that from its checkpoint.
+    """
+    job, ranks = request.job, request.launch.world_size
+    in_order = job.storage.kind != "memory"  # sorted rows on disk can be read sequentially in training order
+    if request.folds:
+        job = replace(job, columns=replace(job.columns, validation="fold"), max_imbalance=None)
+        parts = split_into_folds(data, ranks, in_order=in_order)
+    elif request.split == "keep":
+        job = replace(job, by_key=False, max_imbalance=None)
+        parts = keep(data, ranks)
+        with suppress(ChainError):
+            return start(parts, job)
+        _LOG.info("split='keep' behind coalesce() or union(): the rows go through a shuffle, each to its own partition")
+        parts = moved_as_they_are(parts, ranks)
+    else:
+        if job.columns.groups is not None:  # a split by position would divide groups
+            job = replace(job, max_imbalance=None)
+        parts = split(data, ranks, in_order=in_order)
+    results = start(parts, job)
+    if results[0][0].get("imbalanced"):
+        parts = split(data, ranks, by_place=True, in_order=in_order)
+        results = start(parts, replace(job, by_place=True, max_imbalance=None))
+    return results
+
+
+def run_on_rows(data: DataFrame, request: Request[J], observer: Observer, body: Callable[..., RankResult]) -> Results:
+    """Runs a body, which gets its `job`, on the rows in a barrier job of their own; see `partitioned`."""
+
+    def start(parts: DataFrame, job: J) -> Results:
+        return run_ranks(parts, partial(body, job=job), request.launch, observer)
+
+    return partitioned(data, request, start)
+
+
+def one_rank(spark: SparkSession, request: Request[Any], observer: Observer, body: Body) -> Results:
+    """Runs a body in a barrier job of one rank, which gets no rows."""
+    launch = replace(request.launch, world_size=1, tag=new_tag())
+    if on_cpus(spark, launch.device, request.launch.world_size):
+        launch = replace(launch, device="cpu")  # though one rank alone could have a device
+    return run_ranks(spark.range(0, 1, 1, 1), body, launch, observer)
 
 
 def train_with_restarts(
@@ -135,7 +186,7 @@ def with_slots(
         found = settled_slots(spark, least, profile, settle=start, longest=start, taken=taken)
     if found is None or found >= most:
         return request
-    check_cluster(spark, least, profile, longest=start)
+    check_cluster(spark, least, profile, most=most, longest=start)
     config = request.job.config
     fewer = workers_for(config, found, least)
     if fewer is None:

@@ -17,7 +17,7 @@ from torch import nn
 from sparktorch.base.config import TrainConfig, above, at_least, one_of, rows_or_auto
 from sparktorch.base.imports import import_path, load_object
 from sparktorch.errors import ColumnError, ConfigError, ModuleError, Refusal, nearest, refuse
-from sparktorch.ml.fit.values import COLUMNS, FIT, JOB, MODULE, RESTARTS, SCORING, Values
+from sparktorch.ml.fit.values import COLUMNS, FIT, JOB, MODULE, SCORING, Values
 from sparktorch.ml.params.mixins import EstimatorParams
 from sparktorch.ml.scoring.output_fields import check_apart
 from sparktorch.spark.column_names import ColumnNames
@@ -30,7 +30,7 @@ from sparktorch.train.recipe.recipe import Recipe
 __all__ = [
     *("check_best_metric", "check_job", "check_layers", "check_new_columns", "check_outputs", "check_param_names"),
     "check_params",
-    *("check_restarts", "check_scoring", "check_ships", "check_thresholds", "check_version", "naming_params"),
+    *("check_scoring", "check_ships", "check_thresholds", "check_version", "naming_params"),
 ]
 
 _INPUTS = (
@@ -129,10 +129,8 @@ def check_scoring(p: Values) -> None:
 
 def check_thresholds(instance: Params, classes: int | None) -> None:
     """Checks that `thresholds`, if set, has one value per class."""
-    if classes is None or not instance.hasParam("thresholds") or not instance.isDefined("thresholds"):
-        return
-    thresholds = instance.getOrDefault("thresholds")
-    if len(thresholds) != classes:
+    thresholds = Values(instance)["thresholds"]
+    if None not in (classes, thresholds) and len(thresholds) != classes:
         raise ConfigError(
             f"thresholds has {len(thresholds)} values, and the model {classes} classes",
             hint="give one for each class",
@@ -155,10 +153,10 @@ def check_new_columns(estimator: EstimatorParams, dataset: DataFrame, outputs: i
 
     `outputs` is the number of tensors that the module returns.
     """
-    several = estimator.hasParam("outputCols") and (estimator.isDefined("outputCols") or outputs > 1)
-    names = [estimator.getOrDefault(name) for name in _OUTPUTS if estimator.hasParam(name)]
-    if several:  # where they have no names yet, the model asks for them
-        names = estimator.getOrDefault("outputCols") if estimator.isDefined("outputCols") else []
+    p = Values(estimator)
+    names = p["outputCols"] or [p[name] for name in _OUTPUTS]
+    if outputs > 1 and estimator.hasParam("outputCols") and not p["outputCols"]:  # the model asks for names
+        names = []
     check_outputs(ColumnNames.of(dataset), [name for name in (*names, *estimator.getOutputLayers()) if name])
 
 
@@ -186,11 +184,6 @@ def check_param_names(instance: Params, names: Iterable[str]) -> None:
                 param=name,
                 code="ST-UNKNOWN-NAME",
             )
-
-
-def check_restarts(p: Values) -> None:
-    """Checks that the strategy supports the checkpoints and restarts that the Params ask for."""
-    refuse(RESTARTS, p)
 
 
 def check_best_metric(config: TrainConfig, recipe: Recipe) -> None:
@@ -227,7 +220,8 @@ def naming_params(instance: Any, *, fits: bool = True) -> Iterator[None]:
     try:
         yield
     except ColumnError as error:
-        given = {name: instance.getOrDefault(name) for name in _COLUMNS if _has(instance, name)}
+        p = Values(instance)
+        given = {name: p[name] for name in _COLUMNS if p[name] is not None}
         read = [name for name in given if (fits or name in _INPUTS) and _INSTEAD.get(name) not in given]
         naming = [
             name
@@ -240,11 +234,6 @@ def naming_params(instance: Any, *, fits: bool = True) -> Iterator[None]:
         if naming == ["featuresCol"] and not instance.isSet("featuresCol"):
             named.hint = f"{error.hint}; featuresCol is not set: inputCols names other columns".removeprefix("; ")
         raise named.with_traceback(error.__traceback__) from error.__cause__
-
-
-def _has(instance: Any, name: str) -> bool:
-    """Whether a Param has a value; `None` is none."""
-    return instance.hasParam(name) and instance.isDefined(name) and instance.getOrDefault(name) is not None
 
 
 def check_version(source: Any) -> None:

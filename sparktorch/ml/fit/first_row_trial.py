@@ -19,10 +19,11 @@ from sparktorch.data.fields.kinds import field_of
 from sparktorch.data.preprocess import Preprocess, StepContext
 from sparktorch.data.storage import RowStorage
 from sparktorch.errors import ModuleError, refusing
-from sparktorch.ml.fit.checks import naming_params
+from sparktorch.ml.fit.checks import check_layers, check_thresholds, naming_params
 from sparktorch.ml.fit.translate import Request, translate
 from sparktorch.ml.fit.values import Values
 from sparktorch.ml.params.mixins import EstimatorParams
+from sparktorch.spark.checks.preflight import check_result_size
 from sparktorch.spark.frame.prepare import Frame, prepare
 from sparktorch.spark.launch.gpus import has_gpus
 from sparktorch.spark.launch.rank_pool import Results
@@ -34,36 +35,42 @@ from sparktorch.worker import TrainJob, try_in_rank
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["first_inputs", "plan_of", "try_out"]
+__all__ = ["Ready", "first_inputs", "plan_of", "try_out"]
+
+# What a training needs: the request with all that its job knows before ranks, the rows, and what the first one told.
+Ready = tuple[Request[TrainJob], DataFrame, DryRunResult]
 
 
 def try_out(
-    frame: Frame, request: Request[TrainJob], in_worker: Callable[..., Results]
-) -> tuple[Request[TrainJob], DryRunResult]:
-    """Runs module and loss on the first row; returns the request with what its job now knows, and the result.
+    estimator: EstimatorParams, request: Request[TrainJob], frame: Frame, in_worker: Callable[..., Results]
+) -> Ready:
+    """Runs module and loss on the first row, and the checks that need the result.
 
     `in_worker` runs a body in a worker, if the request asks for it; see `one_rank`.
     """
-    frame, inputs = first_inputs(frame)
-    inputs, label = _sampled(frame, inputs)
     config, recipe = request.job.config, request.job.recipe
-    weighted = frame.columns.weight is not None or config.class_weights is not None
-    names = frame.columns.arguments
-    run = partial(dry_run, recipe, config.task, config.seed, inputs, label, names=names, weighted=weighted)
-    run = partial(run, grouped=_has_groups(frame), clips=config.clip_norm is not None or config.clip_value is not None)
+    frame, run = _trial(frame, request)
+    run = partial(run, clips=config.clip_norm is not None or config.clip_value is not None)
     run = partial(run, check=partial(check_module, config, recipe, request.launch.world_size))
     if config.model_folder and request.dry_run == "driver":
         run = partial(run, values=False)
-    trial = _on_driver(frame, request, run) if request.dry_run == "driver" else _in_worker(request, run, in_worker)
+    if request.dry_run == "driver":
+        trial = _on_driver(frame, request, run)
+    else:  # on the device that a rank will have
+        trial = DryRunResult.unpacked(*in_worker(partial(try_in_rank, run=run, config=config))[0])
     config.check_classes(trial.classes)
     trial = complete(trial, recipe.metrics, config.task)
-    done = request.with_job(
+    request = request.with_job(
         columns=replace(frame.columns, classes=trial.classes, ignored=trial.ignored),
         recipe=replace(recipe, metrics=trial.metrics),
         config=replace(config, unused_parameters=trial.unused_parameters),
         placeholder=frame.sample,
     )
-    return done, trial
+    if config.model_folder is None:
+        check_result_size(frame.data.sparkSession, trial.state_bytes)
+    check_thresholds(estimator, trial.classes)
+    check_layers(estimator.getOutputLayers(), trial.layers)
+    return request, frame.data, trial
 
 
 def plan_of(estimator: EstimatorParams, task: Task, dataset: DataFrame, memory: float | None) -> Plan:
@@ -77,20 +84,17 @@ def plan_of(estimator: EstimatorParams, task: Task, dataset: DataFrame, memory: 
     if request.launch.device == "cpu":  # under "auto", the plan may be for other machines
         check_device(config, "cpu")
     with naming_params(estimator):
-        frame, inputs = first_inputs(prepare(dataset, task, **request.columns))
-    inputs, label = _sampled(frame, inputs)
-    weighted = frame.columns.weight is not None or config.class_weights is not None
-    weight, names = torch.ones(2) if weighted else None, frame.columns.arguments
-    run = partial(dry_run, recipe, task, config.seed, inputs, label, names=names, weighted=weighted)
-    run = partial(run, grouped=_has_groups(frame))
+        _, run = _trial(prepare(dataset, task, **request.columns), request)
     try:
         trial = run(values=False)
     except Exception:  # as in `plan`; with values, the error has hints
         trial = run()
+    of, label = run.keywords, run.keywords["label"]
     if label is not None and trial.classes is not None:
         label = torch.zeros_like(label, dtype=torch.int64)
-    sizes = torch.ones(2, dtype=torch.int64) if _has_groups(frame) else None
-    batch = Batch(tuple(inputs.values()), label, weight, 2, weight, names=names, sizes=sizes)
+    weight = torch.ones(2) if of["weighted"] else None
+    sizes = torch.ones(2, dtype=torch.int64) if of["grouped"] else None
+    batch = Batch(tuple(of["inputs"].values()), label, weight, 2, weight, names=of["names"], sizes=sizes)
     most = None if memory is None else int(memory * 10**6)
     return plan(recipe, config, Values(estimator).workers[1], batch, memory=most)
 
@@ -118,29 +122,28 @@ def first_inputs(frame: Frame) -> tuple[Frame, dict[str, torch.Tensor]]:
     return frame, inputs
 
 
-def _has_groups(frame: Frame) -> bool:
-    """Whether samples are whole groups; in a trial, each is the first row."""
-    groups = frame.columns.groups
-    return groups is not None and groups.window is None
+def _trial(frame: Frame, request: Request[TrainJob]) -> tuple[Frame, partial[DryRunResult]]:
+    """Returns the frame as `first_inputs` does, and the dry run on two samples."""
+    frame, inputs = first_inputs(frame)
+    inputs, label = _sampled(frame, inputs)
+    config, columns = request.job.config, frame.columns
+    grouped = columns.groups is not None and columns.groups.window is None  # each sample is the first row
+    weighted = columns.weight is not None or config.class_weights is not None
+    told: dict[str, Any] = {"names": columns.arguments, "weighted": weighted, "grouped": grouped}
+    return frame, partial(dry_run, request.job.recipe, config.task, config.seed, inputs=inputs, label=label, **told)
 
 
 def _sampled(frame: Frame, inputs: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
-    """Returns inputs and label of two samples; windows are made of the first row."""
-    label, groups = _first_label(frame), frame.columns.groups
+    """Returns inputs and label of two samples, which are the first row; windows are made of it."""
+    spec, groups, label = frame.columns.label, frame.columns.groups, None
+    if spec is not None:
+        (label,) = _twice(Dense(spec, RowStorage()), frame.sample.column(spec.name))
     if groups is None or groups.window is None:
         return inputs, label
     rows = groups.window.rows
     columns = [tensor.repeat_interleave(rows, 0) for tensor in inputs.values()]
     seen, label = windowed(groups.window, columns, None if label is None else label.repeat_interleave(rows, 0))
     return dict(zip(inputs, seen, strict=True)), label
-
-
-def _first_label(frame: Frame) -> torch.Tensor | None:
-    """Returns the label of the first row twice, or `None` without a label column."""
-    if frame.columns.label is None:
-        return None
-    (label,) = _twice(Dense(frame.columns.label, RowStorage()), frame.sample.column(frame.columns.label.name))
-    return label  # type: ignore[no-any-return]
 
 
 def _on_driver(frame: Frame, request: Request[TrainJob], run: partial[DryRunResult]) -> DryRunResult:
@@ -151,14 +154,6 @@ def _on_driver(frame: Frame, request: Request[TrainJob], run: partial[DryRunResu
             raise
         more = "dryRun='worker' tries the module on a worker's device, and not on the driver's CPU"
         raise ModuleError(error.what, hint=f"{error.hint}\n     {more}", code=error.code, **error.where) from error
-
-
-def _in_worker(
-    request: Request[TrainJob], run: partial[DryRunResult], in_worker: Callable[..., Results]
-) -> DryRunResult:
-    """Runs the dry run in a worker, on the device that a rank will have."""
-    meta, payload = in_worker(partial(try_in_rank, run=run, config=request.job.config))[0]
-    return DryRunResult.unpacked(meta, payload)
 
 
 def _twice(field: Field, column: pa.Array) -> tuple[Any, ...]:

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from pyspark.ml import Model
 from pyspark.ml.param import Params
@@ -49,7 +49,7 @@ class Fit:
     kind: str = "run"
 
 
-class FitListener(Protocol):
+class FitListener:
     """Receives the events of one fit. It is called in the thread of the fit, and must not block.
 
     If a listener raises, a warning is logged, it is not called again, and the fit continues.
@@ -57,27 +57,21 @@ class FitListener(Protocol):
 
     def prepared(self) -> None:
         """Called when the Params and the DataFrame have passed all checks before the job."""
-        ...
 
     def progress(self, record: dict[str, Any]) -> None:
         """Receives rank 0's position, a few times a second: epoch, epochs, step, steps, loss (`None` if unknown)."""
-        ...
 
     def epoch(self, record: dict[str, Any]) -> None:
         """Receives an epoch's record when the epoch ends."""
-        ...
 
     def finished(self, model: Model, summary: TrainingSummary) -> None:
         """Receives the fitted model."""
-        ...
 
     def ended(self) -> None:
         """Called in place of `finished` when a function of `run` has ended in all ranks."""
-        ...
 
     def failed(self, error: BaseException) -> None:
         """Receives the error that ended the fit."""
-        ...
 
 
 class AttemptLog:
@@ -149,8 +143,6 @@ class FitReport:
         self,
         fit: Fit,
         *,
-        rows_per_step: int,
-        show: bool,
         title: str = "fit",
         stays: bool = True,
         judge: Callable[[dict[str, Any]], bool] | None = None,
@@ -161,9 +153,7 @@ class FitReport:
         """
         self._title, self._stays, self.judge = title, stays, judge
         self.attempts = AttemptLog()
-        self._fit = fit
-        self._rows_per_step = rows_per_step
-        self._show = show
+        self._fit, self._params = fit, Values(fit.estimator)
         self._bar: tqdm[Any] | None = None
         self._listeners: list[FitListener] = []
         self._first = (time.monotonic(), 0)
@@ -180,7 +170,7 @@ class FitReport:
         """Reports that all checks before the job have passed; from now on, callbacks receive events too."""
         self._fit.columns = columns
         self._tell("prepared")
-        self._listeners += [_CallbackListener(callback) for callback in Values(self._fit.estimator)["callbacks"] or ()]
+        self._listeners += [_CallbackListener(callback) for callback in self._params["callbacks"] or ()]
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._bar is not None:
@@ -198,7 +188,7 @@ class FitReport:
         if place > self._furthest:  # a resumed training repeats some steps
             self._furthest = place
             self._tell("progress", record)
-        if not self._show:
+        if not self._params["progress"]:
             return
         done = (record["epoch"] - 1) * record["steps"] + record["step"]
         if self._bar is None:
@@ -206,7 +196,7 @@ class FitReport:
             self._bar = tqdm(total=total, unit="step", desc=self._title, leave=self._stays, dynamic_ncols=True)
             self._first = (time.monotonic(), done)
         per_second = (done - self._first[1]) / max(time.monotonic() - self._first[0], 1e-9)
-        self._move(done, record["epoch"], record["epochs"], record["loss"], per_second * self._rows_per_step)
+        self._move(done, record["epoch"], record["epochs"], record["loss"], per_second * self._params["batchSize"])
 
     def epoch(self, record: dict[str, Any]) -> None:
         """Reports a finished epoch to the listeners once; a resumed training repeats some."""
@@ -240,28 +230,20 @@ class FitReport:
         self._listeners = [listener for listener in self._listeners if _heard(listener, what, arguments)]
 
 
-class _CallbackListener:
+class _CallbackListener(FitListener):
     """Adapts a callback to the listener interface."""
 
     def __init__(self, callback: Callback) -> None:
         self._callback = callback
-        self.progress = callback.on_driver_progress
-        self.epoch = callback.on_driver_epoch
 
     def __repr__(self) -> str:
         return repr(self._callback)
 
-    def prepared(self) -> None:
-        pass
+    def progress(self, record: dict[str, Any]) -> None:
+        self._callback.on_driver_progress(record)
 
-    def finished(self, model: Model, summary: TrainingSummary) -> None:
-        pass
-
-    def ended(self) -> None:
-        pass
-
-    def failed(self, error: BaseException) -> None:
-        pass
+    def epoch(self, record: dict[str, Any]) -> None:
+        self._callback.on_driver_epoch(record)
 
 
 def callers() -> dict[str, Any]:

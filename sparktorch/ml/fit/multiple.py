@@ -6,18 +6,15 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 from weakref import finalize
 
 from pyspark.sql import DataFrame
 
-from sparktorch.base.config import Task
 from sparktorch.errors import ConfigError
-from sparktorch.ml.fit.launching import can_hold
-from sparktorch.ml.fit.prepared_data import FreshData, PreparedData, Source
+from sparktorch.ml.fit.prepared_data import FreshData, PreparedData, Source, obstacle
 from sparktorch.ml.fit.translate import Request, translate
-from sparktorch.ml.params.mixins import EstimatorParams
 from sparktorch.spark.compat import inheriting
 from sparktorch.spark.launch.spark_job import new_tag
 from sparktorch.spark.session import cancel_tasks, tag_tasks
@@ -160,34 +157,26 @@ class _Work:
             return [list(range(self.count))]
         groups: list[list[int]] = []
         needs = [request.rows for request in self._requests]
-        for index in range(self.count):
-            found = [group for group in groups if needs[group[0]] == needs[index]]
-            if found:
-                found[0].append(index)
-            else:
+        for index, need in enumerate(needs):
+            found = next((group for group in groups if needs[group[0]] == need), None)
+            if found is None:
                 groups.append([index])
+            else:
+                found.append(index)
         spark = self._dataset.sparkSession
-        held = [len(group) > 1 and can_hold(self._requests[group[0]], spark) for group in groups]
-        return [part for group, all_at_once in zip(groups, held, strict=True) for part in _parts(group, all_at_once)]
+        held = [len(group) > 1 and obstacle(self._requests[group[0]], spark) is None for group in groups]
+        parts = ([group] if one else [[index] for index in group] for group, one in zip(groups, held, strict=True))
+        return [part for group in parts for part in group]
 
-    @contextmanager
-    def _rows(self, group: list[int]) -> Iterator[Source]:
-        """Context with the rows of a group of fits, which `cancel` cancels."""
+    def _rows(self, group: list[int]) -> AbstractContextManager[Source]:
+        """Returns a context with the rows of a group of fits, which `cancel` cancels."""
         if isinstance(self._dataset, PreparedData):
-            yield self._dataset
-            return
+            return nullcontext(self._dataset)
         if len(group) == 1:
-            yield FreshData(self._dataset)
-            return
-        first: EstimatorParams = self._estimators[group[0]]
-        task: Task = self._estimators[group[0]]._task
-        with PreparedData(first, task, self._dataset, idle_timeout=_IDLE_SECONDS) as held:
-            self._held = held
-            yield held
-
-
-def _parts(group: list[int], all_at_once: bool) -> list[list[int]]:
-    return [group] if all_at_once else [[index] for index in group]
+            return nullcontext(FreshData(self._dataset))
+        first = self._estimators[group[0]]
+        self._held = PreparedData(first, first._task, self._dataset, idle_timeout=_IDLE_SECONDS)
+        return self._held
 
 
 def _check_checkpoints(requests: Sequence[Request[TrainJob]]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,34 +14,29 @@ from pyspark.sql import DataFrame, SparkSession
 
 from sparktorch.base.config import Task
 from sparktorch.errors import ConfigError
-from sparktorch.ml.fit.attempts import with_slots
-from sparktorch.ml.fit.checks import check_layers, check_thresholds
-from sparktorch.ml.fit.first_row_trial import try_out
-from sparktorch.ml.fit.launching import check_holdable, one_rank, partitioned
+from sparktorch.ml.fit.attempts import one_rank, partitioned, run_on_rows, with_slots
+from sparktorch.ml.fit.first_row_trial import Ready, try_out
 from sparktorch.ml.fit.listeners import FitReport
 from sparktorch.ml.fit.translate import Request, translate
 from sparktorch.ml.params.mixins import EstimatorParams
 from sparktorch.spark.checks.doctor import check_executors
 from sparktorch.spark.checks.findings import refuse
-from sparktorch.spark.checks.preflight import check_cluster, check_result_size
+from sparktorch.spark.checks.preflight import check_cluster
 from sparktorch.spark.frame.prepare import Frame, prepare
-from sparktorch.spark.launch.barrier_job import run_ranks
+from sparktorch.spark.launch.barrier_job import control_server
 from sparktorch.spark.launch.gpus import gpu_profile, on_cpus
 from sparktorch.spark.launch.rank_pool import RankPool, Results
 from sparktorch.spark.launch.spark_job import new_tag
 from sparktorch.spark.session import slots
-from sparktorch.train.recipe.dry_run import DryRunResult
 from sparktorch.train.strategies.registry import check_device, strategy_type
-from sparktorch.worker import RankJob, RankResult, TrainJob, run_held, serve, train_held, train_partition
+from sparktorch.worker import RankJob, TrainJob, run_held, serve, train_held, train_partition
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["FreshData", "PreparedData", "Source", "launchable", "make_room", "needs_other_rows"]
+__all__ = ["FreshData", "PreparedData", "Source", "launchable", "make_room", "needs_other_rows", "obstacle"]
 
 J = TypeVar("J", bound=RankJob)
-
-Ready = tuple[Request[TrainJob], DataFrame, DryRunResult]  # what a training needs
 
 _LOG = logging.getLogger(__name__)
 _all: WeakSet[PreparedData] = WeakSet()  # of this process
@@ -54,24 +49,35 @@ class FreshData:
         dataset: The DataFrame.
         title: What the progress bar of the fit says.
         bar_stays: Whether the bar stays on the screen after the fit.
+        began: When the fit has begun, by `time.perf_counter`, if that was before it asks for its rows.
     """
 
-    def __init__(self, dataset: DataFrame) -> None:
-        self.dataset, self.title, self.bar_stays = dataset, "fit", True
+    def __init__(self, dataset: DataFrame, began: float | None = None) -> None:
+        self.dataset, self.title, self.bar_stays, self.began = dataset, "fit", True, began
 
     def prepared(self, estimator: EstimatorParams, task: Task, report: FitReport) -> Ready:
         """Runs all checks that need no training job; returns what the job needs."""
         request = launchable(translate(estimator, task), self.dataset.sparkSession)
         frame = prepare(self.dataset, task, **request.columns)
-        return _tried(estimator, request, frame, partial(one_rank, frame.data.sparkSession, request, report))
+        return try_out(estimator, request, frame, partial(one_rank, frame.data.sparkSession, request, report))
 
     def attempt(self, data: DataFrame, request: Request[TrainJob], report: FitReport) -> Results:
         """Trains in a barrier job of its own."""
+        return run_on_rows(data, request, report, train_partition)
 
-        def start(parts: DataFrame, job: TrainJob) -> Results:
-            return run_ranks(parts, partial(train_partition, job=job), request.launch, report)
 
-        return partitioned(data, request, start)
+def obstacle(request: Request[Any], spark: SparkSession) -> ConfigError | None:
+    """Returns why ranks cannot hold rows for several fits, if so: they get the later ones from the driver."""
+    if request.folds:
+        what, hint = "strategyParams.folds gives every worker all rows", "fit on the DataFrame"
+        return ConfigError(what, hint=hint, param="strategyParams")
+    server = control_server(spark, request.launch)
+    if server is None:
+        what = "ranks that hold rows get each fit from the driver, which they do not reach"
+        hint = "leave rendezvous at 'auto', and run where executors reach this process; or fit on the DataFrame"
+        return ConfigError(what, hint=hint, param="rendezvous")
+    server.close()
+    return None
 
 
 def needs_other_rows(params: Sequence[str]) -> ConfigError:
@@ -123,7 +129,8 @@ class PreparedData:
         self.dataset, self.title, self.bar_stays = dataset, "fit", True
         self._idle_timeout = idle_timeout
         request = translate(estimator, task)
-        check_holdable(request, dataset.sparkSession)
+        if (found := obstacle(request, dataset.sparkSession)) is not None:
+            raise found
         self._needs = request.rows
         self._frame: Frame | None = None
         self._pool: RankPool | None = None
@@ -155,7 +162,7 @@ class PreparedData:
         """Ends the ranks, which frees their rows and slots; can be called twice. Waits for a running fit."""
         with self._lock:
             self._closed = True
-            self._let_go()
+            self.let_go()
 
     def cancel(self) -> None:
         """Ends the ranks at once and for good, also in the middle of a fit of another thread, which then fails."""
@@ -184,13 +191,13 @@ class PreparedData:
             request = _with_profile(request, spark)
             # A restart waits for the tasks of this job to end.
             request = request.with_launch(tag=pool.tag, world_size=len(pool.facts))
-            alone = partial(_in_pool, pool, report)
+            alone = partial(lambda body, pool: pool.run(partial(run_held, body=body), report), pool=pool)
         else:
             request = launchable(request, spark, self)
             alone = partial(one_rank, spark, request, report)
         if self._frame is None:
             self._frame = prepare(self.dataset, task, **request.columns, **self._more_columns)
-        return _tried(estimator, request, self._frame, alone)
+        return try_out(estimator, request, self._frame, alone)
 
     def attempt(self, data: DataFrame, request: Request[TrainJob], report: FitReport) -> Results:
         """Trains in the ranks; starts them if they do not run, or hold other rows than the job needs.
@@ -206,7 +213,7 @@ class PreparedData:
                 launch = request.launch
                 if self._pool is not None and self._pool.tag == launch.tag:
                     launch = replace(launch, tag=new_tag())
-                self._let_go()
+                self.let_go()
                 self._read_with = request
 
                 def start(parts: DataFrame, read_with: TrainJob) -> Results:
@@ -230,14 +237,18 @@ class PreparedData:
             try:
                 if self._pool is not None and not self._busy:
                     _LOG.warning("%r gives way to a job that needs its slots; its next fit reads again", self)
-                    self._let_go()
+                    self.let_go()
             finally:
                 self._lock.release()
 
     def let_go(self) -> None:
         """Ends the ranks, which frees their slots; the next fit reads the rows again."""
         with self._lock:
-            self._let_go()
+            if self._timer is not None:
+                self._timer.cancel()
+            pool, self._pool = self._pool, None
+            if pool is not None:
+                pool.close()
 
     @property
     def slots_held(self) -> int:
@@ -290,24 +301,12 @@ class PreparedData:
         if self._lock.acquire(blocking=False):  # else a fit has begun
             try:
                 _LOG.info("no fit for %.0f s: %r lets go of its slots", self._idle_timeout, self)
-                self._let_go()
+                self.let_go()
             finally:
                 self._lock.release()
 
-    def _let_go(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.close()
-
 
 Source = FreshData | PreparedData  # where a fit's rows come from
-
-
-def _in_pool(pool: RankPool, report: FitReport, body: Callable[..., RankResult]) -> Results:
-    """Runs the dry run in a pool, whose job may hold all slots."""
-    return pool.run(partial(run_held, body=body), report)
 
 
 def make_room(spark: SparkSession, count: int, *, without: PreparedData | None = None) -> None:
@@ -337,22 +336,10 @@ def launchable(request: Request[J], spark: SparkSession, without: PreparedData |
     launch = request.launch
     make_room(spark, launch.world_size, without=without)
     least, most = request.workers
-    check_cluster(spark, least, launch.profile, longest=launch.patience.start)
+    check_cluster(spark, least, launch.profile, most=most, longest=launch.patience.start)
     if least < most:
         request = with_slots(spark, request)
     if request.preflight == "full":
         checkpoint = request.job.checkpoint
         refuse(check_executors(spark, request.launch, checkpoint.directory if checkpoint else None))
     return request
-
-
-def _tried(
-    estimator: EstimatorParams, request: Request[TrainJob], frame: Frame, in_worker: Callable[..., Results]
-) -> Ready:
-    """Runs the dry run, and the checks that need its result."""
-    request, trial = try_out(frame, request, in_worker)
-    if request.job.config.model_folder is None:
-        check_result_size(frame.data.sparkSession, trial.state_bytes)
-    check_thresholds(estimator, trial.classes)
-    check_layers(estimator.getOutputLayers(), trial.layers)
-    return request, frame.data, trial

@@ -14,11 +14,10 @@ from pyspark import RDD
 from pyspark.sql import DataFrame, SparkSession
 
 from sparktorch.distributed.root_cause import ChainError
-from sparktorch.errors import ConfigError, SparkTorchError, shortened
-from sparktorch.ml.fit.attempts import with_restarts
+from sparktorch.errors import ConfigError, shortens
+from sparktorch.ml.fit.attempts import run_on_rows, with_restarts
 from sparktorch.ml.fit.checks import check_ships, naming_params
 from sparktorch.ml.fit.first_row_trial import first_inputs
-from sparktorch.ml.fit.launching import partitioned
 from sparktorch.ml.fit.listeners import Fit, FitReport
 from sparktorch.ml.fit.prepared_data import launchable
 from sparktorch.ml.fit.translate import Request, translate_run
@@ -76,18 +75,14 @@ def run(
     request = translate_run(given, function)
     call = _shippable(given, function, args, kwargs)
     rows = None if data is None else dataframe_of(data, "run")
-    session = _session(rows, spark)
+    session = session_of(rows) if spark is None or rows is not None else spark
 
-    def without_rows(report: FitReport, request: Request[RankJob]) -> Results:
-        return _ranks(session, report, partial(run_function, job=request.job, function=call), request)
+    def attempt(report: FitReport, request: Request[RankJob], data: DataFrame | None = None) -> Results:
+        if data is None:
+            return _ranks(session, report, partial(run_function, job=request.job, function=call), request)
+        return run_on_rows(data, request, report, partial(run_on_partition, function=call))
 
-    def on_rows(report: FitReport, request: Request[RankJob], data: DataFrame) -> Results:
-        def start(parts: DataFrame, job: RankJob) -> Results:
-            return run_ranks(parts, partial(run_on_partition, job=job, function=call), request.launch, report)
-
-        return partitioned(data, request, start)
-
-    results = _results(given, request, session, without_rows if rows is None else on_rows, rows)
+    results = _results(given, request, session, attempt, rows)
     return [pickle.loads(payload) for _, payload in results]
 
 
@@ -177,6 +172,7 @@ def run_script(path: str | Path, arguments: Sequence[str] = (), *, spark: SparkS
     _results(given, request, spark, lambda report, request: _ranks(spark, report, body, request))
 
 
+@shortens
 def _results(
     given: RunParams,
     request: Request[RankJob],
@@ -185,22 +181,19 @@ def _results(
     rows: DataFrame | None = None,
 ) -> Results:
     """Runs ranks by `attempt(report, request)`; if they get `rows`, it is also called with these, prepared."""
-    try:
-        with _report(given, spark) as report:
-            request = launchable(request, spark)
-            if rows is None:
-                run_once = partial(attempt, report)
-                report.prepared(None)
-            else:
-                with naming_params(given):
-                    frame, _ = first_inputs(prepare(rows, "generic", **request.columns))
-                request = request.with_job(columns=frame.columns, placeholder=frame.sample)
-                run_once = partial(attempt, report, data=frame.data)
-                report.prepared(frame.columns)
-            results = with_restarts(spark, request, run_once, report.attempts)
-            report.ended()
-    except SparkTorchError as error:
-        raise shortened(error) from error.__cause__
+    with FitReport(Fit(estimator=given, spark=spark), title="run") as report:
+        request = launchable(request, spark)
+        if rows is None:
+            run_once = partial(attempt, report)
+            report.prepared(None)
+        else:
+            with naming_params(given):
+                frame, _ = first_inputs(prepare(rows, "generic", **request.columns))
+            request = request.with_job(columns=frame.columns, placeholder=frame.sample)
+            run_once = partial(attempt, report, data=frame.data)
+            report.prepared(frame.columns)
+        results = with_restarts(spark, request, run_once, report.attempts)
+        report.ended()
     return results
 
 
@@ -252,17 +245,6 @@ def _params(values: Mapping[str, Any]) -> RunParams:
             str(error).replace("RunParams()", "run()"),
             hint="docs/params.md lists the Params; arguments of the function go into args=[...] and kwargs={...}",
         ) from error
-
-
-def _session(data: DataFrame | None, spark: SparkSession | None) -> SparkSession:
-    if data is None:
-        return spark or SparkSession.getActiveSession() or SparkSession.builder.getOrCreate()
-    return data.sparkSession
-
-
-def _report(params: RunParams, spark: SparkSession) -> FitReport:
-    fit = Fit(estimator=params, spark=spark)
-    return FitReport(fit, rows_per_step=params.getBatchSize(), show=params.getProgress(), title="run")
 
 
 def _ranks(spark: SparkSession, report: FitReport, body: Body, request: Request[RankJob]) -> Results:

@@ -39,7 +39,9 @@ class TrainingSummary:
         numWorkers: Number of ranks.
         fingerprint: Identifies the training rows, independent of their order and partitioning. Fingerprints of
             different `split` values cannot be compared.
-        seconds: Wall-clock seconds of the phases of the driver, and of the rank that returned the model.
+        seconds: Wall-clock seconds. `prepare` and `job` are the whole fit on the driver: what comes before the job, and
+            all attempts with the pauses between them. `rank0.load`, `rank0.train` and others are phases of the rank
+            that returned the model, in the last attempt alone.
         ranks: Per rank: host, device, threads, rows, bytes, `storage` ("memory", "disk", or "device" for
             accelerator memory), seconds (with checkpoints also of copying, of waiting for the previous checkpoint,
             which both pause the training, and of writing), `data_wait_share` (share of the training time spent

@@ -17,9 +17,9 @@ from sparktorch.data.columns import Groups, InputOptions
 from sparktorch.data.preprocess import check_signature
 from sparktorch.distributed.monitor import Timeouts
 from sparktorch.errors import ConfigError, refuse
-from sparktorch.ml.fit.checks import check_best_metric, check_job, check_params, check_restarts, check_ships
+from sparktorch.ml.fit.checks import check_best_metric, check_job, check_params, check_ships
 from sparktorch.ml.fit.identity import described
-from sparktorch.ml.fit.values import MODEL_FOLDER, NAMED_GROUPS, WHOLE_GROUPS, Values
+from sparktorch.ml.fit.values import MODEL_FOLDER, NAMED_GROUPS, RESTARTS, WHOLE_GROUPS, Values
 from sparktorch.ml.params.classes import CLASSIFIER, GENERIC, RUN
 from sparktorch.ml.params.declare import ParamSpec, input_names
 from sparktorch.ml.params.mixins import EstimatorParams, RunParams
@@ -135,11 +135,13 @@ def translate(estimator: EstimatorParams, task: Task) -> Request[TrainJob]:
     check_best_metric(config, recipe)
     check_strategy(config, recipe)
     check_workers(config, p.workers[1])
-    check_restarts(p)
+    refuse(RESTARTS, p)
     if p["modelDir"] is None:
         return request
     refuse(MODEL_FOLDER, p)
-    return request.with_job(config=replace(config, model_folder=_new_folder(p["modelDir"])))
+    started = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
+    folder = os.path.join(p["modelDir"], f"model-{started}-{secrets.token_hex(4)}")  # a new one for each fit
+    return request.with_job(config=replace(config, model_folder=folder))
 
 
 def translate_run(params: RunParams, function: Any) -> Request[RankJob]:
@@ -150,7 +152,7 @@ def translate_run(params: RunParams, function: Any) -> Request[RankJob]:
     request = _request(params, p, table, RankJob(**_job(p, "generic", table, function=named)))
     check_loop(request.job.config)
     check_workers(request.job.config, p.workers[1])
-    check_restarts(p)
+    refuse(RESTARTS, p)
     return request
 
 
@@ -162,14 +164,20 @@ def config_of(estimator: Any) -> TrainConfig:
 def input_columns(instance: Any) -> dict[str, Any]:
     """Returns the input columns and how they become arguments, as arguments of `spark.frame.prepare`."""
     p = Values(instance)
-    preprocess = _preprocess(p)
-    return {"inputs": input_names(instance), "options": _input_options(p, preprocess), "preprocess": preprocess}
-
-
-def _new_folder(directory: str) -> str:
-    """Returns the path of a new folder for the model of one fit."""
-    started = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
-    return os.path.join(directory, f"model-{started}-{secrets.token_hex(4)}")
+    preprocess, policy = _preprocess(p), p["nullPolicy"]
+    options = InputOptions(
+        shapes={name: tuple(shape) for name, shape in p["inputShapes"].items()},
+        layouts=p["inputLayouts"],
+        dtypes=p["inputDtypes"],
+        limits=p["maxLengths"],
+        pads=p["padValues"],
+        assemble=p["assembleInputs"],
+        fill=p["fillValue"] if policy == "fill" else None,
+        drop=policy == "drop",
+        as_they_are=preprocess is not None,
+        nulls=getattr(preprocess, "takes_nulls", False),
+    )
+    return {"inputs": input_names(instance), "options": options, "preprocess": preprocess}
 
 
 def _request(params: Any, p: Values, table: Mapping[str, ParamSpec], job: J) -> Request[J]:
@@ -192,23 +200,6 @@ def _request(params: Any, p: Values, table: Mapping[str, ParamSpec], job: J) -> 
         },
         folds=p.makes_validation,
         **_fields(p, "request", table),
-    )
-
-
-def _input_options(p: Values, preprocess: Any) -> InputOptions:
-    """Returns how columns become tensors."""
-    policy = p["nullPolicy"]
-    return InputOptions(
-        shapes={name: tuple(shape) for name, shape in p["inputShapes"].items()},
-        layouts=p["inputLayouts"],
-        dtypes=p["inputDtypes"],
-        limits=p["maxLengths"],
-        pads=p["padValues"],
-        assemble=p["assembleInputs"],
-        fill=p["fillValue"] if policy == "fill" else None,
-        drop=policy == "drop",
-        as_they_are=preprocess is not None,
-        nulls=getattr(preprocess, "takes_nulls", False),
     )
 
 
@@ -249,21 +240,15 @@ def _checkpoint(p: Values, table: Mapping[str, ParamSpec], known: Mapping[str, s
     if p["checkpointDir"] is None:
         return None
     CheckpointStore(p["checkpointDir"])  # raises if the file system is unknown
-    return CheckpointConfig(
-        owner=secrets.token_hex(16), job={**_identity(p, table), **known}, **_fields(p, "checkpoint", table)
-    )
-
-
-def _identity(p: Values, table: Mapping[str, ParamSpec]) -> dict[str, str]:
-    """Returns the values that must be equal to resume from a checkpoint."""
-    values = {
+    compared = {  # what must be equal to resume
         name: p[name]
         for name, spec in table.items()
         if spec.compared is True or (spec.compared and p[name] != spec.default)
     } | {"shuffleBlock": _shuffle_block(p)}
     if p.trained is not None:  # the model's uid is another in every process
-        values["module"] = p.trained
-    return described(values)
+        compared["module"] = p.trained
+    job = {**described(compared), **known}
+    return CheckpointConfig(owner=secrets.token_hex(16), job=job, **_fields(p, "checkpoint", table))
 
 
 def _shuffle_block(p: Values) -> int:
@@ -287,15 +272,8 @@ def _groups(estimator: Any, p: Values) -> Groups | None:
 
 def _recipe(p: Values, config: TrainConfig, loss: Mapping[str, Any]) -> Recipe:
     module, fields = _module(p), _fields(p, "recipe", _EVERY)
-    if p.brings_its_training:
-        return _lightning_recipe(p, module, fields, config)
-    return Recipe(**{**module, **fields, **loss})
-
-
-def _lightning_recipe(
-    p: Values, module: dict[str, Any], fields: dict[str, Any], config: TrainConfig
-) -> LightningRecipe:
-    """Returns the recipe of a fit, of what the Param `module` and other Params give as fields of it."""
+    if not p.brings_its_training:
+        return Recipe(**{**module, **fields, **loss})
     return LightningRecipe(
         **{**module, "module": without_trainer(module["module"])},
         **fields,

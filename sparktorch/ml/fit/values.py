@@ -24,12 +24,10 @@ from sparktorch.train.strategies.registry import resumable, strategy_for, strate
 
 __all__ = [
     *("COLUMNS", "FIT", "JOB", "MODEL_FOLDER", "MODULE", "NAMED_GROUPS", "RESTARTS", "SCORING", "WHOLE_GROUPS"),
-    "Values",
+    *("Values", "not_set"),
 ]
 
-_MARK = "mark some with validationIndicatorCol"
 _ONE = "leave one of them out"
-_RESUMABLE = "use {p.resumable}, or leave %s out"
 
 
 class Values:
@@ -60,19 +58,9 @@ class Values:
         return trained if isinstance(trained, TrainedModule) else None
 
     @property
-    def brings_loss(self) -> bool:
-        """Whether module or training step compute the loss."""
-        return bool(self["trainingStep"] or self.brings_its_training or has_own_loss(self["module"]))
-
-    @property
     def brings_its_training(self) -> bool:
         """Whether the module is a LightningModule, or a model that was fitted with one."""
         return is_lightning(self.source)
-
-    @property
-    def is_instance(self) -> bool:
-        """Whether the module is one that this process holds."""
-        return isinstance(self.source, nn.Module)
 
     @property
     def file_in_the_way(self) -> str | None:
@@ -113,19 +101,17 @@ class Values:
         return float(self["batchSize"] / self.sharing)
 
     @property
-    def needs_validation(self) -> str | None:
-        """The Param of early stopping that asks for validation rows."""
-        if self["earlyStoppingPatience"] is not None:
-            return "earlyStoppingPatience"
-        return None if self["earlyStoppingMetric"] == "val_loss" else "earlyStoppingMetric"
-
-    @property
     def follows_loss(self) -> bool:
         """Whether the schedule looks at the loss of validation rows."""
         scheduler = self["scheduler"]
         if isinstance(scheduler, str) and ":" in scheduler:
             scheduler = load_object(scheduler)
         return bool(getattr(scheduler, "__name__", scheduler) == "ReduceLROnPlateau")
+
+
+def not_set(name: str, hint: str) -> Refusal:
+    """Returns the refusal of a Param without a value, or with an empty name of a column."""
+    return Refusal(name, lambda p: p[name] is None or p[name] == "", f"{name} is not set", hint, "ST-NOT-SET")
 
 
 DEVICE = Refusal(
@@ -187,12 +173,10 @@ JOB = (
 )
 
 MODULE = (
-    Refusal(
-        "module", lambda p: p["module"] is None, "module is not set", "pass module=... to the constructor", "ST-NOT-SET"
-    ),
+    not_set("module", "pass module=... to the constructor"),
     Refusal(
         "loss",
-        lambda p: p["loss"] is None and not p.brings_loss,
+        lambda p: p["loss"] is None and not (p["trainingStep"] or p.brings_its_training or has_own_loss(p["module"])),
         "loss is not set",
         "pass loss=... to the constructor",
         "ST-NOT-SET",
@@ -217,13 +201,7 @@ MODULE = (
 )
 
 NAMED_GROUPS = (
-    Refusal(
-        "groupCol",
-        lambda p: p["groupCol"] is None,
-        "groupCol is not set",
-        "name the column that is the same in rows which are ordered together, such as that of a query",
-        "ST-NOT-SET",
-    ),
+    not_set("groupCol", "name the column that is the same in rows which are ordered together, such as that of a query"),
 )
 
 WHOLE_GROUPS = (
@@ -276,35 +254,26 @@ FIT = (
         "ReduceLROnPlateau looks at the loss of an epoch, and schedulerInterval is 'step'",
         "set schedulerInterval='epoch'",
     ),
-    Refusal(
-        "scheduler",
-        lambda p: p.follows_loss and not p.validated,
-        "ReduceLROnPlateau looks at the loss of validation rows, and there are none",
-        _MARK,
-        "ST-NO-VALIDATION",
+    *(
+        Refusal(
+            name,
+            lambda p, when=when: when(p) and not p.validated,  # type: ignore[misc]
+            f"{what.format(name)} of validation rows, and there are none",
+            "mark some with validationIndicatorCol",
+            "ST-NO-VALIDATION",
+        )
+        for name, when, what in (
+            ("scheduler", lambda p: p.follows_loss, "ReduceLROnPlateau looks at the loss"),
+            ("earlyStoppingPatience", lambda p: p["earlyStoppingPatience"] is not None, "{} looks at a metric"),
+            ("earlyStoppingMetric", lambda p: p["earlyStoppingMetric"] != "val_loss", "{} looks at a metric"),
+            ("metrics", lambda p: p["metrics"], "metrics are those"),
+        )
     ),
     Refusal(
         "validationIndicatorCol",
         lambda p: p.makes_validation and p["validationIndicatorCol"] is not None,
         "strategyParams.folds makes the validation rows, and validationIndicatorCol names some",
         _ONE,
-    ),
-    *(
-        Refusal(
-            name,
-            lambda p, name=name: p.needs_validation == name and not p.validated,  # type: ignore[misc]
-            f"{name} looks at a metric of validation rows, and there are none",
-            _MARK,
-            "ST-NO-VALIDATION",
-        )
-        for name in ("earlyStoppingPatience", "earlyStoppingMetric")
-    ),
-    Refusal(
-        "metrics",
-        lambda p: p["metrics"] and not p.validated,
-        "metrics are those of validation rows, and there are none",
-        _MARK,
-        "ST-NO-VALIDATION",
     ),
     Refusal(
         "optimizerParams", lambda p: "lr" in p["optimizerParams"], "optimizerParams holds 'lr'", "set learningRate"
@@ -328,19 +297,16 @@ COLUMNS = (
         "fillValue is set, and nullPolicy is {p[nullPolicy]!r}",
         "set nullPolicy='fill'",
     ),
-    Refusal(
-        "inputCols",
-        lambda p: p.is_set("inputCols") and p.is_set("featuresCol"),
-        "featuresCol and inputCols are both set",
-        "set one of them",
+    *(
+        Refusal(
+            name,
+            lambda p, name=name, other=other: p[name] is not None and p.is_set(other),  # type: ignore[misc]
+            f"{other} and {name} are both set",
+            "set one of them",
+        )
+        for name, other in (("inputCols", "featuresCol"), ("labelCols", "labelCol"))
     ),
     Refusal("inputCols", lambda p: p["inputCols"] == [], "inputCols is empty", code="ST-NOT-SET"),
-    Refusal(
-        "labelCols",
-        lambda p: p["labelCols"] is not None and p.is_set("labelCol"),
-        "labelCol and labelCols are both set",
-        "set one of them",
-    ),
     Refusal(
         "labelCols",
         lambda p: p["labelCols"] == [],
@@ -355,7 +321,7 @@ RESTARTS = (
         "checkpointDir",
         lambda p: p["checkpointDir"] is not None and not p.strategy.resumable,
         "checkpointDir is set, and strategy {p[strategy]!r} has state in its workers that no checkpoint holds",
-        _RESUMABLE % "checkpointDir",
+        "use {p.resumable}, or leave checkpointDir out",
         "ST-STRATEGY",
     ),
     Refusal(
@@ -392,7 +358,7 @@ MODEL_FOLDER = (
     ),
     Refusal(
         "module",
-        lambda p: p.is_instance,
+        lambda p: isinstance(p.source, nn.Module),
         "modelDir is set, and module is an instance, which this process holds already",
         "pass a class or function that makes the module, and its arguments as moduleParams",
         "ST-MODEL-DIR",

@@ -4,48 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from sparktorch.ml.params import tables as t
+from sparktorch.ml.params import task_tables as tasks
 from sparktorch.ml.params.declare import ParamSpec
-from sparktorch.ml.params.tables import (
-    CHECKPOINTS,
-    CLASS_WEIGHTS,
-    CLASSIFIED,
-    COLUMNS,
-    DEVICE,
-    EPOCHS,
-    GROUPS,
-    INPUTS,
-    LABEL,
-    LABELS,
-    LAUNCH,
-    LOSS,
-    MODULE,
-    NUMERICS,
-    OPTIMIZER,
-    OUTPUTS,
-    PATIENCE,
-    PREDICTION,
-    RESULT,
-    ROWS,
-    SAMPLING,
-    SCORING,
-    STEPS,
-    STORAGE,
-    STRATEGY,
-    TRACKING,
-    WEIGHT,
-)
-from sparktorch.ml.params.task_tables import (
-    COLD_START,
-    FACTORS,
-    IMAGE,
-    PAIR,
-    PRETRAINED,
-    RATING,
-    SERIES,
-    TABLE,
-    TEXT,
-    WINDOWS,
-)
 
 __all__ = [
     *("CLASSIFICATION_MODEL", "CLASSIFIER", "ESTIMATOR", "FORECASTER", "FORECASTING_MODEL", "GENERIC"),
@@ -56,28 +17,28 @@ __all__ = [
 
 
 def _loss_of(default: str) -> tuple[ParamSpec, ...]:
-    return tuple(replace(spec, default=default) if spec.name == "loss" else spec for spec in LOSS)
+    return tuple(replace(spec, default=default) if spec.name == "loss" else spec for spec in t.LOSS)
 
 
 def _unlabelled(table: tuple[ParamSpec, ...]) -> tuple[ParamSpec, ...]:
     return tuple(replace(spec, default="", doc="the label column; by default there is none") for spec in table)
 
 
-_BEFORE_LABELS = (*MODULE, *COLUMNS, *INPUTS, *LABEL)
-_BEFORE_LOSS = (*PREDICTION, *WEIGHT, *ROWS)
+_BEFORE_LABELS = (*t.MODULE, *t.COLUMNS, *t.INPUTS, *t.LABEL)
+_BEFORE_LOSS = (*t.PREDICTION, *t.WEIGHT, *t.ROWS)
 _AFTER_LOSS = (
-    *(*OPTIMIZER, *STEPS, *NUMERICS, *EPOCHS, *STORAGE, *SAMPLING, *STRATEGY, *DEVICE, *LAUNCH),
-    *(*RESULT, *CHECKPOINTS, *PATIENCE, *SCORING, *TRACKING),
+    *(*t.OPTIMIZER, *t.STEPS, *t.NUMERICS, *t.EPOCHS, *t.STORAGE, *t.SAMPLING, *t.STRATEGY, *t.DEVICE, *t.LAUNCH),
+    *(*t.RESULT, *t.CHECKPOINTS, *t.PATIENCE, *t.SCORING, *t.TRACKING),
 )
 
 # In the order of the constructors.
-ESTIMATOR = (*_BEFORE_LABELS, *_BEFORE_LOSS, *LOSS, *_AFTER_LOSS)
+ESTIMATOR = (*_BEFORE_LABELS, *_BEFORE_LOSS, *t.LOSS, *_AFTER_LOSS)
 GENERIC = (
-    *(*_BEFORE_LABELS, *LABELS, *PREDICTION, *OUTPUTS, *WEIGHT, *ROWS, *GROUPS),
-    *(*LOSS, *_AFTER_LOSS),
+    *(*_BEFORE_LABELS, *t.LABELS, *t.PREDICTION, *t.OUTPUTS, *t.WEIGHT, *t.ROWS, *t.GROUPS),
+    *(*t.LOSS, *_AFTER_LOSS),
 )
-REGRESSOR = (*_BEFORE_LABELS, *LABELS, *_BEFORE_LOSS, *_loss_of("MSELoss"), *_AFTER_LOSS)
-_GROUP = tuple(replace(spec, doc="the column that groups rows, such as a query") for spec in GROUPS[:1])
+REGRESSOR = (*_BEFORE_LABELS, *t.LABELS, *_BEFORE_LOSS, *_loss_of("MSELoss"), *_AFTER_LOSS)
+_GROUP = tuple(replace(spec, doc="the column that groups rows, such as a query") for spec in t.GROUPS[:1])
 _RANKING = (
     "'listnet', 'ranknet' or 'lambdarank', or a callable (scores, labels, sizes) -> loss per group, or its import path"
 )
@@ -87,28 +48,28 @@ RANKER = (
     *_AFTER_LOSS,
 )
 CLASSIFIER = (
-    *(*_BEFORE_LABELS, *PREDICTION, *CLASSIFIED, *WEIGHT, *ROWS),
-    *(*_loss_of("CrossEntropyLoss"), *CLASS_WEIGHTS, *_AFTER_LOSS),
+    *(*_BEFORE_LABELS, *t.PREDICTION, *t.CLASSIFIED, *t.WEIGHT, *t.ROWS),
+    *(*_loss_of("CrossEntropyLoss"), *t.CLASS_WEIGHTS, *_AFTER_LOSS),
 )
 
 _FROM_FOLDER = tuple(
-    spec for spec in CLASSIFIER if spec not in (*MODULE, *COLUMNS, *INPUTS) or spec.name == "nullPolicy"
+    spec for spec in CLASSIFIER if spec not in (*t.MODULE, *t.COLUMNS, *t.INPUTS) or spec.name == "nullPolicy"
 )
-TEXT_CLASSIFIER = (*PRETRAINED, *TEXT, *_FROM_FOLDER)
-IMAGE_CLASSIFIER = (*PRETRAINED, *IMAGE, *_FROM_FOLDER)
+TEXT_CLASSIFIER = (*tasks.PRETRAINED, *tasks.TEXT, *_FROM_FOLDER)
+IMAGE_CLASSIFIER = (*tasks.PRETRAINED, *tasks.IMAGE, *_FROM_FOLDER)
 
 
 def _tabular(table: tuple[ParamSpec, ...]) -> tuple[ParamSpec, ...]:
-    unused = [spec for spec in (COLUMNS[0], *INPUTS) if spec.name != "nullPolicy"]
-    return (*TABLE, *(spec for spec in table if spec not in unused))
+    unused = [spec for spec in (t.COLUMNS[0], *t.INPUTS) if spec.name != "nullPolicy"]
+    return (*tasks.TABLE, *(spec for spec in table if spec not in unused))
 
 
 TABULAR_CLASSIFIER, TABULAR_REGRESSOR = _tabular(CLASSIFIER), _tabular(REGRESSOR)
 
 _OTHERWISE = {"optimizer": "Adagrad", "learningRate": 0.1}
 RECOMMENDER = (
-    *(*PAIR, *RATING, *FACTORS, *COLD_START, MODULE[1], *PREDICTION, *ROWS),
-    *(spec for spec in INPUTS if spec.name == "nullPolicy"),
+    *(*tasks.PAIR, *tasks.RATING, *tasks.FACTORS, *tasks.COLD_START, t.MODULE[1], *t.PREDICTION, *t.ROWS),
+    *(spec for spec in t.INPUTS if spec.name == "nullPolicy"),
     *(
         replace(spec, default=_OTHERWISE.get(spec.name, spec.default))
         for spec in _AFTER_LOSS
@@ -121,29 +82,29 @@ _OF_SERIES = {
     "groupCol": "the column that tells series apart; without it, all rows are one",
     "orderCol": "the column that orders the rows of a series in even steps: whole numbers, dates or timestamps",
 }
-_SERIES = (*(replace(spec, doc=_OF_SERIES[spec.name]) for spec in GROUPS), *SERIES)
+_SERIES = (*(replace(spec, doc=_OF_SERIES[spec.name]) for spec in t.GROUPS), *tasks.SERIES)
 FORECASTER = (
-    *(*_SERIES, *WINDOWS),
-    *(*MODULE, *LABEL, *PREDICTION, *WEIGHT, *(spec for spec in (*INPUTS, *ROWS) if spec.name in _KEPT)),
+    *(*_SERIES, *tasks.WINDOWS),
+    *(*t.MODULE, *t.LABEL, *t.PREDICTION, *t.WEIGHT, *(spec for spec in (*t.INPUTS, *t.ROWS) if spec.name in _KEPT)),
     *(*_loss_of("L1Loss"), *_AFTER_LOSS),
 )
 
 # Of `run`, whose function has a loop of its own.
 RUN = (
-    *(*COLUMNS, *INPUTS, *_unlabelled(LABEL), *LABELS, *WEIGHT, *ROWS),
-    *(spec for spec in (*STEPS, *EPOCHS) if spec.name in ("batchSize", "epochs")),
-    *(*STORAGE, *SAMPLING, *STRATEGY, *DEVICE),
-    *(spec for spec in LAUNCH if spec.name != "dryRun"),
-    *(spec for spec in CHECKPOINTS if spec.name not in ("checkpointInterval", "checkpointUnit")),
-    *(*PATIENCE, *TRACKING),
+    *(*t.COLUMNS, *t.INPUTS, *_unlabelled(t.LABEL), *t.LABELS, *t.WEIGHT, *t.ROWS),
+    *(spec for spec in (*t.STEPS, *t.EPOCHS) if spec.name in ("batchSize", "epochs")),
+    *(*t.STORAGE, *t.SAMPLING, *t.STRATEGY, *t.DEVICE),
+    *(spec for spec in t.LAUNCH if spec.name != "dryRun"),
+    *(spec for spec in t.CHECKPOINTS if spec.name not in ("checkpointInterval", "checkpointUnit")),
+    *(*t.PATIENCE, *t.TRACKING),
 )
 
-MODEL = (*COLUMNS, *PREDICTION, *DEVICE, *SCORING)
-GENERIC_MODEL = (*MODEL, *OUTPUTS)
-REGRESSION_MODEL = (*MODEL, *LABEL, *WEIGHT)
+MODEL = (*t.COLUMNS, *t.PREDICTION, *t.DEVICE, *t.SCORING)
+GENERIC_MODEL = (*MODEL, *t.OUTPUTS)
+REGRESSION_MODEL = (*MODEL, *t.LABEL, *t.WEIGHT)
 RANKING_MODEL = (*REGRESSION_MODEL, *_GROUP)
-CLASSIFICATION_MODEL = (*MODEL, *CLASSIFIED, *LABEL, *WEIGHT)
-TEXT_MODEL = (*CLASSIFICATION_MODEL, PRETRAINED[0], TEXT[0])
-IMAGE_MODEL = (*CLASSIFICATION_MODEL, PRETRAINED[0], IMAGE[0])
-RECOMMENDER_MODEL = (*MODEL, *PAIR, *COLD_START)
-FORECASTING_MODEL = (*_SERIES, *MODEL, *LABEL)
+CLASSIFICATION_MODEL = (*MODEL, *t.CLASSIFIED, *t.LABEL, *t.WEIGHT)
+TEXT_MODEL = (*CLASSIFICATION_MODEL, tasks.PRETRAINED[0], tasks.TEXT[0])
+IMAGE_MODEL = (*CLASSIFICATION_MODEL, tasks.PRETRAINED[0], tasks.IMAGE[0])
+RECOMMENDER_MODEL = (*MODEL, *tasks.PAIR, *tasks.COLD_START)
+FORECASTING_MODEL = (*_SERIES, *MODEL, *t.LABEL)

@@ -55,14 +55,7 @@ class ParamSpec:
 
 
 def params_class(name: str, table: Sequence[ParamSpec], doc: str, *bases: type[Params]) -> type[Params]:
-    """Makes a mixin that declares the Params of a table, with getters, setters and defaults.
-
-    Args:
-        name: Name of the class.
-        table: The Params to declare, except those that a base declares already.
-        doc: Docstring of the class.
-        bases: Further bases.
-    """
+    """Makes a mixin that declares the Params of a table, but for those of its bases, with getters and setters."""
     known = {spec for base in bases for spec in dir(base)}
     own = [spec for spec in table if f"set{spec.accessor}" not in known]
     shared = [spec.shared for spec in own if spec.shared is not None]
@@ -79,12 +72,9 @@ def params_class(name: str, table: Sequence[ParamSpec], doc: str, *bases: type[P
 
 
 def with_constructor(kind: type[Params], table: Sequence[ParamSpec], *, arguments: bool) -> type[Params]:
-    """Gives a class an `__init__` that sets the defaults of a table, and returns it.
+    """Gives a class an `__init__` that sets the defaults of all its Params, and returns it.
 
-    Args:
-        kind: The class.
-        table: All its Params.
-        arguments: Whether the constructor takes the Params as keyword arguments.
+    With `arguments`, the constructor takes the Params as keyword arguments.
     """
     defaults = {spec.name: spec.default for spec in table if spec.default is not None}
 

@@ -19,46 +19,45 @@ EstimatorParams = params_class("EstimatorParams", classes.ESTIMATOR, "The Params
 ModelParams = params_class("ModelParams", classes.MODEL, "The Params that all models share.")
 
 
-def _estimator(
-    name: str, table: tuple[ParamSpec, ...], what: str, base: type[Params] = EstimatorParams
-) -> type[Params]:
+def _declared(name: str, table: tuple[ParamSpec, ...], what: str, base: type[Params] = EstimatorParams) -> type[Params]:
     kind = params_class(name, table, f"The Params of {what}.", base)
-    return with_constructor(kind, table, arguments=True)
+    return with_constructor(kind, table, arguments=issubclass(base, EstimatorParams))
 
 
-def _model(name: str, table: tuple[ParamSpec, ...], what: str, base: type[Params] = ModelParams) -> type[Params]:
-    kind = params_class(name, table, f"The Params of {what}.", base)
-    return with_constructor(kind, table, arguments=False)
-
-
-GenericParams = _estimator("GenericParams", classes.GENERIC, "`TorchEstimator`")
-ClassifierParams = _estimator("ClassifierParams", classes.CLASSIFIER, "`TorchClassifier`")
-RegressorParams = _estimator("RegressorParams", classes.REGRESSOR, "`TorchRegressor`")
-GenericModelParams = _model("GenericModelParams", classes.GENERIC_MODEL, "`TorchModel`")
-ClassificationModelParams = _model(
-    "ClassificationModelParams", classes.CLASSIFICATION_MODEL, "`TorchClassificationModel`"
+GenericParams = _declared("GenericParams", classes.GENERIC, "`TorchEstimator`")
+ClassifierParams = _declared("ClassifierParams", classes.CLASSIFIER, "`TorchClassifier`")
+RegressorParams = _declared("RegressorParams", classes.REGRESSOR, "`TorchRegressor`")
+GenericModelParams = _declared("GenericModelParams", classes.GENERIC_MODEL, "`TorchModel`", ModelParams)
+ClassificationModelParams = _declared(
+    "ClassificationModelParams", classes.CLASSIFICATION_MODEL, "`TorchClassificationModel`", ModelParams
 )
-RegressionModelParams = _model("RegressionModelParams", classes.REGRESSION_MODEL, "`TorchRegressionModel`")
+RegressionModelParams = _declared(
+    "RegressionModelParams", classes.REGRESSION_MODEL, "`TorchRegressionModel`", ModelParams
+)
 
-RankerParams = _estimator("RankerParams", classes.RANKER, "`Ranker`")
-RankingModelParams = _model("RankingModelParams", classes.RANKING_MODEL, "`RankingModel`", RegressionModelParams)
+RankerParams = _declared("RankerParams", classes.RANKER, "`Ranker`")
+RankingModelParams = _declared("RankingModelParams", classes.RANKING_MODEL, "`RankingModel`", RegressionModelParams)
 
 _TEXT, _IMAGE = classes.TEXT_CLASSIFIER, classes.IMAGE_CLASSIFIER
-TextClassifierParams = _estimator("TextClassifierParams", _TEXT, "`TextClassifier`", ClassifierParams)
-ImageClassifierParams = _estimator("ImageClassifierParams", _IMAGE, "`ImageClassifier`", ClassifierParams)
-TextClassificationModelParams = _model(
+TextClassifierParams = _declared("TextClassifierParams", _TEXT, "`TextClassifier`", ClassifierParams)
+ImageClassifierParams = _declared("ImageClassifierParams", _IMAGE, "`ImageClassifier`", ClassifierParams)
+TextClassificationModelParams = _declared(
     "TextClassificationModelParams", classes.TEXT_MODEL, "`TextClassificationModel`", ClassificationModelParams
 )
-ImageClassificationModelParams = _model(
+ImageClassificationModelParams = _declared(
     "ImageClassificationModelParams", classes.IMAGE_MODEL, "`ImageClassificationModel`", ClassificationModelParams
 )
 _CLASSIFIER, _REGRESSOR = classes.TABULAR_CLASSIFIER, classes.TABULAR_REGRESSOR
-TabularClassifierParams = _estimator("TabularClassifierParams", _CLASSIFIER, "`TabularClassifier`", ClassifierParams)
-TabularRegressorParams = _estimator("TabularRegressorParams", _REGRESSOR, "`TabularRegressor`", RegressorParams)
-RecommenderParams = _estimator("RecommenderParams", classes.RECOMMENDER, "`Recommender`", GenericParams)
-RecommenderModelParams = _model("RecommenderModelParams", classes.RECOMMENDER_MODEL, "`RecommenderModel`")
-ForecasterParams = _estimator("ForecasterParams", classes.FORECASTER, "`Forecaster`", RegressorParams)
-ForecastingModelParams = _model("ForecastingModelParams", classes.FORECASTING_MODEL, "`ForecastingModel`")
+TabularClassifierParams = _declared("TabularClassifierParams", _CLASSIFIER, "`TabularClassifier`", ClassifierParams)
+TabularRegressorParams = _declared("TabularRegressorParams", _REGRESSOR, "`TabularRegressor`", RegressorParams)
+RecommenderParams = _declared("RecommenderParams", classes.RECOMMENDER, "`Recommender`", GenericParams)
+RecommenderModelParams = _declared(
+    "RecommenderModelParams", classes.RECOMMENDER_MODEL, "`RecommenderModel`", ModelParams
+)
+ForecasterParams = _declared("ForecasterParams", classes.FORECASTER, "`Forecaster`", RegressorParams)
+ForecastingModelParams = _declared(
+    "ForecastingModelParams", classes.FORECASTING_MODEL, "`ForecastingModel`", ModelParams
+)
 
 RunParams = with_constructor(
     params_class("RunParams", classes.RUN, "The Params of `run`."), classes.RUN, arguments=True

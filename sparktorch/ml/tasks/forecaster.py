@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pyspark.sql import Column, DataFrame
+from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from sparktorch.base.config import one_of
 from sparktorch.base.imports import import_path
 from sparktorch.data.columns import Window
 from sparktorch.errors import ColumnError, ConfigError, Refusal, counted, refuse
-from sparktorch.ml.fit.checks import naming_params
-from sparktorch.ml.fit.translate import translate
 from sparktorch.ml.fit.values import Values
 from sparktorch.ml.params.mixins import ForecasterParams
 from sparktorch.ml.tasks.forecasting_model import COMPARED, WINDOWS, ForecastingModel, check_series
@@ -157,29 +155,34 @@ class Forecaster(LearningEstimator, ForecasterParams):
         even = None if self._seen is None else self._seen.order
         return Window(context=p["context"], horizon=p["horizon"], step=p["step"], known=known, even=even)
 
-    def _learned(self, dataset: DataFrame) -> tuple[Self, DataFrame]:
-        if self._seen is not None:
-            return self, dataset
-        translate(self, self._task)  # refuses Params before there is a job
-        that, p = self.copy(), Values(self)
-        with naming_params(self):
-            names = ColumnNames.of(dataset)
-            check_series(dataset.sparkSession, names, p["groupCol"], p["orderCol"], _named(p))
-            zone = setting(dataset.sparkSession, "spark.sql.session.timeZone")
-            order = names.type_of(p["orderCol"]).simpleString(), zone
-            that._seen = _Seen(_figures(dataset, names, p), order)
-        return that, _arranged(dataset, names, p)
+    def _learn(self, dataset: DataFrame) -> _Seen:
+        p, names = Values(self), ColumnNames.of(dataset)
+        check_series(dataset.sparkSession, names, p["groupCol"], p["orderCol"], _named(p))
+        zone = setting(dataset.sparkSession, "spark.sql.session.timeZone")
+        return _Seen(_figures(dataset, names, p), (names.type_of(p["orderCol"]).simpleString(), zone))
+
+    def _arranged(self, dataset: DataFrame) -> DataFrame:
+        """Returns the columns that tell windows apart, and an array for each input."""
+        p, names = Values(self), ColumnNames.of(dataset)
+        roles = [p[name] for name in ("groupCol", "orderCol", "weightCol", "validationIndicatorCol") if p[name]]
+        arrays = {
+            name: F.array(*[names.column(column).cast("float") for column in of])
+            for name, of in _inputs(p).items()
+            if of
+        }
+        return dataset.select(
+            *(names.column(name).alias(name) for name in roles),
+            names.column(p["labelCol"]).cast("float").alias(p["labelCol"]),
+            *(column.alias(name) for name, column in arrays.items()),
+        )
 
     def _model(self, *fitted: Any) -> ForecastingModel:
+        """Returns the model, whose inputs are windows, not rows."""
         model: ForecastingModel = super()._model(*fitted)
-        return model._with(_of_windows(model.trained, self._window()), model._summary)
-
-
-def _of_windows(trained: TrainedModule, window: Window) -> TrainedModule:
-    """Returns a module whose inputs are the windows that it was trained on, not rows."""
-    length = [window.context + (place in window.known) * window.horizon for place in range(len(trained.inputs))]
-    inputs = [replace(spec, shape=(rows, *spec.shape)) for rows, spec in zip(length, trained.inputs, strict=True)]
-    return replace(trained, inputs=tuple(inputs))
+        trained, window = model.trained, self._window()
+        length = [window.context + (place in window.known) * window.horizon for place in range(len(trained.inputs))]
+        inputs = [replace(spec, shape=(rows, *spec.shape)) for rows, spec in zip(length, trained.inputs, strict=True)]
+        return model._with(replace(trained, inputs=tuple(inputs)), model._summary)
 
 
 def _check_kept(p: Values, trained: TrainedModule) -> None:
@@ -197,12 +200,6 @@ def _inputs(p: Values) -> dict[str, list[str]]:
     return {_PAST: [p["labelCol"], *p["pastCols"]], _FUTURE: p["futureCols"], _STATIC: p["staticCols"]}
 
 
-def _finite(column: Column) -> Column:
-    """Returns a number as double, and null for NaN and infinity."""
-    number = column.cast("double")
-    return F.when(F.abs(number) < float("inf"), number)
-
-
 def _figures(dataset: DataFrame, names: ColumnNames, p: Values) -> dict[str, tuple[float, float]]:
     """Returns mean and standard deviation of each column of the rows that train; refuses nulls unless they are dropped.
 
@@ -210,7 +207,8 @@ def _figures(dataset: DataFrame, names: ColumnNames, p: Values) -> dict[str, tup
     """
     wanted = _named(p)
     trains = ~names.column(p["validationIndicatorCol"]) if p["validationIndicatorCol"] else F.lit(True)
-    numbers = [_finite(names.column(name)) for name in wanted]
+    doubles = [names.column(name).cast("double") for name in wanted]
+    numbers = [F.when(F.abs(number) < float("inf"), number) for number in doubles]  # null for NaN and infinity
     trained = [F.when(trains, number) for number in numbers]
     found = dataset.agg(
         F.count(F.lit(1)),
@@ -228,16 +226,3 @@ def _figures(dataset: DataFrame, names: ColumnNames, p: Values) -> dict[str, tup
             raise ColumnError(what, hint=f"{hint}out windows that hold a null", column=name)
     rounded = [[float(f"{value or 0.0:.8g}") for value in each] for each in (means, deviations)]
     return {name: (mean, deviation or 1.0) for name, mean, deviation in zip(wanted, *rounded, strict=True)}
-
-
-def _arranged(dataset: DataFrame, names: ColumnNames, p: Values) -> DataFrame:
-    """Returns the rows as they are trained: the columns that tell windows apart, and an array for each input."""
-    roles = [p[name] for name in ("groupCol", "orderCol", "weightCol", "validationIndicatorCol") if p[name]]
-    arrays = {
-        name: F.array(*[names.column(column).cast("float") for column in of]) for name, of in _inputs(p).items() if of
-    }
-    return dataset.select(
-        *(names.column(name).alias(name) for name in roles),
-        names.column(p["labelCol"]).cast("float").alias(p["labelCol"]),
-        *(column.alias(name) for name, column in arrays.items()),
-    )

@@ -15,7 +15,7 @@ from sparktorch.data.columns import input_name
 from sparktorch.errors import ColumnError, ConfigError, Refusal, refuse
 from sparktorch.ml.fit.checks import check_outputs, naming_params
 from sparktorch.ml.fit.prepared_data import make_room
-from sparktorch.ml.fit.values import Values
+from sparktorch.ml.fit.values import Values, not_set
 from sparktorch.ml.model import TorchModelBase
 from sparktorch.ml.params.mixins import ForecastingModelParams
 from sparktorch.ml.scoring.backtest import ForecastSummary, summary_of
@@ -38,21 +38,11 @@ _ORDERS = (T.ByteType, T.ShortType, T.IntegerType, T.LongType, T.DateType, T.Tim
 COMPARED = ("cutoff", "step", "label", "naive", "scale")  # the columns that `evaluate` adds
 
 WINDOWS = (
-    Refusal(
-        "orderCol",
-        lambda p: not p["orderCol"],
-        "orderCol is not set",
-        "name the column of the rows' times",
-        "ST-NOT-SET",
-    ),
-    Refusal("labelCol", lambda p: not p["labelCol"], "labelCol is empty", "name the column to forecast", "ST-NOT-SET"),
-    Refusal(
-        "context", lambda p: p["context"] is None, "context is not set", "set it to some seasons' rows", "ST-NOT-SET"
-    ),
+    not_set("orderCol", "name the column of the rows' times"),
+    not_set("labelCol", "name the column to forecast"),
+    not_set("context", "set it to some seasons' rows"),
     Refusal("context", lambda p: p["context"] < 2, "context is {p[context]}, and steps are seen from two rows on"),
-    Refusal(
-        "horizon", lambda p: p["horizon"] is None, "horizon is not set", "set it to the rows to forecast", "ST-NOT-SET"
-    ),
+    not_set("horizon", "set it to the rows to forecast"),
     Refusal("horizon", lambda p: p["horizon"] < 1, "horizon is {p[horizon]}", "set it to 1 or more"),
     Refusal(
         "quantiles",

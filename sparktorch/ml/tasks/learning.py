@@ -10,12 +10,15 @@ from pyspark.sql import DataFrame
 
 from sparktorch.errors import ColumnError
 from sparktorch.ml.estimator import TorchEstimatorBase
+from sparktorch.ml.fit.checks import naming_params
 from sparktorch.ml.fit.prepared_data import PreparedData, Source, needs_other_rows
+from sparktorch.ml.fit.translate import translate
 from sparktorch.ml.fit.values import Values
 from sparktorch.spark.rdd import dataframe_of
 
 if TYPE_CHECKING:
     from pyspark.ml._typing import ParamMap
+    from typing_extensions import Self
 
 __all__ = ["LearningEstimator", "check_rows"]
 
@@ -28,7 +31,7 @@ def check_rows(count: int) -> None:
 
 
 class LearningEstimator(TorchEstimatorBase[Any]):
-    """An estimator whose `_learned` returns a copy that has learned, and whose `completed` sets what follows from it.
+    """An estimator whose `_learn` returns what it learns of rows, and whose `completed` sets what follows from that.
 
     Attributes:
         _learns_from: The Params that say what is learned.
@@ -38,6 +41,22 @@ class LearningEstimator(TorchEstimatorBase[Any]):
     _learns = True
     _learns_from: tuple[str, ...]
     _seen: Any = None
+
+    def _learn(self, dataset: DataFrame) -> Any:
+        raise NotImplementedError
+
+    def _arranged(self, dataset: DataFrame) -> DataFrame:
+        """Returns the rows as they are trained, once they were learned of."""
+        return dataset
+
+    def _learned(self, dataset: DataFrame) -> tuple[Self, DataFrame]:
+        if self._seen is not None:
+            return self, dataset
+        translate(self, self._task)  # refuses Params before there is a job
+        that = self.copy()
+        with naming_params(self):
+            that._seen = self._learn(dataset)
+        return that, that._arranged(dataset)
 
     def fitMultiple(
         self, dataset: DataFrame | PreparedData, paramMaps: Sequence[ParamMap]
@@ -61,4 +80,4 @@ class LearningEstimator(TorchEstimatorBase[Any]):
                 raise needs_other_rows(other)
             that = self.copy()
             that._seen = known._seen
-        return super(LearningEstimator, that.completed())._fit_on(source, judge)
+        return super(LearningEstimator, that)._fit_on(source, judge)

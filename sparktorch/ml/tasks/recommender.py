@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
-from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
 from sparktorch.base.config import at_least, one_of
@@ -18,7 +18,6 @@ from sparktorch.data.columns import TensorSpec, input_name
 from sparktorch.data.pairs import PairLoss, Pairs, Towers
 from sparktorch.errors import ColumnError, ConfigError, Refusal, refuse
 from sparktorch.ml.fit.checks import naming_params
-from sparktorch.ml.fit.translate import translate
 from sparktorch.ml.fit.values import Values
 from sparktorch.ml.model import TorchModelBase
 from sparktorch.ml.params.mixins import RecommenderModelParams, RecommenderParams
@@ -31,6 +30,7 @@ from sparktorch.spark.compat import frame_of_rows, table_of
 from sparktorch.spark.frame.encoding import kept_as
 from sparktorch.spark.rdd import dataframe_of
 from sparktorch.spark.recommend import Vectors, recommended
+from sparktorch.spark.session import session_of
 from sparktorch.train.recipe.dry_run import ArgumentSpec, OutputSpec
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ class RecommenderModel(_Paired, TorchModelBase, RecommenderModelParams):
     @property
     def userFactors(self) -> DataFrame:
         """The columns `id` and `features`, an array of floats: a user's vector, then bias and constant, then 1."""
-        return frame_of_rows(_session(), self._of("user").table())
+        return frame_of_rows(session_of(None), self._of("user").table())
 
     @property
     def itemFactors(self) -> DataFrame:
@@ -147,7 +147,7 @@ class RecommenderModel(_Paired, TorchModelBase, RecommenderModelParams):
 
         Its product with the features of a user is the prediction.
         """
-        return frame_of_rows(_session(), self._of("item").table())
+        return frame_of_rows(session_of(None), self._of("item").table())
 
     def predict(self, value: Any) -> float | None:
         """Predicts one pair in this process, without a Spark job: a `Row` or dict by the names of the columns."""
@@ -193,7 +193,7 @@ class RecommenderModel(_Paired, TorchModelBase, RecommenderModelParams):
         other = "item" if side == "user" else "user"
         at_least("numItems" if side == "user" else "numUsers", count, 1)
         own = self._of(side)
-        rows = frame_of_rows(_session() if dataset is None else dataset.sparkSession, own.table())
+        rows = frame_of_rows(session_of(dataset), own.table())
         if dataset is not None:
             rows = rows.join(self._pairs(dataset, side).distinct().toDF("id"), "id", "left_semi")
         if exclude is not None:
@@ -227,10 +227,6 @@ class RecommenderModel(_Paired, TorchModelBase, RecommenderModelParams):
             folded = torch.cat([vectors[:, :-1], *rest], dim=1).numpy()
             self._vectors[side] = Vectors(pairs.users if side == "user" else pairs.items, folded)
         return self._vectors[side]
-
-    def _own_fields(self) -> tuple[dict[str, str], dict[str, str]]:
-        name = self.getPredictionCol()
-        return ({"prediction": "float"}, {name: "prediction"}) if name else ({}, {})
 
     def _kept(self, scored: Column, inputs: Sequence[TensorSpec]) -> Column | None:
         strategy = self.getColdStartStrategy()
@@ -300,14 +296,32 @@ class Recommender(_Paired, LearningEstimator, RecommenderParams):
         pairs = Pairs(p["userCol"], p["itemCol"], self._seen.users, self._seen.items, negatives, p["seed"])
         return that._set(preprocess=pairs, moduleParams=told | self.getModuleParams())
 
-    def _learned(self, dataset: DataFrame) -> tuple[Self, DataFrame]:
-        if self._seen is not None:
-            return self, dataset
-        translate(self, "generic")  # refuses Params before there is a job
-        that = self.copy()
-        with naming_params(self):
-            that._seen = _seen_in(dataset, Values(self))
-        return that, dataset
+    def _learn(self, dataset: DataFrame) -> _Seen:
+        """Returns what two jobs learn of the rows that train."""
+        p, names = Values(self), ColumnNames.of(dataset)
+        rating = p["ratingCol"]
+        columns = [p["userCol"], p["itemCol"], *p["userFeatures"], *p["itemFeatures"], *([rating] if rating else [])]
+        twice = next((name for name in columns if columns.count(name) > 1), None)
+        if twice is not None:
+            raise ConfigError(f"column {twice!r} has two roles", hint="name another one for each", param="userCol")
+        check_numbers(names, columns[2:])
+        finite = [F.abs(names.column(name).cast("double")) < float("inf") for name in columns[2:]]
+        present = [names.column(name).isNotNull() for name in columns[:2]]
+        rows = dataset.where(~names.column(p["validationIndicatorCol"])) if p["validationIndicatorCol"] else dataset
+        for condition in (*present, *finite):  # the ranks refuse other rows, or leave them out
+            rows = rows.where(condition)
+        score = names.column(rating).cast("double") if rating else F.lit(0.0)
+        tables: list[pa.StructArray] = []
+        for name, features in ((p["userCol"], p["userFeatures"]), (p["itemCol"], p["itemFeatures"])):
+            groups = rows.groupBy(names.column(name).cast(_id_type(names, name)).alias("id"))
+            figures = [F.max(names.column(one).cast("double")).alias(f"f{at}") for at, one in enumerate(features)]
+            found = table_of(groups.agg(*figures, F.count(F.lit(1)).alias("rows"), F.sum(score).alias("sum")))
+            check_rows(found.num_rows)
+            kept = found.sort_by("id").select([0, *range(1, 1 + len(features))])
+            tables.append(_structs(kept, [name, *features]))
+            mean = pc.sum(found["sum"]).as_py() / pc.sum(found["rows"]).as_py()
+        users, items = tables
+        return _Seen(users, items, float(f"{mean:.8g}"))  # the last digits depend on the order in which Spark adds up
 
     def _model(self, *made: Any) -> RecommenderModel:
         """Returns the model, which scores a pair at a time."""
@@ -330,33 +344,6 @@ def _wants_sparse(p: Values, rows: int) -> bool:
     return rows > _FEW * reached and plain and not clips and not p.strategy.divides_parameters
 
 
-def _seen_in(dataset: DataFrame, p: Values) -> _Seen:
-    """Returns what two jobs learn of the rows that train."""
-    names, rating = ColumnNames.of(dataset), p["ratingCol"]
-    columns = [p["userCol"], p["itemCol"], *p["userFeatures"], *p["itemFeatures"], *([rating] if rating else [])]
-    twice = next((name for name in columns if columns.count(name) > 1), None)
-    if twice is not None:
-        raise ConfigError(f"column {twice!r} has two roles", hint="name another one for each", param="userCol")
-    check_numbers(names, columns[2:])
-    finite = [F.abs(names.column(name).cast("double")) < float("inf") for name in columns[2:]]
-    present = [names.column(name).isNotNull() for name in columns[:2]]
-    rows = dataset.where(~names.column(p["validationIndicatorCol"])) if p["validationIndicatorCol"] else dataset
-    for condition in (*present, *finite):  # the ranks refuse other rows, or leave them out
-        rows = rows.where(condition)
-    score = names.column(rating).cast("double") if rating else F.lit(0.0)
-    tables: list[pa.StructArray] = []
-    for name, features in ((p["userCol"], p["userFeatures"]), (p["itemCol"], p["itemFeatures"])):
-        groups = rows.groupBy(names.column(name).cast(_id_type(names, name)).alias("id"))
-        figures = [F.max(names.column(one).cast("double")).alias(f"f{at}") for at, one in enumerate(features)]
-        found = table_of(groups.agg(*figures, F.count(F.lit(1)).alias("rows"), F.sum(score).alias("sum")))
-        check_rows(found.num_rows)
-        kept = found.sort_by("id").select([0, *range(1, 1 + len(features))])
-        tables.append(_structs(kept, [name, *features]))
-        mean = pc.sum(found["sum"]).as_py() / pc.sum(found["rows"]).as_py()
-    users, items = tables
-    return _Seen(users, items, float(f"{mean:.8g}"))  # the last digits depend on the order in which Spark adds up
-
-
 def _structs(table: pa.Table, names: Sequence[str]) -> pa.StructArray:
     return pa.StructArray.from_arrays([column.combine_chunks() for column in table.columns], names=list(names))
 
@@ -370,7 +357,3 @@ def _id_type(names: ColumnNames, name: str) -> str:
         what = f"column {name!r} is {kind.simpleString()}, and users and items are strings or whole numbers"
         raise ColumnError(what, hint=hint, column=name)
     return sql
-
-
-def _session() -> SparkSession:
-    return SparkSession.getActiveSession() or SparkSession.builder.getOrCreate()

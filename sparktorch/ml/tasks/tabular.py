@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pyspark.sql import DataFrame
@@ -16,8 +16,6 @@ from sparktorch.base.imports import load_object
 from sparktorch.data.tables import TableColumns, TableNetwork
 from sparktorch.errors import ColumnError
 from sparktorch.ml.classification import TorchClassificationModel, TorchClassifier
-from sparktorch.ml.fit.checks import naming_params
-from sparktorch.ml.fit.translate import translate
 from sparktorch.ml.fit.values import Values
 from sparktorch.ml.model import TorchModelBase
 from sparktorch.ml.params.mixins import TabularClassifierParams, TabularRegressorParams
@@ -79,20 +77,21 @@ class _TabularEstimator(LearningEstimator):
         params = {name: value for name, value in told.items() if name in takes} | self.getModuleParams()
         return that._set(inputCols=inputs, preprocess=table, moduleParams=params)
 
-    def _learned(self, dataset: DataFrame) -> tuple[Self, DataFrame]:
-        if self._seen is not None:
-            return self, dataset
-        translate(self, self._task)  # refuses Params before there is a job
-        that, trained = self.copy(), Values(self).trained
-        with naming_params(self):
-            if trained is not None and isinstance(trained.preprocess, TableColumns):  # it goes on with what it knows
-                inputs = [spec.column for spec in trained.inputs]
-                that._seen = _Seen(trained.preprocess, inputs, 0, list(trained.labels), [])
-            else:
-                that._seen = _seen_in(dataset, self)
-        if self._task != "classification":
-            return that, dataset
-        return that, _indexed(dataset, self.getLabelCol(), that._seen.labels)
+    def _learn(self, dataset: DataFrame) -> _Seen:
+        trained = Values(self).trained
+        if trained is not None and isinstance(trained.preprocess, TableColumns):  # it goes on with what it knows
+            return _Seen(trained.preprocess, [spec.column for spec in trained.inputs], 0, list(trained.labels), [])
+        return _seen_in(dataset, self)
+
+    def _arranged(self, dataset: DataFrame) -> DataFrame:
+        """Returns the rows with a label of strings or booleans as the index of its class; -1 if it is none of these."""
+        assert self._seen is not None
+        column, labels = self.getLabelCol(), self._seen.labels
+        if self._task != "classification" or not labels:
+            return dataset
+        index = class_index(dataset, column, labels)
+        # withMetadata would read a dot as that of a field; a field becomes a column, which is found before it.
+        return dataset.withColumn(column, index.alias(column, metadata=nominal(len(labels), labels)))
 
 
 def _seen_in(dataset: DataFrame, estimator: _TabularEstimator) -> _Seen:
@@ -233,15 +232,6 @@ def _is_number(kind: T.DataType) -> bool:
 def _rounded(value: float) -> float:
     """Returns a number without its last digits, which depend on the order in which Spark has added up."""
     return float(f"{value:.8g}")
-
-
-def _indexed(dataset: DataFrame, column: str, labels: Sequence[str]) -> DataFrame:
-    """Returns the rows with a label of strings or booleans as the index of its class; -1 if it is none of `labels`."""
-    if not labels:
-        return dataset
-    index = class_index(dataset, column, labels)
-    # withMetadata would read a dot as that of a field; a field becomes a column, which is found before it.
-    return dataset.withColumn(column, index.alias(column, metadata=nominal(len(labels), labels)))
 
 
 class _TabularModel(TorchModelBase):

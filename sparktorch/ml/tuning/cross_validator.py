@@ -23,7 +23,7 @@ from pyspark.sql import types as T
 
 from sparktorch.errors import ConfigError, Refusal, nearest, refuse
 from sparktorch.ml.estimator import TorchEstimatorBase
-from sparktorch.ml.fit.launching import can_hold
+from sparktorch.ml.fit.prepared_data import obstacle
 from sparktorch.ml.fit.translate import translate
 from sparktorch.ml.fit.values import Values
 from sparktorch.ml.model import TorchModelBase
@@ -205,7 +205,7 @@ class TorchCrossValidator(CrossValidator):
         why = ""
         if any(request.rows != requests[0].rows for request in requests):
             why = "the param maps need different rows"
-        elif not can_hold(requests[0], dataset.sparkSession):
+        elif obstacle(requests[0], dataset.sparkSession) is not None:
             why = "ranks cannot hold rows"
         elif requests[0].job.storage.kind != "memory" or requests[0].columns["groups"] is not None:
             why = "storage is not 'memory', or rows have groups"

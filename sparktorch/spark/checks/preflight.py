@@ -41,14 +41,20 @@ _OFF = {
 
 
 def check_cluster(
-    spark: SparkSession, world_size: int, profile: ResourceProfile | None = None, *, longest: float = _PROMISED_SECONDS
+    spark: SparkSession,
+    world_size: int,
+    profile: ResourceProfile | None = None,
+    *,
+    most: int | None = None,
+    longest: float = _PROMISED_SECONDS,
 ) -> None:
     """Refuses a barrier job that Spark would refuse late, hang, or run incorrectly, by a `ClusterError`.
 
-    It waits for a cluster that is still starting, at most `longest` seconds, see `settled_slots`.
+    It waits for a cluster that is still starting, at most `longest` seconds, see `settled_slots`. `most` is the number
+    of ranks that were asked for, of which `world_size` are the fewest.
     """
     refuse(switches(spark))
-    refuse([enough_slots(spark, world_size, profile, longest=longest)[0]])
+    refuse([enough_slots(spark, world_size, profile, most=most, longest=longest)[0]])
 
 
 def switches(spark: SparkSession) -> list[Finding]:
@@ -94,6 +100,7 @@ def enough_slots(
     profile: ResourceProfile | None = None,
     *,
     all_of_them: bool = False,
+    most: int | None = None,
     longest: float = _PROMISED_SECONDS,
 ) -> tuple[Finding, int | None]:
     """Checks that all ranks can run at once; returns the finding, and the number of slots, `None` if unknown.
@@ -108,9 +115,9 @@ def enough_slots(
         return ok("slots", text), None
     if there >= world_size:
         return ok("slots", f"{there}, of which {world_size} are needed"), there
-    where = {"param": "numWorkers"}
+    where, asked = {"param": "numWorkers"}, world_size if most in (None, world_size) else f"({world_size}, {most})"
     if not there and not is_local(spark):
-        text = f"numWorkers={world_size}, but no executor has come to this session"
+        text = f"numWorkers={asked}, but no executor has come to this session"
         return found("slots", "failure", text, where, "no executor", hint=_why_no_executor(spark)), there
     cpus = int(setting(spark, "spark.task.cpus", "1"))
     name, value = "spark.master", f"local[{world_size * cpus}]"
@@ -122,7 +129,7 @@ def enough_slots(
         "gpus": "" if profile is None else f" (and {AMOUNT}: one GPU a worker)",
         "master": setting(spark, "spark.master", "unknown"),
     }
-    text = f"numWorkers={world_size}, but the cluster has {there} slots"
+    text = f"numWorkers={asked}, but the cluster has {there} slots"
     return found("slots", "failure", text, where, "slots", name=name, value=value, **words), there
 
 

@@ -61,7 +61,7 @@ class RankPool(BarrierJob):
     def __init__(self, data: DataFrame, body: Body, launch: Launch) -> None:
         """Opens the store; `start` starts the job, in which `body` reads a rank's rows and carries out tasks."""
         super().__init__(data, body, launch, _NoObserver())
-        assert self._server is not None  # as `check_holdable` has found
+        assert self._server is not None  # as `obstacle` has found
         self._orders = self._server
         self._poll_seconds = paced(_POLL_SECONDS, launch.world_size // 10)  # one question for all ranks
         self.facts: list[dict[str, Any]] = []

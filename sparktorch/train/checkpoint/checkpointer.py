@@ -151,6 +151,9 @@ class Checkpointer:
                 self._keep(other.step, other.loss)
         store.keep(set(self._kept))
         self._attempts = {attempt, *store.attempts()}
+        place = f": epoch {manifest.epoch + 1}, after step {manifest.step_in_epoch}"
+        counts = manifest.epoch or manifest.step_in_epoch  # a function of `run` may count otherwise
+        self._client.warn(f"going on from the checkpoint in {self._config.directory}{place if counts else ''}")
         return {**found, "step": manifest.step, "written_by": manifest.attempt}
 
     def _check_shared(self, store: CheckpointStore, host: str) -> None:

@@ -107,6 +107,19 @@ def test_a_line_of_many_ranks_is_shown_once_with_their_number(
     assert told == ["rank 0: the disk is full ... and 19 other ranks", "rank 0: of a few", "rank 1: of a few"]
 
 
+@pytest.mark.parametrize(("started", "says"), [(1, "their Python still starts"), (0, "taken by other jobs?")])
+def test_the_slots_are_asked_for_where_no_rank_has_one(
+    started: int, says: str, server: ControlServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sparktorch.distributed.monitor._WARN_SECONDS", 0.1)
+    for rank in range(started):
+        client_of(server, rank).enter("training")
+    seen = watch(server, RANKS)
+    monkeypatch.setattr(seen, "_is_starved", lambda: True)
+    until(lambda: seen.look() or caplog.messages, seconds=20, what="the driver warns")
+    assert says in caplog.messages[0]
+
+
 def test_of_many_ranks_that_have_not_started_a_few_are_named(server: ControlServer) -> None:
     client_of(server, 0, RANKS).enter("training")
     seen = watch(server, RANKS, Timeouts(stall=0.2))

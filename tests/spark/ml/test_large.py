@@ -6,10 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from pyspark.sql import SparkSession
 
-from sparktorch.errors import ClusterError
-from sparktorch.spark.checks.preflight import check_result_size
 from tests.support.programs import run_python
 
 
@@ -21,10 +18,3 @@ def test_a_model_of_more_than_2_gib_is_fitted_saved_loaded_and_scores(tmp_path: 
     assert result["bytes"] > 2**31
     assert result["error"] < 0.1
     assert result["same"]
-
-
-def test_a_model_that_the_driver_would_not_take_is_refused(spark: SparkSession) -> None:
-    check_result_size(spark, 2**30)
-    with pytest.raises(ClusterError, match=r"the model takes 1.5 GiB, and the driver accepts 1.0 GiB") as caught:
-        check_result_size(spark, 3 * 2**29)
-    assert "spark.driver.maxResultSize" in caught.value.hint

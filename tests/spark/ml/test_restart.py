@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ def test_a_lost_worker_costs_the_steps_since_the_last_checkpoint(
         model = regressor(tmp_path, callbacks=[killer], maxRestarts=2).fit(frame)
     (warning,) = [record.getMessage() for record in caplog.records if "restart 1 of 2" in record.getMessage()]
     assert "rank 1 died" in warning
+    assert model.summary.seconds["job"] >= model.summary.attempts[-1]["ended"]
     assert same_weights(model, calm)
     losses = [record["loss"] for record in calm.summary.history]
     assert [record["loss"] for record in model.summary.history] == losses
@@ -66,12 +68,17 @@ def test_ranks_wait_for_a_silent_driver_as_long_as_they_are_told(
         regressor(tmp_path, driverTimeout=1.0, callbacks=[slow]).fit(frame)
 
 
-def test_the_next_fit_goes_on_with_an_unfinished_training_and_no_other(frame: DataFrame, tmp_path: Path) -> None:
+def test_the_next_fit_goes_on_with_an_unfinished_training_and_no_other(
+    frame: DataFrame, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     killer = Dies(tmp_path / "killed", rank=1, step=15)
     with pytest.raises(RankLostError):
         regressor(tmp_path, callbacks=[killer]).fit(frame)
     with pytest.raises(PersistenceError, match=r"learningRate: '0\.001' there, '0\.5' here"):
         regressor(tmp_path, learningRate=0.5).fit(frame)
     model = regressor(tmp_path).fit(frame)
+    told = [record.getMessage() for record in caplog.records if "going on from" in record.getMessage()]
     calm = regressor(tmp_path / "calm").fit(frame)
     assert same_weights(model, calm)
+    assert len(told) == 1
+    assert re.search(f"going on from the checkpoint in {tmp_path}/checkpoints: epoch 2, after step [0-4]$", told[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -205,3 +206,18 @@ def test_a_cluster_that_does_not_answer_is_told_of_once(
     with caplog.at_level(logging.WARNING):
         assert [looks() for _ in range(3)] == [[False, False]] * 3
     assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_a_fit_begins_before_what_it_learns_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Learns(TorchRegressor):
+        def _learned(self, dataset: Any) -> Any:
+            learned.append(time.perf_counter())
+            return self, dataset
+
+        def _fit_on(self, source: Any, judge: Any = None) -> Any:
+            return source
+
+    learned: list[float] = []
+    monkeypatch.setattr("sparktorch.ml.estimator._checked", lambda dataset: dataset)
+    rows: Any = object()
+    assert Learns()._fit(rows).began < learned[0]  # type: ignore[attr-defined]

@@ -18,7 +18,7 @@ from sparktorch.ml.fit.listeners import Fit, FitReport
 from sparktorch.ml.fit.summary import TrainingSummary
 from tests.support.callbacks import Diary as Diaries
 
-FIT = Fit(estimator=TorchClassifier(), spark=cast(Any, None))
+FIT = Fit(estimator=TorchClassifier(progress=False), spark=cast(Any, None))
 RECORD = {"epoch": 2, "epochs": 3, "step": 4, "steps": 10, "loss": 0.25}
 SUMMARY = TrainingSummary(
     history=[{"epoch": epoch, "loss": 1 / epoch, "rows_per_second": 1e4} for epoch in (1, 2, 3)],
@@ -78,7 +78,7 @@ def heard(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_a_listener_hears_every_epoch_and_the_end(heard: list[str], caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING), FitReport(FIT, rows_per_step=8, show=False) as report:
+    with caplog.at_level(logging.WARNING), FitReport(FIT) as report:
         report.epoch(SUMMARY.history[0])
         report.epoch(SUMMARY.history[1])
         report.finished(TorchClassificationModel(), SUMMARY)  # an epoch that nobody told of is told now
@@ -90,7 +90,7 @@ def test_a_listener_that_fails_is_warned_about_and_heard_no_more(
     heard: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(Diary, "fails_at", "epoch 1")
-    with caplog.at_level(logging.WARNING), FitReport(FIT, rows_per_step=8, show=False) as report:
+    with caplog.at_level(logging.WARNING), FitReport(FIT) as report:
         report.epoch({"epoch": 1})
         report.epoch({"epoch": 2})
     assert heard == ["epoch 1"]
@@ -98,13 +98,13 @@ def test_a_listener_that_fails_is_warned_about_and_heard_no_more(
 
 
 def test_a_listener_hears_why_a_fit_failed(heard: list[str]) -> None:
-    with pytest.raises(KeyboardInterrupt), FitReport(FIT, rows_per_step=8, show=False):
+    with pytest.raises(KeyboardInterrupt), FitReport(FIT):
         raise KeyboardInterrupt("stop")
     assert heard == ["failed: stop"]
 
 
 def test_the_bar_follows_rank_0_and_is_full_at_the_end(heard: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with FitReport(FIT, rows_per_step=8, show=True) as report:
+    with FitReport(replace(FIT, estimator=TorchClassifier(batchSize=8))) as report:
         report.progress(RECORD)
         report.progress(RECORD)
         assert report._bar is not None
@@ -120,8 +120,8 @@ def test_callbacks_hear_on_the_driver_until_they_fail(
 ) -> None:
     diary, failing = Diaries(tmp_path), Diaries(tmp_path)
     failing.places = cast(Any, None)
-    fit = replace(FIT, estimator=TorchClassifier(callbacks=[failing, diary]))
-    with caplog.at_level(logging.WARNING), FitReport(fit, rows_per_step=8, show=False) as report:
+    fit = replace(FIT, estimator=TorchClassifier(callbacks=[failing, diary], progress=False))
+    with caplog.at_level(logging.WARNING), FitReport(fit) as report:
         report.prepared(Columns(inputs=()))
         report.epoch(SUMMARY.history[0])
         report.progress(RECORD)

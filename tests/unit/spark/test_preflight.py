@@ -74,6 +74,16 @@ def test_in_local_mode_tasks_of_an_attempt_that_has_ended_are_waited_for(
     assert clock.now - begun == pytest.approx(seconds, abs=0.2)
 
 
+@pytest.mark.parametrize(("most", "named"), [(None, "3"), (3, "3"), (8, r"\(3, 8\)")])
+def test_too_few_slots_are_told_with_the_number_of_workers_as_it_was_given(
+    most: int | None, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "slots", lambda *_: 2)
+    spark: Any = SimpleNamespace(conf={"spark.master": "local[2]"})
+    with pytest.raises(ClusterError, match=f"numWorkers={named}, but the cluster has 2 slots"):
+        preflight.check_cluster(spark, 3, most=most)
+
+
 @pytest.mark.parametrize(
     ("params", "param"),
     [
@@ -99,3 +109,11 @@ def test_the_doctor_refuses_the_number_of_ranks_whose_connections_a_fit_refuses(
     with pytest.raises(ClusterError, match="1,000,000,000 ranks need 4,000,000,512 open files") as refused:
         allow_connections(10**9)
     assert (found.status, found.found, found.hint) == ("failure", refused.value.what, refused.value.hint)
+
+
+def test_a_model_that_the_driver_would_not_take_is_refused() -> None:
+    spark: Any = SimpleNamespace(conf={})
+    preflight.check_result_size(spark, 2**30)
+    with pytest.raises(ClusterError, match=r"the model takes 1.5 GiB, and the driver accepts 1.0 GiB") as caught:
+        preflight.check_result_size(spark, 3 * 2**29)
+    assert "spark.driver.maxResultSize" in caught.value.hint
