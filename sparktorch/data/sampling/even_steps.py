@@ -188,10 +188,11 @@ def _months(instants: Int64, values: Callable[[int, Int64], pa.Array]) -> Iterat
     """Yields the scales of months, of which the rest is the time since the first, or before the end of the last day."""
     times = instants.view("datetime64[us]")
     months = times.astype("datetime64[M]")
-    for ahead, least, most in ((0, 0, 28 * _DAY), (1, -_DAY, 0)):  # the first 28 days, and the last one
+    for later, least, most in ((0, 0, 28 * _DAY), (1, -_DAY, 0)):  # the first 28 days, and the last one
+        ahead = np.timedelta64(later, "M")
         rest = (times - (months + ahead).astype("datetime64[us]")).view(np.int64)
 
-        def back(rest: int, counts: Int64, ahead: int = ahead) -> pa.Array:
+        def back(rest: int, counts: Int64, ahead: np.timedelta64 = ahead) -> pa.Array:
             return values(rest, (counts.view("datetime64[M]") + ahead).astype("datetime64[us]").view(np.int64))
 
         yield _Scale(months.view(np.int64), 1, back, np.where((least <= rest) & (rest < most), rest, _NO_REST))
