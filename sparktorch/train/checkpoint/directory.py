@@ -63,14 +63,11 @@ class Directory:
         elif not new or not self._create(path, content):
             self._fs.pipe_file(path, content)
 
-    def read(self, name: str) -> bytes:
-        """Returns the content of a file; a `ClusterError` says that the directory cannot be reached."""
-        with self._reaching():
-            content: bytes = self._fs.cat_file(self._path(name))
-            return content
+    def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
+        """Returns the bytes of a file, from `start` to before `end`.
 
-    def read_part(self, name: str, start: int, end: int) -> bytes:
-        """Returns the bytes of a file from `start` to before `end`; raises what `read` does."""
+        A `ClusterError` says that the directory cannot be reached.
+        """
         with self._reaching():
             content: bytes = self._fs.cat_file(self._path(name), start=start, end=end)
             self._moved()
@@ -110,16 +107,10 @@ class Directory:
             else:
                 self._fs.rm(path, recursive=True)
 
-    def fetch(self, name: str, target: Path) -> None:
-        """Links or copies a file to a local path that does not exist yet; raises what `read` does."""
-        from fsspec.callbacks import Callback
-
-        path = self._path(name)
+    def link(self, name: str, target: Path) -> None:
+        """Links a file that is local to a path that does not exist yet; raises what `read` does."""
         with self._reaching():
-            if self.is_local:
-                target.symlink_to(path)
-            else:
-                self._fs.get_file(path, str(target), callback=Callback(hooks={"moved": lambda *_: self._moved()}))
+            target.symlink_to(self._path(name))
 
     def _create(self, path: str, content: bytes) -> bool:
         """Writes a file that must not exist yet; returns whether the file system could guarantee that."""

@@ -11,11 +11,11 @@ from typing import Any
 from sparktorch.errors import PersistenceError
 from sparktorch.train.checkpoint.directory import Directory
 
-__all__ = ["CLAIM_SECONDS", "Lease", "holds", "release"]
+__all__ = ["CLAIM", "Lease", "claim_in"]
 
-CLAIM_SECONDS = 30.0  # after which a lease expires if it is not renewed
+CLAIM = "claim.json"
 
-_FILE = "claim.json"
+_CLAIM_SECONDS = 30.0  # after which a lease expires if it is not renewed
 
 
 class Lease:
@@ -32,20 +32,20 @@ class Lease:
         file systems raise other exceptions than `OSError` when writing fails.
         """
         self._directory, self._owner, self._attempt, self._restart = directory, owner, attempt, restart
-        there = _read(self._directory)
+        there = claim_in(self._directory)
         if there is None:
             with suppress(FileExistsError):
                 self._write(new=True)
                 return
-            there = _read(self._directory) or {}  # another fit has acquired it meanwhile
+            there = claim_in(self._directory) or {}  # another fit has acquired it meanwhile
         if there.get("owner") == owner and there["restart"] > restart:
             raise self._lost(there)
         age = time.time() - there.get("time", 0)
-        if there.get("owner", owner) != owner and age < CLAIM_SECONDS:
+        if there.get("owner", owner) != owner and age < _CLAIM_SECONDS:
             raise PersistenceError(
                 f"{directory.url} is being written by another fit, {age:.0f} s ago from {there['host']}",
                 hint="give each fit a directory of its own; if that fit is dead, try again in "
-                f"{CLAIM_SECONDS - age:.0f} s",
+                f"{_CLAIM_SECONDS - age:.0f} s",
                 param="checkpointDir",
                 code="ST-CHECKPOINT-BUSY",
             )
@@ -58,7 +58,7 @@ class Lease:
 
     def check(self) -> None:
         """Checks that nobody else holds the lease, otherwise raises a `PersistenceError`."""
-        there = _read(self._directory)
+        there = claim_in(self._directory)
         if not there or (there["owner"], there["attempt"]) == (self._owner, self._attempt):
             return
         if there["owner"] != self._owner or there["restart"] >= self._restart:
@@ -67,7 +67,7 @@ class Lease:
     def _lost(self, there: dict[str, Any]) -> PersistenceError:
         return PersistenceError(
             f"{self._directory.url} was taken by another fit from {there['host']}, or by a later attempt of this "
-            f"one, while it had not said for {CLAIM_SECONDS:.0f} s that it writes there",
+            f"one, while it had not said for {_CLAIM_SECONDS:.0f} s that it writes there",
             hint="give each fit a directory of its own",
             param="checkpointDir",
             code="ST-CHECKPOINT-BUSY",
@@ -81,26 +81,13 @@ class Lease:
             "time": time.time(),
             "host": socket.gethostname(),
         }
-        self._directory.put(_FILE, json.dumps(claim).encode(), new=new)
+        self._directory.put(CLAIM, json.dumps(claim).encode(), new=new)
 
 
-def holds(directory: Directory, owner: str, attempt: str) -> bool:
-    """Returns whether the given attempt of the given fit holds the lease on a directory."""
-    there = _read(directory)
-    return (there.get("owner"), there.get("attempt")) == (owner, attempt) if there else False
-
-
-def release(directory: Directory, owner: str) -> None:
-    """Deletes the lease on a directory if the given fit holds it."""
-    there = _read(directory)
-    if there and there["owner"] == owner:
-        directory.remove(_FILE)
-
-
-def _read(directory: Directory) -> dict[str, Any] | None:
+def claim_in(directory: Directory) -> dict[str, Any] | None:
     """Returns the lease on a directory; `None` if there is none, an empty dict if it cannot be read."""
     try:
-        there = json.loads(directory.read(_FILE))
+        there = json.loads(directory.read(CLAIM))
         numbers = {"restart": int(there["restart"]), "time": float(there["time"])}
         return {**{name: str(there[name]) for name in ("owner", "attempt", "host")}, **numbers}
     except FileNotFoundError:

@@ -13,7 +13,7 @@ from sparktorch.base.config import TrainConfig
 from sparktorch.base.state_dict import pack_state, unpack_state
 from sparktorch.base.world import World
 from sparktorch.errors import PersistenceError
-from sparktorch.train.checkpoint import fetch
+from sparktorch.train.checkpoint import tensors as tensors_of
 from sparktorch.train.checkpoint.store import CheckpointStore, Manifest, read_tensors, snapshot
 from sparktorch.train.checkpoint.tensors import create_optimizer_state, load_tensors, named_tensors, needed_parts
 from sparktorch.train.recipe.recipe import Recipe
@@ -63,7 +63,7 @@ def _load(world: World, strategy: str, url: str) -> bytes:
     made, plain, module, optimizer = _made(world, strategy, seed=2)
     create_optimizer_state(optimizer)
     tensors = named_tensors(plain, optimizer)
-    fetch._GAP_BYTES = 0  # what is not needed is not there, and would be zeros
+    tensors_of._GAP_BYTES = 0  # what is not needed is not there, and would be zeros
     with store.local(manifest, needed_parts(tensors)) as directory:
         missing = tensors.keys() - load_tensors(directory, tensors)
         assert not missing, missing
