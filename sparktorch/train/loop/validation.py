@@ -139,8 +139,8 @@ class Validation:
                 label = batch.label
                 if output is not None:
                     output, label = align(self._task, output, label)
-                if engine.training_step is None:
-                    loss = engine.loss_of(output, label, batch.loss_weight)
+                if engine.loss is not None:
+                    loss = engine.loss(output, label, batch.loss_weight)
                 yield batch, output, label, loss
 
     def _output(self, module: nn.Module, batch: Batch, calls: list[tuple[Any, ...]]) -> Any:

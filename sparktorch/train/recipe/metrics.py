@@ -77,13 +77,11 @@ class Metrics:
                 for state, reduction in part._reductions.items():
                     listed = isinstance(part._defaults[state], list) and reduction is not dim_zero_cat
                     if listed or reduction is dim_zero_mean:
-                        raise ConfigError(
-                            f"metric {name!r} cannot be computed over several workers: {type(part).__name__} keeps "
-                            f"{state!r} as {'a list that is not concatenated' if listed else 'a mean of means'}",
-                            hint="keep sums, counts or lists with dist_reduce_fx='cat'",
-                            param="metrics",
-                            code="ST-METRIC",
+                        kept = "a list that is not concatenated" if listed else "a mean of means"
+                        what = (
+                            f"cannot be computed over several workers: {type(part).__name__} keeps {state!r} as {kept}"
                         )
+                        raise _refused(name, what, "keep sums, counts or lists with dist_reduce_fx='cat'")
 
 
 def has_metric(name: str, task: Task, metrics: Iterable[str]) -> bool:
@@ -143,13 +141,13 @@ def _build(name: str, value: Any) -> Metric:
         with refusing(f"metric {name!r} cannot be built", hint, param="metrics", code="ST-METRIC"):
             built = factory(**params)
     if not _is_metric(built):
-        raise ConfigError(
-            f"metric {name!r} is a {type(built).__name__}, no torchmetrics.Metric",
-            hint="name the metrics of a collection one by one",
-            param="metrics",
-            code="ST-METRIC",
-        )
+        what = f"is a {type(built).__name__}, no torchmetrics.Metric"
+        raise _refused(name, what, "name the metrics of a collection one by one")
     return cast("Metric", built)
+
+
+def _refused(name: str, what: str, hint: str) -> ConfigError:
+    return ConfigError(f"metric {name!r} {what}", hint=hint, param="metrics", code="ST-METRIC")
 
 
 def _resolve(name: str, value: Any) -> tuple[Callable[..., Any], dict[str, Any]]:
@@ -209,12 +207,8 @@ def _numbers(name: str, value: Any) -> dict[str, float]:
         return {key: number for part in value for key, number in _numbers(f"{name}_{part}", value[part]).items()}
     values = torch.as_tensor(value)
     if values.dim() > 1:
-        raise ConfigError(
-            f"metric {name!r} gives a tensor of shape {tuple(values.shape)}",
-            hint="only numbers and vectors can be reported",
-            param="metrics",
-            code="ST-METRIC",
-        )
+        shape = tuple(values.shape)
+        raise _refused(name, f"gives a tensor of shape {shape}", "only numbers and vectors can be reported")
     if values.dim() == 0:
         return {name: float(values)}
     return {f"{name}_{i}": float(number) for i, number in enumerate(values)}

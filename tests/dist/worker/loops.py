@@ -173,6 +173,7 @@ def sums(context: RunContext, what: str) -> Any:
     net = nn.Linear(5, 1)
     wrong: dict[str, Callable[[], Any]] = {
         "sharded": lambda: context.save({"weight": next(iter(context.wrap(net).parameters()))}),
+        "module": lambda: context.save(net),  # type: ignore[arg-type]
         "epoch": lambda: context.report(epoch=1),
         "alone": lambda: context.wrap(net),
         "exit": lambda: sys.exit(3),

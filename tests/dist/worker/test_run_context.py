@@ -168,6 +168,7 @@ def test_a_save_before_an_error_counts(tmp_path: Path) -> None:
     ("what", "says"),
     [
         ("sharded", "state holds a sharded tensor, which no single rank can save"),
+        ("module", "save takes a mapping, and state is a Linear"),
         ("epoch", "report\\(epoch=...\\): no metric can be called that"),
         ("state", "Linear is no module that wrap returned"),
         ("alone", "strategy 'localSGD' works in the optimizer's steps, and wrap got none"),
