@@ -101,10 +101,10 @@ def parts(ranks: int) -> list[Any]:
     return [part.batches() for part in TABLE.parts(ranks)]
 
 
-def killed(job: TrainJob, ranks: int, **options: Any) -> None:
-    """Trains until a rank is killed."""
+def killed(job: TrainJob, ranks: int | list[Any], **options: Any) -> None:
+    """Trains until a rank is killed; `ranks` may be the record batches of each."""
     with control_server() as server:
-        ended = run_ranks(server, parts(ranks), job, **options)
+        ended = run_ranks(server, parts(ranks) if isinstance(ranks, int) else ranks, job, **options)
     assert any(rank.exitcode == -signal.SIGKILL for rank in ended)
     assert all(rank.result is None for rank in ended)
 

@@ -16,8 +16,7 @@ from sparktorch.base.config import INITIAL_WEIGHTS, CheckpointConfig
 from sparktorch.base.world import World
 from sparktorch.distributed.client import Client
 from sparktorch.errors import PersistenceError, SparkTorchError
-from sparktorch.train.checkpoint.directory import cannot_write
-from sparktorch.train.checkpoint.lease import Lease
+from sparktorch.train.checkpoint.directory import Lease, cannot_write
 from sparktorch.train.checkpoint.store import CheckpointStore, Manifest, Share
 
 __all__ = ["Checkpointer", "Position", "unfinished"]

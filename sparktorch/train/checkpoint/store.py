@@ -28,8 +28,7 @@ import torch
 
 from sparktorch.base.devices import download
 from sparktorch.errors import PersistenceError
-from sparktorch.train.checkpoint.directory import Directory
-from sparktorch.train.checkpoint.lease import CLAIM, Lease, claim_in
+from sparktorch.train.checkpoint.directory import CLAIM, Directory, Lease, claim_in
 from sparktorch.train.checkpoint.tensors import Needs, fetch_tensors, foreign, storable
 from sparktorch.train.sharding.dtensor import first_copy, local_parts
 

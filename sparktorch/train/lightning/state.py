@@ -140,7 +140,7 @@ def _is_plain(value: Any) -> bool:
 class Metrics:
     """The metrics in a module, by their paths, and collections of them; none if torchmetrics has not been imported."""
 
-    def __init__(self, module: nn.Module, device: str) -> None:
+    def __init__(self, module: nn.Module) -> None:
         """Finds the metrics, and lets them reduce their states over ranks of which some may have no rows."""
         torchmetrics = sys.modules.get("torchmetrics")
         known = getattr(torchmetrics, "Metric", ())
@@ -148,7 +148,7 @@ class Metrics:
         self.collections = [part for part in module.modules() if isinstance(part, groups)]
         self._found: dict[str, Any] = {path: part for path, part in module.named_modules() if isinstance(part, known)}
         for metric in self._found.values():
-            reduce_over_ranks(metric, device)
+            reduce_over_ranks(metric)
 
     def path_of(self, value: Any) -> str:
         """Returns the path of a metric in the module; empty if it is none of them."""

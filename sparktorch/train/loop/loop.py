@@ -22,11 +22,10 @@ from sparktorch.distributed.process_group import max_over_ranks, sum_over_ranks
 from sparktorch.train.callbacks import Callbacks, FitContext
 from sparktorch.train.checkpoint.checkpointer import Checkpointer, Position
 from sparktorch.train.loop.engine import Engine
-from sparktorch.train.loop.mean_loss import check_loss
 from sparktorch.train.loop.model_folder import Weights
 from sparktorch.train.loop.progress import Progress
 from sparktorch.train.loop.training_state import TrainingState
-from sparktorch.train.loop.validation import Validation
+from sparktorch.train.loop.validation import Validation, check_loss
 from sparktorch.train.numerics.determinism import reproducible, seed_all
 from sparktorch.train.numerics.torch_errors import explained
 from sparktorch.train.recipe.loss import step_scales
