@@ -45,9 +45,11 @@ def run(options: argparse.Namespace) -> int:
         with session(options, "sparktorch plan", quiet=True) as spark:
             training, _ = job.data.split(job.data.load(spark))
             found = estimator.plan(training, memory=options.memory)  # type: ignore[attr-defined]  # which all have
-    except Exception as error:
-        known = isinstance(error, (SparkTorchError, PySparkException))
-        print(error if known else traceback.format_exc(), file=sys.stderr)
+    except (SparkTorchError, PySparkException) as error:
+        print(error, file=sys.stderr)
+        return 2
+    except Exception:
+        traceback.print_exc()
         return 2
     print(found)
     if found.fitting:

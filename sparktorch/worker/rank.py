@@ -148,7 +148,7 @@ def try_in_rank(
         pass
     select(world.device)
     with leaving_none_of(world.device), explained(config), client.working("trying the first row"):
-        return RankResult({}, run(device=world.device).packed())
+        return RankResult(*run(device=world.device).packed())
 
 
 @contextmanager

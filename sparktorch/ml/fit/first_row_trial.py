@@ -18,7 +18,7 @@ from sparktorch.data.fields.base import Dense, Field
 from sparktorch.data.fields.kinds import field_of
 from sparktorch.data.preprocess import Preprocess, StepContext
 from sparktorch.data.storage import RowStorage
-from sparktorch.errors import ConfigError, ModuleError, refusing
+from sparktorch.errors import ModuleError, refusing
 from sparktorch.ml.fit.checks import naming_params
 from sparktorch.ml.fit.translate import Request, translate
 from sparktorch.ml.fit.values import Values
@@ -68,8 +68,6 @@ def try_out(
 
 def plan_of(estimator: EstimatorParams, task: Task, dataset: DataFrame, memory: float | None) -> Plan:
     """Returns the plan of an estimator's training; see `TorchEstimatorBase.plan`."""
-    if isinstance(memory, str):
-        raise ConfigError(f"memory is a number of MB, and got {memory!r}", param="memory", code="ST-VALUE")
     if memory is not None:
         above("memory", memory, 0)
     if estimator.isSet("modelDir") and not estimator.isSet("strategy"):  # which a plan is asked for
@@ -159,8 +157,8 @@ def _in_worker(
     request: Request[TrainJob], run: partial[DryRunResult], in_worker: Callable[..., Results]
 ) -> DryRunResult:
     """Runs the dry run in a worker, on the device that a rank will have."""
-    _, payload = in_worker(partial(try_in_rank, run=run, config=request.job.config))[0]
-    return DryRunResult.unpacked(payload)
+    meta, payload = in_worker(partial(try_in_rank, run=run, config=request.job.config))[0]
+    return DryRunResult.unpacked(meta, payload)
 
 
 def _twice(field: Field, column: pa.Array) -> tuple[Any, ...]:

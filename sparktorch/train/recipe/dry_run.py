@@ -90,14 +90,14 @@ class DryRunResult:
     arguments: tuple[ArgumentSpec, ...] = ()
     layers: tuple[str, ...] = ()
 
-    def packed(self) -> bytes:
-        """Returns the result without metrics as `torch.save` bytes, with tensors on the CPU."""
+    def packed(self) -> tuple[dict[str, Any], bytes]:
+        """Returns the result without metrics as what a rank returns: no metadata, and `torch.save` bytes."""
         content, aligned = io.BytesIO(), each_tensor(lambda tensor: tensor.detach().cpu(), self.aligned)
         torch.save(replace(self, aligned=aligned, metrics={}), content)
-        return content.getvalue()
+        return {}, content.getvalue()
 
     @classmethod
-    def unpacked(cls, content: bytes) -> DryRunResult:
+    def unpacked(cls, _: Mapping[str, Any], content: bytes) -> DryRunResult:
         """Rebuilds a result from `packed`; unpickles only it, and tensors in plain containers."""
         with torch.serialization.safe_globals([cls, OutputSpec, ArgumentSpec]):
             found: DryRunResult = torch.load(io.BytesIO(content), weights_only=True)

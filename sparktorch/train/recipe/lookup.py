@@ -14,7 +14,11 @@ __all__ = ["building", "look_up", "name_of", "parameters_of", "signature_of"]
 
 
 def look_up(value: Any, namespace: Any, base: type, what: str, *, suffix: str = "") -> Any:
-    """Resolves an import path, or the name of a subclass of `base` in a torch module; returns a callable as it is."""
+    """Resolves an import path, or the name of a subclass of `base` in a torch module; returns a callable as it is.
+
+    Raises:
+        ModuleError: The name is unknown, or the value is neither a name nor a callable.
+    """
     if callable(value):
         return value
     if isinstance(value, str) and ":" in value:

@@ -272,7 +272,12 @@ class Recipe:
     def optimizer_call(
         self, module: nn.Module, whole: nn.Module | None = None
     ) -> tuple[Any, list[Any], dict[str, Any]]:
-        """Returns the optimizer's factory, the trainable parameters or groups of them, and its options."""
+        """Returns the optimizer's factory, the trainable parameters or groups of them, and its options.
+
+        Raises:
+            ModuleError: The optimizer is unknown.
+            ConfigError: A parameter group is invalid or without parameters.
+        """
         factory = look_up(self.optimizer, torch.optim, torch.optim.Optimizer, "optimizer")
         parameters: list[Any] = [parameter for parameter in module.parameters() if parameter.requires_grad]
         options = {"lr": self.learning_rate, **self.optimizer_params}

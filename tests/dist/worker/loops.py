@@ -173,10 +173,10 @@ def sums(context: RunContext, what: str) -> Any:
     net = nn.Linear(5, 1)
     wrong: dict[str, Callable[[], Any]] = {
         "sharded": lambda: context.save({"weight": next(iter(context.wrap(net).parameters()))}),
-        "module": lambda: context.save(net),  # type: ignore[arg-type]
         "epoch": lambda: context.report(epoch=1),
         "alone": lambda: context.wrap(net),
         "exit": lambda: sys.exit(3),
+        "module": lambda: context.save(net),  # type: ignore[arg-type]
         "early": lambda: None if context.rank == 0 else context.barrier(),
         "saves": lambda: (context.rank == 0 and context.save({}), next(iter(context.loader(0)))),
         "state": lambda: context.state_dict(net),

@@ -168,11 +168,11 @@ def test_a_save_before_an_error_counts(tmp_path: Path) -> None:
     ("what", "says"),
     [
         ("sharded", "state holds a sharded tensor, which no single rank can save"),
-        ("module", "save takes a mapping, and state is a Linear"),
         ("epoch", "report\\(epoch=...\\): no metric can be called that"),
         ("state", "Linear is no module that wrap returned"),
         ("alone", "strategy 'localSGD' works in the optimizer's steps, and wrap got none"),
         ("exit", "the function raised SystemExit: 3"),
+        ("module", "save takes a mapping, and state is a Linear"),
         ("early", "the ranks are not at the same point: return after 0 saves in rank 0; barrier in rank 1"),
         (
             "saves",

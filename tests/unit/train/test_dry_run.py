@@ -115,7 +115,7 @@ def test_what_fits_together_is_described(
     assert list(found.outputs) == outputs
     assert found.classes == classes
     assert found.state_bytes == sum(tensor.nbytes for tensor in module().state_dict().values())
-    assert replace(DryRunResult.unpacked(found.packed()), aligned=(None, None)) == replace(found, aligned=(None, None))
+    assert replace(DryRunResult.unpacked(*found.packed()), aligned=(None, None)) == replace(found, aligned=(None, None))
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_the_label_that_a_loss_leaves_out_is_known_where_a_row_may_have_it(
     task: Task, label: torch.Tensor, loss: Any, ignored: int | None
 ) -> None:
     found = trial(Mlp, loss, task, label=label)
-    assert found.ignored == DryRunResult.unpacked(found.packed()).ignored == ignored
+    assert found.ignored == DryRunResult.unpacked(*found.packed()).ignored == ignored
 
 
 def test_a_softmax_before_a_loss_that_applies_one_is_told(caplog: pytest.LogCaptureFixture) -> None:
