@@ -31,11 +31,6 @@ def test_bounds_refuse_what_is_not_finite_or_too_small(number: float) -> None:
         above("x", number, 0)
 
 
-def test_bounds_refuse_text_in_place_of_a_number() -> None:
-    with pytest.raises(ConfigError, match="memory must be a number above 0, got 8GB"):
-        above("memory", "8GB", 0)  # type: ignore[arg-type]
-
-
 def test_a_configuration_survives_the_way_to_json_and_back() -> None:
     config = TrainConfig(task="regression", batch_size=7, epochs=3, seed=-1, shuffle=False)
     assert from_dict(TrainConfig, json.loads(json.dumps(to_dict(config)))) == config
@@ -64,3 +59,8 @@ def test_a_wrong_key_is_refused_with_its_section(values: dict[str, Any], message
         from_dict(Section, values, where="data")
     assert caught.value.what == message
     assert caught.value.hint.startswith(hint)
+
+
+def test_bounds_refuse_text_in_place_of_a_number() -> None:
+    with pytest.raises(ConfigError, match="memory must be a number above 0, got 8GB"):
+        above("memory", "8GB", 0)  # type: ignore[arg-type]
