@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from numbers import Real
 from typing import Any, Literal, TypeVar
 
 from sparktorch.errors import ConfigError, Refusal, nearest, refuse
@@ -227,7 +228,7 @@ class StorageConfig:
 
 def at_least(param: str, value: float, least: float) -> None:
     """Refuses a number that is not finite, or not at least `least`."""
-    _check_bound(param, value, value >= least, f"at least {least}")
+    _check_bound(param, value, lambda: value >= least, f"at least {least}")
 
 
 def rows_or_auto(param: str, value: int | str) -> None:
@@ -240,12 +241,14 @@ def rows_or_auto(param: str, value: int | str) -> None:
 
 def above(param: str, value: float, bound: float) -> None:
     """Refuses a number that is not finite, or not above `bound`."""
-    _check_bound(param, value, value > bound, f"above {bound}")
+    _check_bound(param, value, lambda: value > bound, f"above {bound}")
 
 
-def _check_bound(param: str, value: float, within: bool, bound: str) -> None:
-    if not (within and math.isfinite(value)):
-        raise ConfigError(f"{param} must be {bound}, got {value}", param=param, code="ST-VALUE")
+def _check_bound(param: str, value: float, within: Callable[[], bool], bound: str) -> None:
+    number = isinstance(value, Real)
+    if not (number and within() and math.isfinite(value)):
+        kind = "" if number else "a number "
+        raise ConfigError(f"{param} must be {kind}{bound}, got {value}", param=param, code="ST-VALUE")
 
 
 def one_of(param: str, value: str, valid: tuple[str, ...]) -> None:

@@ -25,9 +25,8 @@ from sparktorch.train.checkpoint.checkpointer import Checkpointer, Position
 from sparktorch.train.checkpoint.store import snapshot
 from sparktorch.train.numerics.determinism import generators_state, seed_all, set_generators_state
 from sparktorch.train.numerics.sync_batchnorm import has_batch_norm
-from sparktorch.train.recipe.built_optimizer import recipe_of
 from sparktorch.train.recipe.loss import step_scales
-from sparktorch.train.recipe.recipe import Recipe
+from sparktorch.train.recipe.recipe import Recipe, recipe_of
 from sparktorch.train.strategies.base import GradientSync, Start, Strategy
 from sparktorch.train.strategies.registry import build_strategy, check_strategy
 from sparktorch.worker.global_batch import GlobalBatch, RankRows, global_batch
@@ -367,6 +366,9 @@ def _has(optimizer: torch.optim.Optimizer, module: nn.Module) -> bool:
 
 def _on_host(state: Mapping[str, Any], name: str) -> Any:
     """Returns a copy of nested values with all tensors on the CPU."""
+    if not isinstance(state, Mapping):
+        hint = "name what it holds, such as save({'net': context.state_dict(net)})"
+        raise ConfigError(f"save takes a mapping, and {name} is a {type(state).__qualname__}", hint=hint)
 
     def copied(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):

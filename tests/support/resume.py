@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from sparktorch import Callback
 from sparktorch.base.config import CheckpointConfig, TrainConfig
 from sparktorch.train.callbacks import FitContext
@@ -16,8 +18,6 @@ from sparktorch.worker import TrainJob
 from tests.support.frames import Table
 from tests.support.nets import Noisy
 from tests.support.ranks import control_server, run_ranks, train_job
-
-__all__ = ["EPOCHS", "STEPS", "TABLE", "Counts", "OwnSteps", "job_for", "killed", "parts", "timeless"]
 
 TABLE = Table.random(331, weighted=True, validated=True)
 STEPS, EPOCHS = 8, 3
@@ -29,6 +29,7 @@ class Counts(Callback):
     ranks = "all"
 
     def __init__(self, folder: Path, *, rank: int = -1, step: int = -1) -> None:
+        folder.mkdir(exist_ok=True)
         self._folder, self._rank, self._step = folder, rank, step
         self.steps = 0
 
@@ -95,10 +96,10 @@ def parts(ranks: int) -> list[Any]:
     return [part.batches() for part in TABLE.parts(ranks)]
 
 
-def killed(job: TrainJob, ranks: int, **options: Any) -> None:
-    """Trains until a rank is killed."""
+def killed(job: TrainJob, ranks: int | list[Any], **options: Any) -> None:
+    """Trains until a rank is killed; `ranks` may be the record batches of each."""
     with control_server() as server:
-        ended = run_ranks(server, parts(ranks), job, **options)
+        ended = run_ranks(server, parts(ranks) if isinstance(ranks, int) else ranks, job, **options)
     assert any(rank.exitcode == -signal.SIGKILL for rank in ended)
     assert all(rank.result is None for rank in ended)
 
@@ -107,3 +108,10 @@ def timeless(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns what of a history does not depend on the clock."""
     times = ("seconds", "rows_per_second", "data_wait_share")
     return [{name: value for name, value in record.items() if name not in times} for record in history]
+
+
+def check_same_bits(found: tuple[Any, Any], expected: tuple[Any, Any]) -> None:
+    """Compares the weights and histories of two trainings, as `train_on` returns them."""
+    (state, metas), (weights, wanted) = found, expected
+    assert all(torch.equal(state[name], value) for name, value in weights.items())
+    assert timeless(metas[0]["history"]) == timeless(wanted[0]["history"])

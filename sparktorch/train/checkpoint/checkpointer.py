@@ -16,8 +16,7 @@ from sparktorch.base.config import INITIAL_WEIGHTS, CheckpointConfig
 from sparktorch.base.world import World
 from sparktorch.distributed.client import Client
 from sparktorch.errors import PersistenceError, SparkTorchError
-from sparktorch.train.checkpoint.directory import cannot_write
-from sparktorch.train.checkpoint.lease import Lease
+from sparktorch.train.checkpoint.directory import Lease, cannot_write
 from sparktorch.train.checkpoint.store import CheckpointStore, Manifest, Share
 
 __all__ = ["Checkpointer", "Position", "unfinished"]
@@ -67,15 +66,10 @@ class Checkpointer:
         `PersistenceError` says that another fit writes there, that the checkpoints cannot go on to these epochs, or
         that the ranks do not share the directory.
 
-        Args:
-            config: Where and how often to save.
-            job: Settings that identify the training.
-            world: This rank's place.
-            client: Sends the ranks' reports of what they have written.
-            fixed: Why a training cannot go on with another number of epochs; empty if it can.
-            best_delta: A checkpoint is better than the best so far if its loss is smaller by more than this.
-            claim_seconds: Seconds between renewals of the lease.
-            seen_seconds: Seconds until a network file system shows what another host has written.
+        `job` are settings that identify the training; `fixed` says why it cannot go on with another number of epochs,
+        empty if it can. A checkpoint is better than the best so far if its loss is smaller by more than `best_delta`.
+        The lease is renewed every `claim_seconds`, and a network file system shows what another host has written after
+        `seen_seconds`.
         """
         self._config, self._job, self._world, self._client = config, job, world, client
         self._fixed, self._claim_seconds, self._seen_seconds = fixed, claim_seconds, seen_seconds
@@ -238,19 +232,15 @@ class Checkpointer:
         self.seconds["checkpoint_write"] += time.perf_counter() - started
         try:
             self._client.post(topic, written)
-            found = self._collect(topic) if self._world.is_main else []
+            self._collecting = self._world.is_main
+            found = self._client.collect(topic, patience=_PATIENCE) if self._world.is_main else []
         except Exception as error:  # a rank or the driver is lost; the loop will fail, too
             self._client.warn(f"no checkpoint at step {step}: {type(error).__name__}: {error}")
             return
-        if self._world.is_main:
-            self._complete(position, found, loss)
-
-    def _collect(self, topic: str) -> list[dict[str, Any]]:
-        self._collecting = True
-        try:
-            return self._client.collect(topic, patience=_PATIENCE)
         finally:
             self._collecting = False
+        if self._world.is_main:
+            self._complete(position, found, loss)
 
     def _failed(self, step: int, error: Exception) -> None:
         """Warns that a checkpoint cannot be written, unless the previous one could not be written either."""

@@ -1,11 +1,14 @@
-"""A directory on any file system that fsspec supports, with files that are written atomically."""
+"""A directory on any file system that fsspec supports: its files, written atomically, and the lease on it."""
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import secrets
+import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,7 +16,9 @@ from typing import Any
 
 from sparktorch.errors import ClusterError, PersistenceError
 
-__all__ = ["Directory", "cannot_write"]
+__all__ = ["CLAIM", "Directory", "Lease", "cannot_write", "claim_in"]
+
+CLAIM = "claim.json"  # who may write there: one attempt of one fit at a time
 
 # Errors of a missing or unreadable file, as opposed to those of an unreachable directory.
 _GONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
@@ -21,6 +26,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _CLOSED = (errno.EROFS, errno.EACCES, errno.EPERM)
 _READ_BYTES = 4 << 20  # at once
 _WRITE_BYTES = 64 << 20
+_CLAIM_SECONDS = 30.0  # after which a lease expires if it is not renewed
 
 
 class Directory:
@@ -63,14 +69,11 @@ class Directory:
         elif not new or not self._create(path, content):
             self._fs.pipe_file(path, content)
 
-    def read(self, name: str) -> bytes:
-        """Returns the content of a file; a `ClusterError` says that the directory cannot be reached."""
-        with self._reaching():
-            content: bytes = self._fs.cat_file(self._path(name))
-            return content
+    def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
+        """Returns the bytes of a file, from `start` to before `end`.
 
-    def read_part(self, name: str, start: int, end: int) -> bytes:
-        """Returns the bytes of a file from `start` to before `end`; raises what `read` does."""
+        A `ClusterError` says that the directory cannot be reached.
+        """
         with self._reaching():
             content: bytes = self._fs.cat_file(self._path(name), start=start, end=end)
             self._moved()
@@ -110,16 +113,10 @@ class Directory:
             else:
                 self._fs.rm(path, recursive=True)
 
-    def fetch(self, name: str, target: Path) -> None:
-        """Links or copies a file to a local path that does not exist yet; raises what `read` does."""
-        from fsspec.callbacks import Callback
-
-        path = self._path(name)
+    def link(self, name: str, target: Path) -> None:
+        """Links a file that is local to a path that does not exist yet; raises what `read` does."""
         with self._reaching():
-            if self.is_local:
-                target.symlink_to(path)
-            else:
-                self._fs.get_file(path, str(target), callback=Callback(hooks={"moved": lambda *_: self._moved()}))
+            target.symlink_to(self._path(name))
 
     def _create(self, path: str, content: bytes) -> bool:
         """Writes a file that must not exist yet; returns whether the file system could guarantee that."""
@@ -198,3 +195,81 @@ def _put_local(target: Path, content: bytes, moved: Callable[[], object], *, new
         os.fsync(directory)  # makes the new name survive a power failure, too
     finally:
         os.close(directory)
+
+
+class Lease:
+    """The right to write into a directory; its holder renews it every few seconds.
+
+    A later attempt of the same fit takes the lease over from an earlier one, whose processes may still run. If the
+    earlier one has checked before that and then renews, the later one takes the lease over again.
+    """
+
+    def __init__(self, directory: Directory, owner: str, attempt: str = "", restart: int = 0) -> None:
+        """Acquires the lease of a fit's attempt; of attempts with as many starts (`restart`) before, the last gets it.
+
+        A `PersistenceError` says that another fit holds one that has not expired, or a later attempt holds one. Some
+        file systems raise other exceptions than `OSError` when writing fails.
+        """
+        self._directory, self._owner, self._attempt, self._restart = directory, owner, attempt, restart
+        there = claim_in(self._directory)
+        if there is None:
+            with suppress(FileExistsError):
+                self._write(new=True)
+                return
+            there = claim_in(self._directory) or {}  # another fit has acquired it meanwhile
+        if there.get("owner") == owner and there["restart"] > restart:
+            raise self._lost(there)
+        age = time.time() - there.get("time", 0)
+        if there.get("owner", owner) != owner and age < _CLAIM_SECONDS:
+            raise PersistenceError(
+                f"{directory.url} is being written by another fit, {age:.0f} s ago from {there['host']}",
+                hint="give each fit a directory of its own; if that fit is dead, try again in "
+                f"{_CLAIM_SECONDS - age:.0f} s",
+                param="checkpointDir",
+                code="ST-CHECKPOINT-BUSY",
+            )
+        self._write()
+
+    def renew(self) -> None:
+        """Renews the lease; a `PersistenceError` says that another fit, or a later attempt of this one, holds it."""
+        self.check()
+        self._write()
+
+    def check(self) -> None:
+        """Checks that nobody else holds the lease, otherwise raises a `PersistenceError`."""
+        there = claim_in(self._directory)
+        if not there or (there["owner"], there["attempt"]) == (self._owner, self._attempt):
+            return
+        if there["owner"] != self._owner or there["restart"] >= self._restart:
+            raise self._lost(there)
+
+    def _lost(self, there: dict[str, Any]) -> PersistenceError:
+        return PersistenceError(
+            f"{self._directory.url} was taken by another fit from {there['host']}, or by a later attempt of this "
+            f"one, while it had not said for {_CLAIM_SECONDS:.0f} s that it writes there",
+            hint="give each fit a directory of its own",
+            param="checkpointDir",
+            code="ST-CHECKPOINT-BUSY",
+        )
+
+    def _write(self, *, new: bool = False) -> None:
+        claim = {
+            "owner": self._owner,
+            "attempt": self._attempt,
+            "restart": self._restart,
+            "time": time.time(),
+            "host": socket.gethostname(),
+        }
+        self._directory.put(CLAIM, json.dumps(claim).encode(), new=new)
+
+
+def claim_in(directory: Directory) -> dict[str, Any] | None:
+    """Returns the lease on a directory; `None` if there is none, an empty dict if it cannot be read."""
+    try:
+        there = json.loads(directory.read(CLAIM))
+        numbers = {"restart": int(there["restart"]), "time": float(there["time"])}
+        return {**{name: str(there[name]) for name in ("owner", "attempt", "host")}, **numbers}
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError, KeyError):
+        return {}

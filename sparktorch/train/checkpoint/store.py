@@ -28,10 +28,8 @@ import torch
 
 from sparktorch.base.devices import download
 from sparktorch.errors import PersistenceError
-from sparktorch.train.checkpoint.directory import Directory
-from sparktorch.train.checkpoint.fetch import Needs, fetch_tensors, foreign
-from sparktorch.train.checkpoint.lease import Lease, holds, release
-from sparktorch.train.checkpoint.tensors import storable
+from sparktorch.train.checkpoint.directory import CLAIM, Directory, Lease, claim_in
+from sparktorch.train.checkpoint.tensors import Needs, fetch_tensors, foreign, storable
 from sparktorch.train.sharding.dtensor import first_copy, local_parts
 
 __all__ = ["CheckpointStore", "Manifest", "Share", "read_tensors", "snapshot"]
@@ -155,11 +153,13 @@ class CheckpointStore:
 
     def claimed_by(self, owner: str) -> bool:
         """Returns whether this attempt of a fit holds the lease, which every rank must be able to see."""
-        return holds(self.directory, owner, self._attempt)
+        there = claim_in(self.directory) or {}
+        return (there.get("owner"), there.get("attempt")) == (owner, self._attempt)
 
     def release(self, owner: str) -> None:
         """Releases the lease if this fit holds it."""
-        release(self.directory, owner)
+        if (claim_in(self.directory) or {}).get("owner") == owner:
+            self.directory.remove(CLAIM)
 
     def finish(self, step: int, owner: str = "") -> None:
         """Marks a fit's training as finished, so that no other fit resumes from its checkpoints."""

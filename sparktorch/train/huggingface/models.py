@@ -69,11 +69,7 @@ def with_config(factory: Any, params: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def call(module: Any, inputs: Sequence[torch.Tensor], names: Sequence[str], plain: nn.Module | None = None) -> Any:
-    """Calls a module, `plain` as the user made it: a model of transformers by names of arguments, any other by order.
-
-    Raises:
-        ModuleError: The model takes no arguments of these names.
-    """
+    """Calls a module, `plain` as the user made it: a transformers model by names of arguments, any other by order."""
     plain = module if plain is None else plain
     named = _keywords(_kind(model_in(plain) or plain), tuple(names))
     return module(**dict(zip(named, inputs, strict=True))) if named else module(*inputs)
@@ -159,11 +155,7 @@ def gets_row_labels(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def check_model_loss(module: nn.Module, batch: Batch) -> None:
-    """Compares the loss of the training step on equal rows with the loss that the model returns itself.
-
-    Raises:
-        ModuleError: They differ.
-    """
+    """Compares the loss of the training step on equal rows with the loss that the model returns itself."""
     _, inputs = arguments(batch, module)
     if "labels" not in inputs:  # then the step has returned the model's own
         return

@@ -29,12 +29,7 @@ class FromFolder:
     libraries: ClassVar[tuple[str, ...]] = ("transformers",)  # which it imports
 
     def load(self) -> Any:
-        """Returns the tokenizer or image processor in the folder.
-
-        Raises:
-            ModuleError: The folder is missing on this machine, or does not hold it.
-            ConfigError: transformers is not installed.
-        """
+        """Returns the tokenizer or image processor in the folder, which must be on this machine."""
         if not Path(self.folder).is_dir():
             what = f"there is no folder {self.folder} on {socket.gethostname()}"
             hint = "copy it to this path on each machine, or name one that all of them mount"

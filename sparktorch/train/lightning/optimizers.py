@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from sparktorch.errors import ModuleError
 from sparktorch.train.lightning.recognise import base_of
-from sparktorch.train.lightning.trainer import TrainerView
+from sparktorch.train.lightning.state import TrainerView
 from sparktorch.train.recipe.lr_schedule import Schedule
 
 __all__ = ["Configured", "LightningSchedule", "Trained", "configured"]
@@ -28,11 +28,7 @@ class Configured:
 
 
 def configured(module: Any) -> Configured:
-    """Calls `configure_optimizers`.
-
-    Raises:
-        ModuleError: It returned something that a fit cannot use; what Lightning's Trainer cannot use raises its errors.
-    """
+    """Calls `configure_optimizers`; what Lightning's Trainer cannot use raises its errors."""
     read: Any = import_module(f"{base_of(type(module)).__module__.rpartition('.')[0]}.optimizer")
     returned = module.configure_optimizers()
     if isinstance(returned, dict) and returned.get("lr_scheduler", ...) is None:
@@ -83,11 +79,7 @@ class LightningSchedule(Schedule):
                 each.scheduler.step()
 
     def epoch_done(self, record: Mapping[str, Any], *, validated: bool) -> None:
-        """Steps the schedulers that look at a logged value.
-
-        Raises:
-            ModuleError: A monitored value was not logged.
-        """
+        """Steps the schedulers that look at a logged value."""
         self._step = 0
         for each in self._schedulers:
             if not each.reduce_on_plateau or record["epoch"] % each.frequency:
@@ -119,11 +111,7 @@ class Trained:
         self._names = self._trainable()
 
     def look(self, optimizers: Iterable[Optimizer]) -> None:
-        """Looks again, at the start of an epoch: hooks may have changed the module and the optimizer's groups.
-
-        Raises:
-            ModuleError: A hook has made parameters trainable, whose gradients the ranks would not share.
-        """
+        """Looks again, at the start of an epoch: hooks may have changed the module and the optimizer's groups."""
         if late := sorted(self._trainable() - self._names):
             what = f"{type(self._module).__qualname__} has set requires_grad of {late[0]} during the training"
             hint = "set it in __init__, and a rate of 0 in the group of the optimizer that you will train later"

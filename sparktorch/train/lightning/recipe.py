@@ -13,10 +13,9 @@ from sparktorch.base.world import World
 from sparktorch.errors import ModuleError, refusing
 from sparktorch.train.lightning.optimizers import Configured
 from sparktorch.train.lightning.recognise import check_instance, is_lightning, overrides
-from sparktorch.train.lightning.trainer import TrainerView
+from sparktorch.train.lightning.state import TrainerView
 from sparktorch.train.lightning.training import LightningTraining, training_of
-from sparktorch.train.recipe.built_optimizer import recipe_of
-from sparktorch.train.recipe.recipe import Recipe, called
+from sparktorch.train.recipe.recipe import Recipe, called, recipe_of
 
 __all__ = ["LightningRecipe", "recipe_type"]
 
@@ -63,11 +62,7 @@ class LightningRecipe(Recipe):
         return training_of(module).configured.optimizer
 
     def check_scored(self, module: nn.Module) -> None:
-        """Checks that what `setup("fit")` makes is what `setup("predict")` makes.
-
-        Raises:
-            ModuleError: Names or shapes of weights differ.
-        """
+        """Checks that what `setup("fit")` makes is what `setup("predict")` makes."""
         if not overrides(module, "setup"):
             return
         states = module.state_dict(), replace(self, stage="predict")._make_module(0).state_dict()
@@ -78,11 +73,7 @@ class LightningRecipe(Recipe):
             raise ModuleError(what, hint=hint, param="module")
 
     def check_optimizer(self, module: nn.Module) -> None:
-        """Builds optimizer and schedulers.
-
-        Raises:
-            ModuleError: The module returned something that a fit cannot use.
-        """
+        """Builds optimizer and schedulers."""
         where = f"configure_optimizers of {type(module).__qualname__}"
         with refusing(f"{where} failed", "on the driver, self.trainer tells of 100 steps in an epoch", param="module"):
             made: Configured = training_of(module).configured

@@ -72,11 +72,7 @@ def overrides(source: Any, name: str) -> bool:
 
 
 def check_class(source: Any, *, validated: bool) -> None:
-    """Refuses methods that a fit would not call, and the lack of those that it does, for validation rows too.
-
-    Raises:
-        ModuleError: A method is refused, or missing; names it.
-    """
+    """Refuses methods that a fit would not call, and the lack of those that it does, for validation rows too."""
     source = load_object(source) if isinstance(source, str) else source
     kind: Any = source if isinstance(source, type) else type(source)
     needed = {name: hint for name, hint in _NEEDED.items() if validated or name != "validation_step"}

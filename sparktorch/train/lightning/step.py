@@ -1,9 +1,10 @@
-"""How a step of a training, and one of a validation, calls a LightningModule."""
+"""How a step of a training, and one of a validation, calls a LightningModule, and what that logs over all ranks."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -11,14 +12,137 @@ import torch
 from torch import nn
 
 from sparktorch.base.batch import Batch
+from sparktorch.base.world import World
 from sparktorch.errors import ModuleError
-from sparktorch.train.lightning.logs import Logs
-from sparktorch.train.recipe.loss import Sums, TrainingStep, weigh
+from sparktorch.train.recipe.loss import Means, Sums, TrainingStep, mean_of, weigh
 from sparktorch.train.recipe.own_training import Within
 
-__all__ = ["Call", "LightningStep", "arguments_of", "called", "loss_of"]
+__all__ = ["Call", "LightningStep", "Logs", "arguments_of", "called", "check_logged", "loss_of", "number_of"]
 
 Call = Callable[[Callable[[], Any]], Any]
+Pair = tuple[Any, Any]  # a value, for a mean times its weight, and the weight
+
+_OF_EPOCH = {"loss", "learning_rate", "gradient_norm"}  # the record's own; a value of one step does not replace them
+_RECORD = {"epoch", "seconds", "rows_per_second", "data_wait_share", "steps", "validations", "skipped_steps"}
+_REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "mean": lambda a, b: a + b,
+    "sum": lambda a, b: a + b,
+    "max": lambda a, b: torch.as_tensor(a).maximum(torch.as_tensor(b)),  # does not wait for the device
+    "min": lambda a, b: torch.as_tensor(a).minimum(torch.as_tensor(b)),
+}
+
+
+def check_logged(name: str, reduce_fx: Any, where: str) -> str:
+    """Returns how values of a name are reduced; refuses names that the record of the epoch has."""
+    reduce = "mean" if reduce_fx == "avg" else str(getattr(reduce_fx, "__name__", reduce_fx))
+    what = hint = ""
+    if name in _RECORD:
+        what, hint = f"the record of the epoch has its own {name!r}", "choose another name"
+    elif reduce not in _REDUCTIONS:
+        what, hint = f"reduce_fx is {reduce!r}", f"it is one of {', '.join(_REDUCTIONS)}"
+    if what:
+        raise ModuleError(f"{where}: {what}", hint=hint)
+    return reduce
+
+
+def number_of(value: Any, where: str) -> torch.Tensor:
+    """Returns a logged value as a tensor of one element."""
+    if isinstance(value, torch.Tensor | int | float) and (number := torch.as_tensor(value)).numel() == 1:
+        return number
+    shape = f" of the shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
+    hint = "log a number, a tensor of one element, or a torchmetrics metric that is the module's attribute"
+    raise ModuleError(f"{where}: the value is a {type(value).__name__}{shape}", hint=hint)
+
+
+@dataclass
+class _Logged:
+    """The values of one name, reduced for the last step that has one, and for the epoch."""
+
+    reduce: str  # a key of `_REDUCTIONS`
+    on_step: bool
+    on_epoch: bool
+    step: int
+    metric: str = ""  # path of the torchmetrics metric that has the epoch's value
+    last: Pair | None = None
+    epoch: Pair | None = None
+
+    def merge(self, other: _Logged) -> None:
+        """Adds the values that another rank has logged under this name, or this rank later."""
+        self.epoch = self._both(self.epoch, other.epoch)
+        if other.step > self.step:
+            self.step, self.last = other.step, other.last
+        elif other.step == self.step:
+            self.last = self._both(self.last, other.last)
+
+    def value(self, pair: Pair) -> float:
+        """Returns the reduced value."""
+        return mean_of(*pair) if self.reduce == "mean" else float(pair[0])
+
+    def plain(self) -> dict[str, Any]:
+        """Returns its fields as plain values."""
+        last, epoch = (None if pair is None else (float(pair[0]), float(pair[1])) for pair in (self.last, self.epoch))
+        return asdict(replace(self, last=last, epoch=epoch))
+
+    def _both(self, one: Pair | None, other: Pair | None) -> Pair | None:
+        if one is None or other is None:
+            return other if one is None else one
+        return _REDUCTIONS[self.reduce](one[0], other[0]), one[1] + other[1]
+
+
+class Logs(Means):
+    """Logged values by name. They stay on the device until the ranks exchange them, and know all ranks' metrics."""
+
+    def __init__(self, computed: Callable[[str], float]) -> None:
+        """Takes a function that computes the value of a metric, given its path; it is a collective."""
+        super().__init__()
+        self._computed = computed
+        self._logged: dict[str, _Logged] = {}
+        self.metrics: set[str] = set()
+
+    def log(self, name: str, value: torch.Tensor | None, weight: int, *, reduce: str, **how: Any) -> None:
+        """Adds a value, `how` as the fields of `_Logged`; `None` only notes the name of a metric."""
+        pair = None if value is None else (value.double() * (weight if reduce == "mean" else 1), weight)
+        self._add(name, _Logged(reduce, **how, last=pair, epoch=None if how.get("metric") else pair))
+
+    @property
+    def logged_metrics(self) -> set[str]:
+        """Paths of the metrics that this rank has logged."""
+        return {logged.metric for logged in self._logged.values() if logged.metric}
+
+    def clear(self) -> None:
+        """Removes all values."""
+        self._logged = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns this rank's values by name, for `load_state_dict`."""
+        return {name: logged.plain() for name, logged in self._logged.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Adds such values."""
+        for name, values in state.items():
+            self._add(name, _Logged(**values))
+
+    def over_ranks(self, world: World) -> dict[str, float]:
+        """Returns the values over all ranks; a collective, called by every rank."""
+        whole = Logs(self._computed)
+        for state in self._of_ranks(world):  # in rank order: all ranks see the same names in the same order
+            whole.load_state_dict(state)
+        self.metrics = whole.logged_metrics
+        found: dict[str, float] = {}
+        for name, logged in whole._logged.items():
+            both = logged.on_step and logged.on_epoch
+            if logged.on_step and logged.last is not None and (both or name not in _OF_EPOCH):
+                found[f"{name}_step" if both else name] = logged.value(logged.last)
+            if logged.on_epoch and (logged.metric or logged.epoch is not None):
+                value = self._computed(logged.metric) if logged.metric else logged.value(logged.epoch or (0, 0))
+                found |= {name: value, f"{name}_epoch": value} if both else {name: value}
+        return found
+
+    def _add(self, name: str, logged: _Logged) -> None:
+        if name in self._logged:
+            self._logged[name].merge(logged)
+        else:
+            self._logged[name] = logged
 
 
 class LightningStep(TrainingStep):
@@ -67,11 +191,7 @@ def called(method: Callable[..., Any], batch: tuple[torch.Tensor, ...], index: i
 
 
 def loss_of(output: Any, name: str) -> torch.Tensor:
-    """Returns the loss in what `training_step` of a module returned.
-
-    Raises:
-        ModuleError: There is none.
-    """
+    """Returns the loss in what `training_step` of a module returned."""
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if isinstance(loss, torch.Tensor):
         return loss

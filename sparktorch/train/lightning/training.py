@@ -13,13 +13,19 @@ from torch import nn
 from sparktorch.base.batch import Batch
 from sparktorch.base.world import World
 from sparktorch.errors import ModuleError, nearest, refusing
-from sparktorch.train.lightning.attributes import Saved, unchanged
-from sparktorch.train.lightning.logs import Logs, check_logged, number_of
-from sparktorch.train.lightning.metrics import Metrics
 from sparktorch.train.lightning.optimizers import Configured, LightningSchedule, Trained, configured
 from sparktorch.train.lightning.recognise import overrides, parts
-from sparktorch.train.lightning.step import Call, LightningStep, arguments_of, called, loss_of
-from sparktorch.train.lightning.trainer import TrainerView
+from sparktorch.train.lightning.state import Metrics, Saved, TrainerView, unchanged
+from sparktorch.train.lightning.step import (
+    Call,
+    LightningStep,
+    Logs,
+    arguments_of,
+    called,
+    check_logged,
+    loss_of,
+    number_of,
+)
 from sparktorch.train.recipe.loss import TrainingStep
 from sparktorch.train.recipe.metrics import quiet
 from sparktorch.train.recipe.own_training import OwnTraining, Within
@@ -46,7 +52,7 @@ class LightningTraining(OwnTraining):
         self.trainer, self._parts = trainer, parts(module)
         for part in self._parts:
             vars(part).update(_trainer=trainer, log=self.log, optimizers=self._optimizers)
-        self._metrics = Metrics(module, world.device)
+        self._metrics = Metrics(module)
         self._aside: dict[str, Any] = {}  # states of metrics of the training, in a validation
         self._logs = self._training_logs = self._early = Logs(self._metrics.compute)
         self._muted = False  # whether logged values are dropped
@@ -296,7 +302,7 @@ class LightningTraining(OwnTraining):
         return {
             **self._saved.state_dict(),
             "batch_index": self._batch_index,
-            "metrics": self._metrics.state_dict(),
+            "metrics": {path: state[:2] for path, state in self._metrics.held().items()},
             "values": {name: float(value) for name, value in self.trainer.callback_metrics.items()},
         }
 
@@ -305,7 +311,7 @@ class LightningTraining(OwnTraining):
         self._batch_index = state["batch_index"]
         self._publish(state["values"])
         if same_ranks:
-            self._metrics.load_state_dict(state["metrics"])
+            self._metrics.put_back({path: (*held, None) for path, held in state["metrics"].items()})
         self._saved.load_state_dict(state)
 
     def _hook(self, name: str, *arguments: Any, rows: int | None = None) -> None:

@@ -18,7 +18,6 @@ from sparktorch.base.world import World
 from sparktorch.errors import ModuleError
 from sparktorch.train.huggingface.models import call, model_in
 from sparktorch.train.loop.micro_batches import Split
-from sparktorch.train.numerics.channels_last import channels_last
 from sparktorch.train.numerics.determinism import generators_state, set_generators_state, untouched_generators
 from sparktorch.train.numerics.non_finite import LossWatch, all_finite
 from sparktorch.train.numerics.sync_batchnorm import Presence, has_batch_norm, synchronise
@@ -101,7 +100,8 @@ class Engine:
         # Models of transformers ignore what the attention mask hides.
         self._masks = model_in(plain) is not None and not self.strategy.exchanges_rows
         if config.channels_last:
-            channels_last(plain)
+            plain.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            plain.register_forward_pre_hook(_laid_out, with_kwargs=True)
         if config.compile:
             torch.compiler.reset()  # graphs of an earlier training in this process would change those of this one
             plain.compile()
@@ -193,7 +193,11 @@ class Engine:
         if self.training_step is not None:
             with self._autocast:
                 return self.training_step(module, batch)
-        return self._loss_of(module, batch), {}
+        output = self.forward(module, batch)
+        if 0 < batch.rows < self.min_rows:  # drops the rows added to reach the minimum rows
+            output = rows_of(output, 0, batch.rows)
+        assert self.loss is not None
+        return self.loss(*align(self._config.task, output, batch.label), batch.loss_weight), {}
 
     def evaluated(self, module: nn.Module, batch: Batch) -> tuple[torch.Tensor | None, Sums]:
         """Returns the same for validation rows; no loss if the training step computes none for them."""
@@ -215,13 +219,6 @@ class Engine:
         self.own.end_epoch(record)
         self.schedule.epoch_done(record, validated=validated)
 
-    def _loss_of(self, module: nn.Module, batch: Batch) -> torch.Tensor:
-        output = self.forward(module, batch)
-        if 0 < batch.rows < self.min_rows:  # drops the rows added to reach the minimum rows
-            output = rows_of(output, 0, batch.rows)
-        assert self.loss is not None
-        return self.loss(*align(self._config.task, output, batch.label), batch.loss_weight)
-
     def forward(self, module: nn.Module, batch: Batch) -> Any:
         """Returns the module's output for a batch, in float32."""
         with self._autocast:
@@ -232,11 +229,6 @@ class Engine:
         """Takes a module's output as `forward` does: the logits of a transformers model, and in float32."""
         output = prediction(output)
         return full_precision(output) if self._config.precision in ("bf16", "fp16") else output
-
-    def loss_of(self, output: Any, label: torch.Tensor | None, weight: torch.Tensor | None) -> torch.Tensor:
-        """Returns the sum of the weighted losses of an output, a scalar tensor; not for use with a training step."""
-        assert self.loss is not None
-        return self.loss(output, label, weight)
 
     def _split(self, batch: Batch, step: int) -> list[Batch]:
         """Returns the micro-batches of a step."""
@@ -329,3 +321,14 @@ class Engine:
             self.scaler.update()
         self.schedule.step(lambda: None)
         self.strategy.after_step(self.module)
+
+
+def _laid_out(_: nn.Module, *given: Any) -> Any:
+    """Returns the arguments of a call with 4-D inputs in the channels-last format, in which convolutions are fast."""
+
+    def last(value: Any) -> Any:
+        image = isinstance(value, torch.Tensor) and value.dim() == 4
+        return value.contiguous(memory_format=torch.channels_last) if image else value
+
+    args, kwargs = given
+    return tuple(map(last, args)), {name: last(value) for name, value in kwargs.items()}

@@ -22,11 +22,10 @@ from sparktorch.distributed.process_group import max_over_ranks, sum_over_ranks
 from sparktorch.train.callbacks import Callbacks, FitContext
 from sparktorch.train.checkpoint.checkpointer import Checkpointer, Position
 from sparktorch.train.loop.engine import Engine
-from sparktorch.train.loop.mean_loss import check_loss
+from sparktorch.train.loop.model_folder import Weights
 from sparktorch.train.loop.progress import Progress
 from sparktorch.train.loop.training_state import TrainingState
-from sparktorch.train.loop.validation import Validation
-from sparktorch.train.loop.weights import Weights
+from sparktorch.train.loop.validation import Validation, check_loss
 from sparktorch.train.numerics.determinism import reproducible, seed_all
 from sparktorch.train.numerics.torch_errors import explained
 from sparktorch.train.recipe.loss import step_scales
@@ -78,16 +77,8 @@ def train(
     With checkpoints, the driver may pause the training: then there is one of the last step, and no outcome. If that
     cannot be written, the training goes on.
 
-    Args:
-        dataset: This rank's rows.
-        recipe: What is trained.
-        config: How it is trained.
-        world: This rank's place.
-        client: Receives the training's progress.
-        steps: Number of steps in an epoch.
-        validation_rows: The most validation rows of any rank; 0 turns validation off.
-        classes: Number of classes the labels index, `None` when labels are not classes.
-        checkpointer: Saves checkpoints, and knows the one to resume from; `None` for neither.
+    `steps` is the number of steps in an epoch, `validation_rows` are the most of any rank, 0 without validation, and
+    `classes` is the number of those that labels index. The checkpointer knows the checkpoint to resume from.
     """
     with reproducible(config, torch.device(world.device)), explained(config):
         run = _Run(dataset, recipe, config, world, client, steps, validation_rows, classes or 0, checkpointer)

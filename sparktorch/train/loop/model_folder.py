@@ -1,4 +1,4 @@
-"""Writes the model of ranks that each hold a share of it into a folder, tensor by tensor and file by file."""
+"""The weights that a training returns: those of rank 0, or a folder that ranks write who each hold a share of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from sparktorch.base.config import TrainConfig
 from sparktorch.base.state_dict import apart
 from sparktorch.base.weights_folder import INDEX, WeightsFolder
 from sparktorch.base.world import World
 from sparktorch.distributed.process_group import sum_over_ranks
 from sparktorch.errors import PersistenceError
+from sparktorch.train.loop.engine import Engine
+from sparktorch.train.numerics.ema import MovingAverage
 from sparktorch.train.sharding.dtensor import unadvised, whole
 
-__all__ = ["ModelFolder"]
+__all__ = ["ModelFolder", "Weights"]
 
 _FILE_BYTES = 1 << 30
 _LEAST_BYTES = 16 << 20
@@ -203,3 +206,52 @@ class ModelFolder:
     def _wait(self) -> None:
         """Waits until all ranks are here."""
         sum_over_ranks(torch.zeros(1), self._world)
+
+
+class Weights:
+    """The weights of an engine's module, averaged if the training averages them, without a frozen base.
+
+    With a folder for the model, a rank never has more than its share of them; otherwise rank 0 has all.
+    """
+
+    def __init__(self, engine: Engine, config: TrainConfig, world: World) -> None:
+        """Takes the engine; checks that the ranks share the folder and can write it, if there is one."""
+        self._engine = engine
+        self.average: MovingAverage | None = None
+        if config.ema_decay is not None:
+            self.average = MovingAverage(engine.module.parameters(), config.ema_decay)
+        self._folder = ModelFolder(config.model_folder, world) if config.model_folder else None
+        if self._folder is not None:
+            self._folder.check()
+
+    def copied(self) -> dict[str, torch.Tensor]:
+        """Returns a copy of the weights on the CPU: rank 0's of all, or each rank's of its share. A collective."""
+        if self._folder is None:
+            return self._whole(copy=True)
+        with self.averaged():
+            return self._engine.strategy.shares(self._engine.module, copy=True)
+
+    def result(self, best: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor] | WeightsFolder:
+        """Returns the best weights, or the current ones if none were kept, or the folder that holds them now.
+
+        `best` is what `copied` returned.
+        """
+        if self._folder is None:
+            return self._whole(copy=False) if best is None else best
+        engine = self._engine
+        engine.optimizer.zero_grad()  # the gradients' memory is that of the files
+        with self.averaged():
+            return self._folder.write(engine.strategy.shares(engine.module) if best is None else best)
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Context in which the module has the weights that the training would return now."""
+        return nullcontext() if self.average is None else self.average.swapped_in()
+
+    def _whole(self, *, copy: bool) -> dict[str, torch.Tensor]:
+        """Returns the model's state dict on the CPU; with a moving average, always a copy."""
+        engine, base = self._engine, self._engine.base
+        with self.averaged():
+            state = engine.strategy.state_dict(
+                engine.module, copy=copy or self.average is not None, leave_out=base.names if base else ()
+            )
+        return base.without(state) if base else state

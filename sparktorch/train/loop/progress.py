@@ -115,16 +115,10 @@ class Progress:
         learning_rate: float,
         largest_norm: float = 0.0,
     ) -> dict[str, Any]:
-        """Returns the epoch's record, the same on every rank except for what depends on `seconds`.
+        """Returns the epoch's record, the same on every rank except for what depends on `seconds`, those of its steps.
 
-        Args:
-            sums: `EpochCounters.sums`, summed over all ranks.
-            weights: Weight of each step over all ranks, float64 of shape `(steps,)`.
-            seconds: Duration of the steps.
-            ranks: Number of ranks.
-            number: Number of the epoch, from 1.
-            learning_rate: Learning rate of the last step.
-            largest_norm: Largest gradient norm of any rank; not used if `sums` counts no norms.
+        `sums` are `EpochCounters.sums` of all ranks, `weights` those of each step over all ranks, float64 of shape
+        `(steps,)`; `number` counts epochs from 1, and `largest_norm` is the largest gradient norm of any rank.
         """
         loss_sum, rows, waited, places, elements, norm_sum, norms = sums.tolist()
         weights = weights.clone()
@@ -143,11 +137,6 @@ class Progress:
         if places:
             record["padding_share"] = 1 - elements / places
         return record
-
-    @staticmethod
-    def had_best(main: Mapping[str, Any]) -> bool:
-        """Whether best weights were kept; takes what `state` returned in rank 0."""
-        return bool(main["best"]["loss"] < math.inf)
 
     def state(self) -> dict[str, Any]:
         """Returns the progress without the best weights, on the CPU, for `merge`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -120,7 +121,7 @@ class TrainingState:
                 code="ST-CHECKPOINT-OTHER",
             )
         create_optimizer_state(engine.optimizer)
-        best = self._load_tensors(store, manifest, f"{_OWN}{source}.", best=self._progress.had_best(main))
+        best = self._load_tensors(store, manifest, f"{_OWN}{source}.", best=main["best"]["loss"] < math.inf)
         # Under "zero1", each rank has the values of its own share only.
         values = {
             name: found for _, rest in sorted(rests.items(), reverse=True) for name, found in rest["optimizer"].items()

@@ -14,11 +14,13 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch.utils import _pytree as pytree
 
 from sparktorch.base.batch import Batch
 from sparktorch.base.config import Precision, TrainConfig
@@ -28,30 +30,23 @@ from sparktorch.train.checkpoint.tensors import create_optimizer_state, own_opti
 from sparktorch.train.huggingface.models import arguments
 from sparktorch.train.loop.engine import Engine
 from sparktorch.train.pipeline.cut import Cut
-from sparktorch.train.plan.activations import Activations
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.sharding.arguments import Arguments
+from sparktorch.train.sharding.units import ShardingOptions
 from sparktorch.train.strategies.fsdp import units
 from sparktorch.train.strategies.mesh_options import MeshOptions
 from sparktorch.train.strategies.registry import check_module, check_strategy, check_workers, strategy_for
 from sparktorch.train.tensor_parallel.sequence import is_below, outermost
-from sparktorch.train.tensor_parallel.styles import HEADS, OWN_ROWS, SUMMED, check_plan
+from sparktorch.train.tensor_parallel.styles import DIVIDED, HEADS, OWN_ROWS, SUMMED, check_plan
 
 __all__ = ["Need", "Plan", "plan"]
 
 _log = logging.getLogger(__name__)
 
-_ROWS = 2  # of the pass that is measured, and of a second one twice as many
 _SIZES = (2, 4, 8)
 _SHARED = ("ddp", "zero1", "zero2", "zero3")
 # Where ranks that share a layer exchange its values: inputs backward, outputs forward.
-_ENDS: dict[str, tuple[str, ...]] = {
-    "rowwise": ("out",),
-    "colwise": ("in",),
-    "colwise_gather_output": ("in", "out"),
-    OWN_ROWS: ("in",),
-    HEADS: ("in", "out"),
-}
+_ENDS = {"rowwise": "out", "colwise": "in", "colwise_gather_output": "in out", OWN_ROWS: "in", HEADS: "in out"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,21 +130,12 @@ class Plan:
 
 
 def plan(recipe: Recipe, config: TrainConfig, workers: int, first: Batch, *, memory: int | None = None) -> Plan:
-    """Returns what each strategy takes of a worker.
+    """Returns what each strategy takes of a worker, which has so many bytes of memory, if they are given.
 
-    It runs forward passes on a few rows, of a module that has shapes and no values where that is possible. Instances,
-    LightningModules, adapters and modules that look at values take as much memory here as a training.
-
-    Args:
-        recipe: What is trained.
-        config: How it is trained; its strategy and options are tried besides those of the table.
-        workers: Number of workers.
-        first: A batch of two rows.
-        memory: Bytes that a worker has.
-
-    Raises:
-        ConfigError: Inputs are sparse or jagged.
-        ModuleError: The module cannot be built or called.
+    It runs forward passes on `first`, a batch of two rows, and on twice as many, of a module that has shapes and no
+    values where that is possible. Instances, LightningModules, adapters and modules that look at values take as much
+    memory here as a training. The configuration's own strategy is tried besides those of the table. A `ConfigError`
+    refuses inputs that are sparse or jagged; a `ModuleError` says that the module cannot be built or called.
     """
     if odd := [name for name, tensor in first.named.items() if tensor.layout is not torch.strided]:
         what = f"input {odd[0]!r} is sparse or jagged, and a plan is made of rows with as many numbers each"
@@ -201,8 +187,10 @@ class _Measured:
         self._module = engine.unwrapped
         self._parameters = dict(self._module.named_parameters())
         engine.training_mode()
-        less, more = (Activations(engine, _rows_of(self._first, rows)).found for rows in (_ROWS, 2 * _ROWS))
-        self._kept = Counter({name: (more[name] - less[name]) // _ROWS for name in more})  # of a row
+        rows, once = self._first.rows, vars(self._first)
+        twice = pytree.tree_map_only(torch.Tensor, lambda tensor: torch.cat([tensor, tensor]), once)
+        less, more = (_Activations(engine, Batch(**each)).found for each in (once, {**twice, "rows": 2 * rows}))
+        self._kept = Counter({name: (more[name] - less[name]) // rows for name in more})  # of a row
         self._once = max(0, 2 * less[""] - more[""])  # of any rows, such as the weights as autocast has them
         create_optimizer_state(engine.optimizer)
         self._state = {
@@ -219,34 +207,12 @@ class _Measured:
             check_module(config, self._recipe, self._workers, self._module, self._first)
         except SparkTorchError as error:
             return Need(strategy=strategy, options=options, refused=error.what)
-        found = self._copies(strategy) if strategy in ("ddp", "zero1") else self._shards(strategy, options)
-        return replace(found, strategy=strategy, options=options)
-
-    def _copies(self, strategy: str) -> Need:
-        """Every worker has the whole model; under "zero1", each has the state of its own share of the parameters."""
-        trained = [p for p in self._parameters.values() if p.requires_grad]
-        gradients, state = _size(trained), sum(self._state.get(p, 0) for p in trained)
-        sent = _reduced(gradients, self._workers)
-        if strategy == "zero1":
-            shares: list[list[nn.Parameter]] = [[] for _ in range(self._workers)]
-            for parameter in sorted(trained, key=torch.Tensor.numel, reverse=True):  # as torch divides them
-                min(shares, key=_size).append(parameter)
-            state = max(sum(self._state.get(p, 0) for p in share) for share in shares)
-            sent += _gathered(gradients, self._workers)
-        return Need(
-            strategy=strategy,
-            parameters=_size(self._parameters.values()) + _size(self._module.buffers()),
-            gradients=gradients,
-            state=state + (0 if self._config.ema_decay is None else gradients),
-            activations=self.rows * (self._kept[""] + self._inputs) + self._once,
-            sent=sent,
-        )
-
-    def _shards(self, strategy: str, options: dict[str, Any]) -> Need:
-        """Every worker has a part of each tensor, and gathers those of a unit at a time."""
         sharding: Any
-        sharding, known = strategy_for(strategy, options)
-        _, pipeline, shard, tensor = known.sizes(self._workers) if strategy == "mesh" else (1, 1, self._workers, 1)
+        sharding, given = strategy_for(strategy, options)
+        copies = strategy in ("ddp", "zero1")  # else, a worker has a part of each tensor, and gathers those of a unit
+        known: Any = ShardingOptions() if copies else given
+        sizes = (1, 1, 1 if copies else self._workers, 1)
+        _, pipeline, shard, tensor = known.sizes(self._workers) if strategy == "mesh" else sizes
         data = self._workers // (pipeline * shard * tensor)
         styles = check_plan(self._module, known.plan, tensor, staged=pipeline > 1) if tensor > 1 else {}
         of_worker = {parameter: parameter.nbytes for parameter in self._parameters.values()}  # before it is sharded
@@ -261,31 +227,40 @@ class _Measured:
         kept = {p: int(size * part[p]) for p, size in of_worker.items()}
         own = sum(kept[p] for p in kept if p.requires_grad)
         everything, gradients = sum(of_worker.values()), sum(size for p, size in of_worker.items() if p.requires_grad)
-        wrapped = units(self._module, known)
+        wrapped = [] if copies else units(self._module, known)
         kept_gathered = strategy == "zero2" or pipeline > 1  # from forward to backward
         gathered = 0
-        if sharding.rank.shards(known, self._workers):
+        if not copies and sharding.rank.shards(known, self._workers):
             inside = [sum(of_worker.get(p, 0) for p in unit.parameters()) for unit in wrapped]
-            gathered = (
-                everything if kept_gathered else min(everything, everything - sum(inside) + 2 * max([0, *inside]))
-            )
+            part_of_it = min(everything, everything - sum(inside) + 2 * max([0, *inside]))
+            gathered = everything if kept_gathered else part_of_it
         width = _width(known.param_dtype)
         sent = self._passes * (1 if kept_gathered else 2) * int(_gathered(everything, shard) * width)
         sent += int(_gathered(gradients, shard) * _width(known.reduce_dtype or known.param_dtype))
-        sent += _reduced(own, data)
+        sent += 2 * _gathered(own, data)
         together = tensor * pipeline  # workers with the same rows
         sent += self._share * together * (_gathered(self._inputs, together) + 2 * passed)
-        exchanged = sum(self._kept[f"{name}:{end}"] for name, style in styles.items() for end in _ENDS.get(style, ()))
+        exchanged = sum(
+            self._kept[f"{name}:{end}"] for name, style in styles.items() for end in _ENDS.get(style, "").split()
+        )
         # Own rows of an output go from one worker to another, instead of being summed up or gathered for all.
         exchanged += sum(self._kept[f"{name}:out"] // tensor for name, style in styles.items() if style == OWN_ROWS)
-        sent += self._share * tensor * _reduced(exchanged, tensor)
+        sent += self._share * tensor * 2 * _gathered(exchanged, tensor)
         # Until the last pass of a step has reduced them, a worker has whole gradients.
         whole = bool(gathered) and (self._passes > 1 or pipeline > 1)
-        state = sum(int(self._state.get(p, 0) * kept[p] / max(p.nbytes, 1)) for p in kept if p.requires_grad)
+        states = {p: int(self._state.get(p, 0) * kept[p] / max(p.nbytes, 1)) for p in kept if p.requires_grad}
+        state = sum(states.values())
+        if strategy == "zero1":  # each worker has the state of its own share of the parameters, as torch divides them
+            shares: list[list[nn.Parameter]] = [[] for _ in range(self._workers)]
+            for parameter in sorted(states, key=torch.Tensor.numel, reverse=True):
+                min(shares, key=_size).append(parameter)
+            state = max(sum(states[p] for p in share) for share in shares)
+            sent += _gathered(gradients, self._workers)
         state += 0 if self._config.ema_decay is None else own
         parameters = sum(kept.values())
         return Need(
             strategy=strategy,
+            options=options,
             parameters=parameters + _size(self._module.buffers()),
             gradients=gradients if whole else own,
             state=state,
@@ -354,15 +329,65 @@ class _Measured:
         return kept, max([0.0, *(sum(self._again(name, wrapped)) for name in units)])
 
 
-def _rows_of(batch: Batch, rows: int) -> Batch:
-    """Returns a batch of as many rows, those of `batch` again and again."""
+class _Activations:
+    """Records what autograd keeps of a batch.
 
-    def repeated(tensor: Any) -> Any:
-        return None if tensor is None else torch.cat([tensor] * (rows // batch.rows))
+    `found` has bytes: all of them as "". `NAME:in` and `NAME:out` are those of a part's inputs and output,
+    `NAME:within` what is kept while it computes, but for its inputs, and `NAME:more` those of its inputs that are not
+    kept. `NAME:begun` is what a linear layer or attention begins: within attention, and from the output of a linear
+    layer on until the next one.
+    """
 
-    label, weight, loss_weight, sizes = map(repeated, (batch.label, batch.weight, batch.loss_weight, batch.sizes))
-    more = {"label": label, "weight": weight, "loss_weight": loss_weight, "sizes": sizes}
-    return replace(batch, inputs=tuple(map(repeated, batch.inputs)), rows=rows, **more)
+    def __init__(self, engine: Engine, batch: Batch) -> None:
+        self.found: Counter[str] = Counter({"": 0})
+        module = engine.unwrapped
+        self._seen = {_storage(tensor) for tensor in [*module.parameters(), *module.buffers(), *batch.tensors]}
+        self._open: list[tuple[str, dict[int | None, int]]] = []  # parts that compute now, and their inputs
+        self._begun = ""
+        self._tensors: list[torch.Tensor] = []  # no other storage gets the address of one
+        hooks = []
+        for name, part in module.named_modules():
+            hooks.append(part.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True))
+            hooks.append(part.register_forward_hook(partial(self._leave, name)))
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
+                engine.losses_of(engine.module, batch)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = _storage(tensor)
+        if storage is not None and storage not in self._seen:
+            self._seen.add(storage)
+            self._tensors.append(tensor)
+            names = {f"{name}:within" for name, inputs in self._open if storage not in inputs}
+            attention = next((name for name, inputs in self._open if name == self._begun and storage in inputs), None)
+            for name in {"", *names, *([f"{self._begun}:begun"] if attention is None else [])}:
+                self.found[name] += tensor.untyped_storage().nbytes()
+        return tensor
+
+    def _enter(self, name: str, part: nn.Module, args: Any, kwargs: Any) -> None:
+        given = {id(t): t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}.values()
+        self.found[f"{name}:in"] += sum(tensor.nbytes for tensor in given if tensor.requires_grad)
+        self._open.append((name, {_storage(tensor): tensor.nbytes for tensor in given if tensor.requires_grad}))
+        if isinstance(part, nn.MultiheadAttention):
+            self._begun = name
+
+    def _leave(self, name: str, part: nn.Module, args: Any, output: Any) -> None:
+        _, inputs = self._open.pop()
+        if self.found[f"{name}:within"]:  # it would keep its inputs if it computed this again
+            self.found[f"{name}:more"] += sum(size for storage, size in inputs.items() if storage not in self._seen)
+        if isinstance(part, DIVIDED):
+            attention = isinstance(part, nn.MultiheadAttention)
+            self._begun = "" if attention else name
+            returned = output[:1] if attention else pytree.tree_leaves(output)
+            self.found[f"{name}:out"] += sum(each.nbytes for each in returned if isinstance(each, torch.Tensor))
+
+
+def _storage(tensor: torch.Tensor) -> int | None:
+    """Returns the address of a tensor's storage; `None` if it has not one."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
 
 
 def _size(tensors: Iterable[torch.Tensor]) -> int:
@@ -371,10 +396,6 @@ def _size(tensors: Iterable[torch.Tensor]) -> int:
 
 def _gathered(size: float, ranks: int) -> int:
     return int(size * (ranks - 1) / ranks)
-
-
-def _reduced(size: float, ranks: int) -> int:
-    return 2 * _gathered(size, ranks)
 
 
 def _width(dtype: str | None) -> float:

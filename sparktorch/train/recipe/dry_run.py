@@ -7,7 +7,7 @@ import logging
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,8 +18,8 @@ from sparktorch.base.config import Task
 from sparktorch.base.state_dict import check_state
 from sparktorch.base.world import World
 from sparktorch.errors import ModuleError, SparkTorchError, line_of_user, refusing
+from sparktorch.train.huggingface.folder import log_differences
 from sparktorch.train.huggingface.models import MODEL_LOSS, call, check_model_loss
-from sparktorch.train.huggingface.weights import log_differences
 from sparktorch.train.recipe.hints import hints_for
 from sparktorch.train.recipe.loss import Loss, TrainingStep, check_mean
 from sparktorch.train.recipe.metrics import ones_for, try_metrics
@@ -91,21 +91,17 @@ class DryRunResult:
     layers: tuple[str, ...] = ()
 
     def packed(self) -> tuple[dict[str, Any], bytes]:
-        """Returns the result without metrics as JSON-ready values, and output and label as `torch.save` bytes."""
-        content = io.BytesIO()
-        torch.save(each_tensor(lambda tensor: tensor.detach().cpu(), self.aligned), content)
-        return asdict(replace(self, aligned=(None, None), metrics={})), content.getvalue()
+        """Returns the result without metrics as what a rank returns: no metadata, and `torch.save` bytes."""
+        content, aligned = io.BytesIO(), each_tensor(lambda tensor: tensor.detach().cpu(), self.aligned)
+        torch.save(replace(self, aligned=aligned, metrics={}), content)
+        return {}, content.getvalue()
 
     @classmethod
-    def unpacked(cls, meta: Mapping[str, Any], content: bytes) -> DryRunResult:
-        """Rebuilds a result from `packed`; unpickles only tensors in plain containers."""
-        plain = {name: meta[name] for name in ("classes", "unused_parameters", "ignored", "state_bytes", "layers")}
-        return cls(
-            outputs=tuple(OutputSpec(found["name"], tuple(found["shape"])) for found in meta["outputs"]),
-            aligned=torch.load(io.BytesIO(content), weights_only=True),
-            arguments=tuple(ArgumentSpec(**{**found, "shape": tuple(found["shape"])}) for found in meta["arguments"]),
-            **plain,
-        )
+    def unpacked(cls, _: Mapping[str, Any], content: bytes) -> DryRunResult:
+        """Rebuilds a result from `packed`; unpickles only it, and tensors in plain containers."""
+        with torch.serialization.safe_globals([cls, OutputSpec, ArgumentSpec]):
+            found: DryRunResult = torch.load(io.BytesIO(content), weights_only=True)
+            return found
 
 
 def dry_run(
@@ -125,26 +121,10 @@ def dry_run(
 ) -> DryRunResult:
     """Builds everything the ranks will build and runs it forward and backward on a few rows.
 
-    Args:
-        recipe: What is trained.
-        task: What the labels mean.
-        seed: Seed of the initial weights.
-        inputs: One tensor of shape `(rows, ...)` per argument of `forward`, keyed by its label for
-            messages, such as `column 'x'`.
-        label: Labels of shape `(rows, ...)`, or `None`.
-        names: Names of the arguments, as in `Batch.names`.
-        weighted: Whether rows will have weights.
-        grouped: Whether samples are groups; here each has one row.
-        device: The device to run on.
-        check: Raises if the module, or what it does with the rows, does not suit the strategy.
-        clips: Whether gradients will be clipped.
-        values: Whether the tensors have values; without, only shapes are tried, and the module takes no memory.
-
-    Raises:
-        ModuleError: The module, loss or optimizer cannot be built or does not fit the columns. Without `values`, also
-            where a module or loss needs the value of a tensor.
-        ConfigError: Name patterns or options in `freeze` or `parameter_groups` do not fit the module or optimizer, or
-            options of the strategy do not fit the module.
+    `inputs` has a tensor of shape `(rows, ...)` for each argument of `forward`, by its label in messages, such as
+    `column 'x'`; `names` are as in `Batch.names`. Rows will have weights if `weighted`; samples are groups, here of one
+    row each, if `grouped`; gradients will be clipped if it `clips`. `check` raises if the module, or what it does with
+    the rows, does not suit the strategy. Without `values`, only shapes are tried, and the module takes no memory.
     """
     device, built = (device, None) if values else ("meta", recipe.build_deferred(seed))
     if built is not None:
@@ -293,12 +273,7 @@ def arguments_of(inputs: Mapping[str, torch.Tensor]) -> tuple[ArgumentSpec, ...]
 
 
 def complete(trial: DryRunResult, metrics: Mapping[str, Any], task: Task) -> DryRunResult:
-    """Tries the metrics on the dry run's output; returns its result with the metrics.
-
-    Raises:
-        ModuleError: A metric cannot be built or computed; names the metric.
-        ConfigError: It is unknown, or none that ranks can compute together.
-    """
+    """Tries the metrics on the dry run's output; returns its result with the metrics. Errors name the metric."""
     return replace(trial, metrics=try_metrics(metrics, task, trial.classes, *trial.aligned), aligned=(None, None))
 
 
@@ -349,11 +324,7 @@ def _check_rows(per_row: Callable[[int, int], Any], what: str, param: str, hint:
 
 
 def describe_outputs(output: Any) -> tuple[OutputSpec, ...]:
-    """Returns one spec per tensor of what `forward` returned.
-
-    Raises:
-        ModuleError: It is neither a tensor nor a tuple or mapping of tensors with rows first.
-    """
+    """Returns one spec per tensor of what `forward` returned."""
     named: dict[Any, Any] = {}
     if isinstance(output, torch.Tensor):
         named = {"": output}

@@ -63,11 +63,7 @@ class FrozenBase:
         return kept | {_RECORD: torch.tensor(list(record), dtype=torch.uint8)}
 
     def check(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Checks that training has not changed the base, in the rank that has a state dict.
-
-        Raises:
-            ModuleError: It has.
-        """
+        """Checks that training has not changed the base, in the rank that has a state dict."""
         if state and _digest(state, self.names) != self.digest:
             raise ModuleError(
                 "parameters that were frozen under the adapters when the training began have changed",
@@ -87,12 +83,7 @@ def seed_of(state: Mapping[str, torch.Tensor], default: int) -> int:
 
 
 def load_weights(module: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-    """Loads a state dict, of which a recorded base may be missing.
-
-    Raises:
-        ModuleError: The module's base is not the one that the adapters were trained on.
-        RuntimeError: Names or shapes differ.
-    """
+    """Loads a state dict, of which a recorded base may be missing; refuses one that is not the module's."""
     if _RECORD not in state:
         module.load_state_dict(state)
         return

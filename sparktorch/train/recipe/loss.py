@@ -41,12 +41,8 @@ Sums = Mapping[str, tuple[torch.Tensor | float, torch.Tensor | float]]  # weight
 def step_scales(weights: torch.Tensor, divisor: int) -> npt.NDArray[np.float64]:
     """Returns the factor of a rank's weighted loss sum, by step, with which gradients are those of the mean loss.
 
-    Args:
-        weights: Weight of the rows of each step over all ranks, float64 of shape `(steps,)`.
-        divisor: Number by which the strategy divides summed gradients.
-
-    Raises:
-        ColumnError: All weights are 0.
+    `weights` are those of the rows of each step over all ranks, float64 of shape `(steps,)`; `divisor` is the number by
+    which the strategy divides summed gradients.
     """
     if not weights.any():
         raise ColumnError("all rows have the weight 0", hint="see weightCol and classWeights", code="ST-WEIGHT")
@@ -73,9 +69,6 @@ def weigh(
 
     Losses have the shape `(rows, ...)`, or are a scalar, their mean; weights are float32 of shape `(rows,)`. Messages
     name the function that computed the losses, its Param, and what to do if it should return a loss per row.
-
-    Raises:
-        ModuleError: They are neither a scalar nor a value per row, or a scalar where rows have weights.
     """
     tensor = isinstance(losses, torch.Tensor)
     if not tensor or (losses.dim() and len(losses) != rows):
@@ -101,9 +94,6 @@ def check_mean(
 
     Losses are those of all rows, again of all rows, and of each part, `rough` in half precision. A loss that is not
     finite, or another one for the same rows, is not compared. Messages are as for `weigh`.
-
-    Raises:
-        ModuleError: They differ by more than rounding explains.
     """
     if any(not isinstance(loss, torch.Tensor) or loss.dim() for loss in losses):
         return
@@ -151,11 +141,7 @@ class TrainingStep:
         return self(module, batch)
 
     def __call__(self, module: nn.Module, batch: Batch) -> tuple[torch.Tensor, Sums]:
-        """Returns the weighted sum of the rows' losses, a scalar tensor, and the sums of the metrics.
-
-        Raises:
-            ModuleError: The callable returned an invalid value.
-        """
+        """Returns the weighted sum of the rows' losses, a scalar tensor, and the sums of the metrics."""
         with nullcontext() if batch.rows else _sending_nothing_back(module):
             losses, metrics = self.per_row(module, batch)
         rows = batch.rows or batch.shown  # placeholder rows are complete, with weight zero
@@ -323,11 +309,7 @@ class Loss:
     """
 
     def __init__(self, loss: str | Callable[..., torch.Tensor] | None, params: Mapping[str, Any]) -> None:
-        """Resolves a name, class or callable; classes with a `reduction` are made with "none".
-
-        Raises:
-            ModuleError: The loss is unknown or does not take its parameters.
-        """
+        """Resolves a name, class or callable; classes with a `reduction` are made with "none"."""
         self.name = loss if isinstance(loss, str) else name_of(loss)
         found = look_up(loss, nn, nn.Module, "loss", suffix="Loss")
         reducing = "reduction" in parameters_of(found)

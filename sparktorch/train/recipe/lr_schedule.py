@@ -10,12 +10,11 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from sparktorch.base.config import TrainConfig
 from sparktorch.train.recipe.lookup import name_of
-from sparktorch.train.recipe.recipe import Recipe
+from sparktorch.train.recipe.recipe import KERNELS, Recipe
 
 __all__ = ["Schedule", "fixed_epochs"]
 
 _WARMUP_EPOCHS = 5  # Goyal et al. 2017, section 2.2
-_KERNELS = ("foreach", "fused")  # options of optimizers that follow from how parameters are divided now
 
 
 class Schedule:
@@ -96,7 +95,7 @@ class Schedule:
         if self._scheduler is not None:
             self._scheduler.load_state_dict(state["scheduler"])
         for group, values in zip(self._groups, state["groups"], strict=True):
-            group.update({name: value for name, value in values.items() if name not in _KERNELS})
+            group.update({name: value for name, value in values.items() if name not in KERNELS})
 
 
 def fixed_epochs(recipe: Recipe) -> str:

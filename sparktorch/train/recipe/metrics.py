@@ -8,7 +8,6 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -27,11 +26,6 @@ __all__ = ["Metrics", "has_metric", "ones_for", "quiet", "reduce_over_ranks", "t
 
 _HOMES = ("torchmetrics", "torchmetrics.classification", "torchmetrics.regression")
 _TAKEN = {"loss", "accuracy"}  # names that validation reports itself
-_MOST_AXES = 8
-_DTYPES = (
-    *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
-    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
-)
 
 
 class Metrics:
@@ -46,7 +40,7 @@ class Metrics:
         self._task = task
         self._metrics = {name: _build(name, value).to(device) for name, value in metrics.items()}
         for metric in self._metrics.values():
-            reduce_over_ranks(metric, device)
+            reduce_over_ranks(metric)
 
     def update(self, output: Any, label: torch.Tensor | None) -> None:
         """Adds validation rows; `output` and `label` are as from `align`."""
@@ -77,13 +71,11 @@ class Metrics:
                 for state, reduction in part._reductions.items():
                     listed = isinstance(part._defaults[state], list) and reduction is not dim_zero_cat
                     if listed or reduction is dim_zero_mean:
-                        raise ConfigError(
-                            f"metric {name!r} cannot be computed over several workers: {type(part).__name__} keeps "
-                            f"{state!r} as {'a list that is not concatenated' if listed else 'a mean of means'}",
-                            hint="keep sums, counts or lists with dist_reduce_fx='cat'",
-                            param="metrics",
-                            code="ST-METRIC",
+                        kept = "a list that is not concatenated" if listed else "a mean of means"
+                        what = (
+                            f"cannot be computed over several workers: {type(part).__name__} keeps {state!r} as {kept}"
                         )
+                        raise _refused(name, what, "keep sums, counts or lists with dist_reduce_fx='cat'")
 
 
 def has_metric(name: str, task: Task, metrics: Iterable[str]) -> bool:
@@ -143,13 +135,13 @@ def _build(name: str, value: Any) -> Metric:
         with refusing(f"metric {name!r} cannot be built", hint, param="metrics", code="ST-METRIC"):
             built = factory(**params)
     if not _is_metric(built):
-        raise ConfigError(
-            f"metric {name!r} is a {type(built).__name__}, no torchmetrics.Metric",
-            hint="name the metrics of a collection one by one",
-            param="metrics",
-            code="ST-METRIC",
-        )
+        what = f"is a {type(built).__name__}, no torchmetrics.Metric"
+        raise _refused(name, what, "name the metrics of a collection one by one")
     return cast("Metric", built)
+
+
+def _refused(name: str, what: str, hint: str) -> ConfigError:
+    return ConfigError(f"metric {name!r} {what}", hint=hint, param="metrics", code="ST-METRIC")
 
 
 def _resolve(name: str, value: Any) -> tuple[Callable[..., Any], dict[str, Any]]:
@@ -190,10 +182,10 @@ def _is_metric(value: Any) -> bool:
     return isinstance(value, _torchmetrics().Metric)
 
 
-def reduce_over_ranks(metric: Metric, device: str) -> None:
+def reduce_over_ranks(metric: Metric) -> None:
     """Makes a metric reduce its states over ranks of which some may have no rows."""
     for part in _parts(metric):
-        part.dist_sync_fn = partial(_gather, device=device)
+        part.dist_sync_fn = _gather
 
 
 def _parts(metric: Metric) -> Iterator[Metric]:
@@ -209,38 +201,22 @@ def _numbers(name: str, value: Any) -> dict[str, float]:
         return {key: number for part in value for key, number in _numbers(f"{name}_{part}", value[part]).items()}
     values = torch.as_tensor(value)
     if values.dim() > 1:
-        raise ConfigError(
-            f"metric {name!r} gives a tensor of shape {tuple(values.shape)}",
-            hint="only numbers and vectors can be reported",
-            param="metrics",
-            code="ST-METRIC",
-        )
+        shape = tuple(values.shape)
+        raise _refused(name, f"gives a tensor of shape {shape}", "only numbers and vectors can be reported")
     if values.dim() == 0:
         return {name: float(values)}
     return {f"{name}_{i}": float(number) for i, number in enumerate(values)}
 
 
-def _gather(values: torch.Tensor, group: Any = None, *, device: str) -> list[torch.Tensor]:
+def _gather(values: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
     """Returns the tensors of all ranks in rank order, without empty ones unless all are empty.
 
     torchmetrics' own function needs tensors of equal dtype and number of axes on all ranks, which a rank without rows
     does not know.
     """
-    header = torch.zeros(_MOST_AXES + 2, dtype=torch.int64)
-    header[: values.dim() + 2] = torch.tensor([_DTYPES.index(values.dtype), values.dim(), *values.shape])
-    size = dist.get_world_size(group)
-    headers = [torch.empty_like(header, device=device) for _ in range(size)]
-    dist.all_gather(headers, header.to(device), group)
-    kinds = [(_DTYPES[code], tuple(shape[:axes])) for code, axes, *shape in (found.tolist() for found in headers)]
-    lengths = [torch.Size(shape).numel() * dtype.itemsize for dtype, shape in kinds]
-    content = torch.zeros(max(1, *lengths), dtype=torch.uint8, device=device)
-    content[: values.numel() * values.itemsize] = values.to(device).contiguous().view(-1).view(torch.uint8)
-    contents = [torch.empty_like(content) for _ in range(size)]
-    dist.all_gather(contents, content, group)
-    found = [
-        part[:length].view(dtype).view(shape).to(values.device)
-        for part, length, (dtype, shape) in zip(contents, lengths, kinds, strict=True)
-    ]
+    every: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(every, values.detach().cpu().clone(), group)  # a view would travel with all that it shows
+    found = [part.to(values.device) for part in every]
     return [part for part in found if part.numel()] or found
 
 

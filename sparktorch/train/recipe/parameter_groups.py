@@ -18,9 +18,6 @@ def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
     """Freezes the parameters whose names match, and unfreezes others; later patterns override earlier ones.
 
     Patterns are globs, in which `*` matches dots too; `!pattern` unfreezes, also what the module itself has frozen.
-
-    Raises:
-        ConfigError: A pattern matches no parameter.
     """
     if not patterns:
         return
@@ -48,9 +45,6 @@ def group(
 
     A parameter belongs to the first group with a glob under "params" that matches its name. If `whole` is the module
     with all of the parameters, of which this one has some, groups may be empty.
-
-    Raises:
-        ConfigError: A group has no patterns, a pattern matches no parameter, or a group is left without parameters.
     """
     if whole is not None:
         present = _by_name(module)

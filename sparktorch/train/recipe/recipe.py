@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import glob
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,15 +19,17 @@ from sparktorch.base.state_dict import unpack_state
 from sparktorch.base.weights_folder import WeightsFolder
 from sparktorch.base.world import World
 from sparktorch.errors import ConfigError, ModuleError, refusing
+from sparktorch.train.huggingface.folder import ConvertedWeights
 from sparktorch.train.huggingface.models import MODEL_LOSS, is_model, with_config
-from sparktorch.train.huggingface.weights import ConvertedWeights
 from sparktorch.train.recipe.frozen_base import lacks_base, load_weights, seed_of
 from sparktorch.train.recipe.lookup import building, look_up, name_of, parameters_of, signature_of
 from sparktorch.train.recipe.loss import Loss, ModelLossStep, TrainingStep
 from sparktorch.train.recipe.own_training import OwnTraining
 from sparktorch.train.recipe.parameter_groups import freeze, group
 
-__all__ = ["ModuleSource", "Recipe", "called"]
+__all__ = ["KERNELS", "ModuleSource", "Recipe", "called", "recipe_of"]
+
+KERNELS = ("foreach", "fused")  # options of optimizers that follow from how parameters are divided
 
 _OF_LIGHTNING = ("training_step", "configure_optimizers", "automatic_optimization")
 
@@ -84,12 +87,7 @@ class Recipe:
     callbacks: Sequence[Any] = ()
 
     def build_module(self, seed: int) -> nn.Module:
-        """Builds the module; the same seed gives the same initial weights in every process.
-
-        Raises:
-            ModuleError: The factory fails, or its result is not an `nn.Module`.
-            ConfigError: A `freeze` pattern matches no parameter, or no parameter is left to train.
-        """
+        """Builds the module; the same seed gives the same initial weights in every process."""
         if isinstance(self.initial, WeightsFolder):
             built = self.build_deferred(seed)
             built.materialise(built.module)
@@ -101,12 +99,7 @@ class Recipe:
         return module
 
     def build_deferred(self, seed: int) -> Deferred:
-        """Builds the module without values, whose parts get others than by `build_module`, but for saved ones.
-
-        Raises:
-            ModuleError: As `build_module`; or the initial weights have other names or shapes.
-            ConfigError: As `build_module`.
-        """
+        """Builds the module without values, whose parts get others than by `build_module`, but for saved ones."""
         found: list[Deferred] = []
 
         def build(make: Callable[[], nn.Module]) -> nn.Module:
@@ -166,11 +159,7 @@ class Recipe:
         return OwnTraining()
 
     def check_scored(self, module: nn.Module) -> None:
-        """Checks, in the dry run, that trained weights fit the module that scores.
-
-        Raises:
-            ModuleError: They do not.
-        """
+        """Checks, in the dry run, that trained weights fit the module that scores."""
 
     def module_seed(self, seed: int) -> int:
         """Returns the seed for the factory: the given one, or that which the initial weights were trained with."""
@@ -184,19 +173,11 @@ class Recipe:
         return self.initial if isinstance(self.initial, bytes) else b""
 
     def build_loss(self) -> Loss:
-        """Builds the loss.
-
-        Raises:
-            ModuleError: The loss is unknown or does not take its parameters.
-        """
+        """Builds the loss."""
         return Loss(self.loss, self.loss_params)
 
     def build_training_step(self) -> TrainingStep | None:
-        """Builds the training step; returns `None` if the recipe has a loss instead.
-
-        Raises:
-            ModuleError: It cannot be imported.
-        """
+        """Builds the training step; returns `None` if the recipe has a loss instead."""
         step: Any = load_object(self.training_step) if isinstance(self.training_step, str) else self.training_step
         if step is None:
             return None
@@ -210,9 +191,6 @@ class Recipe:
         It uses torch's fused kernel if the optimizer has one, the user has not chosen another, and the
         parameters and gradients permit it: no complex parameters, no sparse gradients. `whole` has all parameters, if
         `module` has some of them only.
-
-        Raises:
-            ModuleError: The optimizer is unknown or does not take its parameters.
         """
         factory, parameters, options = self.optimizer_call(module, whole)
         with building("optimizer", factory):
@@ -223,11 +201,8 @@ class Recipe:
         """Raises the errors of `build_optimizer`, mostly without building an optimizer.
 
         The first optimizer of a process imports `torch._dynamo`, which takes a second. torch's own
-        optimizers check their options before they refuse an empty list of parameters.
-
-        Raises:
-            ModuleError: The optimizer is unknown or does not take its parameters.
-            ConfigError: It does not take the options of a parameter group, or it computes the loss itself.
+        optimizers check their options before they refuse an empty list of parameters. Refuses one that
+        computes the loss itself.
         """
         factory, _, options = self.optimizer_call(module)
         if isinstance(factory, type) and issubclass(factory, torch.optim.LBFGS):
@@ -256,12 +231,7 @@ class Recipe:
                 )
 
     def try_sparse(self, module: nn.Module, *, clips: bool) -> None:
-        """Takes a step with gradients that are there, if some are sparse, in the dry run: parameters change.
-
-        Raises:
-            ModuleError: The optimizer does not take them.
-            ConfigError: They cannot be clipped.
-        """
+        """Takes a step with gradients that are there, if some are sparse, in the dry run: parameters change."""
         sparse = [name for name, each in module.named_parameters() if each.grad is not None and each.grad.is_sparse]
         if not sparse:
             return
@@ -275,11 +245,7 @@ class Recipe:
             optimizer.step()
 
     def build_scheduler(self, optimizer: torch.optim.Optimizer, steps: int) -> Any:
-        """Builds the scheduler, whose default `T_max` or `total_steps` is `steps`; `None` if the recipe has none.
-
-        Raises:
-            ModuleError: The scheduler is unknown or does not take its parameters.
-        """
+        """Builds the scheduler, whose default `T_max` or `total_steps` is `steps`; `None` if the recipe has none."""
         if self.scheduler is None:
             return None
         factory, options = self.scheduler_call(steps)
@@ -287,11 +253,7 @@ class Recipe:
             return factory(optimizer, **options)
 
     def check_scheduler(self) -> None:
-        """Checks the scheduler's name and parameters against its signature, without building it.
-
-        Raises:
-            ModuleError: The scheduler is unknown or its signature does not take its parameters.
-        """
+        """Checks the scheduler's name and parameters against its signature, without building it."""
         if self.scheduler is None:
             return
         factory, options = self.scheduler_call(1)
@@ -332,6 +294,65 @@ class Recipe:
         if self.parameter_groups:
             parameters = group(module, self.parameter_groups, whole)
         return factory, parameters, options
+
+
+def recipe_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> Recipe:
+    """Returns a recipe with the class, options and parameter groups of an optimizer of a module's parameters.
+
+    Call it before a strategy prepares the module, which may replace its parameters, and before the first step.
+    """
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    lacking = [name for parameter, name in names.items() if parameter.requires_grad and parameter not in own]
+    reasons = (
+        (
+            any(state.get("step", 1) for state in optimizer.state.values()),  # Adagrad's state begins with a step 0
+            "has taken steps already",
+            "wrap module and optimizer before the first step",
+        ),
+        (
+            own - names.keys(),
+            "has parameters that are not the module's",
+            "build it from module.parameters(), of the module that is wrapped",
+        ),
+        (
+            lacking,
+            f"lacks the trainable parameters {', '.join(lacking[:3])}",
+            "add them to it, or freeze them: parameter.requires_grad_(False)",
+        ),
+        ("lr" not in optimizer.defaults, "has no learning rate 'lr'", f"it has {signature_of(type(optimizer))}"),
+    )
+    for applies, what, hint in reasons:
+        if applies:
+            raise ModuleError(f"optimizer {name_of(type(optimizer))} {what}", hint=hint, code="ST-OPTIMIZER")
+    options = _accepted(type(optimizer), optimizer.defaults)
+    groups = [
+        {
+            "params": [glob.escape(names[parameter]) for parameter in group["params"]],
+            **{name: value for name, value in group.items() if name in options and value is not options[name]},
+            "lr": group["lr"],
+        }
+        for group in optimizer.param_groups
+    ]
+    rate = options.pop("lr")
+    return Recipe(
+        module=module,
+        optimizer=type(optimizer),
+        optimizer_params=options,
+        learning_rate=rate,
+        parameter_groups=groups,
+    )
+
+
+def _accepted(kind: type, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the defaults of an optimizer that its constructor takes; a base class may add some."""
+    known = inspect.signature(kind).parameters
+    every = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in known.values())
+    return {
+        name: value
+        for name, value in defaults.items()
+        if (every or name in known) and not (name in KERNELS and value is None)
+    }
 
 
 def makes_sparse_gradients(part: nn.Module) -> bool:

@@ -34,9 +34,6 @@ def align(task: Task, output: Any, label: torch.Tensor | None) -> tuple[Any, tor
     broadcast `(rows, 1)` against `(rows,)` to `(rows, rows)` without an error. One score per row is
     a two-class problem, whose losses need labels of the score's dtype. Labels are int64 classes, or float values, of
     shape `(rows, ...)`.
-
-    Raises:
-        ModuleError: The output has no axis of rows.
     """
     if task == "generic" or label is None or not isinstance(output, torch.Tensor):
         return output, label
@@ -50,11 +47,7 @@ def align(task: Task, output: Any, label: torch.Tensor | None) -> tuple[Any, tor
 
 
 def check_rows(output: torch.Tensor, rows: int) -> None:
-    """Refuses an output that does not have one row per row of the input.
-
-    Raises:
-        ModuleError: It has not; the dry run does not see what depends on the rows of a batch.
-    """
+    """Refuses an output that does not have one row per row of the input; the dry run does not see all of these."""
     if output.dim() == 0 or len(output) != rows:
         raise ModuleError(
             f"forward returned {counted(len(output), 'row', 'rows') if output.dim() else 'a scalar'} for "

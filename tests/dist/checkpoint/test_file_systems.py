@@ -18,7 +18,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from sparktorch.errors import ClusterError, PersistenceError
 from sparktorch.train.checkpoint.store import CheckpointStore, Manifest, read_tensors, snapshot
 from tests.support.ranks import control_server, run_ranks, train_on
-from tests.support.resume import STEPS, Counts, job_for, killed, parts, timeless
+from tests.support.resume import STEPS, Counts, check_same_bits, job_for, killed, parts
 from tests.support.s3 import object_store
 from tests.support.waiting import until
 
@@ -208,15 +208,12 @@ def test_a_training_that_was_killed_goes_on_to_the_same_bits_from_an_object_stor
     bucket: str, environment: dict[str, str], tmp_path: Path
 ) -> None:
     calm, rough = tmp_path / "calm", tmp_path / "rough"
-    calm.mkdir()
-    rough.mkdir()
-    expected, wanted = train_on(parts(2), job_for(calm, Counts(calm)))
+    expected = train_on(parts(2), job_for(calm, Counts(calm)))
     killed(job_for(bucket, Counts(rough, rank=1, step=STEPS + 5), interval=3), 2, environment=environment)
     store = CheckpointStore(f"{bucket}/checkpoints")
     assert store.usable()[0] is not None
-    found, metas = train_on(parts(2), job_for(bucket, Counts(rough), interval=3), environment=environment)
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
-    assert timeless(metas[0]["history"]) == timeless(wanted[0]["history"])
+    found = train_on(parts(2), job_for(bucket, Counts(rough), interval=3), environment=environment)
+    check_same_bits(found, expected)
     assert (rough / "steps-1").read_text() == (calm / "steps-1").read_text()
     assert store.steps() == [3 * STEPS, 3 * STEPS - 3]  # the last two are kept, and nothing else is left
     assert len(store.directory.names()) == 3

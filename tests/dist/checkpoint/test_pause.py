@@ -49,7 +49,6 @@ def started_again(job: TrainJob, times: int) -> TrainJob:
 
 def test_a_training_that_is_paused_with_fewer_and_with_more_ranks_ends_as_the_undisturbed_one(tmp_path: Path) -> None:
     config: dict[str, Any] = {"module": Tower, "strategy": "zero3", "interval": NEVER}
-    (tmp_path / "calm").mkdir()
     expected, wanted = train_on(parts(2), job_for(tmp_path / "calm", **config))
     job, steps = job_for(tmp_path, Dawdles(), **config), [0]
     for times, ranks in enumerate((2, 1, 3)):
@@ -78,7 +77,6 @@ class FullDisk(Callback):
 
 
 def test_a_training_goes_on_if_the_checkpoint_of_its_pause_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "calm").mkdir()
     expected, _ = train_on(parts(2), job_for(tmp_path / "calm", interval=NEVER))
     job = job_for(tmp_path, FullDisk(), interval=NEVER)
     with control_server() as server:

@@ -18,7 +18,18 @@ from sparktorch.train.checkpoint.store import CheckpointStore
 from sparktorch.worker import TrainJob
 from tests.support.nets import Damped, Drifting, Lookup, Noisy, Spare, Tower
 from tests.support.ranks import control_server, load_state, run_ranks, train_on
-from tests.support.resume import EPOCHS, STEPS, TABLE, Counts, OwnSteps, job_for, killed, parts, timeless
+from tests.support.resume import (
+    EPOCHS,
+    STEPS,
+    TABLE,
+    Counts,
+    OwnSteps,
+    check_same_bits,
+    job_for,
+    killed,
+    parts,
+    timeless,
+)
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp": {"strategy": "ddp", "strategy_params": {"bucket_cap_mb": 0.0002}},  # several buckets
@@ -66,19 +77,15 @@ class Worn(Noisy):
 @pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 3), ("zero1", 2), ("zero2", 3), ("zero3", 2), ("mesh", 4)])
 def test_the_weights_are_the_same_to_the_last_bit(strategy: str, ranks: int, tmp_path: Path) -> None:
     calm, rough = tmp_path / "calm", tmp_path / "rough"
-    calm.mkdir()
-    rough.mkdir()
     config = {"module": Worn, **STRATEGIES[strategy]}
-    expected, wanted = train_on(parts(ranks), job_for(calm, Counts(calm), **config))
-    assert expected["wear._extra_state"] >= EPOCHS * STEPS
+    expected = train_on(parts(ranks), job_for(calm, Counts(calm), **config))
+    assert expected[0]["wear._extra_state"] >= EPOCHS * STEPS
     step = STEPS + 3 + ranks  # somewhere in the second epoch
     killed(job_for(rough, Counts(rough, rank=1, step=step), **config), ranks)
     left = CheckpointStore(str(rough / "checkpoints")).steps()
     assert left
     assert step - 3 <= left[0] <= step
-    found, metas = train_on(parts(ranks), job_for(rough, Counts(rough), **config))
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
-    assert timeless(metas[0]["history"]) == timeless(wanted[0]["history"])
+    check_same_bits(train_on(parts(ranks), job_for(rough, Counts(rough), **config)), expected)
     for rank in range(ranks):
         assert (rough / f"steps-{rank}").read_text() == (calm / f"steps-{rank}").read_text() == str(EPOCHS * STEPS)
 
@@ -114,7 +121,6 @@ def test_rows_are_split_as_the_checkpoint_says_whatever_the_number_of_ranks(
     first = replace(job_for(tmp_path, dies, module=Tower), by_place=by_place)
     with control_server() as server:
         run_ranks(server, [part.batches() for part in rows.parts(before)], first)
-    (tmp_path / "calm").mkdir()
     expected, _ = train_on([rows.batches()], job_for(tmp_path / "calm", module=Tower))
     again = replace(job_for(tmp_path, module=Tower), max_imbalance=0.1)
     if by_place:
@@ -128,7 +134,6 @@ def test_rows_are_split_as_the_checkpoint_says_whatever_the_number_of_ranks(
 
 
 def test_the_best_weights_of_before_the_kill_are_kept(tmp_path: Path) -> None:
-    (tmp_path / "calm").mkdir()
     # At such a rate the loss soon jumps about: the best validation is an early one.
     config: dict[str, Any] = {"epochs": 40, "patience": 2, "schedule_interval": "epoch", "warmup_steps": 0}
     config["ema_decay"] = None
@@ -143,9 +148,7 @@ def test_the_best_weights_of_before_the_kill_are_kept(tmp_path: Path) -> None:
     best = losses.index(min(losses))
     assert len(losses) < 40
     killed(job(tmp_path, Counts(tmp_path, rank=1, step=(best + 1) * STEPS + 9)), 2)
-    found, metas = train_on(parts(2), job(tmp_path, None))
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
-    assert timeless(metas[0]["history"]) == timeless(wanted[0]["history"])
+    check_same_bits(train_on(parts(2), job(tmp_path, None)), (expected, wanted))
 
 
 def test_the_checkpoint_of_the_best_validation_is_kept_over_a_restart(tmp_path: Path) -> None:
@@ -187,8 +190,6 @@ def test_what_no_checkpoint_can_hold_is_refused_before_the_first_step(tmp_path: 
 def test_what_each_rank_or_optimizer_has_for_itself_is_gone_on_with(
     module: type, optimizer: Any, config: dict[str, Any], tmp_path: Path
 ) -> None:
-    (tmp_path / "calm").mkdir()
-
     def job(folder: Path, callback: Callback | None = None) -> TrainJob:
         made = job_for(folder, callback, module=module, **config)
         own = {"optimizer": optimizer, "optimizer_params": {}} if optimizer else {}
@@ -240,22 +241,17 @@ def of_another_fit(job: TrainJob) -> TrainJob:
 
 
 def test_more_epochs_go_on_with_a_training_finished_or_not_and_end_as_all_of_them_at_once(tmp_path: Path) -> None:
-    for name in ("calm", "cut", "ended"):
-        (tmp_path / name).mkdir()
-    expected, wanted = train_on(parts(2), lasting(4, tmp_path / "calm"))
+    expected = train_on(parts(2), lasting(4, tmp_path / "calm"))
     killed(lasting(2, tmp_path / "cut", Counts(tmp_path, rank=1, step=STEPS + 3)), 2)
     train_on(parts(2), lasting(2, tmp_path / "ended"))
     steps = OwnSteps(tmp_path / "ended")
     for job in (lasting(4, tmp_path / "cut"), of_another_fit(lasting(4, tmp_path / "ended", steps))):
-        found, metas = train_on(parts(2), job)
-        assert all(torch.equal(found[name], value) for name, value in expected.items())
-        assert timeless(metas[0]["history"]) == timeless(wanted[0]["history"])
+        check_same_bits(train_on(parts(2), job), expected)
     assert (tmp_path / "ended" / "steps-0").read_text() == str(2 * STEPS)
 
 
 def test_epochs_that_a_training_cannot_go_on_to_are_refused_and_leave_it_as_it_is(tmp_path: Path) -> None:
     for name, recipe in (("constant", {}), ("by_epochs", {"scheduler": "CosineAnnealingLR"})):
-        (tmp_path / name).mkdir()
         train_on(parts(2), lasting(2, tmp_path / name, **recipe))
     with pytest.raises(PersistenceError, match="holds a training that has done 2 epochs"):
         train_on(parts(2), of_another_fit(lasting(1, tmp_path / "constant")))
@@ -295,7 +291,6 @@ def test_a_training_goes_on_from_before_contents_were_told_and_says_that_initial
 
 
 def test_a_damaged_checkpoint_is_left_out_with_a_warning(tmp_path: Path) -> None:
-    (tmp_path / "calm").mkdir()
     expected, _ = train_on(parts(2), job_for(tmp_path / "calm"))
     killed(job_for(tmp_path, Counts(tmp_path, rank=1, step=STEPS + 5)), 2)
     folder = tmp_path / "checkpoints"

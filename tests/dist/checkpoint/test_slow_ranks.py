@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
-import torch
 
 from sparktorch.train.callbacks import FitContext
 from tests.support.ranks import train_on
-from tests.support.resume import STEPS, Counts, job_for, killed, parts, timeless
+from tests.support.resume import STEPS, Counts, check_same_bits, job_for, killed, parts
 from tests.support.saving import LocalFiles, wait_for_saves
 from tests.support.waiting import until
 
@@ -46,14 +45,11 @@ class Ahead(Counts):
 
 def test_a_checkpoint_at_the_end_of_an_epoch_holds_the_same_moment_of_all_ranks(tmp_path: Path) -> None:
     calm, rough = tmp_path / "calm", tmp_path / "rough"
-    calm.mkdir()
-    rough.mkdir()
-    expected, wanted = train_on(parts(2), job_for(calm, Counts(calm)))
+    expected = train_on(parts(2), job_for(calm, Counts(calm)))
     job = job_for(f"held://{rough}", Ahead(rough), interval=STEPS)
     killed(job, 2)
-    found, metas = train_on(parts(2), job)
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
-    assert timeless(metas[0]["history"]) == timeless(wanted[0]["history"])
-    for meta in metas:
+    found = train_on(parts(2), job)
+    check_same_bits(found, expected)
+    for meta in found[1]:
         assert meta["seconds"]["checkpoint_copy"] > 0
         assert meta["seconds"]["checkpoint_write"] > 0

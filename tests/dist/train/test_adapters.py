@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,8 @@ from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.worker import TrainJob
 from tests.support.adapters import LENGTH, WORDS, Adapted, adapted, save_base
 from tests.support.frames import Table
-from tests.support.ranks import control_server, preload, run_ranks, train_job, train_on
-from tests.support.resume import Counts
+from tests.support.ranks import preload, train_job, train_on
+from tests.support.resume import Counts, killed
 
 preload("tests.support.adapters")
 pytestmark = [
@@ -83,12 +82,6 @@ def job_for(
     )
 
 
-def killed(job: TrainJob) -> None:
-    with control_server() as server:
-        ended = run_ranks(server, parts(), job)
-    assert any(rank.exitcode == -signal.SIGKILL for rank in ended), server.first_failure()
-
-
 def trained_module(source: Any, params: dict[str, Any], state: dict[str, torch.Tensor]) -> TrainedModule:
     return TrainedModule(
         source=source,
@@ -144,7 +137,7 @@ def test_a_training_that_was_killed_goes_on_to_the_same_bits_from_checkpoints_of
     config = {**STRATEGIES["zero3"], "ema_decay": 0.9}
     expected, _ = train_on(parts(), job_for(adapted, {"folder": folder}, **config))
     kill = Counts(tmp_path, rank=1, step=STEPS + 3)
-    killed(job_for(adapted, {"folder": folder}, kill, tmp_path, **config))
+    killed(job_for(adapted, {"folder": folder}, kill, tmp_path, **config), parts())
     files = list((tmp_path / "checkpoints").rglob("*.safetensors"))
     largest = max(path.stat().st_size for path in files)
     assert 0 < largest < 0.1 * len(pack_state(adapted(folder).state_dict()))
@@ -160,7 +153,7 @@ def test_a_base_that_has_changed_is_refused_by_checkpoints_and_by_models(folder:
     params = {"folder": str(own)}
     kill = Counts(tmp_path, rank=1, step=STEPS)
     state, _ = train_on(parts(1), job_for(adapted, params))
-    killed(job_for(adapted, params, kill, tmp_path))
+    killed(job_for(adapted, params, kill, tmp_path), parts())
     trained = trained_module(adapted, params, state)
     trained.build()
     save_base(own, seed=2)

@@ -79,12 +79,6 @@ def test_elements_of_the_gradient_are_cut_off(strategy: str) -> None:
     check(job_for(clip_value=0.02), plain(clip), strategy)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-@pytest.mark.parametrize("split", [{"accumulation_steps": 3}, {"micro_batch_size": 5}])
-def test_micro_batches_change_nothing(split: dict[str, int], strategy: str) -> None:
-    check(job_for(**split), plain(), strategy)
-
-
 def test_micro_batches_send_their_gradients_once_a_step() -> None:
     def counts(**split: int) -> tuple[int, int]:
         job = job_for(recipe={"module": Counting}, **split)

@@ -26,10 +26,8 @@ ROWS, BATCH, EPOCHS, SEED = 1_001, 64, 3, 11
 TOLERANCE = {"atol": 1e-5, "rtol": 0.0}
 
 CASES = {
-    "classification with weights": Table.random(ROWS, classes=3, weighted=True),
     "regression": Table.random(ROWS),
     "validated classification with weights": Table.random(ROWS, classes=3, weighted=True, validated=True),
-    "validated regression": Table.random(ROWS, validated=True),
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,14 +13,13 @@ import pytest
 import torch
 
 from sparktorch.base.config import CheckpointConfig, TrainConfig
-from sparktorch.base.state_dict import pack_state
 from sparktorch.data.columns import LABEL, VALIDATION
 from sparktorch.data.sampling.plan import SamplingPlan
 from sparktorch.train.lightning import LightningRecipe
 from sparktorch.worker import TrainJob
 from tests.support.frames import Table
-from tests.support.ranks import control_server, preload, run_ranks, train_job, train_on
-from tests.support.resume import timeless
+from tests.support.ranks import preload, train_job, train_on
+from tests.support.resume import check_same_bits, killed
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of Lightning's own imports
@@ -219,15 +217,12 @@ def test_a_training_goes_on_with_the_same_bits(strategy: str, schedule: str, tmp
 
     def job(folder: str, **lit: Any) -> TrainJob:
         made = job_for(TABLE, LitCounting, {"schedule": schedule, **lit}, strategy=strategy)
-        (tmp_path / folder).mkdir(exist_ok=True)
         checkpoint = CheckpointConfig(directory=str(tmp_path / folder), unit="step", interval=1, owner="me")
         return replace(made, checkpoint=checkpoint)
 
-    wanted, metas = train_on(parts, job("whole"))
-    with control_server() as server:
-        ended = run_ranks(server, parts, job("parts", dies=6, flag=str(tmp_path / "flag")))
-    assert any(rank.exitcode == -signal.SIGKILL for rank in ended)
-    state, others = train_on(parts, job("parts", dies=6, flag=str(tmp_path / "flag")))
-    assert pack_state(state) == pack_state(wanted)
-    assert timeless(others[0]["history"]) == timeless(metas[0]["history"])
-    assert others[0]["history"][-1]["batches"] == 3 * 4
+    expected, dies = train_on(parts, job("whole")), {"dies": 6, "flag": str(tmp_path / "flag")}
+    killed(job("parts", **dies), parts)
+    found = train_on(parts, job("parts", **dies))
+    check_same_bits(found, expected)
+    assert found[0].keys() == expected[0].keys()
+    assert found[1][0]["history"][-1]["batches"] == 3 * 4

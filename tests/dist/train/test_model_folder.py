@@ -27,7 +27,7 @@ from sparktorch.errors import PersistenceError
 from sparktorch.train.huggingface.folder import opened
 from sparktorch.train.loop import model_folder
 from sparktorch.train.loop.engine import Engine
-from sparktorch.train.loop.weights import Weights
+from sparktorch.train.loop.model_folder import Weights
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.worker import TrainJob
 from tests.dist.strategies.test_strategies import PARTED, job_for
@@ -231,7 +231,6 @@ BOTH = {"strategy": "mesh", "strategy_params": {"min_parameters": 60, "pipeline"
 
 
 def test_the_best_weights_of_before_a_kill_are_kept_on_another_mesh(tmp_path: Path) -> None:
-    (tmp_path / "calm").mkdir()
     expected, metas = train_on(noisy_parts(2), jumping(tmp_path / "calm", None, **SHARDS))
     losses = [record["val_loss"] for record in metas[0]["history"]]
     best = losses.index(min(losses))

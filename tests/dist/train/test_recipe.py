@@ -113,21 +113,12 @@ def groups_for(rate: float) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("strategy", "optimizer", "options"),
-    [
-        ("ddp", "SGD", {"momentum": 0.9, "weight_decay": 0.1}),
-        ("zero3", "AdamW", {"weight_decay": 0.2}),
-    ],
+    [("ddp", "SGD", {"momentum": 0.9, "weight_decay": 0.1}), ("zero3", "AdamW", {"weight_decay": 0.2})],
 )
 def test_groups_train_with_their_own_options(optimizer: str, options: dict[str, Any], strategy: str) -> None:
     rate = 0.01
-    job = job_for(
-        NUMBERS,
-        {"strategy": strategy},
-        optimizer=optimizer,
-        optimizer_params=options,
-        learning_rate=rate,
-        parameter_groups=groups_for(rate),
-    )
+    groups: dict[str, Any] = {"learning_rate": rate, "parameter_groups": groups_for(rate)}
+    job = job_for(NUMBERS, {"strategy": strategy}, optimizer=optimizer, optimizer_params=options, **groups)
     make = in_groups(getattr(torch.optim, optimizer), rate, **options)
     expected = plain(NUMBERS, job, make, squares).state_dict()
     for ranks in (1, 3):

@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from sparktorch.base.config import TrainConfig
+from sparktorch.base.world import World
 from sparktorch.errors import ModuleError
+from sparktorch.train.loop.engine import Engine
 from sparktorch.train.numerics.sync_batchnorm import Presence, synchronise
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.worker import TrainJob
@@ -99,3 +101,12 @@ def test_channels_last_lays_out_images_and_weights_and_changes_nothing_else() ->
     strides = state.pop("strides").tolist()
     torch.testing.assert_close(state, plain(Convolved, TABLE, job_for(Convolved).config), atol=1e-5, rtol=0)
     assert strides[4:] == [8, 1, 4, 2]
+
+
+def test_images_that_a_module_is_called_with_are_laid_out_by_channels() -> None:
+    seen: list[tuple[int, ...]] = []
+    recipe = Recipe(module=partial(nn.Conv2d, 2, 4, 2), optimizer="SGD")
+    engine = Engine(recipe, TrainConfig(channels_last=True), World(), steps=1)
+    engine.unwrapped.register_forward_pre_hook(lambda _, given: seen.append(given[0].stride()))
+    engine.module(torch.zeros(3, 2, 4, 5))
+    assert seen == [(40, 1, 10, 2)]

@@ -176,6 +176,7 @@ def test_a_save_before_an_error_counts(tmp_path: Path) -> None:
         ("sharded", "state holds a sharded tensor, which no single rank can save"),
         ("alone", "strategy 'localSGD' works in the optimizer's steps, and wrap got none"),
         ("exit", "the function raised SystemExit: 3"),
+        ("module", "save takes a mapping, and state is a Linear"),
         ("early", "the ranks are not at the same point: return after 0 saves in rank 0; barrier in rank 1"),
         (
             "saves",

@@ -53,3 +53,8 @@ def test_a_wrong_key_is_refused_with_its_section(values: dict[str, Any], message
         from_dict(Section, values, where="data")
     assert caught.value.what == message
     assert caught.value.hint.startswith(hint)
+
+
+def test_bounds_refuse_text_in_place_of_a_number() -> None:
+    with pytest.raises(ConfigError, match="memory must be a number above 0, got 8GB"):
+        above("memory", "8GB", 0)  # type: ignore[arg-type]

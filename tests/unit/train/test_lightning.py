@@ -16,11 +16,10 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from sparktorch.base.world import World
 from sparktorch.errors import ModuleError
 from sparktorch.train.lightning import LightningRecipe, check_class, is_lightning
-from sparktorch.train.lightning.attributes import unchanged
-from sparktorch.train.lightning.logs import Logs
 from sparktorch.train.lightning.optimizers import Trained, configured
 from sparktorch.train.lightning.recognise import _REFUSED
-from sparktorch.train.lightning.trainer import TrainerView
+from sparktorch.train.lightning.state import TrainerView, unchanged
+from sparktorch.train.lightning.step import Logs
 from sparktorch.train.recipe.dry_run import dry_run
 from sparktorch.train.recipe.recipe import Recipe
 
