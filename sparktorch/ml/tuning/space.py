@@ -72,6 +72,12 @@ class Space:
             with suppress(module.TrialPruned):
                 yield self.values(study.ask())
 
+    def choices(self) -> Iterator[dict[str, Any]]:
+        """Yields each choice of a list, alone."""
+        for name, one in self.distributions.items():
+            for label in getattr(one, "choices", ()):
+                yield {name: self._choices.get(name, {}).get(label, label)}
+
     def _choose(self, trial: Any) -> dict[str, Any]:
         known = trial.params  # of a finished one, whose values may be out of this space
         chosen = {

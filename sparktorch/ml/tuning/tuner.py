@@ -32,6 +32,7 @@ __all__ = ["TorchTuner", "direction_of"]
 
 _LOG = logging.getLogger(__name__)
 _METRIC = "sparktorch.metric"
+_OF_ITS_OWN = ("ST-UNKNOWN-NAME", "ST-VALUE")  # what is wrong with a value whatever else is set
 
 _REFUSED = (
     Refusal(
@@ -246,12 +247,17 @@ def _valid_one(base: Any, space: Space, metric: str) -> tuple[Any, Request[Train
     """Returns an estimator out of the space that passes the checks of its Params, and its configuration."""
     refuse(NO_CHECKPOINTS, Values(base))
     found: list[tuple[Any, Request[TrainJob]]] = []
-    for values in ({}, *space.samples()):
+    for values in ({}, *space.choices(), *space.samples()):
         try:
             estimator = applied(base, values)
             request = translate(estimator, base._task)
-        except (SparkTorchError, TypeError):  # a trial that draws it fails, with this cause
-            continue
+        except TypeError as error:
+            raise ConfigError(str(error), hint="correct the space", param="space", code="ST-SEARCH") from error
+        except SparkTorchError as error:
+            given = values.get(error.where.get("param"))
+            if error.code in _OF_ITS_OWN and given is not None and not isinstance(given, Mapping):
+                raise  # of a dict, what is unknown depends on other Params
+            continue  # a trial that draws it fails, with this cause
         refuse(NO_CHECKPOINTS, Values(estimator))
         found.append((estimator, request))
         _check_rows(found[0][1], request, values)

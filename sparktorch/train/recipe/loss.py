@@ -329,7 +329,7 @@ class Loss:
             ModuleError: The loss is unknown or does not take its parameters.
         """
         self.name = loss if isinstance(loss, str) else name_of(loss)
-        found = look_up(loss, nn, nn.Module, "loss", suffix="Loss")
+        found = look_up(loss, "loss")
         reducing = "reduction" in parameters_of(found)
         kind = found if isinstance(found, type) else type(found)
         self.rowwise = reducing and found.__module__.startswith("torch.nn.")

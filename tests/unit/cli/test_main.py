@@ -11,9 +11,11 @@ from unittest.mock import Mock
 
 import pyspark
 import pytest
+from pyspark.errors import AnalysisException
 
+from sparktorch.cli.doctor import print_table
 from sparktorch.cli.main import main
-from sparktorch.cli.table import print_table
+from sparktorch.errors import ConfigError, RankLostError
 from sparktorch.spark.checks.findings import Finding
 from sparktorch.train.plan.memory import Need, Plan
 from tests.support.proxy import free_port
@@ -95,6 +97,38 @@ def test_a_plan_in_which_nothing_fits_says_so(
     said = capsys.readouterr()
     assert "605.2 KB" in said.out
     assert "no strategy fits" in said.err
+
+
+@pytest.mark.parametrize("command", ["plan", "train", "score"])
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(ConfigError("no such key"), 2), (AnalysisException("no such column"), 2), (RankLostError("gone"), 1)],
+    ids=["setting", "column", "lost rank"],
+)
+def test_commands_end_with_2_if_what_was_given_cannot_work_and_with_1_if_it_fails(
+    command: str,
+    error: Exception,
+    status: int,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(f"sparktorch.cli.{command}.read_job", Mock(side_effect=error))
+    assert main([command, "job.yaml"]) == status
+    assert str(error) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["plan", "train"])
+def test_a_job_file_is_refused_before_a_session_starts(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = tmp_path / "job.yaml"
+    params = "{module: tests.support.nets:Mlp, optimizer: Adamm}"
+    job.write_text(f"{{name: job, data: {{path: rows}}, estimator: {{kind: TorchRegressor, params: {params}}}}}")
+    started = Mock()
+    monkeypatch.setattr(f"sparktorch.cli.{command}.session", started)
+    assert main([command, str(job)]) == 2
+    assert "optimizer 'Adamm' is unknown" in capsys.readouterr().err
+    started.assert_not_called()
 
 
 @pytest.mark.parametrize(
