@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from functools import partial
+from itertools import product
 from typing import Any, cast
 
 import numpy as np
@@ -27,9 +28,10 @@ from sparktorch.ml.fit.launching import can_hold
 from sparktorch.ml.fit.translate import translate
 from sparktorch.ml.fit.values import Values
 from sparktorch.ml.model import TorchModelBase
-from sparktorch.ml.tuning.folded_rows import MOST_BYTES, FoldedRows, NotInOnePass, side_by_side
+from sparktorch.ml.tuning.folded_rows import MOST_BYTES, FoldedRows, NotInOnePass
 from sparktorch.ml.tuning.metrics import metric_of
 from sparktorch.ml.tuning.pipeline import PrefixFittedOnce
+from sparktorch.ml.tuning.search import side_by_side
 from sparktorch.ml.tuning.space import NO_CHECKPOINTS
 from sparktorch.ml.tuning.tuned_model import discard
 from sparktorch.spark.checks.preflight import settled_slots
@@ -139,11 +141,22 @@ class TorchCrossValidator(CrossValidator):
                     shown = model.copy(maps[index])
                     metrics.add(fold, index, shown, rows.score(shown, fold, _results_for(evaluator, shown)))
 
-            fits = [partial(fit, fold=fold, index=index) for fold in range(folds) for index in range(len(maps))]
-            last = side_by_side(groups, fits)
+            left = product(range(folds), range(len(maps)))
+
+            def work(group: FoldedRows) -> None:
+                for fold, index in left:
+                    fit(group, fold, index)
+                if group is not groups[0]:
+                    group.close()
+
+            if len(groups) == 1:
+                work(groups[0])
+            else:
+                _LOG.info("%d groups of ranks train side by side, and each holds all rows", len(groups))
+                side_by_side(groups, work, lambda: list(left))
             means, deviations = self._gen_avg_and_std_metrics(metrics.all(folds, len(maps)))
             best = int(np.argmax(means) if evaluator.isLargerBetter() else np.argmin(means))
-            model = last.fit(estimators[best], without=None, title=f"fit {count} of {count}")
+            model = groups[0].fit(estimators[best], without=None, title=f"fit {count} of {count}")
             unreturned.pop_all()
         kept = cast("list[list[Model]]", models) if self.getCollectSubModels() else None
         return self._copyValues(CrossValidatorModel(model, means, kept, deviations))

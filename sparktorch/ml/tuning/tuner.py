@@ -175,15 +175,14 @@ class TorchTuner(Estimator[TorchTunerModel]):
         reference, request = _valid_one(base, space, metric)
         first = reference.prepare(dataset)
         dataset = first.dataset  # that of an RDD
-        spark = dataset.sparkSession
-        groups = _groups(spark, request, workers, self.parallelism)
+        groups = _groups(dataset.sparkSession, request, workers, self.parallelism)
         study = self._study(base, space, metric, direction)
         named = bool(callers()) or base.isSet("mlflowExperiment")
         search = Search(base, space, study, metric=metric, trials=self.trials, named=named)
         if search.left:
             prepared = [first, *(reference.prepare(dataset) for _ in range(min(groups, search.left) - 1))]
             _LOG.info("%s %s: %d trials, %d at a time", direction, metric, search.left, len(prepared))
-            search.run(prepared, spark, timeout=self.timeout, show=base.getProgress())
+            search.run(prepared, timeout=self.timeout, show=base.getProgress())
         return self._result(dataset, base, space, study, search)
 
     def _study(self, estimator: Any, space: Space, metric: str, direction: str) -> Any:

@@ -23,7 +23,7 @@ pytestmark = QUIET  # Optuna's storage is SQLAlchemy
 class Group:
     """Stands for rows that ranks hold."""
 
-    title, bar_stays, gives_way = "", False, False
+    title, bar_stays, gives_way, dataset = "", False, False, MagicMock()
 
     def __enter__(self) -> None: ...
 
@@ -66,7 +66,7 @@ def searching(*losses: float | Callable[[], float]) -> Search:
 
 
 def run(found: Search, groups: int = 1) -> None:
-    found.run([Group() for _ in range(groups)], MagicMock(), timeout=None, show=False)  # type: ignore[misc]
+    found.run([Group() for _ in range(groups)], timeout=None, show=False)  # type: ignore[misc]
 
 
 def interrupted() -> float:
