@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import IO, Any
+from typing import Any
 
 import pyspark
 
@@ -78,14 +77,13 @@ def run(options: argparse.Namespace) -> int:
     return 1 if worst(findings) == "failure" else 0
 
 
-def print_table(findings: Sequence[Finding], title: str, file: IO[str] | None = None) -> None:
-    """Prints findings as a table below a title, by default on standard output; equal findings share a row."""
+def print_table(findings: Sequence[Finding], title: str) -> None:
+    """Prints findings as a table below a title; equal findings share a row."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    file = file or sys.stdout
-    console = Console(file=file, highlight=False)
+    console = Console(highlight=False)
     if not console.is_terminal:
         console.width = max(console.width, _NARROWEST)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left", title_style="")

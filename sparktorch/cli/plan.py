@@ -19,8 +19,7 @@ HELP = "say what each strategy would take of a worker"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of the command."""
-    add_session_arguments(parser)
-    parser.add_argument("job", help="a job file, such as conf/digits.yaml")
+    add_session_arguments(parser, job=True)
     parser.add_argument(
         "--workers",
         "--num-workers",

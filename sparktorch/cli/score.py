@@ -25,8 +25,7 @@ HELP = "score rows with a model from MLflow"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of the command."""
-    add_session_arguments(parser)
-    parser.add_argument("job", help="a job file, such as conf/digits.yaml")
+    add_session_arguments(parser, job=True)
     parser.add_argument("--model", help="URI of the model in MLflow (default: the newest version of the job's)")
     parser.add_argument("--stream", action="store_true", help="score what has arrived since the last time, then stop")
     parser.add_argument("--every", metavar="INTERVAL", help="with --stream: go on, looking this often ('10 seconds')")

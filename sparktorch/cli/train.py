@@ -20,8 +20,7 @@ HELP = "train the model of a job file, and log it to MLflow"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of the command."""
-    add_session_arguments(parser)
-    parser.add_argument("job", help="a job file, such as conf/digits.yaml")
+    add_session_arguments(parser, job=True)
 
 
 def run(options: argparse.Namespace) -> int:

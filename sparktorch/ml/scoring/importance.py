@@ -20,7 +20,7 @@ from pyspark.sql import functions as F
 from sparktorch.base.config import above, one_of
 from sparktorch.errors import ColumnError
 from sparktorch.ml.params.declare import input_names
-from sparktorch.ml.scoring.comparison import compared, weight_column
+from sparktorch.ml.scoring.comparison import compared, refuse_rows, weight_column
 from sparktorch.ml.scoring.evaluation import no_class
 from sparktorch.spark.column_names import ColumnNames, quoted
 from sparktorch.spark.session import setting, switched_on
@@ -120,12 +120,10 @@ def _check(row: Row, model: Any, metric: str) -> None:
         given = None if model.labels and row["stranger"] == -1 else row["stranger"]
         raise no_class(given, row["strangers"], model.numClasses, label, model.labels)
     differ = f"{metric!r} compares rows of different labels: take rows that have them"
-    for refused, column, what, hint, code in (
+    refuse_rows(
         (not row["weight"], weight_column(model), "all rows have the weight 0", "unset weightCol", "ST-WEIGHT"),
         (row["metric"] is None, label, "all rows have the same label", differ, "ST-ONE-LABEL"),
-    ):
-        if refused:
-            raise ColumnError(what, hint=hint, column=column, code=code)
+    )
 
 
 def _variants(

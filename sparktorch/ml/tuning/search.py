@@ -192,7 +192,7 @@ def value_of(history: list[dict[str, Any]], metric: str, config: TrainConfig) ->
     return float(known[-1][metric]) if known else None
 
 
-def side_by_side(groups: Sequence[G], work: Callable[[G], None], stop: Callable[[], None]) -> None:
+def side_by_side(groups: Sequence[G], work: Callable[[G], None], stop: Callable[[], object]) -> None:
     """Calls `work` with each group, in a thread of its own, which does not hold up the interpreter's exit.
 
     After the first error, or an interrupt, which it raises, it calls `stop` and cancels what runs.
@@ -217,7 +217,8 @@ def _begun(work: Callable[[], None]) -> Future[None]:
 
     def run() -> None:
         try:
-            future.set_result(work())
+            work()
+            future.set_result(None)
         except BaseException as error:
             future.set_exception(error)
 

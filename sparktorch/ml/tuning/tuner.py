@@ -253,7 +253,7 @@ def _valid_one(base: Any, space: Space, metric: str) -> tuple[Any, Request[Train
         except TypeError as error:
             raise ConfigError(str(error), hint="correct the space", param="space", code="ST-SEARCH") from error
         except SparkTorchError as error:
-            given = values.get(error.where.get("param"))
+            given = values.get(error.where.get("param", ""))
             if error.code in _OF_ITS_OWN and given is not None and not isinstance(given, Mapping):
                 raise  # of a dict, what is unknown depends on other Params
             continue  # a trial that draws it fails, with this cause

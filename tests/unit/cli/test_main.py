@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import sys
 from contextlib import nullcontext
@@ -21,13 +20,7 @@ from sparktorch.train.plan.memory import Need, Plan
 from tests.support.proxy import free_port
 
 
-def printed(*findings: Finding) -> str:
-    file = io.StringIO()
-    print_table(findings, "a title", file)
-    return file.getvalue()
-
-
-def test_a_table_shows_what_where_and_what_to_do() -> None:
+def test_a_table_shows_what_where_and_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     fine = Finding(check="slots", status="ok", found="4, of which 2 are needed")
     fatal = Finding(
         check="checkpoint-dir",
@@ -37,7 +30,8 @@ def test_a_table_shows_what_where_and_what_to_do() -> None:
         setting="checkpointDir",
         value="another one",
     )
-    text = printed(fine, fatal)
+    print_table([fine, fatal], "a title")
+    text = capsys.readouterr().out
     assert "a title" in text
     assert "4, of which 2 are needed" in text
     assert "[Errno 30]" in text, "brackets are no markup"
@@ -46,12 +40,13 @@ def test_a_table_shows_what_where_and_what_to_do() -> None:
     assert text.rstrip().endswith("A fit would fail.")
 
 
-def test_the_same_finding_in_many_places_is_one_row() -> None:
+def test_the_same_finding_in_many_places_is_one_row(capsys: pytest.CaptureFixture[str]) -> None:
     many = [
         Finding(check="packages", status="warning", found="torch is old", where={"executor": f"h{number}:1"})
         for number in range(9)
     ]
-    text = printed(*many)
+    print_table(many, "a title")
+    text = capsys.readouterr().out
     assert text.count("torch is old") == 1
     assert "h0:1" in text
     assert "and 6 more" in text
