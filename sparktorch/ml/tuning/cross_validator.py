@@ -48,15 +48,18 @@ _OUTPUTS = ("predictionCol", "probabilityCol", "rawPredictionCol")
 
 _REFUSED = (
     *(
-        Refusal(name, lambda p, name=name: p[name] is None, f"{name} is not set", f"set {name}", "ST-NOT-SET")  # type: ignore[misc]
-        for name in ("estimator", "evaluator", "estimatorParamMaps")
-    ),
-    Refusal(
-        "estimatorParamMaps",
-        lambda p: not p["estimatorParamMaps"],
-        "estimatorParamMaps is empty",
-        "[{{}}] fits it as it is",
-        "ST-NOT-SET",
+        Refusal(
+            name,
+            lambda p, name=name: p[name] in (None, []),  # type: ignore[misc]
+            f"{name} is {{p[{name}]!r}}",
+            hint,
+            "ST-NOT-SET",
+        )
+        for name, hint in (
+            ("estimator", "set estimator"),
+            ("evaluator", "set evaluator"),
+            ("estimatorParamMaps", "[{{}}] fits the estimator as it is"),
+        )
     ),
     Refusal(
         "numFolds",

@@ -18,7 +18,7 @@ from sparktorch.base.imports import optuna
 from sparktorch.errors import ConfigError, nearest
 from sparktorch.ml.fit.prepared_data import PreparedData
 from sparktorch.ml.fit.translate import config_of
-from sparktorch.ml.tuning.space import Space, applied, quiet
+from sparktorch.ml.tuning.space import Space, applied, optuna_quiet
 from sparktorch.ml.tuning.tuned_model import CAUSE, EPOCHS, TorchTunerModel, discard
 from sparktorch.spark.compat import inheriting
 from sparktorch.train.loop.validation import improvements
@@ -92,7 +92,7 @@ class Search:
         shown: dict[str, Any] = {"total": self._trials, "initial": self._trials - self.left, "disable": not show}
         self._hopeless = max(_HOPELESS, 2 * len(groups))
         self._bar = tqdm(**shown, desc="search", unit="trial", dynamic_ncols=True, position=0)
-        with quiet(), self._bar:
+        with optuna_quiet(), self._bar:
             self.left -= len(groups)  # each begins with one
             try:
                 side_by_side(groups, partial(self._work, timeout=timeout), self._stop)

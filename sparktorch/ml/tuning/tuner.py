@@ -18,7 +18,7 @@ from sparktorch.ml.fit.listeners import callers
 from sparktorch.ml.fit.translate import Request, config_of, translate
 from sparktorch.ml.fit.values import Values
 from sparktorch.ml.tuning.search import Search, value_of
-from sparktorch.ml.tuning.space import NO_CHECKPOINTS, Space, applied, quiet
+from sparktorch.ml.tuning.space import NO_CHECKPOINTS, Space, applied, optuna_quiet
 from sparktorch.ml.tuning.tuned_model import TorchTunerModel, discard
 from sparktorch.spark.checks import findings
 from sparktorch.spark.checks.preflight import enough_slots
@@ -195,7 +195,7 @@ class TorchTuner(Estimator[TorchTunerModel]):
             "asha": module.pruners.SuccessiveHalvingPruner,
             "hyperband": lambda: module.pruners.HyperbandPruner(max_resource=most),
         }
-        with quiet():
+        with optuna_quiet():
             study = module.create_study(
                 storage=self.storage,
                 sampler=self.sampler or module.samplers.TPESampler(seed=estimator.getSeed()),
