@@ -97,9 +97,6 @@ class EstimatorSection:
 
     def __post_init__(self) -> None:
         one_of("estimator.kind", self.kind, _ESTIMATORS)
-        valid = tuple(param.name for param in getattr(sparktorch, self.kind)().params)
-        for name in self.params:
-            one_of("estimator.params", name, valid)
 
     def build(self, **more: Any) -> Any:
         """Returns the estimator, with `more` Params, once all is checked that needs no session.

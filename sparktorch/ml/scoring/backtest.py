@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
-from sparktorch.errors import ColumnError
+from sparktorch.ml.scoring.comparison import refuse_rows
 from sparktorch.spark.column_names import quoted
 
 __all__ = ["ForecastSummary", "summary_of"]
@@ -89,9 +89,8 @@ def summary_of(predictions: DataFrame, prediction: str, quantiles: dict[float, s
         *[value.alias(name) for name, value in by_step.items()],
     )
     steps = sorted(rows.collect(), key=lambda row: row["step"])
-    if not steps:
-        what = "no series has rows enough for a forecast and the rows to compare with"
-        raise ColumnError(what, hint="they are left out because handleInvalid is 'skip'")
+    what = "no series has rows enough for a forecast and the rows to compare with"
+    refuse_rows((not steps, None, what, "they are left out because handleInvalid is 'skip'", ""))
     found = {name: [math.nan if row[name] is None else float(row[name]) for row in steps] for name in by_step}
     return ForecastSummary(predictions=predictions, numForecasts=steps[0]["rows"], **found)
 

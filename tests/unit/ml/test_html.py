@@ -14,9 +14,10 @@ from matplotlib.axes import Axes
 from torch import nn
 
 from sparktorch import TorchClassifier
+from sparktorch.base.imports import matplotlib
 from sparktorch.errors import ConfigError
 from sparktorch.ml.fit.summary import TrainingSummary
-from sparktorch.ml.scoring import figures, html
+from sparktorch.ml.scoring import html
 from sparktorch.ml.scoring.figures import confusion_matrix, curves, picture
 
 
@@ -81,7 +82,7 @@ def test_without_matplotlib_tables_are_there_and_plots_say_what_to_install(monke
     found = summary([{"epoch": 1, "loss": 1.0, "seconds": 0.1}])
     assert "<table" in found._repr_html_()
     assert "image" not in found._repr_html_()
-    for draw in (found.plot, figures.matplotlib):
+    for draw in (found.plot, matplotlib):
         with pytest.raises(ValueError, match="pip install matplotlib"):
             draw()
 
