@@ -198,8 +198,10 @@ def side_by_side(groups: Sequence[G], work: Callable[[G], None], stop: Callable[
     After the first error, or an interrupt, which it raises, it calls `stop` and cancels what runs.
     """
     spark = groups[0].dataset.sparkSession
-    running = {_begun(inheriting(spark, partial(work, group))) for group in groups}
+    running: set[Future[None]] = set()
     try:
+        for group in groups:
+            running.add(_begun(inheriting(spark, partial(work, group))))
         while running:
             done, running = wait(running, _LOOK_SECONDS, FIRST_EXCEPTION)
             for ended in done:
@@ -222,5 +224,5 @@ def _begun(work: Callable[[], None]) -> Future[None]:
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=run, name="sparktorch-search", daemon=True).start()
+    threading.Thread(target=run, name="sparktorch-group", daemon=True).start()
     return future

@@ -78,9 +78,12 @@ class Space:
                 yield self.values(study.ask())
 
     def choices(self) -> Iterator[dict[str, Any]]:
-        """Yields each choice of a list, alone."""
+        """Yields each choice of a list, alone; of numbers, the least and the most."""
         for name, one in self.distributions.items():
-            for label in getattr(one, "choices", ()):
+            labels = getattr(one, "choices", ())
+            if all(isinstance(label, int | float) for label in labels):
+                labels = sorted(labels)[:: max(1, len(labels) - 1)]
+            for label in labels:
                 yield {name: self._choices.get(name, {}).get(label, label)}
 
     def _choose(self, trial: Any) -> dict[str, Any]:
