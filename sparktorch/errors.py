@@ -101,11 +101,11 @@ class SparkTorchError(Exception):
         return redacted(text)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restore, (self.to_dict(),)
+        return SparkTorchError.from_dict, (self.to_dict(),)
 
     def at(self, **where: Any) -> SparkTorchError:
         """Returns a copy with more entries in `where`; existing entries stay."""
-        return _restore({**self.to_dict(), "where": {**where, **self.where}})
+        return self.from_dict({**self.to_dict(), "where": {**where, **self.where}})
 
     def to_dict(self) -> dict[str, Any]:
         """Returns a JSON-ready form, the inverse of `from_dict`."""
@@ -121,7 +121,8 @@ class SparkTorchError(Exception):
     @staticmethod
     def from_dict(form: dict[str, Any]) -> SparkTorchError:
         """Rebuilds an error from `to_dict`; an unknown kind becomes a `RankError`."""
-        return _restore(form)
+        kind = _KINDS.get(form["kind"], RankError)
+        return kind(form["what"], hint=form["hint"], trace=form["trace"], code=form.get("code", ""), **form["where"])
 
 
 class ConfigError(SparkTorchError, ValueError):
@@ -217,26 +218,9 @@ class PersistenceError(SparkTorchError, ValueError):
 _FAILURE_MARK = "sparktorch-failure:"
 _FEW = 8
 
-_KINDS: dict[str, type[SparkTorchError]] = {
-    kind.__name__: kind
-    for kind in (
-        ConfigError,
-        ColumnError,
-        DatasetError,
-        ModuleError,
-        UnusedParameterError,
-        ClusterError,
-        RankError,
-        RankLostError,
-        RankStalledError,
-        PersistenceError,
-    )
+_KINDS = {
+    name: kind for name, kind in list(vars().items()) if isinstance(kind, type) and issubclass(kind, SparkTorchError)
 }
-
-
-def _restore(form: dict[str, Any]) -> SparkTorchError:
-    kind = _KINDS.get(form["kind"], RankError)
-    return kind(form["what"], hint=form["hint"], trace=form["trace"], code=form.get("code", ""), **form["where"])
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from sparktorch.errors import ConfigError, ModuleError, nearest
 
 __all__ = [
     *("MOVED", "SHIPPING_HINT", "import_path", "load_object", "uncollected"),
-    *("mlflow", "onnxscript", "optuna", "pillow", "transformers"),
+    *("matplotlib", "mlflow", "onnxscript", "optuna", "pillow", "transformers"),
 ]
 
 # Modules by the names that saved models and estimators of earlier versions have for them.
@@ -80,6 +80,11 @@ def pillow() -> Any:
     return _optional("PIL.Image", "images are decoded by Pillow", "images", "on the executors too")
 
 
+def matplotlib() -> Any:
+    """Returns the module `matplotlib.figure`, whose import takes a second; a `ConfigError` says that it is missing."""
+    return _optional("matplotlib.figure", "figures are drawn by matplotlib", "", "on the driver alone")
+
+
 def mlflow() -> Any:
     """Returns MLflow's module; a `ConfigError` says that it is not installed."""
     return _optional("mlflow", "jobs and their models are logged to MLflow", "mlflow", "on the driver alone")
@@ -105,5 +110,5 @@ def _optional(name: str, what: str, extra: str, where: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        hint = f"pip install sparktorch-estimator[{extra}], {where}"
+        hint = f"pip install {f'sparktorch-estimator[{extra}]' if extra else name.partition('.')[0]}, {where}"
         raise ConfigError(f"{what}, which is not installed", hint=hint, code="ST-NOT-INSTALLED") from error

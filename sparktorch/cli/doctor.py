@@ -1,29 +1,38 @@
 """Says whether a cluster can run a fit.
 
 Starts a Spark session and checks its settings and, by one short job, its executors. Under spark-submit
-(jobs/doctor.py) it is the submission's session. The exit status is 0 if nothing was found that would fail, 1 if
-something was.
+(jobs/doctor.py) it is the submission's session.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Any
 
 import pyspark
 
 import sparktorch
 from sparktorch.cli.session import NoSessionError, add_session_arguments, session
-from sparktorch.cli.table import print_table
 from sparktorch.spark.checks.doctor import check_all
-from sparktorch.spark.checks.findings import worst
+from sparktorch.spark.checks.findings import Finding, worst
 from sparktorch.spark.launch.barrier_job import Launch
 from sparktorch.spark.session import setting
 
-__all__ = ["HELP", "add_arguments", "run"]
+__all__ = ["HELP", "add_arguments", "print_table", "run"]
 
 HELP = "check whether a cluster can run a fit"
+
+_NARROWEST = 140  # characters, if the output is not a terminal
+_FEW = 3  # places listed per row
+_COLOURS = {"ok": "green", "warning": "yellow", "failure": "bold red"}
+_SUMMARIES = {
+    "ok": "Nothing was found that would fail.",
+    "warning": "Nothing was found that would fail; see the warnings.",
+    "failure": "A fit would fail.",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,3 +75,46 @@ def run(options: argparse.Namespace) -> int:
     else:
         print_table(findings, f"sparktorch {about['sparktorch']} on Spark {about['spark']}, {about['master']}")
     return 1 if worst(findings) == "failure" else 0
+
+
+def print_table(findings: Sequence[Finding], title: str) -> None:
+    """Prints findings as a table below a title; equal findings share a row."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, _NARROWEST)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left", title_style="")
+    table.add_column("", no_wrap=True)
+    table.add_column("check", no_wrap=True)
+    for name in ("where", "found", "what to do"):
+        table.add_column(name, overflow="fold")
+    groups: dict[tuple[str, ...], list[Finding]] = {}
+    for finding in findings:
+        groups.setdefault((finding.status, finding.check, finding.found, finding.advice), []).append(finding)
+    for (status, check, found, advice), same in groups.items():
+        colour = _COLOURS[status]
+        table.add_row(f"[{colour}]{status}[/]", check, _plain(_places(same)), _plain(found), _plain(advice))
+    console.print(table)
+    console.print(_SUMMARIES[worst(findings)])
+
+
+def _plain(text: str) -> Any:
+    from rich.text import Text
+
+    return Text(text)  # rich must not parse its square brackets as markup
+
+
+def _places(findings: Sequence[Finding]) -> str:
+    """Returns the places of the findings, one per line: the first few and the number of others."""
+    places = list(dict.fromkeys(_place(finding.where) for finding in findings))
+    more = [f"and {len(places) - _FEW} more"] if len(places) > _FEW else []
+    return "\n".join(places[:_FEW] + more)
+
+
+def _place(where: dict[str, Any]) -> str:
+    parts = [f"rank {where['rank']} on"] if "rank" in where else []
+    parts += [str(where[name]) for name in ("executor", "host", "param") if name in where][:1]
+    return " ".join(parts)

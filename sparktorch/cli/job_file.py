@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pyspark.ml.base import Estimator
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 import sparktorch
 from sparktorch.base.config import from_dict, one_of
 from sparktorch.base.imports import load_object
-from sparktorch.errors import ConfigError
+from sparktorch.errors import ConfigError, ModuleError
+from sparktorch.ml.fit.translate import translate
 from sparktorch.spark.column_names import quoted
 
 __all__ = ["DataSection", "EstimatorSection", "JobConfig", "ScoreSection", "TrackingSection", "read_job"]
@@ -97,16 +97,23 @@ class EstimatorSection:
 
     def __post_init__(self) -> None:
         one_of("estimator.kind", self.kind, _ESTIMATORS)
-        valid = tuple(param.name for param in getattr(sparktorch, self.kind)().params)
-        for name in self.params:
-            one_of("estimator.params", name, valid)
 
-    def build(self) -> Estimator[Any]:
-        """Returns the estimator; a `ConfigError` refuses a Param's value of the wrong type."""
+    def build(self, **more: Any) -> Any:
+        """Returns the estimator, with `more` Params, once all is checked that needs no session.
+
+        A `ConfigError` or `ModuleError` refuses a Param.
+        """
         try:
-            estimator: Estimator[Any] = getattr(sparktorch, self.kind)(**self.params)
+            estimator = getattr(sparktorch, self.kind)(**{**self.params, **more})
+            recipe = translate(estimator, estimator._task).job.recipe
+            for value in (recipe.module, recipe.training_step, recipe.loss, recipe.optimizer, recipe.scheduler):
+                if isinstance(value, str) and ":" in value:
+                    load_object(value)
         except TypeError as error:
             raise ConfigError(f"estimator.params: {error}", section="estimator.params") from error
+        except ModuleError as error:
+            if not isinstance(error.__cause__, ModuleNotFoundError):  # which may be shipped with the session
+                raise
         return estimator
 
 
@@ -193,20 +200,20 @@ _SECTIONS: dict[str, type[Any]] = {
 def read_job(path: str | os.PathLike[str]) -> JobConfig:
     """Reads a job file; a `ConfigError` refuses what is no YAML mapping, and unknown, missing and mistyped keys."""
     try:
-        values = _mapping(yaml.safe_load(Path(path).read_text()), os.fspath(path))
+        values = yaml.safe_load(Path(path).read_text())
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"cannot read {os.fspath(path)}: {error}") from error
-    sections: dict[str, Any] = {}
-    for name, kind in _SECTIONS.items():
-        if name in values:
-            section = dict(_mapping(values[name], name))
-            if name == "score" and section.get("data") is not None:
-                section["data"] = from_dict(DataSection, _mapping(section["data"], "score.data"), where="score.data")
-            sections[name] = from_dict(kind, section, where=name)
-    return from_dict(JobConfig, {**values, **sections})
+    found: JobConfig = _section(JobConfig, values, "", os.fspath(path))
+    return found
 
 
-def _mapping(value: Any, where: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ConfigError(f"{where} must be a mapping, got {value!r}", section=where)
-    return value
+def _section(kind: type[Any], values: Any, where: str, name: str = "") -> Any:
+    """Returns a section of the file, and those within it; `name` is what messages call it, if not by its place."""
+    if not isinstance(values, dict):
+        raise ConfigError(f"{name or where} must be a mapping, got {values!r}", section=name or where)
+    inner = {
+        each.name: _section(_SECTIONS[each.name], values[each.name], f"{where}.{each.name}".removeprefix("."))
+        for each in fields(kind)
+        if each.name in _SECTIONS and values.get(each.name, each.default) is not each.default
+    }
+    return from_dict(kind, {**values, **inner}, where=where)

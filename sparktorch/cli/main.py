@@ -7,17 +7,24 @@ import os
 import sys
 from collections.abc import Sequence
 
+from pyspark.errors import AnalysisException, PySparkException
+
 import sparktorch
 from sparktorch.cli import doctor, plan, run, score, train
+from sparktorch.errors import SparkTorchError
 
 __all__ = ["COMMANDS", "main", "parser"]
 
 COMMANDS = {"doctor": doctor, "plan": plan, "run": run, "train": train, "score": score}
+_STATUS = (
+    "Exit status: 0 if all is done; 1 if it failed, or the answer is no: a check of the doctor failed, or no strategy "
+    "fits; 2 if what was given cannot work: arguments, a job file, columns, a module."
+)
 
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
-    made = argparse.ArgumentParser(prog="sparktorch", description="sparktorch, from the command line")
+    made = argparse.ArgumentParser(prog="sparktorch", description="sparktorch, from the command line", epilog=_STATUS)
     made.add_argument("--version", action="version", version=f"sparktorch {sparktorch.__version__}")
     commands = made.add_subparsers(required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
@@ -30,11 +37,15 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command with arguments, by default those of the process, and returns its exit status.
 
-    0 is success; invalid arguments end the process with status 2. With those of the process, modules of the working
-    folder are found as `python -m` finds them.
+    0 is success, 1 failure, and 2 says that what was given cannot work. Invalid arguments end the process. With those
+    of the process, modules of the working folder are found as `python -m` finds them.
     """
     if arguments is None and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     options = parser().parse_args(arguments)
-    status: int = options.run(options)
+    try:
+        status: int = options.run(options)
+    except (SparkTorchError, PySparkException) as error:
+        print(error, file=sys.stderr)
+        return 2 if isinstance(error, ValueError | AnalysisException) else 1
     return status

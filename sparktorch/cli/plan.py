@@ -8,13 +8,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-import traceback
-
-from pyspark.errors import PySparkException
 
 from sparktorch.cli.job_file import read_job
 from sparktorch.cli.session import add_session_arguments, session
-from sparktorch.errors import SparkTorchError
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -23,8 +19,7 @@ HELP = "say what each strategy would take of a worker"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of the command."""
-    add_session_arguments(parser)
-    parser.add_argument("job", help="a job file, such as conf/digits.yaml")
+    add_session_arguments(parser, job=True)
     parser.add_argument(
         "--workers",
         "--num-workers",
@@ -36,21 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the command; returns 0 if a strategy is possible and fits, 1 if none does, 2 if there is no plan."""
-    try:
-        job = read_job(options.job)
-        estimator = job.estimator.build()
-        if options.workers is not None:
-            estimator.set(estimator.getParam("numWorkers"), options.workers)
-        with session(options, "sparktorch plan", quiet=True) as spark:
-            training, _ = job.data.split(job.data.load(spark))
-            found = estimator.plan(training, memory=options.memory)  # type: ignore[attr-defined]  # which all have
-    except (SparkTorchError, PySparkException) as error:
-        print(error, file=sys.stderr)
-        return 2
-    except Exception:
-        traceback.print_exc()
-        return 2
+    """Runs the command; returns 0 if a strategy is possible and fits, else 1."""
+    job = read_job(options.job)
+    estimator = job.estimator.build(**({} if options.workers is None else {"numWorkers": options.workers}))
+    with session(options, "sparktorch plan", quiet=True) as spark:
+        training, _ = job.data.split(job.data.load(spark))
+        found = estimator.plan(training, memory=options.memory)
     print(found)
     if found.fitting:
         return 0

@@ -13,7 +13,6 @@ import os
 import sys
 
 from sparktorch.cli.session import add_session_arguments, session
-from sparktorch.errors import SparkTorchError
 from sparktorch.ml.fit.run import run_script
 
 __all__ = ["HELP", "add_arguments", "run"]
@@ -29,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the command; returns 0 if the script has ended well in every rank, else 1."""
+    """Runs the command; returns 0."""
     given = options.arguments
     end = given.index("--") if "--" in given else len(given)
     later = argparse.ArgumentParser(prog="sparktorch run", add_help=False, allow_abbrev=False)
@@ -38,23 +37,18 @@ def run(options: argparse.Namespace) -> int:
     if not os.path.isfile(options.script):
         later.error(f"there is no script {options.script!r} on this machine")
     _print_lines_of_ranks()
-    try:
-        with session(options, options.script) as spark:
-            run_script(
-                options.script,
-                [*own, *given[end + 1 :]],
-                spark=spark,
-                numWorkers=options.workers,
-                device=options.device,
-                maxRestarts=options.max_restarts,
-                stallTimeout=options.stall_timeout,
-                logLevel=options.log_level,
-            )
-    except SparkTorchError as error:
-        print(error, file=sys.stderr)
-    else:
-        return 0
-    return 1
+    with session(options, options.script) as spark:
+        run_script(
+            options.script,
+            [*own, *given[end + 1 :]],
+            spark=spark,
+            numWorkers=options.workers,
+            device=options.device,
+            maxRestarts=options.max_restarts,
+            stallTimeout=options.stall_timeout,
+            logLevel=options.log_level,
+        )
+    return 0
 
 
 def _print_lines_of_ranks() -> None:

@@ -7,7 +7,6 @@ session is the submission's.
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from typing import Any
 
@@ -17,7 +16,7 @@ from pyspark.sql import DataFrame, SparkSession
 from sparktorch.base.imports import mlflow
 from sparktorch.cli.job_file import JobConfig, read_job
 from sparktorch.cli.session import add_session_arguments, session
-from sparktorch.errors import ConfigError, SparkTorchError
+from sparktorch.errors import ConfigError
 
 __all__ = ["HELP", "add_arguments", "run", "score"]
 
@@ -26,26 +25,21 @@ HELP = "score rows with a model from MLflow"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of the command."""
-    add_session_arguments(parser)
-    parser.add_argument("job", help="a job file, such as conf/digits.yaml")
+    add_session_arguments(parser, job=True)
     parser.add_argument("--model", help="URI of the model in MLflow (default: the newest version of the job's)")
     parser.add_argument("--stream", action="store_true", help="score what has arrived since the last time, then stop")
     parser.add_argument("--every", metavar="INTERVAL", help="with --stream: go on, looking this often ('10 seconds')")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the command; returns 0 if the rows were scored and written, else 1."""
+    """Runs the command; returns 0."""
     started = time.perf_counter()
-    try:
-        if options.every and not options.stream:
-            raise ConfigError("--every goes with --stream")
-        job = read_job(options.job)
-        _ = job.scoring, mlflow()  # what is missing shows before a session starts
-        with session(options, f"score {job.name}") as spark:
-            score(spark, job, options.model, streamed=options.stream, every=options.every)
-    except SparkTorchError as error:
-        print(error, file=sys.stderr)
-        return 1
+    if options.every and not options.stream:
+        raise ConfigError("--every goes with --stream")
+    job = read_job(options.job)
+    _ = job.scoring, mlflow()  # what is missing shows before a session starts
+    with session(options, f"score {job.name}") as spark:
+        score(spark, job, options.model, streamed=options.stream, every=options.every)
     print(f"scoring job: {time.perf_counter() - started:.1f} s")
     return 0
 

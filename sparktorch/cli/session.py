@@ -19,8 +19,10 @@ __all__ = ["NoSessionError", "add_session_arguments", "session"]
 _LONGEST = 300  # characters of Spark's message that are shown
 
 
-def add_session_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments of `session`."""
+def add_session_arguments(parser: argparse.ArgumentParser, *, job: bool = False) -> None:
+    """Declares the arguments of `session`, and the `job` file."""
+    if job:
+        parser.add_argument("job", help="a job file, such as conf/digits.yaml")
     place = parser.add_mutually_exclusive_group()
     place.add_argument("--master", metavar="URL", help="master of the cluster, as spark-submit takes it")
     place.add_argument("--remote", metavar="URL", help="Spark Connect server, such as sc://host:15002")

@@ -7,13 +7,11 @@ path. Under spark-submit (jobs/train.py) the session is the submission's.
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 
 from sparktorch.base.imports import mlflow
 from sparktorch.cli.job_file import read_job
 from sparktorch.cli.session import add_session_arguments, session
-from sparktorch.errors import SparkTorchError
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -22,21 +20,11 @@ HELP = "train the model of a job file, and log it to MLflow"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of the command."""
-    add_session_arguments(parser)
-    parser.add_argument("job", help="a job file, such as conf/digits.yaml")
+    add_session_arguments(parser, job=True)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the command; returns 0 if the model was trained and logged, else 1."""
-    try:
-        _train(options)
-    except SparkTorchError as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
-
-
-def _train(options: argparse.Namespace) -> None:
+    """Runs the command; returns 0."""
     started = time.perf_counter()
     job = read_job(options.job)  # a mistake in it shows before Spark starts
     estimator, runs = job.estimator.build(), mlflow()
@@ -54,3 +42,4 @@ def _train(options: argparse.Namespace) -> None:
         print(f"run: {logged.info.run_id}")
         print(f"model: models:/{job.tracking.model}/{info.registered_model_version}")
         print(f"training job: {time.perf_counter() - started:.1f} s")
+    return 0

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from sparktorch.base.imports import matplotlib
 from sparktorch.ml.scoring import figures
 from sparktorch.tracking import run_metadata as facts
 from sparktorch.tracking.async_logger import Outbox, Sample
@@ -66,7 +67,7 @@ class MLflowListener:
         fit = self._fit
         self._tag({FIT_TAG: fit.kind})
         self._outbox.send(partial(_log_params, facts.params(fit.estimator)))
-        self._outbox.send(lambda client, run: figures.matplotlib())  # its first import takes seconds
+        self._outbox.send(lambda client, run: matplotlib())  # its first import takes seconds
 
     def progress(self, record: dict[str, Any]) -> None:
         """Logs the loss of a step, with the optimizer step as MLflow's step."""

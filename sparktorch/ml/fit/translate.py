@@ -28,7 +28,7 @@ from sparktorch.train.checkpoint.store import CheckpointStore
 from sparktorch.train.huggingface.folder import opened
 from sparktorch.train.huggingface.models import MODEL_LOSS
 from sparktorch.train.lightning import LightningRecipe, without_trainer
-from sparktorch.train.recipe.lookup import name_of
+from sparktorch.train.recipe.lookup import check_name, name_of
 from sparktorch.train.recipe.loss import GroupsLossStep
 from sparktorch.train.recipe.metrics import has_metric
 from sparktorch.train.recipe.recipe import Recipe
@@ -132,6 +132,8 @@ def translate(estimator: EstimatorParams, task: Task) -> Request[TrainJob]:
     loss = _loss(p) if groups is None or groups.window is not None else _loss_of_groups(estimator, p)
     config, recipe = job["config"], _recipe(p, job["config"], loss)
     request = _request(estimator, p, _EVERY, TrainJob(recipe=recipe, **job))
+    for what in ("loss", "optimizer", "scheduler"):
+        check_name(getattr(recipe, what), what)
     check_best_metric(config, recipe)
     check_strategy(config, recipe)
     check_workers(config, p.workers[1])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
-from sparktorch.errors import ColumnError
+from sparktorch.ml.scoring.comparison import refuse_rows
 from sparktorch.spark.column_names import quoted
 
 __all__ = ["ForecastSummary", "summary_of"]
@@ -77,31 +77,22 @@ def summary_of(predictions: DataFrame, prediction: str, quantiles: dict[float, s
     label = F.col("label")
     error, naive = F.abs(label - quoted(prediction)), F.abs(label - F.col("naive"))
     losses = [_pinball(label - quoted(name), quantile) for quantile, name in (quantiles or {0.5: prediction}).items()]
+    by_step = {
+        "meanAbsoluteErrorByStep": F.avg(error),
+        "rootMeanSquaredErrorByStep": F.sqrt(F.avg(error * error)),
+        "meanAbsoluteScaledErrorByStep": F.avg(error / F.col("scale")),
+        "quantileLossByStep": F.avg(sum(losses[1:], losses[0]) / len(losses)),
+        "naiveScaledErrorByStep": F.avg(naive / F.col("scale")),
+    }
     rows = predictions.groupBy("step").agg(
         F.count(F.lit(1)).alias("rows"),
-        F.avg(error).alias("error"),
-        F.sqrt(F.avg(error * error)).alias("squared"),
-        F.avg(error / F.col("scale")).alias("scaled"),
-        F.avg(sum(losses[1:], losses[0]) / len(losses)).alias("loss"),
-        F.avg(naive / F.col("scale")).alias("naive"),
+        *[value.alias(name) for name, value in by_step.items()],
     )
     steps = sorted(rows.collect(), key=lambda row: row["step"])
-    if not steps:
-        what = "no series has rows enough for a forecast and the rows to compare with"
-        raise ColumnError(what, hint="they are left out because handleInvalid is 'skip'")
-    by_step = {
-        name: [math.nan if row[name] is None else float(row[name]) for row in steps]
-        for name in ("error", "squared", "scaled", "loss", "naive")
-    }
-    return ForecastSummary(
-        predictions=predictions,
-        numForecasts=steps[0]["rows"],
-        meanAbsoluteErrorByStep=by_step["error"],
-        rootMeanSquaredErrorByStep=by_step["squared"],
-        meanAbsoluteScaledErrorByStep=by_step["scaled"],
-        quantileLossByStep=by_step["loss"],
-        naiveScaledErrorByStep=by_step["naive"],
-    )
+    what = "no series has rows enough for a forecast and the rows to compare with"
+    refuse_rows((not steps, None, what, "they are left out because handleInvalid is 'skip'", ""))
+    found = {name: [math.nan if row[name] is None else float(row[name]) for row in steps] for name in by_step}
+    return ForecastSummary(predictions=predictions, numForecasts=steps[0]["rows"], **found)
 
 
 def _pinball(over: Column, quantile: float) -> Column:

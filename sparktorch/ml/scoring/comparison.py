@@ -17,7 +17,7 @@ from sparktorch.ml.scoring import html
 from sparktorch.ml.scoring.column_metadata import check_numbers
 from sparktorch.spark.column_names import ColumnNames, quoted
 
-__all__ = ["Summary", "Transform", "compared", "described", "totals", "weight_column"]
+__all__ = ["Summary", "Transform", "compared", "described", "refuse_rows", "totals", "weight_column"]
 
 Transform = Callable[[DataFrame], DataFrame]
 
@@ -107,6 +107,13 @@ def weight_column(model: ClassificationModelParams | RegressionModelParams) -> s
     return model.getWeightCol() or "" if model.isDefined(model.weightCol) else ""
 
 
+def refuse_rows(*cases: tuple[Any, str | None, str, str, str]) -> None:
+    """Refuses rows by the first case whose condition holds: that, the column, what is wrong, a hint, a code."""
+    for refused, column, what, hint, code in cases:
+        if refused:
+            raise ColumnError(what, hint=hint, column=column, code=code)
+
+
 def described(
     model: ClassificationModelParams | RegressionModelParams, predictions: DataFrame, totals: list[Row]
 ) -> dict[str, Any]:
@@ -116,15 +123,13 @@ def described(
     counted = {name: sum(row[name] or 0 for row in totals) for name in ("labels", "weights", "predictions", "weight")}
     no_label, no_weight, no_prediction = (rows - counted[name] for name in ("labels", "weights", "predictions"))
     out, of_weight = "leave them out with a filter", f"null, NaN, infinite or negative in column {weight!r}"
-    for refused, column, what, hint, code in (
+    refuse_rows(
         (not rows, None, "the DataFrame has no rows", "check the filter or the path it comes from", "ST-NO-ROWS"),
         (no_label, label, f"{no_label} rows are null or NaN in column {label!r}", out, ""),
         (no_weight, weight, f"{no_weight} rows are {of_weight}", out, ""),
         (no_prediction, None, f"{no_prediction} rows are without a prediction", "set handleInvalid='skip'", ""),
         (not counted["weight"], weight, "all rows have the weight 0", "unset weightCol", "ST-WEIGHT"),
-    ):
-        if refused:
-            raise ColumnError(what, hint=hint, column=column, code=code)
+    )
     return {
         "predictions": predictions,
         "predictionCol": model.getPredictionCol(),

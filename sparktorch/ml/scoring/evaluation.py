@@ -266,7 +266,10 @@ def evaluate_classifier(
         cells = rows.groupBy(class_of, "prediction").agg(*sums)
         groups = rows.groupBy(class_of).agg(*sums).collect() if many else cells.collect()
         found = described(model, predictions, groups)
-        _check_classes(groups, classes, column, names)
+        bad = [group for group in groups if group["class"] == _UNKNOWN]
+        if bad:
+            least, rows_of_it = min(group["least"] for group in bad), sum(group["rows"] for group in bad)
+            raise no_class(least, rows_of_it, classes, column, names)
         by_prediction = rows.groupBy("prediction").agg(*totals()).collect() if many else groups
         labels = np.unique(_of(groups, "class").astype(np.int64))
         columns = ((groups, "class", "weight"), (by_prediction, "prediction", "weight"), (groups, "class", "hits"))
@@ -300,15 +303,6 @@ def evaluate_regressor(model: RegressionModelParams, transform: Transform, datas
 
 def _of(groups: list[Row], name: str) -> Floats:
     return np.array([group[name] for group in groups], np.float64)
-
-
-def _check_classes(groups: list[Row], classes: int, column: str, labels: Sequence[str]) -> None:
-    """Refuses a label that is not a class of the model."""
-    bad = [group for group in groups if group["class"] == _UNKNOWN]
-    if bad:
-        raise no_class(
-            min(group["least"] for group in bad), sum(group["rows"] for group in bad), classes, column, labels
-        )
 
 
 def no_class(label: Any, rows: int, classes: int, column: str, labels: Sequence[str]) -> ColumnError:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 from typing import TYPE_CHECKING, Any
 
-from sparktorch.errors import ConfigError
+from sparktorch.base.imports import matplotlib
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -14,21 +13,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["confusion_matrix", "curves", "loss_curve", "matplotlib", "picture"]
+__all__ = ["confusion_matrix", "curves", "loss_curve", "picture"]
 
 _MOST_NUMBERS = 20  # classes up to which the counts in cells are legible
 _SHORT = 4  # characters of a label that fit below a cell
 _GRAY = "#808080"  # legible on white and on black
-
-
-def matplotlib() -> Any:
-    """Returns the module `matplotlib.figure`, whose import takes a second; a `ConfigError` says that it is missing."""
-    try:
-        return importlib.import_module("matplotlib.figure")
-    except ImportError as error:
-        raise ConfigError(
-            "figures are drawn by matplotlib, which is not installed", hint="pip install matplotlib"
-        ) from error
 
 
 def loss_curve(history: Sequence[dict[str, Any]]) -> Figure:

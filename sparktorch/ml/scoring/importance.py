@@ -18,9 +18,8 @@ from pyspark.sql import Column, DataFrame, Row, Window
 from pyspark.sql import functions as F
 
 from sparktorch.base.config import above, one_of
-from sparktorch.errors import ColumnError
 from sparktorch.ml.params.declare import input_names
-from sparktorch.ml.scoring.comparison import compared, weight_column
+from sparktorch.ml.scoring.comparison import compared, refuse_rows, weight_column
 from sparktorch.ml.scoring.evaluation import no_class
 from sparktorch.spark.column_names import ColumnNames, quoted
 from sparktorch.spark.session import setting, switched_on
@@ -88,8 +87,8 @@ def importance_of(
         origin = _some_label(dataset.select(kept[model.getLabelCol()].cast("double"))) if metric == "r2" else 0.0
         classes = getattr(model, "numClasses", None)  # a regressor has none
         by_variant = {row["variant"]: row for row in _by_variant(known, metric, origin, classes).collect()}
-    if _AS_IT_IS not in by_variant:
-        raise ColumnError("no row has a label and a prediction", hint="check the filter or the path it comes from")
+    hint = "check the filter or the path it comes from"
+    refuse_rows((_AS_IT_IS not in by_variant, None, "no row has a label and a prediction", hint, ""))
     _check(by_variant[_AS_IT_IS], model, metric)
     found = {variant: row["metric"] for variant, row in by_variant.items()}
     worse = -1.0 if metric.endswith("Error") else 1.0
@@ -120,12 +119,10 @@ def _check(row: Row, model: Any, metric: str) -> None:
         given = None if model.labels and row["stranger"] == -1 else row["stranger"]
         raise no_class(given, row["strangers"], model.numClasses, label, model.labels)
     differ = f"{metric!r} compares rows of different labels: take rows that have them"
-    for refused, column, what, hint, code in (
+    refuse_rows(
         (not row["weight"], weight_column(model), "all rows have the weight 0", "unset weightCol", "ST-WEIGHT"),
         (row["metric"] is None, label, "all rows have the same label", differ, "ST-ONE-LABEL"),
-    ):
-        if refused:
-            raise ColumnError(what, hint=hint, column=column, code=code)
+    )
 
 
 def _variants(

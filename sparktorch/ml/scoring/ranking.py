@@ -1,20 +1,21 @@
-"""Evaluates a ranking model: metrics of the order of each group's rows, by Spark's window functions."""
+"""Metrics of an order: of each group's rows by a ranking model, and of lists of recommendations."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pyspark.sql import Column, DataFrame, Row, Window
 from pyspark.sql import functions as F
 
 from sparktorch.base.config import at_least
-from sparktorch.errors import ColumnError, counted
+from sparktorch.errors import counted
 from sparktorch.ml.params.mixins import RankingModelParams
-from sparktorch.ml.scoring.comparison import Summary, compared, described, totals
+from sparktorch.ml.scoring.comparison import Summary, compared, described, refuse_rows, totals
 from sparktorch.spark.column_names import ColumnNames
 
-__all__ = ["RankingSummary", "evaluate_ranker"]
+__all__ = ["RankingMetrics", "RankingSummary", "evaluate_ranker", "ranking_metrics"]
 
 _SHOWN = 10  # rows of a group whose NDCG is computed unasked
 
@@ -63,7 +64,13 @@ def evaluate_ranker(
         grouped = F.count("group").alias("groups"), F.sum((F.col("label") < 0).cast("int")).alias("negative")
         (found,) = rows.agg(*totals(), *grouped).collect()
         known = described(model, predictions, [found])
-        _check(found, name, model.getLabelCol())
+        missing, below, label = found["rows"] - found["groups"], found["negative"], model.getLabelCol()
+        of_group = f"{counted(missing, 'row is', 'rows are')} null in column {name!r}"
+        of_label = f"{counted(below, 'label is', 'labels are')} below 0 in column {label!r}"
+        refuse_rows(
+            (missing, name, of_group, "leave them out with a filter", ""),
+            (below, label, of_label, "0 is for rows that do not matter", ""),
+        )
         measured = _measured(rows, [_SHOWN, None])
         kept = rows
 
@@ -78,16 +85,6 @@ def evaluate_ranker(
             _ndcg={_SHOWN: measured["ndcg_0"], None: measured["ndcg_1"]},
             _again=again,
         )
-
-
-def _check(found: Row, group: str, label: str) -> None:
-    missing, below = found["rows"] - found["groups"], found["negative"]
-    for count, column, what, hint in (
-        (missing, group, f"{counted(missing, 'row is', 'rows are')} null in", "leave them out with a filter"),
-        (below, label, f"{counted(below, 'label is', 'labels are')} below 0 in", "0 is for rows that do not matter"),
-    ):
-        if count:
-            raise ColumnError(f"{what} column {column!r}", hint=hint, column=column)
 
 
 def _measured(rows: DataFrame, ks: list[int | None]) -> Row:
@@ -116,3 +113,38 @@ def _measured(rows: DataFrame, ks: list[int | None]) -> Row:
     means = [(F.sum(F.col(name) * weight) / F.sum(weight)).alias(name) for name in named]
     (row,) = by_group.agg(F.count(F.lit(1)).alias("groups"), *means).collect()
     return row
+
+
+class RankingMetrics(NamedTuple):
+    """Means over users, each as Spark's `RankingEvaluator` defines it.
+
+    Attributes:
+        ndcgAtK: Normalised discounted cumulative gain of the lists.
+        precisionAtK: Share of the `k` recommended items that are relevant.
+        recallAtK: Share of the relevant items that are recommended.
+        users: Number of users.
+    """
+
+    ndcgAtK: float
+    precisionAtK: float
+    recallAtK: float
+    users: int
+
+
+def ranking_metrics(lists: DataFrame, item: str, k: int) -> RankingMetrics:
+    """Compares the `k` items of each row's `recommendations`, structs with `item`, with its array `relevant`."""
+    hits = F.transform(F.col("recommendations"), lambda each: F.array_contains("relevant", each[item]))
+    right = _sum(F.transform(hits, lambda hit: hit.cast("double")))
+    gains = F.transform(hits, lambda hit, place: F.when(hit, _gain(place)).otherwise(0.0))
+    last = F.least(F.size("relevant"), F.lit(k)) - 1
+    ideal = F.transform(F.sequence(F.lit(0), last), _gain)
+    means = (_sum(gains) / _sum(ideal), right / k, right / F.size("relevant"))
+    return RankingMetrics(*lists.agg(*map(F.avg, means), F.count(F.lit(1))).collect()[0])
+
+
+def _sum(values: Column) -> Column:
+    return F.aggregate(values, F.lit(0.0), lambda total, value: total + value)
+
+
+def _gain(place: Column) -> Column:
+    return F.lit(1.0) / F.log2(place + 2)

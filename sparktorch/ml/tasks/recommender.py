@@ -22,7 +22,7 @@ from sparktorch.ml.fit.values import Values
 from sparktorch.ml.model import TorchModelBase
 from sparktorch.ml.params.mixins import RecommenderModelParams, RecommenderParams
 from sparktorch.ml.scoring.column_metadata import check_numbers
-from sparktorch.ml.scoring.recommendations import RankingMetrics, ranking_metrics
+from sparktorch.ml.scoring.ranking import RankingMetrics, ranking_metrics
 from sparktorch.ml.tasks.learning import LearningEstimator, check_rows
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.column_names import ColumnNames

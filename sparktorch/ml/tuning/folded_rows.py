@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import io
-import logging
-import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from typing import Any
 
@@ -25,15 +22,13 @@ from sparktorch.ml.fit.prepared_data import PreparedData
 from sparktorch.ml.fit.translate import Request
 from sparktorch.ml.model import TorchModelBase
 from sparktorch.spark.column_names import ColumnNames
-from sparktorch.spark.compat import inheriting
 from sparktorch.spark.frame.refusals import no_number
 from sparktorch.spark.launch.rank_pool import Results
 from sparktorch.worker import TrainJob, score_fold
 
-__all__ = ["MOST_BYTES", "FoldedRows", "NotInOnePass", "side_by_side"]
+__all__ = ["MOST_BYTES", "FoldedRows", "NotInOnePass"]
 
 MOST_BYTES = 1 << 30  # of a fold's scores that come to the driver
-_LOG = logging.getLogger(__name__)
 _IDLE_SECONDS = 600.0
 _IN_NO_FOLD = -1  # trained on in every fold, as in Spark
 _OUT_OF_RANGE = -2
@@ -151,41 +146,6 @@ class FoldedRows(PreparedData):
                 why = "the DataFrame, read again, has other rows, or in other folds"
         if why:
             raise NotInOnePass(why)
-
-
-def side_by_side(groups: Sequence[FoldedRows], fits: Sequence[Callable[[FoldedRows], None]]) -> FoldedRows:
-    """Calls each function with a group that is free: one group in this thread, several in one each.
-
-    Groups close when no call is left, but for the last one, which is returned. The first error, or an interrupt,
-    cancels the other calls and is raised.
-    """
-    left, lock, ended = iter(fits), threading.Lock(), list[FoldedRows]()
-
-    def work(group: FoldedRows) -> None:
-        for fit in left:
-            fit(group)
-        with lock:
-            ended.append(group)
-            is_last = len(ended) == len(groups)
-        if not is_last:
-            group.close()
-
-    if len(groups) == 1:
-        work(groups[0])
-        return groups[0]
-    _LOG.info("%d groups of ranks train side by side, and each holds all rows", len(groups))
-    spark = groups[0].dataset.sparkSession
-    with ThreadPoolExecutor(len(groups), "sparktorch-folds") as pool:
-        try:
-            for done in as_completed([pool.submit(inheriting(spark, partial(work, group))) for group in groups]):
-                done.result()
-        except BaseException:
-            for _ in left:  # begin no more
-                pass
-            for group in groups:
-                group.cancel()
-            raise
-    return ended[-1]
 
 
 def _content(facts: list[dict[str, Any]]) -> Content:

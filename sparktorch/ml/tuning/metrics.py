@@ -1,9 +1,13 @@
-"""The metrics of Spark's evaluators of regression and classification, computed of scored rows without a Spark job."""
+"""The metrics of a cross-validation: those of Spark's evaluators of scored rows without a Spark job, and of others."""
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,10 +19,18 @@ from pyspark.ml.evaluation import (
     MulticlassClassificationEvaluator,
     RegressionEvaluator,
 )
+from pyspark.sql import functions as F
 
+from sparktorch.ml.model import TorchModelBase
 from sparktorch.ml.scoring.evaluation import Confusion
+from sparktorch.ml.tuning.folded_rows import MOST_BYTES, FoldedRows
+from sparktorch.spark.compat import frame_of_rows, inheriting, to_vector
+from sparktorch.spark.session import slots
 
-__all__ = ["metric_of"]
+__all__ = ["Metrics", "columns_of", "metric_of", "results_for", "weight_of"]
+
+_LOG = logging.getLogger(__name__)
+_PATIENCE = 30.0  # seconds without a metric, after which the ranks free their slots
 
 Floats = npt.NDArray[np.float64]
 
@@ -168,3 +180,102 @@ _COMPUTED: dict[type[Evaluator], Callable[[Any, pa.Table, Floats, Floats], float
     MulticlassClassificationEvaluator: _classes,
     BinaryClassificationEvaluator: _two_classes,
 }
+
+
+class Metrics:
+    """Metrics: computed at once, or by the evaluator, in threads, whose jobs may have to wait for the ranks' slots."""
+
+    def __init__(
+        self, evaluator: Evaluator, groups: Sequence[FoldedRows], *, parallelism: int, weight: str | None
+    ) -> None:
+        """Takes at most `parallelism` metrics at a time; `weight` is what `weight_of` says."""
+        self._groups, self._evaluator, self._spark = groups, evaluator, groups[0].dataset.sparkSession
+        if weight is not None:
+            self._evaluator = evaluator.copy({evaluator.getParam("weightCol"): weight})
+        self._pool = ThreadPoolExecutor(parallelism, "sparktorch-metrics")
+        self._found: dict[tuple[int, int], Future[float]] = {}
+        self._bytes: dict[Future[float], int] = {}
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def add(self, fold: int, index: int, model: TorchModelBase, table: pa.Table) -> None:
+        """Begins to compute a metric of scored rows, if it is not known at once; raises the error of an earlier one.
+
+        Waits if many are left.
+        """
+        value = metric_of(self._evaluator, table)
+        if value is not None:
+            self._found[fold, index] = self._pool.submit(float, value)
+            return
+        kinds, outputs = model._fields()
+
+        def column(name: str) -> Any:
+            found, field = F.col(f"`{name}`"), outputs.get(name)
+            if field is None:
+                return found
+            shown = to_vector(found) if kinds[field] == "vector" else found
+            return shown.alias(name, metadata=model._attribute(field, kinds[field]))
+
+        columns = [column(name) for name in table.column_names]
+        compute = partial(self._evaluate, table, columns)
+        with self._lock:
+            future = self._found[fold, index] = self._pool.submit(inheriting(self._spark, compute))
+            self._bytes[future] = table.nbytes
+            self._settle(MOST_BYTES)
+
+    def all(self, folds: int, models: int) -> list[list[float]]:
+        """Waits for the metrics, by fold and model; frees the slots of the ranks if there are no others."""
+        self._settle(-1)
+        return [[self._found[fold, index].result() for index in range(models)] for fold in range(folds)]
+
+    def _evaluate(self, table: pa.Table, columns: Sequence[Any]) -> float:
+        return self._evaluator.evaluate(frame_of_rows(self._spark, table).select(*columns))
+
+    def _settle(self, most: int) -> None:
+        """Waits until the scores of missing metrics take at most that many bytes, or, below 0, until there are none."""
+        count, held = slots(self._spark), sum(group.slots_held for group in self._groups)
+        patience: float | None = _PATIENCE if count is None or count > held else 0.0
+        while True:
+            for done in [future for future in self._bytes if future.done()]:
+                del self._bytes[done]
+                done.result()
+            if sum(self._bytes.values()) <= most or not self._bytes:
+                return
+            if not wait(self._bytes, timeout=patience, return_when=FIRST_COMPLETED).done:
+                _LOG.info("the evaluator's jobs find no slot: the ranks free theirs, and read the rows again later")
+                for group in self._groups:
+                    group.let_go()
+                patience = None
+
+
+def columns_of(evaluator: Evaluator) -> list[str]:
+    """Returns the columns that an evaluator's Params name."""
+    unread = "probabilityCol" if _counts(evaluator) else ""
+    named = [param for param in evaluator.params if param.name.endswith("Col") and param.name != unread]
+    return [name for param in named if evaluator.isDefined(param) and (name := evaluator.getOrDefault(param))]
+
+
+def results_for(evaluator: Evaluator, model: TorchModelBase) -> dict[str, str]:
+    """Returns the results of the scorer that an evaluator reads, with the name of the column of each."""
+    read = columns_of(evaluator)
+    return {field: name for name, field in model._fields()[1].items() if name in read}
+
+
+def weight_of(evaluator: Evaluator, carried: Sequence[str]) -> str | None:
+    """Returns the column by whose sums an evaluator takes equal rows as one; `None` if it needs each row."""
+    if not _counts(evaluator):
+        return None
+    if not evaluator.isDefined("weightCol") or not evaluator.getOrDefault("weightCol"):
+        return f"{evaluator.uid}_weight"
+    weight: str = evaluator.getOrDefault("weightCol")
+    return weight if weight in carried and weight != evaluator.getOrDefault("labelCol") else None
+
+
+def _counts(evaluator: Evaluator) -> bool:
+    """Whether an evaluator reads no more than a confusion matrix."""
+    return type(evaluator) is MulticlassClassificationEvaluator and evaluator.getOrDefault("metricName") != "logLoss"

@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from copy import copy
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
-from pyspark.sql import SparkSession
 from tqdm.auto import tqdm
 
 from sparktorch.base.config import TrainConfig
@@ -19,12 +18,12 @@ from sparktorch.base.imports import optuna
 from sparktorch.errors import ConfigError, nearest
 from sparktorch.ml.fit.prepared_data import PreparedData
 from sparktorch.ml.fit.translate import config_of
-from sparktorch.ml.tuning.space import Space, applied, quiet
+from sparktorch.ml.tuning.space import Space, applied, optuna_quiet
 from sparktorch.ml.tuning.tuned_model import CAUSE, EPOCHS, TorchTunerModel, discard
 from sparktorch.spark.compat import inheriting
 from sparktorch.train.loop.validation import improvements
 
-__all__ = ["Search", "value_of"]
+__all__ = ["Search", "side_by_side", "value_of"]
 
 _LOG = logging.getLogger(__name__)
 _HOPELESS = 5  # failures without a success, or two for each group if there are many
@@ -32,6 +31,8 @@ _LONGEST_CAUSE = 2000
 _LOOK_SECONDS = 0.1  # in which an interrupt that sends no signal is noticed
 _END_SECONDS = 20.0
 _asking = threading.Lock()
+
+G = TypeVar("G", bound=PreparedData)
 
 
 class _Judge:
@@ -79,40 +80,32 @@ class Search:
         self._best: int | None = None
         self._lock = threading.Lock()
         self._hopeless = _HOPELESS
-        self._cause: Exception | None = None
-        self._ended = self._failed = 0
-        self._fatal: Exception | None = None
-        self._stopped = False
+        self._causes: list[Exception] = []  # of failures
+        self._fatal: Exception | None = None  # that ends the search
+        self._succeeded = self._stopped = False
 
-    def run(self, groups: list[PreparedData], spark: SparkSession, *, timeout: float | None, show: bool) -> None:
+    def run(self, groups: list[PreparedData], *, timeout: float | None, show: bool) -> None:
         """Runs trials, one at a time on each group, until the budget is used up, and closes the groups.
 
         If all trials have failed, it raises the first cause; after an interrupt, all trials are cancelled.
         """
         shown: dict[str, Any] = {"total": self._trials, "initial": self._trials - self.left, "disable": not show}
         self._hopeless = max(_HOPELESS, 2 * len(groups))
-        running: set[Future[None]] = set()
         self._bar = tqdm(**shown, desc="search", unit="trial", dynamic_ncols=True, position=0)
-        with quiet(), self._bar:
+        with optuna_quiet(), self._bar:
             self.left -= len(groups)  # each begins with one
             try:
-                for group in groups:
-                    running.add(_begun(inheriting(spark, partial(self._work, group, timeout))))
-                while running:
-                    done, running = wait(running, _LOOK_SECONDS, FIRST_EXCEPTION)
-                    for ended in done:
-                        ended.result()
+                side_by_side(groups, partial(self._work, timeout=timeout), self._stop)
             except BaseException:  # an interrupt, or what ends the search
-                self._stopped = True
-                for group in groups:
-                    threading.Thread(target=group.cancel, name="sparktorch-cancel", daemon=True).start()
-                wait(running, _END_SECONDS)
                 for model in self.models.values():
                     discard(model.bestModel)
                 self.models.clear()
                 raise
-        if self._cause is not None and self._failed == self._ended and not self._known:
-            raise self._cause
+        if self._causes and not self._succeeded and not self._known:
+            raise self._causes[0]
+
+    def _stop(self) -> None:
+        self._stopped = True
 
     def _work(self, group: PreparedData, timeout: float | None) -> None:
         """Lets Optuna run trials on a group; its loop ends when no trial is left, or the sampler knows no other."""
@@ -152,7 +145,7 @@ class Search:
             if not self._stopped:
                 _LOG.warning("trial %d failed: %s", trial.number, cause)
             trial.set_user_attr(CAUSE, "the search was interrupted" if self._stopped else cause)
-            self._cause = self._cause or error
+            self._causes.append(error)
             raise
         finally:
             trial.set_user_attr(EPOCHS, 0 if judge is None else judge.epochs)
@@ -175,10 +168,9 @@ class Search:
                 self._bar.set_postfix_str(f"best {self.metric} {trial.value:.4g}", refresh=False)
             model = None if unneeded is None else self.models.pop(unneeded, None)
             self._bar.update()
-            self._ended += 1
-            self._failed += trial.state.name == "FAIL"
-            if self._failed == self._ended >= self._hopeless:
-                self._fatal = self._cause
+            self._succeeded |= trial.state.name != "FAIL"
+            if not self._succeeded and len(self._causes) >= self._hopeless:
+                self._fatal = self._causes[0]
             if self.left and not self._stopped:
                 self.left -= 1
             else:
@@ -200,17 +192,37 @@ def value_of(history: list[dict[str, Any]], metric: str, config: TrainConfig) ->
     return float(known[-1][metric]) if known else None
 
 
+def side_by_side(groups: Sequence[G], work: Callable[[G], None], stop: Callable[[], object]) -> None:
+    """Calls `work` with each group, in a thread of its own, which does not hold up the interpreter's exit.
+
+    After the first error, or an interrupt, which it raises, it calls `stop` and cancels what runs.
+    """
+    spark = groups[0].dataset.sparkSession
+    running: set[Future[None]] = set()
+    try:
+        for group in groups:
+            running.add(_begun(inheriting(spark, partial(work, group))))
+        while running:
+            done, running = wait(running, _LOOK_SECONDS, FIRST_EXCEPTION)
+            for ended in done:
+                ended.result()
+    except BaseException:
+        stop()
+        for group in groups:
+            threading.Thread(target=group.cancel, name="sparktorch-cancel", daemon=True).start()
+        wait(running, _END_SECONDS)
+        raise
+
+
 def _begun(work: Callable[[], None]) -> Future[None]:
-    """Starts work in a thread that does not hold up the interpreter's exit."""
     future: Future[None] = Future()
 
     def run() -> None:
         try:
             work()
+            future.set_result(None)
         except BaseException as error:
             future.set_exception(error)
-        else:
-            future.set_result(None)
 
-    threading.Thread(target=run, name="sparktorch-search", daemon=True).start()
+    threading.Thread(target=run, name="sparktorch-group", daemon=True).start()
     return future

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from sparktorch.base.imports import optuna
+from sparktorch.base.quiet import quiet
 from sparktorch.errors import ConfigError, Refusal
 from sparktorch.ml.fit.checks import check_param_names
 from sparktorch.ml.params.mixins import EstimatorParams
 
-__all__ = ["NO_CHECKPOINTS", "Space", "applied", "quiet"]
+__all__ = ["NO_CHECKPOINTS", "Space", "applied", "optuna_quiet"]
 
 NO_CHECKPOINTS = (
     Refusal(
@@ -24,6 +27,8 @@ NO_CHECKPOINTS = (
 
 _SIMPLE = (bool, int, float, str, type(None))  # what Optuna keeps in a storage
 _PROBES = 20
+
+optuna_quiet = partial(quiet, "optuna", logging.ERROR)  # it logs every study and trial
 
 
 class Space:
@@ -66,11 +71,20 @@ class Space:
     def samples(self) -> Iterator[dict[str, Any]]:
         """Yields the values of some trials that no study keeps, to be checked before any that counts."""
         module = optuna()
-        with quiet():
+        with optuna_quiet():
             study = module.create_study(sampler=module.samplers.RandomSampler(seed=0))
         for _ in range(_PROBES):
             with suppress(module.TrialPruned):
                 yield self.values(study.ask())
+
+    def choices(self) -> Iterator[dict[str, Any]]:
+        """Yields each choice of a list, alone; of numbers, the least and the most."""
+        for name, one in self.distributions.items():
+            labels = getattr(one, "choices", ())
+            if all(isinstance(label, int | float) for label in labels):
+                labels = sorted(labels)[:: max(1, len(labels) - 1)]
+            for label in labels:
+                yield {name: self._choices.get(name, {}).get(label, label)}
 
     def _choose(self, trial: Any) -> dict[str, Any]:
         known = trial.params  # of a finished one, whose values may be out of this space
@@ -112,18 +126,6 @@ def applied(estimator: Any, values: Mapping[str, Any]) -> Any:
         if dot:
             that.setParams(**{param: {**_value(that, param), entry: value}})
     return that
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Keeps Optuna from printing lines of its own about every study and trial."""
-    logging = optuna().logging
-    before = logging.get_verbosity()
-    logging.set_verbosity(logging.ERROR)
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
 
 
 def _check_names(estimator: EstimatorParams, given: Any) -> None:

@@ -18,7 +18,7 @@ from sparktorch.ml.fit.listeners import callers
 from sparktorch.ml.fit.translate import Request, config_of, translate
 from sparktorch.ml.fit.values import Values
 from sparktorch.ml.tuning.search import Search, value_of
-from sparktorch.ml.tuning.space import NO_CHECKPOINTS, Space, applied, quiet
+from sparktorch.ml.tuning.space import NO_CHECKPOINTS, Space, applied, optuna_quiet
 from sparktorch.ml.tuning.tuned_model import TorchTunerModel, discard
 from sparktorch.spark.checks import findings
 from sparktorch.spark.checks.preflight import enough_slots
@@ -32,6 +32,7 @@ __all__ = ["TorchTuner", "direction_of"]
 
 _LOG = logging.getLogger(__name__)
 _METRIC = "sparktorch.metric"
+_OF_ITS_OWN = ("ST-UNKNOWN-NAME", "ST-VALUE")  # what is wrong with a value whatever else is set
 
 _REFUSED = (
     Refusal(
@@ -174,15 +175,14 @@ class TorchTuner(Estimator[TorchTunerModel]):
         reference, request = _valid_one(base, space, metric)
         first = reference.prepare(dataset)
         dataset = first.dataset  # that of an RDD
-        spark = dataset.sparkSession
-        groups = _groups(spark, request, workers, self.parallelism)
+        groups = _groups(dataset.sparkSession, request, workers, self.parallelism)
         study = self._study(base, space, metric, direction)
         named = bool(callers()) or base.isSet("mlflowExperiment")
         search = Search(base, space, study, metric=metric, trials=self.trials, named=named)
         if search.left:
             prepared = [first, *(reference.prepare(dataset) for _ in range(min(groups, search.left) - 1))]
             _LOG.info("%s %s: %d trials, %d at a time", direction, metric, search.left, len(prepared))
-            search.run(prepared, spark, timeout=self.timeout, show=base.getProgress())
+            search.run(prepared, timeout=self.timeout, show=base.getProgress())
         return self._result(dataset, base, space, study, search)
 
     def _study(self, estimator: Any, space: Space, metric: str, direction: str) -> Any:
@@ -195,7 +195,7 @@ class TorchTuner(Estimator[TorchTunerModel]):
             "asha": module.pruners.SuccessiveHalvingPruner,
             "hyperband": lambda: module.pruners.HyperbandPruner(max_resource=most),
         }
-        with quiet():
+        with optuna_quiet():
             study = module.create_study(
                 storage=self.storage,
                 sampler=self.sampler or module.samplers.TPESampler(seed=estimator.getSeed()),
@@ -246,12 +246,17 @@ def _valid_one(base: Any, space: Space, metric: str) -> tuple[Any, Request[Train
     """Returns an estimator out of the space that passes the checks of its Params, and its configuration."""
     refuse(NO_CHECKPOINTS, Values(base))
     found: list[tuple[Any, Request[TrainJob]]] = []
-    for values in ({}, *space.samples()):
+    for values in ({}, *space.choices(), *space.samples()):
         try:
             estimator = applied(base, values)
             request = translate(estimator, base._task)
-        except (SparkTorchError, TypeError):  # a trial that draws it fails, with this cause
-            continue
+        except TypeError as error:
+            raise ConfigError(str(error), hint="correct the space", param="space", code="ST-SEARCH") from error
+        except SparkTorchError as error:
+            given = values.get(error.where.get("param", ""))
+            if error.code in _OF_ITS_OWN and given is not None and not isinstance(given, Mapping):
+                raise  # of a dict, what is unknown depends on other Params
+            continue  # a trial that draws it fails, with this cause
         refuse(NO_CHECKPOINTS, Values(estimator))
         found.append((estimator, request))
         _check_rows(found[0][1], request, values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -323,17 +324,26 @@ def _disks(executors: Sequence[ExecutorReport]) -> Iterator[Finding]:
 
 
 def _checkpoints(answers: Sequence[ExecutorReport], directory: str | None) -> Iterator[Finding]:
-    writers = {answer.rank for answer in answers if answer.checkpoint is None}
-    for answer in answers if directory else ():
+    if not directory:
+        return
+    writers, seen = {answer.rank for answer in answers if answer.checkpoint is None}, True
+    shared = "name a URL, or an absolute path on a file system that all machines share"
+    relative = ""
+    if "://" not in directory and not os.path.isabs(directory):
+        relative = "the path is relative, and each process takes it from its own working folder"
+    for answer in answers:
         if answer.checkpoint is not None:
             text = f"cannot keep a file in {directory}: {answer.checkpoint}"
             hint = "name a directory that all workers can write, and install the package of its file system on them"
         elif answer.files is not None and writers - set(answer.files):
-            text = f"does not see in {directory} what other tasks have written there"
-            hint = "name a URL, or an absolute path on a file system that all machines share"
+            text = f"does not see in {directory} what other tasks have written there{relative and f': {relative}'}"
+            hint = shared
         else:
             continue
+        seen = False
         yield found("checkpoint-dir", "failure", text, answer.task, "directory", hint=hint)
+    if relative and seen:
+        yield found("checkpoint-dir", "warning", f"{directory}: {relative}", {}, "directory", hint=shared)
 
 
 def _size(count: int) -> str:

@@ -7,14 +7,31 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
+from torch import nn, optim
+
 from sparktorch.base.imports import load_object
 from sparktorch.errors import ModuleError, nearest, refusing
 
-__all__ = ["building", "look_up", "name_of", "parameters_of", "signature_of"]
+__all__ = ["building", "check_name", "look_up", "name_of", "parameters_of", "signature_of"]
+
+# Where torch has the classes that a name may be of, their base class, and how the names end.
+_OF_TORCH: dict[str, tuple[Any, type, str]] = {
+    "loss": (nn, nn.Module, "Loss"),
+    "optimizer": (optim, optim.Optimizer, ""),
+    "scheduler": (optim.lr_scheduler, optim.lr_scheduler.LRScheduler, ""),
+}
 
 
-def look_up(value: Any, namespace: Any, base: type, what: str, *, suffix: str = "") -> Any:
-    """Resolves an import path, or the name of a subclass of `base` in a torch module; returns a callable as it is.
+def check_name(value: Any, what: str) -> None:
+    """Refuses the name of a class that torch does not have; imports nothing."""
+    if isinstance(value, str) and ":" not in value:
+        look_up(value, what)
+
+
+def look_up(value: Any, what: str) -> Any:
+    """Resolves an import path, or the name of one of torch's losses, optimizers or schedulers, as `what` says.
+
+    A callable is returned as it is.
 
     Raises:
         ModuleError: The name is unknown, or the value is neither a name nor a callable.
@@ -23,6 +40,7 @@ def look_up(value: Any, namespace: Any, base: type, what: str, *, suffix: str = 
         return value
     if isinstance(value, str) and ":" in value:
         return load_object(value)
+    namespace, base, suffix = _OF_TORCH[what]
     names = {
         name
         for name, found in vars(namespace).items()

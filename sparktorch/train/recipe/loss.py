@@ -311,7 +311,7 @@ class Loss:
     def __init__(self, loss: str | Callable[..., torch.Tensor] | None, params: Mapping[str, Any]) -> None:
         """Resolves a name, class or callable; classes with a `reduction` are made with "none"."""
         self.name = loss if isinstance(loss, str) else name_of(loss)
-        found = look_up(loss, nn, nn.Module, "loss", suffix="Loss")
+        found = look_up(loss, "loss")
         reducing = "reduction" in parameters_of(found)
         kind = found if isinstance(found, type) else type(found)
         self.rowwise = reducing and found.__module__.startswith("torch.nn.")

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import lr_scheduler
 
 from sparktorch.base.deferred import Deferred, deferred
 from sparktorch.base.imports import SHIPPING_HINT, load_object
@@ -262,7 +261,7 @@ class Recipe:
 
     def scheduler_call(self, steps: int) -> tuple[Any, dict[str, Any]]:
         """Returns the scheduler's factory and its options."""
-        found = look_up(self.scheduler, lr_scheduler, lr_scheduler.LRScheduler, "scheduler")
+        found = look_up(self.scheduler, "scheduler")
         options = dict(self.scheduler_params)
         for name in ("T_max", "total_steps"):
             if name in parameters_of(found) and name not in options:
@@ -278,7 +277,7 @@ class Recipe:
             ModuleError: The optimizer is unknown.
             ConfigError: A parameter group is invalid or without parameters.
         """
-        factory = look_up(self.optimizer, torch.optim, torch.optim.Optimizer, "optimizer")
+        factory = look_up(self.optimizer, "optimizer")
         parameters: list[Any] = [parameter for parameter in module.parameters() if parameter.requires_grad]
         options = {"lr": self.learning_rate, **self.optimizer_params}
         chosen = {"fused", "foreach", "differentiable"} & options.keys()

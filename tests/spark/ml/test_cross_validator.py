@@ -31,9 +31,8 @@ from pyspark.sql import functions as F
 
 from sparktorch import TorchClassifier, TorchCrossValidator, TorchRegressor
 from sparktorch.errors import ColumnError, ConfigError, SparkTorchError
-from sparktorch.ml.tuning.cross_validator import weight_of
 from sparktorch.ml.tuning.folded_rows import FoldedRows
-from sparktorch.ml.tuning.metrics import metric_of
+from sparktorch.ml.tuning.metrics import metric_of, weight_of
 from tests.spark.modules import MLP
 from tests.spark.scored import same_weights
 from tests.support.sessions import slots_held
@@ -148,7 +147,7 @@ def test_a_confusion_matrix_travels_in_place_of_rows(rows: DataFrame, monkeypatc
         tables.append(table)
         return metric_of(evaluator, table)
 
-    monkeypatch.setattr("sparktorch.ml.tuning.cross_validator.metric_of", noted)
+    monkeypatch.setattr("sparktorch.ml.tuning.metrics.metric_of", noted)
     evaluator = MulticlassClassificationEvaluator(metricName="accuracy")
     found = search(TorchCrossValidator, classifier(), evaluator).fit(rows)
     assert found.avgMetrics == search(CrossValidator, classifier(), evaluator).fit(rows).avgMetrics

@@ -11,7 +11,7 @@ import yaml
 
 from sparktorch import TorchClassifier
 from sparktorch.cli.job_file import DataSection, JobConfig, TrackingSection, read_job
-from sparktorch.errors import ConfigError
+from sparktorch.errors import ConfigError, SparkTorchError
 
 VALUES: dict[str, Any] = {
     "name": "flowers",
@@ -65,7 +65,6 @@ def test_the_estimator_is_built_with_its_params(tmp_path: Path) -> None:
     [
         ("nmae", "x", "unknown key nmae", "did you mean 'name'?"),
         ("score.data", {"path": "in", "pth": 1}, "unknown key score.data.pth", "did you mean 'path'?"),
-        ("estimator.params.batchsize", 3, "estimator.params 'batchsize' is unknown", "did you mean 'batchSize'?"),
         ("estimator.kind", "TorchClasifier", "estimator.kind 'TorchClasifier' is unknown", "'TorchClassifier'?"),
         ("score.output", ..., "missing key score.output", ""),
         ("data.path", ..., "data needs either source or path", ""),
@@ -82,10 +81,29 @@ def test_a_wrong_key_is_named(key: str, value: Any, message: str, hint: str, tmp
     assert hint in caught.value.hint
 
 
-def test_a_param_of_the_wrong_type_is_refused_when_the_estimator_is_built(tmp_path: Path) -> None:
-    section = read(with_value("estimator.params.epochs", "three"), tmp_path).estimator
-    with pytest.raises(ConfigError, match=r"estimator\.params: .*epochs"):
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("batchsize", 3, r"estimator\.params: .*'batchsize': did you mean 'batchSize'\?"),
+        ("epochs", "three", r"estimator\.params: .*epochs"),
+        ("epochs", 0, "epochs must be at least 1, got 0"),
+        ("precision", "bf61", r"precision 'bf61' is unknown(?s:.*)'bf16'"),
+        ("optimizer", "Adamm", r"optimizer 'Adamm' is unknown(?s:.*)'Adam'"),
+        ("loss", "CrossEntropyLos", r"loss 'CrossEntropyLos' is unknown(?s:.*)'CrossEntropyLoss'"),
+        ("module", "tests.support.nets:Mpl", r"cannot import 'tests.support.nets:Mpl'(?s:.*)'Mlp'"),
+    ],
+)
+def test_a_param_that_cannot_work_is_refused_without_a_session(
+    name: str, value: Any, says: str, tmp_path: Path
+) -> None:
+    section = read(with_value(f"estimator.params.{name}", value), tmp_path).estimator
+    with pytest.raises(SparkTorchError, match=says):
         section.build()
+
+
+def test_a_python_module_that_the_session_may_ship_may_be_missing_before(tmp_path: Path) -> None:
+    section = read(with_value("estimator.params.module", "nowhere.nets:Mlp"), tmp_path).estimator
+    assert section.build(numWorkers=2).getNumWorkers() == 2
 
 
 @pytest.mark.parametrize("text", ["a: b: c", "!!python/object/apply:os.system ['true']"])

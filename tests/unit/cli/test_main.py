@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import sys
 from contextlib import nullcontext
@@ -11,21 +10,17 @@ from unittest.mock import Mock
 
 import pyspark
 import pytest
+from pyspark.errors import AnalysisException
 
+from sparktorch.cli.doctor import print_table
 from sparktorch.cli.main import main
-from sparktorch.cli.table import print_table
+from sparktorch.errors import ConfigError, RankLostError
 from sparktorch.spark.checks.findings import Finding
 from sparktorch.train.plan.memory import Need, Plan
 from tests.support.proxy import free_port
 
 
-def printed(*findings: Finding) -> str:
-    file = io.StringIO()
-    print_table(findings, "a title", file)
-    return file.getvalue()
-
-
-def test_a_table_shows_what_where_and_what_to_do() -> None:
+def test_a_table_shows_what_where_and_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     fine = Finding(check="slots", status="ok", found="4, of which 2 are needed")
     fatal = Finding(
         check="checkpoint-dir",
@@ -35,7 +30,8 @@ def test_a_table_shows_what_where_and_what_to_do() -> None:
         setting="checkpointDir",
         value="another one",
     )
-    text = printed(fine, fatal)
+    print_table([fine, fatal], "a title")
+    text = capsys.readouterr().out
     assert "a title" in text
     assert "4, of which 2 are needed" in text
     assert "[Errno 30]" in text, "brackets are no markup"
@@ -44,12 +40,13 @@ def test_a_table_shows_what_where_and_what_to_do() -> None:
     assert text.rstrip().endswith("A fit would fail.")
 
 
-def test_the_same_finding_in_many_places_is_one_row() -> None:
+def test_the_same_finding_in_many_places_is_one_row(capsys: pytest.CaptureFixture[str]) -> None:
     many = [
         Finding(check="packages", status="warning", found="torch is old", where={"executor": f"h{number}:1"})
         for number in range(9)
     ]
-    text = printed(*many)
+    print_table(many, "a title")
+    text = capsys.readouterr().out
     assert text.count("torch is old") == 1
     assert "h0:1" in text
     assert "and 6 more" in text
@@ -95,6 +92,38 @@ def test_a_plan_in_which_nothing_fits_says_so(
     said = capsys.readouterr()
     assert "605.2 KB" in said.out
     assert "no strategy fits" in said.err
+
+
+@pytest.mark.parametrize("command", ["plan", "train", "score"])
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(ConfigError("no such key"), 2), (AnalysisException("no such column"), 2), (RankLostError("gone"), 1)],
+    ids=["setting", "column", "lost rank"],
+)
+def test_commands_end_with_2_if_what_was_given_cannot_work_and_with_1_if_it_fails(
+    command: str,
+    error: Exception,
+    status: int,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(f"sparktorch.cli.{command}.read_job", Mock(side_effect=error))
+    assert main([command, "job.yaml"]) == status
+    assert str(error) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["plan", "train"])
+def test_a_job_file_is_refused_before_a_session_starts(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = tmp_path / "job.yaml"
+    params = "{module: tests.support.nets:Mlp, optimizer: Adamm}"
+    job.write_text(f"{{name: job, data: {{path: rows}}, estimator: {{kind: TorchRegressor, params: {params}}}}}")
+    started = Mock()
+    monkeypatch.setattr(f"sparktorch.cli.{command}.session", started)
+    assert main([command, str(job)]) == 2
+    assert "optimizer 'Adamm' is unknown" in capsys.readouterr().err
+    started.assert_not_called()
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,25 @@
-"""Searches run as many trials as asked for, and delete the models that they do not return, never under a lock."""
+"""Searches run as many trials as asked for, and delete models that they do not return, if nothing else names them."""
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+import torch
 
 from sparktorch.base.config import TrainConfig
-from sparktorch.ml.tuning import search
+from sparktorch.base.weights_folder import WeightsFolder
+from sparktorch.base.world import World
+from sparktorch.ml.model import TorchModelBase
+from sparktorch.ml.tuning import search, tuned_model
 from sparktorch.ml.tuning.search import Search
+from sparktorch.train.loop.model_folder import ModelFolder
 from tests.support.mlflow import QUIET
 
 optuna = pytest.importorskip("optuna")
@@ -23,7 +30,7 @@ pytestmark = QUIET  # Optuna's storage is SQLAlchemy
 class Group:
     """Stands for rows that ranks hold."""
 
-    title, bar_stays, gives_way = "", False, False
+    title, bar_stays, gives_way, dataset = "", False, False, MagicMock()
 
     def __enter__(self) -> None: ...
 
@@ -66,7 +73,7 @@ def searching(*losses: float | Callable[[], float]) -> Search:
 
 
 def run(found: Search, groups: int = 1) -> None:
-    found.run([Group() for _ in range(groups)], MagicMock(), timeout=None, show=False)  # type: ignore[misc]
+    found.run([Group() for _ in range(groups)], timeout=None, show=False)  # type: ignore[misc]
 
 
 def interrupted() -> float:
@@ -131,3 +138,30 @@ def test_a_search_ends_with_the_first_cause_if_its_first_five_trials_fail_or_all
     with pytest.raises(ArithmeticError, match="planted"):
         run(found)
     assert [trial.state.name for trial in found._study.trials] == ["FAIL"] * tried
+
+
+class Model:
+    """What `discard` looks at."""
+
+    def __init__(self, weights: WeightsFolder | bytes) -> None:
+        self.trained: Any = self
+        self.weights = weights
+
+    def deleteWeights(self) -> None:  # noqa: N802
+        TorchModelBase.deleteWeights(self)  # type: ignore[arg-type]
+
+
+def test_a_folder_is_deleted_unless_mlflow_logs_its_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    written = ModelFolder(str(tmp_path / "model"), World()).write({"x": torch.ones(2)})
+    logged, plain, gone = Model(written), Model(written), Model(WeightsFolder(str(tmp_path / "gone"), "gone"))
+    logged._mlflow_logged = True  # type: ignore[attr-defined]
+    plain._mlflow_run_id = "1"  # type: ignore[attr-defined]  # its metrics are logged, and not the model
+    tuned_model.discard(logged)  # type: ignore[arg-type]
+    assert written["x"].tolist() == [1.0, 1.0]
+    tuned_model.discard(plain)  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
+    tuned_model.discard(Model(b""))  # type: ignore[arg-type]
+    assert caplog.records == []
+    with caplog.at_level(logging.WARNING):
+        tuned_model.discard(gone)  # type: ignore[arg-type]
+    assert "does not return stays" in caplog.text

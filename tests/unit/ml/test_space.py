@@ -13,10 +13,10 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution, Int
 
 from sparktorch import TorchRegressor  # noqa: E402
 from sparktorch.base.config import TrainConfig  # noqa: E402
-from sparktorch.errors import ConfigError  # noqa: E402
+from sparktorch.errors import ConfigError, ModuleError  # noqa: E402
 from sparktorch.ml.tuning.search import value_of  # noqa: E402
 from sparktorch.ml.tuning.space import Space, applied  # noqa: E402
-from sparktorch.ml.tuning.tuner import direction_of  # noqa: E402
+from sparktorch.ml.tuning.tuner import _valid_one, direction_of  # noqa: E402
 
 ESTIMATOR = TorchRegressor(module="torch.nn:Linear", moduleParams={"in_features": 1}, optimizerParams={"eps": 1e-6})
 
@@ -97,6 +97,27 @@ def test_samples_are_trials_that_no_study_counts() -> None:
 def test_what_is_no_space_is_refused(given: Any, what: str) -> None:
     with pytest.raises(ConfigError, match=what):
         Space(given, ESTIMATOR)
+
+
+@pytest.mark.parametrize(
+    ("space", "says"),
+    [
+        ({"optimizer": ["Adam", "Adamm"]}, r"optimizer 'Adamm' is unknown(?s:.*)did you mean 'Adam'"),
+        ({"precision": ["fp32", "bf61"]}, "precision 'bf61' is unknown"),
+        ({"batchSize": [16, "many"]}, 'param "batchSize"'),
+        ({"epochs": [*range(1, 99), 0]}, "epochs must be at least 1, got 0"),
+        (lambda trial: {"optimizer": trial.suggest_categorical("it", ["adam"])}, "optimizer 'adam' is unknown"),
+    ],
+)
+def test_a_choice_that_its_param_does_not_take_is_refused_before_any_trial(space: Any, says: str) -> None:
+    with pytest.raises((ConfigError, ModuleError), match=says):
+        _valid_one(ESTIMATOR, Space(space, ESTIMATOR), "loss")
+
+
+def test_a_choice_that_works_only_with_another_one_is_left_to_its_trials() -> None:
+    given = {"strategy": ["ddp", "localSGD"], "strategyParams": [{}, {"period": 4}], "validationInterval": [1, 2]}
+    estimator, _ = _valid_one(ESTIMATOR, Space(given, ESTIMATOR), "loss")
+    assert estimator.getModule() == "torch.nn:Linear"
 
 
 def test_names_say_whether_smaller_is_better() -> None:

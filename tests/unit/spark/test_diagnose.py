@@ -145,8 +145,21 @@ def test_checkpoints_need_a_directory_that_all_can_write_and_see() -> None:
     assert "cannot keep a file in /data: OSError: read-only" in found.found
     alone = problems(answer(0, files=[0]), answer(1, files=[1]), **here)
     assert [finding.where["rank"] for finding in alone] == [0, 1]
-    assert "does not see in /data what other tasks have written" in alone[0].found
+    assert alone[0].found == "does not see in /data what other tasks have written there"
     assert not problems(answer(0, checkpoint="not asked about"))
+
+
+def test_a_relative_directory_of_checkpoints_is_said_to_be_another_one_in_each_process() -> None:
+    here, why = (
+        {"checkpoint_dir": "run/7"},
+        "the path is relative, and each process takes it from its own working folder",
+    )
+    (alone,) = problems(answer(0, files=[0]), **here)
+    assert (alone.status, alone.found) == ("warning", f"run/7: {why}")
+    assert "an absolute path" in alone.advice
+    apart = problems(answer(0, files=[0]), answer(1, files=[1]), **here)
+    assert {finding.found for finding in apart} == {f"does not see in run/7 what other tasks have written there: {why}"}
+    assert not problems(answer(0, files=[0]), checkpoint_dir="s3://bucket/run")
 
 
 def test_the_floors_are_those_of_the_distribution() -> None:
