@@ -252,9 +252,9 @@ def test_the_system_is_told_of_the_next_window_before_the_steps_of_the_one_befor
     for name, windows in asked.items():
         call = getattr(Rows, name)
 
-        def watched(stored: Rows, numbers: Any, windows: Any = windows, call: Any = call) -> Any:
+        def watched(stored: Rows, numbers: Any, windows: Any = windows, call: Any = call, **options: Any) -> Any:
             windows.append(list(numbers))
-            return call(stored, numbers)
+            return call(stored, numbers, **options)
 
         monkeypatch.setattr(Rows, name, watched)
     table = Table.random(2_000).by_key()
