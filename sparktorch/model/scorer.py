@@ -19,7 +19,7 @@ import torch
 from sparktorch.base.batch import cut
 from sparktorch.base.config import Invalid, Precision
 from sparktorch.base.devices import let_go
-from sparktorch.data.convert.checks import present
+from sparktorch.data.convert.checks import present, refuse_nulls
 from sparktorch.data.convert.tensors import packed, to_arrow
 from sparktorch.data.fields.base import Field
 from sparktorch.data.fields.kinds import field_of, kind_of
@@ -151,6 +151,7 @@ class Scorer:
         rows = len(inputs[0])
         fields = []
         for column, spec in zip(inputs, self._trained.inputs, strict=True):
+            refuse_nulls(column, spec)
             field = field_of(spec, RowStorage())
             field.append(column)
             field.finish()

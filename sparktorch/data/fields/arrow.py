@@ -13,7 +13,6 @@ import pyarrow.compute as pc
 import torch
 
 from sparktorch.data.columns import TensorSpec
-from sparktorch.data.convert.checks import refuse_nulls
 from sparktorch.data.convert.sql_types import empty_value
 from sparktorch.data.convert.tensors import byte_rows
 from sparktorch.data.fields.base import Field, Sized
@@ -45,10 +44,8 @@ class ArrowColumn(Field):
 
     def append(self, column: pa.Array, *, first_row: int = 0, digests: RowDigests | None = None) -> None:
         """Checks and stores the rows of a batch; see `Field.append`."""
-        fill = self._spec.fill
-        if not self._spec.takes_nulls:
-            refuse_nulls(column, self._spec, first_row)
-        elif not self._spec.nulls and pa.types.is_primitive(column.type) and not pa.types.is_temporal(column.type):
+        fill = None if self._spec.nulls else self._spec.fill
+        if fill is not None and pa.types.is_primitive(column.type) and not pa.types.is_temporal(column.type):
             column = column.fill_null(pa.scalar(fill).cast(column.type))
             if pa.types.is_floating(column.type):
                 column = pc.if_else(pc.is_nan(column), pa.scalar(fill, column.type), column)

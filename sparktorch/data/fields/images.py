@@ -16,7 +16,6 @@ import torch
 from sparktorch.base.devices import upload
 from sparktorch.base.imports import pillow
 from sparktorch.data.columns import TensorSpec
-from sparktorch.data.convert.checks import refuse_nulls
 from sparktorch.data.convert.tensors import byte_rows
 from sparktorch.data.fields.base import Field
 from sparktorch.data.fields.offsets import Elements, ElementSpool
@@ -60,8 +59,6 @@ class Images(Field):
             content = pc.struct_field(column, "data")  # also null where the struct is
             for axis, name in enumerate(("height", "width", "nChannels")):
                 sizes[:, axis] = column.field(name).fill_null(_ENCODED).to_numpy()
-        if self._spec.fill is None:
-            refuse_nulls(content, self._spec, first_row)
         valid = content.is_valid().to_numpy(zero_copy_only=False)
         sizes[~valid] = _NULL
         offsets, data = byte_rows(content.fill_null(b"") if content.null_count else content)

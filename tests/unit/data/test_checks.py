@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from sparktorch.data.columns import Columns, TensorSpec
-from sparktorch.data.convert.checks import RowFilter, non_finite_mask, null_mask
+from sparktorch.data.convert.checks import RowFilter, non_finite_mask, null_mask, refuse_nulls
 from sparktorch.data.convert.sql_types import arrow_type
 from sparktorch.data.convert.tensors import held, packed, to_numpy
 from sparktorch.data.fields.kinds import kind_of
@@ -82,7 +82,7 @@ def test_what_an_integer_dtype_cannot_hold_is_null(values: list[object], dtype: 
 def test_a_number_that_does_not_fit_is_refused_or_filled_and_never_wraps() -> None:
     column = held(pa.array([1.0, NAN]), "int64")
     with pytest.raises(ColumnError, match="null values") as caught:
-        to_numpy(column, spec(dtype="int64"))
+        refuse_nulls(column, spec(dtype="int64"))
     assert "what int64 cannot hold, as NaN" in caught.value.hint
     assert to_numpy(column, spec(dtype="int64", fill=5)).tolist() == [1, 5]
     pair = spec(dtype="int64", sources=("a", "b"), shape=(2,), fill=0)

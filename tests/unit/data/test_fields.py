@@ -196,6 +196,11 @@ def test_rows_that_are_unfit_are_left_out_and_counted_once() -> None:
     with pytest.raises(ColumnError) as caught:
         label.close()
     assert caught.value.hint.endswith("or set nullPolicy='drop'")
+    for role in ("label", "weight"):
+        named = RowFilter(Columns(inputs=(), **{role: specs[0]}))  # type: ignore[arg-type]
+        named.rows_of(pa.RecordBatch.from_pydict({"x0": pa.array([1, float("nan"), float("inf")])}), first_row=0)
+        with pytest.raises(ColumnError, match="2 rows of column 'c' are NaN or infinite"):
+            named.close()
 
 
 def test_infinity_has_no_filling() -> None:

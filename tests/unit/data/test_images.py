@@ -103,9 +103,7 @@ def test_a_missing_image_is_filled() -> None:
 @pytest.mark.parametrize(
     ("column", "message"),
     [
-        (pa.array([encoded(PIXELS[0]), None], pa.binary()), "column 'photo' has 1 null values"),
         (pa.array([encoded(PIXELS[0]), b"no image"], pa.binary()), "it is neither JPEG nor PNG"),
-        (pa.array([as_struct(PIXELS[0]), {**as_struct(PIXELS[0]), "data": None}], STRUCT), "has 1 null values"),
         (pa.array([encoded(PIXELS[0]), encoded(PIXELS[0], "BMP")], pa.binary()), "it is neither JPEG nor PNG"),
         (pa.array([encoded(PIXELS[0]), encoded(PIXELS[0][:4])], pa.binary()), "is 4 x 7 pixels, the first is 5 x 7"),
         (pa.array([encoded(PIXELS[0]), encoded(PIXELS[0], mode="I;16")], pa.binary()), "its mode is I;16"),
