@@ -91,7 +91,8 @@ class OutOfCoreShard(Shard):
         return self._schedule.order(epoch)
 
     def _make_weights(self, epoch: int) -> npt.NDArray[np.float64]:
-        order, steps = self._orders[epoch], self._schedule.plan.steps
+        order: RankOrder = self._orders[epoch]
+        steps = self._schedule.plan.steps
         if self._stored.columns.weight is None and self._class_weights is None:
             return order.step_rows().astype(np.float64)
         sums = np.zeros(steps)

@@ -20,8 +20,7 @@ from sparktorch.data.dataset.samples import SampledRows
 from sparktorch.data.fields.base import Dense, Field
 from sparktorch.data.fields.kinds import field_of, kind_of
 from sparktorch.data.sampling.groups import GroupKeys
-from sparktorch.data.sampling.row_digest import RowDigests
-from sparktorch.data.sampling.row_keys import RowKeys
+from sparktorch.data.sampling.row_keys import RowDigests, RowKeys
 from sparktorch.data.storage import RowStorage
 from sparktorch.errors import ColumnError
 

@@ -17,28 +17,24 @@ from sparktorch.base.devices import jagged, upload
 from sparktorch.data.columns import TensorSpec
 from sparktorch.data.convert.tensors import ragged, to_numpy, vector_rows
 from sparktorch.data.fields.offsets import Elements, ElementSpool
-from sparktorch.data.sampling.row_digest import RowDigests
+from sparktorch.data.sampling.row_keys import RowDigests
 from sparktorch.data.storage import RowStorage, Runs, Spool
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Dense", "Field", "Ragged", "Sized", "Vectors"]
+__all__ = ["Dense", "Field", "Ragged", "Stored", "Vectors"]
 
 Array = npt.NDArray[Any]
 
 
-class Sized(Protocol):
-    """What has a size."""
+class Stored(Protocol):
+    """What rows are appended to: a spool, or several."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of the rows appended so far."""
         ...
-
-
-class Stored(Sized, Protocol):
-    """What rows are appended to: a spool, or several."""
 
     def finish(self) -> Any:
         """Ends appending, and returns all rows."""

@@ -19,7 +19,7 @@ from sparktorch.data.columns import TensorSpec
 from sparktorch.data.convert.tensors import byte_rows
 from sparktorch.data.fields.base import Field
 from sparktorch.data.fields.offsets import Elements, ElementSpool
-from sparktorch.data.sampling.row_digest import RowDigests
+from sparktorch.data.sampling.row_keys import RowDigests
 from sparktorch.data.storage import RowStorage
 from sparktorch.errors import ColumnError
 
