@@ -22,7 +22,7 @@ from sparktorch.base.devices import let_go
 from sparktorch.data.convert.checks import present, refuse_nulls
 from sparktorch.data.convert.tensors import packed, to_arrow
 from sparktorch.data.fields.base import Field
-from sparktorch.data.fields.kinds import field_of, kind_of
+from sparktorch.data.fields.kinds import kind_of
 from sparktorch.data.preprocess import Preprocess
 from sparktorch.data.storage import RowStorage
 from sparktorch.errors import ModuleError
@@ -152,7 +152,7 @@ class Scorer:
         fields = []
         for column, spec in zip(inputs, self._trained.inputs, strict=True):
             refuse_nulls(column, spec)
-            field = field_of(spec, RowStorage())
+            field = kind_of(spec).field(spec, RowStorage())
             field.append(column)
             field.finish()
             if self._preprocess is None and not self._searches:

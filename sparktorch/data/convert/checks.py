@@ -336,6 +336,7 @@ def check_labels(values: npt.NDArray[Any], columns: Columns) -> npt.NDArray[Any]
     return values
 
 
-def check_weights(values: npt.NDArray[Any], spec: TensorSpec) -> None:
-    """Refuses sample weights that are negative."""
+def check_weights(values: npt.NDArray[Any], spec: TensorSpec) -> npt.NDArray[Any]:
+    """Returns sample weights, and refuses negative ones."""
     _refuse(values < 0, spec, "weight", "negative", "weights must be zero or more", "ST-WEIGHT")
+    return values

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,17 +31,10 @@ class SampledRows(Rows):
     """
 
     def __init__(
-        self,
-        fields: Mapping[str, Field],
-        columns: Columns,
-        storage: RowStorage,
-        *,
-        count: int,
-        size: int,
-        samples: Samples,
+        self, fields: Mapping[str, Field], columns: Columns, *given: Any, samples: Samples, **options: Any
     ) -> None:
         """Takes what `Rows` does, and the samples."""
-        super().__init__(fields, columns, storage, count=count, size=size, by_length=False)
+        super().__init__(fields, columns, *given, by_length=False, **options)
         assert columns.groups is not None
         self._samples, self._window = samples, columns.groups.window
         self.varies = self.varies or self._window is None

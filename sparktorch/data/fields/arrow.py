@@ -13,7 +13,6 @@ import pyarrow.compute as pc
 import torch
 
 from sparktorch.data.columns import TensorSpec
-from sparktorch.data.convert.sql_types import empty_value
 from sparktorch.data.convert.tensors import byte_rows
 from sparktorch.data.fields.base import Field, Stored
 from sparktorch.data.fields.offsets import Offsets
@@ -50,11 +49,6 @@ class ArrowColumn(Field):
             if pa.types.is_floating(column.type):
                 column = pc.if_else(pc.is_nan(column), pa.scalar(fill, column.type), column)
         self._node_of(column.type).append(column)
-
-    def stand_in(self) -> None:
-        """Appends an empty value as the placeholder row."""
-        node = self._node_of(pa.string())
-        node.append(pa.array([empty_value(node.type)], node.type))
 
     def take(self, index: torch.Tensor, here: torch.Tensor | None = None) -> tuple[Any, ...]:
         """Returns one array, NumPy or Arrow depending on the type; null dates and timestamps are `NaT`.

@@ -75,10 +75,6 @@ class Field(ABC):
         A `ColumnError` names column, count and first row; `first_row` is the batch's first row number.
         """
 
-    @abstractmethod
-    def stand_in(self) -> None:
-        """Appends a placeholder row of zeros, with which a rank without rows joins collectives."""
-
     def finish(self) -> None:
         """Ends appending."""
         self._hold({name: part.finish() for name, part in self._parts.items()})
@@ -149,10 +145,6 @@ class Dense(Field):
             digests.add(self._spec.name, values)
         self._spool.append(values if self._check is None else self._check(values))
 
-    def stand_in(self) -> None:
-        """Appends a placeholder row of zeros."""
-        self._spool.append(np.zeros((1, *self._spec.shape), self._dtype))
-
     def take(self, index: torch.Tensor, here: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         """Returns one tensor of shape `(rows, *spec.shape)`."""
         return (self.values.index_select(0, upload(index, self._device) if here is None else here),)
@@ -191,11 +183,9 @@ class Vectors(Field):
             values = to_numpy(column, self._spec, first_row=first_row)
             if digests is not None:
                 digests.add(self._spec.name, values)
-            self._append_dense(values)
-
-    def stand_in(self) -> None:
-        """Appends a placeholder row of zeros."""
-        self._append_dense(np.zeros((1, self._spec.width), self._spec.dtype))
+            lengths = np.full(len(values), self._spec.width, np.int64)
+            self._values.append(values.reshape(-1), lengths)
+            self._indices.append(np.empty(0, np.int32), 0 * lengths)
 
     def lengths(self, index: torch.Tensor) -> torch.Tensor:
         """Returns the number of stored values of each row, int64 of shape `(rows,)` on the CPU."""
@@ -223,11 +213,6 @@ class Vectors(Field):
         dense[row, place] = values
         return (dense.view(shape),)
 
-    def _append_dense(self, rows: Array) -> None:
-        lengths = np.full(len(rows), self._spec.width, np.int64)
-        self._values.append(rows.reshape(-1), lengths)
-        self._indices.append(np.empty(0, np.int32), 0 * lengths)
-
 
 class Ragged(Field):
     """Rows of unequal length: padded with a mask, or one jagged nested tensor."""
@@ -244,10 +229,6 @@ class Ragged(Field):
     def append(self, column: pa.Array, *, first_row: int = 0, digests: RowDigests | None = None) -> None:
         """Checks and stores the rows of a batch; see `Field.append`."""
         self._elements.append(*ragged(column, self._spec, first_row=first_row))
-
-    def stand_in(self) -> None:
-        """Appends a placeholder row of one zero."""
-        self._elements.append(np.zeros((1, *self._spec.shape), self._spec.dtype), np.ones(1, np.int64))
 
     def take(self, index: torch.Tensor, here: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         """Returns the rows, with a mask if they are padded.

@@ -68,11 +68,6 @@ class Images(Field):
         self._bytes.append(data, lengths)
         self._sizes.append(sizes)
 
-    def stand_in(self) -> None:
-        """Appends a black image as the placeholder row."""
-        self._bytes.append(np.zeros(int(np.prod(self._shape)), np.uint8), np.array([np.prod(self._shape)]))
-        self._sizes.append(np.array([self._shape], np.int32))
-
     def take(self, index: torch.Tensor, here: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         """Returns one tensor of shape `(rows, *spec.shape)`: uint8, or float32 between 0 and 1.
 

@@ -19,7 +19,7 @@ from sparktorch.data.fields.images import Images, black_image, image_size
 from sparktorch.data.storage import RowStorage
 from sparktorch.errors import ColumnError
 
-__all__ = ["KINDS", "ColumnKind", "field_of", "kind_of"]
+__all__ = ["KINDS", "ColumnKind", "kind_of"]
 
 KINDS: dict[str, ColumnKind] = {}
 _VECTOR_PARTS = {"size": pa.int32(), "indices": pa.list_(pa.int32())}
@@ -246,11 +246,6 @@ class _Unconverted(ColumnKind, name="any"):
 def kind_of(spec: TensorSpec) -> ColumnKind:
     """Returns the kind of a column."""
     return KINDS[spec.kind]
-
-
-def field_of(spec: TensorSpec, storage: RowStorage) -> Field:
-    """Returns an empty field for an input column."""
-    return kind_of(spec).field(spec, storage)
 
 
 def _lengths(value: Any, depth: int) -> tuple[int, ...]:

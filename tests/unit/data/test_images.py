@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from sparktorch.data.columns import TensorSpec
-from sparktorch.data.fields.images import Images, black_image
+from sparktorch.data.fields.images import Images
 from sparktorch.data.storage import RowStorage
 from sparktorch.errors import ColumnError, ConfigError
 
@@ -129,11 +129,3 @@ def test_without_pillow_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
     with pytest.raises(ConfigError, match=r"Pillow, which is not installed(.|\n)*\[images\]"):
         Images(spec_of(), RowStorage()).append(pa.array([b"x"], pa.binary()))
-
-
-def test_a_rank_without_rows_stands_in_with_black() -> None:
-    field = Images(spec_of(), RowStorage())
-    field.stand_in()
-    field.finish()
-    assert field.take(torch.tensor([0]))[0].sum() == 0
-    assert taken(spec_of(), pa.array([black_image(spec_of())], pa.binary())).sum() == 0

@@ -136,10 +136,10 @@ def test_tensors_come_in_the_order_of_the_first_row_whichever_way_they_are_retur
 
     column = [(pa.array(["a"]),)]
     preprocess = Preprocess(swapping, ["text"])
-    preprocess = preprocess.returning(preprocess(column, 1))
+    preprocess = replace(preprocess, arguments=tuple(preprocess(column, 1)))
     assert list(preprocess(column, 1, StepContext(0, 1))) == ["a", "b"]
     with pytest.raises(ModuleError, match="returned 'a' and 'b', and 'a' for the first row"):
-        preprocess.returning(["a"])(column, 1)
+        replace(preprocess, arguments=("a",))(column, 1)
 
 
 @pytest.mark.parametrize("wrong", [len, 7, lambda columns, epoch: 1])

@@ -181,6 +181,37 @@ def test_a_rank_without_rows_stands_in_with_the_spare_one_and_holds_nothing(shar
         assert rows_in(batch) == [(*spare[:-1], 0.0)] * 2
 
 
+def test_without_a_spare_row_a_rank_without_rows_holds_zeros_of_any_kind() -> None:
+    kinds: list[dict[str, Any]] = [
+        {"dtype": "int64"},
+        {"shape": (2, 3)},
+        {"shape": (2,), "sources": ("a", "b"), "dtype": "float16"},
+        {"layout": "padded", "shape": (2,), "pad": 7},
+        {"kind": "vector", "shape": (4,), "layout": "sparse_csr"},
+        {"kind": "binary", "layout": "raw", "shape": (3,)},
+        {"kind": "binary", "layout": "image", "dtype": "uint8", "shape": (3, 2, 5)},
+    ]
+    specs = [
+        TensorSpec(**{"name": f"x{at}", "column": "c", "dtype": "float32", **kind}) for at, kind in enumerate(kinds)
+    ]
+    label = TensorSpec(name=LABEL, column="l", dtype="int64")
+    shard = read_shard([], Columns(inputs=tuple(specs), label=label, classes=3, ignored=0))
+    shard.place(0, PLAN)
+    with closing(shard.epoch(0, min_rows=1)) as batches:
+        batch = next(batches)
+    shapes = [(), (2, 3), (2,), (1, 2), (1,), (4,), (3,), (3, 2, 5)]  # with the mask of the padded one
+    assert [tensor.shape[1:] for tensor in batch.inputs] == shapes
+    assert [tensor.to_dense().double().sum().item() for tensor in batch.inputs] == [0, 0, 0, 0, 1, 0, 0, 0]
+    assert batch.label is not None
+    assert (batch.rows, batch.label.tolist()) == (0, [0])
+    text = TensorSpec(name="x0", column="c", dtype="float32", kind="any", sql="string")
+    seen = Preprocess(lambda columns, **_: {"x": torch.tensor([len(word) for word in columns["c"].to_pylist()])}, ["c"])
+    shard = read_shard([], Columns(inputs=(text,), preprocess=seen))
+    shard.place(0, PLAN)
+    with closing(shard.epoch(0)) as batches:
+        assert next(batches).inputs[0].tolist() == [0]
+
+
 def batches_of(shard: Shard, epoch: int, **options: Any) -> list[list[torch.Tensor | None]]:
     return [[*batch.inputs, batch.label, batch.weight, batch.loss_weight] for batch in shard.epoch(epoch, **options)]
 
