@@ -88,7 +88,8 @@ class OutOfCoreShard(Shard):
         return rows, torch.arange(len(places))
 
     def _make_order(self, epoch: int) -> RankOrder:
-        return self._schedule.order(epoch)
+        first = self._schedule.first
+        return RankOrder(self._schedule.plan, first, first + self._schedule.rows, epoch)
 
     def _make_weights(self, epoch: int) -> npt.NDArray[np.float64]:
         order: RankOrder = self._orders[epoch]

@@ -13,7 +13,7 @@ from pyspark.sql import DataFrame
 from sparktorch.base.batch import Batch
 from sparktorch.base.config import Task, above
 from sparktorch.data.convert.checks import RowFilter
-from sparktorch.data.dataset.samples import windowed
+from sparktorch.data.dataset.rows import windowed
 from sparktorch.data.fields.base import Dense, Field
 from sparktorch.data.fields.kinds import kind_of
 from sparktorch.data.preprocess import Preprocess, StepContext
