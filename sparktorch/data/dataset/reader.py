@@ -14,9 +14,8 @@ from sparktorch.data.columns import GROUP, KEY, ORDER, VALIDATION, Columns, Tens
 from sparktorch.data.convert.checks import RowFilter, check_labels, check_weights
 from sparktorch.data.convert.tensors import packed
 from sparktorch.data.dataset.base import Folds, Shard
-from sparktorch.data.dataset.in_memory import InMemoryShard
-from sparktorch.data.dataset.out_of_core import OutOfCoreShard
 from sparktorch.data.dataset.rows import Rows, SampledRows
+from sparktorch.data.dataset.shards import InMemoryShard, OutOfCoreShard
 from sparktorch.data.fields.base import Dense, Field
 from sparktorch.data.fields.kinds import kind_of
 from sparktorch.data.sampling.groups import GroupKeys

@@ -14,8 +14,7 @@ import torch
 
 from sparktorch.data.columns import TensorSpec
 from sparktorch.data.convert.tensors import byte_rows
-from sparktorch.data.fields.base import Field, Stored
-from sparktorch.data.fields.offsets import Offsets
+from sparktorch.data.fields.base import Field, Offsets, Stored
 from sparktorch.data.sampling.row_keys import RowDigests
 from sparktorch.data.storage import RowStorage, Runs, Spool
 from sparktorch.errors import ColumnError

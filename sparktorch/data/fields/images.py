@@ -17,8 +17,7 @@ from sparktorch.base.devices import upload
 from sparktorch.base.imports import pillow
 from sparktorch.data.columns import TensorSpec
 from sparktorch.data.convert.tensors import byte_rows
-from sparktorch.data.fields.base import Field
-from sparktorch.data.fields.offsets import Elements, ElementSpool
+from sparktorch.data.fields.base import Elements, ElementSpool, Field
 from sparktorch.data.sampling.row_keys import RowDigests
 from sparktorch.data.storage import RowStorage
 from sparktorch.errors import ColumnError

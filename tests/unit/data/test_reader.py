@@ -15,7 +15,7 @@ import torch
 
 from sparktorch.base.batch import Batch, micro_batches, padding
 from sparktorch.data.columns import KEY, LABEL, VALIDATION, WEIGHT, Columns, TensorSpec
-from sparktorch.data.dataset import in_memory
+from sparktorch.data.dataset import shards
 from sparktorch.data.dataset.base import Schedule, Shard
 from sparktorch.data.dataset.reader import read_shard
 from sparktorch.data.dataset.rows import Rows
@@ -164,7 +164,7 @@ def test_an_epoch_that_is_ordered_ahead_is_the_same_epoch(shard_of: Make, monkey
 def test_an_epoch_goes_on_from_any_step_as_it_would_have(
     shard_of: Make, monkeypatch: pytest.MonkeyPatch, first: int
 ) -> None:
-    monkeypatch.setattr(in_memory, "_STEPS", 4)
+    monkeypatch.setattr(shards, "_STEPS", 4)
     shard = shard_of(Table.random(203), plan=PLAN)
     whole, rest = list(shard.epoch(1)), list(shard.epoch(1, first=first))
     assert list(map(rows_in, rest)) == list(map(rows_in, whole[first:]))
