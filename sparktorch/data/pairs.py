@@ -17,6 +17,7 @@ from torch import nn
 
 from sparktorch.base.batch import Batch
 from sparktorch.data.sampling.plan import mix_places, mix_words
+from sparktorch.data.tables import perceptron
 
 __all__ = ["Known", "PairLoss", "Pairs", "Towers"]
 
@@ -165,7 +166,9 @@ class Towers(nn.Module):
         super().__init__()
         self.mean, self.user_bias = mean, user_bias
         self.users, self.items = (_Table(count, rank + 1, sparse=sparse) for count in (users, items))
-        self.user_layers, self.item_layers = (_layers(n, hidden, rank + 1) for n in (user_features, item_features))
+        self.user_layers, self.item_layers = (
+            perceptron(features, hidden, rank + 1) if features else None for features in (user_features, item_features)
+        )
 
     def user_vectors(self, user: torch.Tensor, features: torch.Tensor | None = None) -> torch.Tensor:
         """Returns vectors of users with their biases at the end, of shape `(*user.shape, rank + 1)`."""
@@ -207,16 +210,6 @@ def _vectors(
     vectors = table(index.clamp(min=0)) * (index >= 0).unsqueeze(-1)
     found: torch.Tensor = vectors if layers is None else vectors + layers(features)
     return found
-
-
-def _layers(features: int, hidden: Sequence[int], outputs: int) -> nn.Sequential | None:
-    if not features:
-        return None
-    layers: list[nn.Module] = []
-    for size in hidden:
-        layers += [nn.Linear(features, size), nn.ReLU()]
-        features = size
-    return nn.Sequential(*layers, nn.Linear(features, outputs))
 
 
 class _Table(nn.Embedding):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,10 +40,6 @@ class Preprocess:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "names", tuple(self.names))
-
-    def returning(self, arguments: Iterable[str]) -> Preprocess:
-        """Returns a copy with `arguments` set."""
-        return replace(self, arguments=tuple(arguments))
 
     def __call__(
         self, columns: Sequence[tuple[Any, ...]], rows: int, context: StepContext = EVALUATION

@@ -189,21 +189,16 @@ class _Disk:
 
     def _unwritable(self, error: OSError, size: int) -> ClusterError:
         """Returns the error for `size` bytes that could not be written."""
-        if error.errno not in _FULL:
-            return ClusterError(
-                f"cannot write to {self._directory!r}: {error.strerror}",
-                hint="start the session with spark.local.dir (on YARN yarn.nodemanager.local-dirs) at a directory that "
-                "executors may write to",
-                code="ST-LOCAL-DISK",
-            )
-        free = shutil.disk_usage(self._directory).free if os.path.isdir(self._directory) else 0
-        return ClusterError(
-            f"the rows of this worker do not fit into {self._directory!r}: {self.written / 1e6:.1f} MB are there, "
-            f"{size / 1e6:.1f} MB come next, and {free / 1e6:.1f} MB are free",
-            hint="free space there, or start the session with spark.local.dir (on YARN yarn.nodemanager.local-dirs) on "
-            "a larger disk; with more workers each has fewer rows",
-            code="ST-LOCAL-DISK",
-        )
+        what = f"cannot write to {self._directory!r}: {error.strerror}"
+        hint = "start the session with spark.local.dir (on YARN yarn.nodemanager.local-dirs) "
+        if error.errno in _FULL:
+            free = shutil.disk_usage(self._directory).free if os.path.isdir(self._directory) else 0
+            what = f"the rows of this worker do not fit into {self._directory!r}: {self.written / 1e6:.1f} MB are "
+            what += f"there, {size / 1e6:.1f} MB come next, and {free / 1e6:.1f} MB are free"
+            hint = f"free space there, or {hint}on a larger disk; with more workers each has fewer rows"
+        else:
+            hint += "at a directory that executors may write to"
+        return ClusterError(what, hint=hint, code="ST-LOCAL-DISK")
 
 
 class _MemoryRows:

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 import torch
 from torch import nn
 
-__all__ = ["TableColumns", "TableNetwork"]
+__all__ = ["TableColumns", "TableNetwork", "perceptron"]
 
 _UNKNOWN, _NULL = 0, 1
 _KNOWN = 2  # index of the first category
@@ -96,6 +96,15 @@ def _beside(columns: Sequence[npt.NDArray[Any]], rows: int, dtype: Any) -> torch
     return torch.from_numpy(made)
 
 
+def perceptron(width: int, hidden: Sequence[int], outputs: int, dropout: float | None = None) -> nn.Sequential:
+    """Returns linear layers of those sizes, with a ReLU and, if there is one, a dropout behind each but the last."""
+    layers: list[nn.Module] = []
+    for size in hidden:
+        layers += [nn.Linear(width, size), nn.ReLU(), *([] if dropout is None else [nn.Dropout(dropout)])]
+        width = size
+    return nn.Sequential(*layers, nn.Linear(width, outputs))
+
+
 class TableNetwork(nn.Module):
     """A multilayer perceptron of categories, each in an embedding of its column's own, and numbers."""
 
@@ -121,11 +130,7 @@ class TableNetwork(nn.Module):
         super().__init__()
         self.embeddings = nn.ModuleList(_Embedding(count, min(32, (count + 1) // 2)) for count in cardinalities)
         width = numbers + sum(embedding.embedding_dim for embedding in self.embeddings)  # type: ignore[misc]
-        layers: list[nn.Module] = []
-        for size in hidden:
-            layers += [nn.Linear(width, size), nn.ReLU(), nn.Dropout(dropout)]
-            width = size
-        self.layers = nn.Sequential(*layers, nn.Linear(width, outputs))
+        self.layers = perceptron(width, hidden, outputs, dropout)
         self.scales = [(mean, deviation or 1.0) for mean, deviation in scales]
 
     def forward(self, categories: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:

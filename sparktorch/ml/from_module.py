@@ -20,8 +20,7 @@ from sparktorch.errors import ConfigError, ModuleError, refusing
 from sparktorch.ml.fit.checks import naming_params
 from sparktorch.ml.fit.first_row_trial import first_inputs
 from sparktorch.ml.fit.translate import input_columns
-from sparktorch.model.export import example_inputs, export_program
-from sparktorch.model.script import Script
+from sparktorch.model.export import Script, example_inputs, export_program
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.frame.prepare import prepare
 from sparktorch.train.huggingface.folder import opened

@@ -12,6 +12,7 @@ import inspect
 import io
 import json
 import re
+import warnings
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
@@ -28,7 +29,7 @@ from sparktorch.errors import ModuleError
 from sparktorch.train.recipe.dry_run import ArgumentSpec
 
 __all__ = [
-    *("ExportError", "Program", "check_archive", "example_inputs", "export_program", "export_whole"),
+    *("ExportError", "Program", "Script", "check_archive", "example_inputs", "export_program", "export_whole"),
     *("exported_whole", "quiet_export"),
 ]
 
@@ -64,6 +65,31 @@ class Program:
     def __call__(self, **state: torch.Tensor) -> nn.Module:
         """Returns the module with the weights `state`."""
         return _ExportedModule(self, state)
+
+
+@dataclass(frozen=True)
+class Script:
+    """A program as `torch.jit.save` writes it, with its weights; called like a module class, it returns the module."""
+
+    archive: bytes
+
+    @classmethod
+    def of(cls, module: torch.jit.ScriptModule) -> Script:
+        """Returns the program of a module."""
+        buffer = io.BytesIO()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            torch.jit.save(module, buffer)
+        return cls(buffer.getvalue())
+
+    def __call__(self) -> nn.Module:
+        """Returns the module on the CPU."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            module: nn.Module = torch.jit.load(  # type: ignore[no-untyped-call]
+                io.BytesIO(self.archive), map_location="cpu"
+            )
+        return module
 
 
 def export_program(module: nn.Module, inputs: Inputs) -> Program:

@@ -19,10 +19,10 @@ import torch
 from sparktorch.base.batch import cut
 from sparktorch.base.config import Invalid, Precision
 from sparktorch.base.devices import let_go
-from sparktorch.data.convert.checks import present
+from sparktorch.data.convert.checks import present, refuse_nulls
 from sparktorch.data.convert.tensors import packed, to_arrow
 from sparktorch.data.fields.base import Field
-from sparktorch.data.fields.kinds import field_of, kind_of
+from sparktorch.data.fields.kinds import kind_of
 from sparktorch.data.preprocess import Preprocess
 from sparktorch.data.storage import RowStorage
 from sparktorch.errors import ModuleError
@@ -30,7 +30,7 @@ from sparktorch.model.trained_module import TrainedModule
 from sparktorch.train.huggingface.models import call
 from sparktorch.train.numerics.determinism import tf32_allowed
 from sparktorch.train.numerics.torch_errors import is_out_of_memory
-from sparktorch.train.recipe.task import align, autocast, check_rows, classes_in, prediction
+from sparktorch.train.recipe.task import align, autocast, check_rows, prediction
 
 __all__ = ["Scorer", "first_batch_size"]
 
@@ -151,7 +151,8 @@ class Scorer:
         rows = len(inputs[0])
         fields = []
         for column, spec in zip(inputs, self._trained.inputs, strict=True):
-            field = field_of(spec, RowStorage())
+            refuse_nulls(column, spec)
+            field = kind_of(spec).field(spec, RowStorage())
             field.append(column)
             field.finish()
             if self._preprocess is None and not self._searches:
@@ -161,17 +162,9 @@ class Scorer:
 
     def _nothing(self) -> dict[str, Array]:
         """Returns what `_score` does of no rows."""
-        shapes = {spec.name: spec.shape for spec in self._trained.outputs}
-        first = next(iter(shapes.values()))
-        if self._trained.task == "classification":
-            classes = (classes_in(first),)
-            shapes = {"scores": classes, "probability": classes, "prediction": ()}
-        elif len(shapes) == 1:
-            scalar = self._trained.task == "regression" and first == (1,)
-            shapes = {"prediction": () if scalar else first}
-        dtype = np.float32 if self._trained.task == "generic" else np.float64
-        nothing = {name: np.empty((0, *shape), dtype) for name, shape in shapes.items()}
-        return {**nothing, **{name: np.empty((0, 0), np.float32) for name in self._layers}}
+        output = {spec.name: torch.empty(0, *spec.shape) for spec in self._trained.outputs}
+        results = self._results(output if len(output) > 1 else next(iter(output.values())), 0)
+        return {**results, **{name: np.empty((0, 0), np.float32) for name in self._layers}}
 
     def _in_parts(self, rows: int, arguments: Callable[[int, int], tuple[torch.Tensor, ...]]) -> dict[str, Array]:
         """Scores rows, at most the batch size at a time, with the arguments from a first to before a last row."""

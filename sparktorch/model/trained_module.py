@@ -34,8 +34,7 @@ from sparktorch.data.columns import TensorSpec, argument_names
 from sparktorch.data.preprocess import Function, check_signature
 from sparktorch.errors import PersistenceError, SparkTorchError
 from sparktorch.model.bundled_code import check_code, fingerprints
-from sparktorch.model.export import ExportError, Program, check_archive, export_program
-from sparktorch.model.script import Script
+from sparktorch.model.export import ExportError, Program, Script, check_archive, export_program
 from sparktorch.train.huggingface.folder import rebuildable
 from sparktorch.train.huggingface.models import model_in
 from sparktorch.train.lightning import recipe_type

@@ -14,8 +14,7 @@ from pyspark.sql.pandas.types import from_arrow_type
 
 from sparktorch.base.config import one_of
 from sparktorch.base.imports import pillow
-from sparktorch.data.petastorm.codecs import ARROW_TYPES
-from sparktorch.data.petastorm.decoder import Decoder, Layout, schema_in
+from sparktorch.data.petastorm.decoder import ARROW_TYPES, Decoder, Layout, schema_in
 from sparktorch.data.petastorm.unischema import UnischemaField
 from sparktorch.errors import DatasetError
 from sparktorch.spark.column_names import quoted

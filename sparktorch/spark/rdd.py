@@ -21,6 +21,7 @@ from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 
 from sparktorch.base.config import at_least
 from sparktorch.data.columns import InputOptions, TensorSpec
+from sparktorch.data.convert.checks import refuse_nulls
 from sparktorch.data.convert.tensors import to_arrow, to_numpy
 from sparktorch.errors import ColumnError, ConfigError
 from sparktorch.spark.column_names import ColumnNames
@@ -201,8 +202,11 @@ def _tensors(
         if not batch.num_rows:
             continue
         known = known or [measured(spec, batch) for spec in specs]
-        named = zip(known, batch.columns, strict=True)
-        yield {spec.column: _tensor(to_numpy(column, spec, first_row=row)) for spec, column in named}
+        found = {}
+        for spec, column in zip(known, batch.columns, strict=True):
+            refuse_nulls(column, spec, first_row=row)
+            found[spec.column] = _tensor(to_numpy(column, spec, first_row=row))
+        yield found
         row += batch.num_rows
 
 

@@ -23,8 +23,8 @@ from sparktorch.base.state_dict import packed_weights
 from sparktorch.base.world import World
 from sparktorch.data.columns import Groups
 from sparktorch.data.dataset.base import Shard
-from sparktorch.data.dataset.in_memory import InMemoryShard
 from sparktorch.data.dataset.reader import read_shard
+from sparktorch.data.dataset.shards import InMemoryShard
 from sparktorch.data.sampling.plan import SamplingPlan
 from sparktorch.data.storage import RowStorage, local_directory
 from sparktorch.distributed.client import Client

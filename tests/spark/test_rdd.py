@@ -71,7 +71,7 @@ def test_a_null_and_another_length_are_refused_by_column(spark: SparkSession) ->
     null = spark.createDataFrame([(1.0,), (1.0,), (None,)], "y double").coalesce(1)
     ragged = spark.createDataFrame([([1.0, 2.0],), ([3.0, 4.0],), ([1.0],)], "x array<double>").coalesce(1)
     for size in (None, 2):
-        with pytest.raises(Exception, match=r"column 'y' has 1 null values \[column=y, row=2\]"):
+        with pytest.raises(Exception, match=r"column 'y' has 1 row with null values \[column=y, row=2\]"):
             tensor_rdd(null, batch_size=size).collect()
         with pytest.raises(Exception, match=r"column 'x'.*row=2"):
             tensor_rdd(ragged, batch_size=size).collect()

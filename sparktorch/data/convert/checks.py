@@ -17,11 +17,9 @@ from sparktorch.errors import ColumnError, counted
 
 __all__ = [
     "RowFilter",
-    "check_finite",
     "check_labels",
     "check_weights",
     "non_finite_mask",
-    "null_hint",
     "null_mask",
     "present",
     "refuse_lengths",
@@ -103,7 +101,7 @@ class RowFilter:
         if spec is None:  # a column of `Columns.marks`
             return hint
         if what == "null":
-            return hint + null_hint(spec)
+            return hint + _null_hint(spec)
         if spec.as_it_is or spec.dtype not in _FLOATS:
             return hint
         return f"{hint}; beyond {np.finfo(spec.dtype).max:.2g} a number is infinite as {spec.dtype}"
@@ -131,7 +129,7 @@ def _by_source(
     column: pa.Array, spec: TensorSpec, what: str, rows: npt.NDArray[np.intp]
 ) -> Iterator[tuple[str, npt.NDArray[np.intp]]]:
     """Yields the user's column and its unfit rows; for packed columns, each column of the user with its own."""
-    if not spec.sources:
+    if not spec.sources or column.null_count:
         yield spec.column, rows
         return
     values = column.take(pa.array(rows)).flatten()
@@ -177,7 +175,7 @@ def _filled(spec: TensorSpec) -> bool:
     return not spec.as_it_is or spec.sql in (*NUMBERS, "boolean")
 
 
-def null_hint(spec: TensorSpec) -> str:
+def _null_hint(spec: TensorSpec) -> str:
     """Returns the part of a hint that says which other values of a column count as null."""
     narrow = spec.layout != "raw" and np.dtype(spec.dtype).kind == "i"
     return f"; what {spec.dtype} cannot hold, as NaN in a column of floats, counts as null" if narrow else ""
@@ -234,19 +232,19 @@ def _marked(array: pa.Array, mask_of: Callable[[pa.Array], Mask | None]) -> Mask
     return found
 
 
-def refuse_nulls(array: pa.Array, spec: TensorSpec, first_row: int, per_row: int = 1) -> None:
-    """Refuses nulls in a column, or in the elements of its rows, each of which has `per_row` elements."""
-    if not array.null_count:
+def refuse_nulls(column: pa.Array, spec: TensorSpec, *, first_row: int = 0) -> None:
+    """Refuses rows that are or hold a null, unless they may; `first_row` is the number of the first one."""
+    nulls = None if spec.takes_nulls else null_mask(column, spec)
+    if nulls is None:
         return
-    first = int(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))[0])
-    column = spec.sources[first % per_row] if spec.sources else spec.column
+    name, rows = next(_by_source(column, spec, "null", np.flatnonzero(nulls)))
     raise ColumnError(
-        f"column {column!r} has {array.null_count} null values",
+        f"column {name!r} has {counted(len(rows), 'row', 'rows')} with null values",
         hint="drop or fill them, set handleInvalid='skip' or 'keep'"
         + (", or fit with nullPolicy='fill'" if _filled(spec) else "")
-        + null_hint(spec),
-        column=column,
-        row=first_row + first // per_row,
+        + _null_hint(spec),
+        column=name,
+        row=first_row + int(rows[0]),
         code="ST-NULL",
     )
 
@@ -289,77 +287,56 @@ def refuse_lengths(
     )
 
 
-def check_finite(values: npt.NDArray[Any], spec: TensorSpec) -> None:
-    """Refuses values that are NaN or infinite; the error has the number of such rows."""
-    if values.dtype.kind == "f" and not np.isfinite(values).all():
-        bad = ~np.isfinite(values.reshape(len(values), -1)).all(axis=1)
-        _refuse(
-            bad,
-            "row{s} of column {column!r} {is_} NaN or infinite",
-            "drop or fill them before fit",
-            "ST-NULL",
-            spec.column,
-        )
-
-
-def _refuse(bad: npt.NDArray[np.bool_], what: str, hint: str, code: str, column: str) -> None:
-    """Refuses rows, if there are any; `{s}`, `{is_}` and `{holds}` in `what` depend on their number."""
-    count = int(bad.sum())
-    if count:
-        words = {"s": "", "is_": "is", "holds": "holds"} if count == 1 else {"s": "s", "is_": "are", "holds": "hold"}
-        raise ColumnError(f"{count} {what.format(column=column, **words)}", hint=hint, code=code, column=column)
+def _refuse(bad: npt.NDArray[np.bool_], spec: TensorSpec, name: str, what: str, hint: str, code: str) -> None:
+    """Refuses values, if there are any of which `what` says what they are."""
+    if count := int(bad.sum()):
+        said = f"{counted(count, name, name + 's')} in column {spec.column!r} {'is' if count == 1 else 'are'} {what}"
+        raise ColumnError(said, hint=hint, code=code, column=spec.column)
 
 
 def check_labels(values: npt.NDArray[Any], columns: Columns) -> npt.NDArray[Any]:
-    """Refuses labels that are not finite or that the loss leaves out.
+    """Refuses labels that the loss leaves out, and grades below 0.
 
     Where labels are classes, they must be whole numbers in `[0, classes)`, and are returned as int64.
     """
     spec = columns.label
     assert spec is not None
-    check_finite(values, spec)
     if columns.grades:
         hint = "labels are grades: 0 for rows that do not matter, and more for better ones"
-        _refuse(values < 0, "label{s} in column {column!r} {is_} negative", hint, "ST-LABEL-RANGE", spec.column)
-    if columns.classes is None:
-        _refuse_ignored(values, columns)
-        return values
-    bad = (values < 0) | (values >= columns.classes) | (values != np.floor(values))
-    if bad.any():
-        hint = (
-            f"the module returns {columns.classes} scores a row: index the labels with StringIndexer, or give the "
-            "module as many outputs as there are classes (numLabels, if it is a folder)"
+        _refuse(values < 0, spec, "label", "negative", hint, "ST-LABEL-RANGE")
+    if columns.classes is not None:
+        bad = (values < 0) | (values >= columns.classes) | (values != np.floor(values))
+        if bad.any():
+            hint = (
+                f"the module returns {columns.classes} scores a row: index the labels with StringIndexer, or give the "
+                "module as many outputs as there are classes (numLabels, if it is a folder)"
+            )
+            if values.max() == columns.classes:
+                hint += (
+                    f"; subtract 1 from labels 1 ... {columns.classes}; handleInvalid='keep' of StringIndexer gives "
+                )
+                hint += f"unseen labels {columns.classes}: use 'skip'"
+            if values.min() < 0:
+                hint += "; leave rows out that have no class, or give them any and the weight 0 in weightCol"
+            of = f"not among classes 0 ... {columns.classes - 1}, for example {values[bad][0]:g}"
+            _refuse(bad, spec, "label", of, hint, "ST-LABEL-RANGE")
+        values = values.astype(np.int64)
+    if columns.ignored is not None and values.dtype.kind != "f" and len(values):
+        # No rank knows how many of them a batch has, to divide by the rest.
+        _refuse(
+            (values == columns.ignored).reshape(len(values), -1).any(axis=1),
+            spec,
+            "label",
+            f"{columns.ignored}, the ignore_index of the loss, and the mean over a batch would still be divided by "
+            "their number",
+            "filter them out, or give them another label and, by weightCol, the weight 0; of several labels in a row, "
+            "let loss be a function that returns the mean of those that count, and weightCol their number",
+            "ST-LABEL-RANGE",
         )
-        if values.max() == columns.classes:
-            hint += f"; subtract 1 from labels 1 ... {columns.classes}; handleInvalid='keep' of StringIndexer gives "
-            hint += f"unseen labels {columns.classes}: use 'skip'"
-        if values.min() < 0:
-            hint += "; leave rows out that have no class, or give them any and the weight 0 in weightCol"
-        of = f"not among classes 0 ... {columns.classes - 1}, for example {values[bad][0]:g}"
-        _refuse(bad, "label{s} in column {column!r} {is_} " + of, hint, "ST-LABEL-RANGE", spec.column)
-    values = values.astype(np.int64)
-    _refuse_ignored(values, columns)
     return values
 
 
-def _refuse_ignored(values: npt.NDArray[Any], columns: Columns) -> None:
-    """Refuses labels that the loss leaves out: no rank knows how many a batch has, to divide by the rest."""
-    if columns.ignored is None or values.dtype.kind == "f" or columns.label is None or not len(values):
-        return
-    _refuse(
-        (values == columns.ignored).reshape(len(values), -1).any(axis=1),
-        "row{s} of column {column!r} {holds} "
-        f"{columns.ignored}, the ignore_index of the loss, and the mean over a batch would still be divided by their "
-        "number",
-        "filter them out, or give them another label and, by weightCol, the weight 0; of several labels in a row, let "
-        "loss be a function that returns the mean of those that count, and weightCol their number",
-        "ST-LABEL-RANGE",
-        columns.label.column,
-    )
-
-
-def check_weights(values: npt.NDArray[Any], spec: TensorSpec) -> None:
-    """Refuses sample weights that are negative, NaN or infinite; the error has the number of such rows."""
-    check_finite(values, spec)
-    what, hint = "weight{s} in column {column!r} {is_} negative", "weights must be zero or more"
-    _refuse(values < 0, what, hint, "ST-WEIGHT", spec.column)
+def check_weights(values: npt.NDArray[Any], spec: TensorSpec) -> npt.NDArray[Any]:
+    """Returns sample weights, and refuses negative ones."""
+    _refuse(values < 0, spec, "weight", "negative", "weights must be zero or more", "ST-WEIGHT")
+    return values

@@ -1,4 +1,7 @@
-"""Converts Arrow columns to NumPy arrays, vectorised, and zero-copy where the memory layout allows."""
+"""Converts Arrow columns to NumPy arrays, vectorised, and zero-copy where the memory layout allows.
+
+Nulls have been refused or left out before, unless a spec has a `fill`.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from sparktorch.data.columns import TensorSpec
-from sparktorch.data.convert.checks import refuse_lengths, refuse_nulls
+from sparktorch.data.convert.checks import refuse_lengths
 from sparktorch.errors import ColumnError
 
 __all__ = [
     "VectorRows",
     "byte_rows",
     "held",
-    "numbers",
     "packed",
     "ragged",
     "to_arrow",
@@ -36,21 +38,17 @@ def to_numpy(array: pa.Array, spec: TensorSpec, *, first_row: int = 0) -> Array:
     The column is primitive; nested lists of the lengths `spec.levels`; ML vectors as structs of size, indices and
     values; or bytes. The result may share the Arrow buffer and be read-only.
     """
-    if spec.fill is None:
-        refuse_nulls(array, spec, first_row)
     if pa.types.is_struct(array.type):
         return _densified(array, spec, first_row)
     if pa.types.is_binary(array.type) or pa.types.is_large_binary(array.type):
         return _from_bytes(array, spec, first_row)
-    values = _elements(array, spec, spec.levels, first_row)
-    return numbers(values, spec, first_row).reshape(len(array), *spec.shape)
+    return _numbers(_elements(array, spec, spec.levels, first_row), spec).reshape(len(array), *spec.shape)
 
 
-def numbers(values: pa.Array, spec: TensorSpec, first_row: int) -> Array:
-    """Converts elements of rows, `spec.width` each, to `spec.dtype`; nulls and NaN become `spec.fill`, if it is set."""
-    if spec.fill is None:
-        refuse_nulls(values, spec, first_row, max(1, spec.width))
-    elif values.null_count:
+def _numbers(values: pa.Array, spec: TensorSpec) -> Array:
+    """Converts elements of rows to `spec.dtype`; nulls and NaN become `spec.fill`, if it is set."""
+    if values.null_count:
+        assert spec.fill is not None, "whoever calls this refuses nulls"
         values = values.fill_null(pa.scalar(spec.fill).cast(values.type))
     found: Array = values.to_numpy(zero_copy_only=False)
     return _filled(found.astype(spec.dtype, copy=False), spec)
@@ -106,18 +104,16 @@ def _nulled(array: pa.Array, fits: npt.NDArray[np.bool_]) -> pa.Array:
 
 
 def ragged(array: pa.Array, spec: TensorSpec, *, first_row: int = 0) -> tuple[Array, npt.NDArray[np.int64]]:
-    """Converts lists of unequal length; with `spec.fill`, a null row is empty, otherwise it is refused.
+    """Converts lists of unequal length; with `spec.fill`, a null row is empty.
 
     Returns the concatenated elements of all rows, of shape `(elements, *spec.shape)`, and the number of elements of
     each row, int64 of shape `(rows,)`.
     """
-    if spec.fill is None:
-        refuse_nulls(array, spec, first_row)
     lengths = array.value_lengths().fill_null(0).to_numpy().astype(np.int64)
     # Unlike `values`, `flatten` respects slices and skips values behind null rows.
     elements = array.flatten()
     try:
-        values = numbers(_elements(elements, spec, spec.levels, 0), spec, 0)
+        values = _numbers(_elements(elements, spec, spec.levels, 0), spec)
     except ColumnError as error:  # its row number counts elements
         row = int(np.repeat(np.arange(len(lengths)), lengths)[error.where["row"]])
         place: dict[str, Any] = {"column": spec.column, "row": first_row + row}
@@ -132,21 +128,13 @@ def ragged(array: pa.Array, spec: TensorSpec, *, first_row: int = 0) -> tuple[Ar
 
 def vector_rows(array: pa.StructArray, spec: TensorSpec, *, first_row: int = 0) -> VectorRows:
     """Returns the values, indices and lengths of ML vectors, dense or sparse, of size `spec.width`."""
-    if spec.fill is None:
-        refuse_nulls(array, spec, first_row)
     valid = array.is_valid().to_numpy(zero_copy_only=False)
     values, sizes = array.field("values"), array.field("size")
     lengths = np.where(valid, values.value_lengths().fill_null(0).to_numpy(), 0).astype(np.int64)
     sparse = sizes.is_valid().to_numpy(zero_copy_only=False) & valid
     held = np.where(sparse, sizes.fill_null(0).to_numpy(), lengths)
     refuse_lengths(held, spec, spec.width, first_row, among=valid, lists=False)
-    elements = _flattened(values, valid)
-    if spec.fill is None and elements.null_count:  # sparse rows have fewer than `spec.width`
-        nulls = elements.is_null().to_numpy(zero_copy_only=False)
-        holds_null = np.zeros(len(lengths), np.bool_)
-        holds_null[np.repeat(np.arange(len(lengths)), lengths)[nulls]] = True
-        refuse_nulls(pa.array(holds_null, mask=holds_null), spec, first_row)
-    flat = numbers(elements, spec, first_row)
+    flat = _numbers(_flattened(values, valid), spec)
     indices = _flattened(array.field("indices"), sparse).to_numpy()
     if not valid.all():
         starts = np.cumsum(lengths) - lengths
@@ -181,8 +169,6 @@ def _elements(array: pa.Array, spec: TensorSpec, levels: tuple[int, ...], first_
     """
     per_row = 1
     for length in levels:
-        if spec.fill is None:
-            refuse_nulls(array, spec, first_row, per_row)
         lengths = array.value_lengths().fill_null(length).to_numpy()
         refuse_lengths(lengths, spec, length, first_row, per_row)
         items = array.flatten()  # those of the lists that are not null

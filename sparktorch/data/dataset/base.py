@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 import torch
 
 from sparktorch.base.batch import Batch, RankDataset
-from sparktorch.data.dataset.folds import Folds
+from sparktorch.data.columns import FOLD
+from sparktorch.data.dataset.prefetch import ByEpoch, ahead, moved
 from sparktorch.data.dataset.rows import Rows
 from sparktorch.data.preprocess import StepContext
 from sparktorch.data.sampling.groups import GroupKeys
-from sparktorch.data.sampling.plan import Numbers, RankOrder, SamplingPlan, mix_words
+from sparktorch.data.sampling.plan import Numbers, SamplingPlan, mix_words
 from sparktorch.data.sampling.row_keys import RowKeys
 
-__all__ = ["AHEAD_BATCHES", "CHUNK_ROWS", "Int64", "RowNumbers", "Schedule", "Shard", "at"]
+__all__ = ["AHEAD_BATCHES", "CHUNK_ROWS", "Folds", "Int64", "RowNumbers", "Schedule", "Shard", "at"]
 
+Array = npt.NDArray[Any]
 Int64 = npt.NDArray[np.int64]
 RowNumbers = Numbers | range
 
@@ -41,10 +46,6 @@ class Schedule:
     epochs: int = 1
     seeded: bool = False
 
-    def order(self, epoch: int) -> RankOrder:
-        """Returns the order of the rank's rows in that epoch."""
-        return RankOrder(self.plan, self.first, self.first + self.rows, epoch)
-
     def contexts(self, epoch: int, start: int, stop: int) -> list[StepContext]:
         """Returns the contexts of the steps from `start` to `stop`; seeds differ between steps and between ranks."""
         if not self.seeded:
@@ -55,6 +56,62 @@ class Schedule:
     def worth_ahead(self, epoch: int) -> bool:
         """Whether an epoch will be trained and has enough rows to order them in a thread."""
         return epoch < self.epochs and self.rows >= _AHEAD_ROWS
+
+
+class Folds:
+    """Which fold of a cross-validation each row of a rank is in, in order of arrival, and what evaluators need of it.
+
+    Attributes:
+        counts: For each fold, its training rows, validation rows, and the sum of its training rows' keys modulo 2**64.
+        nulls: Number of nulls in the carried columns.
+    """
+
+    def __init__(self, carried: Sequence[str]) -> None:
+        """Starts without rows; `carried` names the columns to keep for evaluators."""
+        self._folds: list[Array] = []
+        self._carried: dict[str, list[Array]] = {name: [] for name in carried}
+        self.counts: dict[int, tuple[int, int, int]] = {}
+        self.nulls = 0
+
+    def append(self, rows: pa.RecordBatch, keys: npt.NDArray[np.int64], held_out: npt.NDArray[np.bool_]) -> None:
+        """Appends the folds of a batch, from its int column; `held_out` are its rows that are marked for validation."""
+        folds = np.array(rows.column(FOLD))  # a copy: it does not keep the batch
+        self._folds.append(folds)
+        for name, parts in self._carried.items():
+            self.nulls += rows.column(name).null_count
+            parts.append(np.array(rows.column(name), np.float64))
+        for fold in np.unique(folds).tolist():
+            inside = folds == fold
+            trained = inside & ~held_out
+            count, marked, total = self.counts.get(fold, (0, 0, 0))
+            total = (total + int(keys.view(np.uint64)[trained].sum(dtype=np.uint64))) % 2**64
+            self.counts[fold] = (count + int(trained.sum()), marked + int((inside & held_out).sum()), total)
+
+    def without(self, order: Numbers | range, fold: int) -> Numbers:
+        """Returns the row numbers of an order that are not in a fold."""
+        numbers = np.arange(order.start, order.stop) if isinstance(order, range) else order
+        found: Numbers = numbers[self._all[numbers] != fold]
+        return found
+
+    def members(self, fold: int) -> npt.NDArray[np.int64]:
+        """Returns the row numbers of a fold, validation rows included, in order of arrival."""
+        return np.flatnonzero(self._all == fold).astype(np.int64)
+
+    def last_without(self, fold: int) -> int | None:
+        """Returns the last row number that is not in a fold."""
+        others = np.flatnonzero(self._all != fold)
+        return int(others[-1]) if len(others) else None
+
+    def carried(self, fold: int) -> dict[str, Array]:
+        """Returns the values of the carried columns in a fold, in the order of `members`."""
+        index = self.members(fold)
+        return {name: _joined(parts, np.float64)[index] for name, parts in self._carried.items()}
+
+    @property
+    def _all(self) -> Array:
+        if len(self._folds) != 1:
+            self._folds = [_joined(self._folds, np.int32)]
+        return self._folds[0]
 
 
 class Shard(RankDataset):
@@ -72,60 +129,122 @@ class Shard(RankDataset):
             those `marked` for validation, and of the `gaps` between them; `None` without groups.
     """
 
-    def __init__(self, stored: Rows, row_keys: RowKeys, *, dropped: int, folds: Folds | None = None) -> None:
-        """Sets the rows, their keys in order of arrival, the number of dropped rows, and the folds."""
+    def __init__(
+        self, stored: Rows, row_keys: RowKeys, *, dropped: int, budget: int, folds: Folds | None = None
+    ) -> None:
+        """Takes the rows, their keys in order of arrival, the number of dropped rows, and the folds.
+
+        Batches decoded in advance use at most half of `budget` bytes, or one batch if larger.
+        """
         self.fingerprint, self.dropped, self.bytes = row_keys.fingerprint, dropped, stored.bytes
         self.storage = "disk" if stored.on_disk else "memory"
         self.varies = stored.varies
-        self._stored = stored
+        self._stored, self._budget = stored, budget
         self._order, self._validation_order = self._all_orders = row_keys.orders()
         self.rows, self.validation_rows = len(self._order), len(self._validation_order)
         self.groups = row_keys.facts if isinstance(row_keys, GroupKeys) else None
         self._all_keys = row_keys.fingerprint
         self.folds = folds
-
-    @property
-    def on_disk(self) -> bool:
-        """Whether the rows are on disk."""
-        return self._stored.on_disk
+        self._device = torch.device("cpu")
+        self._depth = AHEAD_BATCHES
+        self._class_weights: Sequence[float] | None = None
+        self._orders: ByEpoch[Any] = ByEpoch(self._make_order)
+        self._by_epoch: list[ByEpoch[Any]] = [self._orders]  # each uses those before it
 
     def leave_out(self, fold: int | None) -> None:
         """Makes the training and validation rows those outside of a fold, in the same order; `None`: all rows."""
         self._order, self._validation_order = self._all_orders
         self.fingerprint = self._all_keys
+        last = None
         if fold is not None:
             assert self.folds is not None
-            assert not self.on_disk
+            assert not self._stored.on_disk
             self._order, self._validation_order = (self.folds.without(order, fold) for order in self._all_orders)
             self.fingerprint = (self._all_keys - self.folds.counts.get(fold, (0, 0, 0))[2]) % 2**64
+            last = self.folds.last_without(fold)
         self.rows, self.validation_rows = len(self._order), len(self._validation_order)
+        self._stored.last = self._stored.count - 1 if last is None else last
 
     def place(self, first: int, plan: SamplingPlan, *, epochs: int = 1) -> None:
         """Sets the position of the first row, the sampling plan and the number of epochs of the next training."""
+        for known in reversed(self._by_epoch):
+            known.clear()
         seeded = self._stored.columns.preprocess is not None
         self._schedule = Schedule(plan, first, self.rows, epochs, seeded=seeded)
 
-    @abstractmethod
     def to(self, device: str) -> None:
         """Sets the device of the batches."""
+        self._device = torch.device(device)
 
-    @abstractmethod
     def weight_by_class(self, classes: int) -> list[float]:
         """Returns the sum of the weights of this rank's training rows by class."""
+        sums = np.zeros(classes)
+        some = CHUNK_ROWS if self._stored.on_disk else max(1, self.rows)
+        for start in range(0, self.rows, some):
+            places = np.arange(start, min(start + some, self.rows), dtype=np.int64)
+            rows, index = self._found(self._order, places, inputs=False)
+            sums += rows.weight_by_class(index, classes)
+        found: list[float] = sums.tolist()
+        return found
 
-    @abstractmethod
     def weigh_classes(self, weights: Sequence[float] | None) -> None:
         """Sets the loss weight of each row to its weight times that of its class, one per class; `None`: its weight."""
+        self._class_weights = weights
 
-    @abstractmethod
+    def epoch(self, epoch: int, *, min_rows: int = 1, first: int = 0) -> Generator[Batch]:
+        """Yields this rank's part of every global batch of the epoch from step `first` on."""
+        order = self._orders[epoch]
+        for known in self._by_epoch:
+            known.forget(epoch)
+        if self._schedule.worth_ahead(epoch + 1):
+            self._by_epoch[-1].begin(epoch + 1)
+        return self._coming(self._batches(order, epoch, min_rows, first), self._depth)
+
+    def validation(self, size: int, *, batches: int = 0) -> Generator[Batch]:
+        """Yields the validation rows in at least `batches` batches of at most `size` rows."""
+        return self._coming(self._validation_batches(size, batches), 1)
+
     def select(self, places: torch.Tensor) -> Batch:
         """Returns training rows by number, in key order; int64 of shape `(rows,)`."""
+        rows, index = self._found(self._order, places.numpy())
+        return rows.take(index)
 
     def close(self) -> None:
         """Ends threads and frees rows on disk; can be called twice."""
+        for known in reversed(self._by_epoch):
+            known.close()
         self._stored.close()
+
+    @abstractmethod
+    def _make_order(self, epoch: int) -> Any:
+        """Returns the order of an epoch, which `_batches` gets."""
+
+    @abstractmethod
+    def _batches(self, order: Any, epoch: int, min_rows: int, first: int) -> Generator[Batch]:
+        """Yields the batches of an epoch from step `first` on, as they are stored."""
+
+    @abstractmethod
+    def _found(self, order: RowNumbers, places: Int64, *, inputs: bool = True) -> tuple[Rows, torch.Tensor]:
+        """Returns rows in memory and where those at some places of an order are in them; see `Rows.load`."""
+
+    def _validation_batches(self, size: int, batches: int) -> Generator[Batch]:
+        count = self.validation_rows
+        for start in range(0, max(count, batches * size), size):
+            places = np.arange(min(start, count), min(start + size, count), dtype=np.int64)
+            rows, index = self._found(self._validation_order, places)
+            yield rows.take(index, min_rows=1 if batches else 0)
+
+    def _coming(self, batches: Generator[Batch], depth: int) -> Generator[Batch]:
+        """Returns batches on the device; threads decode and copy them, where that is needed."""
+        if self._stored.decodes:
+            batches = ahead(batches, depth, size=attrgetter("nbytes"), most=self._budget // 2)
+        return batches if self._stored.device == self._device else moved(batches, self._device)
 
 
 def at(order: RowNumbers, places: Numbers) -> Numbers:
     """Returns the row numbers at some positions of an order."""
     return places + order.start if isinstance(order, range) else order[places]
+
+
+def _joined(parts: Sequence[Array], kind: Any) -> Array:
+    return np.concatenate(parts) if parts else np.empty(0, kind)

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from sparktorch.data.columns import GROUP, KEY, ORDER, VALIDATION, Columns, TensorSpec, carried_name
 from sparktorch.data.convert.checks import RowFilter, check_labels, check_weights
-from sparktorch.data.dataset.base import Shard
-from sparktorch.data.dataset.folds import Folds
-from sparktorch.data.dataset.in_memory import InMemoryShard
-from sparktorch.data.dataset.out_of_core import OutOfCoreShard
-from sparktorch.data.dataset.rows import Rows
-from sparktorch.data.dataset.samples import SampledRows
+from sparktorch.data.convert.tensors import packed
+from sparktorch.data.dataset.base import Folds, Shard
+from sparktorch.data.dataset.rows import Rows, SampledRows
+from sparktorch.data.dataset.shards import InMemoryShard, OutOfCoreShard
 from sparktorch.data.fields.base import Dense, Field
-from sparktorch.data.fields.kinds import field_of, kind_of
+from sparktorch.data.fields.kinds import kind_of
 from sparktorch.data.sampling.groups import GroupKeys
-from sparktorch.data.sampling.row_digest import RowDigests
-from sparktorch.data.sampling.row_keys import RowKeys
+from sparktorch.data.sampling.row_keys import RowDigests, RowKeys
 from sparktorch.data.storage import RowStorage
 from sparktorch.errors import ColumnError
 
@@ -61,11 +59,10 @@ def read_shard(
         dropped = _read(batches, columns, fields, row_keys, folds)
         size = sum(field.nbytes for field in fields.values())
         if not row_keys.count:
-            for name, field in fields.items():
-                if placeholder is None:
-                    field.stand_in()
-                else:
-                    field.append(placeholder.column(name))
+            kept = replace(columns, ignored=None)  # a placeholder may have any label
+            fields = {spec.name: _field(spec, kept, storage) for spec in columns.tensors}
+            for spec in columns.tensors:
+                fields[spec.name].append(_zeros(spec) if placeholder is None else placeholder.column(spec.name))
         count = max(1, row_keys.count)
         known: dict[str, Any] = {"count": count, "size": size}
         if isinstance(row_keys, GroupKeys):
@@ -138,14 +135,16 @@ def balanced(sums: Sequence[float]) -> list[float]:
 
 def _field(spec: TensorSpec, columns: Columns, storage: RowStorage) -> Field:
     """Returns an empty field for a column; label and weight fields check their values."""
-
-    def label(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        return check_labels(values, columns)
-
-    def weight(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        check_weights(values, spec)
-        return values
-
     if spec is columns.label:
-        return Dense(spec, storage, label, dtype=None if columns.classes is None else np.int64)
-    return Dense(spec, storage, weight) if spec is columns.weight else field_of(spec, storage)
+        check = partial(check_labels, columns=columns)
+        return Dense(spec, storage, check, dtype=None if columns.classes is None else np.int64)
+    if spec is columns.weight:
+        return Dense(spec, storage, partial(check_weights, spec=spec))
+    return kind_of(spec).field(spec, storage)
+
+
+def _zeros(spec: TensorSpec) -> pa.Array:
+    """Returns a row of zeros of a column, with which a rank without rows joins collectives."""
+    kind = kind_of(spec)
+    column = kind.of_values(kind.zeros(spec)[:1], spec, spec.column, nulls=False)
+    return packed([column] * len(spec.sources), spec) if spec.sources else column

@@ -13,13 +13,10 @@ import pyarrow.compute as pc
 import torch
 
 from sparktorch.data.columns import TensorSpec
-from sparktorch.data.convert.checks import refuse_nulls
-from sparktorch.data.convert.sql_types import empty_value
 from sparktorch.data.convert.tensors import byte_rows
-from sparktorch.data.fields.base import Field, Sized
-from sparktorch.data.fields.offsets import Offsets
-from sparktorch.data.sampling.row_digest import RowDigests
-from sparktorch.data.storage import RowStorage, Runs
+from sparktorch.data.fields.base import Field, Offsets, Stored
+from sparktorch.data.sampling.row_keys import RowDigests
+from sparktorch.data.storage import RowStorage, Runs, Spool
 from sparktorch.errors import ColumnError
 
 __all__ = ["ArrowColumn"]
@@ -45,19 +42,12 @@ class ArrowColumn(Field):
 
     def append(self, column: pa.Array, *, first_row: int = 0, digests: RowDigests | None = None) -> None:
         """Checks and stores the rows of a batch; see `Field.append`."""
-        fill = self._spec.fill
-        if not self._spec.takes_nulls:
-            refuse_nulls(column, self._spec, first_row)
-        elif not self._spec.nulls and pa.types.is_primitive(column.type) and not pa.types.is_temporal(column.type):
+        fill = None if self._spec.nulls else self._spec.fill
+        if fill is not None and pa.types.is_primitive(column.type) and not pa.types.is_temporal(column.type):
             column = column.fill_null(pa.scalar(fill).cast(column.type))
             if pa.types.is_floating(column.type):
                 column = pc.if_else(pc.is_nan(column), pa.scalar(fill, column.type), column)
         self._node_of(column.type).append(column)
-
-    def stand_in(self) -> None:
-        """Appends an empty value as the placeholder row."""
-        node = self._node_of(pa.string())
-        node.append(pa.array([empty_value(node.type)], node.type))
 
     def take(self, index: torch.Tensor, here: torch.Tensor | None = None) -> tuple[Any, ...]:
         """Returns one array, NumPy or Arrow depending on the type; null dates and timestamps are `NaT`.
@@ -83,7 +73,7 @@ class ArrowColumn(Field):
 class _Node(ABC):
     """Rows of one Arrow type, stored as the buffers of one array with 64-bit offsets."""
 
-    def __init__(self, kind: pa.DataType, storage: RowStorage, *parts: Sized) -> None:
+    def __init__(self, kind: pa.DataType, storage: RowStorage, *parts: Stored) -> None:
         self.type = kind
         self._valid = storage.spool(np.bool_)
         self._parts = self._valid, *parts
@@ -131,45 +121,34 @@ class _Fixed(_Node):
         return column.view(self.type) if self._viewed else column
 
 
-class _Bytes(_Node):
-    """Strings and binary values."""
+class _Elements(_Node):
+    """Rows of elements: bytes of strings and binary values, and those of lists, which a node of their own stores."""
 
-    def __init__(self, kind: pa.DataType, storage: RowStorage) -> None:
-        self._offsets, self._content = Offsets(storage), storage.spool(np.uint8)
-        super().__init__(kind, storage, self._offsets, self._content)
-        text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
-        self._large = pa.large_string() if text else pa.large_binary()
+    def __init__(self, kind: pa.DataType, storage: RowStorage, inner: Spool | _Node) -> None:
+        self._offsets, self._inner = Offsets(storage), inner
+        super().__init__(kind, storage, self._offsets, inner)
 
     def append(self, column: pa.Array) -> None:
         super().append(column)
-        offsets, content = byte_rows(column.fill_null(pa.scalar("").cast(column.type)) if column.null_count else column)
-        self._offsets.append(np.diff(offsets))
-        self._content.append(content)
+        if _is_list(self.type):
+            lengths, elements = column.value_lengths().fill_null(0).to_numpy().astype(np.int64), column.flatten()
+        else:
+            whole = column.fill_null(pa.scalar("").cast(column.type)) if column.null_count else column
+            offsets, elements = byte_rows(whole)
+            lengths = np.diff(offsets)
+        self._offsets.append(lengths)
+        self._inner.append(elements)
 
     def _array(self, valid: Mask, runs: Runs | None) -> pa.Array:
-        borders, held = _borders(self._offsets, runs)
-        content = self._content.finish() if held is None else self._content.read(held)
-        buffers = [_bitmap(valid), pa.py_buffer(borders), pa.py_buffer(content)]
-        return pa.Array.from_buffers(self._large, len(valid), buffers)
-
-
-class _Lists(_Node):
-    """Lists, also nested."""
-
-    def __init__(self, kind: pa.ListType | pa.LargeListType, spec: TensorSpec, storage: RowStorage) -> None:
-        self._offsets, self._inner = Offsets(storage), _node(kind.value_type, spec, storage)
-        super().__init__(kind, storage, self._offsets, self._inner)
-
-    def append(self, column: pa.Array) -> None:
-        super().append(column)
-        self._offsets.append(column.value_lengths().fill_null(0).to_numpy().astype(np.int64))
-        self._inner.append(column.flatten())
-
-    def _array(self, valid: Mask, runs: Runs | None) -> pa.Array:
-        borders, held = _borders(self._offsets, runs)
-        items = self._inner.finish() if held is None else self._inner.read(held)
+        borders, held = (self._offsets.finish(), None) if runs is None else self._offsets.read(runs)
+        elements: Any = self._inner.finish() if held is None else self._inner.read(held)
         buffers = [_bitmap(valid), pa.py_buffer(borders)]
-        return pa.Array.from_buffers(pa.large_list(items.type), len(valid), buffers, children=[items])
+        if _is_list(self.type):
+            kind = pa.large_list(elements.type)
+            return pa.Array.from_buffers(kind, len(valid), buffers, children=[elements])
+        text = pa.types.is_string(self.type) or pa.types.is_large_string(self.type)
+        kind = pa.large_string() if text else pa.large_binary()
+        return pa.Array.from_buffers(kind, len(valid), [*buffers, pa.py_buffer(elements)])
 
 
 class _Structs(_Node):
@@ -190,11 +169,6 @@ class _Structs(_Node):
         return pa.Array.from_buffers(kind, len(valid), [_bitmap(valid)], children=columns)
 
 
-def _borders(borders: Offsets, runs: Runs | None) -> tuple[npt.NDArray[np.int64], Runs | None]:
-    """Returns the offsets of all rows and `None`, or of the rows in `runs` and the runs of their elements."""
-    return (borders.finish(), None) if runs is None else borders.read(runs)
-
-
 def _bitmap(valid: Mask) -> pa.Buffer | None:
     """Returns the Arrow validity bitmap of a mask; `None` if no row is null."""
     return None if valid.all() else pa.py_buffer(np.packbits(valid, bitorder="little"))
@@ -205,11 +179,11 @@ def _node(kind: pa.DataType, spec: TensorSpec, storage: RowStorage) -> _Node:
     if pa.types.is_struct(kind):
         return _Structs(kind, spec, storage)
     if _is_list(kind):
-        return _Lists(kind, spec, storage)
+        return _Elements(kind, storage, _node(kind.value_type, spec, storage))
     if pa.types.is_primitive(kind):
         return _Fixed(kind, storage)
     if any(is_kind(kind) for is_kind in _OF_BYTES):
-        return _Bytes(kind, storage)
+        return _Elements(kind, storage, storage.spool(np.uint8))
     raise ColumnError(
         f"column {spec.column!r} holds {kind}, which cannot be kept as it is",
         hint="cast it to numbers, text, dates, or lists or structs of them",

@@ -16,11 +16,9 @@ import torch
 from sparktorch.base.devices import upload
 from sparktorch.base.imports import pillow
 from sparktorch.data.columns import TensorSpec
-from sparktorch.data.convert.checks import refuse_nulls
 from sparktorch.data.convert.tensors import byte_rows
-from sparktorch.data.fields.base import Field
-from sparktorch.data.fields.offsets import Elements, ElementSpool
-from sparktorch.data.sampling.row_digest import RowDigests
+from sparktorch.data.fields.base import Elements, ElementSpool, Field
+from sparktorch.data.sampling.row_keys import RowDigests
 from sparktorch.data.storage import RowStorage
 from sparktorch.errors import ColumnError
 
@@ -60,8 +58,6 @@ class Images(Field):
             content = pc.struct_field(column, "data")  # also null where the struct is
             for axis, name in enumerate(("height", "width", "nChannels")):
                 sizes[:, axis] = column.field(name).fill_null(_ENCODED).to_numpy()
-        if self._spec.fill is None:
-            refuse_nulls(content, self._spec, first_row)
         valid = content.is_valid().to_numpy(zero_copy_only=False)
         sizes[~valid] = _NULL
         offsets, data = byte_rows(content.fill_null(b"") if content.null_count else content)
@@ -70,11 +66,6 @@ class Images(Field):
             self._check(data[offsets[row] : offsets[row + 1]], sizes[row], first_row + int(row))
         self._bytes.append(data, lengths)
         self._sizes.append(sizes)
-
-    def stand_in(self) -> None:
-        """Appends a black image as the placeholder row."""
-        self._bytes.append(np.zeros(int(np.prod(self._shape)), np.uint8), np.array([np.prod(self._shape)]))
-        self._sizes.append(np.array([self._shape], np.int32))
 
     def take(self, index: torch.Tensor, here: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         """Returns one tensor of shape `(rows, *spec.shape)`: uint8, or float32 between 0 and 1.

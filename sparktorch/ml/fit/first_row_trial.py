@@ -13,9 +13,9 @@ from pyspark.sql import DataFrame
 from sparktorch.base.batch import Batch
 from sparktorch.base.config import Task, above
 from sparktorch.data.convert.checks import RowFilter
-from sparktorch.data.dataset.samples import windowed
+from sparktorch.data.dataset.rows import windowed
 from sparktorch.data.fields.base import Dense, Field
-from sparktorch.data.fields.kinds import field_of
+from sparktorch.data.fields.kinds import kind_of
 from sparktorch.data.preprocess import Preprocess, StepContext
 from sparktorch.data.storage import RowStorage
 from sparktorch.errors import ModuleError, refusing
@@ -108,12 +108,14 @@ def first_inputs(frame: Frame) -> tuple[Frame, dict[str, torch.Tensor]]:
     screen.rows_of(frame.sample, first_row=0)
     screen.close(sample=True)
     preprocess = frame.columns.preprocess
-    taken = [_twice(field_of(spec, RowStorage()), frame.sample.column(spec.name)) for spec in frame.columns.inputs]
+    taken = [
+        _twice(kind_of(spec).field(spec, RowStorage()), frame.sample.column(spec.name)) for spec in frame.columns.inputs
+    ]
     inputs: dict[str, torch.Tensor] = {}
     if preprocess is not None:
         made = _preprocessed(preprocess, taken)
         inputs = {f"preprocess, {name!r}": tensor for name, tensor in made.items()}
-        frame = replace(frame, columns=replace(frame.columns, preprocess=preprocess.returning(made)))
+        frame = replace(frame, columns=replace(frame.columns, preprocess=replace(preprocess, arguments=tuple(made))))
     for spec, arguments in zip(frame.columns.inputs, taken if preprocess is None else (), strict=False):
         shown = f"column {spec.column!r}"
         if shown in inputs:  # the same column once more
@@ -172,4 +174,4 @@ def _preprocessed(preprocess: Preprocess, columns: list[tuple[Any, ...]]) -> dic
     kinds = (f"{name!r}: {' and '.join(type(part).__name__ for part in column)}" for name, column in named)
     hint = f"the columns arrive as {', '.join(kinds)}"
     with refusing("preprocess failed on the first row", hint, param="preprocess", code="ST-PREPROCESS"):
-        return preprocess.returning(preprocess(columns, 2))(columns, 2, StepContext(0, 0))
+        return replace(preprocess, arguments=tuple(preprocess(columns, 2)))(columns, 2, StepContext(0, 0))

@@ -14,8 +14,7 @@ from torch import nn
 from sparktorch.base.devices import is_kind
 from sparktorch.base.imports import load_object
 from sparktorch.errors import Refusal
-from sparktorch.model.export import Program
-from sparktorch.model.script import Script
+from sparktorch.model.export import Program, Script
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.train.huggingface.models import has_own_loss
 from sparktorch.train.lightning import is_lightning

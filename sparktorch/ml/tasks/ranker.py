@@ -8,8 +8,7 @@ from typing import Any
 from pyspark.sql import DataFrame
 
 from sparktorch.base.config import one_of
-from sparktorch.data.ranking.losses import LOSSES
-from sparktorch.data.ranking.metrics import measured
+from sparktorch.data.ranking import LOSSES, measured
 from sparktorch.errors import refuse, shortens
 from sparktorch.ml.estimator import TorchEstimatorBase
 from sparktorch.ml.fit.values import NAMED_GROUPS, Values

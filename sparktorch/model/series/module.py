@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from sparktorch.base.imports import load_object
+from sparktorch.data.tables import perceptron
 from sparktorch.errors import ModuleError
 
 __all__ = ["SeriesModule", "SeriesNetwork", "scale_of"]
@@ -161,11 +162,7 @@ class SeriesNetwork(nn.Module):
         outputs = horizon * max(1, len(quantiles))
         self.linear = nn.Linear(context, outputs)
         width = context * past_columns + horizon * future_columns + static_columns
-        layers: list[nn.Module] = []
-        for size in hidden:
-            layers += [nn.Linear(width, size), nn.ReLU(), nn.Dropout(dropout)]
-            width = size
-        self.layers = nn.Sequential(*layers, nn.Linear(width, outputs)) if hidden else None
+        self.layers = perceptron(width, hidden, outputs, dropout) if hidden else None
 
     def forward(self, past: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
         """Returns forecasts of shape `(samples, horizon)`, or `(samples, horizon, quantiles)`.

@@ -13,7 +13,7 @@ from torch import nn
 
 from sparktorch.base.config import StorageConfig, TrainConfig
 from sparktorch.data.columns import GROUP, LABEL, WEIGHT, Window
-from sparktorch.data.ranking.losses import LOSSES
+from sparktorch.data.ranking import LOSSES
 from sparktorch.data.sampling.plan import SamplingPlan
 from sparktorch.train.recipe.loss import GroupsLossStep
 from sparktorch.train.recipe.recipe import Recipe

@@ -57,7 +57,7 @@ def ratings(*, implicit: bool, features: bool) -> Table:
     }
     found = replace(table.columns, inputs=specs, preprocess=made, label=None if implicit else table.columns.label)
     sample = pairs({n: arrays[s.name][:2] for n, s in zip(NAMES, specs, strict=False)}, epoch=0, generator=None)
-    return Table(arrays, replace(found, preprocess=made.returning(sample)))
+    return Table(arrays, replace(found, preprocess=replace(made, arguments=tuple(sample))))
 
 
 def losses_of(module: Towers, rows: Table, epoch: int | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -20,7 +20,7 @@ from pyspark.sql import functions as F
 
 from sparktorch import TorchRegressor
 from sparktorch.data.columns import InputOptions, TensorSpec
-from sparktorch.data.fields.kinds import field_of
+from sparktorch.data.fields.kinds import kind_of
 from sparktorch.data.storage import RowStorage
 from sparktorch.errors import ColumnError
 from sparktorch.ml.fit.translate import input_names
@@ -131,7 +131,7 @@ def sent_as_one(data: DataFrame) -> pa.RecordBatch:
 def taken(specs: Sequence[TensorSpec], sent: pa.RecordBatch) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     for spec in specs:
-        field = field_of(spec, RowStorage())
+        field = kind_of(spec).field(spec, RowStorage())
         field.append(sent.column(spec.name))
         field.finish()
         found += field.take(torch.arange(sent.num_rows))

@@ -175,7 +175,7 @@ def test_one_row_is_scored_without_a_job_as_spark_and_transform_score_it(
     spark.sparkContext.setLocalProperty("spark.jobGroup.id", None)  # type: ignore[arg-type]
     with pytest.raises(ColumnError, match="not hold 5 values"):
         ours.predict([1.0, 2.0])
-    with pytest.raises(ColumnError, match="has 1 null values"):
+    with pytest.raises(ColumnError, match="has 1 row with null values"):
         ours.predict([1.0, 2.0, None, 4.0, 5.0])
     assert ours.copy().setHandleInvalid("keep").predictRaw([1.0, 2.0, None, 4.0, 5.0]) is None
     with pytest.raises(ColumnError, match="does not fit"):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sparktorch.data.columns import Columns, TensorSpec
 from sparktorch.data.convert.checks import RowFilter
 from sparktorch.data.fields.base import Field
-from sparktorch.data.fields.kinds import field_of
+from sparktorch.data.fields.kinds import kind_of
 from sparktorch.data.storage import RowStorage, Runs
 from sparktorch.errors import ColumnError
 
@@ -30,7 +30,7 @@ def spec_of(**more: Any) -> TensorSpec:
 
 def appended(spec: TensorSpec, storage: RowStorage, *batches: pa.Array) -> Field:
     """Returns a field of batches that are slices of longer ones."""
-    field = field_of(spec, storage)
+    field = kind_of(spec).field(spec, storage)
     for batch in batches:
         field.append(pa.concat_arrays([batch, batch, batch]).slice(len(batch), len(batch)))
     return field
@@ -196,6 +196,11 @@ def test_rows_that_are_unfit_are_left_out_and_counted_once() -> None:
     with pytest.raises(ColumnError) as caught:
         label.close()
     assert caught.value.hint.endswith("or set nullPolicy='drop'")
+    for role in ("label", "weight"):
+        named = RowFilter(Columns(inputs=(), **{role: specs[0]}))  # type: ignore[arg-type]
+        named.rows_of(pa.RecordBatch.from_pydict({"x0": pa.array([1, float("nan"), float("inf")])}), first_row=0)
+        with pytest.raises(ColumnError, match="2 rows of column 'c' are NaN or infinite"):
+            named.close()
 
 
 def test_infinity_has_no_filling() -> None:

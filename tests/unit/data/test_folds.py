@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from sparktorch.data.columns import FOLD, VALIDATION
-from sparktorch.data.dataset.in_memory import InMemoryShard
 from sparktorch.data.dataset.reader import read_shard
+from sparktorch.data.dataset.shards import InMemoryShard
 from sparktorch.data.sampling.plan import SamplingPlan
 from tests.support.frames import Table
 

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from sparktorch.data.columns import TensorSpec
-from sparktorch.data.fields.images import Images, black_image
+from sparktorch.data.fields.images import Images
 from sparktorch.data.storage import RowStorage
 from sparktorch.errors import ColumnError, ConfigError
 
@@ -103,9 +103,7 @@ def test_a_missing_image_is_filled() -> None:
 @pytest.mark.parametrize(
     ("column", "message"),
     [
-        (pa.array([encoded(PIXELS[0]), None], pa.binary()), "column 'photo' has 1 null values"),
         (pa.array([encoded(PIXELS[0]), b"no image"], pa.binary()), "it is neither JPEG nor PNG"),
-        (pa.array([as_struct(PIXELS[0]), {**as_struct(PIXELS[0]), "data": None}], STRUCT), "has 1 null values"),
         (pa.array([encoded(PIXELS[0]), encoded(PIXELS[0], "BMP")], pa.binary()), "it is neither JPEG nor PNG"),
         (pa.array([encoded(PIXELS[0]), encoded(PIXELS[0][:4])], pa.binary()), "is 4 x 7 pixels, the first is 5 x 7"),
         (pa.array([encoded(PIXELS[0]), encoded(PIXELS[0], mode="I;16")], pa.binary()), "its mode is I;16"),
@@ -131,11 +129,3 @@ def test_without_pillow_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
     with pytest.raises(ConfigError, match=r"Pillow, which is not installed(.|\n)*\[images\]"):
         Images(spec_of(), RowStorage()).append(pa.array([b"x"], pa.binary()))
-
-
-def test_a_rank_without_rows_stands_in_with_black() -> None:
-    field = Images(spec_of(), RowStorage())
-    field.stand_in()
-    field.finish()
-    assert field.take(torch.tensor([0]))[0].sum() == 0
-    assert taken(spec_of(), pa.array([black_image(spec_of())], pa.binary())).sum() == 0

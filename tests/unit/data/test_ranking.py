@@ -7,8 +7,7 @@ import pytest
 import torch
 from sklearn.metrics import ndcg_score
 
-from sparktorch.data.ranking.losses import LOSSES
-from sparktorch.data.ranking.metrics import ndcg, reciprocal_rank
+from sparktorch.data.ranking import LOSSES, ndcg, reciprocal_rank
 from sparktorch.errors import ModuleError
 from tests.support.ranking import PLAIN
 

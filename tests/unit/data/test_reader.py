@@ -15,7 +15,7 @@ import torch
 
 from sparktorch.base.batch import Batch, micro_batches, padding
 from sparktorch.data.columns import KEY, LABEL, VALIDATION, WEIGHT, Columns, TensorSpec
-from sparktorch.data.dataset import in_memory
+from sparktorch.data.dataset import shards
 from sparktorch.data.dataset.base import Schedule, Shard
 from sparktorch.data.dataset.reader import read_shard
 from sparktorch.data.dataset.rows import Rows
@@ -164,7 +164,7 @@ def test_an_epoch_that_is_ordered_ahead_is_the_same_epoch(shard_of: Make, monkey
 def test_an_epoch_goes_on_from_any_step_as_it_would_have(
     shard_of: Make, monkeypatch: pytest.MonkeyPatch, first: int
 ) -> None:
-    monkeypatch.setattr(in_memory, "_STEPS", 4)
+    monkeypatch.setattr(shards, "_STEPS", 4)
     shard = shard_of(Table.random(203), plan=PLAN)
     whole, rest = list(shard.epoch(1)), list(shard.epoch(1, first=first))
     assert list(map(rows_in, rest)) == list(map(rows_in, whole[first:]))
@@ -179,6 +179,37 @@ def test_a_rank_without_rows_stands_in_with_the_spare_one_and_holds_nothing(shar
     for batch in shard.epoch(0, min_rows=2):
         assert batch.rows == 0
         assert rows_in(batch) == [(*spare[:-1], 0.0)] * 2
+
+
+def test_without_a_spare_row_a_rank_without_rows_holds_zeros_of_any_kind() -> None:
+    kinds: list[dict[str, Any]] = [
+        {"dtype": "int64"},
+        {"shape": (2, 3)},
+        {"shape": (2,), "sources": ("a", "b"), "dtype": "float16"},
+        {"layout": "padded", "shape": (2,), "pad": 7},
+        {"kind": "vector", "shape": (4,), "layout": "sparse_csr"},
+        {"kind": "binary", "layout": "raw", "shape": (3,)},
+        {"kind": "binary", "layout": "image", "dtype": "uint8", "shape": (3, 2, 5)},
+    ]
+    specs = [
+        TensorSpec(**{"name": f"x{at}", "column": "c", "dtype": "float32", **kind}) for at, kind in enumerate(kinds)
+    ]
+    label = TensorSpec(name=LABEL, column="l", dtype="int64")
+    shard = read_shard([], Columns(inputs=tuple(specs), label=label, classes=3, ignored=0))
+    shard.place(0, PLAN)
+    with closing(shard.epoch(0, min_rows=1)) as batches:
+        batch = next(batches)
+    shapes = [(), (2, 3), (2,), (1, 2), (1,), (4,), (3,), (3, 2, 5)]  # with the mask of the padded one
+    assert [tensor.shape[1:] for tensor in batch.inputs] == shapes
+    assert [tensor.to_dense().double().sum().item() for tensor in batch.inputs] == [0, 0, 0, 0, 1, 0, 0, 0]
+    assert batch.label is not None
+    assert (batch.rows, batch.label.tolist()) == (0, [0])
+    text = TensorSpec(name="x0", column="c", dtype="float32", kind="any", sql="string")
+    seen = Preprocess(lambda columns, **_: {"x": torch.tensor([len(word) for word in columns["c"].to_pylist()])}, ["c"])
+    shard = read_shard([], Columns(inputs=(text,), preprocess=seen))
+    shard.place(0, PLAN)
+    with closing(shard.epoch(0)) as batches:
+        assert next(batches).inputs[0].tolist() == [0]
 
 
 def batches_of(shard: Shard, epoch: int, **options: Any) -> list[list[torch.Tensor | None]]:
@@ -252,9 +283,9 @@ def test_the_system_is_told_of_the_next_window_before_the_steps_of_the_one_befor
     for name, windows in asked.items():
         call = getattr(Rows, name)
 
-        def watched(stored: Rows, numbers: Any, windows: Any = windows, call: Any = call) -> Any:
+        def watched(stored: Rows, numbers: Any, windows: Any = windows, call: Any = call, **options: Any) -> Any:
             windows.append(list(numbers))
-            return call(stored, numbers)
+            return call(stored, numbers, **options)
 
         monkeypatch.setattr(Rows, name, watched)
     table = Table.random(2_000).by_key()

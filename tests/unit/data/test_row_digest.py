@@ -12,7 +12,7 @@ import pytest
 from sparktorch.data.columns import KEY, LABEL, VALIDATION, TensorSpec
 from sparktorch.data.dataset.reader import read_shard
 from sparktorch.data.fields.base import Vectors
-from sparktorch.data.sampling.row_digest import RowDigests
+from sparktorch.data.sampling.row_keys import RowDigests
 from sparktorch.data.storage import RowStorage
 from tests.support.frames import Table, record_batches
 from tests.unit.data.test_plan import reference_mix as splitmix

@@ -10,6 +10,7 @@ import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
 from decimal import Decimal
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from torch import nn
 from sparktorch import TorchClassificationModel
 from sparktorch.base.state_dict import pack_state
 from sparktorch.data.columns import TensorSpec
-from sparktorch.data.convert.python_values import unconverted
+from sparktorch.data.fields.kinds import kind_of
 from sparktorch.errors import ColumnError, PersistenceError
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.tracking.pyfunc import PyFuncModel
@@ -399,12 +400,13 @@ def test_a_callable_gets_the_numbers_of_a_pyfunc_and_of_a_single_row_as_in_trans
 
 def test_a_category_is_a_boolean_in_any_form_that_pandas_has_for_it_and_text_is_no_number() -> None:
     spec = TensorSpec(name="x0", column="late", dtype="float32", kind="any", sql="boolean")
+    unconverted = partial(kind_of(spec).of_values, name="late", nulls=True)
     for values in ([True, None], [1.0, math.nan], pd.array([1, None], "Int8"), np.array([True, None], object)):
-        assert unconverted(pd.Series(values), spec, "late").to_pylist() == [True, None]
-    assert unconverted(np.array([1, 0]), spec, "late").to_pylist() == [True, False]
+        assert unconverted(pd.Series(values), spec).to_pylist() == [True, None]
+    assert unconverted(np.array([1, 0]), spec).to_pylist() == [True, False]
     for values, sql in (([2.0, 0.0], "boolean"), (["5", None], "int")):
         with pytest.raises(ColumnError, match=f"column 'late' is {sql} in the model: ") as caught:
-            unconverted(pd.Series(values), replace(spec, sql=sql), "late")
+            unconverted(pd.Series(values), replace(spec, sql=sql))
         assert caught.value.where == {"column": "late"}
 
 

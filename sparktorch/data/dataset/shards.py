@@ -1,0 +1,183 @@
+"""Shards: in host or device memory, where each batch is taken on request, or on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sparktorch.base.batch import Batch
+from sparktorch.base.devices import free_bytes, is_host
+from sparktorch.data.dataset.base import AHEAD_BATCHES, CHUNK_ROWS, Int64, RowNumbers, Shard, at
+from sparktorch.data.dataset.prefetch import ByEpoch
+from sparktorch.data.dataset.rows import Rows
+from sparktorch.data.preprocess import StepContext
+from sparktorch.data.sampling.plan import RankOrder, SamplingPlan, by_step
+
+__all__ = ["InMemoryShard", "OutOfCoreShard"]
+
+_STEPS = 4096  # whose places are Python numbers at a time
+_DEVICE_SHARE = 0.25  # of an accelerator's free memory, for rows
+
+
+@dataclass(frozen=True)
+class _Order:
+    """One epoch's row numbers, sorted by step and within a step by position, and the end of each step in them."""
+
+    index: torch.Tensor
+    ends: Int64
+
+
+class InMemoryShard(Shard):
+    """The rows of a rank, all of them in memory."""
+
+    def __init__(self, stored: Rows, *given: Any, **options: Any) -> None:
+        """Takes what `Shard` does, and loads the rows."""
+        super().__init__(stored, *given, **options)
+        stored.finish()
+
+    def to(self, device: str) -> None:
+        """Sets the device of the batches.
+
+        The rows, validation rows included, move to an accelerator if they need at most a quarter of its free memory:
+        the rest is for the module and its activations. Otherwise, and if rows are decoded or passed to `preprocess`,
+        they stay on the host, and each batch is copied while the previous one is trained.
+        """
+        super().to(device)
+        if is_host(device) or self._stored.decodes or self.bytes > free_bytes(device) * _DEVICE_SHARE:
+            self.storage = "memory"
+        else:
+            self._stored.to(self._device)
+            self.storage = "device"
+
+    def inputs(self, fold: int, size: int) -> Generator[tuple[torch.Tensor, ...]]:
+        """Yields the inputs of the rows of a fold, in the order of `Folds.members`, at most `size` rows at a time."""
+        assert self.folds is not None
+        index = torch.from_numpy(self.folds.members(fold))
+        parts = -(-len(index) // size)
+        for part in index.tensor_split(parts) if parts else ():  # equal sizes avoid a tiny last batch
+            yield self._stored.inputs(part)
+
+    def weigh_classes(self, weights: Sequence[float] | None) -> None:
+        """Sets the loss weight of each row to its weight times that of its class, one per class; `None`: its weight."""
+        self._stored.weigh_classes(weights)
+
+    def step_weights(self, epoch: int) -> torch.Tensor:
+        """Returns this rank's weight in each step of the epoch, float64 of shape `(steps,)`."""
+        order, rows = self._orders[epoch], self.step_rows(epoch).numpy()
+        found = np.empty(len(rows))
+        some = max(1, CHUNK_ROWS * len(rows) // max(1, len(order.index)))  # bounds the rows at a time
+        for start in range(0, len(rows), some):
+            stop = min(start + some, len(rows))
+            index = order.index[order.ends[start] - rows[start] : order.ends[stop - 1]]
+            step = np.repeat(np.arange(stop - start), rows[start:stop])
+            found[start:stop] = np.bincount(step, self._stored.loss_weights(index), stop - start)
+        return torch.from_numpy(found)
+
+    def step_rows(self, epoch: int) -> torch.Tensor:
+        """Returns how many rows this rank has in each step of the epoch, int64 of shape `(steps,)`."""
+        return torch.from_numpy(np.diff(self._orders[epoch].ends, prepend=0))
+
+    def _batches(self, order: _Order, epoch: int, min_rows: int, first: int) -> Generator[Batch]:
+        """Yields the batches from step `first` on; no list holds a number of every step."""
+        for begin in range(first, len(order.ends), _STEPS):
+            stop = min(begin + _STEPS, len(order.ends))
+            ends = [int(order.ends[begin - 1]) if begin else 0, *order.ends[begin:stop].tolist()]
+            contexts = self._schedule.contexts(epoch, begin, stop)
+            for start, end, context in zip(ends[:-1], ends[1:], contexts, strict=True):
+                yield self._stored.take(order.index[start:end], min_rows=min_rows, context=context)
+
+    def _found(self, order: RowNumbers, places: Int64, *, inputs: bool = True) -> tuple[Rows, torch.Tensor]:
+        return self._stored, torch.from_numpy(at(order, places))
+
+    def _make_order(self, epoch: int) -> _Order:
+        first, count, plan = self._schedule.first, self._schedule.rows, self._schedule.plan
+        places, ends = by_step(plan.steps_of(first, first + count, epoch), plan.steps)
+        return _Order(torch.from_numpy(at(self._order, places)), ends)
+
+
+class OutOfCoreShard(Shard):
+    """The rows of a rank, all of them on disk: those of several consecutive steps, a window, are read at once.
+
+    A window uses at most half of the budget for rows in memory, but holds at least one step. The rank reads it itself,
+    and has the system read the next one ahead. A thread of its own that read them would pass the GIL to and fro for
+    each run of rows, which took four times as long as reading it from the system's cache.
+    """
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        """Takes what `Shard` does."""
+        super().__init__(*given, **options)
+        self._weights = ByEpoch(self._make_weights)
+        self._by_epoch.append(self._weights)
+
+    def place(self, first: int, plan: SamplingPlan, *, epochs: int = 1) -> None:
+        """Sets the position of the first row, the sampling plan and the number of epochs of the next training."""
+        super().place(first, plan, epochs=epochs)
+        step_bytes = self._stored.item_bytes * self.rows / plan.steps
+        self._window = min(plan.block, max(1, int(self._budget / 2 // max(step_bytes, 1))))
+        self._depth = min(self._window, AHEAD_BATCHES)
+
+    def step_weights(self, epoch: int) -> torch.Tensor:
+        """Returns this rank's weight in each step of the epoch, float64 of shape `(steps,)`."""
+        return torch.from_numpy(self._weights[epoch])
+
+    def step_rows(self, epoch: int) -> torch.Tensor:
+        """Returns how many rows this rank has in each step of the epoch, int64 of shape `(steps,)`."""
+        return torch.from_numpy(self._orders[epoch].step_rows())
+
+    def _batches(self, order: RankOrder, epoch: int, min_rows: int, first: int) -> Generator[Batch]:
+        """Yields batches window by window."""
+        windows = self._windows(order, first)
+        coming = next(windows, None)
+        while coming is not None:
+            position, step, contexts = coming
+            coming = next(windows, None)
+            if coming is not None:
+                self._stored.expect(at(self._order, coming[0] - self._schedule.first))
+            yield from self._steps(position, step, contexts, min_rows)
+
+    def _windows(self, order: RankOrder, first: int) -> Iterator[tuple[Int64, Int64, list[StepContext]]]:
+        """Yields positions, their steps and the contexts of these; a block that exceeds the budget has several."""
+        plan = self._schedule.plan
+        for number in range(first // plan.block, order.windows):
+            begin, end = number * plan.block, min((number + 1) * plan.block, plan.steps)
+            position, step = order.window(number)
+            for start in range(max(first, begin), end, self._window):
+                stop = min(start + self._window, end)
+                now = (step >= start) & (step < stop)
+                contexts = self._schedule.contexts(order.epoch, start, stop)
+                yield position[now], step[now] - start, contexts
+
+    def _steps(self, position: Int64, step: Int64, contexts: list[StepContext], min_rows: int) -> Generator[Batch]:
+        """Reads the rows of several steps at once, and yields a batch per step."""
+        rows, _ = self._found(self._order, position - self._schedule.first)
+        index = torch.from_numpy(np.argsort(step, kind="stable"))
+        ends = np.cumsum(np.bincount(step, minlength=len(contexts))).tolist()
+        for start, end, context in zip([0, *ends[:-1]], ends, contexts, strict=True):
+            yield rows.take(index[start:end], min_rows=min_rows, context=context)
+
+    def _found(self, order: RowNumbers, places: Int64, *, inputs: bool = True) -> tuple[Rows, torch.Tensor]:
+        rows = self._stored.load(at(order, places), inputs=inputs)
+        if self._class_weights is not None:
+            rows.weigh_classes(self._class_weights)
+        return rows, torch.arange(len(places))
+
+    def _make_order(self, epoch: int) -> RankOrder:
+        first = self._schedule.first
+        return RankOrder(self._schedule.plan, first, first + self._schedule.rows, epoch)
+
+    def _make_weights(self, epoch: int) -> npt.NDArray[np.float64]:
+        order: RankOrder = self._orders[epoch]
+        steps = self._schedule.plan.steps
+        if self._stored.columns.weight is None and self._class_weights is None:
+            return order.step_rows().astype(np.float64)
+        sums = np.zeros(steps)
+        for number in range(order.windows):
+            position, step = order.window(number)
+            rows, index = self._found(self._order, position - self._schedule.first, inputs=False)
+            sums += np.bincount(step, rows.loss_weights(index), steps)
+        return sums

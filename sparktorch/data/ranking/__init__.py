@@ -1,1 +1,0 @@
-"""Losses and metrics of rankings, over the groups of a batch at once."""
