@@ -29,8 +29,8 @@ from sparktorch.data.columns import TensorSpec
 from sparktorch.data.convert.python_values import unconverted
 from sparktorch.errors import ColumnError, PersistenceError
 from sparktorch.model.trained_module import TrainedModule
+from sparktorch.tracking.flavor import requirements
 from sparktorch.tracking.pyfunc import PyFuncModel
-from sparktorch.tracking.requirements import requirements
 from sparktorch.train.huggingface.preprocess import Pixels, Tokens
 from sparktorch.train.recipe.dry_run import describe_outputs
 from tests.support.mlflow import QUIET

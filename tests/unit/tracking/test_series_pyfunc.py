@@ -14,7 +14,7 @@ from sparktorch.errors import ColumnError
 from sparktorch.model.series.forecasts import SeriesColumns
 from sparktorch.model.series.module import SeriesModule
 from sparktorch.model.trained_module import TrainedModule
-from sparktorch.tracking.series import SeriesPyFunc
+from sparktorch.tracking.pyfunc import SeriesPyFunc
 from sparktorch.train.recipe.dry_run import OutputSpec
 
 COLUMNS = SeriesColumns(group="shop", order="day", target="sold", context=4, horizon=2)
