@@ -10,8 +10,6 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
 
-__all__ = ["LENGTH", "WORDS", "Adapted", "adapted", "save_base"]
-
 WORDS, LENGTH = 2000, 6
 
 

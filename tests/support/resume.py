@@ -17,8 +17,6 @@ from tests.support.frames import Table
 from tests.support.nets import Noisy
 from tests.support.ranks import control_server, run_ranks, train_job
 
-__all__ = ["EPOCHS", "STEPS", "TABLE", "Counts", "OwnSteps", "job_for", "killed", "parts", "timeless"]
-
 TABLE = Table.random(331, weighted=True, validated=True)
 STEPS, EPOCHS = 8, 3
 

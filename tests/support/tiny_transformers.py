@@ -18,24 +18,6 @@ from transformers import (
     ViTConfig,
 )
 
-__all__ = [
-    "LENGTH",
-    "WORDS",
-    "bert",
-    "causal",
-    "dinov2",
-    "gpt2",
-    "llama",
-    "llava",
-    "lora",
-    "masked",
-    "mixtral",
-    "prompts",
-    "shortened",
-    "tokenizer_folder",
-    "vit",
-]
-
 WORDS, LENGTH = 20, 8
 
 _STEADY: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "initializer_range": 0.1}

@@ -11,8 +11,6 @@ from pathlib import Path
 
 from tests.support.programs import BRIEF_JVM, ROOT
 
-__all__ = ["Pythons", "package_zip", "pythons", "shell"]
-
 _INHERITED = ("HOME", "JAVA_HOME", "LANG", "LD_LIBRARY_PATH", "TMPDIR")
 
 

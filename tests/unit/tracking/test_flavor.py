@@ -12,7 +12,7 @@ from dataclasses import replace
 from decimal import Decimal
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
@@ -24,7 +24,6 @@ from pyspark.ml.linalg import Vectors
 from torch import nn
 
 from sparktorch import TorchClassificationModel
-from sparktorch.base.state_dict import pack_state
 from sparktorch.data.columns import TensorSpec
 from sparktorch.data.convert.python_values import unconverted
 from sparktorch.errors import ColumnError, PersistenceError
@@ -32,8 +31,8 @@ from sparktorch.model.trained_module import TrainedModule
 from sparktorch.tracking.flavor import requirements
 from sparktorch.tracking.pyfunc import PyFuncModel
 from sparktorch.train.huggingface.preprocess import Pixels, Tokens
-from sparktorch.train.recipe.dry_run import describe_outputs
 from tests.support.mlflow import QUIET
+from tests.support.models import trained_module
 from tests.support.nets import Mlp
 
 mlflow = pytest.importorskip("mlflow", exc_type=ImportError)
@@ -84,18 +83,7 @@ class Square(nn.Linear):
 
 
 def model_of(source: Any, **params: Any) -> TorchClassificationModel:
-    torch.manual_seed(0)
-    module: nn.Module = source()
-    trained = TrainedModule(
-        source=source,
-        params={},
-        weights=pack_state(module.state_dict()),
-        inputs=(TensorSpec(name="x0", column="features", dtype="float32", shape=(5,)),),
-        outputs=describe_outputs(module(torch.zeros(2, 5))),
-        task="classification",
-    )
-    model = TorchClassificationModel()._with(trained, None)
-    return model._set(**params)
+    return TorchClassificationModel()._with(trained_module(source, task="classification"), None)._set(**params)
 
 
 def served(model: Any, folder: Path) -> Any:
@@ -326,16 +314,14 @@ def test_nested_lists_are_taken_as_pandas_arrow_json_and_numpy_hand_them_over(tm
 
 
 def embedding() -> tuple[nn.Embedding, TrainedModule]:
-    module = nn.Embedding(10, 3)
-    trained = TrainedModule(
-        source=nn.Embedding,
+    trained = trained_module(
+        nn.Embedding,
+        torch.zeros(2, dtype=torch.int64),
         params={"num_embeddings": 10, "embedding_dim": 3},
-        weights=pack_state(module.state_dict()),
-        inputs=(TensorSpec(name="x0", column="id", dtype="int64"),),
-        outputs=describe_outputs(module(torch.zeros(2, dtype=torch.int64))),
+        inputs=[TensorSpec(name="x0", column="id", dtype="int64")],
         task="classification",
     )
-    return module, trained
+    return cast(nn.Embedding, trained.build()), trained
 
 
 def as_ids(columns: dict[str, Any], *, epoch: int | None, generator: torch.Generator) -> dict[str, torch.Tensor]:

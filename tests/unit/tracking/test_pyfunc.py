@@ -5,29 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 from torch import nn
 
-from sparktorch.base.state_dict import pack_state
 from sparktorch.data.columns import TensorSpec
 from sparktorch.errors import ColumnError
-from sparktorch.model.trained_module import TrainedModule
 from sparktorch.tracking.pyfunc import PyFuncModel, PyFuncPipeline
-from sparktorch.train.recipe.dry_run import describe_outputs
+from tests.support.models import trained_module
 
 
 def stage(column: str, made: str, invalid: str) -> PyFuncModel:
     """A layer that adds an array of three elements to rows that have one."""
-    torch.manual_seed(0)
-    net = nn.Linear(3, 3)
-    trained = TrainedModule(
-        source=nn.Linear,
-        params={"in_features": 3, "out_features": 3},
-        weights=pack_state(net.state_dict()),
-        inputs=(TensorSpec(name="x0", column=column, dtype="float32", shape=(3,)),),
-        outputs=describe_outputs(net(torch.ones(2, 3))),
-        task="generic",
-    )
+    inputs = [TensorSpec(name="x0", column=column, dtype="float32", shape=(3,))]
+    trained = trained_module(nn.Linear, params={"in_features": 3, "out_features": 3}, inputs=inputs)
     return PyFuncModel(trained, {"inputs": [column], "outputs": {"prediction": made}, "invalid": invalid}, "cpu")
 
 
