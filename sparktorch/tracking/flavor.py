@@ -133,7 +133,7 @@ def save_model(
     from mlflow.models import Model
     from mlflow.models.model import MLMODEL_FILE_NAME
     from mlflow.models.utils import _save_example
-    from mlflow.utils.environment import _validate_env_arguments
+    from mlflow.utils.environment import _process_conda_env, _process_pip_requirements, _validate_env_arguments
     from mlflow.utils.model_utils import _validate_and_prepare_target_save_path
 
     from sparktorch.tracking.stages import form_of
@@ -142,7 +142,8 @@ def save_model(
     form = form_of(sparktorch_model, input_example)
     models = [stage.trained for stage in form.ours]
     needed = requirements(models, *form.packages)
-    environment = _environment(needed, conda_env, pip_requirements, extra_pip_requirements)
+    chosen = needed, pip_requirements, extra_pip_requirements
+    environment: Any = _process_pip_requirements(*chosen) if conda_env is None else _process_conda_env(conda_env)
     mlflow_model = mlflow_model or Model()
     with _code_of(*(source for trained in models for source in (trained.source, trained.preprocess))) as own:
         _check_place(path, own if code_paths is None else code_paths)
@@ -151,8 +152,7 @@ def save_model(
         data.mkdir()
         code = form.write(data, mlflow_model, code_paths or own, environment[0], allow_pickle=allow_pickle)
     if signature is not False:
-        given = signature or mlflow_model.signature
-        mlflow_model.signature = form.signature() if given is None else given
+        mlflow_model.signature = signature or mlflow_model.signature or form.signature()
     if metadata is not None:
         mlflow_model.metadata = metadata
     _save_example(mlflow_model, form.example(), path)
@@ -222,16 +222,6 @@ def _is_installed(place: Path) -> bool:
     if any(place.is_relative_to(Path(folder).resolve()) for folder in own):
         return True
     return not {"site-packages", "dist-packages"}.isdisjoint(place.parts)
-
-
-def _environment(needed: list[str], conda_env: Any, pip: Any, extra: Any) -> tuple[Any, ...]:
-    """Returns conda environment, requirements and constraints: those given, or those that are needed."""
-    from mlflow.utils.environment import _process_conda_env, _process_pip_requirements
-
-    found: tuple[Any, ...] = (
-        _process_pip_requirements(needed, pip, extra) if conda_env is None else _process_conda_env(conda_env)
-    )
-    return found
 
 
 def _check_place(path: str, code: Iterable[str]) -> None:

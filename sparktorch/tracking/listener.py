@@ -120,10 +120,8 @@ class MLflowListener:
         if autologs is not None and autologs.log_models and not self._target.elsewhere:
             model._mlflow_logged = True  # type: ignore[attr-defined]  # it names the folder of its weights
             send(partial(_log_model, model, autologs.registered_model_name))
-        self._environment["world_size"] = summary.numWorkers
-        self._environment["attempts"] = list(summary.attempts)
-        self._environment["hosts"] = [rank["host"] for rank in summary.ranks]
-        self._environment["devices"] = [rank["device"] for rank in summary.ranks]
+        self._environment |= {"world_size": summary.numWorkers, "attempts": list(summary.attempts)}
+        self._environment |= {f"{name}s": [rank[name] for rank in summary.ranks] for name in ("host", "device")}
         self._end("FINISHED")
         if autologs is not None:
             # Autologging adds the metrics of evaluators to this run.
