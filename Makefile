@@ -1,9 +1,5 @@
-# make demo            trains and scores the digits, from a fresh clone
-# make test            checks of style, types and layers, and the tests of all parts: what to run while you work
-# make test-all        everything but GPUs and what is slow: before a change lands
-# make test-RING       a ring of tests: CONTRIBUTING.md lists them
-# make test-versions   users' ways on other versions of Spark; VERSIONS="4.0.5" chooses
-# make docs            the site, in out/site; SPARKTORCH_DOCS_RUN=cache runs its notebooks
+# make demo trains and scores the digits from a fresh clone, make test is for while you work, make test-all for before a
+# change lands, and make docs makes the site, in out/site; CONTRIBUTING.md lists the others.
 
 VENV ?= .venv
 OLDER ?= .venv-petastorm
@@ -53,34 +49,25 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/check_tests.py tests
-	$(BIN)/python -m benchmarks.tables --check
-	$(BIN)/python scripts/params.py --check
+	$(BIN)/python -m benchmarks.tables --check && $(BIN)/python scripts/params.py --check
 
-# Two rings at a time, the longest first: ranks mostly wait for each other. What looks at the clock runs afterwards.
-AT_ONCE := $(MAKE) --no-print-directory --keep-going --jobs=2 \
-	$(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
-TOLD := @echo "tests: the output of a ring is shown when it has ended"
+# Two rings at a time, the longest first; beside it faults, which mostly wait. What looks at the clock runs afterwards.
+AT_ONCE := echo "tests: the output of a ring is shown when it has ended"; $(MAKE) --no-print-directory --keep-going \
+	--jobs=2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 test: setup zip $(VENV)/spark.jsa
-	$(TOLD)
 	@$(AT_ONCE) "MARKED=not slow and not clock and not landing" test-spark test-dist test-device lint test-unit
 
 test-all: setup zip $(VENV)/spark.jsa $(OLDER)/spark.jsa
 	@mkdir -p out # the demo's, before tests look whether they have left files
-	$(TOLD)
-	@red=0; \
-	$(AT_ONCE) test-paths test-dist test-spark test-petastorm test-faults test-device test-unit lint docs demo test-wheel \
-		|| red=1; \
-	$(MAKE) --no-print-directory test-clock || red=1; \
-	exit $$red
+	@red=0; $(AT_ONCE) test-paths test-faults test-spark test-dist test-petastorm test-device test-unit lint docs demo \
+		test-wheel || red=1; \
+	$(MAKE) --no-print-directory test-clock || red=1; exit $$red
 
 MARKED := not slow and not clock
 PYTEST = $(BIN)/python -m pytest -m "$(MARKED)"
 APART := --numprocesses=2 --dist=loadfile # of the longest rings, two files at a time
-RUN = $(PYTEST)
-
-test-dist test-spark: RUN += $(APART)
 test-unit test-dist test-spark test-device test-paths test-faults: setup zip $(VENV)/spark.jsa
-	$(RUN) $(@:test-%=tests/%)
+	$(PYTEST) $(if $(filter test-dist test-spark,$@),$(APART)) $(@:test-%=tests/%)
 
 test-clock test-slow: setup zip $(VENV)/spark.jsa
 	$(BIN)/python -m pytest -m "$(@:test-%=%)" $$(grep -rl --include='test_*.py' 'mark.$(@:test-%=%)' tests)
@@ -89,9 +76,9 @@ test-wheel: setup
 	scripts/wheel.sh $(abspath $(BIN)/python)
 
 # Petastorm warns of functions of pyarrow, and pyspark 3.5 uses what pandas takes away and leaves sockets open.
+QUIET := -W ignore::FutureWarning -W ignore::DeprecationWarning -W "ignore:unclosed <socket:ResourceWarning"
 test-petastorm: export PYSPARK_PYTHON := $(abspath $(OLDER)/bin/python)
-test-petastorm: PYTEST = $(OLDER)/bin/python -m pytest -m "$(MARKED) and not newest" -W ignore::FutureWarning \
-	-W ignore::DeprecationWarning -W "ignore:unclosed <socket:ResourceWarning"
+test-petastorm: PYTEST = $(OLDER)/bin/python -m pytest -m "$(MARKED) and not newest" $(QUIET)
 test-petastorm: $(OLDER)/spark.jsa
 	red=0; $(PYTEST) $(APART) tests/petastorm tests/unit tests/spark || red=1; $(PYTEST) tests/paths && exit $$red
 
@@ -105,8 +92,7 @@ test-version-%: $(VENV)/.done $(OLDER)/.done
 	$(VENV)-$*/bin/$(PIP_INSTALL) --config-settings=--build-option=--compression=stored pyspark==$*
 	echo $(abspath $(UNDER))/lib/python*/site-packages > $$(echo $(VENV)-$*/lib/python*/site-packages)/under.pth
 	PYSPARK_PYTHON=$(abspath $(VENV)-$*/bin/python) $(VENV)-$*/bin/python -m pytest -m "$(MARKED) and not newest" \
-		-W ignore::FutureWarning -W ignore::DeprecationWarning -W "ignore:unclosed <socket:ResourceWarning" \
-		tests/paths/test_paths.py tests/paths/test_shipping.py
+		$(QUIET) tests/paths/test_paths.py tests/paths/test_shipping.py
 
 test-gpu: setup
 	$(BIN)/python -c "import torch, sys; sys.exit(0 if torch.cuda.is_available() else 'torch sees no CUDA device here')"

@@ -5,8 +5,6 @@ The ranks are threads of a few processes. Each has the client of a real one, wit
 heartbeat, but neither rows nor a process group. They share this machine's cores with the driver: what that costs is its
 processor time, and latencies hold for a machine that has as much else to do. What each real rank does on a core of its
 own is done once in a process here: the parsing of an agreement, and the description of an error.
-
-`--sizes` sets the numbers of ranks, `--seconds` how long they wait and train at least.
 """
 
 from __future__ import annotations
@@ -22,11 +20,11 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
+from unittest.mock import Mock
 
 from benchmarks.common import Goal, arguments, machine, report
 from sparktorch.base.world import World
@@ -57,18 +55,14 @@ HOST = "127.0.0.1"
 SPAWN = get_context("forkserver")
 
 
-@dataclass
 class Counter:
     """Counts the messages that this process sends to the store."""
 
-    sent: int = 0
-
-    def watch(self) -> None:
+    def __init__(self) -> None:
         """Counts from now on."""
+        self.sent = 0
         for name, messages in MESSAGES.items():
-            method = getattr(SealedStore, name, None)
-            if method is not None:
-                setattr(SealedStore, name, self._counted(method, messages))
+            setattr(SealedStore, name, self._counted(getattr(SealedStore, name), messages))
 
     def _counted(self, method: Callable[..., Any], messages: int) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
@@ -76,14 +70,6 @@ class Counter:
             return method(*arguments)
 
         return call
-
-
-class Quiet(LogCapture):
-    """Of a rank that shares its process, and so its output, with others."""
-
-    def overhearing(self) -> Any:
-        """Captures nothing."""
-        return nullcontext()
 
 
 _described: dict[type[BaseException], SparkTorchError] = {}
@@ -115,9 +101,8 @@ class Crowd:
     def __init__(self, meeting: Rendezvous, ranks: range, size: int) -> None:
         """Starts the threads; each connects."""
         allow_connections(len(ranks))
-        open_store = partial(connect, meeting.host, meeting.port, token=meeting.prefix)
+        self._open_store: Any = partial(connect, meeting.host, meeting.port, token=meeting.prefix)
         self._size, self._ranks, self._clients = size, ranks, dict[int, Simulated]()
-        self._open_store: Any = open_store
         self._steps = {name: threading.Event() for name in ("agree", "pause", "wait", "end")}
         self._times: dict[str, list[float]] = {"began": [], "agreed": [], "paused": [], "stopped": [], "left": []}
         self._threads = [threading.Thread(target=self._live, args=(rank,), daemon=True) for rank in ranks]
@@ -148,16 +133,14 @@ class Crowd:
 
     def fail(self, rank: int, error: Exception) -> float:
         """Lets a rank report an error, and hear of the driver; returns when it had it."""
-        had = time.monotonic()
-        client = self._clients[rank]
+        had, client = time.monotonic(), self._clients[rank]
         client.fail(error)
         client.is_heard(error)
         return had
 
     def _live(self, rank: int) -> None:
         world = World(rank=rank, world_size=self._size, host=f"host-{rank // 8}")
-        client = Simulated(self._open_store, world, console=Quiet(), patience=120.0)
-        self._clients[rank] = client
+        client = self._clients[rank] = Simulated(self._open_store, world, patience=120.0)
         with suppress(Exception), client.beating():
             client.enter("waiting for the other ranks")
             self._times["began"].append(time.monotonic())
@@ -191,16 +174,9 @@ class Crowd:
 
 def facts(rank: int) -> dict[str, Any]:
     """Returns what a rank tells the others of its rows."""
-    return {
-        "rows": 10_000_000 + rank,
-        "validation": 1_000 + rank,
-        "fingerprint": hash((rank, "rows")) % 2**64,
-        "folds": {},
-        "device": f"cuda:{rank % 8}",
-        "host": f"worker-{rank // 8}.example.com",
-        "by_place": None,
-        "groups": None,
-    }
+    rows = {"rows": 10_000_000 + rank, "validation": 1_000 + rank, "fingerprint": hash((rank, "rows")) % 2**64}
+    place = {"device": f"cuda:{rank % 8}", "host": f"worker-{rank // 8}.example.com", "by_place": None}
+    return {**rows, **place, "folds": {}, "groups": None}
 
 
 def crowd(pipe: Connection) -> None:
@@ -210,8 +186,8 @@ def crowd(pipe: Connection) -> None:
     heartbeat._LEAVING_SECONDS = 60.0  # a rank that does not end in time would take its whole process along
     for module, name in ((json, "loads"), (zlib, "decompress")):  # done once here, where real ranks have own cores
         setattr(module, name, functools.lru_cache(16)(getattr(module, name)))
+    LogCapture.overhearing = lambda self: nullcontext()  # type: ignore[method-assign]  # all share one output
     counter, ranks = Counter(), None
-    counter.watch()
     with suppress(EOFError):
         while True:
             name, values = pipe.recv()
@@ -224,20 +200,9 @@ def crowd(pipe: Connection) -> None:
             pipe.send(answer)
 
 
-class NoObserver:
-    """To whom progress is of no interest."""
-
-    def progress(self, record: dict[str, Any]) -> None:
-        """Receives rank 0's position."""
-
-    def epoch(self, record: dict[str, Any]) -> None:
-        """Receives the metrics of a finished epoch."""
-
-
 def driver(pipe: Connection) -> None:
     """Watches one job after another as `run_ranks` does; it is told their numbers of ranks."""
     counter = Counter()
-    counter.watch()
     with suppress(EOFError):
         while True:
             _watch(pipe, pipe.recv(), counter)
@@ -247,7 +212,7 @@ def _watch(pipe: Connection, size: int, counter: Counter) -> None:
     """Watches a job until it is told to end."""
     allow_connections(size)
     with closing(ControlServer(HOST, HOST)) as server:
-        watch = Monitor(server, size, NoObserver(), Timeouts())
+        watch = Monitor(server, size, Mock(), Timeouts())
         causes, known = RootCause(watch), None
         pipe.send(server.rendezvous)
         while True:
@@ -255,11 +220,11 @@ def _watch(pipe: Connection, size: int, counter: Counter) -> None:
                 name, value = pipe.recv()
                 if name == "end":
                     return
-                if name in ("pause", "cancel"):
+                if name == "known":
+                    pipe.send(known)
+                elif name in ("pause", "cancel"):
                     pipe.send(time.monotonic())
                     getattr(server, name)()
-                elif name == "known":
-                    pipe.send(known)
                 elif name == "spent":
                     pipe.send((time.process_time(), counter.sent))
                 elif name == "begun":
@@ -281,8 +246,8 @@ class Job:
         meeting = pipe.recv()
         started = time.monotonic()
         edges = [size * number // len(crowds) for number in range(len(crowds) + 1)]
-        self._parts = [(pipe, range(*edge)) for pipe, edge in zip(crowds, itertools.pairwise(edges), strict=True)]
-        self._parts = [(pipe, ranks) for pipe, ranks in self._parts if ranks]
+        parts = zip(crowds, itertools.starmap(range, itertools.pairwise(edges)), strict=True)
+        self._parts = [(pipe, ranks) for pipe, ranks in parts if ranks]
         for each, ranks in self._parts:
             each.send(("join", (meeting, ranks, size)))
         for each, _ in self._parts:
@@ -303,6 +268,11 @@ class Job:
             pipe.send((name, values))
         return [pipe.recv() for pipe in parts]
 
+    def agree(self) -> float:
+        """Lets the ranks agree; returns when the last one has."""
+        self.tell("go", "agree")
+        return float(max(self.tell("times", "agreed")))
+
     def spent(self, seconds: float) -> dict[str, float]:
         """Returns what the job costs in that time, as shares of a core, and messages to the store a second."""
         before, started = [self.ask("spent"), *self.tell("spent")], time.monotonic()
@@ -316,71 +286,73 @@ class Job:
         }
 
 
-@dataclass(frozen=True)
 class Simulation:
     """The processes of driver and ranks."""
 
-    driver: Connection
-    crowds: list[Connection]
+    def __init__(self) -> None:
+        """Starts them."""
+        self._pipes, self._processes = list[Connection](), list[Any]()
+        for target in (driver, *[crowd] * CROWDS):
+            ours, theirs = SPAWN.Pipe()
+            self._processes.append(SPAWN.Process(target=target, args=(theirs,), daemon=True))
+            self._processes[-1].start()
+            theirs.close()
+            self._pipes.append(ours)
 
     @contextmanager
-    def job(self, size: int) -> Iterator[Job]:
-        """A job whose ranks have all begun."""
-        self.driver.send(size)
-        yield Job(size, self.crowds, self.driver)
-        self.driver.send(("end", None))
+    def job(self, size: int, *, waits: bool = False) -> Iterator[Job]:
+        """A job whose ranks have all begun, or wait for what never comes."""
+        of_driver, *crowds = self._pipes
+        of_driver.send(size)
+        job = Job(size, crowds, of_driver)
+        if waits:
+            job.agree()
+            job.tell("go", "wait")
+            time.sleep(1)
+        yield job
+        job.tell("times", "left")
+        of_driver.send(("end", None))
 
-
-class Shown(dict[str, float]):
-    """What has been measured of a number of ranks; each is shown as it comes."""
-
-    def __init__(self, size: int) -> None:
-        """Takes the number of ranks."""
-        super().__init__()
-        self._size = size
-
-    def __setitem__(self, name: str, value: float) -> None:
-        super().__setitem__(name, value)
-        print(f"{self._size} ranks: {name}: {value:.4g}", file=sys.stderr, flush=True)
+    def close(self) -> None:
+        """Ends them."""
+        for pipe, process in zip(self._pipes, self._processes, strict=True):
+            pipe.close()
+            process.join(10)
+            process.kill()
+            process.join()
 
 
 def measure(size: int, ranks: Simulation, seconds: float) -> dict[str, float]:
     """Measures jobs of as many ranks: one is cancelled, one has an error, one is paused, and one loses a rank."""
-    found = Shown(size)
+    found: dict[str, float] = {}
     window = max(seconds, 5 * size / 1000)
     with ranks.job(size) as calm:
+
+        def spend(what: str) -> None:
+            found.update({f"{what}: {name}": value for name, value in calm.spent(window).items()})
+
         found["all ranks heard of, s"] = calm.joined
-        for name, value in calm.spent(window).items():
-            found[f"idle: {name}"] = value
+        spend("idle")
         begun = time.monotonic()
-        calm.tell("go", "agree")
-        found["agree, s"] = max(calm.tell("times", "agreed")) - begun
-        for name, value in calm.spent(window).items():
-            found[f"train: {name}"] = value
+        found["agree, s"] = calm.agree() - begun
+        spend("train")
         calm.tell("go", "wait")
-        for name, value in calm.spent(window).items():
-            found[f"wait: {name}"] = value
+        spend("wait")
         cancelled = calm.ask("cancel")
         found["cancelled, s"] = max(calm.tell("times", "stopped")) - cancelled
-        calm.tell("times", "left")
-    with ranks.job(size) as failing:
-        ready(failing)
+    with ranks.job(size, waits=True) as failing:
         (had,) = failing.tell("fail", 1, ValueError("planted"), rank=1)
         while (known := failing.ask("known")) is None:
             time.sleep(0.01)
         found["error known, s"] = known - had
         found["error: all ranks stopped, s"] = max(failing.tell("times", "stopped")) - had
-        failing.tell("times", "left")
     with ranks.job(size) as pausing:
-        pausing.tell("go", "agree")
-        pausing.tell("times", "agreed")
+        pausing.agree()
         pausing.tell("go", "pause")
         pausing.tell("go", "wait")
         asked = pausing.ask("pause")
         found["paused, s"] = max(pausing.tell("times", "paused")) - asked
-        pausing.tell("times", "left")
-    with ranks.job(size) as losing:
-        ready(losing)
+    with ranks.job(size, waits=True) as losing:
         lost, peer = size // 2, (size // 2 + 1) % size
         (died,) = losing.tell("die", lost, rank=lost)
         losing.tell("fail", peer, RuntimeError("Connection reset by peer"), rank=peer)
@@ -389,36 +361,7 @@ def measure(size: int, ranks: Simulation, seconds: float) -> dict[str, float]:
         assert rank == lost, (rank, lost, what)
         found["lost rank named, s"] = named - died
         losing.tell("go", "end")
-        losing.tell("times", "left")
     return found
-
-
-@contextmanager
-def simulation(count: int) -> Iterator[Simulation]:
-    """A process for the driver, and `count` for the ranks."""
-    pipes, processes = [], []
-    for target in (driver, *[crowd] * count):
-        ours, theirs = SPAWN.Pipe()
-        processes.append(SPAWN.Process(target=target, args=(theirs,), daemon=True))
-        processes[-1].start()
-        theirs.close()
-        pipes.append(ours)
-    try:
-        yield Simulation(pipes[0], pipes[1:])
-    finally:
-        for pipe, process in zip(pipes, processes, strict=True):
-            pipe.close()
-            process.join(10)
-            process.kill()
-            process.join()
-
-
-def ready(of: Job) -> None:
-    """Lets the ranks of a job agree, and wait for what never comes."""
-    of.tell("go", "agree")
-    of.tell("times", "agreed")
-    of.tell("go", "wait")
-    time.sleep(1)
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -432,10 +375,11 @@ def main() -> None:
     args = arguments(__doc__ or "", options)
     sizes = args.sizes or (QUICK if args.quick else SIZES)
     samples: dict[str, list[float]] = {}
-    with simulation(CROWDS) as ranks:
+    with closing(Simulation()) as ranks:
         for size in sizes:
             for _ in range(1 if args.quick or size > MOST_REPEATED else REPEATS):
                 for name, value in measure(size, ranks, 2.0 if args.quick else args.seconds).items():
+                    print(f"{size} ranks: {name}: {value:.4g}", file=sys.stderr, flush=True)
                     samples.setdefault(f"{size} ranks: {name}", []).append(value)
     found = {name: statistics.median(values) for name, values in samples.items()}
     ratios = {}

@@ -11,19 +11,22 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import sysconfig
 import tempfile
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib.metadata import packages_distributions, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 import sparktorch
-from sparktorch.errors import ModuleError, PersistenceError
+from sparktorch.errors import ModuleError, PersistenceError, SparkTorchError
 from sparktorch.model.export import ExportError, export_whole
-from sparktorch.tracking.requirements import is_installed, module_of, requirements
+from sparktorch.train.huggingface.preprocess import FromFolder
 
 if TYPE_CHECKING:
     from mlflow.models import Model, ModelSignature
@@ -33,13 +36,14 @@ if TYPE_CHECKING:
     from sparktorch.ml.model import TorchModelBase
     from sparktorch.model.trained_module import TrainedModule
 
-__all__ = ["FLAVOR_NAME", "load_model", "load_module", "log_model", "save_model"]
+__all__ = ["FLAVOR_NAME", "load_model", "load_module", "log_model", "requirements", "save_model"]
 
 _LOG = logging.getLogger(__name__)
 
 FLAVOR_NAME = "sparktorch"
 _DATA = "sparktorch"
 _CONDA, _PYTHON = "conda.yaml", "python_env.yaml"
+_SCORING = ("numpy", "pandas", "pyarrow", "safetensors", "torch")
 
 
 def log_model(
@@ -129,7 +133,7 @@ def save_model(
     from mlflow.models import Model
     from mlflow.models.model import MLMODEL_FILE_NAME
     from mlflow.models.utils import _save_example
-    from mlflow.utils.environment import _validate_env_arguments
+    from mlflow.utils.environment import _process_conda_env, _process_pip_requirements, _validate_env_arguments
     from mlflow.utils.model_utils import _validate_and_prepare_target_save_path
 
     from sparktorch.tracking.stages import form_of
@@ -138,7 +142,8 @@ def save_model(
     form = form_of(sparktorch_model, input_example)
     models = [stage.trained for stage in form.ours]
     needed = requirements(models, *form.packages)
-    environment = _environment(needed, conda_env, pip_requirements, extra_pip_requirements)
+    chosen = needed, pip_requirements, extra_pip_requirements
+    environment: Any = _process_pip_requirements(*chosen) if conda_env is None else _process_conda_env(conda_env)
     mlflow_model = mlflow_model or Model()
     with _code_of(*(source for trained in models for source in (trained.source, trained.preprocess))) as own:
         _check_place(path, own if code_paths is None else code_paths)
@@ -147,8 +152,7 @@ def save_model(
         data.mkdir()
         code = form.write(data, mlflow_model, code_paths or own, environment[0], allow_pickle=allow_pickle)
     if signature is not False:
-        given = signature or mlflow_model.signature
-        mlflow_model.signature = form.signature() if given is None else given
+        mlflow_model.signature = signature or mlflow_model.signature or form.signature()
     if metadata is not None:
         mlflow_model.metadata = metadata
     _save_example(mlflow_model, form.example(), path)
@@ -169,14 +173,55 @@ def save_model(
     _write_environment(Path(path), *environment)
 
 
-def _environment(needed: list[str], conda_env: Any, pip: Any, extra: Any) -> tuple[Any, ...]:
-    """Returns conda environment, requirements and constraints: those given, or those that are needed."""
-    from mlflow.utils.environment import _process_conda_env, _process_pip_requirements
+def requirements(models: Iterable[TrainedModule], *others: str) -> list[str]:
+    """Returns the pinned requirements of scoring with models, without pyspark. MLflow adds itself.
 
-    found: tuple[Any, ...] = (
-        _process_pip_requirements(needed, pip, extra) if conda_env is None else _process_conda_env(conda_env)
-    )
+    Those are the libraries of every model, those that the classes of the modules' parts, and `preprocess`, are of, and
+    those of the packages `others`.
+    """
+    packages = set(others).union(*map(_packages, models))
+    names = [*_SCORING, *sorted({*_distributions(packages)} - {*_SCORING})]
+    pinned = [f"{name}=={version(name).partition('+')[0]}" for name in names]
+    return [f"sparktorch-estimator=={sparktorch.__version__}", *pinned]
+
+
+def _packages(trained: TrainedModule) -> set[str]:
+    """Returns the names of the packages that a model's code is in, installed or not."""
+    modules = [_module_of(source) for source in (trained.source, trained.preprocess) if source is not None]
+    with suppress(SparkTorchError):  # the weights need not be here
+        modules += [kind.__module__ for part in trained.parts() for kind in type(part).__mro__]
+    if isinstance(trained.preprocess, FromFolder):
+        modules += trained.preprocess.libraries
+    if any(spec.layout == "image" for spec in trained.inputs):
+        modules.append("PIL")
+    return {module.partition(".")[0] for module in modules}
+
+
+def _distributions(packages: Iterable[str]) -> Iterator[str]:
+    """Yields the libraries that packages are installed by; a namespace may be of many, and is left out."""
+    known = packages_distributions()
+    for package in packages:
+        with suppress(ValueError):  # of what was run, and not imported
+            found = find_spec(package)
+            if found is not None and found.origin and _is_installed(Path(found.origin)):
+                yield from known.get(package, ())
+
+
+def _module_of(source: Any) -> str:
+    """Returns the name of the module that an object, or its class, is in; `source` may be an import path."""
+    if isinstance(source, str):
+        return source.partition(":")[0]
+    found: str = getattr(source, "__module__", "__main__")
     return found
+
+
+def _is_installed(place: Path) -> bool:
+    """Whether the requirements cover the code there: an installed library, the standard library, or sparktorch."""
+    place = place.resolve()
+    own = [*map(sysconfig.get_path, ("stdlib", "platstdlib")), str(Path(sparktorch.__file__).parent)]
+    if any(place.is_relative_to(Path(folder).resolve()) for folder in own):
+        return True
+    return not {"site-packages", "dist-packages"}.isdisjoint(place.parts)
 
 
 def _check_place(path: str, code: Iterable[str]) -> None:
@@ -265,13 +310,13 @@ def _code_of(*sources: Any) -> Iterator[list[str]]:
 
 def _own_code(source: Any, unpacked: Path) -> Path | None:
     """Returns the file or package folder of one source; `None` if it is installed or has no file."""
-    name = module_of(source)
+    name = _module_of(source)
     if name in ("__main__", "builtins"):
         return None
     top = importlib.import_module(name.partition(".")[0])
     folders = list(getattr(top, "__path__", ()))  # of a package, including namespace packages
     place = Path(folders[0] if folders else getattr(top, "__file__", None) or "")
-    if place == Path() or is_installed(place):
+    if place == Path() or _is_installed(place):
         return None
     if place.exists():
         return place

@@ -2,31 +2,44 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import platform
 import re
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+import sparktorch
 from sparktorch.base.imports import matplotlib
+from sparktorch.base.redact import shown
+from sparktorch.errors import redacted
 from sparktorch.ml.scoring import figures
-from sparktorch.tracking import run_metadata as facts
+from sparktorch.spark.session import java_version, setting
 from sparktorch.tracking.async_logger import Outbox, Sample
 from sparktorch.tracking.runs import FIT_TAG, ActiveRun, Autologging, Target, active_run, autologging, choose
-from sparktorch.tracking.system import SystemMetrics
+from sparktorch.tracking.signature import column_type
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+    from mlflow.entities import DatasetInput
     from pyspark.ml import Model
+    from pyspark.ml.param import Params
 
+    from sparktorch.data.columns import Columns
     from sparktorch.ml.fit.listeners import Fit
     from sparktorch.ml.fit.summary import TrainingSummary
 
-__all__ = ["MLflowListener", "caller", "listener_for"]
+__all__ = ["MLflowListener", "SystemMetrics", "caller", "data_set", "environment", "listener_for", "params"]
 
 _LOG = logging.getLogger(__name__)
 _LONGEST_ERROR = 5000
+_LONGEST_PARAM = 500  # characters of a Param's value that every MLflow store accepts
+_PACKAGES = ("torch", "pyspark", "pyarrow", "numpy", "mlflow")
+_LONGEST_FINISH = 1.0  # seconds that a fit waits for its last system metrics
 _ERROR_TAG = "sparktorch.error"
 
 
@@ -50,7 +63,7 @@ class MLflowListener:
         self._fit = fit
         self._target = target
         self._autologs = autologs
-        self._environment = facts.environment(fit)
+        self._environment = environment(fit)
         self._names: dict[str, str] = {}  # of metrics in MLflow, and whose they are
         self._system = SystemMetrics(target.known_run, self._log)
         self._outbox = Outbox(self._connect, target.open)
@@ -66,7 +79,7 @@ class MLflowListener:
     def _begin(self) -> None:
         fit = self._fit
         self._tag({FIT_TAG: fit.kind})
-        self._outbox.send(partial(_log_params, facts.params(fit.estimator)))
+        self._outbox.send(partial(_log_params, params(fit.estimator)))
         self._outbox.send(lambda client, run: matplotlib())  # its first import takes seconds
 
     def progress(self, record: dict[str, Any]) -> None:
@@ -99,7 +112,7 @@ class MLflowListener:
         )
         send, autologs, columns = self._outbox.send, self._autologs, self._fit.columns
         if columns is not None and (autologs is None or autologs.log_datasets):
-            send(partial(_log_data_set, lambda: facts.data_set(columns, summary)))
+            send(partial(_log_data_set, lambda: data_set(columns, summary)))
         curve = partial(figures.loss_curve, summary.history)
         send(lambda client, run: client.log_figure(run, curve(), "figures/loss.png"))
         if summary.confusionMatrix is not None:
@@ -108,10 +121,8 @@ class MLflowListener:
         if autologs is not None and autologs.log_models and not self._target.elsewhere:
             model._mlflow_logged = True  # type: ignore[attr-defined]  # it names the folder of its weights
             send(partial(_log_model, model, autologs.registered_model_name))
-        self._environment["world_size"] = summary.numWorkers
-        self._environment["attempts"] = list(summary.attempts)
-        self._environment["hosts"] = [rank["host"] for rank in summary.ranks]
-        self._environment["devices"] = [rank["device"] for rank in summary.ranks]
+        self._environment |= {"world_size": summary.numWorkers, "attempts": list(summary.attempts)}
+        self._environment |= {f"{name}s": [rank[name] for rank in summary.ranks] for name in ("host", "device")}
         self._end("FINISHED")
         if autologs is not None:
             # Autologging adds the metrics of evaluators to this run.
@@ -203,3 +214,115 @@ def _log_model(model: Any, registered_model_name: str | None, client: MlflowClie
     from sparktorch.tracking.flavor import log_model
 
     log_model(model, run_id=run_id, registered_model_name=registered_model_name)
+
+
+def params(estimator: Params) -> dict[str, str]:
+    """Returns the Params that are set or have a default, as readable text."""
+    values = {param.name: value for param, value in estimator.extractParamMap().items()}
+    return {
+        name: (redacted(value) if isinstance(value, str) else shown(value))[:_LONGEST_PARAM]
+        for name, value in sorted(values.items())
+    }
+
+
+def environment(fit: Fit) -> dict[str, Any]:
+    """Returns versions and cluster of the fit, JSON-serializable."""
+    return {
+        "python": platform.python_version(),
+        "sparktorch": sparktorch.__version__,
+        **{name: _version(name) for name in _PACKAGES},
+        "java": java_version(fit.spark),
+        "spark": fit.spark.version,
+        "spark.master": setting(fit.spark, "spark.master"),
+        "world_size": fit.estimator.getOrDefault("numWorkers"),
+    }
+
+
+def data_set(columns: Columns, summary: TrainingSummary) -> DatasetInput:
+    """Returns the training set as the input of a run; needs no Spark job."""
+    from mlflow.data.code_dataset_source import CodeDatasetSource
+    from mlflow.entities import Dataset, DatasetInput, InputTag
+    from mlflow.tracking.context.registry import resolve_tags
+    from mlflow.types import ColSpec, Schema
+    from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT
+
+    schema = Schema(
+        [ColSpec(column_type(spec), name) for spec in columns.tensors for name in spec.sources or (spec.column,)]
+    )
+    profile = {"num_rows": summary.rows, "num_validation_rows": summary.validationRows}
+    source = CodeDatasetSource(resolve_tags())
+    data = Dataset(
+        name="dataset",
+        digest=summary.fingerprint,
+        source_type=source._get_source_type(),
+        source=source.to_json(),
+        schema=json.dumps({"mlflow_colspec": schema.to_dict()}),
+        profile=json.dumps(profile),
+    )
+    return DatasetInput(data, [InputTag(MLFLOW_DATASET_CONTEXT, "train")])
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:  # e.g. with mlflow-skinny
+        return None
+
+
+class SystemMetrics:
+    """Measures at MLflow's interval and once more at the end.
+
+    MLflow's monitor measures, and the fit's `Outbox` sends, because it survives an outage. Nothing is
+    measured without psutil, if system metrics are switched off, or if MLflow measures the run already.
+    """
+
+    def __init__(self, run_id: str | None, log: Callable[[dict[str, float], int], None]) -> None:
+        """Prepares to measure for a run that existed before the fit, or a new one (`None`).
+
+        `log` is called with the values of each measurement by name, and its number.
+        """
+        self._run_id = run_id
+        self._log = log
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="sparktorch-system-metrics", daemon=True)
+
+    def start(self) -> None:
+        """Starts measuring in a thread, unless the fit has already ended."""
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Measures for the last time."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(_LONGEST_FINISH)
+
+    def _work(self) -> None:
+        try:
+            monitor = None if self._stop.is_set() else _monitor(self._run_id)
+            step = 0
+            while monitor is not None and not self._stop.is_set():
+                for _ in range(monitor.samples_before_logging):
+                    monitor.collect_metrics()
+                    self._stop.wait(monitor.sampling_interval)
+                monitor.collect_metrics()
+                prefix = f"system/{monitor.node_id}/" if monitor.node_id else "system/"
+                self._log({prefix + name: value for name, value in monitor.aggregate_metrics().items()}, step)
+                for part in monitor.monitors:
+                    part.clear_metrics()
+                step += 1
+        except Exception:
+            _LOG.warning("system metrics are not logged", exc_info=True)
+
+
+def _monitor(run_id: str | None) -> Any:
+    from mlflow.environment_variables import MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING
+    from mlflow.tracking.fluent import run_id_to_system_metrics_monitor
+
+    switched_off = MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING.is_set() and not MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING.get()
+    if switched_off or run_id in run_id_to_system_metrics_monitor:
+        return None
+    try:
+        from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+    except ImportError:  # psutil is missing
+        return None
+    return SystemMetricsMonitor(run_id)

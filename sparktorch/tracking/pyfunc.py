@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,12 @@ from sparktorch.base.config import Invalid
 from sparktorch.base.devices import accelerator
 from sparktorch.data.columns import plain_names
 from sparktorch.data.fields.kinds import kind_of
+from sparktorch.errors import ColumnError, nearest
 from sparktorch.model.scorer import Scorer
+from sparktorch.model.series.forecasts import SeriesColumns, columns_of_quantiles, forecast
 from sparktorch.model.trained_module import TrainedModule
-from sparktorch.tracking.series import SeriesPyFunc
 
-__all__ = ["PyFuncModel", "PyFuncPipeline", "pickles_allowed"]
+__all__ = ["PyFuncModel", "PyFuncPipeline", "SeriesPyFunc", "check_columns", "pickles_allowed"]
 
 
 def _load_pyfunc(
@@ -64,6 +65,15 @@ def pickles_allowed() -> bool:
     return MLFLOW_ALLOW_PICKLE_DESERIALIZATION.is_set() and bool(MLFLOW_ALLOW_PICKLE_DESERIALIZATION.get())
 
 
+def check_columns(model_input: Any, names: Iterable[str]) -> None:
+    """Refuses rows without one of the columns that a model takes: MLflow lets them pass where there is no signature."""
+    given = [] if isinstance(model_input, np.ndarray) else [*map(str, model_input)]
+    for name in names:
+        if name not in given:
+            hint = nearest(name, given) if given else "pass a DataFrame, or a dict by column"
+            raise ColumnError(f"there is no column {name!r}", hint=hint, column=name, code="ST-COLUMN-MISSING")
+
+
 class PyFuncModel:
     """The model that `mlflow.pyfunc.load_model(...).predict` calls."""
 
@@ -104,7 +114,7 @@ class PyFuncModel:
             A DataFrame with the columns that `transform` adds.
 
         Raises:
-            ColumnError: An input column has another shape than in the fit.
+            ColumnError: An input column is missing, or has another shape than in the fit.
         """
         arrays = self._columns(model_input)
         if self._invalid != "error":
@@ -126,6 +136,7 @@ class PyFuncModel:
         # Signatures of older versions have the names as Spark needs them, in backticks.
         pairs = zip(self._inputs, plain_names(self._inputs), strict=True)
         names = [given if given in model_input else plain for given, plain in pairs]
+        check_columns(model_input, names)
         specs = [spec for spec in self._trained.inputs for _ in spec.sources or (spec.column,)]
         nulls = self._invalid != "error"
         return [
@@ -159,3 +170,66 @@ class PyFuncPipeline:
                 known = {name: [row for row, keep in zip(of, kept, strict=True) if keep] for name, of in known.items()}
         made: pd.DataFrame = pd.concat(found, axis=1).loc[places].reindex(range(len(found[0])))
         return made
+
+
+class SeriesPyFunc:
+    """The model that `mlflow.pyfunc.load_model(...).predict` calls."""
+
+    def __init__(self, trained: TrainedModule, columns: dict[str, Any], device: str) -> None:
+        """Builds the module; `columns` is as from `SeriesColumns.to_dict`."""
+        self._columns = SeriesColumns(**columns)
+        self._scorer = Scorer(trained, device=device, batch_size="auto")
+
+    def predict(self, model_input: pd.DataFrame, params: dict[str, Any] | None = None) -> pd.DataFrame:
+        """Forecasts the rows after the last one of each series that has a target.
+
+        Args:
+            model_input: Rows as for `ForecastingModel.forecast`, in any order. Strings in the column of the order are
+                read as times, and periods as their starts.
+            params: Not used.
+
+        Returns:
+            What `forecast` returns, sorted by series and order.
+
+        Raises:
+            ColumnError: A column is missing, the order is neither whole numbers nor times of one time zone, or a series
+                cannot be forecast.
+        """
+        columns, rows = self._columns, pd.DataFrame(model_input)
+        check_columns(rows, (*columns.keys, *columns.numbers))
+        plain = {name: _without_categories(rows[name]) for name in columns.keys}
+        rows = rows.assign(**{**plain, columns.order: _ordering(plain[columns.order], columns.order)})
+        rows = rows.sort_values(columns.keys, kind="stable")
+        keys = {name: pa.Array.from_pandas(rows[name]) for name in columns.keys}
+        numbers = {
+            name: pa.array(pd.to_numeric(rows[name]).to_numpy(np.float64, na_value=np.nan)) for name in columns.numbers
+        }
+        batch = pa.RecordBatch.from_pydict({**keys, **numbers})
+        found = [one.to_pandas() for one in forecast([batch], columns, self._scorer)]
+        names = [*columns.keys, columns.prediction, *columns_of_quantiles(columns)]
+        return pd.concat(found, ignore_index=True) if found else pd.DataFrame(columns=names)
+
+
+def _without_categories(column: pd.Series[Any]) -> pd.Series[Any]:
+    return column.astype(column.cat.categories.dtype) if isinstance(column.dtype, pd.CategoricalDtype) else column
+
+
+def _ordering(order: pd.Series[Any], name: str) -> pd.Series[Any]:
+    """Returns an order as integers, dates or timestamps, or without rows as it is; refuses another one."""
+    kind, why = pd.api.types.infer_dtype(order), None
+    try:
+        if kind in ("string", "datetime"):
+            order = pd.to_datetime(order)
+        elif kind == "period":
+            order = order.dt.to_timestamp()
+        elif kind == "floating":  # integers, as JSON and missing values leave them
+            order = order.astype("Int64")
+    except (TypeError, ValueError) as error:
+        why = error
+    if pd.api.types.infer_dtype(order) in ("integer", "date", "datetime64", "empty"):
+        return order
+    raise ColumnError(
+        f"column {name!r} holds {kind} values, which are no whole numbers, dates or times of one time zone",
+        hint="convert it; times with several offsets by pd.to_datetime(..., utc=True).dt.tz_convert(...)",
+        column=name,
+    ) from why

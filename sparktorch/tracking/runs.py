@@ -7,7 +7,7 @@ import threading
 import time
 import uuid
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -23,8 +23,7 @@ _lock = threading.Lock()
 _taken: set[str] = set()  # runs that a fit, or the fits of a cross-validation, log to
 
 
-@dataclass(frozen=True, kw_only=True)
-class ActiveRun:
+class ActiveRun(NamedTuple):
     """A run that was active in a thread.
 
     `uri` is that of its store; `taken` says that another fit or autologging has logged its Params to it.
@@ -36,14 +35,13 @@ class ActiveRun:
     taken: bool
 
 
-@dataclass(frozen=True, kw_only=True)
-class Autologging:
-    """The arguments of `mlflow.pyspark.ml.autolog`."""
+class Autologging(NamedTuple):
+    """The arguments of `mlflow.pyspark.ml.autolog`, with its defaults."""
 
-    log_models: bool
-    log_datasets: bool
-    registered_model_name: str | None
-    extra_tags: dict[str, str]
+    log_models: bool = True
+    log_datasets: bool = True
+    registered_model_name: str | None = None
+    extra_tags: dict[str, str] | None = None
 
 
 @dataclass(kw_only=True)
@@ -161,12 +159,8 @@ def autologging() -> Autologging | None:
 
     if autologging_is_disabled(_AUTOLOG):
         return None
-    return Autologging(
-        log_models=get_autologging_config(_AUTOLOG, "log_models", True),
-        log_datasets=get_autologging_config(_AUTOLOG, "log_datasets", True),
-        registered_model_name=get_autologging_config(_AUTOLOG, "registered_model_name"),
-        extra_tags=get_autologging_config(_AUTOLOG, "extra_tags") or {},
-    )
+    defaults = Autologging._field_defaults.items()
+    return Autologging(**{name: get_autologging_config(_AUTOLOG, name, default) for name, default in defaults})
 
 
 def choose(estimator: Params, caller: ActiveRun | None, autologs: Autologging | None) -> Target | None:
@@ -192,7 +186,7 @@ def choose(estimator: Params, caller: ActiveRun | None, autologs: Autologging | 
         own=named or parent is None or not _take(parent) or here is None,
         elsewhere=here is None and caller is not None,
         asked=asked,
-        tags=autologs.extra_tags if autologs else {},
+        tags=(autologs and autologs.extra_tags) or {},
     )
 
 

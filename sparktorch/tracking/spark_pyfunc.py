@@ -20,7 +20,7 @@ from sparktorch.errors import ColumnError
 from sparktorch.spark.column_names import quoted
 from sparktorch.spark.compat import frame_of_rows, to_vector
 from sparktorch.spark.shipping import add_code
-from sparktorch.tracking.pyfunc import pickles_allowed
+from sparktorch.tracking.pyfunc import check_columns, pickles_allowed
 from sparktorch.tracking.stages import in_utc, read_spark_stages, with_doubles, without_vectors
 
 __all__ = ["SparkPyFunc"]
@@ -67,8 +67,9 @@ class SparkPyFunc:
             it makes several rows of others.
 
         Raises:
-            ColumnError: An input column has values of another type.
+            ColumnError: An input column is missing, or has values of another type.
         """
+        check_columns(model_input, self._inputs)
         arrays = {name: _arrow(model_input, name, kind, self._zone) for name, kind in self._inputs.items()}
         rows = len(next(iter(arrays.values())))
         table = pa.table({**arrays, _ROW: np.arange(rows)})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,15 +21,13 @@ from sparktorch.ml.tasks.forecasting_model import ForecastingModel
 from sparktorch.spark.column_names import quoted
 from sparktorch.spark.compat import unlogged_errors
 from sparktorch.spark.session import is_connect, setting
-from sparktorch.tracking.series import series_example, series_signature
-from sparktorch.tracking.signature import signature_of, type_of, zeros_for
+from sparktorch.tracking.signature import series_example, series_signature, signature_of, type_of, zeros_for
 
 if TYPE_CHECKING:
     import pandas as pd
     from mlflow.models import Model, ModelSignature
 
 __all__ = [
-    "Form",
     "form_of",
     "in_utc",
     "read_own_stages",
@@ -44,38 +41,7 @@ _EXAMPLE_ROWS = 5
 _WITHOUT_NULLS = ("tinyint", "smallint", "int", "bigint", "boolean")  # in pandas
 
 
-class Form(ABC):
-    """A model as it is written: first `write`, then the rest.
-
-    Attributes:
-        ours: The stages that are models of ours.
-        alone: Whether there are no others.
-        loader: The module that loads the pyfunc, with `config`.
-        packages: What it needs besides the packages of our models.
-    """
-
-    ours: list[TorchModelBase]
-    alone: bool
-    loader: str
-    config: dict[str, Any] | None = None
-    packages: tuple[str, ...] = ()
-
-    @abstractmethod
-    def write(
-        self, data: Path, mlflow_model: Model, code_paths: list[str], conda_env: Any, *, allow_pickle: bool
-    ) -> str | None:
-        """Writes stages and code into a folder in that of MLflow's model; returns where in that the code is."""
-
-    @abstractmethod
-    def signature(self) -> ModelSignature:
-        """Returns the signature."""
-
-    @abstractmethod
-    def example(self) -> Any:
-        """Returns a few input rows."""
-
-
-def form_of(model: Any, input_example: Any) -> Form:
+def form_of(model: Any, input_example: Any) -> _OwnStages | _SparkStages:
     """Returns how a model, a `PipelineModel` or the model of a search is written; see `flavor.save_model`."""
     model = getattr(model, "bestModel", model)
     stages = _flat(model)
@@ -96,20 +62,28 @@ def _flat(model: Any) -> list[Any]:
     return [one for stage in model.stages for one in _flat(stage)] if isinstance(model, PipelineModel) else [model]
 
 
-class _OwnStages(Form):
-    """One model of ours, or a pipeline of them. Of a pipeline, each stage has a folder."""
+class _OwnStages:
+    """One model of ours, or a pipeline of them, as it is written: first `write`, then the rest.
+
+    Attributes:
+        alone: Whether all stages are ours.
+        loader: The module that loads the pyfunc, with `config`.
+        packages: What it needs besides the packages of our models.
+        ours: The stages that are models of ours. Of a pipeline, each has a folder.
+    """
 
     alone = True
     loader = "sparktorch.tracking.pyfunc"
     config: dict[str, Any] | None = {"device": "auto"}  # the serving machine may differ from the Param `device`'s
+    packages: tuple[str, ...] = ()
 
     def __init__(self, model: Any, ours: list[TorchModelBase], input_example: Any) -> None:
-        self.ours = ours
-        self._model, self._example = model, input_example
+        self.ours, self._model, self._example = ours, model, input_example
 
     def write(
         self, data: Path, mlflow_model: Model, code_paths: list[str], conda_env: Any, *, allow_pickle: bool
     ) -> str | None:
+        """Writes stages and code into a folder in that of MLflow's model; returns where in that the code is."""
         from mlflow.utils.model_utils import _validate_and_copy_code_paths
 
         code: str | None = _validate_and_copy_code_paths(code_paths, str(data.parent))
@@ -125,9 +99,11 @@ class _OwnStages(Form):
         return code
 
     def signature(self) -> ModelSignature:
+        """Returns the signature."""
         return signature_of(self.ours)
 
     def example(self) -> Any:
+        """Returns a few input rows."""
         if _is_frame(self._example):
             return _first_rows(self._example, utc=True)  # as which the pyfunc reads them
         return self._zeros() if self._example is None else self._example
@@ -160,8 +136,8 @@ def _columns(model: TorchModelBase) -> dict[str, Any]:
     }
 
 
-class _SparkStages(Form):
-    """A pipeline with stages of Spark's, which is served by a session.
+class _SparkStages:
+    """A pipeline with stages of Spark's, which is served by a session; as `_OwnStages`.
 
     Its inputs are the columns of the example without which it does not transform; its outputs those that the first
     stage with a `predictionCol`, and the stages after it, add.
@@ -170,6 +146,7 @@ class _SparkStages(Form):
     alone = False
     packages = ("pyspark",)
     loader = "sparktorch.tracking.spark_pyfunc"
+    config = None
 
     def __init__(self, model: PipelineModel, stages: list[Any], ours: list[TorchModelBase], input_example: Any) -> None:
         self.ours = ours

@@ -12,8 +12,6 @@ from itertools import combinations, product
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["FILE", "KNOWN", "Cell", "cover", "every", "once", "pairs", "read", "write"]
-
 FILE = Path(__file__).with_name("cells.csv")
 
 MASTERS = ("local", "local-cluster", "connect", "standalone")

@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
 
-__all__ = ["LENGTH", "WORDS", "Adapted", "adapted", "save_base"]
+from tests.support.tiny_transformers import bert
 
 WORDS, LENGTH = 2000, 6
 
@@ -27,20 +27,9 @@ class Adapted(nn.Module):
         return logits
 
 
-def _config(**values: Any) -> BertConfig:
-    return BertConfig(
-        vocab_size=WORDS,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=64,
-        max_position_embeddings=LENGTH,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        initializer_range=0.3,
-        num_labels=2,
-        **values,
-    )
+def _config() -> BertConfig:
+    sizes = {"vocab_size": WORDS, "max_position_embeddings": LENGTH, "intermediate_size": 64}
+    return bert(**sizes, initializer_range=0.3, num_labels=2)
 
 
 def save_base(folder: Path, seed: int = 1) -> Path:

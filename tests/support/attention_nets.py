@@ -9,8 +9,6 @@ from torch import nn
 
 from tests.support.nets import Unit
 
-__all__ = ["Encoder", "Sequences", "Translator"]
-
 
 class Encoder(nn.Module):
     """A classifier's body of `nn.TransformerEncoder`, whose rows have three or four positions; one number a row."""

@@ -15,8 +15,6 @@ import torch
 from sparktorch import Callback
 from sparktorch.train.callbacks import FitContext
 
-__all__ = ["Adds", "Determinism", "Diary", "Draws", "FailsIn", "Locked", "Misspelt", "NoCompiler", "Stops", "draws"]
-
 
 class Diary(Callback):
     """Writes every hook and where the training stands into a file per rank; on the driver, into a list."""

@@ -9,8 +9,6 @@ from pathlib import Path
 
 from tests.support.waiting import until
 
-__all__ = ["limited_memory"]
-
 # Where memory is limited, in the two versions of control groups.
 _ROOTS = (
     (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"),

@@ -24,8 +24,6 @@ from tests.support.ranks import control_server, load_state, run_ranks
 from tests.support.resume import job_for, parts
 from tests.support.waiting import until
 
-__all__ = ["Fate", "Fills", "Locks", "digest", "fates_of"]
-
 DISK = "4m"
 
 

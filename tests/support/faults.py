@@ -18,8 +18,6 @@ from pyspark import BarrierTaskContext
 from sparktorch import Callback
 from sparktorch.train.callbacks import FitContext
 
-__all__ = ["Fault", "executor", "gone", "pids"]
-
 Deed = Literal["kill", "stop", "hang", "raise", "exit", "slow", "kill executor", "fill memory", "say"]
 Phase = Literal["starting", "rendezvous", "training", "validating", "saving", "finishing"]
 

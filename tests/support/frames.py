@@ -14,8 +14,6 @@ from sparktorch.data.columns import KEY, LABEL, VALIDATION, WEIGHT, Columns, Ten
 from sparktorch.data.convert.tensors import to_arrow
 from sparktorch.data.sampling.plan import rank_of_key
 
-__all__ = ["WIDTH", "Table", "record_batches", "replaced"]
-
 WIDTH = 5
 
 Array = npt.NDArray[Any]

@@ -12,8 +12,6 @@ from sparktorch.data.columns import GROUP, KEY, LABEL, ORDER, VALIDATION, WEIGHT
 from sparktorch.data.sampling.plan import mix_words, rank_of_key
 from tests.support.frames import Table
 
-__all__ = ["grouped", "parts", "samples_of"]
-
 
 def grouped(
     sizes: list[int],

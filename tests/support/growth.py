@@ -14,8 +14,6 @@ from sparktorch.data.columns import KEY, LABEL, Columns, TensorSpec, input_name
 from sparktorch.data.dataset.reader import read_shard
 from tests.support.frames import record_batches
 
-__all__: list[str] = []
-
 ROWS, WIDTH, TIMES = 10_000, 100, 75
 
 

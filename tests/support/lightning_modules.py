@@ -12,8 +12,6 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torchmetrics import MeanAbsoluteError, MeanAbsolutePercentageError, MeanSquaredError, MetricCollection
 
-__all__ = ["Lit", "LitCounting", "LitDoubled", "LitHooks", "LitMinimal", "LitShared"]
-
 
 class LitMinimal(LightningModule):
     """One number a row, and a loss."""

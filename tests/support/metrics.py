@@ -7,8 +7,6 @@ from torchmetrics import Metric
 from torchmetrics.classification import MulticlassRecall
 from torchmetrics.wrappers import ClasswiseWrapper
 
-__all__ = ["Brier", "Lists", "Mean", "Rows", "by_class"]
-
 
 class Rows(Metric):
     """Counts rows."""

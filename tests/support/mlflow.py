@@ -18,8 +18,6 @@ from tests.support.programs import ROOT
 from tests.support.proxy import free_port
 from tests.support.waiting import until
 
-__all__ = ["QUIET", "answer", "answers", "serving"]
-
 # Marks for the tests that use MLflow.
 QUIET = [
     # MLflow's SQLAlchemy store leaves its connections to the garbage collector.

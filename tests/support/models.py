@@ -15,8 +15,6 @@ from sparktorch.data.columns import TensorSpec
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.train.recipe.dry_run import describe_outputs
 
-__all__ = ["FEATURES", "trained_module"]
-
 FEATURES = TensorSpec(name="x0", column="features", dtype="float32", shape=(5,))
 
 

@@ -10,8 +10,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-__all__ = ["Host", "Network", "network"]
-
 _SUBNET = "10.77.0"
 _TOOLS = ("ip", "bridge", "tc", "unshare", "nsenter")
 

@@ -15,44 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-__all__ = [
-    "Bags",
-    "Bias",
-    "Chain",
-    "Counting",
-    "Damped",
-    "DiesAt",
-    "DiesWithin",
-    "Drifting",
-    "FailsAt",
-    "Fourier",
-    "Linear",
-    "Logarithm",
-    "Logit",
-    "Lookup",
-    "Mlp",
-    "NamedPair",
-    "Noisy",
-    "Normalised",
-    "NormalisedLogarithm",
-    "Pair",
-    "Paired",
-    "Parted",
-    "Rotated",
-    "Score",
-    "Seen",
-    "Sized",
-    "Spare",
-    "Tower",
-    "Unit",
-    "Unsteady",
-    "Watched",
-    "mean_cross_entropy",
-    "mean_output_error",
-    "not_a_module",
-    "output_times_label",
-]
-
 
 class Mlp(nn.Module):
     """Two smooth layers, so that float noise stays noise; scores of shape `(rows, outputs)`."""

@@ -10,8 +10,6 @@ from torch import nn
 
 from tests.support.nets import Score
 
-__all__ = ["Convolved", "Drawn", "Dropped", "Marked", "NormalisedImages", "NormalisedScore", "OwnNorm", "Steps"]
-
 
 class Steps(Score):
     """Counts its training steps in a buffer."""

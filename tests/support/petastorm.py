@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["FIELDS", "ROWS", "STORED", "Kind", "pickled", "row"]
-
 # Written by `python -m tests.petastorm.datasets`, with the real package.
 STORED = Path(__file__).parents[1] / "data" / "petastorm" / "everything"
 ROWS = 8

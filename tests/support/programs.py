@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pyspark
 
-__all__ = ["BRIEF_JVM", "ROOT", "SHARED_CLASSES", "SPARK_HOME", "connect_port", "environment", "run_python"]
-
 ROOT = Path(__file__).parents[2]
 SPARK_HOME = Path(pyspark.__file__).parent
 

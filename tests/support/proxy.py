@@ -9,8 +9,6 @@ import time
 from contextlib import closing, suppress
 from typing import Literal
 
-__all__ = ["Proxy", "free_port"]
-
 _CHUNK = 1 << 16
 
 

@@ -42,24 +42,6 @@ from sparktorch.train.sharding.dtensor import TENSOR, mesh_of_training
 from sparktorch.worker import RankJob, RankResult, TrainJob, run_on_partition, train_partition
 from tests.support.frames import Table
 
-__all__ = [
-    "DEVICE",
-    "HOST",
-    "SPAWN",
-    "Ended",
-    "FunctionJob",
-    "cause_of_death",
-    "control_server",
-    "in_group",
-    "load_state",
-    "preload",
-    "run_on",
-    "run_ranks",
-    "train_job",
-    "train_on",
-    "watch",
-]
-
 HOST = "127.0.0.1"
 DEVICE = os.environ.get("SPARKTORCH_TEST_DEVICE", "cpu")  # of the ranks of all tests: "cuda" on a machine that has some
 

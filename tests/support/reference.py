@@ -13,8 +13,6 @@ from sparktorch.data.columns import LABEL, VALIDATION, WEIGHT
 from sparktorch.data.sampling.plan import SamplingPlan
 from tests.support.frames import Table
 
-__all__ = ["Part", "epoch_batches", "global_batches", "split_rows", "tensors", "validation_rows"]
-
 
 class Part(NamedTuple):
     """Some rows as tensors; weights are ones where there are none."""

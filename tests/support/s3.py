@@ -11,8 +11,6 @@ from moto.server import ThreadedMotoServer
 
 from tests.support.ranks import HOST
 
-__all__ = ["object_store"]
-
 
 @contextmanager
 def object_store(bucket: str) -> Iterator[dict[str, str]]:

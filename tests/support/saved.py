@@ -20,8 +20,6 @@ from sparktorch import TorchClassifier, TorchEstimator, TorchRegressor
 from tests.support.programs import ROOT
 from tests.support.sessions import spark_session
 
-__all__ = ["SAVED", "checkpointed", "rows"]
-
 SAVED = ROOT / "tests" / "data" / "saved"
 
 NET: dict[str, Any] = {"module": "torch.nn:Linear", "moduleParams": {"in_features": 3, "out_features": 3}}

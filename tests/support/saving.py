@@ -8,8 +8,6 @@ from typing import Any
 import fsspec
 from fsspec.implementations.dirfs import DirFileSystem
 
-__all__ = ["Counted", "LocalFiles", "wait_for_saves"]
-
 
 class LocalFiles(DirFileSystem):
     """The local files, as a file system of its own; to derive one from that does more."""

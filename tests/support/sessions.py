@@ -21,8 +21,6 @@ from sparktorch.spark.session import other_tasks
 from tests.support.programs import ROOT, SPARK_HOME
 from tests.support.waiting import until
 
-__all__ = ["settings", "slots_held", "spark_session"]
-
 _REFUSES_CORE = "spark.sql.legacy.setCommandRejectsSparkCoreConfs"
 
 

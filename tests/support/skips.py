@@ -8,8 +8,6 @@ from typing import TypeVar
 
 import pytest
 
-__all__ = ["MAY_SKIP", "pytest_make_collect_report", "pytest_runtest_makereport"]
-
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 
 # What a name of a test begins with, what a machine may lack for it, and what is proven there all the same.

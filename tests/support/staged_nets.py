@@ -9,8 +9,6 @@ from torch import nn
 
 from tests.support.nets import Paired, Unit
 
-__all__ = ["Keeping", "normed"]
-
 
 class _Scaled(nn.Linear):
     """Computes with buffers, one of which no state dict has, and with a tensor that is neither."""

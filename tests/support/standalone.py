@@ -15,8 +15,6 @@ from tests.support.netns import Network
 from tests.support.programs import SPARK_HOME, environment
 from tests.support.waiting import until
 
-__all__ = ["Cluster", "on_loopback", "standalone"]
-
 _STARTED = r"Starting Spark master at (spark://\S+)"
 _REGISTERED = "(Successfully registered) with master"
 _MASTER = "org.apache.spark.deploy.master.Master"

@@ -25,11 +25,6 @@ from tests.support.nets import Tower
 from tests.support.ranks import train_job, train_on
 from tests.support.reference import Part, global_batches, validation_rows
 
-__all__ = [
-    *("BATCH", "CONTRARY", "EPOCHS", "FEW", "FEW_STEPS", "PARTED", "ROWS", "SEED", "SGD", "STEEP", "STEPS", "TABLE"),
-    *("Trained", "Weights", "alike", "close", "job_for", "lone_rows", "plain", "trained"),
-]
-
 Trained = tuple[dict[str, torch.Tensor], list[dict[str, Any]]]  # weights, and every rank's meta
 
 ROWS, BATCH, EPOCHS, SEED = 403, 32, 2, 5

@@ -8,8 +8,6 @@ import pyarrow.compute as pc
 import torch
 from torch import nn
 
-__all__ = ["Bag", "lengths", "noisy"]
-
 
 def lengths(columns: dict[str, Any], *, epoch: int | None, generator: torch.Generator) -> dict[str, torch.Tensor]:
     """Number of letters of each row, beside the epoch, -1 for none."""

@@ -18,28 +18,14 @@ from transformers import (
     ViTConfig,
 )
 
-__all__ = [
-    "LENGTH",
-    "WORDS",
-    "bert",
-    "causal",
-    "dinov2",
-    "gpt2",
-    "llama",
-    "llava",
-    "lora",
-    "masked",
-    "mixtral",
-    "prompts",
-    "shortened",
-    "tokenizer_folder",
-    "vit",
-]
-
 WORDS, LENGTH = 20, 8
 
 _STEADY: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "initializer_range": 0.1}
 _TINY: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+_DECODER: dict[str, Any] = {
+    **{"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
+    **{"vocab_size": WORDS, "intermediate_size": 24, "max_position_embeddings": LENGTH, "initializer_range": 0.3},
+}
 
 
 def bert(kind: str = "BertForSequenceClassification", **options: Any) -> BertConfig:
@@ -55,9 +41,7 @@ def gpt2(kind: str = "GPT2LMHeadModel", **options: Any) -> GPT2Config:
 
 
 def llama(kind: str = "LlamaForCausalLM", **options: Any) -> LlamaConfig:
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    more = {"vocab_size": WORDS, "intermediate_size": 24, "max_position_embeddings": LENGTH, "pad_token_id": 0}
-    return LlamaConfig(architectures=[kind], **{**sizes, **more, "initializer_range": 0.3, **options})
+    return LlamaConfig(architectures=[kind], **{**_DECODER, "pad_token_id": 0, **options})
 
 
 def llava(**text_options: Any) -> LlavaConfig:
@@ -71,22 +55,12 @@ def llava(**text_options: Any) -> LlavaConfig:
 
 def mixtral() -> MixtralConfig:
     """Of a model with experts, which transformers reads from other tensors than it has parameters."""
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    more = {"vocab_size": WORDS, "intermediate_size": 24, "max_position_embeddings": LENGTH, "num_local_experts": 3}
-    return MixtralConfig(architectures=["MixtralForCausalLM"], **{**sizes, **more, "initializer_range": 0.3})
+    return MixtralConfig(architectures=["MixtralForCausalLM"], num_local_experts=3, **_DECODER)
 
 
 def qwen() -> Qwen3Config:
     """Of a model that normalises the heads, which each rank has a part of."""
-    sizes = {
-        "hidden_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 4,
-    }
-    more = {"vocab_size": WORDS, "intermediate_size": 24, "max_position_embeddings": LENGTH, "pad_token_id": 0}
-    return Qwen3Config(architectures=["Qwen3ForCausalLM"], **{**sizes, **more, "initializer_range": 0.3})
+    return Qwen3Config(architectures=["Qwen3ForCausalLM"], head_dim=4, pad_token_id=0, **_DECODER)
 
 
 def lora() -> Any:

@@ -9,13 +9,8 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-import pyspark
+from tests.support.programs import BRIEF_JVM, ROOT
 
-from tests.support.programs import BRIEF_JVM, ROOT, SHARED_CLASSES
-
-__all__ = ["Pythons", "package_zip", "pythons", "shell"]
-
-_JVM = SHARED_CLASSES if int(pyspark.__version__.split(".")[0]) >= 4 else BRIEF_JVM
 _INHERITED = ("HOME", "JAVA_HOME", "LANG", "LD_LIBRARY_PATH", "TMPDIR")
 
 
@@ -54,5 +49,5 @@ def shell(python: Path | None = None, **more: str) -> dict[str, str]:
     """The environment of a shell on loopback in which one Python is active, and nothing of this test's own."""
     path = os.pathsep.join([*([str(python.parent)] if python else []), os.defpath, os.environ.get("PATH", "")])
     kept = {name: os.environ[name] for name in _INHERITED if name in os.environ}
-    own = {"SPARK_LOCAL_IP": "127.0.0.1", "MLFLOW_DISABLE_TELEMETRY": "true", "JAVA_TOOL_OPTIONS": _JVM}
+    own = {"SPARK_LOCAL_IP": "127.0.0.1", "MLFLOW_DISABLE_TELEMETRY": "true", "JAVA_TOOL_OPTIONS": BRIEF_JVM}
     return {**kept, "PATH": path, **own, **more}

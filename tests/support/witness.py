@@ -8,8 +8,6 @@ from pathlib import Path
 import pyarrow as pa
 from pyspark.sql import DataFrame
 
-__all__ = ["Witness"]
-
 
 class Witness:
     """Rows that are counted whenever they are read."""

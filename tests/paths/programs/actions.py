@@ -15,8 +15,6 @@ from kinds import ROWS, Kind
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
-__all__ = ["ACTIONS", "Way", "compare"]
-
 _SECONDS = 120
 
 

@@ -17,8 +17,6 @@ from pyspark.sql import types as T
 
 from sparktorch import TorchClassifier, TorchRegressor
 
-__all__ = ["KINDS", "ROWS", "Kind"]
-
 ROWS, WIDTH, CLASSES = 48, 6, 3
 
 _draw = np.random.default_rng(11)

@@ -16,8 +16,6 @@ from pyspark.sql import DataFrame, SparkSession
 from sparktorch import TorchRegressor
 from sparktorch.errors import SparkTorchError
 
-__all__ = ["found", "lacks", "load_private", "save_private", "ship", "shipped", "told"]
-
 
 def found(spark: SparkSession, module: str) -> set[str]:
     """Returns where tasks find a module, or the error that they get."""

@@ -9,8 +9,6 @@ from kinds import Kind
 from pyspark.sql import DataFrame, SparkSession, Window
 from pyspark.sql import functions as F
 
-__all__ = ["Rows"]
-
 _FORMATS = ("parquet", "orc", "json", "csv")
 
 

@@ -11,7 +11,7 @@ import torch
 from sparktorch import TorchRegressor
 from sparktorch.base.redact import shown
 from sparktorch.errors import ConfigError
-from sparktorch.tracking.run_metadata import params
+from sparktorch.tracking.listener import params
 from sparktorch.train.callbacks import Callback
 
 

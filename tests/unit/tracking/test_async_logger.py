@@ -22,8 +22,8 @@ from mlflow.utils.validation import _validate_metric
 
 from sparktorch.data.columns import Columns, DType, TensorSpec
 from sparktorch.tracking import async_logger
-from sparktorch.tracking import run_metadata as facts
 from sparktorch.tracking.async_logger import Outbox, Sample
+from sparktorch.tracking.listener import data_set
 from sparktorch.tracking.runs import Target
 from tests.support.mlflow import QUIET
 from tests.support.waiting import until
@@ -188,7 +188,7 @@ def test_the_data_set_knows_columns_of_every_type() -> None:
     raw = TensorSpec(name="r", column="bytes", dtype="uint8", shape=(4,), kind="binary", layout="raw")
     columns = Columns(inputs=(*[t for t in tensors if t.dtype not in ("uint8", "float16")], packed, raw))
     summary = cast(Any, SimpleNamespace(rows=1, validationRows=0, fingerprint="0" * 16))
-    schema = json.loads(facts.data_set(columns, summary).dataset.schema)["mlflow_colspec"]
+    schema = json.loads(data_set(columns, summary).dataset.schema)["mlflow_colspec"]
     assert [column["name"] for column in schema][-3:] == ["a", "b", "bytes"]
 
 

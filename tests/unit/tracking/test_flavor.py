@@ -13,7 +13,7 @@ from decimal import Decimal
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
@@ -25,16 +25,15 @@ from pyspark.ml.linalg import Vectors
 from torch import nn
 
 from sparktorch import TorchClassificationModel
-from sparktorch.base.state_dict import pack_state
 from sparktorch.data.columns import TensorSpec
 from sparktorch.data.fields.kinds import kind_of
 from sparktorch.errors import ColumnError, PersistenceError
 from sparktorch.model.trained_module import TrainedModule
+from sparktorch.tracking.flavor import requirements
 from sparktorch.tracking.pyfunc import PyFuncModel
-from sparktorch.tracking.requirements import requirements
 from sparktorch.train.huggingface.preprocess import Pixels, Tokens
-from sparktorch.train.recipe.dry_run import describe_outputs
 from tests.support.mlflow import QUIET
+from tests.support.models import trained_module
 from tests.support.nets import Mlp
 
 mlflow = pytest.importorskip("mlflow", exc_type=ImportError)
@@ -85,18 +84,7 @@ class Square(nn.Linear):
 
 
 def model_of(source: Any, **params: Any) -> TorchClassificationModel:
-    torch.manual_seed(0)
-    module: nn.Module = source()
-    trained = TrainedModule(
-        source=source,
-        params={},
-        weights=pack_state(module.state_dict()),
-        inputs=(TensorSpec(name="x0", column="features", dtype="float32", shape=(5,)),),
-        outputs=describe_outputs(module(torch.zeros(2, 5))),
-        task="classification",
-    )
-    model = TorchClassificationModel()._with(trained, None)
-    return model._set(**params)
+    return TorchClassificationModel()._with(trained_module(source, task="classification"), None)._set(**params)
 
 
 def served(model: Any, folder: Path) -> Any:
@@ -327,16 +315,14 @@ def test_nested_lists_are_taken_as_pandas_arrow_json_and_numpy_hand_them_over(tm
 
 
 def embedding() -> tuple[nn.Embedding, TrainedModule]:
-    module = nn.Embedding(10, 3)
-    trained = TrainedModule(
-        source=nn.Embedding,
+    trained = trained_module(
+        nn.Embedding,
+        torch.zeros(2, dtype=torch.int64),
         params={"num_embeddings": 10, "embedding_dim": 3},
-        weights=pack_state(module.state_dict()),
-        inputs=(TensorSpec(name="x0", column="id", dtype="int64"),),
-        outputs=describe_outputs(module(torch.zeros(2, dtype=torch.int64))),
+        inputs=[TensorSpec(name="x0", column="id", dtype="int64")],
         task="classification",
     )
-    return module, trained
+    return cast(nn.Embedding, trained.build()), trained
 
 
 def as_ids(columns: dict[str, Any], *, epoch: int | None, generator: torch.Generator) -> dict[str, torch.Tensor]:

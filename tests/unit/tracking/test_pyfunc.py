@@ -1,31 +1,22 @@
-"""What a pipeline of our stages returns of rows that one of them leaves out."""
+"""What a model answers without a column, and a pipeline of our stages to rows that one of them leaves out."""
 
 from __future__ import annotations
 
 import numpy as np
 import pandas as pd
-import torch
+import pytest
 from torch import nn
 
-from sparktorch.base.state_dict import pack_state
 from sparktorch.data.columns import TensorSpec
-from sparktorch.model.trained_module import TrainedModule
+from sparktorch.errors import ColumnError
 from sparktorch.tracking.pyfunc import PyFuncModel, PyFuncPipeline
-from sparktorch.train.recipe.dry_run import describe_outputs
+from tests.support.models import trained_module
 
 
 def stage(column: str, made: str, invalid: str) -> PyFuncModel:
     """A layer that adds an array of three elements to rows that have one."""
-    torch.manual_seed(0)
-    net = nn.Linear(3, 3)
-    trained = TrainedModule(
-        source=nn.Linear,
-        params={"in_features": 3, "out_features": 3},
-        weights=pack_state(net.state_dict()),
-        inputs=(TensorSpec(name="x0", column=column, dtype="float32", shape=(3,)),),
-        outputs=describe_outputs(net(torch.ones(2, 3))),
-        task="generic",
-    )
+    inputs = [TensorSpec(name="x0", column=column, dtype="float32", shape=(3,))]
+    trained = trained_module(nn.Linear, params={"in_features": 3, "out_features": 3}, inputs=inputs)
     return PyFuncModel(trained, {"inputs": [column], "outputs": {"prediction": made}, "invalid": invalid}, "cpu")
 
 
@@ -42,3 +33,11 @@ def test_rows_that_a_stage_leaves_out_are_null_and_do_not_reach_the_next() -> No
     none = pipeline.predict(pd.DataFrame({"x": [None, None]}))
     assert none.isna().all(axis=None)
     assert none.shape == (2, 2)
+
+
+def test_a_column_that_is_missing_is_named() -> None:
+    model = stage("x", "y", "error")
+    for rows in (pd.DataFrame({"X": [[1.0, 2.0, 3.0]]}), {"X": np.ones((1, 3))}):
+        with pytest.raises(ColumnError, match=r"there is no column 'x'(.|\n)*'X'") as caught:
+            model.predict(rows)  # type: ignore[arg-type]
+        assert caught.value.where == {"column": "x"}

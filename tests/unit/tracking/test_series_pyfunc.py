@@ -8,14 +8,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from sparktorch.base.state_dict import pack_state
 from sparktorch.data.columns import TensorSpec
 from sparktorch.errors import ColumnError
 from sparktorch.model.series.forecasts import SeriesColumns
-from sparktorch.model.series.module import SeriesModule
-from sparktorch.model.trained_module import TrainedModule
-from sparktorch.tracking.series import SeriesPyFunc
-from sparktorch.train.recipe.dry_run import OutputSpec
+from sparktorch.tracking.pyfunc import SeriesPyFunc
+from tests.support.models import trained_module
 
 COLUMNS = SeriesColumns(group="shop", order="day", target="sold", context=4, horizon=2)
 DAYS = pd.date_range("2024-03-29", periods=8)
@@ -24,14 +21,8 @@ DAYS = pd.date_range("2024-03-29", periods=8)
 @pytest.fixture(scope="module")
 def served() -> SeriesPyFunc:
     params = {"module": "sparktorch.model.series.module:SeriesNetwork", "params": {}, "context": 4, "horizon": 2}
-    trained = TrainedModule(
-        source="sparktorch.model.series.module:SeriesModule",
-        params=params,
-        weights=pack_state(SeriesModule(**params).state_dict()),
-        inputs=(TensorSpec(name="x0", column="past values", dtype="float32", shape=(4, 1)),),
-        outputs=(OutputSpec("", (2,)),),
-        task="generic",
-    )
+    inputs = [TensorSpec(name="x0", column="past values", dtype="float32", shape=(4, 1))]
+    trained = trained_module("sparktorch.model.series.module:SeriesModule", params=params, inputs=inputs)
     return SeriesPyFunc(trained, COLUMNS.to_dict(), "cpu")
 
 
