@@ -3,7 +3,7 @@
 # make test-all        everything but GPUs and what is slow: before a change lands
 # make test-RING       a ring of tests: CONTRIBUTING.md lists them
 # make test-versions   users' ways on other versions of Spark; VERSIONS="4.0.5" chooses
-# make docs            the site, in out/site; SPARKTORCH_DOCS_RUN=cache runs its notebooks
+# make docs            the site, in out/site; scripts/notebooks.py runs its notebooks, and stores what they show
 
 VENV ?= .venv
 OLDER ?= .venv-petastorm
