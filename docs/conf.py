@@ -36,11 +36,7 @@ default_role = "code"  # of what docstrings put between backticks
 
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
-# The tests run the notebooks, which are stored without output. SPARKTORCH_DOCS_RUN=cache runs and shows them here.
-nb_execution_mode = os.environ.get("SPARKTORCH_DOCS_RUN", "off")
-nb_execution_timeout = 300
-nb_execution_raise_on_error = True
-nb_output_stderr = "remove"  # progress bars, and what Spark logs
+nb_execution_mode = "off"  # notebooks are stored with their outputs, by scripts/notebooks.py
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
