@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,8 @@ def resumable(
                 context.save({**state, "steps": steps}, own={"seen": seen})
             if (context.rank, steps) == (rank, die_at) and not (folder / "killed").exists():
                 (folder / "killed").touch()
+                while not list((folder / "saved").rglob("manifest.json")):
+                    time.sleep(0.01)  # on a busy machine, the background thread has not written it yet
                 os.kill(os.getpid(), signal.SIGKILL)
         schedule.step()
         context.report(loss=loss)
