@@ -33,7 +33,7 @@ from sparktorch.ml.scoring.column_metadata import labels_of
 from sparktorch.ml.scoring.html import Shown
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.rdd import dataframe_of
-from sparktorch.train.plan.memory import Plan
+from sparktorch.train.plan.table import Plan
 from sparktorch.train.recipe.dry_run import DryRunResult
 from sparktorch.worker import TrainJob
 

@@ -27,7 +27,8 @@ from sparktorch.spark.checks.preflight import check_result_size
 from sparktorch.spark.frame.prepare import Frame, prepare
 from sparktorch.spark.launch.gpus import has_gpus
 from sparktorch.spark.launch.rank_pool import Results
-from sparktorch.train.plan.memory import Plan, plan
+from sparktorch.train.plan.memory import plan
+from sparktorch.train.plan.table import Plan
 from sparktorch.train.recipe.dry_run import DryRunResult, complete, dry_run
 from sparktorch.train.strategies.registry import check_device, check_module
 from sparktorch.worker import TrainJob, try_in_rank

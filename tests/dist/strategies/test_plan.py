@@ -19,7 +19,8 @@ from sparktorch.base.world import World
 from sparktorch.errors import ConfigError
 from sparktorch.train.checkpoint.tensors import own_optimizer
 from sparktorch.train.pipeline.cut import Cut
-from sparktorch.train.plan.memory import Need, plan
+from sparktorch.train.plan.memory import plan
+from sparktorch.train.plan.table import Need
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.sharding.dtensor import local
 from sparktorch.train.strategies.base import Start

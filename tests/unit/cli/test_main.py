@@ -16,7 +16,7 @@ from sparktorch.cli.doctor import print_table
 from sparktorch.cli.main import main
 from sparktorch.errors import ConfigError, RankLostError
 from sparktorch.spark.checks.findings import Finding
-from sparktorch.train.plan.memory import Need, Plan
+from sparktorch.train.plan.table import Need, Plan
 from tests.support.proxy import free_port
 
 
