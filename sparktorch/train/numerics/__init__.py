@@ -1,1 +1,1 @@
-"""Numerical options of a training: weight averages, batch normalisation, memory formats, determinism."""
+"""Numerical options of a training: weight averages, batch normalisation, determinism, NaN losses."""

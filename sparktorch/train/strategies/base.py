@@ -152,7 +152,8 @@ class GradientSync:
         divisor: Number by which summed gradients are divided; the loop multiplies the loss by it.
         warm_up_passes: Forward and backward passes without a step, after which gradients are summed in their final
             order.
-        completes: Whether `complete` changes gradients, so that an optimizer may not step without it.
+        completes: Whether an optimizer may not step without `complete`, or, of a strategy that averages parameters in
+            `after_step`, without its strategy: a loop then has to wrap its optimizer, too.
     """
 
     warm_up_passes: ClassVar[int] = 0

@@ -39,7 +39,7 @@ KIND = Kind(
         Refusal(
             "syncBatchNorm",
             lambda job: job.config.sync_batch_norm,
-            "strategy 'independent' trains a model for each worker, and syncBatchNorm joins them",
+            "strategy {p.config.strategy!r} trains a model for each worker, and syncBatchNorm joins them",
             "leave it out",
             "ST-STRATEGY",
         ),
