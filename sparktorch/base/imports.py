@@ -19,8 +19,12 @@ __all__ = [
 MOVED = {
     "sparktorch.artifact": "sparktorch.model.trained_module",
     "sparktorch.config": "sparktorch.base.config",
+    "sparktorch.data.ranking.losses": "sparktorch.data.ranking",
+    "sparktorch.data.ranking.metrics": "sparktorch.data.ranking",
     "sparktorch.data.pretrained": "sparktorch.train.huggingface.preprocess",
+    "sparktorch.ml.scoring.recommendations": "sparktorch.ml.scoring.ranking",
     "sparktorch.ml.summary": "sparktorch.ml.fit.summary",
+    "sparktorch.model.script": "sparktorch.model.export",
     "sparktorch.program": "sparktorch.model.export",
     "sparktorch.train.dryrun": "sparktorch.train.recipe.dry_run",
 }

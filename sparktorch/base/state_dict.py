@@ -31,7 +31,8 @@ def _is_saved(dtype: torch.dtype) -> bool:
     from safetensors.torch import save
 
     try:
-        with unset_fake_temporarily(), warnings.catch_warnings(action="ignore"):
+        with unset_fake_temporarily(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             save({"": torch.empty(1, dtype=dtype, device="cpu")})
     except Exception:  # of another type in each version
         return False

@@ -113,7 +113,7 @@ class Client:
             stop.set()
             thread.join()
         with suppress(dist.DistError, RuntimeError):
-            self._set(self.store, f"ended/{self._world.rank}", {})
+            self._set(self.store, f"ended/{self._world.rank}", {"paused": self.pause.paused})
 
     def enter(self, phase: str, *, epoch: int | None = None, step: int | None = None) -> None:
         """Reports to the driver which phase the rank enters, such as "training"."""

@@ -35,6 +35,7 @@ class Pause:
         self._next: int | None = None  # the first step after which this rank can stop; none before it trains
         self._answer: int | None = None
         self._last: int | None = None
+        self.paused = False  # whether the rank has ended so
 
     def begin(self, step: int) -> None:
         """From now on, this rank can stop after a step: that number at the earliest."""

@@ -147,8 +147,11 @@ class ControlServer:
             self._tell(pause=True)
 
     def has_paused(self, world_size: int) -> bool:
-        """Returns whether the ranks were asked to pause, and all have ended without raising."""
-        return bool(self._word["pause"]) and self.first_failure()[0] is None and self.ended(range(world_size))
+        """Returns whether the ranks were asked to pause, and all have ended so."""
+        if not self._word["pause"] or self.first_failure()[0] is not None or not self.ended(range(world_size)):
+            return False
+        ends = self._read_all([f"ended/{rank}" for rank in range(world_size)])
+        return all(end is not None and end["paused"] for end in ends)
 
     def close(self) -> None:
         """Closes the store and its port."""

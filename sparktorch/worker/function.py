@@ -66,9 +66,10 @@ def run_on_elements(
 ) -> RankResult:
     """Runs a user's function on the elements of a partition of an RDD, as one rank.
 
-    It is called with an iterator over the elements and its context.
+    It is called with an iterator over the elements and its context, which saves nothing: elements have no identity
+    by which a restart could know that they are the same.
     """
-    return _without_rows(function, (client.moving(elements),), (), world, job, client)
+    return _without_rows(function, (client.moving(elements),), (), world, job, client, saves=False)
 
 
 def _without_rows(
@@ -78,10 +79,13 @@ def _without_rows(
     world: World,
     job: RankJob,
     client: Client,
+    *,
+    saves: bool = True,
 ) -> RankResult:
     """Calls a function with `first` and its context."""
     with leaving_none_of(world.device), _ready(batches, world):
-        checkpointer, limit = find_checkpoint(job, {}, world, client), timedelta(seconds=job.collective_seconds)
+        checkpointer = find_checkpoint(job, {}, world, client) if saves else None
+        limit = timedelta(seconds=job.collective_seconds)
         # Loops by hand use the process group of a single rank, too.
         group = process_group(world, client.store, timeout=limit, lone=True, report=client.fail)
         with checkpointer or nullcontext(), group:
@@ -123,6 +127,7 @@ def _result(
         try:
             found = function(*arguments)
         except Paused:
+            client.pause.paused = True
             return RankResult({"paused": True})
         except (SystemExit, KeyboardInterrupt) as error:
             raise RankError(

@@ -119,6 +119,7 @@ class HeldRows:
                 checkpointer=self.checkpointer,
             )
         if outcome is None:
+            client.pause.paused = True
             return RankResult({"paused": True})
         more = {"threads": self.world.threads, "seconds": self.seconds, **peaks(self.world.device)}
         meta: dict[str, Any] = {**self._of_rows(), "data_wait_share": outcome.data_wait_share, **more}

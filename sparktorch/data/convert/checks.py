@@ -129,6 +129,7 @@ def _by_source(
     column: pa.Array, spec: TensorSpec, what: str, rows: npt.NDArray[np.intp]
 ) -> Iterator[tuple[str, npt.NDArray[np.intp]]]:
     """Yields the user's column and its unfit rows; for packed columns, each column of the user with its own."""
+    column = _looked_at(column, spec)
     if not spec.sources or column.null_count:
         yield spec.column, rows
         return
@@ -220,6 +221,8 @@ def _infinite(array: pa.Array, *, nan: bool) -> Mask | None:
 def _marked(array: pa.Array, mask_of: Callable[[pa.Array], Mask | None]) -> Mask | None:
     """Returns the mask of values that are or hold, in lists and structs, a value in `mask_of`; `None` if none does."""
     found = mask_of(array)
+    if pa.types.is_fixed_size_list(array.type):
+        array = array.cast(pa.list_(array.type.value_type))
     lists = pa.types.is_list(array.type) or pa.types.is_large_list(array.type)
     inner: Iterable[pa.Array] = [array.flatten()] if lists else ()
     if pa.types.is_struct(array.type):
@@ -287,20 +290,36 @@ def refuse_lengths(
     )
 
 
-def _refuse(bad: npt.NDArray[np.bool_], spec: TensorSpec, name: str, what: str, hint: str, code: str) -> None:
+def _refuse(
+    bad: npt.NDArray[np.bool_],
+    spec: TensorSpec,
+    name: str,
+    what: str,
+    hint: str,
+    code: str,
+    verbs: tuple[str, str] = ("is", "are"),
+) -> None:
     """Refuses values, if there are any of which `what` says what they are."""
     if count := int(bad.sum()):
-        said = f"{counted(count, name, name + 's')} in column {spec.column!r} {'is' if count == 1 else 'are'} {what}"
+        said = f"{counted(count, name, name + 's')} in column {spec.column!r} {verbs[count > 1]} {what}"
         raise ColumnError(said, hint=hint, code=code, column=spec.column)
 
 
+def _refuse_non_finite(values: npt.NDArray[Any], spec: TensorSpec) -> None:
+    """Refuses numbers that became infinite as they were converted; `RowFilter` has seen the column before."""
+    if values.dtype.kind == "f" and not np.isfinite(values).all():
+        bad = ~np.isfinite(values.reshape(len(values), -1)).all(axis=1)
+        _refuse(bad, spec, "row", "NaN or infinite", "drop or fill them before fit", "ST-NULL")
+
+
 def check_labels(values: npt.NDArray[Any], columns: Columns) -> npt.NDArray[Any]:
-    """Refuses labels that the loss leaves out, and grades below 0.
+    """Refuses labels that the loss leaves out, grades below 0, and numbers that are not finite.
 
     Where labels are classes, they must be whole numbers in `[0, classes)`, and are returned as int64.
     """
     spec = columns.label
     assert spec is not None
+    _refuse_non_finite(values, spec)
     if columns.grades:
         hint = "labels are grades: 0 for rows that do not matter, and more for better ones"
         _refuse(values < 0, spec, "label", "negative", hint, "ST-LABEL-RANGE")
@@ -326,17 +345,19 @@ def check_labels(values: npt.NDArray[Any], columns: Columns) -> npt.NDArray[Any]
         _refuse(
             (values == columns.ignored).reshape(len(values), -1).any(axis=1),
             spec,
-            "label",
+            "row",
             f"{columns.ignored}, the ignore_index of the loss, and the mean over a batch would still be divided by "
             "their number",
             "filter them out, or give them another label and, by weightCol, the weight 0; of several labels in a row, "
             "let loss be a function that returns the mean of those that count, and weightCol their number",
             "ST-LABEL-RANGE",
+            ("holds", "hold"),
         )
     return values
 
 
 def check_weights(values: npt.NDArray[Any], spec: TensorSpec) -> npt.NDArray[Any]:
-    """Returns sample weights, and refuses negative ones."""
+    """Returns sample weights, and refuses negative ones, and those that are not finite."""
+    _refuse_non_finite(values, spec)
     _refuse(values < 0, spec, "weight", "negative", "weights must be zero or more", "ST-WEIGHT")
     return values

@@ -179,9 +179,8 @@ class Shard(RankDataset):
     def weight_by_class(self, classes: int) -> list[float]:
         """Returns the sum of the weights of this rank's training rows by class."""
         sums = np.zeros(classes)
-        some = CHUNK_ROWS if self._stored.on_disk else max(1, self.rows)
-        for start in range(0, self.rows, some):
-            places = np.arange(start, min(start + some, self.rows), dtype=np.int64)
+        for start in range(0, self.rows, CHUNK_ROWS):
+            places = np.arange(start, min(start + CHUNK_ROWS, self.rows), dtype=np.int64)
             rows, index = self._found(self._order, places, inputs=False)
             sums += rows.weight_by_class(index, classes)
         found: list[float] = sums.tolist()

@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from sparktorch.data.columns import GROUP, KEY, ORDER, VALIDATION, Columns, TensorSpec, carried_name
 from sparktorch.data.convert.checks import RowFilter, check_labels, check_weights
+from sparktorch.data.convert.sql_types import empty_value
 from sparktorch.data.convert.tensors import packed
 from sparktorch.data.dataset.base import Folds, Shard
 from sparktorch.data.dataset.rows import Rows, SampledRows
@@ -146,5 +147,7 @@ def _field(spec: TensorSpec, columns: Columns, storage: RowStorage) -> Field:
 def _zeros(spec: TensorSpec) -> pa.Array:
     """Returns a row of zeros of a column, with which a rank without rows joins collectives."""
     kind = kind_of(spec)
+    if spec.as_it_is:
+        return pa.array([empty_value(kind.arrow(spec))], kind.arrow(spec))
     column = kind.of_values(kind.zeros(spec)[:1], spec, spec.column, nulls=False)
     return packed([column] * len(spec.sources), spec) if spec.sources else column

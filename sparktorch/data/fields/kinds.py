@@ -135,10 +135,11 @@ class _Numbers(ColumnKind, name="number"):
         return held(pa.array([value]), spec.dtype).cast(kind, safe=False)
 
     def of_values(self, values: Any, spec: TensorSpec, name: str, *, nulls: bool) -> pa.Array:
-        # With `nulls`, a row is null if pandas counts it as missing, or if it contains `None`.
+        if not nulls:
+            return _numbers_of(values, spec, name)
         import pandas as pd  # not in executors, which may lack it
 
-        rows = list(values) if nulls else []
+        rows = list(values)  # null if pandas counts a row as missing, or if it contains `None`
         missing = np.array([_holds_none(row) or (np.ndim(row) == 0 and bool(pd.isna(row))) for row in rows], bool)
         if not missing.any():
             return _numbers_of(values, spec, name)

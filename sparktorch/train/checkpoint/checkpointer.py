@@ -145,9 +145,7 @@ class Checkpointer:
                 self._keep(other.step, other.loss)
         store.keep(set(self._kept))
         self._attempts = {attempt, *store.attempts()}
-        place = f": epoch {manifest.epoch + 1}, after step {manifest.step_in_epoch}"
-        counts = manifest.epoch or manifest.step_in_epoch  # a function of `run` may count otherwise
-        self._client.warn(f"going on from the checkpoint in {self._config.directory}{place if counts else ''}")
+        self._client.warn(f"going on from the checkpoint in {self._config.directory}{_place(manifest)}")
         return {**found, "step": manifest.step, "written_by": manifest.attempt}
 
     def _check_shared(self, store: CheckpointStore, host: str) -> None:
@@ -347,6 +345,13 @@ def _differing(saved: Mapping[str, Any], job: Mapping[str, Any]) -> list[str]:
         for name in (saved.keys() | job.keys()) - {INITIAL_WEIGHTS, *({"rows"} - saved.keys())}  # not in 0.1.0
         if saved.get(name) not in (job.get(name), by_name.get(name))
     )
+
+
+def _place(manifest: Manifest) -> str:
+    """Returns how far a training has come, as text; nothing of a function that counts neither epochs nor steps."""
+    if manifest.step_in_epoch:
+        return f": epoch {manifest.epoch + 1}, after step {manifest.step_in_epoch}"
+    return f": after epoch {manifest.epoch}" if manifest.epoch else ""
 
 
 def _check_same(manifest: Manifest, job: Mapping[str, Any], directory: str, fixed: str) -> None:

@@ -260,9 +260,10 @@ def _units_of(module: Any) -> tuple[Sequence[Sequence[nn.Module]], Callable[...,
         if found and all(isinstance(part, nn.Module) for part in found):
             return [[part] for part in found], _chained
         what = "has a method stages() that returns no list of modules"
-    elif type(module).forward is nn.Sequential.forward:
+        raise ModuleError(f"{type(module).__name__} {what}", hint=HOW, param="module", code="ST-PIPELINE")
+    if type(module).forward is nn.Sequential.forward:
         return [[part] for part in _flat(module)], _chained
-    elif isinstance(module, _STACKS):
+    if isinstance(module, _STACKS):
         *layers, last = ([layer] for layer in module.layers)
         units = [*layers, [*last, *([module.norm] if module.norm else [])]]
         return units, _Within(module, module, units)

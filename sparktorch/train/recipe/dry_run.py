@@ -99,9 +99,9 @@ class DryRunResult:
     @classmethod
     def unpacked(cls, _: Mapping[str, Any], content: bytes) -> DryRunResult:
         """Rebuilds a result from `packed`; unpickles only it, and tensors in plain containers."""
-        with torch.serialization.safe_globals([cls, OutputSpec, ArgumentSpec]):
-            found: DryRunResult = torch.load(io.BytesIO(content), weights_only=True)
-            return found
+        torch.serialization.add_safe_globals([cls, OutputSpec, ArgumentSpec])  # once for all threads
+        found: DryRunResult = torch.load(io.BytesIO(content), weights_only=True)
+        return found
 
 
 def dry_run(

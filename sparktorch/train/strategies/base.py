@@ -23,7 +23,7 @@ from sparktorch.train.recipe.recipe import Recipe
 
 __all__ = [
     *("GradientSync", "GradientsOfRows", "Job", "Kind", "OwnState", "Start", "Step", "Strategy", "broadcast"),
-    *("needs_optimizer_class"),
+    "needs_optimizer_class",
 ]
 
 Step = Callable[[nn.Module, Batch], tuple[torch.Tensor, Sums]]

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import fields
 from typing import Any
 
 from torch import nn
@@ -57,9 +58,23 @@ def strategy_for(name: str, params: Mapping[str, Any]) -> tuple[Kind, Any]:
     It refuses unknown ones and values out of range with a `ConfigError`.
     """
     kind = strategy_type(name)
+    unknown = params.keys() - _names(kind)
+    owners = [repr(each) for each, other in STRATEGIES.items() if unknown <= _names(other)] if unknown else []
+    if owners:
+        raise ConfigError(
+            f"strategyParams.{min(unknown)} is no option of strategy {name!r}",
+            hint=f"set strategy={' or '.join(owners)}, which has it, or leave it out",
+            param="strategyParams",
+            code="ST-UNKNOWN-NAME",
+        )
     options = from_dict(kind.options, params, where="strategyParams")
     staged = isinstance(options, MeshOptions) and (options.pipeline or 1) > 1
     return pipeline_mesh.KIND if staged else kind, options
+
+
+def _names(kind: Kind) -> set[str]:
+    """Returns the names of a strategy's options."""
+    return {each.name for each in fields(kind.options)}
 
 
 def resumable() -> str:

@@ -78,9 +78,9 @@ def test_a_job_without_errors_has_no_failure(server: ControlServer) -> None:
     assert RootCause(watch(server, 2)).of_ended(None) is None
 
 
-@pytest.mark.parametrize("asked", [True, False])
+@pytest.mark.parametrize(("asked", "paused"), [(True, True), (True, False), (False, True)])
 def test_an_executor_that_goes_as_soon_as_its_rank_has_paused_is_no_lost_worker(
-    asked: bool, server: ControlServer, clients: list[Client], monkeypatch: pytest.MonkeyPatch
+    asked: bool, paused: bool, server: ControlServer, clients: list[Client], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = (
         "barrier task ResultTask(3, 1) finished unsuccessfully.\nExecutorLostFailure (executor 1 exited unrelated to "
@@ -95,8 +95,9 @@ def test_an_executor_that_goes_as_soon_as_its_rank_has_paused_is_no_lost_worker(
     for client in clients:
         with client.beating():
             client.enter("training")
+            client.pause.paused = paused  # or it has returned what it was to return
     run: Any = partial(barrier_job.run_ranks, SimpleNamespace(sparkSession=None), None, Launch(world_size=2), Mock())
-    if asked:
+    if asked and paused:
         assert run() == [({"paused": True}, b"")] * 2
     else:
         with pytest.raises(RankLostError, match="rank 1 died while training: its executor 1 was lost"):

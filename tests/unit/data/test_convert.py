@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from decimal import Decimal
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -119,8 +120,8 @@ def test_labels_that_are_no_classes_are_refused_with_an_example(label: float, sh
 @pytest.mark.parametrize(
     ("columns", "labels", "says"),
     [
-        (CLASSES, np.array([0.0, 1.0, 2.0]), "^1 label in column 'kind' is 1"),
-        (TAGGED, np.array([[0, 1, 1], [0, 0, 0], [1, 2, 0]]), "^2 labels in column 'tags' are 1"),
+        (CLASSES, np.array([0.0, 1.0, 2.0]), "^1 row in column 'kind' holds 1"),
+        (TAGGED, np.array([[0, 1, 1], [0, 0, 0], [1, 2, 0]]), "^2 rows in column 'tags' hold 1"),
     ],
 )
 def test_labels_that_the_loss_leaves_out_are_refused_because_it_is_divided_by_all(
@@ -137,6 +138,13 @@ def test_weights_are_zero_or_more() -> None:
     check_weights(np.array([0, 0.5, 3], np.float32), SCALAR)
     with pytest.raises(ColumnError, match="2 weights in column 'age' are negative"):
         check_weights(np.array([-1, 0.5, -3], np.float32), SCALAR)
+
+
+def test_labels_and_weights_that_are_infinite_as_float32_are_refused() -> None:
+    values = np.array([1.0, np.inf], np.float32)  # which a double of 1e39 becomes
+    for check in (partial(check_weights, spec=SCALAR), partial(check_labels, columns=NUMBERS)):
+        with pytest.raises(ColumnError, match=r"^1 row in column '\w+' is NaN or infinite"):
+            check(values)
 
 
 def spec(**more: object) -> TensorSpec:

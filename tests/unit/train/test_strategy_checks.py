@@ -30,7 +30,7 @@ PAIR = {"fc1": "colwise", "fc2": "rowwise"}
     [
         ("ddp", {"bucket_mb": 1}, "unknown key strategyParams.bucket_mb"),
         ("ddp", {"static_graph": True}, "strategyParams.static_graph does not go together with micro-batches"),
-        ("zero3", {"pipeline": 2, "min_parameters": 5}, "unknown key strategyParams.pipeline"),
+        ("zero3", {"pipeline": 2, "min_parameters": 5}, "strategyParams.pipeline is no option of strategy 'zero3'"),
         ("localSGD", {"period": 0}, "strategyParams.period must be at least 1, got 0"),
         ("mesh", {"shard": 2, "plan": {"first.0": "colwise"}}, "there are no tensor ranks"),
         ("mesh", {"shard": 2, "split": ["norm"]}, "no pipeline ranks"),
