@@ -122,10 +122,12 @@ def test_the_image_holds_the_script_that_the_application_runs_and_the_python_tha
 
 
 def test_the_pipeline_runs_the_two_commands_of_the_readme_on_the_pythons_of_the_package() -> None:
-    job = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]["demo-and-test"]
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
+    job, oldest = jobs["demo-and-test"], jobs["wheel"]["steps"][1]["with"]["python-version"]
     commands = re.findall(r"^(make \w+)\s+#", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert [step["run"] for step in job["steps"] if "run" in step] == commands == ["make demo", "make test"]
-    assert f'requires-python = ">={job["strategy"]["matrix"]["python"][0]}"' in (ROOT / "pyproject.toml").read_text()
+    assert f'requires-python = ">={oldest}"' in (ROOT / "pyproject.toml").read_text()
+    assert f"Python {job['strategy']['matrix']['python'][0]} or newer with `venv`" in (ROOT / "README.md").read_text()
 
 
 @pytest.mark.parametrize(
