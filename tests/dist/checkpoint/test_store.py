@@ -84,7 +84,7 @@ def same(found: bytes, expected: bytes) -> None:
 
 @pytest.mark.parametrize(
     ("before", "writers", "after", "readers"),
-    [("zero3", 1, "zero3", 3), ("zero3", 4, "zero3", 1), ("zero3", 2, "zero1", 3)],
+    [("zero3", 1, "zero3", 3), ("zero3", 4, "zero3", 1), ("zero3", 2, "zero1", 3), ("zero1", 2, "zero1", 3)],
 )
 def test_what_some_ranks_wrote_any_number_of_ranks_goes_on_from_with_any_strategy(
     before: str, writers: int, after: str, readers: int, tmp_path: Path
