@@ -19,7 +19,7 @@ _JOIN_SECONDS = 5.0
 # The older stack leaves out what is about torch, or needs libraries that it lacks; of the rings of Spark, it has these.
 _NEWEST = ("unit/train", "unit/distributed", "unit/cli", "unit/tracking", "unit/model/test_export.py")
 _NEWEST += ("unit/test_", "unit/base", "unit/worker", "unit/model/test_layers.py", "unit/model/test_formats.py")
-_NEWEST += ("unit/model/series", "unit/data/test_storage.py", "unit/ml/test_identity.py", "unit/ml/test_figures.py")
+_NEWEST += ("unit/model/series", "unit/data/test_storage.py", "unit/ml/test_identity.py")
 _ON_OLDER = {
     *("checks/test_errors.py", "frame/test_partition.py", "frame/test_petastorm.py", "frame/test_rows.py"),
     *(f"ml/test_{name}.py" for name in ("exactness", "fit", "persistence", "scoring")),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import sparktorch
 from sparktorch.base.config import from_dict, one_of
 from sparktorch.base.imports import load_object
 from sparktorch.errors import ConfigError, ModuleError
+from sparktorch.ml.fit.first_row_trial import as_planned
 from sparktorch.ml.fit.translate import translate
 from sparktorch.spark.column_names import quoted
 
@@ -97,24 +100,36 @@ class EstimatorSection:
 
     def __post_init__(self) -> None:
         one_of("estimator.kind", self.kind, _ESTIMATORS)
+        valid = tuple(param.name for param in getattr(sparktorch, self.kind)().params)
+        for name in self.params:  # also for scoring, which builds no estimator
+            one_of("estimator.params", name, valid)
 
-    def build(self, **more: Any) -> Any:
+    def build(self, *, planned: bool = False, **more: Any) -> Any:
         """Returns the estimator, with `more` Params, once all is checked that needs no session.
 
-        A `ConfigError` or `ModuleError` refuses a Param.
+        If it is only to be `planned`, it may be without a strategy. A `ConfigError` or `ModuleError` refuses a Param.
         """
         try:
             estimator = getattr(sparktorch, self.kind)(**{**self.params, **more})
-            recipe = translate(estimator, estimator._task).job.recipe
-            for value in (recipe.module, recipe.training_step, recipe.loss, recipe.optimizer, recipe.scheduler):
-                if isinstance(value, str) and ":" in value:
-                    load_object(value)
         except TypeError as error:
             raise ConfigError(f"estimator.params: {error}", section="estimator.params") from error
-        except ModuleError as error:
-            if not isinstance(error.__cause__, ModuleNotFoundError):  # which may be shipped with the session
-                raise
+        with _may_be_shipped():
+            recipe = translate(as_planned(estimator) if planned else estimator, estimator._task).job.recipe
+            for value in (recipe.module, recipe.training_step, recipe.loss, recipe.optimizer, recipe.scheduler):
+                if isinstance(value, str) and ":" in value:
+                    with _may_be_shipped():
+                        load_object(value)
         return estimator
+
+
+@contextmanager
+def _may_be_shipped() -> Iterator[None]:
+    """Lets it pass that a Python module is missing, which the session may ship."""
+    try:
+        yield
+    except ModuleError as error:
+        if not isinstance(error.__cause__, ModuleNotFoundError):
+            raise
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Sequence
 
-from pyspark.errors import AnalysisException, PySparkException
+from pyspark.errors import AnalysisException, IllegalArgumentException, PySparkException
 
 import sparktorch
 from sparktorch.cli import doctor, plan, run, score, train
@@ -15,10 +16,12 @@ from sparktorch.errors import SparkTorchError
 
 __all__ = ["COMMANDS", "main", "parser"]
 
+_LOG = logging.getLogger(__name__)
+
 COMMANDS = {"doctor": doctor, "plan": plan, "run": run, "train": train, "score": score}
 _STATUS = (
     "Exit status: 0 if all is done; 1 if it failed, or the answer is no: a check of the doctor failed, or no strategy "
-    "fits; 2 if what was given cannot work: arguments, a job file, columns, a module."
+    "fits; 2 if what was given cannot work: arguments, a job file, columns, options, a module."
 )
 
 
@@ -47,5 +50,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status: int = options.run(options)
     except (SparkTorchError, PySparkException) as error:
         print(error, file=sys.stderr)
-        return 2 if isinstance(error, ValueError | AnalysisException) else 1
+        _LOG.debug("the command has ended with an error", exc_info=True)
+        return 2 if isinstance(error, ValueError | AnalysisException | IllegalArgumentException) else 1
     return status

@@ -33,7 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Runs the command; returns 0 if a strategy is possible and fits, else 1."""
     job = read_job(options.job)
-    estimator = job.estimator.build(**({} if options.workers is None else {"numWorkers": options.workers}))
+    more = {} if options.workers is None else {"numWorkers": options.workers}
+    estimator = job.estimator.build(planned=True, **more)
     with session(options, "sparktorch plan", quiet=True) as spark:
         training, _ = job.data.split(job.data.load(spark))
         found = estimator.plan(training, memory=options.memory)

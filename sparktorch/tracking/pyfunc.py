@@ -67,11 +67,14 @@ def pickles_allowed() -> bool:
 
 def check_columns(model_input: Any, names: Iterable[str]) -> None:
     """Refuses rows without one of the columns that a model takes: MLflow lets them pass where there is no signature."""
-    given = [] if isinstance(model_input, np.ndarray) else [*map(str, model_input)]
-    for name in names:
-        if name not in given:
-            hint = nearest(name, given) if given else "pass a DataFrame, or a dict by column"
-            raise ColumnError(f"there is no column {name!r}", hint=hint, column=name, code="ST-COLUMN-MISSING")
+    given = [*map(str, model_input)] if isinstance(model_input, pd.DataFrame | Mapping) else []
+    name = ""
+    try:
+        for name in names:
+            model_input[name]
+    except Exception as error:  # KeyError, or those of NumPy, Arrow and Polars
+        hint = nearest(name, given) if given else "pass a DataFrame, or a dict by column"
+        raise ColumnError(f"there is no column {name!r}", hint=hint, column=name, code="ST-COLUMN-MISSING") from error
 
 
 class PyFuncModel:
@@ -131,8 +134,9 @@ class PyFuncModel:
         return pd.DataFrame(columns)
 
     def _columns(self, model_input: Any) -> list[pa.Array]:
-        if isinstance(model_input, np.ndarray) and len(self._inputs) == 1:
-            model_input = {self._inputs[0]: model_input}
+        if isinstance(model_input, np.ndarray):
+            fields = {name: model_input[name] for name in model_input.dtype.names or ()}
+            model_input = {self._inputs[0]: model_input} if len(self._inputs) == 1 else fields
         # Signatures of older versions have the names as Spark needs them, in backticks.
         pairs = zip(self._inputs, plain_names(self._inputs), strict=True)
         names = [given if given in model_input else plain for given, plain in pairs]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from pyspark.sql import DataFrame
@@ -36,7 +36,9 @@ from sparktorch.worker import TrainJob, try_in_rank
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["Ready", "first_inputs", "plan_of", "try_out"]
+__all__ = ["Ready", "as_planned", "first_inputs", "plan_of", "try_out"]
+
+E = TypeVar("E", bound=EstimatorParams)
 
 # What a training needs: the request with all that its job knows before ranks, the rows, and what the first one told.
 Ready = tuple[Request[TrainJob], DataFrame, DryRunResult]
@@ -78,8 +80,7 @@ def plan_of(estimator: EstimatorParams, task: Task, dataset: DataFrame, memory: 
     """Returns the plan of an estimator's training; see `TorchEstimatorBase.plan`."""
     if memory is not None:
         above("memory", memory, 0)
-    if estimator.isSet("modelDir") and not estimator.isSet("strategy"):  # which a plan is asked for
-        estimator = estimator.copy({estimator.getParam("strategy"): "zero3"})
+    estimator = as_planned(estimator)
     request = translate(estimator, task)
     config, recipe = request.job.config, request.job.recipe
     if request.launch.device == "cpu":  # under "auto", the plan may be for other machines
@@ -98,6 +99,13 @@ def plan_of(estimator: EstimatorParams, task: Task, dataset: DataFrame, memory: 
     batch = Batch(tuple(of["inputs"].values()), label, weight, 2, weight, names=of["names"], sizes=sizes)
     most = None if memory is None else int(memory * 10**6)
     return plan(recipe, config, Values(estimator).workers[1], batch, memory=most)
+
+
+def as_planned(estimator: E) -> E:
+    """Returns the estimator, with a strategy that takes `modelDir` if it has none, which a plan is asked for."""
+    if estimator.isSet("modelDir") and not estimator.isSet("strategy"):
+        return estimator.copy({estimator.getParam("strategy"): "zero3"})
+    return estimator
 
 
 def first_inputs(frame: Frame) -> tuple[Frame, dict[str, torch.Tensor]]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import product
-from threading import Lock
+from threading import Event, Lock
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -48,18 +48,15 @@ _OUTPUTS = ("predictionCol", "probabilityCol", "rawPredictionCol")
 
 _REFUSED = (
     *(
-        Refusal(
-            name,
-            lambda p, name=name: p[name] in (None, []),  # type: ignore[misc]
-            f"{name} is {{p[{name}]!r}}",
-            hint,
-            "ST-NOT-SET",
-        )
-        for name, hint in (
-            ("estimator", "set estimator"),
-            ("evaluator", "set evaluator"),
-            ("estimatorParamMaps", "[{{}}] fits the estimator as it is"),
-        )
+        Refusal(name, lambda p, name=name: p[name] is None, f"{name} is not set", f"set {name}", "ST-NOT-SET")  # type: ignore[misc]
+        for name in ("estimator", "evaluator", "estimatorParamMaps")
+    ),
+    Refusal(
+        "estimatorParamMaps",
+        lambda p: not p["estimatorParamMaps"],
+        "estimatorParamMaps is empty",
+        "[{{}}] fits it as it is",
+        "ST-NOT-SET",
     ),
     Refusal(
         "numFolds",
@@ -126,12 +123,14 @@ class TorchCrossValidator(CrossValidator):
         carried = self._carried(estimators, requests, dataset)
         models: list[list[Any]] = [[None] * len(maps) for _ in range(folds)]
         count, weight = folds * len(maps) + 1, weight_of(evaluator, carried)
+        lock, ended, over = Lock(), list[FoldedRows](), Event()
         with ExitStack() as stack:
+            unreturned = stack.enter_context(ExitStack())
+            stack.callback(over.set)
             made = partial(FoldedRows, self, estimators[0], dataset, carried=carried, weight=weight, contents=set())
             together = self._groups(requests[0].launch, count - 1, dataset.sparkSession)
             groups = [stack.enter_context(made()) for _ in range(together)]
             metrics = stack.enter_context(Metrics(evaluator, groups, parallelism=self.getParallelism(), weight=weight))
-            unreturned = stack.enter_context(ExitStack())
 
             def fit(rows: FoldedRows, fold: int, index: int) -> None:
                 title = f"fit {fold * len(maps) + index + 1} of {count}"
@@ -139,6 +138,8 @@ class TorchCrossValidator(CrossValidator):
                 models[fold][index] = model if self.getCollectSubModels() else None
                 with ExitStack() as scored_once:
                     (unreturned if self.getCollectSubModels() else scored_once).callback(discard, model)
+                    if over.is_set():  # by an error elsewhere: nobody else discards it
+                        unreturned.close()
                     shown = model.copy(maps[index])
                     metrics.add(fold, index, shown, rows.score(shown, fold, results_for(evaluator, shown)))
 
@@ -147,7 +148,10 @@ class TorchCrossValidator(CrossValidator):
             def work(group: FoldedRows) -> None:
                 for fold, index in left:
                     fit(group, fold, index)
-                if group is not groups[0]:
+                with lock:
+                    ended.append(group)
+                    is_last = len(ended) == len(groups)
+                if not is_last:
                     group.close()
 
             if len(groups) == 1:
@@ -157,7 +161,7 @@ class TorchCrossValidator(CrossValidator):
                 side_by_side(groups, work, lambda: list(left))
             means, deviations = self._gen_avg_and_std_metrics(metrics.all(folds, len(maps)))
             best = int(np.argmax(means) if evaluator.isLargerBetter() else np.argmin(means))
-            model = groups[0].fit(estimators[best], without=None, title=f"fit {count} of {count}")
+            model = ended[-1].fit(estimators[best], without=None, title=f"fit {count} of {count}")
             unreturned.pop_all()
         kept = cast("list[list[Model]]", models) if self.getCollectSubModels() else None
         return self._copyValues(CrossValidatorModel(model, means, kept, deviations))

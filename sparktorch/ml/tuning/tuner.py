@@ -245,21 +245,14 @@ def direction_of(metric: str, given: str | None) -> str:
 def _valid_one(base: Any, space: Space, metric: str) -> tuple[Any, Request[TrainJob]]:
     """Returns an estimator out of the space that passes the checks of its Params, and its configuration."""
     refuse(NO_CHECKPOINTS, Values(base))
+    for choice in space.choices():  # without the others of a trial, it may stand for none
+        _tried(base, choice)
     found: list[tuple[Any, Request[TrainJob]]] = []
-    for values in ({}, *space.choices(), *space.samples()):
-        try:
-            estimator = applied(base, values)
-            request = translate(estimator, base._task)
-        except TypeError as error:
-            raise ConfigError(str(error), hint="correct the space", param="space", code="ST-SEARCH") from error
-        except SparkTorchError as error:
-            given = values.get(error.where.get("param", ""))
-            if error.code in _OF_ITS_OWN and given is not None and not isinstance(given, Mapping):
-                raise  # of a dict, what is unknown depends on other Params
-            continue  # a trial that draws it fails, with this cause
-        refuse(NO_CHECKPOINTS, Values(estimator))
-        found.append((estimator, request))
-        _check_rows(found[0][1], request, values)
+    for values in ({}, *space.samples()):
+        one = _tried(base, values)
+        if one is not None:
+            found.append(one)
+            _check_rows(found[0][1], one[1], values)
     estimator, request = found[0] if found else (base, translate(base, base._task))  # raises what is wrong with it
     if metric.startswith("val_") and request.columns["validation"] is None:
         raise ConfigError(
@@ -268,6 +261,26 @@ def _valid_one(base: Any, space: Space, metric: str) -> tuple[Any, Request[Train
             param="metric",
             code="ST-NO-VALIDATION",
         )
+    return estimator, request
+
+
+def _tried(base: Any, values: dict[str, Any]) -> tuple[Any, Request[TrainJob]] | None:
+    """Returns the estimator with values, and its configuration; refuses a value that no trial can have.
+
+    Returns `None` for values that do not go together: a trial that draws them fails, with that cause.
+    """
+    try:
+        estimator = applied(base, values)
+    except TypeError as error:
+        raise ConfigError(str(error), hint="correct the space", param="space", code="ST-SEARCH") from error
+    try:
+        request = translate(estimator, base._task)
+    except Exception as error:
+        given = values.get(error.where.get("param", "")) if isinstance(error, SparkTorchError) else None
+        if getattr(error, "code", None) in _OF_ITS_OWN and given is not None and not isinstance(given, Mapping):
+            raise  # of a dict, what is unknown depends on other Params
+        return None
+    refuse(NO_CHECKPOINTS, Values(estimator))
     return estimator, request
 
 

@@ -11,7 +11,7 @@ import yaml
 
 from sparktorch import TorchClassifier
 from sparktorch.cli.job_file import DataSection, JobConfig, TrackingSection, read_job
-from sparktorch.errors import ConfigError, SparkTorchError
+from sparktorch.errors import ConfigError, ModuleError, SparkTorchError
 
 VALUES: dict[str, Any] = {
     "name": "flowers",
@@ -65,6 +65,7 @@ def test_the_estimator_is_built_with_its_params(tmp_path: Path) -> None:
     [
         ("nmae", "x", "unknown key nmae", "did you mean 'name'?"),
         ("score.data", {"path": "in", "pth": 1}, "unknown key score.data.pth", "did you mean 'path'?"),
+        ("estimator.params.labelcol", "y", "estimator.params 'labelcol' is unknown", "did you mean 'labelCol'?"),
         ("estimator.kind", "TorchClasifier", "estimator.kind 'TorchClasifier' is unknown", "'TorchClassifier'?"),
         ("score.output", ..., "missing key score.output", ""),
         ("data.path", ..., "data needs either source or path", ""),
@@ -84,7 +85,6 @@ def test_a_wrong_key_is_named(key: str, value: Any, message: str, hint: str, tmp
 @pytest.mark.parametrize(
     ("name", "value", "says"),
     [
-        ("batchsize", 3, r"estimator\.params: .*'batchsize': did you mean 'batchSize'\?"),
         ("epochs", "three", r"estimator\.params: .*epochs"),
         ("epochs", 0, "epochs must be at least 1, got 0"),
         ("precision", "bf61", r"precision 'bf61' is unknown(?s:.*)'bf16'"),
@@ -104,6 +104,29 @@ def test_a_param_that_cannot_work_is_refused_without_a_session(
 def test_a_python_module_that_the_session_may_ship_may_be_missing_before(tmp_path: Path) -> None:
     section = read(with_value("estimator.params.module", "nowhere.nets:Mlp"), tmp_path).estimator
     assert section.build(numWorkers=2).getNumWorkers() == 2
+    section.params["loss"] = "tests.support.nets:Nothing"
+    with pytest.raises(ModuleError, match=r"cannot import 'tests\.support\.nets:Nothing'"):
+        section.build()
+
+
+def test_a_type_error_of_a_users_module_is_not_one_of_the_params(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "nets_with_a_mistake.py").write_text("WIDTH = 1 + 'a'")
+    monkeypatch.syspath_prepend(tmp_path)
+    section = read(with_value("estimator.params.module", "nets_with_a_mistake:Mlp"), tmp_path).estimator
+    with pytest.raises(TypeError, match="unsupported operand"):
+        section.build()
+
+
+def test_a_plan_needs_no_strategy_for_a_folder_and_a_training_does(tmp_path: Path) -> None:
+    section = read(with_value("estimator.params.modelDir", str(tmp_path)), tmp_path).estimator
+    assert not section.build(planned=True).isSet("strategy")
+    with pytest.raises(ConfigError, match="modelDir is set, and under strategy 'ddp'"):
+        section.build()
+    section.params["strategy"] = "ddp"
+    with pytest.raises(ConfigError, match="modelDir is set, and under strategy 'ddp'"):
+        section.build(planned=True)
 
 
 @pytest.mark.parametrize("text", ["a: b: c", "!!python/object/apply:os.system ['true']"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -10,7 +11,7 @@ from unittest.mock import Mock
 
 import pyspark
 import pytest
-from pyspark.errors import AnalysisException
+from pyspark.errors import AnalysisException, IllegalArgumentException, PySparkException
 
 from sparktorch.cli.doctor import print_table
 from sparktorch.cli.main import main
@@ -85,7 +86,7 @@ def test_a_plan_in_which_nothing_fits_says_so(
     found = Plan(needs=(Need(strategy="ddp", parameters=605_200),), workers=2, rows=1, parameters=1, memory=10)
     job = Mock()
     job.data.split.return_value = (None, None)
-    job.estimator.build.return_value.plan.return_value = found
+    job.estimator.build.side_effect = lambda *, planned: Mock(plan=Mock(return_value=found)) if planned else None
     monkeypatch.setattr("sparktorch.cli.plan.read_job", lambda path: job)
     monkeypatch.setattr("sparktorch.cli.plan.session", lambda *_, **__: nullcontext())
     assert main(["plan", "job.yaml", "--memory", "0.00001"]) == 1
@@ -97,8 +98,14 @@ def test_a_plan_in_which_nothing_fits_says_so(
 @pytest.mark.parametrize("command", ["plan", "train", "score"])
 @pytest.mark.parametrize(
     ("error", "status"),
-    [(ConfigError("no such key"), 2), (AnalysisException("no such column"), 2), (RankLostError("gone"), 1)],
-    ids=["setting", "column", "lost rank"],
+    [
+        (ConfigError("no such key"), 2),
+        (AnalysisException("no such column"), 2),
+        (IllegalArgumentException("no such option"), 2),
+        (RankLostError("gone"), 1),
+        (PySparkException("it failed"), 1),
+    ],
+    ids=["setting", "column", "option", "lost rank", "job"],
 )
 def test_commands_end_with_2_if_what_was_given_cannot_work_and_with_1_if_it_fails(
     command: str,
@@ -106,10 +113,13 @@ def test_commands_end_with_2_if_what_was_given_cannot_work_and_with_1_if_it_fail
     status: int,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(f"sparktorch.cli.{command}.read_job", Mock(side_effect=error))
-    assert main([command, "job.yaml"]) == status
+    with caplog.at_level(logging.DEBUG, "sparktorch.cli"):
+        assert main([command, "job.yaml"]) == status
     assert str(error) in capsys.readouterr().err
+    assert "Traceback" in caplog.text
 
 
 @pytest.mark.parametrize("command", ["plan", "train"])

@@ -22,8 +22,6 @@ from sparktorch.ml.tuning.search import Search
 from sparktorch.train.loop.model_folder import ModelFolder
 from tests.support.mlflow import QUIET
 
-optuna = pytest.importorskip("optuna")
-
 pytestmark = QUIET  # Optuna's storage is SQLAlchemy
 
 
@@ -67,6 +65,7 @@ def discarded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def searching(*losses: float | Callable[[], float]) -> Search:
+    optuna = pytest.importorskip("optuna")
     space: Any = SimpleNamespace(values=lambda trial: {})
     estimator = Estimator(losses=list(losses))
     return Search(estimator, space, optuna.create_study(), metric="loss", trials=len(losses), named=False)

@@ -11,9 +11,11 @@ optuna = pytest.importorskip("optuna")
 
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution  # noqa: E402
 
-from sparktorch import TorchRegressor  # noqa: E402
+from sparktorch import TorchEstimator, TorchRegressor  # noqa: E402
 from sparktorch.base.config import TrainConfig  # noqa: E402
 from sparktorch.errors import ConfigError, ModuleError  # noqa: E402
+from sparktorch.ml.fit.translate import translate  # noqa: E402
+from sparktorch.ml.tuning import tuner  # noqa: E402
 from sparktorch.ml.tuning.search import value_of  # noqa: E402
 from sparktorch.ml.tuning.space import Space, applied  # noqa: E402
 from sparktorch.ml.tuning.tuner import _valid_one, direction_of  # noqa: E402
@@ -118,6 +120,34 @@ def test_a_choice_that_works_only_with_another_one_is_left_to_its_trials() -> No
     given = {"strategy": ["ddp", "localSGD"], "strategyParams": [{}, {"period": 4}], "validationInterval": [1, 2]}
     estimator, _ = _valid_one(ESTIMATOR, Space(given, ESTIMATOR), "loss")
     assert estimator.getModule() == "torch.nn:Linear"
+
+
+@pytest.mark.parametrize(
+    ("base", "space"),
+    [
+        (TorchRegressor(batchSize=64), {"module": ["torch.nn:Linear"], "microBatchSize": [8, 16]}),
+        (TorchRegressor(), {"module": ["torch.nn:Linear"], "accumulationSteps": [2, 4]}),
+        (TorchEstimator(module="torch.nn:Linear"), {"loss": ["MSELoss", "L1Loss"], "microBatchSize": [8, 16]}),
+    ],
+    ids=["micro batches", "accumulation", "loss"],
+)
+def test_what_trials_need_is_compared_with_whole_trials_if_the_base_is_incomplete(
+    base: Any, space: dict[str, Any]
+) -> None:
+    estimator, _ = _valid_one(base, Space(space, base), "loss")
+    assert all(estimator.isSet(name) for name in space)
+
+
+@pytest.mark.parametrize("error", [TypeError("of a user's code"), ZeroDivisionError()], ids=["type", "division"])
+def test_an_error_that_is_no_refusal_is_that_of_its_trial(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def translated(estimator: Any, task: Any) -> Any:
+        if estimator.getEpochs() == 2:
+            raise error
+        return translate(estimator, task)
+
+    monkeypatch.setattr(tuner, "translate", translated)
+    estimator, _ = _valid_one(ESTIMATOR, Space({"epochs": [1, 2, 3]}, ESTIMATOR), "loss")
+    assert estimator.getEpochs() != 2
 
 
 def test_names_say_whether_smaller_is_better() -> None:

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
+import torch
 from torch import nn
 
 from sparktorch.data.columns import TensorSpec
 from sparktorch.errors import ColumnError
 from sparktorch.tracking.pyfunc import PyFuncModel, PyFuncPipeline
 from tests.support.models import trained_module
+
+
+class Sum(nn.Module):
+    """Of two columns."""
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a + b
 
 
 def stage(column: str, made: str, invalid: str) -> PyFuncModel:
@@ -41,3 +52,18 @@ def test_a_column_that_is_missing_is_named() -> None:
         with pytest.raises(ColumnError, match=r"there is no column 'x'(.|\n)*'X'") as caught:
             model.predict(rows)  # type: ignore[arg-type]
         assert caught.value.where == {"column": "x"}
+
+
+def test_rows_need_not_name_their_columns_when_they_are_iterated() -> None:
+    names = ("a", "b")
+    inputs = [TensorSpec(name=f"x{at}", column=name, dtype="float32", shape=()) for at, name in enumerate(names)]
+    trained = trained_module(Sum, inputs=inputs)
+    model: Any = PyFuncModel(trained, {"inputs": [*names], "outputs": {"prediction": "y"}}, "cpu")
+    rows = pd.DataFrame({"a": [1.0, 2.0], "b": [3.0, 4.0]}).astype(np.float32)
+    expected = model.predict(rows)
+    structured = rows.to_records(index=False).view(np.ndarray)
+    for given in (structured, pa.Table.from_pandas(rows)):
+        pd.testing.assert_frame_equal(model.predict(given), expected)
+    for wrong in (structured[["a"]], pa.Table.from_pandas(rows[["a"]]), rows.to_numpy(), rows["a"].to_numpy().tolist()):
+        with pytest.raises(ColumnError, match=r"there is no column '[ab]'"):
+            model.predict(wrong)
