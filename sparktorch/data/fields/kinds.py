@@ -37,9 +37,9 @@ class ColumnKind(ABC):
 
     numeric: bool = False
 
-    def __init_subclass__(cls, *, name: str) -> None:
+    def __init_subclass__(cls, *, kind: str) -> None:
         """Enters a kind in `KINDS`."""
-        KINDS[name] = cls()
+        KINDS[kind] = cls()
 
     @abstractmethod
     def field(self, spec: TensorSpec, storage: RowStorage) -> Field:
@@ -81,7 +81,7 @@ class ColumnKind(ABC):
         return pa.array(list(values), self.arrow(spec))
 
 
-class _Numbers(ColumnKind, name="number"):
+class _Numbers(ColumnKind, kind="number"):
     """Numbers and (nested) lists of them."""
 
     numeric = True
@@ -150,7 +150,7 @@ class _Numbers(ColumnKind, name="number"):
         return _numbers_of(filled, spec, name).take(pa.array(np.arange(len(rows)), mask=missing))
 
 
-class _Vectors(_Numbers, name="vector"):
+class _Vectors(_Numbers, kind="vector"):
     """ML vectors, dense or sparse."""
 
     def field(self, spec: TensorSpec, storage: RowStorage) -> Field:
@@ -160,7 +160,7 @@ class _Vectors(_Numbers, name="vector"):
         return (len(value["values"]) if value["size"] is None else value["size"],)
 
 
-class _Bytes(ColumnKind, name="binary"):
+class _Bytes(ColumnKind, kind="binary"):
     """Bytes of numbers, and images: files, or the pixels of Spark's `image` source."""
 
     def field(self, spec: TensorSpec, storage: RowStorage) -> Field:
@@ -193,7 +193,7 @@ class _Bytes(ColumnKind, name="binary"):
         return pa.array([image], pa.struct(list(_IMAGE_PARTS.items())))
 
 
-class _Unconverted(ColumnKind, name="any"):
+class _Unconverted(ColumnKind, kind="any"):
     """Columns of any type, which a `preprocess` gets as they are; see `TensorSpec.sql`."""
 
     def field(self, spec: TensorSpec, storage: RowStorage) -> Field:
