@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import re
 import shutil
@@ -89,9 +90,14 @@ def _cookbook() -> str:
     folder = PAGES / "cookbook"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(ROOT / "notebooks", folder, ignore=shutil.ignore_patterns(".*"))
-    names = "\n".join(f"cookbook/{path.stem}" for path in sorted(folder.glob("*.ipynb")))
-    tree = f"```{{toctree}}\n:maxdepth: 1\n\n{names}\n```"
-    return f"# Cookbook\n\nNotebooks that the tests run from top to bottom.\n\n{tree}\n"
+    paths = sorted(folder.glob("*.ipynb"))
+    listed = []
+    for path in paths:
+        title, question = "".join(json.loads(path.read_text())["cells"][0]["source"]).split("\n\n")[:2]
+        listed.append(f"- [{title.removeprefix('# ')}](cookbook/{path.name}): {question}")
+    tree = "\n".join(["```{toctree}", ":hidden:", "", *(f"cookbook/{path.stem}" for path in paths), "```"])
+    about = "Each notebook asks a question, answers it with a figure and a picture, and says what to change."
+    return "\n\n".join(["# Cookbook", about, "\n".join(listed), tree]) + "\n"
 
 
 def _skip(app: Any, what: str, name: str, value: Any, skip: bool, options: Any) -> bool | None:

@@ -21,6 +21,9 @@ def test_it_is_stored_with_the_outputs_of_its_code(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
     assert notebook.metadata.get("outputs_of") == RUNNER["digest"](notebook), "scripts/notebooks.py runs and stores it"
     assert_it_answers(path, notebook)
+    texts = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]
+    assert "?" in texts[0]
+    assert "What to change:" in texts[-1]
     stored = path.read_text()
     assert not [word for word in ("/tmp/", "/home/", "/root/", "/work/") if word in stored]
     lines = [line for cell in RUNNER["code_of"](notebook) for line in cell.source.splitlines() if line.strip()]
