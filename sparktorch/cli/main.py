@@ -48,7 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     try:
         status: int = options.run(options)
-    except (SparkTorchError, PySparkException) as error:
+    except Exception as error:
+        if not isinstance(error, SparkTorchError | PySparkException) and type(error).__name__ != "MlflowException":
+            raise
         print(error, file=sys.stderr)
         _LOG.debug("the command has ended with an error", exc_info=True)
         return 2 if isinstance(error, ValueError | AnalysisException | IllegalArgumentException) else 1

@@ -121,11 +121,14 @@ def enough_slots(
         return found("slots", "failure", text, where, "no executor", hint=_why_no_executor(spark)), there
     cpus = int(setting(spark, "spark.task.cpus", "1"))
     name, value = "spark.master", f"local[{world_size * cpus}]"
+    more = f"master {value!r}"
     if not is_local(spark):
         each = max(1, int(setting(spark, "spark.executor.cores", "1")) // cpus)
         name, value = "spark.executor.instances", str(-(-world_size // each))
+        more = "spark.executor.instances x spark.executor.cores / spark.task.cpus"
     words = {
-        "fits": there or 1,
+        "fits": there or 1 if most in (None, world_size) else f"({there or 1}, {most})",
+        "more": more,
         "gpus": "" if profile is None else f" (and {AMOUNT}: one GPU a worker)",
         "master": setting(spark, "spark.master", "unknown"),
     }

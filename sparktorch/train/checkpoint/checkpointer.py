@@ -233,7 +233,8 @@ class Checkpointer:
             self._collecting = self._world.is_main
             found = self._client.collect(topic, patience=_PATIENCE) if self._world.is_main else []
         except Exception as error:  # a rank or the driver is lost; the loop will fail, too
-            self._client.warn(f"no checkpoint at step {step}: {type(error).__name__}: {error}")
+            with suppress(Exception):  # the store may be gone
+                self._client.warn(f"no checkpoint at step {step}: {type(error).__name__}: {error}")
             return
         finally:
             self._collecting = False

@@ -11,6 +11,7 @@ from unittest.mock import Mock
 
 import pyspark
 import pytest
+from mlflow.exceptions import MlflowException
 from pyspark.errors import AnalysisException, IllegalArgumentException, PySparkException
 
 from sparktorch.cli.doctor import print_table
@@ -104,8 +105,9 @@ def test_a_plan_in_which_nothing_fits_says_so(
         (IllegalArgumentException("no such option"), 2),
         (RankLostError("gone"), 1),
         (PySparkException("it failed"), 1),
+        (MlflowException("no such model"), 1),
     ],
-    ids=["setting", "column", "option", "lost rank", "job"],
+    ids=["setting", "column", "option", "lost rank", "job", "model"],
 )
 def test_commands_end_with_2_if_what_was_given_cannot_work_and_with_1_if_it_fails(
     command: str,
