@@ -46,7 +46,11 @@ class Locked(MLP):
             ModuleError,
             ["forward of MLP failed", "argument 0 of forward <- column 'features': float32 of shape (rows, 5)"],
         ),
-        ({"numWorkers": 4}, ClusterError, ["numWorkers=4, but the cluster has 3 slots", "with more: master 'local[4]'"]),
+        (
+            {"numWorkers": 4},
+            ClusterError,
+            ["numWorkers=4, but the cluster has 3 slots", "with more: master 'local[4]'"],
+        ),
         ({"device": "cuda"}, ClusterError, ["device='cuda'", "torch sees 0 such devices"]),
         ({"module": Locked(), "moduleParams": {}}, ModuleError, ["the module instance cannot be copied", "lock"]),
     ],
