@@ -32,7 +32,8 @@ from sparktorch.base.world import World
 from sparktorch.train.checkpoint.tensors import own_optimizer
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.sharding.dtensor import local
-from sparktorch.train.strategies.registry import build_strategy
+from sparktorch.train.strategies.base import Start
+from sparktorch.train.strategies.registry import build_strategy, strategy_for
 
 LAYERS, WIDTH = 8, 1024
 SIZES = (2, 4, 8)
@@ -117,15 +118,15 @@ def two_steps(world: World, strategy: str) -> dict[str, int]:
     """Takes the steps and measures; what trained is gone before the group is."""
     mesh = MESHES.get(strategy, {})
     options = {"min_parameters": WIDTH**2, **mesh} if mesh or strategy in ("zero2", "zero3") else {}
-    shared = build_strategy(TrainConfig(strategy="mesh" if mesh else strategy, strategy_params=options), world)
+    config = TrainConfig(strategy="mesh" if mesh else strategy, strategy_params=options)
+    shared, (kind, _) = build_strategy(config, world), strategy_for(config.strategy, options)
     plain = Recipe(module=Deep).build_module(seed=0)
-    shared.example = lambda: Batch((torch.ones(2, WIDTH),), None, None, 2)
-    module = shared.prepare(plain)
+    module = shared.prepare(plain, Start(example=lambda: Batch((torch.ones(2, WIDTH),), None, None, 2)))
     optimizer = shared.optimizer(Recipe(module=Deep), plain)
     batch, kept, parameters = Batch((torch.ones(ROWS, WIDTH),), None, None, ROWS), Kept(), 0
     for _ in range(2):
         optimizer.zero_grad()
-        if shared.runs_passes:
+        if kind.runs_passes:
             with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
                 shared.run_pass(module, batch, loss_of, 1.0, nullcontext())
             parameters = sum(local(p).nbytes for p in plain.parameters())
@@ -143,7 +144,7 @@ def two_steps(world: World, strategy: str) -> dict[str, int]:
             for t in s.values()
             if isinstance(t, torch.Tensor)
         ),
-        **({"activations": kept.most} if shared.runs_passes else {}),
+        **({"activations": kept.most} if kind.runs_passes else {}),
     }
 
 
