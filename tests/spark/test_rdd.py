@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -176,6 +177,16 @@ def test_partitions_add_up_with_an_open_group_as_by_tree_aggregate(spark: SparkS
     parts = fewer.glom().collect()
     assert collective_map(fewer, lambda elements, context: list(elements)) == parts
     assert len(parts) == 2
+
+
+def test_a_function_of_elements_saves_no_checkpoint(spark: SparkSession, tmp_path: Path) -> None:
+    def saves(elements: Any, context: RunContext) -> bool:
+        context.save({"sum": sum(elements)})
+        return context.restored is None
+
+    rdd = spark.sparkContext.parallelize(range(6), 2)
+    assert collective_map(rdd, saves, checkpointDir=str(tmp_path / "saved")) == [True, True]
+    assert not list(tmp_path.rglob("manifest.json"))
 
 
 def test_a_partition_that_raises_is_named_and_what_cannot_run_is_refused(spark: SparkSession) -> None:

@@ -41,7 +41,7 @@ _TO_DO = {
     "slots": (
         "{name}",
         "{value}",
-        "set numWorkers={fits} or less, or start the session with more: {more}{gpus} (master {master!r})",
+        "set numWorkers={fits}, or start the session with more: {more}{gpus} (master {master!r})",
     ),
     "no executor": ("spark.driver.host", "an address that executors reach", "{hint}"),
     "executors": ("spark.executor.instances", "executors that are free", "{hint}"),

@@ -127,7 +127,7 @@ def enough_slots(
         name, value = "spark.executor.instances", str(-(-world_size // each))
         more = "spark.executor.instances x spark.executor.cores / spark.task.cpus"
     words = {
-        "fits": there or 1 if most in (None, world_size) else f"({there or 1}, {most})",
+        "fits": f"{there or 1} or less" if most in (None, world_size) else f"({there or 1}, {most})",
         "more": more,
         "gpus": "" if profile is None else f" (and {AMOUNT}: one GPU a worker)",
         "master": setting(spark, "spark.master", "unknown"),

@@ -51,6 +51,7 @@ class Locked(MLP):
             ClusterError,
             ["numWorkers=4, but the cluster has 3 slots", "with more: master 'local[4]'"],
         ),
+        ({"numWorkers": (4, 8)}, ClusterError, ["numWorkers=(4, 8), but", "set numWorkers=(3, 8), or start"]),
         ({"device": "cuda"}, ClusterError, ["device='cuda'", "torch sees 0 such devices"]),
         ({"module": Locked(), "moduleParams": {}}, ModuleError, ["the module instance cannot be copied", "lock"]),
     ],
