@@ -18,30 +18,41 @@ export PYTHONDONTWRITEBYTECODE :=
 .PHONY: setup demo lint zip mlflow clean test test-all test-unit test-dist test-spark test-device test-paths \
 	test-faults test-clock test-slow test-wheel test-petastorm test-versions test-gpu docs
 
+# An environment grows: Spark first, then what `make demo` needs, then what the tests and the site need as well.
 setup: $(VENV)/.done
-$(VENV)/.done: CHOSEN := -c constraints.txt
-$(VENV)/.done: PARTS := -e ".[mlflow,connect,metrics,images,search,peft,onnx]" --group test --group docs
-$(VENV)/.done: constraints.txt
-$(OLDER)/.done: CHOSEN := -c constraints-petastorm.txt
-$(OLDER)/.done: PARTS := -e ".[petastorm,metrics]" --group test-petastorm
-$(OLDER)/.done: constraints-petastorm.txt
-
-%/.done: pyproject.toml scripts/java.sh
+$(VENV)/.spark: CHOSEN := -c constraints.txt
+$(OLDER)/.spark: CHOSEN := -c constraints-petastorm.txt
+%/.spark: pyproject.toml scripts/java.sh
 	scripts/java.sh
+	@echo "making the environment $*, and installing Spark in it"
 	$(PYTHON) -m venv $*
 	$*/bin/$(PIP_INSTALL) --upgrade "pip>=25.1"
 	$*/bin/$(SPARK_INSTALL) $(CHOSEN)
-	$*/bin/$(PIP_INSTALL) $(CHOSEN) $(PARTS)
+	touch $@
+
+$(VENV)/.demo: $(VENV)/.spark constraints.txt
+	@echo "installing torch, MLflow and this package in $(VENV)"
+	$(BIN)/$(PIP_INSTALL) -c constraints.txt -e ".[mlflow]"
+	touch $@
+
+$(VENV)/.done: $(VENV)/.demo
+	@echo "installing what the tests and the documentation need in $(VENV)"
+	$(BIN)/$(PIP_INSTALL) -c constraints.txt -e ".[mlflow,connect,metrics,images,search,peft,onnx]" \
+		--group test --group docs
+	touch $@
+
+$(OLDER)/.done: $(OLDER)/.spark constraints-petastorm.txt
+	$(OLDER)/bin/$(PIP_INSTALL) -c constraints-petastorm.txt -e ".[petastorm,metrics]" --group test-petastorm
 	touch $@
 
 %/spark.jsa: %/.done scripts/class_archive.py
 	$*/bin/python scripts/class_archive.py $@ 2> $*/spark.jsa.log || { cat $*/spark.jsa.log; exit 1; }
 
 zip: dist/sparktorch.zip
-dist/sparktorch.zip: $(shell find sparktorch -name '*.py') scripts/package.py | setup
+dist/sparktorch.zip: $(shell find sparktorch -name '*.py') scripts/package.py | $(VENV)/.demo
 	$(BIN)/python scripts/package.py $@
 
-demo: setup zip
+demo: $(VENV)/.demo zip
 	scripts/demo.sh $(BIN)
 
 lint: setup
@@ -102,7 +113,7 @@ test-gpu: setup
 docs: setup
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs out/site
 
-mlflow: setup
+mlflow: $(VENV)/.demo
 	$(BIN)/mlflow ui --backend-store-uri sqlite:///out/mlflow.db --host 127.0.0.1
 
 clean:

@@ -9,7 +9,9 @@ submit=("$bin/spark-submit" --properties-file conf/spark-defaults-local.conf
   --py-files dist/sparktorch.zip,jobs/models.py)
 
 mkdir -p out
+echo "training on 1,797 handwritten digits with two workers ($config)"
 "${submit[@]}" jobs/train.py "$config"
+echo "scoring the held-out digits with the model from MLflow"
 "${submit[@]}" jobs/score.py "$config" | tee out/score.log
 
 echo
