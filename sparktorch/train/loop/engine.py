@@ -27,6 +27,7 @@ from sparktorch.train.recipe.loss import Loss, Means, Sums, TrainingStep, full_p
 from sparktorch.train.recipe.lr_schedule import Schedule
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.recipe.task import align, autocast, prediction, rows_of
+from sparktorch.train.recipe.trained_parameters import TrainedParameters
 from sparktorch.train.sharding.dtensor import whole
 from sparktorch.train.strategies.base import Start, Strategy
 from sparktorch.train.strategies.registry import build_strategy, strategy_for
@@ -48,6 +49,7 @@ class Engine:
         base: The frozen base of its adapters, which is neither saved nor returned; `None` without adapters.
         scaler: Loss scaler, enabled in fp16 only.
         own: What the module brings to its training.
+        trained: The parameters that are trained.
         training_step: The user's training step, `None` if the recipe has a loss instead.
         watch: Raises on losses that are not finite; `None` if their steps are skipped.
         min_rows: Minimum rows of a batch in training.
@@ -107,6 +109,7 @@ class Engine:
             plain.compile()
         start = Start(example=example) if built is None else Start(built.materialise, example)
         self.module, self.unwrapped = self.strategy.prepare(plain, start), plain
+        self.trained = TrainedParameters(plain)
         self.sync = self.strategy.gradients(self.module)
         self.optimizer = self.strategy.optimizer(recipe, plain)
         self.schedule: Schedule = self.own.schedule(self.optimizer) or Schedule(recipe, config, self.optimizer, steps)
@@ -132,7 +135,7 @@ class Engine:
         """
         config = self._config
         self.own.before_zero_grad(self.optimizer)
-        self.optimizer.zero_grad()
+        self._zero_grad()
         if self._presence is not None:
             self._presence.rows = batch.rows > 0
         if 0 < batch.rows < self.min_rows and not self._told:
@@ -149,6 +152,7 @@ class Engine:
         losses, metrics = zip(*found, strict=True)
         loss_sum: torch.Tensor = sum(losses[1:], losses[0])
         self.sync.complete()
+        self.trained.drop_unused_gradients(self.optimizer)
         self.gradient_norm = None
         if skips and not all_finite(loss_sum, self.module, self._world):
             self._skip(buffers)
@@ -184,7 +188,7 @@ class Engine:
                 with self.sync.reducing(rows=True, warm_up=True):
                     loss, _ = self.losses_of(self.module, batch)
                     (loss * 0).backward()  # type: ignore[no-untyped-call]
-                self.optimizer.zero_grad()
+                self._zero_grad()
             self.strategy.own_state.load_state_dict(state)
             self._restore(buffers)
 
@@ -278,10 +282,15 @@ class Engine:
             if self.split.fits(step, full=full):
                 self.sync.reduce(rows=batch.rows > 0)
                 return found
-            self.optimizer.zero_grad()
+            self._zero_grad()
             self._restore(buffers)
             set_generators_state(generators, device)
             let_go(self._world.device)
+
+    def _zero_grad(self) -> None:
+        """Removes the gradients of all parameters, also of those that the optimizer leaves out."""
+        self.optimizer.zero_grad()
+        self.trained.drop_unused_gradients(self.optimizer)
 
     def _restore(self, buffers: list[torch.Tensor]) -> None:
         for buffer, before in zip(self.module.buffers(), buffers, strict=True):

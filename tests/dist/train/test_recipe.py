@@ -396,3 +396,20 @@ def test_a_loss_of_several_outputs_trains_as_in_a_plain_loop(module: type[nn.Mod
         torch.testing.assert_close(trained(table, job, ranks)[0], expected, **TOLERANCE)
     without_rows: Sequence[Any] = [table.batches(), []]
     torch.testing.assert_close(train_on(without_rows, job)[0], expected, **TOLERANCE)
+
+
+def last_layer_alone(parameters: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+    """Returns an optimizer that leaves out all but the last layer."""
+    return torch.optim.SGD(list(parameters)[-2:], lr=lr)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gradients_of_parameters_that_the_optimizer_leaves_out_neither_add_up_nor_are_clipped(ranks: int) -> None:
+    parts = [part.batches() for part in NUMBERS.parts(ranks)]
+    clipped = {"clip_norm": 0.5}
+    options: dict[str, Any] = {"optimizer": last_layer_alone, "learning_rate": 0.1}
+    state, metas = train_on(parts, job_for(NUMBERS, clipped, **options))
+    frozen, others = train_on(parts, job_for(NUMBERS, clipped, **options, freeze=["layers.0.*"]))
+    torch.testing.assert_close(state, frozen, **TOLERANCE)
+    norms, wanted = ([record["gradient_norm"] for record in meta[0]["history"]] for meta in (metas, others))
+    assert norms == pytest.approx(wanted, abs=1e-5)
