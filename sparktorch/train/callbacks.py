@@ -162,6 +162,14 @@ class Callbacks:
                 trace="".join(traceback.format_exception(error)),
             ) from error
 
+    def asked(self, module_asked: bool | None) -> bool:
+        """Returns whether a callback or the module has requested a stop in this rank, for checkpoints."""
+        return self._context._asked_to_stop or bool(module_asked)
+
+    def ask(self) -> None:
+        """Requests a stop, as before a checkpoint."""
+        self._context.stop()
+
     def ask_to_stop(self, module_asked: bool | None, shared: Callable[[], Mapping[str, float]]) -> bool:
         """Returns whether a callback or the module has requested a stop in any rank; a collective, if any can.
 
@@ -171,7 +179,7 @@ class Callbacks:
         world = self._context.world
         if not self._all and module_asked is None:
             return False
-        asked = float(self._context._asked_to_stop or bool(module_asked))
+        asked = float(self.asked(module_asked))
         numbers = shared() if world.world_size > 1 else {}
         sides = torch.tensor([asked, *numbers.values(), *(-number for number in numbers.values())], dtype=torch.float64)
         most, *bounds = max_over_ranks(sides, world).tolist()

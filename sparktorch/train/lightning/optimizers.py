@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from sparktorch.errors import ModuleError
 from sparktorch.train.lightning.recognise import base_of
 from sparktorch.train.lightning.state import TrainerView
-from sparktorch.train.recipe.lr_schedule import Schedule
+from sparktorch.train.recipe.lr_schedule import Schedule, counts_all_steps
 
 __all__ = ["Configured", "LightningSchedule", "configured"]
 
@@ -61,6 +61,8 @@ class LightningSchedule(Schedule):
         """Takes the schedulers, the optimizer in use, which has the same groups, and what tells of the epoch."""
         self._optimizer, self._schedulers, self._trainer = optimizer, made.schedulers, trainer
         self._step, self._scheduler = 0, None
+        for each in (optimizer, made.optimizer):
+            counts_all_steps(each)
         self._last_rate = optimizer.param_groups[0]["lr"]
 
     def step(self, take: Callable[[], object]) -> None:

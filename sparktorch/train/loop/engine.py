@@ -84,13 +84,13 @@ class Engine:
         self.own = recipe.build_own(plain, world, steps)
         self.base = FrozenBase.of(plain, recipe.module_seed(config.seed), recipe.packed)
         # A rank without rows joins every all-reduce with placeholder rows. Batch normalisation
-        # refuses a single row in training, unless it is synchronised over the ranks.
-        self.min_rows = 2 if has_batch_norm(plain) else 1
+        # refuses a single row in training, unless it is synchronised over the ranks, as the module's own may be.
         self._presence: Presence | None = None
-        if config.sync_batch_norm:
-            self._presence, self.min_rows = Presence(), 1
-            synchronise(plain, self._presence, compiled=config.compile)
         self._own_buffers = not any(isinstance(part, nn.SyncBatchNorm) for part in plain.modules())
+        if config.sync_batch_norm or not (self._own_buffers or world.world_size == 1):
+            self._presence = Presence()
+            synchronise(plain, self._presence, everywhere=config.sync_batch_norm, compiled=config.compile)
+        self.min_rows = 2 if has_batch_norm(plain) else 1
         if config.micro_batch_size == "auto" and not self._own_buffers:
             raise ModuleError(
                 "microBatchSize is 'auto', and the module has SyncBatchNorm, whose ranks wait for each other in a step",
@@ -136,8 +136,6 @@ class Engine:
         config = self._config
         self.own.before_zero_grad(self.optimizer)
         self._zero_grad()
-        if self._presence is not None:
-            self._presence.rows = batch.rows > 0
         if 0 < batch.rows < self.min_rows and not self._told:
             self._told = True
             _LOG.warning(
@@ -224,15 +222,14 @@ class Engine:
         self.schedule.epoch_done(record, validated=validated)
 
     def forward(self, module: nn.Module, batch: Batch) -> Any:
-        """Returns the module's output for a batch, in float32."""
+        """Returns the module's output for a batch, at least in float32."""
         with self._autocast:
             output = call(module, batch.inputs, batch.names, self.unwrapped)
         return self.widened(output)
 
     def widened(self, output: Any) -> Any:
-        """Takes a module's output as `forward` does: the logits of a transformers model, and in float32."""
-        output = prediction(output)
-        return full_precision(output) if self._config.precision in ("bf16", "fp16") else output
+        """Takes a module's output as `forward` does: the logits of a transformers model, at least in float32."""
+        return full_precision(prediction(output))
 
     def _split(self, batch: Batch, step: int) -> list[Batch]:
         """Returns the micro-batches of a step."""
@@ -299,6 +296,8 @@ class Engine:
     def _backward(self, batch: Batch, scale: float) -> tuple[torch.Tensor, Sums]:
         """Accumulates the gradients of a batch; returns its loss sum and metric sums."""
         batch = self.strategy.together(batch)
+        if self._presence is not None:
+            self._presence.rows = batch.rows > 0
         few = batch.rows < self.min_rows and self._presence is None
         buffers = [buffer.clone() for buffer in self.module.buffers()] if few and self._own_buffers else []
         found = self._pass(batch, scale)
