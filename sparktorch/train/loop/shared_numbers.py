@@ -52,5 +52,5 @@ def _digest(value: object) -> float:
 def _sizes(parameter: torch.Tensor) -> list[torch.Tensor]:
     """Returns the sums of the absolute values of a parameter's parts, float64; none of integers."""
     real = torch.view_as_real(parameter) if parameter.is_complex() else parameter
-    parts = real.reshape(-1).split(_ELEMENTS) if real.is_floating_point() else ()
+    parts = torch.split(real.reshape(-1), _ELEMENTS) if real.is_floating_point() else ()
     return [torch.linalg.vector_norm(part, 1, dtype=torch.float64) for part in parts]

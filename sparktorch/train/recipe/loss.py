@@ -132,12 +132,14 @@ class TrainingStep:
 
     param, rowwise, hint = "trainingStep", _ROWWISE, ""
     logs_validation = False
+    _module: nn.Module | None = None  # The callable, if it is one or holds one.
 
     def __init__(self, function: Callable[[nn.Module, Batch], Any]) -> None:
         """Takes a callable that returns a loss per row or their mean, or such a loss and a mapping of metrics."""
         self.what = f"trainingStep {getattr(function, '__qualname__', type(function).__qualname__)}"
         self._function = function
-        self._module = function if isinstance(function, nn.Module) else None
+        if isinstance(function, nn.Module):
+            self._module = function
 
     def buffers(self) -> list[torch.Tensor]:
         """Returns the buffers of the callable, if it is a module."""
