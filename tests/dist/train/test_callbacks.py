@@ -17,8 +17,10 @@ from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.worker import TrainJob
 from tests.support.callbacks import Adds, Clamps, Diary, FailsIn, Freezes, Halves, Stops
 from tests.support.frames import Table
-from tests.support.nets import Score
+from tests.support.nets import Paired, Score, Tower
 from tests.support.ranks import train_job, train_on
+from tests.support.strategies import SGD, trained
+from tests.support.strategies import job_for as strategy_job
 
 TABLE = Table.random(200, validated=True)
 
@@ -105,3 +107,13 @@ def test_layers_that_a_callback_unfreezes_end_the_fit() -> None:
     recipe = Recipe(module=Score, callbacks=[Freezes("all", requires_grad=True)], freeze=["layers.0.*"])
     with pytest.raises(ModuleError, match=r"a hook has set requires_grad of 'layers\.0\.bias' during the training"):
         train(replace(job_for(), recipe=recipe))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "module"), [({"tensor": 2}, Paired), ({"pipeline": 2}, Tower), ({"shard": 2}, Tower)], ids=str
+)
+def test_ranks_that_have_other_parts_of_a_module_are_not_taken_for_ranks_that_differ(sizes: Any, module: Any) -> None:
+    groups = [{"params": ["*bias*"], "weight_decay": 0.0, "lr": 0.01}]
+    recipe = {**SGD, "module": module, "callbacks": [Halves("all"), Adds(1.0)], "parameter_groups": groups}
+    _, metas = trained(strategy_job(recipe=recipe, sizes=sizes), 2)
+    assert [record["added"] for record in metas[0]["history"]] == [1.0, 1.0]
