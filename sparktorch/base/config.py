@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any, Literal, TypeVar
 
+from sparktorch.base.metric_names import best_by_name
 from sparktorch.errors import ConfigError, Refusal, nearest, refuse
 
 __all__ = [
@@ -22,7 +22,6 @@ __all__ = [
     "TrainConfig",
     "from_dict",
     "one_of",
-    "smaller_is_better",
 ]
 
 Task = Literal["classification", "regression", "generic"]
@@ -32,7 +31,6 @@ Invalid = Literal["error", "keep", "skip"]
 
 INITIAL_WEIGHTS = "initialWeights"  # in `CheckpointConfig.job`: a training may resume with others, as it has its own
 
-_SMALLER_IS_BETTER = ("loss", "error", "mae", "mse", "rmse", "mape", "perplexity", "nll", "wer", "cer", "brier")
 _PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 _TASKS = ("classification", "regression", "generic")
 
@@ -167,8 +165,19 @@ class TrainConfig:
         """Returns the metric of a validation that says how good it is, negated if larger is better; `None` without."""
         if self.best_metric not in metrics:
             return None
-        least = smaller_is_better(self.best_metric) if self.best_mode == "auto" else self.best_mode == "min"
-        return float(metrics[self.best_metric]) * (1 if least else -1)
+        return float(metrics[self.best_metric]) * (1 if self.mode() == "min" else -1)
+
+    def mode(self) -> Literal["min", "max"]:
+        """Returns whether the smallest value of the best metric is the best; refuses a name that does not say."""
+        mode = best_by_name(self.best_metric) if self.best_mode == "auto" else self.best_mode
+        if mode is None:
+            raise ConfigError(
+                f"earlyStoppingMode is 'auto', and {self.best_metric!r} does not say whether smaller values are better",
+                hint="set earlyStoppingMode='min' or 'max'",
+                param="earlyStoppingMode",
+                code="ST-METRIC",
+            )
+        return mode
 
     def check_classes(self, classes: int | None) -> None:
         """Refuses class weights that are not one per class of the module's output; `None` if labels are not classes."""
@@ -257,11 +266,6 @@ def one_of(param: str, value: str, valid: tuple[str, ...]) -> None:
         raise ConfigError(
             f"{param} {value!r} is unknown", hint=nearest(str(value), valid), param=param, code="ST-UNKNOWN-NAME"
         )
-
-
-def smaller_is_better(metric: str) -> bool:
-    """Whether smaller values of a metric are better, by its name; of `val_mse_0` or `val_loss_epoch`, too."""
-    return re.sub(r"(_epoch|_step|_\d+)+$", "", metric.lower()).endswith(_SMALLER_IS_BETTER)
 
 
 def from_dict(kind: type[C], values: Mapping[str, Any], *, where: str = "") -> C:

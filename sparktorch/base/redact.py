@@ -9,12 +9,19 @@ from typing import Any
 
 from sparktorch.errors import redacted
 
-__all__ = ["shown"]
+__all__ = ["is_secret", "shown"]
 
 _SECRET = re.compile(
     r"(token(_value)?|secret|passw(or)?d|pwd|(api|access|secret|private)_?key(_?id)?|credentials?|authorization)$",
     re.IGNORECASE,
 )
+
+
+def is_secret(value: Any, name: object = "") -> bool:
+    """Whether a value is a text that messages must not show: by its `name`, or because a URL in it has a password."""
+    if not isinstance(value, str | bytes):
+        return False
+    return bool(_SECRET.search(str(name))) or (isinstance(value, str) and redacted(value) != value)
 
 
 def shown(value: Any, name: object = "") -> str:

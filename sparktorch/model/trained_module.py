@@ -44,7 +44,8 @@ from sparktorch.train.recipe.recipe import ModuleSource, Recipe
 
 __all__ = ["FORMAT_VERSION", "TrainedModule"]
 
-FORMAT_VERSION = 3  # of TorchScript; 2 of models whose weights are in a folder, 1 of all others
+# Models have format 4 if their params hold tuples, 3 if they are TorchScript, 2 if weights are in a folder, else 1.
+FORMAT_VERSION = 4
 
 _WEIGHTS = "weights.safetensors"
 _GRAPH = "module.pt2"
@@ -173,6 +174,8 @@ class TrainedModule:
             form |= {"format": 2, "weights": {"path": weights.path, "token": weights.token}}
         else:
             (directory / _WEIGHTS).write_bytes(weights)
+        if "$tuple" in json.dumps(form["module"]):
+            form["format"] = 4
         if self.preprocess is not None:
             form["preprocess"] = self._save_preprocess(directory, allow_pickle)
         (directory / "module.json").write_text(json.dumps(form, indent=1))
@@ -190,7 +193,7 @@ class TrainedModule:
         if path is None:
             why = f"the module {_named(self.source)} has no import path that works outside this session"
         elif _is_json(params):
-            return {"path": path, "params": params}
+            return {"path": path, "params": tuples_marked(params)}
         else:
             why = f"the parameters of {path} are not all numbers, strings, lists and dicts"
         cannot = (
@@ -327,7 +330,7 @@ def _load_code(directory: Path, how: Mapping[str, Any], allow_pickle: bool) -> t
         if not (isinstance(made_by, type) and issubclass(made_by, nn.Module)):
             what = f"the model is made by {how['path']}, which is no nn.Module class, and loading it calls that"
             _require_trust(what, allow_pickle)
-        return how["path"], how["params"]
+        return how["path"], tuples_made(how["params"])
     if "program" in how:
         program = Program((directory / _GRAPH).read_bytes(), tuple(how["parameters"]))
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Literal
@@ -13,7 +13,7 @@ from torch import nn
 
 from sparktorch.base.config import one_of
 from sparktorch.base.world import World
-from sparktorch.distributed.process_group import sum_over_ranks
+from sparktorch.distributed.process_group import max_over_ranks
 from sparktorch.errors import ConfigError, RankError
 
 __all__ = ["Callback", "Callbacks", "FitContext", "check_callback"]
@@ -53,7 +53,8 @@ class Callback:
 
     Attributes:
         ranks: Where the hooks of the ranks run: "main" means rank 0 only, "all" means every rank. A hook that uses a
-            collective of `torch.distributed` needs "all".
+            collective of `torch.distributed`, or changes the training, needs "all": learning rates, weights,
+            `requires_grad`. Ranks that differ after an epoch end the fit.
     """
 
     ranks: Literal["main", "all"] = "main"
@@ -101,6 +102,7 @@ class Callback:
 
 
 _HOOKS = ("on_fit_start", "on_epoch_start", "on_step_end", "on_validation_end", "on_epoch_end", "on_fit_end")
+_ROUNDING = 1e-5  # Sums of weights may differ by this share: kernels of other devices round in other ways.
 
 
 def check_callback(callback: Any) -> None:
@@ -160,15 +162,47 @@ class Callbacks:
                 trace="".join(traceback.format_exception(error)),
             ) from error
 
-    def ask_to_stop(self, module_asked: bool | None) -> bool:
+    def asked(self, module_asked: bool | None) -> bool:
+        """Returns whether a callback or the module has requested a stop in this rank, for checkpoints."""
+        return self._context._asked_to_stop or bool(module_asked)
+
+    def ask(self) -> None:
+        """Requests a stop, as before a checkpoint."""
+        self._context.stop()
+
+    def ask_to_stop(self, module_asked: bool | None, shared: Callable[[], Mapping[str, float]]) -> bool:
         """Returns whether a callback or the module has requested a stop in any rank; a collective, if any can.
 
-        `module_asked` is whether the module of this rank has; `None` if it never does.
+        `module_asked` is whether the module of this rank has; `None` if it never does. `shared` returns numbers that
+        all ranks have alike, by name, unless a hook has changed the training in some ranks: then it raises.
         """
+        world = self._context.world
         if not self._all and module_asked is None:
             return False
-        asked = torch.tensor([float(self._context._asked_to_stop or bool(module_asked))], dtype=torch.float64)
-        return bool(sum_over_ranks(asked, self._context.world))
+        asked = float(self.asked(module_asked))
+        numbers = shared() if world.world_size > 1 else {}
+        sides = torch.tensor([asked, *numbers.values(), *(-number for number in numbers.values())], dtype=torch.float64)
+        most, *bounds = max_over_ranks(sides, world).tolist()
+        for what, largest, negated in zip(numbers, bounds, bounds[len(numbers) :], strict=False):
+            if largest + negated > _ROUNDING * abs(largest):
+                raise self._parted(what)
+        return bool(most)
+
+    def _parted(self, what: str) -> ConfigError:
+        """Returns the error of ranks that differ."""
+        callbacks = [callback for callback in self._all if any(_overridden(callback, hook) for hook in _HOOKS)]
+        alone = [type(callback).__qualname__ for callback in callbacks if callback.ranks == "main"]
+        everywhere = [type(callback).__qualname__ for callback in callbacks] or ["the module"]
+        which = f"hooks of {', '.join(alone)} run in rank 0 alone"
+        if not alone:
+            which = f"hooks of {', '.join(everywhere)} have changed them in some ranks only"
+        return ConfigError(
+            f"after epoch {self._context.epoch}, the {what} differ between the ranks: {which}",
+            hint='what changes the training runs in all ranks, and does the same in each: set ranks = "all" in the '
+            "class of the callback",
+            param="callbacks",
+            code="ST-CALLBACK",
+        )
 
 
 def _overridden(callback: Callback, hook: str) -> bool:

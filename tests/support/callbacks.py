@@ -147,3 +147,38 @@ class NoCompiler(Callback):
 
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(self._empty)
         config.cpp.cxx = (None, "no-such-compiler")
+
+
+class Halves(Callback):
+    """Halves all learning rates after each epoch."""
+
+    def __init__(self, ranks: Any) -> None:
+        self.ranks = ranks
+
+    def on_epoch_end(self, context: FitContext, record: dict[str, Any]) -> None:
+        for group in context.optimizer.param_groups:
+            group["lr"] *= 0.5
+
+
+class Clamps(Callback):
+    """Clamps the weights after each step."""
+
+    def __init__(self, ranks: Any) -> None:
+        self.ranks = ranks
+
+    @torch.no_grad()
+    def on_step_end(self, context: FitContext) -> None:
+        for parameter in context.module.parameters():
+            parameter.clamp_(-0.1, 0.1)
+
+
+class Freezes(Callback):
+    """Freezes the first layer after the first epoch, or unfreezes it then."""
+
+    def __init__(self, ranks: Any = "all", *, requires_grad: bool = False) -> None:
+        self.ranks, self._requires_grad = ranks, requires_grad
+
+    def on_epoch_end(self, context: FitContext, record: dict[str, Any]) -> None:
+        for name, parameter in context.module.named_parameters():
+            if name.startswith("layers.0"):
+                parameter.requires_grad_(self._requires_grad)

@@ -187,11 +187,10 @@ def check_param_names(instance: Params, names: Iterable[str]) -> None:
 
 
 def check_best_metric(config: TrainConfig, recipe: Recipe) -> None:
-    """Checks that validations will have the metric of early stopping, as far as that is known before one."""
+    """Checks that validations will have the metric of early stopping, as far as that is known, and its best value."""
     name = config.needs_metric
-    if name in (None, "val_loss") or has_metric(name, config.task, recipe.metrics) or recipe.steps_itself:
-        return
-    if recipe.training_step in (None, MODEL_LOSS) or not name.startswith("val_"):
+    measured = name in (None, "val_loss") or has_metric(name, config.task, recipe.metrics) or recipe.steps_itself
+    if name and not measured and (recipe.training_step in (None, MODEL_LOSS) or not name.startswith("val_")):
         known = ["val_loss", *(["val_accuracy"] if config.task == "classification" else [])]
         raise ConfigError(
             f"earlyStoppingMetric is {name!r}, which no validation of this fit has",
@@ -199,6 +198,7 @@ def check_best_metric(config: TrainConfig, recipe: Recipe) -> None:
             param="earlyStoppingMetric",
             code="ST-METRIC",
         )
+    config.mode()
 
 
 def check_ships(value: Any, name: str, *, param: str, hint: str) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 
 from sparktorch.base.config import INITIAL_WEIGHTS
 from sparktorch.base.imports import import_path
+from sparktorch.base.redact import is_secret
 from sparktorch.model.trained_module import TrainedModule
 
 __all__ = ["described"]
@@ -31,7 +32,9 @@ def described(values: Mapping[str, Any]) -> dict[str, str]:
     apart, under `INITIAL_WEIGHTS`.
     """
     weights: list[str] = []
-    found = {name: _Contents(weights if name in _CHECKPOINTED else None).of(value) for name, value in values.items()}
+    found = {
+        name: _Contents(weights if name in _CHECKPOINTED else None).of(value, name) for name, value in values.items()
+    }
     return {**found, **({INITIAL_WEIGHTS: _digest("".join(weights).encode())} if weights else {})}
 
 
@@ -42,22 +45,24 @@ class _Contents:
         self._weights = weights
         self._seen: dict[int, tuple[Any, str]] = {}  # holds the values, so that no other one gets their ids
 
-    def of(self, value: Any) -> str:
-        """Returns the text of a value."""
+    def of(self, value: Any, name: object = "") -> str:
+        """Returns the text of a value, of secrets a digest; a `name` such as "hf_token" is that of one."""
         if isinstance(value, Mapping):
-            return "{" + ", ".join(f"{key}: {self.of(item)}" for key, item in value.items()) + "}"
+            return "{" + ", ".join(f"{key}: {self.of(item, key)}" for key, item in value.items()) + "}"
         if isinstance(value, list | tuple):
-            return "[" + ", ".join(map(self.of, value)) + "]"
+            return "[" + ", ".join(self.of(item, name) for item in value) + "]"
+        if is_secret(value, name):
+            return f"*** (sha256 {_digest(repr(value).encode())[:16]})"
         if isinstance(value, str | int | float | bool | None):
             return repr(value)
         if id(value) not in self._seen:
-            name = str(getattr(value, "__qualname__", type(value).__qualname__))
-            self._seen[id(value)] = value, name  # for a value that holds itself
+            kind = str(getattr(value, "__qualname__", type(value).__qualname__))
+            self._seen[id(value)] = value, kind  # for a value that holds itself
             if import_path(value) is not None:
-                text = f"{name} (module {value.__module__})"
+                text = f"{kind} (module {value.__module__})"
             else:
                 contents = self._contents(value)
-                text = name if contents is None else f"{name} (sha256 {_digest(self.of(contents).encode())[:16]})"
+                text = kind if contents is None else f"{kind} (sha256 {_digest(self.of(contents).encode())[:16]})"
             self._seen[id(value)] = value, text
         return self._seen[id(value)][1]
 

@@ -206,7 +206,7 @@ class EstimatorParams(HasFeaturesCol, HasInputCols, HasLabelCol, HasPredictionCo
     earlyStoppingMode: Param[str]
     def getEarlyStoppingMode(self) -> str: ...
     def setEarlyStoppingMode(self, value: str) -> Self:
-        """Sets the value of `earlyStoppingMode`: whether the best value of that metric is the smallest, 'min', or the largest, 'max'; 'auto' takes the smallest if the name ends in loss, error, mae, mse, rmse or mape."""
+        """Sets the value of `earlyStoppingMode`: whether the best value of that metric is the smallest, 'min', or the largest, 'max'; 'auto' goes by its name, such as val_mae or val_f1, and refuses a name that does not say."""
     earlyStoppingMinDelta: Param[float]
     def getEarlyStoppingMinDelta(self) -> float: ...
     def setEarlyStoppingMinDelta(self, value: float) -> Self:
@@ -531,7 +531,7 @@ class GenericParams(EstimatorParams, HasOutputCols):
             validationBatchSize: Validation rows that a worker takes through the module at a time; without it, as many as training takes, and 4096 at most (> 0).
             earlyStoppingPatience: Validations in a row without a better one after which training ends; the model has the weights of the best (> 0).
             earlyStoppingMetric: The metric of a validation by which it is better than another.
-            earlyStoppingMode: Whether the best value of that metric is the smallest, 'min', or the largest, 'max'; 'auto' takes the smallest if the name ends in loss, error, mae, mse, rmse or mape.
+            earlyStoppingMode: Whether the best value of that metric is the smallest, 'min', or the largest, 'max'; 'auto' goes by its name, such as val_mae or val_f1, and refuses a name that does not say.
             earlyStoppingMinDelta: A validation is better only if by more than this (>= 0).
             callbacks: Callback instances, whose hooks run in the workers and on the driver.
             split: 'key' sends each row to a worker by its contents, and the training depends on nothing else; 'keep' makes a worker of each partition as it is, without a shuffle.
@@ -737,7 +737,7 @@ class ClassifierParams(EstimatorParams, HasProbabilityCol, HasRawPredictionCol, 
             validationBatchSize: Validation rows that a worker takes through the module at a time; without it, as many as training takes, and 4096 at most (> 0).
             earlyStoppingPatience: Validations in a row without a better one after which training ends; the model has the weights of the best (> 0).
             earlyStoppingMetric: The metric of a validation by which it is better than another.
-            earlyStoppingMode: Whether the best value of that metric is the smallest, 'min', or the largest, 'max'; 'auto' takes the smallest if the name ends in loss, error, mae, mse, rmse or mape.
+            earlyStoppingMode: Whether the best value of that metric is the smallest, 'min', or the largest, 'max'; 'auto' goes by its name, such as val_mae or val_f1, and refuses a name that does not say.
             earlyStoppingMinDelta: A validation is better only if by more than this (>= 0).
             callbacks: Callback instances, whose hooks run in the workers and on the driver.
             split: 'key' sends each row to a worker by its contents, and the training depends on nothing else; 'keep' makes a worker of each partition as it is, without a shuffle.
@@ -933,7 +933,7 @@ class RegressorParams(EstimatorParams):
             validationBatchSize: Validation rows that a worker takes through the module at a time; without it, as many as training takes, and 4096 at most (> 0).
             earlyStoppingPatience: Validations in a row without a better one after which training ends; the model has the weights of the best (> 0).
             earlyStoppingMetric: The metric of a validation by which it is better than another.
-            earlyStoppingMode: Whether the best value of that metric is the smallest, 'min', or the largest, 'max'; 'auto' takes the smallest if the name ends in loss, error, mae, mse, rmse or mape.
+            earlyStoppingMode: Whether the best value of that metric is the smallest, 'min', or the largest, 'max'; 'auto' goes by its name, such as val_mae or val_f1, and refuses a name that does not say.
             earlyStoppingMinDelta: A validation is better only if by more than this (>= 0).
             callbacks: Callback instances, whose hooks run in the workers and on the driver.
             split: 'key' sends each row to a worker by its contents, and the training depends on nothing else; 'keep' makes a worker of each partition as it is, without a shuffle.
@@ -1154,7 +1154,7 @@ class RankerParams(EstimatorParams):
             validationBatchSize: Validation rows that a worker takes through the module at a time; without it, as many as training takes, and 4096 at most (> 0).
             earlyStoppingPatience: Validations in a row without a better one after which training ends; the model has the weights of the best (> 0).
             earlyStoppingMetric: The metric of a validation by which it is better than another.
-            earlyStoppingMode: Whether the best value of that metric is the smallest, 'min', or the largest, 'max'; 'auto' takes the smallest if the name ends in loss, error, mae, mse, rmse or mape.
+            earlyStoppingMode: Whether the best value of that metric is the smallest, 'min', or the largest, 'max'; 'auto' goes by its name, such as val_mae or val_f1, and refuses a name that does not say.
             earlyStoppingMinDelta: A validation is better only if by more than this (>= 0).
             callbacks: Callback instances, whose hooks run in the workers and on the driver.
             split: 'key' sends each row to a worker by its contents, and the training depends on nothing else; 'keep' makes a worker of each partition as it is, without a shuffle.
@@ -1343,7 +1343,7 @@ class TextClassifierParams(ClassifierParams):
             validationBatchSize: Validation rows that a worker takes through the module at a time; without it, as many as training takes, and 4096 at most (> 0).
             earlyStoppingPatience: Validations in a row without a better one after which training ends; the model has the weights of the best (> 0).
             earlyStoppingMetric: The metric of a validation by which it is better than another.
-            earlyStoppingMode: Whether the best value of that metric is the smallest, 'min', or the largest, 'max'; 'auto' takes the smallest if the name ends in loss, error, mae, mse, rmse or mape.
+            earlyStoppingMode: Whether the best value of that metric is the smallest, 'min', or the largest, 'max'; 'auto' goes by its name, such as val_mae or val_f1, and refuses a name that does not say.
             earlyStoppingMinDelta: A validation is better only if by more than this (>= 0).
             callbacks: Callback instances, whose hooks run in the workers and on the driver.
             split: 'key' sends each row to a worker by its contents, and the training depends on nothing else; 'keep' makes a worker of each partition as it is, without a shuffle.
@@ -1533,7 +1533,7 @@ class ImageClassifierParams(ClassifierParams):
             validationBatchSize: Validation rows that a worker takes through the module at a time; without it, as many as training takes, and 4096 at most (> 0).
             earlyStoppingPatience: Validations in a row without a better one after which training ends; the model has the weights of the best (> 0).
             earlyStoppingMetric: The metric of a validation by which it is better than another.
-            earlyStoppingMode: Whether the best value of that metric is the smallest, 'min', or the largest, 'max'; 'auto' takes the smallest if the name ends in loss, error, mae, mse, rmse or mape.
+            earlyStoppingMode: Whether the best value of that metric is the smallest, 'min', or the largest, 'max'; 'auto' goes by its name, such as val_mae or val_f1, and refuses a name that does not say.
             earlyStoppingMinDelta: A validation is better only if by more than this (>= 0).
             callbacks: Callback instances, whose hooks run in the workers and on the driver.
             split: 'key' sends each row to a worker by its contents, and the training depends on nothing else; 'keep' makes a worker of each partition as it is, without a shuffle.
@@ -1755,7 +1755,7 @@ class TabularClassifierParams(ClassifierParams):
             validationBatchSize: Validation rows that a worker takes through the module at a time; without it, as many as training takes, and 4096 at most (> 0).
             earlyStoppingPatience: Validations in a row without a better one after which training ends; the model has the weights of the best (> 0).
             earlyStoppingMetric: The metric of a validation by which it is better than another.
-            earlyStoppingMode: Whether the best value of that metric is the smallest, 'min', or the largest, 'max'; 'auto' takes the smallest if the name ends in loss, error, mae, mse, rmse or mape.
+            earlyStoppingMode: Whether the best value of that metric is the smallest, 'min', or the largest, 'max'; 'auto' goes by its name, such as val_mae or val_f1, and refuses a name that does not say.
             earlyStoppingMinDelta: A validation is better only if by more than this (>= 0).
             callbacks: Callback instances, whose hooks run in the workers and on the driver.
             split: 'key' sends each row to a worker by its contents, and the training depends on nothing else; 'keep' makes a worker of each partition as it is, without a shuffle.
@@ -1953,7 +1953,7 @@ class TabularRegressorParams(RegressorParams):
             validationBatchSize: Validation rows that a worker takes through the module at a time; without it, as many as training takes, and 4096 at most (> 0).
             earlyStoppingPatience: Validations in a row without a better one after which training ends; the model has the weights of the best (> 0).
             earlyStoppingMetric: The metric of a validation by which it is better than another.
-            earlyStoppingMode: Whether the best value of that metric is the smallest, 'min', or the largest, 'max'; 'auto' takes the smallest if the name ends in loss, error, mae, mse, rmse or mape.
+            earlyStoppingMode: Whether the best value of that metric is the smallest, 'min', or the largest, 'max'; 'auto' goes by its name, such as val_mae or val_f1, and refuses a name that does not say.
             earlyStoppingMinDelta: A validation is better only if by more than this (>= 0).
             callbacks: Callback instances, whose hooks run in the workers and on the driver.
             split: 'key' sends each row to a worker by its contents, and the training depends on nothing else; 'keep' makes a worker of each partition as it is, without a shuffle.
@@ -2145,7 +2145,7 @@ class RecommenderParams(GenericParams):
             validationBatchSize: Validation rows that a worker takes through the module at a time; without it, as many as training takes, and 4096 at most (> 0).
             earlyStoppingPatience: Validations in a row without a better one after which training ends; the model has the weights of the best (> 0).
             earlyStoppingMetric: The metric of a validation by which it is better than another.
-            earlyStoppingMode: Whether the best value of that metric is the smallest, 'min', or the largest, 'max'; 'auto' takes the smallest if the name ends in loss, error, mae, mse, rmse or mape.
+            earlyStoppingMode: Whether the best value of that metric is the smallest, 'min', or the largest, 'max'; 'auto' goes by its name, such as val_mae or val_f1, and refuses a name that does not say.
             earlyStoppingMinDelta: A validation is better only if by more than this (>= 0).
             callbacks: Callback instances, whose hooks run in the workers and on the driver.
             split: 'key' sends each row to a worker by its contents, and the training depends on nothing else; 'keep' makes a worker of each partition as it is, without a shuffle.
@@ -2392,7 +2392,7 @@ class ForecasterParams(RegressorParams):
             validationBatchSize: Validation rows that a worker takes through the module at a time; without it, as many as training takes, and 4096 at most (> 0).
             earlyStoppingPatience: Validations in a row without a better one after which training ends; the model has the weights of the best (> 0).
             earlyStoppingMetric: The metric of a validation by which it is better than another.
-            earlyStoppingMode: Whether the best value of that metric is the smallest, 'min', or the largest, 'max'; 'auto' takes the smallest if the name ends in loss, error, mae, mse, rmse or mape.
+            earlyStoppingMode: Whether the best value of that metric is the smallest, 'min', or the largest, 'max'; 'auto' goes by its name, such as val_mae or val_f1, and refuses a name that does not say.
             earlyStoppingMinDelta: A validation is better only if by more than this (>= 0).
             callbacks: Callback instances, whose hooks run in the workers and on the driver.
             split: 'key' sends each row to a worker by its contents, and the training depends on nothing else; 'keep' makes a worker of each partition as it is, without a shuffle.

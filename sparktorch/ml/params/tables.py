@@ -225,8 +225,9 @@ EPOCHS = (
     P("earlyStoppingMetric", "str", "val_loss", "the metric of a validation by which it is better than another",
       field="config.best_metric", compared="unless default"),
     P("earlyStoppingMode", "str", "auto",
-      "whether the best value of that metric is the smallest, 'min', or the largest, 'max'; 'auto' takes the smallest "
-      "if the name ends in loss, error, mae, mse, rmse or mape", field="config.best_mode", compared="unless default"),
+      "whether the best value of that metric is the smallest, 'min', or the largest, 'max'; 'auto' goes by its name, "
+      "such as val_mae or val_f1, and refuses a name that does not say", field="config.best_mode",
+      compared="unless default"),
     P("earlyStoppingMinDelta", "float", 0.0, "a validation is better only if by more than this (>= 0)",
       field="config.best_delta", compared="unless default"),
     P("callbacks", "list[Any]", [], "Callback instances, whose hooks run in the workers and on the driver",

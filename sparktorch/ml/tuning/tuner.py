@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from pyspark.ml import Estimator
 from pyspark.sql import DataFrame, SparkSession
 
-from sparktorch.base.config import above, at_least, one_of, smaller_is_better
+from sparktorch.base.config import above, at_least, one_of
 from sparktorch.base.imports import optuna
+from sparktorch.base.metric_names import best_by_name
 from sparktorch.errors import ConfigError, Refusal, SparkTorchError, refuse
 from sparktorch.ml.estimator import TorchEstimatorBase
 from sparktorch.ml.fit.listeners import callers
@@ -99,8 +100,8 @@ class TorchTuner(Estimator[TorchTunerModel]):
         metric: A name in the records of `summary.history`. By default "val_loss" if the estimator has a
             `validationIndicatorCol`, else "loss". With `earlyStoppingPatience`, a trial counts with the epoch whose
             weights it has.
-        direction: "minimize" or "maximize". By default, names that end in loss, error, mae, mse, rmse or mape are
-            minimized, and all others maximized.
+        direction: "minimize" or "maximize". By default the metric's name decides, as for `earlyStoppingMode`; one
+            that does not say is refused.
         workersPerTrial: Number of workers that train a trial; by default the estimator's `numWorkers`.
         parallelism: Number of trials at a time; by default as many as there are slots for, and 1 if the session does
             not tell how many slots there are.
@@ -235,11 +236,19 @@ class TorchTuner(Estimator[TorchTunerModel]):
 
 
 def direction_of(metric: str, given: str | None) -> str:
-    """Returns whether a search minimizes or maximizes its metric."""
+    """Returns whether a search minimizes or maximizes its metric; refuses a name that does not say, without `given`."""
     if given is not None:
         one_of("direction", given, ("minimize", "maximize"))
         return given
-    return "minimize" if smaller_is_better(metric) else "maximize"
+    mode = best_by_name(metric)
+    if mode is None:
+        raise ConfigError(
+            f"metric {metric!r} does not say whether smaller values are better",
+            hint="set direction='minimize' or 'maximize'",
+            param="direction",
+            code="ST-METRIC",
+        )
+    return "minimize" if mode == "min" else "maximize"
 
 
 def _valid_one(base: Any, space: Space, metric: str) -> tuple[Any, Request[TrainJob]]:

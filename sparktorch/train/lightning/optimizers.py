@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from sparktorch.errors import ModuleError
 from sparktorch.train.lightning.recognise import base_of
 from sparktorch.train.lightning.state import TrainerView
-from sparktorch.train.recipe.lr_schedule import Schedule
+from sparktorch.train.recipe.lr_schedule import Schedule, counts_all_steps
 
-__all__ = ["Configured", "LightningSchedule", "Trained", "configured"]
+__all__ = ["Configured", "LightningSchedule", "configured"]
 
 
 @dataclass
@@ -62,6 +61,8 @@ class LightningSchedule(Schedule):
         """Takes the schedulers, the optimizer in use, which has the same groups, and what tells of the epoch."""
         self._optimizer, self._schedulers, self._trainer = optimizer, made.schedulers, trainer
         self._step, self._scheduler = 0, None
+        for each in (optimizer, made.optimizer):
+            counts_all_steps(each)
         self._last_rate = optimizer.param_groups[0]["lr"]
 
     def step(self, take: Callable[[], object]) -> None:
@@ -100,35 +101,3 @@ class LightningSchedule(Schedule):
         for each, values in zip(self._schedulers, state["schedulers"], strict=True):
             each.scheduler.load_state_dict(values)
         super().load_state_dict(state)
-
-
-class Trained:
-    """The parameters that were trainable when the ranks began, and those of them that the optimizer leaves out."""
-
-    def __init__(self, module: nn.Module) -> None:
-        """Takes the module before a strategy has wrapped it."""
-        self._module, self._left_out = module, list[nn.Parameter]()
-        self._names = self._trainable()
-
-    def look(self, optimizers: Iterable[Optimizer]) -> None:
-        """Looks again, at the start of an epoch: hooks may have changed the module and the optimizer's groups."""
-        if late := sorted(self._trainable() - self._names):
-            what = f"{type(self._module).__qualname__} has set requires_grad of {late[0]} during the training"
-            hint = "set it in __init__, and a rate of 0 in the group of the optimizer that you will train later"
-            raise ModuleError(what, hint=hint, param="module")
-        used = _ids(*optimizers)
-        self._left_out = [each for each in self._module.parameters() if each.requires_grad and id(each) not in used]
-
-    def drop_unused_gradients(self, optimizer: Optimizer) -> None:
-        """Removes gradients that the optimizer neither uses nor sets to zero: they would add up, and be clipped."""
-        used = _ids(optimizer) if self._left_out else set[int]()  # a hook may have added some since
-        for parameter in self._left_out:
-            if id(parameter) not in used:
-                parameter.grad = None
-
-    def _trainable(self) -> set[str]:
-        return {name for name, parameter in self._module.named_parameters() if parameter.requires_grad}
-
-
-def _ids(*optimizers: Optimizer) -> set[int]:
-    return {id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}

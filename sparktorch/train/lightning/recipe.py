@@ -87,5 +87,4 @@ class LightningRecipe(Recipe):
         """Returns the class of the module's optimizer, its own groups, and its options."""
         built = self.build_optimizer(module)
         same = recipe_of(module, built)
-        vars(built)["_opt_called"] = True  # schedulers warn of an optimizer that takes no steps
         return type(built), built.param_groups, {"lr": same.learning_rate, **same.optimizer_params}

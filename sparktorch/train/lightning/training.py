@@ -13,7 +13,7 @@ from torch import nn
 from sparktorch.base.batch import Batch
 from sparktorch.base.world import World
 from sparktorch.errors import ModuleError, nearest, refusing
-from sparktorch.train.lightning.optimizers import Configured, LightningSchedule, Trained, configured
+from sparktorch.train.lightning.optimizers import Configured, LightningSchedule, configured
 from sparktorch.train.lightning.recognise import overrides, parts
 from sparktorch.train.lightning.state import Metrics, Saved, TrainerView, unchanged
 from sparktorch.train.lightning.step import (
@@ -64,7 +64,7 @@ class LightningTraining(OwnTraining):
         self._last: tuple[dict[str, Any], Batch, int] | None = None  # for on_train_batch_end
         self._began = False
         self._evaluating: list[nn.Module] = []
-        self._trained, self._saved = Trained(module), Saved(module, trainer)
+        self._saved = Saved(module, trainer)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LightningTraining:
         return self  # a copy of the module belongs to the same training
@@ -209,7 +209,6 @@ class LightningTraining(OwnTraining):
         elif fresh:
             self._training_logs.load_state_dict(self._early.state_dict())
         self._began = True
-        self._trained.look((*self.trainer.optimizers, self.configured.optimizer))
 
     def keep_modes(self) -> None:
         """Sets the parts to evaluation mode that were in it before a validation, or before the training."""
@@ -219,7 +218,6 @@ class LightningTraining(OwnTraining):
     def before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
         """Calls `on_before_zero_grad`."""
         self._step_rows = 0
-        self._trained.drop_unused_gradients(optimizer)
         self._hook("on_before_zero_grad", optimizer, rows=1)
 
     def after_backward(self) -> None:
@@ -227,8 +225,7 @@ class LightningTraining(OwnTraining):
         self._hook("on_after_backward", rows=self._last[1].rows if self._last else 1)
 
     def before_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Removes gradients that the optimizer will not use, and calls `on_before_optimizer_step`."""
-        self._trained.drop_unused_gradients(optimizer)
+        """Calls `on_before_optimizer_step`."""
         self._hook("on_before_optimizer_step", optimizer, rows=self._step_rows)
 
     def end_step(self, step: int) -> None:

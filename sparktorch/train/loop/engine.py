@@ -27,6 +27,7 @@ from sparktorch.train.recipe.loss import Loss, Means, Sums, TrainingStep, full_p
 from sparktorch.train.recipe.lr_schedule import Schedule
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.recipe.task import align, autocast, prediction, rows_of
+from sparktorch.train.recipe.trained_parameters import TrainedParameters
 from sparktorch.train.sharding.dtensor import whole
 from sparktorch.train.strategies.base import Start, Strategy
 from sparktorch.train.strategies.registry import build_strategy, strategy_for
@@ -48,6 +49,7 @@ class Engine:
         base: The frozen base of its adapters, which is neither saved nor returned; `None` without adapters.
         scaler: Loss scaler, enabled in fp16 only.
         own: What the module brings to its training.
+        trained: The parameters that are trained.
         training_step: The user's training step, `None` if the recipe has a loss instead.
         watch: Raises on losses that are not finite; `None` if their steps are skipped.
         min_rows: Minimum rows of a batch in training.
@@ -82,13 +84,13 @@ class Engine:
         self.own = recipe.build_own(plain, world, steps)
         self.base = FrozenBase.of(plain, recipe.module_seed(config.seed), recipe.packed)
         # A rank without rows joins every all-reduce with placeholder rows. Batch normalisation
-        # refuses a single row in training, unless it is synchronised over the ranks.
-        self.min_rows = 2 if has_batch_norm(plain) else 1
+        # refuses a single row in training, unless it is synchronised over the ranks, as the module's own may be.
         self._presence: Presence | None = None
-        if config.sync_batch_norm:
-            self._presence, self.min_rows = Presence(), 1
-            synchronise(plain, self._presence, compiled=config.compile)
         self._own_buffers = not any(isinstance(part, nn.SyncBatchNorm) for part in plain.modules())
+        if config.sync_batch_norm or not (self._own_buffers or world.world_size == 1):
+            self._presence = Presence()
+            synchronise(plain, self._presence, everywhere=config.sync_batch_norm, compiled=config.compile)
+        self.min_rows = 2 if has_batch_norm(plain) else 1
         if config.micro_batch_size == "auto" and not self._own_buffers:
             raise ModuleError(
                 "microBatchSize is 'auto', and the module has SyncBatchNorm, whose ranks wait for each other in a step",
@@ -107,6 +109,7 @@ class Engine:
             plain.compile()
         start = Start(example=example) if built is None else Start(built.materialise, example)
         self.module, self.unwrapped = self.strategy.prepare(plain, start), plain
+        self.trained = TrainedParameters(plain)
         self.sync = self.strategy.gradients(self.module)
         self.optimizer = self.strategy.optimizer(recipe, plain)
         self.schedule: Schedule = self.own.schedule(self.optimizer) or Schedule(recipe, config, self.optimizer, steps)
@@ -132,9 +135,7 @@ class Engine:
         """
         config = self._config
         self.own.before_zero_grad(self.optimizer)
-        self.optimizer.zero_grad()
-        if self._presence is not None:
-            self._presence.rows = batch.rows > 0
+        self._zero_grad()
         if 0 < batch.rows < self.min_rows and not self._told:
             self._told = True
             _LOG.warning(
@@ -149,6 +150,7 @@ class Engine:
         losses, metrics = zip(*found, strict=True)
         loss_sum: torch.Tensor = sum(losses[1:], losses[0])
         self.sync.complete()
+        self.trained.drop_unused_gradients(self.optimizer)
         self.gradient_norm = None
         if skips and not all_finite(loss_sum, self.module, self._world):
             self._skip(buffers)
@@ -184,7 +186,7 @@ class Engine:
                 with self.sync.reducing(rows=True, warm_up=True):
                     loss, _ = self.losses_of(self.module, batch)
                     (loss * 0).backward()  # type: ignore[no-untyped-call]
-                self.optimizer.zero_grad()
+                self._zero_grad()
             self.strategy.own_state.load_state_dict(state)
             self._restore(buffers)
 
@@ -220,15 +222,14 @@ class Engine:
         self.schedule.epoch_done(record, validated=validated)
 
     def forward(self, module: nn.Module, batch: Batch) -> Any:
-        """Returns the module's output for a batch, in float32."""
+        """Returns the module's output for a batch, at least in float32."""
         with self._autocast:
             output = call(module, batch.inputs, batch.names, self.unwrapped)
         return self.widened(output)
 
     def widened(self, output: Any) -> Any:
-        """Takes a module's output as `forward` does: the logits of a transformers model, and in float32."""
-        output = prediction(output)
-        return full_precision(output) if self._config.precision in ("bf16", "fp16") else output
+        """Takes a module's output as `forward` does: the logits of a transformers model, at least in float32."""
+        return full_precision(prediction(output))
 
     def _split(self, batch: Batch, step: int) -> list[Batch]:
         """Returns the micro-batches of a step."""
@@ -278,10 +279,15 @@ class Engine:
             if self.split.fits(step, full=full):
                 self.sync.reduce(rows=batch.rows > 0)
                 return found
-            self.optimizer.zero_grad()
+            self._zero_grad()
             self._restore(buffers)
             set_generators_state(generators, device)
             let_go(self._world.device)
+
+    def _zero_grad(self) -> None:
+        """Removes the gradients of all parameters, also of those that the optimizer leaves out."""
+        self.optimizer.zero_grad()
+        self.trained.drop_unused_gradients(self.optimizer)
 
     def _restore(self, buffers: list[torch.Tensor]) -> None:
         for buffer, before in zip(self.module.buffers(), buffers, strict=True):
@@ -290,6 +296,8 @@ class Engine:
     def _backward(self, batch: Batch, scale: float) -> tuple[torch.Tensor, Sums]:
         """Accumulates the gradients of a batch; returns its loss sum and metric sums."""
         batch = self.strategy.together(batch)
+        if self._presence is not None:
+            self._presence.rows = batch.rows > 0
         few = batch.rows < self.min_rows and self._presence is None
         buffers = [buffer.clone() for buffer in self.module.buffers()] if few and self._own_buffers else []
         found = self._pass(batch, scale)

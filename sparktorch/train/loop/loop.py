@@ -24,6 +24,7 @@ from sparktorch.train.checkpoint.checkpointer import Checkpointer, Position
 from sparktorch.train.loop.engine import Engine
 from sparktorch.train.loop.model_folder import Weights
 from sparktorch.train.loop.progress import Progress
+from sparktorch.train.loop.shared_numbers import shared_numbers
 from sparktorch.train.loop.training_state import TrainingState
 from sparktorch.train.loop.validation import Validation, check_loss
 from sparktorch.train.numerics.determinism import reproducible, seed_all
@@ -108,7 +109,7 @@ def train(
             engine.end_epoch(record, validated=run.validation is not None)
             callbacks.add_to(record)
             # All ranks see the same losses and stop requests, so they stop after the same epoch.
-            asked = callbacks.ask_to_stop(engine.own.asked)
+            asked = callbacks.ask_to_stop(engine.own.asked, lambda: shared_numbers(engine))
             if asked:
                 run.validate()
                 run.note_validations(record)
@@ -218,6 +219,7 @@ class _Run:
         with closing(self._dataset.epoch(epoch, min_rows=engine.min_rows, first=counters.taken)) as batches:
             engine.training_mode()
             engine.own.begin_epoch(epoch, fresh=not counters.taken)
+            engine.trained.look(engine.optimizer)
             yield _Epoch(epoch, weights, scales, started), self._steps_left(batches, len(scales))
         self._waited += counters.waited - waited
         self._seconds += time.perf_counter() - counters.validating - entered

@@ -100,6 +100,7 @@ class TrainingState:
             "schedule": engine.schedule.state_dict(),
             "scaler": engine.scaler.state_dict(),
             "callbacks": self._callbacks.state_dict(),
+            "asked": self._callbacks.asked(engine.own.asked),
             "module": engine.own.state_dict(),
             "means": engine.means.state_dict(),
             "micro_batch_size": engine.split.size if engine.split.searches else None,
@@ -134,6 +135,8 @@ class TrainingState:
         mine = [rests[old] for old in range(rank, manifest.world_size, size)]
         self._progress.merge(main, mine, best)
         self._callbacks.load_state_dict(own["callbacks"])
+        if any(rest.get("asked") for rest in rests.values()):  # Earlier versions did not save it.
+            self._callbacks.ask()
         engine.own.load_state_dict(own.get("module", {}), same_ranks=manifest.world_size == size)
         engine.means.clear()
         for rest in mine:

@@ -1,6 +1,7 @@
 """Batch normalisation with the statistics of the rows of all ranks.
 
-`torch.nn.SyncBatchNorm` runs on GPUs only, and would count the placeholder rows of ranks without rows.
+`torch.nn.SyncBatchNorm` runs on GPUs only, and counts the placeholder rows of ranks without rows: what is here takes
+its place, too, where a module has it.
 """
 
 from __future__ import annotations
@@ -28,22 +29,23 @@ class Presence:
 
 
 def has_batch_norm(module: nn.Module) -> bool:
-    """Returns whether the module has batch normalisation, which needs at least two rows in training."""
-    return any(isinstance(part, _BatchNorm) for part in module.modules())
+    """Returns whether the module has batch normalisation of a rank's rows, which needs at least two in training."""
+    return any(isinstance(part, _BatchNorm) and "forward" not in vars(part) for part in module.modules())
 
 
-def synchronise(module: nn.Module, presence: Presence, *, compiled: bool = False) -> None:
+def synchronise(module: nn.Module, presence: Presence, *, everywhere: bool = True, compiled: bool = False) -> None:
     """Makes the module's batch normalisation use the statistics of all ranks' rows in training.
 
-    It replaces only `forward`, in place; class, parameters, buffers and their names stay. The engine updates `presence`
-    before each step. A `compiled` module needs a graph break at each collective. A batch normalisation with a `forward`
-    of its own is refused.
+    Without `everywhere`, it does so for torch's `SyncBatchNorm` over all ranks alone. It replaces only `forward`, in
+    place; class, parameters, buffers and their names stay. The engine updates `presence` before each pass. A `compiled`
+    module needs a graph break at each collective. A batch normalisation with a `forward` of its own is refused.
     """
     forward = torch.compiler.disable(_forward) if compiled else _forward  # type: ignore[no-untyped-call]
     for name, part in module.named_modules():
-        if not isinstance(part, _BatchNorm):
+        of_torch = type(part) is nn.SyncBatchNorm and part.process_group in (None, dist.group.WORLD)
+        if not (of_torch or (everywhere and isinstance(part, _BatchNorm))):
             continue
-        if type(part).forward is not _BatchNorm.forward:
+        if type(part).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
             raise ModuleError(
                 f"syncBatchNorm cannot synchronise {name!r}, a {type(part).__qualname__} with a forward of its own",
                 hint="use nn.BatchNorm1d, 2d or 3d, or leave syncBatchNorm out",

@@ -22,6 +22,7 @@ from sparktorch.train.huggingface.folder import log_differences
 from sparktorch.train.huggingface.models import MODEL_LOSS, call, check_model_loss
 from sparktorch.train.recipe.hints import hints_for
 from sparktorch.train.recipe.loss import Loss, TrainingStep, check_mean
+from sparktorch.train.recipe.loss_tensors import check_parameters, unchanged_buffers
 from sparktorch.train.recipe.metrics import ones_for, try_metrics
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.recipe.task import (
@@ -209,11 +210,15 @@ def _tried(
         label = label.to(torch.int64).clamp(0, classes - 1)  # the ranks check every label
     batch = replace(batch, label=label)
     if loss is not None:
-        _try_loss(loss, task, output, label, batch.weight, values=values)
+        with unchanged_buffers(loss, f"loss {loss.name}", "loss", values=values):
+            total = _try_loss(loss, task, output, label, batch.weight, values=values)
+        check_parameters(total, module, f"loss {loss.name}", "loss")
     else:
         assert training_step is not None
         own.begin_fit(0, 0)
-        _try_step(training_step, module, batch, values=values)
+        with unchanged_buffers(training_step, training_step.what, training_step.param, values=values):
+            total = _try_step(training_step, module, batch, values=values)
+        check_parameters(total, module, training_step.what, training_step.param)
         if recipe.training_step == MODEL_LOSS and values:
             check_model_loss(module, batch)
     _check_leaves(module)
@@ -279,8 +284,8 @@ def complete(trial: DryRunResult, metrics: Mapping[str, Any], task: Task) -> Dry
 
 def _try_loss(
     loss: Loss, task: Task, output: Any, label: torch.Tensor | None, weight: torch.Tensor | None, *, values: bool
-) -> None:
-    """Runs a loss forward and backward on a few rows, and forward on the first one and two."""
+) -> torch.Tensor:
+    """Runs a loss forward and backward on a few rows, and forward on the first one and two; returns it."""
     got = "" if label is None else f" and labels {described(label)}"
     hint = f"the module returned {described(output)}{got}"
     if task == "classification":
@@ -293,11 +298,13 @@ def _try_loss(
 
     with refusing(f"loss {loss.name} failed on the first row", hint, param="loss", code="ST-LOSS"):
         _check_rows(of_rows, f"loss {loss.name}", "loss", hint, values=values)
-        loss(*align(task, output, label), weight).backward()  # type: ignore[no-untyped-call]
+        total = loss(*align(task, output, label), weight)
+        total.backward()  # type: ignore[no-untyped-call]
+    return total
 
 
-def _try_step(step: TrainingStep, module: nn.Module, whole: Batch, *, values: bool) -> None:
-    """Runs a training step forward and backward on a few rows, and forward on the first one and two."""
+def _try_step(step: TrainingStep, module: nn.Module, whole: Batch, *, values: bool) -> torch.Tensor:
+    """Runs a training step forward and backward on a few rows, and forward on one and two; returns its loss."""
     arrives = ", ".join(described(tensor) for tensor in whole.inputs)
     got = "" if whole.label is None else f" and label {described(whole.label)}"
     hint = f"{step.hint or 'it is called with the module and a batch'}; inputs ({arrives}){got}"
@@ -305,7 +312,9 @@ def _try_step(step: TrainingStep, module: nn.Module, whole: Batch, *, values: bo
         _check_rows(
             lambda *span: step.per_row(module, whole.slice(*span))[0], step.what, step.param, hint, values=values
         )
-        step(module, whole)[0].backward()  # type: ignore[no-untyped-call]
+        total, _ = step(module, whole)
+        total.backward()  # type: ignore[no-untyped-call]
+    return total
 
 
 def _check_rows(per_row: Callable[[int, int], Any], what: str, param: str, hint: str, *, values: bool) -> None:

@@ -58,8 +58,13 @@ def mean_of(total: float, weight: float) -> float:
 
 
 def full_precision(output: Any) -> Any:
-    """Returns what a module returned under autocast in float32, for the loss."""
-    return each_tensor(lambda tensor: tensor.float() if tensor.is_floating_point() else tensor, output)
+    """Returns what a module returned, with tensors of half precision in float32, for the loss."""
+    return each_tensor(lambda tensor: _wide(tensor) if tensor.is_floating_point() else tensor, output)
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor in float32, or in float64 if it is: sums of half precision lose all but three digits."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def weigh(
@@ -77,6 +82,7 @@ def weigh(
         )
         hint = "return one loss per row, shape (rows,), or their mean; a trainingStep may add a dict of metrics"
         raise ModuleError(f"{what} returned {found}", hint=hint, param=param, code="ST-LOSS")
+    losses = _wide(losses)
     if losses.dim() == 0:
         if weight is not None and weight.any():
             what = f"{what} returns one number for the batch, so rows cannot be weighted"
@@ -126,11 +132,18 @@ class TrainingStep:
 
     param, rowwise, hint = "trainingStep", _ROWWISE, ""
     logs_validation = False
+    _module: nn.Module | None = None  # The callable, if it is one or holds one.
 
     def __init__(self, function: Callable[[nn.Module, Batch], Any]) -> None:
         """Takes a callable that returns a loss per row or their mean, or such a loss and a mapping of metrics."""
         self.what = f"trainingStep {getattr(function, '__qualname__', type(function).__qualname__)}"
         self._function = function
+        if isinstance(function, nn.Module):
+            self._module = function
+
+    def buffers(self) -> list[torch.Tensor]:
+        """Returns the buffers of the callable, if it is a module."""
+        return [] if self._module is None else list(self._module.buffers())
 
     def means(self, prefix: str) -> Means:
         """Returns an empty collection for the values of its metrics."""
@@ -146,7 +159,7 @@ class TrainingStep:
             losses, metrics = self.per_row(module, batch)
         rows = batch.rows or batch.shown  # placeholder rows are complete, with weight zero
         if isinstance(losses, torch.Tensor):
-            losses = _without_filler(losses, batch).to(torch.promote_types(losses.dtype, torch.float32))
+            losses = _without_filler(losses, batch)
         total = weigh(losses, rows, batch.loss_weight, what=self.what, param=self.param, rowwise=self.rowwise)
         if not batch.rows:  # the loss of a placeholder may be NaN, which no weight of zero hides
             return total.nan_to_num(0.0, 0.0, 0.0), {}
@@ -202,7 +215,7 @@ class GroupsLossStep(TrainingStep):
             with building("loss", loss):
                 loss, options = loss(**options), {}
         self._loss, self._params, self._metrics = loss, options, metrics
-        self._with_tensors = _with_tensors(loss)
+        self._module = self._with_tensors = _with_tensors(loss)
 
     def evaluate(self, module: nn.Module, batch: Batch) -> tuple[torch.Tensor | None, Sums]:
         """Returns the same as a call for a batch of validation groups, and the sums of the metrics."""
@@ -262,7 +275,7 @@ class Means:
         """Adds the sums of a batch."""
         for name, (value, weight) in metrics.items():
             before = self._sums.get(name, (0.0, 0.0))
-            self._sums[name] = before[0] + _wide(value), before[1] + _wide(weight)
+            self._sums[name] = before[0] + _double(value), before[1] + _double(weight)
 
     def state_dict(self) -> dict[str, tuple[float, float]]:
         """Returns this rank's sums by name, for `load_state_dict`."""
@@ -294,7 +307,7 @@ class Means:
         return every
 
 
-def _wide(value: torch.Tensor | float) -> torch.Tensor | float:
+def _double(value: torch.Tensor | float) -> torch.Tensor | float:
     return value.double() if isinstance(value, torch.Tensor) else value
 
 
@@ -349,6 +362,10 @@ class Loss:
             hint = "give the weights as classWeights"
         if what:
             raise ModuleError(f"loss {self.name} {what}", hint=hint, param="loss", code="ST-LOSS-MEAN")
+
+    def buffers(self) -> list[torch.Tensor]:
+        """Returns the buffers of a loss that is a module."""
+        return [] if self._with_tensors is None else list(self._with_tensors.buffers())
 
     def __call__(self, output: Any, label: torch.Tensor | None, weight: torch.Tensor | None) -> torch.Tensor:
         """Returns the weighted sum of the rows' losses, a scalar tensor; raises as `weigh`."""

@@ -86,6 +86,7 @@ class Kind:
         divides_parameters: Whether a rank keeps its share of the parameters only, and has `shares`. Then a forward pass
             is a collective: all ranks need the same number of passes, and none can fail alone.
         runs_passes: Whether it runs forward and backward passes itself, in `run_pass`.
+        same_weights: Whether all ranks have the same weights after each step.
         waits_for_device: Whether each step waits for the device anyway, so that each rank can check its losses at once.
     """
 
@@ -100,6 +101,7 @@ class Kind:
     own_batches: bool = False
     divides_parameters: bool = False
     runs_passes: bool = False
+    same_weights: bool = False
     waits_for_device: bool = False
 
 

@@ -249,6 +249,7 @@ def _narrow_all_reduce(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.fut
 KIND = Kind(
     options=DDPOptions,
     rank=DDP,
+    same_weights=True,
     refusals=(
         Refusal(  # torch records the graph in the first backward pass, which must reduce gradients
             "strategyParams",

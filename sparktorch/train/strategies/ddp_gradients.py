@@ -109,8 +109,21 @@ class DDPGradients(GradientsOfRows):
         """Returns a zero whose backward pass tells DDP that these parameters get no more gradients."""
         empty = [_no_rows(p) if p in self._sparse and p.grad is None else None for p in parameters]
         nothing = torch.zeros((), device=self._device, requires_grad=True)
-        found: torch.Tensor = _NoGradients.apply(empty, nothing, *parameters)  # type: ignore[no-untyped-call]
+        with self._unfrozen():
+            found: torch.Tensor = _NoGradients.apply(empty, nothing, *parameters)  # type: ignore[no-untyped-call]
         return found
+
+    @contextmanager
+    def _unfrozen(self) -> Iterator[None]:
+        """Context in which autograd reaches parameters that a callback has frozen, for which DDP's reducer waits."""
+        frozen = [] if self._searches else [parameter for parameter in self._trained if not parameter.requires_grad]
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        try:
+            yield
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(False)
 
     def _settle(self, missing: Sequence[nn.Parameter], *, rows: bool) -> None:
         """Takes the gradients, all zero, of parameters that no rank has used; only a search tells which these are."""
@@ -118,7 +131,9 @@ class DDPGradients(GradientsOfRows):
             gradient = parameter.grad
             if gradient is None:
                 continue
-            if gradient.is_sparse:  # its indices tell
+            if not parameter.requires_grad:
+                parameter.grad = None
+            elif gradient.is_sparse:  # its indices tell
                 parameter.grad = gradient if gradient._nnz() else None
             elif rows and not self._searches and not gradient.any():
                 raise UnusedParameterError(

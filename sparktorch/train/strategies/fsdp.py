@@ -100,6 +100,8 @@ class Zero3(Strategy[S]):
         policy = MixedPrecisionPolicy(
             param_dtype=DTYPES.get(options.param_dtype or ""), reduce_dtype=DTYPES.get(options.reduce_dtype or "")
         )
+        # Losses of what the module returns are summed, for which half precision has too few digits.
+        outermost = replace(policy, output_dtype=torch.float32) if policy.param_dtype else policy
         if is_host(self._device):
             self._spare_memory(module, parts, policy)
         names = {part: name for name, part in module.named_modules()}
@@ -114,7 +116,7 @@ class Zero3(Strategy[S]):
                 part,
                 mesh=self.mesh,
                 reshard_after_forward=self._reshard_after_forward,
-                mp_policy=policy,
+                mp_policy=outermost if part is module else policy,
                 offload_policy=CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy(),
             )
             if self._calls is not None:

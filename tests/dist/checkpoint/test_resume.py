@@ -14,6 +14,7 @@ from torch import nn
 from sparktorch import Callback
 from sparktorch.data.columns import KEY
 from sparktorch.errors import PersistenceError
+from sparktorch.train.callbacks import FitContext
 from sparktorch.train.checkpoint.store import CheckpointStore
 from sparktorch.worker import TrainJob
 from tests.support.nets import Damped, Drifting, Lookup, Noisy, Spare, Tower
@@ -304,3 +305,19 @@ def test_a_damaged_checkpoint_is_left_out_with_a_warning(tmp_path: Path) -> None
     assert "rank-00001.pt" in warning["text"]
     assert ended[0].result is not None
     assert all(torch.equal(load_state(ended[0].result)[name], value) for name, value in expected.items())
+
+
+class StopsAndDies(Counts):
+    """Asks to stop within the first epoch, in its last rank, and is killed two steps later."""
+
+    def on_step_end(self, context: FitContext) -> None:
+        if context.step == 3 and context.world.rank == context.world.world_size - 1:
+            context.stop()
+        super().on_step_end(context)
+
+
+@pytest.mark.parametrize("after", [2, 1])
+def test_a_stop_that_was_asked_for_before_a_kill_ends_the_training_with_the_epoch(after: int, tmp_path: Path) -> None:
+    killed(job_for(tmp_path, StopsAndDies(tmp_path, rank=1, step=5)), 2)
+    _, metas = train_on(parts(after), job_for(tmp_path, StopsAndDies(tmp_path)))
+    assert [record["epoch"] for record in metas[0]["history"]] == [1]

@@ -12,14 +12,15 @@ import torch
 
 from sparktorch import Callback
 from sparktorch.base.config import TrainConfig
-from sparktorch.errors import RankError
-from sparktorch.train.callbacks import FitContext
+from sparktorch.errors import ConfigError, ModuleError, RankError
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.worker import TrainJob
-from tests.support.callbacks import Adds, Diary, FailsIn, Stops
+from tests.support.callbacks import Adds, Clamps, Diary, FailsIn, Freezes, Halves, Stops
 from tests.support.frames import Table
-from tests.support.nets import Score
+from tests.support.nets import Paired, Score, Tower
 from tests.support.ranks import train_job, train_on
+from tests.support.strategies import SGD, trained
+from tests.support.strategies import job_for as strategy_job
 
 TABLE = Table.random(200, validated=True)
 
@@ -70,20 +71,49 @@ def test_a_callback_that_raises_ends_the_fit_by_the_name_of_its_hook() -> None:
     assert 'raise ArithmeticError("planted in a callback")' in caught.value.trace
 
 
-class Freezes(Callback):
-    """Freezes the first layer after the first epoch."""
-
-    ranks = "all"
-
-    def on_epoch_end(self, context: FitContext, record: dict[str, Any]) -> None:
-        for name, parameter in context.module.named_parameters():
-            if name.startswith("layers.0"):
-                parameter.requires_grad_(False)
-
-
 def test_a_callback_may_freeze_layers_where_some_ranks_have_no_rows() -> None:
     strategy = {"strategy": "ddp", "strategy_params": {"find_unused_parameters": True}}
     job = replace(job_for(Freezes(), **strategy), placeholder=TABLE.batches()[0].slice(0, 1))
     state, _ = train_on([TABLE.batches(), [], []], job, seconds=60)
     torch.testing.assert_close(state, train(job_for(Freezes()), ranks=1)[0], atol=1e-5, rtol=0)
     assert not torch.equal(state["layers.0.weight"], train(job_for(), ranks=1)[0]["layers.0.weight"])
+
+
+@pytest.mark.parametrize("config", [{}, {"accumulation_steps": 2}, {"micro_batch_size": "auto"}, {"strategy": "zero1"}])
+def test_layers_that_a_callback_freezes_in_all_ranks_stay_as_they_are(config: dict[str, Any]) -> None:
+    state, _ = train(job_for(Freezes(), **config))
+    torch.testing.assert_close(state, train(job_for(Freezes()), ranks=1)[0], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", [Halves, Clamps, Freezes])
+def test_what_a_callback_changes_in_rank_0_alone_ends_the_fit_and_in_all_ranks_trains_as_in_one(kind: Any) -> None:
+    says = f"differ between the ranks: hooks of {kind.__name__} run in rank 0 alone"
+    with pytest.raises(ConfigError, match=says) as caught:
+        train(job_for(kind("main")))
+    assert 'set ranks = "all"' in caught.value.hint
+    state, _ = train(job_for(kind("all")))
+    torch.testing.assert_close(state, train(job_for(kind("all")), ranks=1)[0], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "localSGD", "parameterServer"])
+def test_other_learning_rates_in_some_ranks_end_the_fit_under_any_strategy(strategy: str) -> None:
+    with pytest.raises(ConfigError, match="hyperparameters of the optimizer differ"):
+        train(job_for(Halves("main"), strategy=strategy))
+    _, history = train(job_for(Halves("all"), Stops(0, "on_fit_end"), strategy=strategy))
+    assert len(history) == 2
+
+
+def test_layers_that_a_callback_unfreezes_end_the_fit() -> None:
+    recipe = Recipe(module=Score, callbacks=[Freezes("all", requires_grad=True)], freeze=["layers.0.*"])
+    with pytest.raises(ModuleError, match=r"a hook has set requires_grad of 'layers\.0\.bias' during the training"):
+        train(replace(job_for(), recipe=recipe))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "module"), [({"tensor": 2}, Paired), ({"pipeline": 2}, Tower), ({"shard": 2}, Tower)], ids=str
+)
+def test_ranks_that_have_other_parts_of_a_module_are_not_taken_for_ranks_that_differ(sizes: Any, module: Any) -> None:
+    groups = [{"params": ["*bias*"], "weight_decay": 0.0, "lr": 0.01}]
+    recipe = {**SGD, "module": module, "callbacks": [Halves("all"), Adds(1.0)], "parameter_groups": groups}
+    _, metas = trained(strategy_job(recipe=recipe, sizes=sizes), 2)
+    assert [record["added"] for record in metas[0]["history"]] == [1.0, 1.0]

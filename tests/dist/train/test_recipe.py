@@ -396,3 +396,55 @@ def test_a_loss_of_several_outputs_trains_as_in_a_plain_loop(module: type[nn.Mod
         torch.testing.assert_close(trained(table, job, ranks)[0], expected, **TOLERANCE)
     without_rows: Sequence[Any] = [table.batches(), []]
     torch.testing.assert_close(train_on(without_rows, job)[0], expected, **TOLERANCE)
+
+
+def last_layer_alone(parameters: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+    """Returns an optimizer that leaves out all but the last layer."""
+    return torch.optim.SGD(list(parameters)[-2:], lr=lr)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gradients_of_parameters_that_the_optimizer_leaves_out_neither_add_up_nor_are_clipped(ranks: int) -> None:
+    parts = [part.batches() for part in NUMBERS.parts(ranks)]
+    clipped = {"clip_norm": 0.5}
+    options: dict[str, Any] = {"optimizer": last_layer_alone, "learning_rate": 0.1}
+    state, metas = train_on(parts, job_for(NUMBERS, clipped, **options))
+    frozen, others = train_on(parts, job_for(NUMBERS, clipped, **options, freeze=["layers.0.*"]))
+    torch.testing.assert_close(state, frozen, **TOLERANCE)
+    norms, wanted = ([record["gradient_norm"] for record in meta[0]["history"]] for meta in (metas, others))
+    assert norms == pytest.approx(wanted, abs=1e-5)
+
+
+class Halved(Score):
+    """Computes in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to(torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.bfloat16())
+
+
+def wide_step(module: nn.Module, batch: Any) -> torch.Tensor:
+    output = module(*batch.inputs)
+    assert output.dtype == torch.float32
+    return (output - batch.label) ** 2
+
+
+def wide_loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    assert output.dtype == torch.float32
+    return (output - label) ** 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_losses_of_modules_in_half_precision_are_computed_in_float32(ranks: int) -> None:
+    sharded = {"strategy": "zero3", "strategy_params": {"param_dtype": "bf16", "min_parameters": 8}}
+    parts = [part.batches() for part in NUMBERS.parts(ranks)]
+    for config, recipe in (
+        (sharded, {"loss": wide_loss}),
+        (sharded, {"loss": None, "training_step": wide_step}),
+        ({}, {"loss": wide_loss, "module": Halved}),
+    ):
+        _, metas = train_on(parts, job_for(NUMBERS, config, **recipe))
+        assert len(metas[0]["history"]) == EPOCHS

@@ -110,3 +110,15 @@ def test_images_that_a_module_is_called_with_are_laid_out_by_channels() -> None:
     engine.unwrapped.register_forward_pre_hook(lambda _, given: seen.append(given[0].stride()))
     engine.module(torch.zeros(3, 2, 4, 5))
     assert seen == [(40, 1, 10, 2)]
+
+
+def of_torch() -> nn.Module:
+    """Returns a module that holds torch's own synchronised normalisation."""
+    module: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(NormalisedScore(far=0))
+    return module
+
+
+def test_a_module_with_torchs_own_synchronised_normalisation_counts_no_placeholder_rows() -> None:
+    table = Table.random(21)
+    job = replace(job_for(of_torch, batch_size=3, sync_batch_norm=False, strategy="zero3"), columns=table.columns)
+    check(job, table, [part.batches() for part in table.parts(4)])

@@ -171,7 +171,7 @@ def test_a_study_is_resumed_and_its_best_trial_fitted_again(
 def test_a_metric_that_no_record_has_ends_the_search(frame: DataFrame) -> None:
     kept = {"storage": optuna.storages.InMemoryStorage(), "studyName": "it"}
     with pytest.raises(ConfigError, match="no metric 'los'") as raised:
-        tuner([0.01, 0.02], metric="los", parallelism=1, **kept).fit(frame)
+        tuner([0.01, 0.02], metric="los", direction="minimize", parallelism=1, **kept).fit(frame)
     assert "did you mean 'loss'?" in raised.value.hint
     (trial,) = optuna.load_study(study_name="it", storage=kept["storage"]).trials
     assert trial.user_attrs["sparktorch.epochs"] == 1

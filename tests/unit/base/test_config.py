@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from sparktorch.base.config import above, at_least, from_dict
+from sparktorch.base.config import TrainConfig, above, at_least, from_dict
+from sparktorch.base.metric_names import best_by_name
 from sparktorch.errors import ConfigError
 
 
@@ -58,3 +59,23 @@ def test_a_wrong_key_is_refused_with_its_section(values: dict[str, Any], message
 def test_bounds_refuse_text_in_place_of_a_number() -> None:
     with pytest.raises(ConfigError, match="memory must be a number above 0, got 8GB"):
         above("memory", "8GB", 0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("mode", "names"),
+    [
+        ("min", "loss val_mae val_RMSE val_mse_0 val_loss_epoch val_nll val_msle val_rmsle val_mase val_ece val_crps"),
+        ("min", "val_kl_div val_hamming_distance val_MeanSquaredError val_word_error_rate mlogloss val_brier_score"),
+        ("max", "val_accuracy val_f1 val_macro_f1 val_MulticlassF1Score val_ndcg_at_10 val_recall@5 val_auc valAUROC"),
+        (None, "val_answer val_score val_shower val_map_of_it rows"),
+    ],
+)
+def test_the_last_words_of_a_metric_say_which_value_is_the_best_or_nothing_does(mode: str | None, names: str) -> None:
+    assert {name: best_by_name(name) for name in names.split()} == dict.fromkeys(names.split(), mode)
+
+
+def test_a_name_that_does_not_say_which_value_is_the_best_needs_the_mode() -> None:
+    with pytest.raises(ConfigError, match="earlyStoppingMode is 'auto', and 'val_answer' does not say") as caught:
+        TrainConfig(best_metric="val_answer").judged({"val_answer": 1.0})
+    assert caught.value.hint == "set earlyStoppingMode='min' or 'max'"
+    assert TrainConfig(best_metric="val_answer", best_mode="max").judged({"val_answer": 1.0}) == -1.0

@@ -126,3 +126,14 @@ def test_what_stops_early_is_left_out_at_its_defaults_which_earlier_checkpoints_
     plain, other = job_of(**made), job_of(**made, **changed)
     assert not changed.keys() & plain.keys()
     assert other == plain | {name: repr(value) for name, value in changed.items()}
+
+
+def test_secrets_are_a_digest_in_what_a_training_is_known_by() -> None:
+    def text(secret: str) -> str:
+        params = {"hf_token": secret, "store": [f"postgres://me:{secret}@host/db"], "width": 3}
+        return job_of(moduleParams=params)["moduleParams"]
+
+    first = text("s3cret-of-mine")
+    assert "s3cret-of-mine" not in first
+    assert "width: 3" in first
+    assert first == text("s3cret-of-mine") != text("s3cret-of-yours")

@@ -174,6 +174,10 @@ def test_what_is_asked_of_the_inputs_travels_together() -> None:
             "earlyStoppingMetric",
         ),
         (
+            {"earlyStoppingMetric": "val_x", "validationIndicatorCol": "v", "metrics": {"x": "R2Score"}},
+            "earlyStoppingMode",
+        ),
+        (
             {"earlyStoppingMetric": "loss", "validationIndicatorCol": "v", "earlyStoppingPatience": 1},
             "earlyStoppingMetric",
         ),

@@ -156,6 +156,8 @@ def test_names_say_whether_smaller_is_better() -> None:
     } == {"minimize"}
     assert {direction_of(name, None) for name in ("val_accuracy", "val_f1", "rows_per_second")} == {"maximize"}
     assert direction_of("val_loss", "maximize") == "maximize"
+    with pytest.raises(ConfigError, match="metric 'val_answer' does not say"):
+        direction_of("val_answer", None)
 
 
 def test_a_trial_counts_with_the_epoch_whose_weights_it_has() -> None:

@@ -258,3 +258,21 @@ def test_a_row_whose_scores_are_nan_is_of_no_class(thresholds: list[float] | Non
     rows[1, 0] = np.nan
     found = Scorer(trained(Mlp, "classification"), thresholds=thresholds).score_arrays([rows])["prediction"]
     assert np.flatnonzero(np.isnan(found)).tolist() == [1]
+
+
+class Layered(Mlp):
+    """Takes its sizes as a tuple."""
+
+    def __init__(self, sizes: tuple[int, ...], options: dict[str, Any]) -> None:
+        super().__init__(5, *sizes)
+        assert type(sizes) is tuple
+        assert options == {"kernel": (3, [1, (2,)])}
+
+
+def test_tuples_among_the_parameters_of_a_module_are_tuples_after_loading(tmp_path: Path) -> None:
+    params = {"sizes": (3, 8), "options": {"kernel": (3, [1, (2,)])}}
+    trained(Layered, "classification", params).save(tmp_path)
+    found = TrainedModule.load(tmp_path)
+    assert dict(found.params) == params
+    scored(found)
+    assert json.loads((tmp_path / "module.json").read_text())["format"] == FORMAT_VERSION, "earlier versions refuse it"

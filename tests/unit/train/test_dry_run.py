@@ -17,6 +17,7 @@ from torch import nn
 from sparktorch.base.config import Task
 from sparktorch.errors import ModuleError, SparkTorchError, line_of_user
 from sparktorch.train.recipe.dry_run import DryRunResult, OutputSpec, dry_run
+from sparktorch.train.recipe.loss import GroupsLossStep
 from sparktorch.train.recipe.recipe import Recipe
 from tests.support.nets import Bias, Logit, Lookup, Mlp, NamedPair, Pair, Score, Spare
 
@@ -354,3 +355,76 @@ class Waves(Score):
 def test_what_constructors_compute_is_refused(module: type[nn.Module], said: str) -> None:
     with pytest.raises(ModuleError, match=said):
         dry_run(Recipe(module=module), "regression", 0, {"x": torch.ones(2, 5)}, torch.ones(2), values=False)
+
+
+class Scaled(nn.Module):
+    """A loss with a learned temperature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        return (output * self.scale - label) ** 2
+
+
+class Centred(nn.Module):
+    """A loss that keeps the mean of the labels."""
+
+    centre: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(()))
+
+    def forward(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        self.centre.lerp_(label.mean().detach(), 0.1)
+        return (output - label) ** 2 + self.centre
+
+
+class Hidden(Score):
+    """Has a layer in a list, of which no optimizer hears."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = [nn.Linear(5, 5)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.more[0](x))
+
+
+def of_groups(output: torch.Tensor, label: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    return SCALED(output, label)
+
+
+SCALED = Scaled()
+
+
+def step_with_scale(module: nn.Module, batch: Any) -> torch.Tensor:
+    return SCALED(module(*batch.inputs), batch.label)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "says"),
+    [
+        ({"loss": Scaled}, "loss Scaled uses a parameter of shape () that is none of the module's"),
+        ({"loss": SCALED}, "loss Scaled uses a parameter of shape ()"),
+        ({"loss": None, "training_step": step_with_scale}, "trainingStep step_with_scale uses a parameter of shape ()"),
+        ({"loss": None, "training_step": GroupsLossStep(of_groups)}, "loss of_groups uses a parameter of shape ()"),
+        ({"module": Hidden}, "loss MSELoss uses a parameter of shape (5, 5)"),
+        ({"loss": Centred}, "loss Centred updates a buffer of its own, which no checkpoint"),
+    ],
+)
+def test_what_a_loss_would_have_to_train_or_to_save_is_refused(recipe: dict[str, Any], says: str) -> None:
+    grouped = isinstance(recipe.get("training_step"), GroupsLossStep)
+    with pytest.raises(ModuleError, match=re.escape(says)) as caught:
+        dry_run(
+            Recipe(**{"module": Score, "loss": "MSELoss", **recipe}), "regression", 0, FEATURES, NUMBER, grouped=grouped
+        )
+    assert "put what holds it into the module" in caught.value.hint
+
+
+def test_a_loss_may_have_frozen_parameters_and_buffers() -> None:
+    frozen = Scaled().requires_grad_(False)
+    for loss in (frozen, nn.BCEWithLogitsLoss(pos_weight=torch.ones(()))):
+        dry_run(Recipe(module=Score, loss=loss), "regression", 0, FEATURES, NUMBER)

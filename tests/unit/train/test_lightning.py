@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from sparktorch.base.world import World
 from sparktorch.errors import ModuleError
 from sparktorch.train.lightning import LightningRecipe, check_class, is_lightning
-from sparktorch.train.lightning.optimizers import Trained, configured
+from sparktorch.train.lightning.optimizers import configured
 from sparktorch.train.lightning.recognise import _REFUSED
 from sparktorch.train.lightning.state import TrainerView, unchanged
 from sparktorch.train.lightning.step import Logs
@@ -28,7 +28,8 @@ with warnings.catch_warnings():
     pytest.importorskip("lightning")
     from lightning.pytorch import LightningModule
 
-    from tests.support.lightning_modules import LitMinimal
+    from sparktorch.train.recipe.trained_parameters import TrainedParameters
+from tests.support.lightning_modules import LitMinimal
 
 
 def test_modules_are_known_by_class_path_and_instance_and_lightning_is_not_imported_for_others() -> None:
@@ -149,11 +150,11 @@ def test_what_only_a_dry_run_shows_is_refused() -> None:
 def test_parameters_that_a_hook_makes_trainable_are_refused() -> None:
     module = LitMinimal()
     module.head.requires_grad_(False)
-    trained = Trained(module)
-    trained.look([SGD(module.parameters(), lr=0.1)])
+    trained = TrainedParameters(module)
+    trained.look(SGD(module.parameters(), lr=0.1))
     module.head.requires_grad_()
-    with pytest.raises(ModuleError, match=r"LitMinimal has set requires_grad of head\.bias during the training"):
-        trained.look([SGD(module.parameters(), lr=0.1)])
+    with pytest.raises(ModuleError, match=r"a hook has set requires_grad of 'head\.bias' during the training"):
+        trained.look(SGD(module.parameters(), lr=0.1))
 
 
 def test_a_step_that_does_not_count_leaves_attributes_and_their_items() -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from sparktorch.base.batch import Batch
 from sparktorch.base.config import Task
 from sparktorch.errors import ColumnError, ModuleError
-from sparktorch.train.recipe.loss import GroupsLossStep, Loss, check_mean, step_scales
+from sparktorch.train.recipe.loss import GroupsLossStep, Loss, check_mean, step_scales, weigh
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.recipe.task import align, autocast, correct
 
@@ -197,3 +197,11 @@ def test_several_values_a_row_are_averaged() -> None:
     for loss in ("MSELoss", squares):
         assert float(Loss(loss, {})(output, label, None)) == pytest.approx(float(rows.sum()))
         assert float(Loss(loss, {})(output, label, WEIGHT)) == pytest.approx(float((rows * WEIGHT).sum()))
+
+
+def test_losses_of_half_precision_are_summed_in_float32() -> None:
+    losses = torch.full((4096,), 2.34375, dtype=torch.bfloat16)
+    for weight in (None, torch.ones(4096)):
+        total = weigh(losses, 4096, weight, what="it", param="loss")
+        assert (total.dtype, float(total)) == (torch.float32, 9600.0)
+    assert float(weigh(losses[0], 4097, None, what="it", param="loss")) == 2.34375 * 4097

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import warnings
+from typing import Any
 
 import numpy as np
 import pytest
@@ -48,3 +50,15 @@ def test_numbers_of_numpy_in_a_state_are_saved_as_those_of_python() -> None:
     torch.save(storable(state, "schedule"), file)
     file.seek(0)
     assert torch.load(file, weights_only=True) == state
+
+
+@pytest.mark.parametrize("interval", ["step", "epoch"])
+def test_a_schedule_that_begins_with_a_skipped_step_is_no_warning(interval: Any) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    recipe = Recipe(module="none", scheduler="StepLR", scheduler_params={"step_size": 1})
+    schedule = Schedule(recipe, TrainConfig(schedule_interval=interval), optimizer, steps=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        schedule.step(lambda: None)
+        schedule.epoch_done({"loss": 1.0}, validated=False)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)

@@ -1,0 +1,44 @@
+"""Which value of a metric is the best, the smallest or the largest, by the metric's name."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+__all__ = ["best_by_name"]
+
+_SMALLEST = (
+    "loss error error_rate mae mse rmse mape smape wape wmape mdape mase rmsse nrmse msle rmsle medae rse rae "
+    "perplexity ppl nll negative_log_likelihood neg_log_likelihood bce cross_entropy hinge deviance brier brier_score "
+    "ece mce crps wis pinball wer cer mer eer kl kl_div divergence distance hamming fid kid lpips fpr fnr seconds"
+)
+_LARGEST = (
+    "accuracy acc auc auroc auprc ap map precision recall sensitivity specificity tpr tnr "
+    "f1 f2 fbeta f_beta f1_score f2_score fbeta_score f_beta_score f_score fscore dice dice_score iou miou jaccard "
+    "jaccard_index kappa mcc corrcoef correlation pearson spearman kendall concordance concordance_index c_index "
+    "r2 r2_score r_squared explained_variance log_likelihood ndcg dcg mrr reciprocal_rank hit hits hit_rate hit_ratio "
+    "exact_match bleu bleu_score rouge rouge_l meteor chrf similarity psnr ssim rows_per_second"
+)
+
+
+def _ending(words: str) -> re.Pattern[str]:
+    return re.compile(rf"(^|_)({'|'.join(words.split())})$")
+
+
+_MODES: tuple[tuple[re.Pattern[str], Literal["min", "max"]], ...] = (
+    (_ending(_SMALLEST), "min"),
+    (re.compile("(loss|error)$"), "min"),
+    (_ending(_LARGEST), "max"),
+)
+_WORDS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[^A-Za-z0-9]+")
+_LEVEL = re.compile(r"(_epoch|_step|_at|_top|_k|_\d+)+$")
+
+
+def best_by_name(metric: str) -> Literal["min", "max"] | None:
+    """Returns whether the smallest or the largest value of a metric is the best; `None` for a name that does not say.
+
+    The name's last words decide, such as `val_macro_f1`, `val_mse_0`, `val_loss_epoch`, `val_ndcg_at_10` or
+    `val_MeanSquaredError`.
+    """
+    name = _LEVEL.sub("", _WORDS.sub("_", metric).lower())
+    return next((mode for ending, mode in _MODES if ending.search(name)), None)

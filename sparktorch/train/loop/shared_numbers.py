@@ -1,0 +1,56 @@
+"""Numbers of a training that are the same in all ranks, unless a hook has changed the training in some of them."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+
+from sparktorch.train.loop.engine import Engine
+
+__all__ = ["shared_numbers"]
+
+_HYPERPARAMETERS = (
+    "lr",
+    "momentum",
+    "betas",
+    "weight_decay",
+)  # An optimizer may keep what it has measured beside them.
+_ELEMENTS = 1 << 24  # Longer tensors are summed in parts, because torch copies them to float64 on CPUs.
+
+
+@torch.no_grad()
+def shared_numbers(engine: Engine) -> dict[str, float]:
+    """Returns what of this rank must be equal in all ranks, by its name in messages, under the rank's strategy.
+
+    Buffers are left out, because running statistics are each rank's own.
+    """
+    module, kind = engine.unwrapped, engine.kind
+    groups = [[_rounded(group.get(name)) for name in _HYPERPARAMETERS] for group in engine.optimizer.param_groups]
+    numbers = {"hyperparameters of the optimizer": _digest(groups)}
+    if not kind.runs_passes:  # Ranks of a pipeline have other parameters.
+        numbers["parameters that require a gradient"] = _digest([p.requires_grad for p in module.parameters()])
+    if kind.same_weights:
+        sizes = [size for parameter in module.parameters() for size in _sizes(parameter)]
+        numbers["weights"] = float(torch.stack(sizes).sum())
+    return numbers
+
+
+def _rounded(value: Any) -> Any:
+    """Returns a hyperparameter as text, without its last digits, in which the libraries of two hosts may differ."""
+    if isinstance(value, tuple | list):
+        return [_rounded(item) for item in value]
+    return value if value is None else f"{float(value):.6g}"
+
+
+def _digest(value: object) -> float:
+    """Returns a digest of 48 bits, which float64 holds exactly."""
+    return float(int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:6], "big"))
+
+
+def _sizes(parameter: torch.Tensor) -> list[torch.Tensor]:
+    """Returns the sums of the absolute values of a parameter's parts, float64; none of integers."""
+    real = torch.view_as_real(parameter) if parameter.is_complex() else parameter
+    parts = torch.split(real.reshape(-1), _ELEMENTS) if real.is_floating_point() else ()
+    return [torch.linalg.vector_norm(part, 1, dtype=torch.float64) for part in parts]

@@ -1,0 +1,59 @@
+"""Refuses losses and training steps with tensors of their own that a training would have to train or to save."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from sparktorch.errors import ModuleError
+from sparktorch.train.recipe.loss import Loss, TrainingStep
+
+__all__ = ["check_parameters", "unchanged_buffers"]
+
+_INTO_MODULE = "put what holds it into the module, and compute the loss there, in a trainingStep of TorchEstimator"
+
+
+def check_parameters(total: torch.Tensor, module: nn.Module, what: str, param: str) -> None:
+    """Refuses a loss that depends on parameters which the module lacks: the optimizer would not get them.
+
+    `total` is a loss with its autograd graph; messages name what has computed it, and its Param.
+    """
+    of_module = {id(parameter) for parameter in module.parameters()}
+    nodes, seen = [total.grad_fn], set[object]()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        nodes += [following for following, _ in node.next_functions]
+        parameter = getattr(node, "variable", None)  # Nodes of leaves have one.
+        if isinstance(parameter, nn.Parameter) and id(parameter) not in of_module:
+            raise ModuleError(
+                f"{what} uses a parameter of shape {tuple(parameter.shape)} that is none of the module's, so it would "
+                "be neither trained nor saved",
+                hint=f"{_INTO_MODULE}; layers in a list of the module belong into an nn.ModuleList; what is not to be "
+                "trained is frozen by requires_grad_(False)",
+                param=param,
+                code="ST-LOSS",
+            )
+
+
+@contextmanager
+def unchanged_buffers(loss: Loss | TrainingStep, what: str, param: str, *, values: bool) -> Iterator[None]:
+    """Context at whose end a loss must have the buffers of before: checkpoints do not have them.
+
+    Without `values`, buffers have none to compare.
+    """
+    before = [buffer.clone() for buffer in loss.buffers()] if values else []
+    yield
+    after = loss.buffers() if values else []
+    if len(before) != len(after) or not all(map(torch.equal, before, after)):
+        raise ModuleError(
+            f"{what} updates a buffer of its own, which no checkpoint and no model would have",
+            hint=_INTO_MODULE,
+            param=param,
+            code="ST-LOSS",
+        )

@@ -1,0 +1,47 @@
+"""Which parameters a training trains: those that require a gradient when it begins, and that its optimizer has."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.optim import Optimizer
+
+from sparktorch.errors import ModuleError
+
+__all__ = ["TrainedParameters"]
+
+
+class TrainedParameters:
+    """The parameters that were trainable when the ranks began, and those of them that the optimizer leaves out."""
+
+    def __init__(self, module: nn.Module) -> None:
+        """Takes the user's module after a strategy has prepared it."""
+        self._module, self._left_out = module, list[nn.Parameter]()
+        self._names = self._trainable()
+
+    def look(self, optimizer: Optimizer) -> None:
+        """Looks again, at the start of an epoch: hooks may have changed the module and the optimizer's groups.
+
+        Hooks may freeze parameters. Others must not become trainable: no rank would get their gradients of others.
+        """
+        if late := sorted(self._trainable() - self._names):
+            what = f"a hook has set requires_grad of {late[0]!r} during the training"
+            hint = (
+                "let it require a gradient from the beginning, in a group of the optimizer with a rate of 0 until then"
+            )
+            raise ModuleError(what, hint=hint, param="module")
+        used = _ids(optimizer)
+        self._left_out = [each for each in self._module.parameters() if each.requires_grad and id(each) not in used]
+
+    def drop_unused_gradients(self, optimizer: Optimizer) -> None:
+        """Removes gradients that the optimizer neither uses nor sets to zero: they would add up, and be clipped."""
+        used = _ids(optimizer) if self._left_out else set[int]()  # a hook may have added some since
+        for parameter in self._left_out:
+            if id(parameter) not in used:
+                parameter.grad = None
+
+    def _trainable(self) -> set[str]:
+        return {name for name, parameter in self._module.named_parameters() if parameter.requires_grad}
+
+
+def _ids(optimizer: Optimizer) -> set[int]:
+    return {id(each) for group in optimizer.param_groups for each in group["params"]}
