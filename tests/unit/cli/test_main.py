@@ -86,7 +86,7 @@ def test_a_plan_in_which_nothing_fits_says_so(
 ) -> None:
     found = Plan(needs=(Need(strategy="ddp", parameters=605_200),), workers=2, rows=1, parameters=1, memory=10)
     job = Mock()
-    job.data.split.return_value = (None, None)
+    job.rows.return_value = (None, None)
     job.estimator.build.side_effect = lambda *, planned: Mock(plan=Mock(return_value=found)) if planned else None
     monkeypatch.setattr("sparktorch.cli.plan.read_job", lambda path: job)
     monkeypatch.setattr("sparktorch.cli.plan.session", lambda *_, **__: nullcontext())
