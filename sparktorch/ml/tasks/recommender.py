@@ -301,9 +301,8 @@ class Recommender(_Paired, LearningEstimator, RecommenderParams):
         p, names = Values(self), ColumnNames.of(dataset)
         rating = p["ratingCol"]
         columns = [p["userCol"], p["itemCol"], *p["userFeatures"], *p["itemFeatures"], *([rating] if rating else [])]
-        twice = next((name for name in columns if columns.count(name) > 1), None)
-        if twice is not None:
-            raise ConfigError(f"column {twice!r} has two roles", hint="name another one for each", param="userCol")
+        if repeated := names.repeated(columns):
+            raise ConfigError(f"column {repeated!r} has two roles", hint="name another one for each", param="userCol")
         check_numbers(names, columns[2:])
         finite = [F.abs(names.column(name).cast("double")) < float("inf") for name in columns[2:]]
         present = [names.column(name).isNotNull() for name in columns[:2]]

@@ -194,6 +194,7 @@ def test_cross_validation_learns_the_ids_of_each_fold(rows: DataFrame) -> None:
         ({"ratingCol": "starz"}, "no column 'starz'"),
         ({"ratingCol": "who2"}, "column 'who2' must be a number"),
         ({"itemCol": "who"}, "column 'who' has two roles"),
+        ({"itemFeatures": ["Stars"]}, "column 'stars' has two roles"),
     ],
 )
 def test_what_cannot_be_learned_from_is_refused_before_a_training(
