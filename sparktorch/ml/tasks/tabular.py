@@ -21,7 +21,7 @@ from sparktorch.ml.model import TorchModelBase
 from sparktorch.ml.params.mixins import TabularClassifierParams, TabularRegressorParams
 from sparktorch.ml.params.task_tables import TABLE
 from sparktorch.ml.regression import TorchRegressionModel, TorchRegressor
-from sparktorch.ml.scoring.column_metadata import check_numbers, class_index, nominal
+from sparktorch.ml.scoring.column_metadata import check_numbers, class_index, classes_of, nominal
 from sparktorch.ml.tasks.column_statistics import Figures, categories_and_figures
 from sparktorch.ml.tasks.learning import LearningEstimator, check_rows
 from sparktorch.spark.column_names import ColumnNames
@@ -136,7 +136,7 @@ def _seen_in(dataset: DataFrame, estimator: _TabularEstimator) -> _Seen:
         labels = ["false", "true"]
     outputs = len(labels) or len(p["labelCols"] or ()) or 1
     if label and not labels:
-        outputs = _classes(label, found[-1])
+        outputs = classes_of(dataset, label) or _classes(label, found[-1])
     if label and outputs < 2:
         hint = "a classifier learns to tell two or more apart"
         raise ColumnError(
