@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -106,9 +107,9 @@ class EstimatorSection:
 
     def __post_init__(self) -> None:
         one_of("estimator.kind", self.kind, _ESTIMATORS)
-        valid = tuple(param.name for param in getattr(sparktorch, self.kind)().params)
+        _, *valid = inspect.signature(getattr(sparktorch, self.kind).__init__).parameters
         for name in self.params:  # also for scoring, which builds no estimator
-            one_of("estimator.params", name, valid)
+            one_of("estimator.params", name, tuple(valid))
 
     def build(self, *, planned: bool = False, **more: Any) -> Any:
         """Returns the estimator, with `more` Params, once all is checked that needs no session.

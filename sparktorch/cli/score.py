@@ -79,9 +79,9 @@ def score(
             _write(scored, job)
         finally:
             scored.unpersist()
-    print(f"scored {rows} rows with {uri} into {job.scoring.output}")
     if quality:
         print(quality)
+    print(f"scored {rows} rows with {uri} into {job.scoring.output}")
 
 
 def _write(scored: DataFrame, job: JobConfig) -> None:

@@ -182,12 +182,15 @@ class RecommenderModel(_Paired, TorchModelBase, RecommenderModelParams):
         """Compares the `k` best items of each user with those of a dataset, in `itemCol`; see `recommendForAllUsers`.
 
         Users that the fit did not have are left out. For the error of ratings, there is Spark's `RegressionEvaluator`.
+
+        Raises:
+            ColumnError: The fit had none of the users, or no row has a user and an item.
         """
         user, item = self.getUserCol(), self.getItemCol()
         pairs = self._pairs(dataset, "user", "item").where("one is not null and other is not null")
         relevant = pairs.groupBy(F.col("one").alias(user)).agg(F.collect_set("other").alias("relevant"))
         lists = self.recommendForUserSubset(dataset, k, exclude).join(relevant, user)
-        return ranking_metrics(lists, item, k)
+        return ranking_metrics(lists, user, item, k)
 
     def _recommended(self, side: str, dataset: DataFrame | None, count: int, exclude: DataFrame | None) -> DataFrame:
         other = "item" if side == "user" else "user"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
@@ -162,6 +163,34 @@ def test_a_training_on_an_unknown_format_is_refused_in_a_sentence(
     assert main(["train", changed(job_file, data=data)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "DATA_SOURCE_NOT_FOUND" in line
+
+
+@pytest.mark.usefixtures("shared", "store")
+def test_a_table_is_trained_on_and_scored_by_its_job_file_alone(
+    spark: SparkSession, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = yaml.safe_load((ROOT / "conf" / "wine.yaml").read_text())
+    values["tracking"] = {"uri": mlflow.get_tracking_uri(), "experiment": "tests", "model": "wine"}
+    values["score"]["output"] = str(tmp_path / "out")
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(values))
+    assert main(["train", str(file)]) == 0
+    assert "model: models:/wine/1" in capsys.readouterr().out
+    assert main(["score", str(file)]) == 0
+    (accuracy,) = re.findall(r"held-out accuracy: ([\d.]+)\n", capsys.readouterr().out)
+    assert float(accuracy) > 0.85
+    scored = spark.read.parquet(str(tmp_path / "out"))
+    assert 15 < scored.count() < 60
+    assert {"alcohol", "maker", "prediction"} <= {*scored.columns}
+
+
+def test_groups_are_held_out_as_a_whole(spark: SparkSession) -> None:
+    rows = spark.range(400).selectExpr("id % 40 AS Shop", "id AS day", "rand(1) AS sold")
+    training, held_out = DataSection(path="rows", holdout=0.3).split(rows, "shop")
+    shops = [{row["Shop"] for row in part.select("Shop").distinct().collect()} for part in (training, held_out)]
+    assert not shops[0] & shops[1]
+    assert len(shops[0] | shops[1]) == 40
+    assert 4 < len(shops[1]) < 20
 
 
 def test_predictions_are_compared_with_the_labels_that_there_are(spark: SparkSession) -> None:
