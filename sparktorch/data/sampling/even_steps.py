@@ -61,13 +61,14 @@ class _Scale(NamedTuple):
 
         A group fits a scale that leaves the same out of all its values.
         """
-        steps, group = np.diff(self.counts)[rows.follows], rows.group[1:][rows.follows]
-        usual = _most_frequent(steps, group)
-        bad = (usual <= 0) | (usual % self.least != 0)
-        uneven = np.zeros(len(self.counts), np.bool_)
-        uneven[1:][rows.follows] = bad[group] | (steps != usual[group])
-        fits = np.ones(len(rows.firsts), np.bool_)
+        fits, uneven = np.ones(len(rows.firsts), np.bool_), np.zeros(len(self.counts), np.bool_)
         fits[rows.group[(self.rest == _NO_REST) | (self.rest != self.rest[rows.firsts][rows.group])]] = False
+        if not fits.any():
+            return np.zeros_like(rows.firsts), uneven, fits
+        steps, group = np.diff(self.counts)[rows.follows], rows.group[1:][rows.follows]
+        usual = _most_frequent(steps, group, rows.firsts - np.arange(len(rows.firsts)))
+        bad = (usual <= 0) | (usual % self.least != 0)
+        uneven[1:][rows.follows] = bad[group] | (steps != usual[group])
         return usual, uneven, fits
 
 
@@ -87,8 +88,11 @@ class _Rows:
         self.follows = self.group[1:] == self.group[:-1]
 
 
-def _most_frequent(values: Int64, group: Int64) -> Int64:
-    """Returns the most frequent value of each group, the smallest of several; `group` ascends from 0."""
+def _most_frequent(values: Int64, group: Int64, firsts: Int64) -> Int64:
+    """Returns the most frequent value of each group, the smallest of several; groups begin at `firsts`."""
+    first = values[firsts]
+    if (values == first[group]).all():
+        return first
     order = np.lexsort((values, group))
     values, group = values[order], group[order]
     begins = np.flatnonzero(np.append(True, (values[1:] != values[:-1]) | (group[1:] != group[:-1])))
@@ -224,7 +228,7 @@ def _clock(column: pa.Array, rows: _Rows) -> Int64:
     times = wall % _DAY
     if (times == times[rows.firsts][rows.group]).all():
         return wall
-    usual = wall - times + _most_frequent(times, rows.group)[rows.group]
+    usual = wall - times + _most_frequent(times, rows.group, rows.firsts)[rows.group]
     moved, begins = _instants(usual, column.type.tz)
     instants = _in_order(column)
     return np.where((moved == instants) | (begins == instants), usual, wall)
