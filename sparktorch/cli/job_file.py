@@ -228,7 +228,8 @@ class JobConfig:
 
     @property
     def _group(self) -> str | None:
-        return self.estimator.params.get("groupCol")
+        group = self.estimator.params.get("groupCol")
+        return None if group is None else str(group)
 
     def rows(self, spark: SparkSession) -> tuple[DataFrame, DataFrame]:
         """Returns the rows to train on, and those that are held out."""

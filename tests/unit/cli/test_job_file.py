@@ -137,6 +137,18 @@ def test_a_file_that_is_no_plain_yaml_is_refused(text: str, tmp_path: Path) -> N
         read(text, tmp_path)
 
 
+def test_a_file_of_bytes_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_bytes(b"name: \xff")
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_job(tmp_path / "job.yaml")
+
+
+def test_a_folder_of_runs_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(ConfigError, match=r"cannot make the folder of tracking\.uri"):
+        TrackingSection(uri=f"sqlite:///{tmp_path}/file/mlflow.db").connect()
+
+
 def test_the_rows_of_a_function_are_no_stream() -> None:
     with pytest.raises(ConfigError, match=r"jobs\.datasets:flowers is a function, and only files and tables can be"):
         DataSection(source="jobs.datasets:flowers").stream(Mock())
