@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 from pyspark import StorageLevel
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from sparktorch.base.imports import mlflow
@@ -128,13 +128,17 @@ def _measured(model: Any, scored: DataFrame, label: str) -> tuple[str, int, floa
     if isinstance(model, RankingModel):
         ranked = evaluate_ranker(model, lambda rows: rows, scored)
         return "NDCG at 10", ranked.numInstances, ranked.ndcg(10)
-    classifies = isinstance(model, TorchClassificationModel)
-    true = class_index(scored, label, model.labels) if classifies else names.column(label)
-    if not classifies:
+
+    def there(column: Column) -> Column:
+        return F.nanvl(column.cast("double"), F.lit(None).cast("double"))
+
+    predicted = there(names.column(prediction))
+    if isinstance(model, TorchClassificationModel):
+        error = there(class_index(scored, label, model.labels)) - predicted
+        name, measured = "accuracy", F.when(error.isNotNull(), (error == 0).cast("double"))
+    else:
         check_numbers(names, [label])
-    null = F.lit(None).cast("double")
-    error = F.nanvl(names.column(prediction).cast("double"), null) - F.nanvl(true.cast("double"), null)
-    measured = F.when(error.isNotNull(), (error == 0).cast("double")) if classifies else error * error
+        name, measured = "rmse", (there(names.column(label)) - predicted) ** 2
     (found,) = scored.agg(F.count(measured).alias("rows"), F.avg(measured).alias("mean")).collect()
     mean = found["mean"] or 0.0
-    return ("accuracy", found["rows"], mean) if classifies else ("rmse", found["rows"], math.sqrt(mean))
+    return name, found["rows"], math.sqrt(mean) if name == "rmse" else mean

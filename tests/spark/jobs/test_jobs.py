@@ -16,7 +16,7 @@ from pyspark.ml.functions import vector_to_array
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
-from sparktorch import TorchClassificationModel, TorchRegressionModel
+from sparktorch import RankingModel, TorchClassificationModel, TorchRegressionModel
 from sparktorch.cli.job_file import DataSection, read_job
 from sparktorch.cli.main import main
 from sparktorch.cli.score import evaluated, score
@@ -219,3 +219,16 @@ def test_predictions_are_compared_with_the_labels_that_there_are(spark: SparkSes
     assert "no row has both a prediction and a label" in evaluated(first, unlabelled, "target")[1]
     both = TorchRegressionModel.fromModule(net, rows)
     assert "not evaluated: column 'prediction' must be a number" in evaluated(both, both.transform(rows), "target")[1]
+
+
+def test_a_rankers_order_is_compared_in_groups_and_choices_are_not(spark: SparkSession) -> None:
+    rows = [(1, [3.0, 0.0], 2.0), (1, [1.0, 0.0], 0.0), (2, [0.0, 1.0], 1.0), (None, [0.0, 2.0], 0.0)]
+    frame = spark.createDataFrame(rows, "query int, features array<float>, grade double")
+    net = torch.nn.Linear(2, 1, bias=False)
+    ranker = RankingModel.fromModule(
+        net, frame, weights={"weight": torch.ones(1, 2)}, groupCol="query", labelCol="grade"
+    )
+    scored = ranker.transform(frame)
+    assert evaluated(ranker, scored.where("query is not null"), "grade") == (3, "held-out NDCG at 10: 1.0000")
+    assert evaluated(ranker, scored, "grade") == (4, "not evaluated: 1 row is null in column 'query'")
+    assert evaluated(ranker, scored, "")[1].startswith("not evaluated: choices are no ratings")
