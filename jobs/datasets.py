@@ -16,9 +16,9 @@ import pyspark
 from pyspark.ml.functions import array_to_vector
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
-from sklearn.datasets import load_diabetes, load_digits
+from sklearn.datasets import load_diabetes, load_digits, load_wine
 
-__all__ = ["diabetes", "digits", "movielens"]
+__all__ = ["diabetes", "digits", "movielens", "wine"]
 
 
 def digits(spark: SparkSession) -> DataFrame:
@@ -56,6 +56,17 @@ def movielens(spark: SparkSession) -> DataFrame:
     ratings = pd.read_csv(path, sep="::", engine="python", names=["user", "item", "rating"])
     schema = pa.schema({"user": pa.int32(), "item": pa.int32(), "rating": pa.float32()})
     return spark.createDataFrame(pa.Table.from_pandas(ratings, schema, preserve_index=False))
+
+
+def wine(spark: SparkSession) -> DataFrame:
+    """Returns 178 wines of three makers.
+
+    Columns: 13 doubles such as `alcohol` and `color_intensity`; `maker`, a string.
+    """
+    wines = load_wine(as_frame=True)
+    makers = pd.Categorical.from_codes(wines.target, categories=["Antinori", "Banfi", "Ceretto"])
+    table = wines.data.assign(maker=makers.astype(str)).rename(columns=lambda name: name.replace("/", "_"))
+    return spark.createDataFrame(table)
 
 
 def _lists(values: npt.NDArray[np.float64]) -> pa.Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,11 +20,15 @@ from sparktorch.base.imports import load_object
 from sparktorch.errors import ConfigError, ModuleError
 from sparktorch.ml.fit.first_row_trial import as_planned
 from sparktorch.ml.fit.translate import translate
-from sparktorch.spark.column_names import quoted
+from sparktorch.spark.column_names import ColumnNames, quoted
+from sparktorch.spark.rdd import dataframe_of
 
 __all__ = ["DataSection", "EstimatorSection", "JobConfig", "ScoreSection", "TrackingSection", "read_job"]
 
-_ESTIMATORS = ("TorchClassifier", "TorchEstimator", "TorchRegressor")
+_ESTIMATORS = (
+    *("Forecaster", "ImageClassifier", "Ranker", "Recommender", "TabularClassifier", "TabularRegressor"),
+    *("TextClassifier", "TorchClassifier", "TorchEstimator", "TorchRegressor"),
+)
 _BUCKETS = 1 << 20
 
 
@@ -37,7 +42,8 @@ class DataSection:
         path: The path to read.
         options: Options of the format.
         schema: The columns as DDL, for formats without a schema.
-        holdout: Share of the rows held out from training for scoring, chosen by content.
+        holdout: Share of the rows held out from training for scoring, chosen by their contents; of an estimator with a
+            `groupCol`, whole groups are held out, chosen by that column.
     """
 
     source: str | None = None
@@ -58,8 +64,7 @@ class DataSection:
     def load(self, spark: SparkSession) -> DataFrame:
         """Returns all rows."""
         if self.source is not None:
-            data: DataFrame = load_object(self.source)(spark)
-            return data
+            return dataframe_of(load_object(self.source)(spark), f"a job, of {self.source},")
         reader = spark.read.format(self.format).options(**self.options)
         return (reader.schema(self.schema) if self.schema else reader).load(self.path)
 
@@ -77,11 +82,12 @@ class DataSection:
         reader = spark.readStream.format(self.format).options(**self.options)
         return reader.schema(self.schema or self.load(spark).schema).load(self.path)
 
-    def split(self, data: DataFrame) -> tuple[DataFrame, DataFrame]:
-        """Splits the rows by their contents; returns those to train on and those held out."""
+    def split(self, data: DataFrame, group: str | None = None) -> tuple[DataFrame, DataFrame]:
+        """Splits the rows by their contents, or by a column; returns those to train on and those held out."""
         if not self.holdout:  # columns that cannot be hashed, such as maps, may stay
             return data, data.limit(0)
-        bucket = F.pmod(F.xxhash64(*map(quoted, data.columns)), F.lit(_BUCKETS))
+        hashed = [ColumnNames.of(data).column(group)] if group else [*map(quoted, data.columns)]
+        bucket = F.pmod(F.xxhash64(*hashed), F.lit(_BUCKETS))
         held_out = bucket < F.lit(int(self.holdout * _BUCKETS))
         return data.where(~held_out), data.where(held_out)
 
@@ -91,7 +97,8 @@ class EstimatorSection:
     """The estimator and its Params.
 
     Attributes:
-        kind: `TorchClassifier`, `TorchRegressor` or `TorchEstimator`.
+        kind: An estimator: `TabularClassifier`, `TabularRegressor`, `TorchClassifier`, `TorchRegressor`,
+            `TorchEstimator`, `TextClassifier`, `ImageClassifier`, `Recommender`, `Ranker` or `Forecaster`.
         params: Params of it by name.
     """
 
@@ -100,9 +107,9 @@ class EstimatorSection:
 
     def __post_init__(self) -> None:
         one_of("estimator.kind", self.kind, _ESTIMATORS)
-        valid = tuple(param.name for param in getattr(sparktorch, self.kind)().params)
+        _, *valid = inspect.signature(getattr(sparktorch, self.kind).__init__).parameters
         for name in self.params:  # also for scoring, which builds no estimator
-            one_of("estimator.params", name, valid)
+            one_of("estimator.params", name, tuple(valid))
 
     def build(self, *, planned: bool = False, **more: Any) -> Any:
         """Returns the estimator, with `more` Params, once all is checked that needs no session.
@@ -154,7 +161,11 @@ class TrackingSection:
 
         if self.uri is not None:
             if self.uri.startswith("sqlite:///"):
-                Path(self.uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
+                folder = Path(self.uri.removeprefix("sqlite:///")).parent
+                try:
+                    folder.mkdir(parents=True, exist_ok=True)
+                except OSError as error:
+                    raise ConfigError(f"cannot make the folder of tracking.uri: {error}", section="tracking") from error
             mlflow.set_tracking_uri(self.uri)
         if mlflow.get_experiment_by_name(self.experiment) is None:
             location = None if self.artifacts is None else Path(self.artifacts).absolute().as_uri()
@@ -191,6 +202,14 @@ class JobConfig:
     score: ScoreSection | None = None
     tracking: TrackingSection = field(default_factory=TrackingSection)
 
+    def __post_init__(self) -> None:
+        if self.estimator.kind == "Forecaster" and self.data.holdout and not self._group:
+            raise ConfigError(
+                f"data.holdout is {self.data.holdout}, and rows left out of the only series are gaps in it",
+                hint="name other rows in score.data; with groupCol, whole series are held out",
+                section="data",
+            )
+
     @property
     def scoring(self) -> ScoreSection:
         """The section `score`; a `ConfigError` says that there is none."""
@@ -200,8 +219,31 @@ class JobConfig:
 
     @property
     def label(self) -> str:
-        """The label column."""
-        return str(self.estimator.params.get("labelCol", "label"))
+        """The column with which predictions are compared; empty for choices, which have no ratings."""
+        if self.estimator.kind != "Recommender":
+            return str(self.estimator.params.get("labelCol", "label"))
+        return (
+            "" if self.estimator.params.get("implicitPrefs") else str(self.estimator.params.get("ratingCol", "rating"))
+        )
+
+    @property
+    def _group(self) -> str | None:
+        group = self.estimator.params.get("groupCol")
+        return None if group is None else str(group)
+
+    def rows(self, spark: SparkSession) -> tuple[DataFrame, DataFrame]:
+        """Returns the rows to train on, and those that are held out."""
+        return self.data.split(self.data.load(spark), self._group)
+
+    def to_score(self) -> DataSection | None:
+        """Returns what names the rows to score, `None` for those held out; a `ConfigError` says that there are none."""
+        if self.scoring.data is None and not self.data.holdout:
+            raise ConfigError(
+                "no rows are named to score: data.holdout is 0, and score.data is not set",
+                hint="name them in score.data; or set data.holdout, and train again on the rest",
+                section="score",
+            )
+        return self.scoring.data
 
 
 _SECTIONS: dict[str, type[Any]] = {
@@ -216,7 +258,7 @@ def read_job(path: str | os.PathLike[str]) -> JobConfig:
     """Reads a job file; a `ConfigError` refuses what is no YAML mapping, and unknown, missing and mistyped keys."""
     try:
         values = yaml.safe_load(Path(path).read_text())
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"cannot read {os.fspath(path)}: {error}") from error
     found: JobConfig = _section(JobConfig, values, "", os.fspath(path))
     return found

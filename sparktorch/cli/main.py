@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any, cast
 
 from pyspark.errors import AnalysisException, IllegalArgumentException, PySparkException
 
@@ -17,6 +18,7 @@ from sparktorch.errors import SparkTorchError
 __all__ = ["COMMANDS", "main", "parser"]
 
 _LOG = logging.getLogger(__name__)
+_NO_FORMAT = "[DATA_SOURCE_NOT_FOUND]"  # in Spark's message about a format that it does not have
 
 COMMANDS = {"doctor": doctor, "plan": plan, "run": run, "train": train, "score": score}
 _STATUS = (
@@ -49,9 +51,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         status: int = options.run(options)
     except Exception as error:
-        if not isinstance(error, SparkTorchError | PySparkException) and type(error).__name__ != "MlflowException":
+        said = _said(error)
+        if said is None:
             raise
-        print(error, file=sys.stderr)
+        print(said, file=sys.stderr)
         _LOG.debug("the command has ended with an error", exc_info=True)
-        return 2 if isinstance(error, ValueError | AnalysisException | IllegalArgumentException) else 1
+        refused = isinstance(error, ValueError | AnalysisException | IllegalArgumentException)
+        return 2 if refused or _NO_FORMAT in said else 1
     return status
+
+
+def _said(error: Exception) -> str | None:
+    """Returns what an error says to the user of a command; `None` for one of the user's code, or of ours."""
+    kind = type(error).__name__
+    if kind == "Py4JJavaError":  # Java's, of which pyspark makes none of its own
+        return str(cast(Any, error).java_exception.toString()).partition("\n")[0]
+    return str(error) if isinstance(error, SparkTorchError | PySparkException) or kind == "MlflowException" else None

@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
     more = {} if options.workers is None else {"numWorkers": options.workers}
     estimator = job.estimator.build(planned=True, **more)
     with session(options, "sparktorch plan", quiet=True) as spark:
-        training, _ = job.data.split(job.data.load(spark))
+        training, _ = job.rows(spark)
         found = estimator.plan(training, memory=options.memory)
     print(found)
     if found.fitting:

@@ -31,7 +31,7 @@ def run(options: argparse.Namespace) -> int:
     from sparktorch.tracking import log_model
 
     with session(options, f"train {job.name}") as spark:
-        training, _ = job.data.split(job.data.load(spark))
+        training, _ = job.rows(spark)
         job.tracking.connect()
         with runs.start_run(run_name=job.name) as logged:
             model = estimator.fit(training)

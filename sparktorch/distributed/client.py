@@ -207,7 +207,7 @@ class Client:
     def joined(self, order: Order) -> Client:
         """Returns a client of the same store for a task of a pool, under a token of its own."""
         token = self.store.token_of(order.number)
-        open_store, console = partial(self._open_store, token=token), LogCapture(self._console.level)
+        open_store, console = partial(self._open_store, token=token), self._console.another()
         return Client(open_store, self._world, console=console, patience=self._patience)
 
     def await_verdicts(self) -> None:

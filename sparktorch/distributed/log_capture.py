@@ -7,7 +7,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import closing, contextmanager, redirect_stderr, redirect_stdout
 from typing import Any, TextIO
 
 __all__ = ["KEPT_LINES", "LogCapture", "excerpt", "last_lines"]
@@ -17,15 +17,23 @@ KEPT_LINES = 100
 _LONGEST_LINE = 2000
 _LONGEST_TEXT = 100_000  # of an error: torch's store takes values of 8 MiB, and JSON needs up to 12 bytes a character
 
+_BY_DRIVER = "shown_by_the_driver"  # an attribute of log records
+
 Line = tuple[int, str]  # level, as in `logging`, and text
 
 
 class LogCapture:
-    """Captures this process's log records from `level` on, and printed lines, which have the level `INFO`."""
+    """Captures this process's log records from `level` on, and printed lines, which have the level `INFO`.
 
-    def __init__(self, level: int = logging.WARNING) -> None:
-        """Takes the lowest level of log records to capture; `INFO` and above are always captured."""
-        self.level = min(level, logging.INFO)
+    Attributes:
+        level: The lowest level of log records that are captured.
+        shown: The level from which on the driver shows lines.
+        shared: Whether this process writes where the driver does: then what the driver shows is not written here, too.
+    """
+
+    def __init__(self, level: int = logging.WARNING, *, shared: bool = False) -> None:
+        """Takes the level from which on the driver shows lines; `INFO` and above are always captured."""
+        self.level, self.shown, self.shared = min(level, logging.INFO), level, shared
         self.paused = False
         self._lock = threading.Lock()
         self._last: deque[str] = deque(maxlen=KEPT_LINES)
@@ -34,17 +42,19 @@ class LogCapture:
 
     @contextmanager
     def overhearing(self) -> Iterator[None]:
-        """Context that captures logs and prints; they still go where they went before."""
+        """Context that captures logs and prints; they still go where they went before, unless the driver shows them."""
         root = logging.getLogger()
         before, handler = root.level, _Handler(self, self.level)
         aloud = None if root.handlers else logging.StreamHandler(sys.stderr)  # as `logging` does by default
         root.addHandler(handler)
         if aloud is not None:
             aloud.setLevel(before)
+            aloud.addFilter(lambda record: not getattr(record, _BY_DRIVER, False))
             root.addHandler(aloud)
         root.setLevel(min(before, self.level))
         try:
-            with redirect_stdout(_Tee(sys.stdout, self)), redirect_stderr(_Tee(sys.stderr, self)):
+            out, err = _Tee(sys.stdout, self), _Tee(sys.stderr, self)
+            with closing(out), closing(err), redirect_stdout(out), redirect_stderr(err):
                 yield
         finally:
             root.setLevel(before)
@@ -52,16 +62,24 @@ class LogCapture:
             if aloud is not None:
                 root.removeHandler(aloud)
 
-    def add(self, level: int, text: str) -> None:
-        """Captures the lines of a text."""
+    def add(self, level: int, text: str) -> bool:
+        """Captures the lines of a text; returns whether the driver alone shows them."""
         if self.paused:
-            return
+            return False
+        lines = [line[:_LONGEST_LINE] for line in text.splitlines()]
         with self._lock:
-            for line in text.splitlines():
-                short = line[:_LONGEST_LINE]
-                self._last.append(short)
+            self._last.extend(lines)
+            alone = self.shared and level >= self.shown
+            if alone and len(self._new) + len(lines) > KEPT_LINES:  # it would get the last of them
+                return False
+            for line in lines:
                 self._lost += len(self._new) == KEPT_LINES
-                self._new.append((level, short))
+                self._new.append((level, line))
+        return alone
+
+    def another(self) -> LogCapture:
+        """Returns one without lines, with the same levels."""
+        return LogCapture(self.shown, shared=self.shared)
 
     def drain(self) -> tuple[list[Line], int]:
         """Returns the last `KEPT_LINES` lines since the previous call, and how many earlier ones were dropped."""
@@ -98,7 +116,7 @@ class _Handler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            self._console.add(record.levelno, self.format(record))
+            setattr(record, _BY_DRIVER, self._console.add(record.levelno, self.format(record)))
         except Exception:  # the arguments do not fit the format string
             self.handleError(record)
 
@@ -107,15 +125,30 @@ class _Tee:
     """A stream whose lines are also captured."""
 
     def __init__(self, stream: TextIO, console: LogCapture) -> None:
-        self._stream, self._console, self._begun = stream, console, ""
+        self._stream, self._console = stream, console
+        self._begun = ""
+        self._waiting = ""  # what the driver may be going to show: the beginning of a line
+        self._is_bar = False  # a progress bar, which is shown while it has no end
+        self._waits = console.shared and console.shown <= logging.INFO
 
     def write(self, text: str) -> int:
         self._begun += text
+        self._is_bar |= "\r" in text
         whole, newline, self._begun = self._begun.rpartition("\n")
-        if newline:
-            self._console.add(logging.INFO, whole)
+        by_driver = bool(newline) and self._console.add(logging.INFO, whole)
         self._begun = self._begun.rpartition("\r")[2][-_LONGEST_LINE:]  # keeps a progress bar's last state only
-        return self._stream.write(text)
+        if self._waits and not self._is_bar:
+            lines, _, self._waiting = (self._waiting + text).rpartition("\n")
+            self._stream.write("" if by_driver else f"{lines}{newline}")
+        else:
+            self._stream.write(self._waiting + text)
+            self._waiting = ""
+        self._is_bar &= not newline
+        return len(text)
+
+    def close(self) -> None:
+        """Writes what has waited for the end of its line; the stream itself stays open."""
+        self._stream.write(self._waiting)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

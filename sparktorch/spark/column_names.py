@@ -52,6 +52,16 @@ class ColumnNames:
                 return before, name
         return None
 
+    def repeated(self, names: Iterable[str]) -> str | None:
+        """Returns the first name of a column that an earlier name stands for; refuses a name that no column has."""
+        seen = set[str]()
+        for name in names:
+            column = self.sql(name)
+            if column in seen:
+                return name
+            seen.add(column)
+        return None
+
     def type_of(self, name: str) -> T.DataType:
         """Returns the type of a column; refuses a name that no column has, or several."""
         return self._resolved(name)[1]
@@ -65,7 +75,7 @@ class ColumnNames:
         return column
 
     def sql(self, name: str) -> str:
-        """Returns the quoted name of a column in SQL; refuses a name that no column has, or several."""
+        """Returns the quoted name of a column in SQL, one for all its names; refuses a name of none, or of several."""
         return ".".join(map(quoted_name, self._resolved(name)[0]))
 
     def _resolved(self, name: str) -> tuple[list[str], T.DataType]:

@@ -244,6 +244,7 @@ def _read(batches: Iterable[pa.RecordBatch], world: World, job: RankJob, client:
         budget=job.storage.budget * 10**6,
         by_key=job.by_key,
         by_length=job.config.micro_batch_size is not None or job.config.accumulation_steps > 1,
+        moved=client.moved,
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from sparktorch import TorchClassifier
+from sparktorch import TabularClassifier, TorchClassifier
 from sparktorch.cli.job_file import read_job
 from tests.support.programs import ROOT
 
@@ -21,12 +21,14 @@ MANIFESTS: list[dict[str, Any]] = [one for file in FILES for one in yaml.safe_lo
 APPLICATION = MANIFESTS[-1]["spec"]
 
 
-def test_the_job_file_of_the_first_page_can_be_read(tmp_path: Path) -> None:
-    (text,) = re.findall(r"```yaml\n(name: .+?)```", (ROOT / "docs" / "start.md").read_text(), re.DOTALL)
+def test_the_job_files_of_the_first_page_can_be_read(tmp_path: Path) -> None:
+    text, of_table = re.findall(r"```yaml\n(name: .+?)```", (ROOT / "docs" / "start.md").read_text(), re.DOTALL)
     (tmp_path / "job.yaml").write_text(text)
     job = read_job(tmp_path / "job.yaml")
     assert isinstance(job.estimator.build(), TorchClassifier)
     assert (job.data.format, job.data.options) == ("csv", {"header": True})
+    (tmp_path / "job.yaml").write_text(of_table)
+    assert isinstance(read_job(tmp_path / "job.yaml").estimator.build(), TabularClassifier)
 
 
 def settings() -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -36,6 +36,7 @@ def read_shard(
     budget: int = 1 << 30,
     by_key: bool = True,
     by_length: bool = False,
+    moved: Callable[[], object] = lambda: None,
 ) -> Shard:
     """Reads the record batches of one partition and checks every row.
 
@@ -50,6 +51,7 @@ def read_shard(
             that arrive in the order of their positions, validation rows last, are read in runs; others one by one, with
             4 bytes of memory each.
         by_length: Whether the rows of a step are sorted by the length of the first ragged input.
+        moved: It is called for what counts as progress, besides the batches that are taken.
     """
     storage = storage or RowStorage()
     fields = {spec.name: _field(spec, columns, storage) for spec in columns.tensors}
@@ -67,7 +69,7 @@ def read_shard(
         count = max(1, row_keys.count)
         known: dict[str, Any] = {"count": count, "size": size}
         if isinstance(row_keys, GroupKeys):
-            stored: Rows = SampledRows(fields, columns, storage, samples=row_keys.samples(), **known)
+            stored: Rows = SampledRows(fields, columns, storage, samples=row_keys.samples(moved), **known)
         else:
             stored = Rows(fields, columns, storage, by_length=by_length, **known)
         kind = OutOfCoreShard if storage.on_disk else InMemoryShard

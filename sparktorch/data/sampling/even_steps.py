@@ -18,6 +18,7 @@ _NO_REST = np.iinfo(np.int64).min
 _ROWS = 1 << 20  # of many groups, looked at together
 
 Int64 = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
 
 
 class Steps(NamedTuple):
@@ -55,28 +56,59 @@ class _Scale(NamedTuple):
     values: Callable[[int, Int64], pa.Array]
     rest: Int64
 
-    def even(self, firsts: Int64) -> npt.NDArray[np.bool_]:
-        """Returns which groups of three rows or more, that begin at `firsts`, have even steps."""
-        steps = np.diff(self.counts)
-        found: npt.NDArray[np.bool_] = (steps[firsts] > 0) & (steps[firsts] % self.least == 0)
-        found &= self.rest[firsts] != _NO_REST
-        found[_bent(self.counts, firsts)] = False
-        changed = np.flatnonzero(np.diff(self.rest))
-        found[_of_both(changed, changed + 1, firsts)] = False
-        return found
+    def measured(self, rows: _Rows) -> tuple[Int64, Mask, Mask]:
+        """Returns each group's usual step, which rows are no such step after the one before, and which groups fit.
+
+        A group fits a scale that leaves the same out of all its values.
+        """
+        fits, uneven = np.ones(len(rows.firsts), np.bool_), np.zeros(len(self.counts), np.bool_)
+        fits[rows.group[(self.rest == _NO_REST) | (self.rest != self.rest[rows.firsts][rows.group])]] = False
+        if not fits.any():
+            return np.zeros_like(rows.firsts), uneven, fits
+        steps, group = np.diff(self.counts)[rows.follows], rows.group[1:][rows.follows]
+        usual = _most_frequent(steps, group, rows.firsts - np.arange(len(rows.firsts)))
+        bad = (usual <= 0) | (usual % self.least != 0)
+        uneven[1:][rows.follows] = bad[group] | (steps != usual[group])
+        return usual, uneven, fits
 
 
-def _of_both(rows: Int64, others: Int64, firsts: Int64) -> Int64:
-    """Returns the groups that have both rows of some pairs."""
-    one, other = (np.searchsorted(firsts, of, side="right") - 1 for of in (rows, others))
-    return np.unique(one[one == other])
+class _Rows:
+    """Which rows belong to which group.
+
+    Attributes:
+        firsts: The number of each group's first row.
+        group: The number of each row's group.
+        follows: Whether each row but the first follows one of its group.
+    """
+
+    def __init__(self, sizes: Int64) -> None:
+        """Takes the number of rows of each group, at least two."""
+        self.firsts = np.cumsum(sizes) - sizes
+        self.group = np.repeat(np.arange(len(sizes)), sizes)
+        self.follows = self.group[1:] == self.group[:-1]
+
+
+def _most_frequent(values: Int64, group: Int64, firsts: Int64) -> Int64:
+    """Returns the most frequent value of each group, the smallest of several; groups begin at `firsts`."""
+    first = values[firsts]
+    if (values == first[group]).all():
+        return first
+    order = np.lexsort((values, group))
+    values, group = values[order], group[order]
+    begins = np.flatnonzero(np.append(True, (values[1:] != values[:-1]) | (group[1:] != group[:-1])))
+    times = np.diff(np.append(begins, len(values)))
+    values, group = values[begins], group[begins]
+    best = np.lexsort((values, -times, group))
+    found: Int64 = values[best[np.flatnonzero(np.append(True, np.diff(group[best]) > 0))]]
+    return found
 
 
 def _bent(counts: Int64, firsts: Int64) -> Int64:
     """Returns the groups, by the numbers of their first rows, in which steps differ."""
     steps = np.diff(counts)
     bends = np.flatnonzero(steps[1:] != steps[:-1]) + 1  # rows whose next step is another one
-    return _of_both(bends - 1, bends + 1, firsts)
+    one, other = (np.searchsorted(firsts, of, side="right") - 1 for of in (bends - 1, bends + 1))
+    return np.unique(one[one == other])
 
 
 def _in_order(column: pa.Array) -> Int64:
@@ -96,36 +128,41 @@ def steps_of(column: pa.Array) -> Steps:
     calendar if they have a time zone, or by months. Months are counted from one of their first 28 days, or from their
     last. The column has two values at least.
     """
-    found = []
-    for counts, least, values, rest in _scales(column):
-        if rest[0] == _NO_REST or (rest != rest[0]).any():
-            continue
-        steps = np.diff(counts)
-        sizes, times = np.unique(steps, return_counts=True)
-        usual = int(sizes[times.argmax()])
-        uneven = steps != usual if usual > 0 and usual % least == 0 else np.ones(len(steps), bool)
-        found.append(Steps(counts, usual, np.flatnonzero(uneven) + 1, partial(values, int(rest[0]))))
+    rows, found = _Rows(np.array([len(column)])), []
+    for scale in _scales(column, rows):
+        usual, uneven, fits = scale.measured(rows)
+        if fits[0]:
+            values = partial(scale.values, int(scale.rest[0]))
+            found.append(Steps(scale.counts, int(usual[0]), np.flatnonzero(uneven), values))
     return min(found, key=lambda steps: len(steps.uneven))  # the first of several
 
 
-def after_uneven(place: Int64, firsts: Int64, kind: tuple[str, str]) -> Int64:
+def after_uneven(
+    place: Int64, firsts: Int64, kind: tuple[str, str], moved: Callable[[], object] = lambda: None
+) -> Int64:
     """Returns the numbers of the rows that do not follow the one before in their group by an even step.
 
     Args:
         place: The order of the rows as int64, ascending in each group: integers, days or microseconds.
         firsts: The number of the first row of each group.
         kind: SQL type and time zone of the order.
+        moved: It is called for each million of rows, which count as progress.
     """
     bent, ends = _bent(place, firsts), np.append(firsts[1:], len(place))
     found = [np.empty(0, np.int64)]
     parts = 1 + int((ends - firsts)[bent].sum()) // _ROWS
     for some in np.array_split(bent, parts) if len(bent) else ():
-        sizes = (ends - firsts)[some]
-        begins = np.cumsum(sizes) - sizes
-        rows = np.repeat(firsts[some] - begins, sizes) + np.arange(sizes.sum())
-        even = [scale.even(begins) for scale in _scales(typed(place[rows], kind))]
-        each = some[~np.logical_or.reduce(even)]  # few: those with gaps
-        found += [firsts[of] + steps_of(typed(place[firsts[of] : ends[of]], kind)).uneven for of in each]
+        rows = _Rows((ends - firsts)[some])
+        numbers = (firsts[some] - rows.firsts)[rows.group] + np.arange(len(rows.group))
+        uneven, fewest = np.zeros(len(numbers), np.bool_), np.full(len(some), np.iinfo(np.int64).max)
+        for scale in _scales(typed(place[numbers], kind), rows):
+            _, of_scale, fits = scale.measured(rows)
+            count = np.add.reduceat(of_scale, rows.firsts, dtype=np.int64)
+            better = fits & (count < fewest)  # the first of several
+            fewest = np.where(better, count, fewest)
+            uneven = np.where(better[rows.group], of_scale, uneven)
+        found.append(numbers[uneven])
+        moved()
     return np.concatenate(found)
 
 
@@ -139,8 +176,8 @@ def typed(place: Int64, kind: tuple[str, str]) -> pa.Array:
     return pa.array(place)
 
 
-def _scales(column: pa.Array) -> Iterator[_Scale]:
-    """Yields a column's values on the scales of its type; those of longer steps come first."""
+def _scales(column: pa.Array, rows: _Rows) -> Iterator[_Scale]:
+    """Yields the values of groups on the scales of their type; those of longer steps come first."""
     kind = column.type
     whole = np.zeros(len(column), np.int64)
     if pa.types.is_integer(kind):
@@ -162,26 +199,39 @@ def _scales(column: pa.Array) -> Iterator[_Scale]:
     def local(rest: int, found: Int64) -> pa.Array:
         if kind.tz is None:
             return moments(rest, found)
-        wall = pa.array(found + rest).cast(pa.timestamp("us"))
-        there = pc.assume_timezone(wall, kind.tz, ambiguous="earliest", nonexistent="latest")
-        return there.cast(pa.timestamp("us", kind.tz)).cast(kind)
+        return pa.array(_instants(found + rest, kind.tz)[0]).cast(pa.timestamp("us", kind.tz)).cast(kind)
 
     instants = _in_order(column)
-    wall = instants if kind.tz is None else _clock(column, local)
+    wall = instants if kind.tz is None else _clock(column, rows)
     yield from _months(wall, local)
     yield _Scale(wall, _DAY, local, whole)
     yield _Scale(instants, 1, moments, whole)
 
 
-def _clock(column: pa.Array, local: Callable[[int, Int64], pa.Array]) -> Int64:
-    """Returns the local times of a column; one that clocks skip, such as a midnight, is that of most other rows."""
+def _instants(wall: Int64, zone: str) -> tuple[Int64, Int64]:
+    """Returns the instants of local times, with those that clocks skip moved as Spark does, and as pandas may do.
+
+    Where clocks go from two to three, 02:30 is 03:30 to Spark, and 03:00 to `nonexistent="shift_forward"` of pandas.
+    """
+    times = pa.array(wall).cast(pa.timestamp("us"))
+    ends, begins = (
+        _in_order(pc.assume_timezone(times, zone, ambiguous="earliest", nonexistent=side))
+        for side in ("earliest", "latest")
+    )
+    offset = _in_order(pc.local_timestamp(pa.array(ends).cast(pa.timestamp("us", zone)))) - ends
+    return np.where(ends == begins, begins, wall - offset), begins
+
+
+def _clock(column: pa.Array, rows: _Rows) -> Int64:
+    """Returns the local times of groups; one that clocks skip, such as a midnight, is that of a group's other days."""
     wall = _in_order(pc.local_timestamp(column))
     times = wall % _DAY
-    if (times == times[0]).all():
+    if (times == times[rows.firsts][rows.group]).all():
         return wall
-    each, counts = np.unique(times, return_counts=True)
-    usual = wall - times + each[counts.argmax()]
-    return np.where(_in_order(local(0, usual)) == _in_order(column), usual, wall)
+    usual = wall - times + _most_frequent(times, rows.group, rows.firsts)[rows.group]
+    moved, begins = _instants(usual, column.type.tz)
+    instants = _in_order(column)
+    return np.where((moved == instants) | (begins == instants), usual, wall)
 
 
 def _months(instants: Int64, values: Callable[[int, Int64], pa.Array]) -> Iterator[_Scale]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -110,8 +113,8 @@ class GroupKeys(RowKeys):
     def _follow(self, key: npt.NDArray[np.uint64], held_out: Mask) -> bool:
         return True  # groups and places alone order the rows
 
-    def samples(self) -> Samples:
-        """Returns the samples of the rows, and ends appending.
+    def samples(self, moved: Callable[[], object] = lambda: None) -> Samples:
+        """Returns the samples of the rows, and ends appending; `moved` is called for what counts as progress.
 
         Raises:
             ColumnError: Two rows of a group have the same place, or one of several rows of a whole group validates.
@@ -136,7 +139,9 @@ class GroupKeys(RowKeys):
             starts, held_out = firsts, marks[firsts]
         else:
             self.facts["short"] = int((sizes < window.rows).sum())
-            gaps = np.empty(0, np.int64) if window.even is None else self._gaps(group, place, firsts, window.even)
+            gaps = np.empty(0, np.int64)
+            if window.even is not None:
+                gaps = self._gaps(group, place, firsts, partial(after_uneven, kind=window.even, moved=moved))
             starts, held_out = _windows(window, firsts, sizes, marks, gaps)
             sizes = np.broadcast_to(np.int64(window.rows), len(starts))  # takes no memory
         if held_out.any():  # training samples come first
@@ -157,15 +162,18 @@ class GroupKeys(RowKeys):
         """Returns the numbers of the training and of the validation samples."""
         return range(self._trained), range(self._trained, self._samples.count)
 
-    def _gaps(self, group: Int64, place: Int64, firsts: Int64, kind: tuple[str, str]) -> Int64:
+    def _gaps(self, group: Int64, place: Int64, firsts: Int64, uneven: Callable[[Int64, Int64], Int64]) -> Int64:
         """Returns the rows that follow an uneven step, or a dropped row; refuses them, unless rows are dropped."""
+        window = self._groups.window
+        assert window is not None
+        assert window.even is not None
         groups = np.append(group, self._dropped_group.finish()).view(np.uint64)
         places = np.append(place, self._dropped_place.finish())
         dropped = len(places) > len(place)
-        found = _breaks(groups, places, len(place), kind) if dropped else after_uneven(place, firsts, kind)
+        found = _breaks(groups, places, len(place), uneven) if dropped else uneven(place, firsts)
         self.facts["gaps"] = len(found)
         if len(found) and not self._drops:
-            one, other = (typed(place[found[:1] + ahead], kind)[0].as_py() for ahead in (-1, 0))
+            one, other = (typed(place[found[:1] + ahead], window.even)[0].as_py() for ahead in (-1, 0))
             raise ColumnError(
                 f"column {self._groups.order!r} has {counted(len(found), 'uneven step', 'uneven steps')}: in a group, "
                 f"after {one} comes {other}",
@@ -197,7 +205,9 @@ class GroupKeys(RowKeys):
             )
 
 
-def _breaks(groups: npt.NDArray[np.uint64], places: Int64, count: int, kind: tuple[str, str]) -> Int64:
+def _breaks(
+    groups: npt.NDArray[np.uint64], places: Int64, count: int, after_uneven: Callable[[Int64, Int64], Int64]
+) -> Int64:
     """Returns the numbers of kept rows that do not follow the one kept before by an even step, dropped rows included.
 
     The first `count` groups and places are those of kept rows, in their order; the others are of dropped ones.
@@ -206,7 +216,7 @@ def _breaks(groups: npt.NDArray[np.uint64], places: Int64, count: int, kind: tup
     groups, places = groups[order], places[order]
     firsts = np.append(0, np.flatnonzero(groups[1:] != groups[:-1]) + 1)
     uneven = np.zeros(len(order), np.bool_)
-    uneven[after_uneven(places, firsts, kind)] = True
+    uneven[after_uneven(places, firsts)] = True
     kept = np.flatnonzero(order < count)
     apart = (np.diff(kept) > 1) | (np.diff(np.cumsum(uneven)[kept]) > 0)
     return np.flatnonzero(apart & (groups[kept[1:]] == groups[kept[:-1]])) + 1

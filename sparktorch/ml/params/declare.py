@@ -54,6 +54,15 @@ class ParamSpec:
         return None if isinstance(self.default, _MUTABLE) else self.default
 
 
+class _Explained(Params):
+    def explainParam(self, param: str | Param[Any]) -> str:
+        """Explains a Param: its name, its doc, its default and its value. That of pyspark fails for a tuple."""
+        one: Param[Any] = self._resolveParam(param)
+        maps = {"default": self._defaultParamMap, "current": self._paramMap}
+        values = [f"{what}: {values[one]}" for what, values in maps.items() if one in values]
+        return f"{one.name}: {one.doc} ({', '.join(values) or 'undefined'})"
+
+
 def params_class(name: str, table: Sequence[ParamSpec], doc: str, *bases: type[Params]) -> type[Params]:
     """Makes a mixin that declares the Params of a table, but for those of its bases, with getters and setters."""
     known = {spec for base in bases for spec in dir(base)}
@@ -68,7 +77,7 @@ def params_class(name: str, table: Sequence[ParamSpec], doc: str, *bases: type[P
     for member in members.values():
         if callable(member):  # so that it can be pickled by name
             member.__module__, member.__qualname__ = members["__module__"], f"{name}.{member.__name__}"
-    return types.new_class(name, (*bases, *shared) or (Params,), {}, lambda namespace: namespace.update(members))
+    return types.new_class(name, (*(bases or (_Explained,)), *shared), {}, lambda namespace: namespace.update(members))
 
 
 def with_constructor(kind: type[Params], table: Sequence[ParamSpec], *, arguments: bool) -> type[Params]:
@@ -78,11 +87,15 @@ def with_constructor(kind: type[Params], table: Sequence[ParamSpec], *, argument
     """
     defaults = {spec.name: spec.default for spec in table if spec.default is not None}
 
-    def __init__(self: Any, **values: Any) -> None:
+    def __init__(self: Any, *values_by_place: Any, **values: Any) -> None:
+        made = f"{type(self).__name__}()"
+        if values_by_place:
+            takes = f"takes Params by name, such as {names[0]}=..., and not by place" if names else "takes no arguments"
+            raise TypeError(f"{made} {takes}")
         for name in values:
             if name not in names:
                 hint = f": {nearest(name, names)}" if names else ""
-                raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {name!r}{hint}")
+                raise TypeError(f"{made} got an unexpected keyword argument {name!r}{hint}")
         self._input_kwargs = values  # as pyspark's `keyword_only` leaves them
         super(kind, self).__init__()
         self._setDefault(**{name: own(value) for name, value in defaults.items()})

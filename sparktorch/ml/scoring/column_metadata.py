@@ -17,7 +17,7 @@ from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.frame.encoding import NUMERIC
 from sparktorch.spark.frame.refusals import no_number
 
-__all__ = ["check_numbers", "class_index", "labels_of", "nominal", "numeric", "vector"]
+__all__ = ["check_numbers", "class_index", "classes_of", "labels_of", "nominal", "numeric", "vector"]
 
 
 def check_numbers(names: ColumnNames, columns: Iterable[str]) -> None:
@@ -29,9 +29,18 @@ def check_numbers(names: ColumnNames, columns: Iterable[str]) -> None:
 
 def labels_of(dataset: DataFrame, column: str) -> tuple[str, ...]:
     """Returns the labels in a column's metadata, as `StringIndexer` writes them; `()` if there are none."""
+    return tuple(map(str, _attribute(dataset, column).get("vals", ())))
+
+
+def classes_of(dataset: DataFrame, column: str) -> int:
+    """Returns the number of classes by a column's metadata, as Spark's classifiers take it; 0 if it says none."""
+    attribute = _attribute(dataset, column)
+    return 2 if attribute.get("type") == "binary" else len(attribute.get("vals", ())) or attribute.get("num_vals", 0)
+
+
+def _attribute(dataset: DataFrame, column: str) -> dict[str, Any]:
     found = [dataset.schema[name].metadata for name in ColumnNames.of(dataset).called(column)]
-    attribute = found[0].get("ml_attr", {}) if found else {}
-    return tuple(map(str, attribute.get("vals", ())))
+    return found[0].get("ml_attr", {}) if found else {}
 
 
 def class_index(dataset: DataFrame, column: str, labels: Sequence[str]) -> Column:

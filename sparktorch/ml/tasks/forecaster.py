@@ -108,15 +108,11 @@ class Forecaster(LearningEstimator, ForecasterParams):
             return self
         refuse(_TRAINING, p)
         one_of("scaling", p["scaling"], ("window", "none"))
-        named = [*(p[name] for name in ("groupCol", "orderCol") if p[name]), *_named(p)]
         if taken := next((name for name in (p["groupCol"], p["orderCol"]) if str(name).lower() in COMPARED), None):
             hint = f"rename it: {', '.join(COMPARED)} are the columns that evaluate and backtest add"
             raise ConfigError(
                 f"column {taken!r} would be there twice in the forecasts of evaluate", hint=hint, code="ST-COLUMN-TAKEN"
             )
-        if twice := next((name for name in named if named.count(name) > 1), None):
-            hint = "name it once: the target's past and what is known ahead are seen in the context, too"
-            raise ConfigError(f"column {twice!r} is named twice", hint=hint)
         scaling = None if p["scaling"] == "none" else "window"
         inputs = [name for name, of in _inputs(p).items() if of]
         found: dict[str, Any] = {"inputCols": inputs}
@@ -157,6 +153,9 @@ class Forecaster(LearningEstimator, ForecasterParams):
 
     def _learn(self, dataset: DataFrame) -> _Seen:
         p, names = Values(self), ColumnNames.of(dataset)
+        if repeated := names.repeated([*(p[name] for name in ("groupCol", "orderCol") if p[name]), *_named(p)]):
+            hint = "name it once: the target's past and what is known ahead are seen in the context, too"
+            raise ConfigError(f"column {repeated!r} is named twice", hint=hint)
         check_series(dataset.sparkSession, names, p["groupCol"], p["orderCol"], _named(p))
         zone = setting(dataset.sparkSession, "spark.sql.session.timeZone")
         return _Seen(_figures(dataset, names, p), (names.type_of(p["orderCol"]).simpleString(), zone))

@@ -182,12 +182,15 @@ class RecommenderModel(_Paired, TorchModelBase, RecommenderModelParams):
         """Compares the `k` best items of each user with those of a dataset, in `itemCol`; see `recommendForAllUsers`.
 
         Users that the fit did not have are left out. For the error of ratings, there is Spark's `RegressionEvaluator`.
+
+        Raises:
+            ColumnError: The fit had none of the users, or no row has a user and an item.
         """
         user, item = self.getUserCol(), self.getItemCol()
         pairs = self._pairs(dataset, "user", "item").where("one is not null and other is not null")
         relevant = pairs.groupBy(F.col("one").alias(user)).agg(F.collect_set("other").alias("relevant"))
         lists = self.recommendForUserSubset(dataset, k, exclude).join(relevant, user)
-        return ranking_metrics(lists, item, k)
+        return ranking_metrics(lists, user, item, k)
 
     def _recommended(self, side: str, dataset: DataFrame | None, count: int, exclude: DataFrame | None) -> DataFrame:
         other = "item" if side == "user" else "user"
@@ -301,9 +304,8 @@ class Recommender(_Paired, LearningEstimator, RecommenderParams):
         p, names = Values(self), ColumnNames.of(dataset)
         rating = p["ratingCol"]
         columns = [p["userCol"], p["itemCol"], *p["userFeatures"], *p["itemFeatures"], *([rating] if rating else [])]
-        twice = next((name for name in columns if columns.count(name) > 1), None)
-        if twice is not None:
-            raise ConfigError(f"column {twice!r} has two roles", hint="name another one for each", param="userCol")
+        if repeated := names.repeated(columns):
+            raise ConfigError(f"column {repeated!r} has two roles", hint="name another one for each", param="userCol")
         check_numbers(names, columns[2:])
         finite = [F.abs(names.column(name).cast("double")) < float("inf") for name in columns[2:]]
         present = [names.column(name).isNotNull() for name in columns[:2]]

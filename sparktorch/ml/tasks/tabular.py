@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pyspark.sql import DataFrame
@@ -21,7 +21,7 @@ from sparktorch.ml.model import TorchModelBase
 from sparktorch.ml.params.mixins import TabularClassifierParams, TabularRegressorParams
 from sparktorch.ml.params.task_tables import TABLE
 from sparktorch.ml.regression import TorchRegressionModel, TorchRegressor
-from sparktorch.ml.scoring.column_metadata import check_numbers, class_index, nominal
+from sparktorch.ml.scoring.column_metadata import check_numbers, class_index, classes_of, nominal
 from sparktorch.ml.tasks.column_statistics import Figures, categories_and_figures
 from sparktorch.ml.tasks.learning import LearningEstimator, check_rows
 from sparktorch.spark.column_names import ColumnNames
@@ -136,7 +136,7 @@ def _seen_in(dataset: DataFrame, estimator: _TabularEstimator) -> _Seen:
         labels = ["false", "true"]
     outputs = len(labels) or len(p["labelCols"] or ()) or 1
     if label and not labels:
-        outputs = _classes(label, found[-1])
+        outputs = classes_of(dataset, label) or _classes(label, found[-1])
     if label and outputs < 2:
         hint = "a classifier learns to tell two or more apart"
         raise ColumnError(
@@ -191,25 +191,34 @@ def _by_kind(p: Values, names: ColumnNames) -> tuple[list[str], dict[str, list[s
     roles = [role for name in _ROLES for role in ([p[name]] if isinstance(p[name], str) else p[name] or ())]
     taken = {column for role in roles for column in names.called(role)}
     free = [name for name in names.schema.names if name not in taken and not _DRAWN.search(name)]
-    named = {*(p["categoricalCols"] or ()), *(p["numericCols"] or ())}
-    rest = [name for name in p["inputCols"] or free if name not in named]
-    inputs = {*(p["inputCols"] or ())}
-    labels = {*(p["labelCols"] or [p["labelCol"]])} & (inputs | named)
+    named = _by_column(names, [*(p["categoricalCols"] or ()), *(p["numericCols"] or ())])
+    inputs = _by_column(names, p["inputCols"] or ())
+    rest = [name for column, name in (inputs or _by_column(names, free)).items() if column not in named]
+    labels = _by_column(names, p["labelCols"] or [p["labelCol"]])
     numbers = [name for name in rest if _is_number(names.type_of(name))]
     numeric = numbers if p["numericCols"] is None else p["numericCols"]
     others = [name for name in rest if name not in numbers]
     others = others if p["categoricalCols"] is None else p["categoricalCols"]
-    for found, what, hint in (
-        (named - inputs if inputs else (), "column {!r} is not among inputCols", "name it there, or leave that out"),
-        (labels, "the label {!r} is among the input columns", "leave it out: a model would only repeat it"),
+    used = _by_column(names, [*numeric, *others])
+    for wrong, what, hint in (
         (
-            inputs - {*numeric, *others},
+            _without(named, inputs) if inputs else [],
+            "column {!r} is not among inputCols",
+            "name it there, or leave that out",
+        ),
+        (
+            [name for column, name in labels.items() if column in {**inputs, **named}],
+            "the label {!r} is among the input columns",
+            "leave it out: a model would only repeat it",
+        ),
+        (
+            _without(inputs, used),
             "column {!r} is among inputCols, and in neither categoricalCols nor numericCols",
             "name it in one of them, or leave it out of inputCols",
         ),
     ):
-        if found:
-            raise ColumnError(what.format(min(found)), hint=hint, column=min(found))
+        if wrong:
+            raise ColumnError(what.format(min(wrong)), hint=hint, column=min(wrong))
     categorical, times = [], {}
     for name in others:
         kind = names.type_of(name)
@@ -223,6 +232,18 @@ def _by_kind(p: Values, names: ColumnNames) -> tuple[list[str], dict[str, list[s
             raise ColumnError(what, hint=hint, column=name)
     check_numbers(names, numeric)
     return categorical, times, numeric
+
+
+def _by_column(names: ColumnNames, of: Iterable[str]) -> dict[str, str]:
+    """Returns names by the columns that they stand for: the first of each."""
+    by_column: dict[str, str] = {}
+    for name in of:
+        by_column.setdefault(names.sql(name), name)
+    return by_column
+
+
+def _without(some: Mapping[str, str], others: Mapping[str, str]) -> list[str]:
+    return [name for column, name in some.items() if column not in others]
 
 
 def _is_number(kind: T.DataType) -> bool:

@@ -188,9 +188,9 @@ def _window(series: _Series, origin: int, columns: SeriesColumns, backtest: Back
     order, target = series.order, columns.target
     start, stop = origin - columns.context, origin + columns.horizon
 
-    def refuse(what: str, column: str) -> NoReturn:
+    def refuse(what: str, column: str, mend: str = "add what is missing") -> NoReturn:
         of = f"series {series.group[0].as_py()!r}" if columns.group else "the series"
-        hint = "add what is missing, or set handleInvalid='skip', which leaves out such series"
+        hint = f"{mend}, or set handleInvalid='skip', which leaves out such series"
         raise ColumnError(f"{of} {what}", hint=hint, column=column)
 
     def present(rows: slice, names: Sequence[str]) -> Floats:
@@ -210,6 +210,8 @@ def _window(series: _Series, origin: int, columns: SeriesColumns, backtest: Back
     steps = steps_of(order[start:stop])
     if len(steps.uneven):
         one, other = (order[start + int(steps.uneven[0]) + ahead].as_py() for ahead in (-1, 0))
+        if one == other:
+            refuse(f"has {one} twice", columns.order, "aggregate or drop duplicates")
         refuse(f"has uneven steps: after {one} comes {other}", columns.order)
     seen, every, ahead = slice(start, origin), slice(start, stop), slice(origin, stop)
     inputs = ((seen, [target, *columns.past]), (every, columns.future), (seen, columns.static))

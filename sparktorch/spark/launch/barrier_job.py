@@ -23,7 +23,7 @@ from sparktorch.errors import ClusterError, ConfigError, ModuleError, RankLostEr
 from sparktorch.spark.compat import Collect, on_barrier
 from sparktorch.spark.launch.rank_task import RESULT_SCHEMA, Body, RankTask, assemble
 from sparktorch.spark.launch.spark_job import Job, new_tag
-from sparktorch.spark.session import driver_address, is_connect, session_of
+from sparktorch.spark.session import driver_address, is_connect, is_local, session_of
 from sparktorch.spark.shipping import ShippingError, send
 
 __all__ = ["BarrierJob", "Launch", "at_driver", "control_server", "run_ranks", "unshippable"]
@@ -197,11 +197,13 @@ def unshippable(error: ShippingError) -> ModuleError:
 
 def _plan(data: DataFrame | RDD[Any], body: Body, launch: Launch, rendezvous: Rendezvous | None) -> Collect:
     """Returns a callable that runs `body` in the barrier tasks, and collects their results."""
+    spark = session_of(data)
     try:
-        sent = vars(send(session_of(data), body))
+        sent = vars(send(spark, body))
     except ShippingError as error:
         raise unshippable(error) from error.__cause__
     values: dict[str, Any] = {"log_level": launch.log_level, "patience": launch.patience.driver}
+    values["local"] = is_local(spark)
     streamed, hosted = not isinstance(data, RDD), rendezvous is not None
     task = pickle.dumps(RankTask(device=launch.device, rendezvous=rendezvous, streamed=streamed, **values))
 

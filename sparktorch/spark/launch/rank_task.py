@@ -64,6 +64,7 @@ class RankTask:
         rendezvous: The store's, `None` if rank 0 hosts it.
         log_level: Lowest level at which the driver shows what a rank logs.
         patience: Seconds without a heartbeat from the driver after which a rank ends its process.
+        local: Whether ranks write where the driver does.
         streamed: Whether rows come from Spark's JVM as an Arrow stream; elements of an RDD come from Python.
     """
 
@@ -71,6 +72,7 @@ class RankTask:
     rendezvous: Rendezvous | None
     log_level: int
     patience: float
+    local: bool
     streamed: bool
 
     def __call__(self, batches: Iterator[pa.RecordBatch], sent: Sent) -> Iterator[pa.RecordBatch]:
@@ -90,7 +92,9 @@ class RankTask:
         open_store = partial(connect, rendezvous.host, rendezvous.port, token=rendezvous.prefix)
         try:
             world = replace(world, address=address_towards(rendezvous.host))
-            client = Client(open_store, world, console=LogCapture(self.log_level), patience=self.patience)
+            client = Client(
+                open_store, world, console=LogCapture(self.log_level, shared=self.local), patience=self.patience
+            )
         except dist.DistError as error:
             raise _unreached(error.__cause__ or error, rendezvous, world) from None
         opened = time.perf_counter() - started

@@ -211,6 +211,9 @@ def test_gaps_and_nulls_are_refused_or_left_out_with_their_windows(past: DataFra
 def test_columns_that_cannot_be_are_refused(past: DataFrame, model: ForecastingModel) -> None:
     with pytest.raises(ColumnError, match="column 'shop' must be a number"):
         Forecaster(**{**SHOPS, "pastCols": ["shop"], "groupCol": None}).fit(past)
+    for target in ("sold", "Sold"):
+        with pytest.raises(ConfigError, match=f"column '{target}' is named twice"):
+            Forecaster(**{**SHOPS, "futureCols": [target], "staticCols": []}).fit(past)
     with pytest.raises(ColumnError, match="ordered by an integer, a date or a timestamp"):
         Forecaster(**{**SHOPS, "orderCol": "shop", "groupCol": None}).fit(past)
     with pytest.raises(ColumnError, match="column 'shop' is struct<shop:string>, and groups are told apart"):

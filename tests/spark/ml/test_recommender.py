@@ -140,6 +140,12 @@ def test_metrics_of_lists_are_those_of_spark(rows: DataFrame, als: ALSModel) -> 
     assert found.users == joined.count()
 
 
+def test_lists_of_no_user_that_the_fit_had_have_no_metrics(rows: DataFrame, model: RecommenderModel) -> None:
+    for none in (rows.withColumn("who", F.lit("a stranger")), rows.withColumn("item", F.lit(None).cast("int"))):
+        with pytest.raises(ColumnError, match="column 'who' has no user that the fit had"):
+            model.evaluate(none)
+
+
 def test_a_saved_model_scores_in_sql_in_mlflow_and_row_by_row(
     spark: SparkSession, rows: DataFrame, model: RecommenderModel, tmp_path: Path
 ) -> None:
@@ -194,6 +200,7 @@ def test_cross_validation_learns_the_ids_of_each_fold(rows: DataFrame) -> None:
         ({"ratingCol": "starz"}, "no column 'starz'"),
         ({"ratingCol": "who2"}, "column 'who2' must be a number"),
         ({"itemCol": "who"}, "column 'who' has two roles"),
+        ({"itemFeatures": ["Stars"]}, "column 'stars' has two roles"),
     ],
 )
 def test_what_cannot_be_learned_from_is_refused_before_a_training(

@@ -12,6 +12,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pyspark.ml.feature import StringIndexer
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
@@ -140,3 +141,14 @@ def test_an_input_column_is_neither_left_out_without_a_word_nor_the_label(
     rows = spark.sql("SELECT 1 AS n, 2 AS m, 'monday' AS when, 'no' AS late")
     with pytest.raises(ColumnError, match=says):
         TabularClassifier(labelCol="late", **params).fit(rows)
+
+
+def test_a_label_has_as_many_classes_as_the_indexer_knows_although_no_row_has_one(spark: SparkSession) -> None:
+    rows = spark.createDataFrame([(1, "b"), (2, "c"), (3, "b"), (4, "a")], "n int, name string")
+    index = StringIndexer(inputCol="name", outputCol="label", stringOrderType="alphabetAsc").fit(rows)
+    indexed = index.transform(rows)
+    for left_out in ("a", "c"):
+        learned, some = TabularClassifier(inputCols=["n"])._learned(indexed.where(F.col("name") != left_out))
+        assert (learned._seen.outputs, labels_of(some, "label")) == (3, ("a", "b", "c"))
+    counted = indexed.select("n", F.col("label").alias("label", metadata={"ml_attr": {"num_vals": 5}}))
+    assert TabularClassifier(inputCols=["n"])._learned(counted)[0]._seen.outputs == 5

@@ -9,9 +9,11 @@ from unittest.mock import Mock
 import pytest
 import yaml
 
+import sparktorch
 from sparktorch import TorchClassifier
-from sparktorch.cli.job_file import DataSection, JobConfig, TrackingSection, read_job
+from sparktorch.cli.job_file import DataSection, EstimatorSection, JobConfig, TrackingSection, read_job
 from sparktorch.errors import ConfigError, ModuleError, SparkTorchError
+from sparktorch.ml.estimator import TorchEstimatorBase
 
 VALUES: dict[str, Any] = {
     "name": "flowers",
@@ -135,6 +137,85 @@ def test_a_file_that_is_no_plain_yaml_is_refused(text: str, tmp_path: Path) -> N
         read(text, tmp_path)
 
 
+def test_a_file_of_bytes_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_bytes(b"name: \xff")
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_job(tmp_path / "job.yaml")
+
+
+def test_a_folder_of_runs_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(ConfigError, match=r"cannot make the folder of tracking\.uri"):
+        TrackingSection(uri=f"sqlite:///{tmp_path}/file/mlflow.db").connect()
+
+
 def test_the_rows_of_a_function_are_no_stream() -> None:
     with pytest.raises(ConfigError, match=r"jobs\.datasets:flowers is a function, and only files and tables can be"):
         DataSection(source="jobs.datasets:flowers").stream(Mock())
+
+
+SERIES = {"orderCol": "day", "labelCol": "sold", "context": 3, "horizon": 2}
+
+
+def test_a_job_may_have_every_estimator() -> None:
+    names = [name for name in dir(sparktorch) if isinstance(getattr(sparktorch, name), type)]
+    kinds = {name for name in names if issubclass(getattr(sparktorch, name), TorchEstimatorBase)}
+    assert {kind for kind in kinds if EstimatorSection(kind=kind)} == kinds
+    assert len(kinds) == 10
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "wrong"),
+    [
+        ("TabularClassifier", {"labelCol": "late", "categoricalCols": ["carrier"], "numWorkers": [2, 8]}, "inputCol"),
+        ("TabularRegressor", {"labelCols": ["price", "size"]}, "featuresCol"),
+        ("Recommender", {"userCol": "who", "rank": 4}, "labelCol"),
+        ("Ranker", {"module": "tests.support.nets:Mlp", "groupCol": "query"}, "orderCol"),
+        ("Forecaster", SERIES, "inputCols"),
+    ],
+)
+def test_the_estimators_of_tasks_are_built_before_a_session_starts(
+    kind: str, params: dict[str, Any], wrong: str, tmp_path: Path
+) -> None:
+    values = with_value("estimator", {"kind": kind, "params": params})
+    values["data"]["holdout"] = 0.0
+    estimator: Any = read(values, tmp_path).estimator.build()
+    assert type(estimator).__name__ == kind
+    assert all(estimator.isSet(name) for name in params)
+    values["estimator"]["params"] = {**params, wrong: ["x"]}
+    with pytest.raises(ConfigError, match=rf"estimator\.params '{wrong}' is unknown"):
+        read(values, tmp_path)
+
+
+def test_a_folder_that_an_estimator_goes_on_from_is_looked_for_before_a_session_starts(tmp_path: Path) -> None:
+    values = with_value("estimator", {"kind": "TextClassifier", "params": {"modelFolder": str(tmp_path / "none")}})
+    with pytest.raises(SparkTorchError, match="none"):
+        read(values, tmp_path).estimator.build()
+
+
+def test_without_rows_to_score_nothing_is_scored(tmp_path: Path) -> None:
+    job = read(with_value("data.holdout", 0.0), tmp_path)
+    with pytest.raises(ConfigError, match=r"(?s)no rows are named to score: data\.holdout is 0.*score\.data"):
+        job.to_score()
+    assert read(VALUES, tmp_path).to_score() is None
+    other = {"path": "others.parquet"}
+    assert read(with_value("score.data", other), tmp_path).to_score() == DataSection(**other)
+
+
+def test_rows_of_the_only_series_are_not_held_out(tmp_path: Path) -> None:
+    values = with_value("estimator", {"kind": "Forecaster", "params": dict(SERIES)})
+    with pytest.raises(ConfigError, match=r"data\.holdout is 0\.25, and rows left out of the only series are gaps"):
+        read(values, tmp_path)
+    values["estimator"]["params"]["groupCol"] = "shop"
+    assert read(values, tmp_path).data.holdout == 0.25
+
+
+def test_predictions_are_compared_with_the_column_of_the_estimator(tmp_path: Path) -> None:
+    def label(kind: str, **params: Any) -> str:
+        return read(with_value("estimator", {"kind": kind, "params": params}), tmp_path).label
+
+    assert label("TorchRegressor") == "label"
+    assert label("TabularClassifier", labelCol="late") == "late"
+    assert label("Recommender") == "rating"
+    assert label("Recommender", ratingCol="stars") == "stars"
+    assert label("Recommender", implicitPrefs=True) == ""

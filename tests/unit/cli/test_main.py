@@ -86,7 +86,7 @@ def test_a_plan_in_which_nothing_fits_says_so(
 ) -> None:
     found = Plan(needs=(Need(strategy="ddp", parameters=605_200),), workers=2, rows=1, parameters=1, memory=10)
     job = Mock()
-    job.data.split.return_value = (None, None)
+    job.rows.return_value = (None, None)
     job.estimator.build.side_effect = lambda *, planned: Mock(plan=Mock(return_value=found)) if planned else None
     monkeypatch.setattr("sparktorch.cli.plan.read_job", lambda path: job)
     monkeypatch.setattr("sparktorch.cli.plan.session", lambda *_, **__: nullcontext())
@@ -122,6 +122,41 @@ def test_commands_end_with_2_if_what_was_given_cannot_work_and_with_1_if_it_fail
         assert main([command, "job.yaml"]) == status
     assert str(error) in capsys.readouterr().err
     assert "Traceback" in caplog.text
+
+
+class Py4JJavaError(Exception):
+    """An error of Java's as py4j raises it, for which pyspark has no exception of its own."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__("a Java traceback")
+        self.java_exception = Mock(toString=lambda: text)
+
+
+@pytest.mark.parametrize(
+    ("text", "status"),
+    [
+        ("java.io.IOException: Mkdirs failed to create file:/out\n\tat org.apache.hadoop", 1),
+        ("org.apache.spark.SparkClassNotFoundException: [DATA_SOURCE_NOT_FOUND] Failed to find the data source: c", 2),
+    ],
+)
+def test_an_error_of_java_is_told_in_its_first_line(
+    text: str, status: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sparktorch.cli.score.read_job", Mock(side_effect=Py4JJavaError(text)))
+    assert main(["score", "job.yaml"]) == status
+    assert capsys.readouterr().err == text.partition("\n")[0] + "\n"
+
+
+def test_a_score_without_rows_is_refused_before_a_session_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text("{name: job, data: {path: rows}, estimator: {kind: TabularRegressor}, score: {output: out}}")
+    started = Mock()
+    monkeypatch.setattr("sparktorch.cli.score.session", started)
+    assert main(["score", str(job)]) == 2
+    assert "no rows are named to score: data.holdout is 0, and score.data is not set" in capsys.readouterr().err
+    started.assert_not_called()
 
 
 @pytest.mark.parametrize("command", ["plan", "train"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import date, datetime
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -81,23 +80,35 @@ def test_days_that_not_all_months_have_are_no_even_steps(day: int) -> None:
     assert len(steps_of(months).uneven)
 
 
-def test_of_many_groups_those_with_gaps_alone_are_looked_at_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    zone, looked = "Europe/Berlin", []
-    starts = [pd.Timestamp("2024-01-01") + pd.Timedelta(days=place) for place in range(200)]
-    times = [pd.date_range(start, periods=100, freq="D", tz=zone) for start in starts]
-    times += [pd.date_range("2024-01-31", periods=100, freq=frequency, tz=zone) for frequency in ("ME", "MS", "h")]
-    times += [times[0].delete(50), pd.date_range("2024-01-01", periods=2, tz=zone)]
-    places = [np.asarray(of.as_unit("us").asi8) for of in times]
-    firsts = np.cumsum([0, *map(len, places[:-1])])
+@pytest.mark.parametrize("moved_to", ["03:00", "03:30"])  # by pandas, and by Spark
+def test_a_time_of_the_day_that_clocks_skip_is_no_uneven_step(moved_to: str) -> None:
+    zone = "America/New_York"
+    nights = [f"2024-03-{day:02} {moved_to if day == 10 else '02:30'}" for day in range(5, 20)]
+    column = pa.array(pd.DatetimeIndex(nights).tz_localize(zone).astype(f"datetime64[us, {zone}]"))
+    for rows in (*range(2, 5), *range(7, 15)):
+        assert not len(steps_of(column[:rows]).uneven)
+    places = np.asarray(column.cast(pa.int64()))
+    others = np.asarray(pa.array(pd.date_range("2024-03-01", periods=40, tz=zone).as_unit("us")).cast(pa.int64()))
+    both = np.concatenate([others, places, np.delete(places, 8)])
+    firsts = np.array([0, len(others), len(others) + len(places)])
+    assert after_uneven(both, firsts, ("timestamp", zone)).tolist() == [firsts[2] + 8]
 
-    def look(column: pa.Array) -> Any:
-        looked.append(len(column))
-        return steps_of(column)
 
-    monkeypatch.setattr("sparktorch.data.sampling.even_steps.steps_of", look)
-    found = after_uneven(np.concatenate(places), firsts, ("timestamp", zone))
-    assert found.tolist() == [firsts[-2] + 50]
-    assert looked == [99]
+def test_a_forecast_of_a_time_that_clocks_skip_is_where_spark_has_it() -> None:
+    zone = "America/New_York"
+    nights = pd.DatetimeIndex([f"2024-03-{day:02} 02:30" for day in (7, 8, 9)]).tz_localize(zone)
+    (first, second) = after(pa.array(nights.astype(f"datetime64[us, {zone}]")), 2).to_pylist()
+    assert (first.strftime("%d %H:%M"), second.strftime("%d %H:%M")) == ("10 03:30", "11 02:30")
+
+
+def test_many_groups_with_gaps_are_looked_at_together_and_count_as_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups, rows, beats = 4_000, 40, []
+    numbers = np.tile(np.delete(np.arange(rows + 1), 20), groups)
+    monkeypatch.setattr("sparktorch.data.sampling.even_steps._ROWS", 10_000)
+    monkeypatch.setattr("sparktorch.data.sampling.even_steps.steps_of", None)  # of one group
+    found = after_uneven(numbers, rows * np.arange(groups), ("date", "UTC"), moved=lambda: beats.append(1))
+    assert found.tolist() == (rows * np.arange(groups) + 20).tolist()
+    assert len(beats) == 17
 
 
 @pytest.mark.parametrize("rows", [50, 1 << 20])

@@ -89,7 +89,6 @@ RANKED = {"module": "torch.nn:Linear", "groupCol": "query"}
         (Forecaster, {**SERIES, "quantiles": [0.5], "loss": "MSELoss"}, "param=loss"),
         (Forecaster, {**SERIES, "nullPolicy": "fill"}, "param=nullPolicy"),
         (Forecaster, {**SERIES, "scaling": "series"}, "param=scaling"),
-        (Forecaster, {**SERIES, "pastCols": ["sold"]}, "column 'sold' is named twice"),
         (Recommender, {"ratingCol": ""}, "param=ratingCol"),
         (Recommender, {"rank": 0}, "param=rank"),
         (Recommender, {"coldStartStrategy": "zero"}, "param=coldStartStrategy"),

@@ -9,6 +9,7 @@ from typing import Any, get_type_hints
 
 import pytest
 import torch
+from pyspark.ml.param import Params
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
@@ -273,7 +274,7 @@ def test_an_instance_can_be_pickled(kind: Any) -> None:
 
 
 def test_a_constructor_takes_known_names_alone_and_says_which_is_wrong() -> None:
-    with pytest.raises(TypeError, match="takes 1 positional argument but 2 were given"):
+    with pytest.raises(TypeError, match="takes Params by name"):
         TorchClassifier(Mlp)  # type: ignore[misc]
     unknown: Any = {"epoch": 3, "batchsize": 4}
     for names in (["epoch", "batchsize"], ["batchsize", "epoch"]):  # the first as written
@@ -301,3 +302,21 @@ def test_accessors_have_types_and_can_be_pickled() -> None:
     assert get_type_hints(TorchClassifier.__init__)["batchSize"] is int
     assert get_type_hints(TorchClassifier.getMaxLengths)["return"] == dict[str, int]
     assert pickle.loads(pickle.dumps(TorchClassifier.setEpochs)) is TorchClassifier.setEpochs
+
+
+@pytest.mark.parametrize("kind", ESTIMATORS)
+def test_params_are_explained_as_pyspark_explains_them_also_where_a_value_is_a_tuple(kind: Any) -> None:
+    estimator = kind(numWorkers=(2, 8), epochs=3, weightCol="weight")
+    lines = {line.partition(":")[0]: line for line in estimator.explainParams().splitlines()}
+    assert lines["numWorkers"].endswith("(default: 1, current: (2, 8))")
+    for name in ("epochs", "weightCol", "loss", "modelDir"):
+        assert lines[name] == Params.explainParam(estimator, name)
+
+
+def test_params_by_place_are_refused_in_the_name_of_the_class_that_was_called() -> None:
+    with pytest.raises(
+        TypeError, match=r"^TorchClassifier\(\) takes Params by name, such as module=\.\.\., and not by"
+    ):
+        TorchClassifier(Mlp)  # type: ignore[misc]
+    with pytest.raises(TypeError, match=r"^TorchModel\(\) takes no arguments$"):
+        TorchModel(Mlp)  # type: ignore[call-arg]

@@ -162,6 +162,11 @@ def test_windows_are_scored_in_batches_of_so_many_values(monkeypatch: pytest.Mon
             "day",
             "'s0' has uneven steps: after 8 comes 11",
         ),
+        (
+            without(rows([9], day=[0, 2, 4, 6, 8, 8, 10, 12, 14]), "sold", [6, 7, 8]),
+            "day",
+            "(?s)'s0' has 8 twice.*drop duplicates",
+        ),
     ],
 )
 def test_a_series_that_cannot_be_forecast_is_told_or_left_out(table: pa.Table, column: str, message: str) -> None:
