@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from pyspark.ml import Pipeline, PipelineModel
@@ -160,7 +161,7 @@ def test_a_model_is_written_and_read_in_batches(
     data = frame.sparkSession.read.parquet(path + "/data")
     assert data.agg({"batch": "max"}).head()[0] >= 3
     assert data.where("name = 'weights.safetensors'").count() > 8
-    model.write().overwrite().save(path)  # the first batch takes the place of all that was there
+    model.write().overwrite().save(path)
     loaded = TorchRegressionModel.load(path)
     assert loaded.trained.weights == model.trained.weights
     row = frame.first()
@@ -168,9 +169,9 @@ def test_a_model_is_written_and_read_in_batches(
     assert loaded.predict(row) == model.predict(row)
 
 
-def test_tuples_nan_and_defaults_come_back_without_pickles(spark: SparkSession, tmp_path: Path) -> None:
+def test_tuples_nan_numpys_numbers_and_defaults_come_back_without_pickles(spark: SparkSession, tmp_path: Path) -> None:
     params = {
-        "moduleParams": {"kernel_size": (3, 3), "sizes": [(1, (2,))]},
+        "moduleParams": {"kernel_size": (3, 3), "sizes": [(1, (2,))], "n": np.int64(3), "rates": [np.float32(0.5)]},
         "fillValue": math.nan,
         "numWorkers": (2, 4),
     }
