@@ -277,8 +277,8 @@ class _ExportedModule(nn.Module):
         return self._run[0](_sorted(self.state_dict()), inputs)
 
     def _apply(self, fn: Any, recurse: bool = True) -> _ExportedModule:
-        """Moves the graph with the weights: it names devices, and holds tensors that are neither."""
-        super()._apply(fn, recurse)
+        """Moves the graph with the weights: it names devices, and holds tensors that are no weights."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         device = fn(torch.empty(0, device=self._device)).device
         if device != self._device:
             self._run, self._device = [_graph_on(self._program, device)], device
