@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
+
 __all__ = ["is_json", "tuples_made", "tuples_marked"]
 
 
@@ -17,7 +19,9 @@ def is_json(value: Any) -> bool:
 
 
 def tuples_marked(value: Any) -> Any:
-    """Returns a value with `{"$tuple": [...]}` for the tuples in it."""
+    """Returns a value with `{"$tuple": [...]}` for the tuples in it, and Python's numbers for NumPy's."""
+    if isinstance(value, np.generic):
+        return value.item()
     if type(value) is dict:
         return {key: tuples_marked(item) for key, item in value.items()}
     if type(value) is list:

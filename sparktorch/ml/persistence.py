@@ -34,6 +34,7 @@ from sparktorch.ml.fit.summary import TrainingSummary
 from sparktorch.ml.params.mixins import ModelParams
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.compat import frame_of, ml_session
+from sparktorch.spark.replace import save_beside
 from sparktorch.spark.session import is_connect, switched_on
 from sparktorch.train.huggingface.models import is_config
 
@@ -68,11 +69,14 @@ class _Writer(MLWriter):
         return str(asked).lower() == "true" if asked else switched_on(self.sparkSession, FOR_ALL)
 
     def save(self, path: str) -> None:
-        """Saves to a path that Spark can write; fails if it exists, unless `overwrite()` was called, which deletes it.
+        """Saves to a path that Spark can write; fails if it exists, unless `overwrite()` was called.
+
+        What `overwrite()` replaces stays until the new one is complete, which is written beside it; on Connect, whose
+        client reaches no file system, Spark replaces `data` and then `metadata` under the path.
 
         Raises:
-            PersistenceError: The path holds the model's weights. If it exists, Spark's own exception says so; on
-                Connect, whose client reaches no file system, for `data` and `metadata` under the path.
+            PersistenceError: The path holds the model's weights, or the file system refuses to replace what is there.
+                If it exists, Spark's own exception says so; on Connect, for `data` and `metadata` under the path.
         """
         spark = self.sparkSession
         weights = getattr(getattr(self._instance, "trained", None), "weights", None)
@@ -80,10 +84,14 @@ class _Writer(MLWriter):
             path.removeprefix("file://").removeprefix("file:")
         ):
             raise PersistenceError(f"{path} holds the model's own weights, in {weights.path}", hint="save it elsewhere")
-        if not is_connect(spark):
+        if is_connect(spark):
+            self.saveImpl(path)
+        elif self.shouldOverwrite:
+            save_beside(spark, path, self.saveImpl)
+        else:
             files = JavaWrapper(JavaWrapper._new_java_obj("org.apache.spark.ml.util.FileSystemOverwrite"))
-            files._call_java("handleOverwrite", path, self.shouldOverwrite, spark._jsparkSession)
-        self.saveImpl(path)
+            files._call_java("handleOverwrite", path, False, spark._jsparkSession)
+            self.saveImpl(path)
 
     def _write_metadata(self, path: str, values: dict[str, Any], extra: dict[str, Any]) -> None:
         text = DefaultParamsWriter._get_metadata_to_save(self._instance, ml_session(self.sparkSession), extra, values)

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.export.passes import move_to_device_pass
 
 from sparktorch.base.quiet import quiet
 from sparktorch.data.columns import TensorSpec
@@ -235,6 +236,13 @@ def _compare(module: nn.Module, exported: nn.Module, inputs: tuple[torch.Tensor,
             raise ExportError(f"the graph differs from the module: {error}") from error
 
 
+def _graph_on(program: Program, device: torch.device) -> Any:
+    """Returns the graph of a program, captured on the CPU, as a function that computes on a device."""
+    with quiet_export():
+        exported = torch.export.load(io.BytesIO(program.archive))
+        return (exported if device.type == "cpu" else move_to_device_pass(exported, device)).module()
+
+
 class _OverState(nn.Module):
     """A module as a function of its weights and its inputs."""
 
@@ -251,8 +259,8 @@ class _ExportedModule(nn.Module):
 
     def __init__(self, program: Program, state: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
-        with quiet_export():
-            self._run = [torch.export.load(io.BytesIO(program.archive)).module()]
+        self._program, self._device = program, torch.device("cpu")
+        self._run = [_graph_on(program, self._device)]  # hidden from nn.Module: the weights are an argument
         for name, value in state.items():
             *path, leaf = name.split(".")
             owner: nn.Module = self
@@ -267,6 +275,14 @@ class _ExportedModule(nn.Module):
 
     def forward(self, *inputs: torch.Tensor) -> Any:
         return self._run[0](_sorted(self.state_dict()), inputs)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> _ExportedModule:
+        """Moves the graph with the weights: it names devices, and holds tensors that are no weights."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        device = fn(torch.empty(0, device=self._device)).device
+        if device != self._device:
+            self._run, self._device = [_graph_on(self._program, device)], device
+        return self
 
     def train(self, mode: bool = True) -> _ExportedModule:
         """Refuses training mode: the graph is that of evaluation mode."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +35,35 @@ def write_as(trained: TrainedModule, file: Path, kind: str) -> None:
         if file.suffix == ".json":
             what = f"{file} would be the description beside the weights"
             raise PersistenceError(what, hint="give the weights another ending, such as .safetensors")
-        file.write_bytes(pack_state(module.state_dict()))
-        file.with_suffix(".json").write_text(json.dumps(trained.described(), indent=1))
+        with _replacing(file) as new:
+            new.write_bytes(pack_state(module.state_dict()))
+            new.with_suffix(".json").write_text(json.dumps(trained.described(), indent=1))
         return
     graph = _Called(module, trained.names)
     try:
-        if kind == "pt2":
-            file.write_bytes(export_whole(graph, trained.takes))
-        else:
-            onnxscript()
-            _write_onnx(graph, trained, file)
+        with _replacing(file) as new:
+            if kind == "pt2":
+                new.write_bytes(export_whole(graph, trained.takes))
+            else:
+                onnxscript()
+                _write_onnx(graph, trained, new)
     except ExportError as error:
         hint = "format='safetensors' writes the weights alone"
         raise PersistenceError(f"torch cannot write the module as {kind}: {error}", hint=hint) from error
+
+
+@contextmanager
+def _replacing(file: Path) -> Iterator[Path]:
+    """Yields a path of the same name in a new folder beside; afterwards, what was written there replaces what was here.
+
+    A program of ONNX may have its weights in a second file, and weights their description: the named file comes last.
+    """
+    target = Path(os.path.realpath(file))
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
+        new = Path(folder, target.name)
+        yield new
+        for written in sorted(Path(folder).iterdir(), key=lambda written: written == new):
+            written.replace(target.with_name(written.name))
 
 
 def _write_onnx(graph: nn.Module, trained: TrainedModule, file: Path) -> None:

@@ -143,7 +143,7 @@ class Scorer:
         rest, inputs = list(columns), []
         for spec in specs:
             own, rest = rest[: len(spec.sources) or 1], rest[len(spec.sources) or 1 :]
-            single = not spec.sources or pa.types.is_list(own[0].type)
+            single = not spec.sources or pa.types.is_nested(own[0].type)
             inputs.append(kind_of(spec).as_fitted(own[0], spec) if single else packed(own, spec))
         return inputs
 

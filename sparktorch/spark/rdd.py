@@ -29,7 +29,7 @@ from sparktorch.spark.compat import arrow_batches, frame_of_batches
 from sparktorch.spark.frame.encoding import column_of, kept_as, plan_inputs
 from sparktorch.spark.frame.first_row import measured
 from sparktorch.spark.frame.kinds import SQL_TYPES, element_of
-from sparktorch.spark.session import is_connect, session_of
+from sparktorch.spark.session import check_running, is_connect, session_of
 
 __all__ = ["dataframe_of", "is_rdd", "moved", "tensor_rdd", "to_dataframe"]
 
@@ -154,6 +154,7 @@ def dataframe_of(data: Any, caller: str) -> DataFrame:
         kind = f"{type(data).__module__.partition('.')[0]}'s {type(data).__name__}"
         raise ConfigError(f"{caller} takes a DataFrame of Spark's, and got {kind}", hint=_made(data), param="dataset")
     frame: DataFrame = found
+    check_running(frame.sparkSession)
     return frame
 
 

@@ -20,6 +20,7 @@ from pyspark.sql import functions as F
 from sparktorch.base.config import Device, Invalid, Precision
 from sparktorch.base.devices import device_count, is_host, let_go
 from sparktorch.data.columns import TensorSpec
+from sparktorch.errors import ConfigError
 from sparktorch.model.scorer import Scorer, first_batch_size
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.compat import arrow_udf, to_vector
@@ -87,6 +88,12 @@ def scoring_udf(
         scorer = scorer_here(sent, scoring, local)
         for chunk in rechunk(batches, first_batch_size(scoring.batch_size)):
             scored = scorer.score_arrow(chunk, names, invalid=scoring.invalid)
+            if any("large_list" in str(column.type) for column in scored):
+                raise ConfigError(
+                    f"the results of {len(scored[0])} rows have more than 2^31 numbers, which no column of Spark's has",
+                    hint="set a smaller predictBatchSize",
+                    param="predictBatchSize",
+                )
             yield pa.StructArray.from_arrays(scored, names=names) if struct else scored[0]
 
     types = ["array<double>" if kind == "vector" else kind for kind in results.values()]

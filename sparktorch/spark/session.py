@@ -10,8 +10,19 @@ from typing import Any, cast
 from pyspark.resource import ResourceProfile
 from pyspark.sql import SparkSession
 
+from sparktorch.errors import ConfigError
+
 __all__ = [
-    *("cancel_tasks", "driver_address", "executor_ids", "is_connect", "is_local", "is_leaving", "java_profile"),
+    *(
+        "cancel_tasks",
+        "check_running",
+        "driver_address",
+        "executor_ids",
+        "is_connect",
+        "is_local",
+        "is_leaving",
+        "java_profile",
+    ),
     *("java_version", "other_tasks"),
     *("running_tasks", "session_of", "setting", "slots", "switched_on", "tag_tasks"),
 ]
@@ -24,6 +35,14 @@ def session_of(data: Any) -> SparkSession:
     if hasattr(data, "sparkSession"):
         return cast(SparkSession, data.sparkSession)
     return SparkSession.getActiveSession() or SparkSession.builder.getOrCreate()
+
+
+def check_running(spark: SparkSession) -> None:
+    """Raises a `ConfigError` if a session has been stopped, of which pyspark knows nothing but missing attributes."""
+    stopped = bool(cast(Any, spark).is_stopped) if is_connect(spark) else spark.sparkContext._jsc is None
+    if stopped:
+        hint = "make the DataFrame again in a new session; a fitted model can be used there"
+        raise ConfigError("the Spark session of the rows has been stopped", hint=hint, param="dataset")
 
 
 def is_connect(spark: SparkSession) -> bool:

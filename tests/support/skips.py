@@ -12,6 +12,8 @@ Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 
 # What a name of a test begins with, what a machine may lack for it, and what is proven there all the same.
 MAY_SKIP = {
+    "tests/faults/test_bucket_mount.py": "wants /dev/fuse; what such a mount refuses is refused one by one in "
+    "tests/dist/checkpoint/test_checkpointer.py",
     "tests/faults/test_network.py": "hosts of one's own want root and network namespaces; stalled, lost and fewer "
     "ranks are proven on one host by tests/faults/test_ranks.py and tests/spark/ml/test_restart.py",
     "tests/faults/test_ranks.py::test_a_rank_that_the_out_of_memory_killer_ended": "wants a memory control group that "

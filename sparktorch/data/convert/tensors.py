@@ -20,6 +20,7 @@ from sparktorch.errors import ColumnError
 
 __all__ = [
     "VectorRows",
+    "as_lists",
     "byte_rows",
     "held",
     "packed",
@@ -217,13 +218,20 @@ def byte_rows(array: pa.Array) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.ui
     return offsets - offsets[0], np.frombuffer(content, np.uint8)[offsets[0] : offsets[-1]]
 
 
-def packed(columns: Sequence[pa.Array], spec: TensorSpec) -> pa.ListArray:
+def as_lists(elements: pa.Array, ends: npt.NDArray[np.int64]) -> pa.ListArray | pa.LargeListArray:
+    """Makes lists of elements, one between two ends each; `LargeListArray` where 32-bit offsets cannot count them."""
+    if ends[-1] <= np.iinfo(np.int32).max:
+        return pa.ListArray.from_arrays(pa.array(ends.astype(np.int32)), elements)
+    return pa.LargeListArray.from_arrays(pa.array(ends), elements)
+
+
+def packed(columns: Sequence[pa.Array], spec: TensorSpec) -> pa.ListArray | pa.LargeListArray:
     """Packs scalar columns of equal length into one column of lists, as the encoding does in Spark."""
     rows, width = len(columns[0]), len(columns)
     kind = pa.from_numpy_dtype(spec.dtype)
     values = pa.concat_arrays([held(column, spec.dtype).cast(kind, safe=False) for column in columns])
     by_row = np.arange(rows * width).reshape(width, rows).T.reshape(-1)
-    return pa.ListArray.from_arrays(pa.array(np.arange(rows + 1, dtype=np.int32) * width), values.take(by_row))
+    return as_lists(values.take(by_row), np.arange(rows + 1) * width)
 
 
 def to_arrow(values: npt.NDArray[Any]) -> pa.Array:
@@ -231,6 +239,5 @@ def to_arrow(values: npt.NDArray[Any]) -> pa.Array:
     column: pa.Array = pa.array(np.ascontiguousarray(values).reshape(-1))
     for axis in range(values.ndim - 1, 0, -1):
         outer = int(np.prod(values.shape[:axis]))
-        offsets = np.arange(outer + 1, dtype=np.int32) * np.int32(values.shape[axis])
-        column = pa.ListArray.from_arrays(pa.array(offsets), column)
+        column = as_lists(column, np.arange(outer + 1) * values.shape[axis])
     return column

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from sparktorch.data.columns import TensorSpec
 from sparktorch.data.convert.sql_types import NUMBERS, arrow_type, empty_value
-from sparktorch.data.convert.tensors import held, to_arrow
+from sparktorch.data.convert.tensors import as_lists, held, to_arrow
 from sparktorch.data.fields.arrow import ArrowColumn
 from sparktorch.data.fields.base import Dense, Field, Ragged, Vectors
 from sparktorch.data.fields.images import Images, black_image, image_size
@@ -273,8 +273,7 @@ def _numbers_of(values: Any, spec: TensorSpec, name: str) -> pa.Array:
         if spec.ragged:
             rows = [_as(_dense(row), spec) for row in values]
             elements = np.concatenate(rows or [np.empty((0, *spec.levels), spec.dtype)])
-            ends = np.cumsum([0, *map(len, rows)], dtype=np.int32)
-            return pa.ListArray.from_arrays(pa.array(ends), to_arrow(elements))
+            return as_lists(to_arrow(elements), np.cumsum([0, *map(len, rows)]))
         nested = getattr(values, "dtype", None) == np.dtype(object)
         stacked = np.stack([_dense(row) for row in values]) if nested else np.asarray(values)
     except ValueError as error:

@@ -27,7 +27,7 @@ from sparktorch.spark.launch.barrier_job import control_server
 from sparktorch.spark.launch.gpus import gpu_profile, on_cpus
 from sparktorch.spark.launch.rank_pool import RankPool, Results
 from sparktorch.spark.launch.spark_job import new_tag
-from sparktorch.spark.session import slots
+from sparktorch.spark.session import check_running, slots
 from sparktorch.train.strategies.registry import check_device, strategy_type
 from sparktorch.worker import RankJob, TrainJob, run_held, serve, train_held, train_partition
 
@@ -275,6 +275,7 @@ class PreparedData:
     def _check_open(self) -> None:
         if self._closed:
             raise ConfigError("the prepared rows are closed", hint="prepare the DataFrame again")
+        check_running(self.dataset.sparkSession)
 
     def _check_needs(self, request: Request[TrainJob], *, judged: bool) -> None:
         strategy = request.job.config.strategy

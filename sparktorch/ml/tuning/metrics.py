@@ -165,7 +165,7 @@ def _numbers(rows: pa.Table, name: str) -> Floats | None:
     if name not in rows.column_names or not rows.num_rows:
         return None
     column = rows[name].combine_chunks()
-    nested = pa.types.is_list(column.type)
+    nested = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
     flat = column.flatten() if nested else column
     if len(flat) % rows.num_rows or not (pa.types.is_floating(flat.type) or pa.types.is_integer(flat.type)):
         return None

@@ -24,6 +24,9 @@ CLAIM = "claim.json"  # who may write there: one attempt of one fit at a time
 _GONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _CLOSED = (errno.EROFS, errno.EACCES, errno.EPERM)
+# What mounts of object stores answer to hard links, and file systems to a sync that they do not know.
+_NO_LINKS = (errno.ENOSYS, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV)
+_NO_SYNC = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
 _READ_BYTES = 4 << 20  # at once
 _WRITE_BYTES = 64 << 20
 _CLAIM_SECONDS = 30.0  # after which a lease expires if it is not renewed
@@ -182,19 +185,42 @@ def _put_local(target: Path, content: bytes, moved: Callable[[], object], *, new
             for block in _blocks(content):
                 file.write(block)
                 file.flush()
-                os.fsync(file.fileno())  # or one sync at the end would block for long
+                _sync(file.fileno())  # or one sync at the end would block for long
                 moved()
         if new:
-            os.link(partial, target)
+            _link_or_create(partial, target, content)
         else:
             partial.replace(target)
     finally:
         partial.unlink(missing_ok=True)  # frees space on a full disk
     directory = os.open(target.parent, os.O_RDONLY)
     try:
-        os.fsync(directory)  # makes the new name survive a power failure, too
+        _sync(directory)  # makes the new name survive a power failure, too
     finally:
         os.close(directory)
+
+
+def _link_or_create(partial: Path, target: Path, content: bytes) -> None:
+    """Puts a written file under a name that must not exist yet.
+
+    A file system without hard links gets an exclusive creation, which readers may see before its content is there.
+    """
+    try:
+        os.link(partial, target)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        with target.open("xb") as file:
+            file.write(content)
+
+
+def _sync(descriptor: int) -> None:
+    """Waits until a file is on its disk, where the file system can say so; others write it when it is closed."""
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_SYNC:
+            raise
 
 
 class Lease:

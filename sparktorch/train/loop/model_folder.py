@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import secrets
@@ -31,6 +32,8 @@ __all__ = ["ModelFolder", "Weights"]
 _FILE_BYTES = 1 << 30
 _LEAST_BYTES = 16 << 20
 _SEEN_SECONDS = 10.0
+# What file systems answer that cannot rename folders, as mounts of object stores; gcsfuse says EMFILE.
+_NO_FOLDER_RENAME = (errno.ENOSYS, errno.EPERM, errno.EOPNOTSUPP, errno.EXDEV, errno.EMFILE)
 
 
 @dataclass(frozen=True)
@@ -184,7 +187,7 @@ class ModelFolder:
             self._new.mkdir()
             yield
             try:
-                self._new.rename(self._path)
+                _put_in_place(self._new, self._path)
             except OSError:
                 if not (self._path / INDEX).is_file():  # an earlier attempt was lost after it had written the same
                     raise
@@ -199,13 +202,31 @@ class ModelFolder:
             shutil.rmtree(self._new, ignore_errors=True)
 
     def _write(self, file: str, tensors: dict[str, torch.Tensor]) -> None:
-        from safetensors.torch import save_file
+        from safetensors.torch import save
 
-        save_file(apart(tensors), self._new / file, metadata={"format": "pt"})
+        # safetensors' own `save_file` makes a sparse file first, which mounts of object stores refuse.
+        (self._new / file).write_bytes(save(apart(tensors), metadata={"format": "pt"}))
 
     def _wait(self) -> None:
         """Waits until all ranks are here."""
         sum_over_ranks(torch.zeros(1), self._world)
+
+
+def _put_in_place(new: Path, target: Path) -> None:
+    """Renames a folder of files; where folders cannot be renamed, moves its files, and last the index that names them.
+
+    An `OSError` says that it cannot, or that there is a folder of that name already.
+    """
+    try:
+        new.rename(target)
+    except OSError as error:
+        if error.errno not in _NO_FOLDER_RENAME:
+            raise
+        if (target / INDEX).is_file():
+            raise FileExistsError(errno.EEXIST, "a model is there", str(target)) from error
+        target.mkdir(exist_ok=True)  # an earlier attempt may have been lost while it moved files
+        for file in sorted(new.iterdir(), key=lambda file: file.name == INDEX):
+            file.replace(target / file.name)
 
 
 class Weights:

@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import nn, optim
 
 from sparktorch.base.imports import load_object
 from sparktorch.errors import ModuleError, nearest, refusing
 
-__all__ = ["building", "check_name", "look_up", "name_of", "parameters_of", "signature_of"]
+__all__ = ["building", "check_name", "has_fused_kernel", "look_up", "name_of", "parameters_of", "signature_of"]
 
 # Where torch has the classes that a name may be of, their base class, and how the names end.
 _OF_TORCH: dict[str, tuple[Any, type, str]] = {
@@ -64,6 +65,20 @@ def parameters_of(factory: Any) -> Mapping[str, inspect.Parameter]:
         return inspect.signature(factory).parameters
     except (TypeError, ValueError):
         return {}
+
+
+def has_fused_kernel(factory: Any, device_type: str) -> bool:
+    """Whether a factory is one of torch's optimizers, or a subclass, with a fused kernel for a type of device.
+
+    The constructors take `fused=True` for devices without the kernel, too, and the first step fails: Adagrad has one on
+    CUDA since torch 2.12 only.
+    """
+    if not isinstance(factory, type) or "fused" not in parameters_of(factory):
+        return False
+    names = [kind.__name__.lower() for kind in factory.__mro__ if getattr(optim, kind.__name__, None) is kind]
+    operators = [f"aten::_fused_{name}_" for name in names if hasattr(torch.ops.aten, f"_fused_{name}_")]
+    key = torch._C._dispatch_key_for_device(device_type)
+    return bool(operators) and torch._C._dispatch_has_computed_kernel_for_dispatch_key(operators[0], key)
 
 
 def signature_of(factory: Any) -> str:

@@ -21,7 +21,14 @@ from sparktorch.errors import ConfigError, ModuleError, refusing
 from sparktorch.train.huggingface.folder import ConvertedWeights
 from sparktorch.train.huggingface.models import MODEL_LOSS, is_model, with_config
 from sparktorch.train.recipe.frozen_base import lacks_base, load_weights, seed_of
-from sparktorch.train.recipe.lookup import building, look_up, name_of, parameters_of, signature_of
+from sparktorch.train.recipe.lookup import (
+    building,
+    has_fused_kernel,
+    look_up,
+    name_of,
+    parameters_of,
+    signature_of,
+)
 from sparktorch.train.recipe.loss import Loss, ModelLossStep, TrainingStep
 from sparktorch.train.recipe.own_training import OwnTraining
 from sparktorch.train.recipe.parameter_groups import freeze, group
@@ -187,9 +194,9 @@ class Recipe:
     def build_optimizer(self, module: nn.Module, whole: nn.Module | None = None) -> torch.optim.Optimizer:
         """Builds the optimizer over the module's trainable parameters.
 
-        It uses torch's fused kernel if the optimizer has one, the user has not chosen another, and the
-        parameters and gradients permit it: no complex parameters, no sparse gradients. `whole` has all parameters, if
-        `module` has some of them only.
+        It uses torch's fused kernel if the optimizer has one for the parameters' device, the user has not chosen
+        another, and the parameters and gradients permit it: no complex parameters, no sparse gradients. `whole` has all
+        parameters, if `module` has some of them only.
         """
         factory, parameters, options = self.optimizer_call(module, whole)
         with building("optimizer", factory):
@@ -288,7 +295,8 @@ class Recipe:
         dense = dense and factory is not torch.optim.SGD
         # Among the fused kernels, only those of Adam and AdamW take sharded parameters.
         fits = not any(hasattr(p, "to_local") for p in parameters) or factory in (torch.optim.Adam, torch.optim.AdamW)
-        if "fused" in parameters_of(factory) and dense and fits and not chosen:
+        devices = {p.device.type for p in parameters}
+        if dense and fits and not chosen and all(has_fused_kernel(factory, device) for device in devices):
             options["fused"] = True
         if self.parameter_groups:
             parameters = group(module, self.parameter_groups, whole)

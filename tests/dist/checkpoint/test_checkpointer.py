@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -172,6 +174,28 @@ def test_a_claim_that_an_earlier_attempt_renews_too_late_is_taken_back(tmp_path:
         earlier.renew()
     with pytest.raises(PersistenceError, match="a later attempt of this one"):
         CheckpointStore(str(tmp_path), "c3").claim("mine", 0)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EPERM, errno.EOPNOTSUPP])
+def test_one_of_two_fits_gets_a_directory_on_a_file_system_without_hard_links_and_syncs(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    def unknown(_: int) -> None:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(os, "link", refused)
+    monkeypatch.setattr(os, "fsync", unknown)
+    mine = CheckpointStore(str(tmp_path), "a1").claim("mine")
+    with pytest.raises(PersistenceError, match="being written by another fit"):
+        CheckpointStore(str(tmp_path), "b2").claim("theirs")
+    with pytest.raises(FileExistsError):
+        Directory(str(tmp_path)).put("claim.json", b"{}", new=True)
+    mine.renew()
+    assert names(tmp_path) == set()
+    assert [path.name for path in tmp_path.iterdir()] == ["claim.json"]
 
 
 def test_nobody_renews_the_claim_once_the_block_is_left_or_could_not_be_entered(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -148,6 +150,23 @@ def test_a_training_that_fails_while_it_writes_leaves_nothing(
     with pytest.raises(PersistenceError, match=r"into modelDir: no space left .*\n.*needs room for the model"):
         folder.write({str(number): torch.ones(2) for number in range(3)})
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EOPNOTSUPP])
+def test_a_model_gets_its_place_file_by_file_where_folders_cannot_be_renamed(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(path: Path, target: Path) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Path, "rename", refused)
+    (tmp_path / "model").mkdir()  # an attempt was lost while it moved its files
+    (tmp_path / "model" / "model-00001-of-00001.safetensors").write_bytes(b"half")
+    for value in (1.0, 2.0):  # the second attempt finds what the first one has written
+        folder = model_folder.ModelFolder(str(tmp_path / "model"), World())
+        folder.check()
+        assert folder.write({"weight": torch.full((2,), value)})["weight"].tolist() == [1.0, 1.0]
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_a_file_in_place_of_the_folder_is_named(tmp_path: Path) -> None:

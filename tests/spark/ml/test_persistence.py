@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from pyspark.ml import Pipeline, PipelineModel
@@ -74,6 +75,45 @@ def test_what_lies_on_disk_is_spark_metadata_and_safetensors_and_is_not_replaced
         model.save(str(tmp_path / "model"))
 
 
+class Uncapturable(nn.Module):
+    """Returns a sum whose sign depends on the values, which no graph can say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        total = self.scale * features.sum(1)
+        return total if bool(total.sum() > 0) else -total
+
+
+def test_what_overwrite_replaces_stays_until_the_new_one_is_complete(
+    spark: SparkSession, frame: DataFrame, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(tmp_path / "saved")
+    model = TorchRegressor(module=MLP, labelCol="target", **QUICK).fit(frame)
+    model.save(path)
+
+    def stays(unsaved: Any, error: str) -> None:
+        with pytest.raises(Exception, match=error):
+            unsaved.write().overwrite().save(path)
+        assert TorchRegressionModel.load(path).trained.weights == model.trained.weights
+        assert [entry.name for entry in tmp_path.iterdir()] == ["saved"]
+
+    stays(TorchRegressionModel.fromModule(Uncapturable().eval(), frame), "torch.export cannot capture its graph")
+    stays(TorchRegressor(module=MLP, lossParams={"weight": torch.ones(1)}), "lossParams has no import path")
+    with monkeypatch.context() as broken:  # once its files are written
+        broken.setattr(io.ModelWriter, "_write_metadata", lambda *_: json.loads("["))
+        stays(model, "Expecting value")
+
+    other = TorchRegressor(module=MLP, labelCol="target", **{**QUICK, "epochs": 2}).fit(frame)
+    other.write().overwrite().save(Path(path).as_uri() + "/")
+    assert TorchRegressionModel.load(path).trained.weights == other.trained.weights
+    TorchRegressor(module=MLP).write().overwrite().save(path)
+    assert TorchRegressor.load(path).getModule() is MLP
+    assert [entry.name for entry in tmp_path.iterdir()] == ["saved"]
+
+
 def test_an_estimator_round_trips_with_classes_as_import_paths(spark: SparkSession, tmp_path: Path) -> None:
     estimator = TorchRegressor(module=MLP, moduleParams={"hidden": 4}, optimizer=torch.optim.SGD, microBatchSize="auto")
     estimator.save(str(tmp_path / "estimator"))
@@ -121,7 +161,7 @@ def test_a_model_is_written_and_read_in_batches(
     data = frame.sparkSession.read.parquet(path + "/data")
     assert data.agg({"batch": "max"}).head()[0] >= 3
     assert data.where("name = 'weights.safetensors'").count() > 8
-    model.write().overwrite().save(path)  # the first batch takes the place of all that was there
+    model.write().overwrite().save(path)
     loaded = TorchRegressionModel.load(path)
     assert loaded.trained.weights == model.trained.weights
     row = frame.first()
@@ -129,9 +169,9 @@ def test_a_model_is_written_and_read_in_batches(
     assert loaded.predict(row) == model.predict(row)
 
 
-def test_tuples_nan_and_defaults_come_back_without_pickles(spark: SparkSession, tmp_path: Path) -> None:
+def test_tuples_nan_numpys_numbers_and_defaults_come_back_without_pickles(spark: SparkSession, tmp_path: Path) -> None:
     params = {
-        "moduleParams": {"kernel_size": (3, 3), "sizes": [(1, (2,))]},
+        "moduleParams": {"kernel_size": (3, 3), "sizes": [(1, (2,))], "n": np.int64(3), "rates": [np.float32(0.5)]},
         "fillValue": math.nan,
         "numWorkers": (2, 4),
     }

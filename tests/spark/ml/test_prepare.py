@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tests.spark.modules import Dies
 from tests.spark.scored import same_weights
 from tests.support.faults import Fault
 from tests.support.nets import Mlp
+from tests.support.programs import run_python
 from tests.support.waiting import until
 from tests.support.witness import Witness
 
@@ -211,3 +213,9 @@ def test_an_interrupt_ends_the_fit_and_frees_the_slots(spark: SparkSession, fram
         started = time.monotonic()
         assert spark.range(3).count() == 3
         assert time.monotonic() - started < 20
+
+
+def test_rows_of_a_stopped_session_are_refused_by_every_way_to_use_them(tmp_path: Path) -> None:
+    said = json.loads(run_python(tmp_path, "-m", "tests.spark.programs.stopped", str(tmp_path)).splitlines()[-1])
+    assert len(said) == 4
+    assert set(said.values()) == {"the Spark session of the rows has been stopped"}

@@ -21,7 +21,7 @@ from sparktorch.data.convert.checks import (
     refuse_nulls,
 )
 from sparktorch.data.convert.sql_types import arrow_type
-from sparktorch.data.convert.tensors import held, packed, to_numpy
+from sparktorch.data.convert.tensors import as_lists, held, packed, to_arrow, to_numpy
 from sparktorch.data.fields.kinds import kind_of
 from sparktorch.errors import ColumnError
 
@@ -52,6 +52,16 @@ def test_a_column_becomes_rows_of_the_spec(array: pa.Array, spec: TensorSpec, ex
     found = to_numpy(array, spec)
     assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
     assert np.array_equal(found, expected)
+
+
+def test_more_elements_than_32_bit_offsets_count_become_large_lists() -> None:
+    width = 1 << 30
+    column = to_arrow(np.zeros((2, width), np.uint8))  # its pages are never touched
+    assert (column.type, len(column), len(column.values)) == (pa.large_list(pa.uint8()), 2, 2 * width)
+    below = as_lists(pa.nulls(2 * width - 1), np.array([0, 5, 2 * width - 1]))
+    above = as_lists(pa.nulls(2 * width), np.array([0, 5, 2 * width]))
+    assert [one.type for one in (below, above)] == [pa.list_(pa.null()), pa.large_list(pa.null())]
+    assert above.value_lengths().to_pylist() == [5, 2 * width - 5]
 
 
 def vectors(*rows: dict[str, Any]) -> pa.Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -118,6 +119,30 @@ def test_weights_come_with_what_makes_the_module(tmp_path: Path) -> None:
         found = module(torch.from_numpy(X)).numpy()
     np.testing.assert_allclose(found, Scorer(model).score_arrays([X])["prediction"], atol=1e-6)
     assert [spec["column"] for spec in form["inputs"]] == ["features"]
+
+
+@pytest.mark.parametrize("form", ["onnx", "pt2", "safetensors"])
+def test_an_export_that_fails_leaves_the_file_that_it_would_replace(
+    tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / f"net.{form}"
+    write_as(linear(nn.Linear), file, form)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    whole = Path.write_bytes
+
+    def fills_the_disk(path: Path, content: bytes) -> int:
+        whole(path, content[:100])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(Path, "write_bytes", fills_the_disk)
+        with pytest.raises((OSError, PersistenceError)):
+            write_as(linear(Special if form == "onnx" else nn.Linear), file, form)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    write_as(trained_module(Mlp), file, form)
+    after = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert after.keys() == before.keys()
+    assert after[file.name] != before[file.name]
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sparktorch.base.imports import import_path, load_object
 from sparktorch.errors import ModuleError
+from sparktorch.train.recipe.lookup import has_fused_kernel
 from sparktorch.train.recipe.recipe import Recipe, recipe_of
 from tests.support import nets
 from tests.support.nets import Mlp
@@ -132,6 +134,34 @@ def test_an_optimizer_is_a_name_a_path_or_a_factory(name: Any, kind: type) -> No
 )
 def test_a_fused_kernel_is_used_unless_the_user_chose(name: Any, params: dict[str, Any], fused: bool | None) -> None:
     assert build_optimizer(name, **params).param_groups[0].get("fused") is fused
+
+
+class Decayed(torch.optim.AdamW):
+    """An optimizer of a user's that torch's is the base of."""
+
+
+def test_a_fused_kernel_is_used_only_where_torch_has_it_for_the_device() -> None:
+    with torch.library._scoped_library("aten", "IMPL") as device:
+        device.impl("_fused_adamw_", lambda *_, **__: None, "PrivateUse1")  # of this device, Adagrad has none
+        fused = {
+            (kind.__name__, on): has_fused_kernel(kind, on)
+            for kind in (torch.optim.AdamW, Decayed, torch.optim.Adagrad, torch.optim.RMSprop)
+            for on in ("cpu", "privateuseone")
+        }
+    assert fused == {
+        ("AdamW", "cpu"): True,
+        ("AdamW", "privateuseone"): True,
+        ("Decayed", "cpu"): True,
+        ("Decayed", "privateuseone"): True,
+        ("Adagrad", "cpu"): True,
+        ("Adagrad", "privateuseone"): False,
+        ("RMSprop", "cpu"): False,
+        ("RMSprop", "privateuseone"): False,
+    }
+    with FakeTensorMode():  # torch for CPUs has no kernels of CUDA's
+        optimizer = build_optimizer("Adagrad", nn.ParameterList([torch.ones(2, device="cuda")]))
+    there = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_adagrad_", "CUDA")
+    assert bool(optimizer.defaults["fused"]) == there
 
 
 def test_sgd_with_momentum_takes_a_gradient_that_comes_in_a_later_step() -> None:
