@@ -77,7 +77,7 @@ class PipelineMesh(Mesh):
         for stage in own.values():
             present = {type(part).__name__ for part in stage.modules()}
             classes = [name for name in options.wrap_classes if name in present]
-            self._divided(stage, replace(options, wrap_classes=classes), start)
+            self._divided(stage, replace(options, wrap_classes=classes), start, module)
         for part, name, other, same in aliases:
             setattr(part, name, getattr(other, same))
         start.materialise(module)  # the buffers of no stage
@@ -209,7 +209,7 @@ def _check(job: Job) -> None:
         given = Arguments.of(args, kwargs)
     check_equal(cut, given, module)
     parts = nn.ModuleList(cut.stage(number) for number in range(options.stages))
-    check_checkpointing(options, f"{type(module).__name__} in stages", units(parts, options))
+    check_checkpointing(options, f"{type(module).__name__} in stages", units(parts, options, module))
 
 
 KIND = replace(

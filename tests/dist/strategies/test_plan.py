@@ -110,9 +110,12 @@ def test_activations_are_those_that_autograd_keeps_of_the_rows_of_a_worker() -> 
     assert found["mesh", ("tensor", 2)].activations == 16 * (2 * inputs + hidden + 2 * error)
     assert found["ddp",].state == 0
     assert found["ddp",].sent == found["ddp",].gradients == 4 * 5101
-    # Parameters are gathered in each of two passes, under zero3 again backward; half of what ddp sends comes on top.
-    assert found["zero2",].sent == 4 * 5101 * 3 // 2
-    assert found["zero3",].sent == 4 * 5101 * 5 // 2
+    # Parameters are gathered in each of two passes; half of what ddp sends comes on top.
+    assert found["zero2",].sent == found["zero3",].sent == 4 * 5101 * 3 // 2
+    # Under zero3, those of units are gathered again backward: of the first layer.
+    assert of_zero3(recipe, WIDE, replace(config, accumulation_steps=2), min_parameters=5000).sent == (
+        4 * (5101 * 3 + 5050 * 2) // 2
+    )
     # Whole gradients are kept until the second pass has reduced them.
     assert found["zero3",].gradients == 4 * 5101
     # Inputs are exchanged, and forward the output of the second layer is summed up; the input needs no gradient.
