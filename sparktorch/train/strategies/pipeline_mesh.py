@@ -27,7 +27,7 @@ from sparktorch.train.pipeline.cut import Cut, Stage
 from sparktorch.train.pipeline.pipe import Pipe, as_bytes
 from sparktorch.train.recipe.loss import Sums
 from sparktorch.train.sharding.arguments import Arguments
-from sparktorch.train.sharding.dtensor import part_of, unadvised, whole
+from sparktorch.train.sharding.dtensor import PIPELINE, part_of, unadvised, whole
 from sparktorch.train.sharding.units import check_checkpointing, check_parts, units
 from sparktorch.train.strategies.base import Job, Start, Step
 from sparktorch.train.strategies.mesh import MESH, Mesh, check_mesh, styles_of
@@ -51,7 +51,7 @@ class PipelineMesh(Mesh):
     @cached_property
     def _sharing(self) -> dist.ProcessGroup:
         """The ranks that compute on the same rows."""
-        lists = self._ranks.mesh.movedim(2, 1).reshape(-1, self._sizes.pipeline * self._sizes.tensor).tolist()
+        lists = self._layout.movedim(2, 1).reshape(-1, self._sizes.pipeline * self._sizes.tensor).tolist()
         return subgroup(self._world, lists)
 
     @cached_property
@@ -149,8 +149,8 @@ class PipelineMesh(Mesh):
     def saves(self, name: str) -> bool:
         """Returns whether this rank saves an unsharded tensor; of a stage, a rank of that stage does."""
         if name.startswith(OPTIMIZER) or name.partition(".")[2] in self._cut.stage_of:
-            others = (part_of(self._ranks, name) for name in ("data", "shard", "tensor"))
-            return all(part.get_local_rank() == 0 for part in others)
+            places = (self._layout == self._world.rank).nonzero()[0]
+            return all(place == 0 for name, place in zip(self._sizes._fields, places, strict=True) if name != PIPELINE)
         return super().saves(name)
 
     def _common_buffers(self, module: nn.Module) -> Iterable[torch.Tensor]:
