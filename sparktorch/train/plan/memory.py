@@ -180,6 +180,10 @@ class _Measured:
             sent += _gathered(gradients, self._workers)
         state += 0 if self._config.ema_decay is None else own
         parameters = sum(kept.values())
+        gathered = int(gathered * width)
+        if tensor > 1 and not (known.cpu_offload or self._config.model_folder):
+            # The divided module is compared with the undivided one before it is sharded.
+            gathered = max(gathered, everything + gradients - parameters - state - (gradients if whole else own))
         return Need(
             strategy=strategy,
             options=options,
@@ -187,7 +191,7 @@ class _Measured:
             gradients=gradients if whole else own,
             state=state,
             on_host=parameters + state + (0 if whole else own) if known.cpu_offload else 0,
-            gathered=int(gathered * width),
+            gathered=gathered,
             activations=self._activations(known, styles, tensor, pipeline, wrapped),
             sent=sent,
         )

@@ -85,7 +85,7 @@ class Mesh(Zero3[MeshOptions]):
         """The ranks in the dimensions with several of them, and in `shard`, where `fully_shard` wraps parameters."""
         sizes = self._sizes._asdict()
         names = [name for name, size in sizes.items() if size > 1 or (name == "shard" and self._wraps)]
-        groups = [
+        groups: list[Any] = [
             # Of a single group, `zero3` takes the default one, too.
             dist.group.WORLD
             if name == "shard" and sizes[name] == self._world.world_size
@@ -151,7 +151,7 @@ class Mesh(Zero3[MeshOptions]):
             exchange = RowExchange(self._sharing, self._device)
             group = self._sharing
             comparison = self._undivided(
-                module, start, lambda args, kwargs: Comparison(module, args, kwargs, group, exchange)
+                module, start, lambda args, kwargs: Comparison(module, args, kwargs, group, exchange, self._device)
             )
             exchange.attach(module, self._divide_layers(module, self._styles(module), start))
             self._compared = comparison is not None and comparison.check(
@@ -160,20 +160,17 @@ class Mesh(Zero3[MeshOptions]):
         return super().prepare(module, start)
 
     def _undivided(self, module: nn.Module, start: Start, compare: Callable[[Any, Any], C]) -> C | None:
-        """Calls `compare` with a few rows before layers are divided; returns `None` if no values or rows are known."""
+        """Calls `compare` with a row of each rank before layers are divided; returns `None` if nothing is compared.
+
+        One group of ranks compares for all: that of rank 0, and only if values and rows are known.
+        """
         if self._sizes.tensor == 1 or start.example is None or any(p.is_meta for p in module.parameters()):
             return None
         if self._options.cpu_offload and not is_host(self._device):  # the device may not hold its part at once
             return None
-        args, kwargs = arguments(self.together(start.example().slice(0, 2)), without_caches(module))
+        args, kwargs = arguments(self.together(start.example().slice(0, 1)), without_caches(module))
         kwargs.pop("labels", None)  # with which a model of transformers computes a loss, too
-        try:
-            return compare(args, kwargs)
-        except Exception as error:
-            if is_host(self._device):
-                raise
-            _log.warning("the plan is not compared with the undivided module, which fails on the host: %s", error)
-            return None
+        return compare(args, kwargs) if 0 in dist.get_process_group_ranks(self._sharing) else None
 
     def _styles(self, module: nn.Module) -> dict[str, str]:
         """Returns the style of each layer that is divided, and warns of those that could be but for their sizes."""

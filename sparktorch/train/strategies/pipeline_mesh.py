@@ -6,6 +6,7 @@ Huang et al. 2019, GPipe (https://arxiv.org/abs/1811.06965). How a module become
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from sparktorch.base.batch import Batch
-from sparktorch.base.devices import seed
+from sparktorch.base.devices import is_host, seed
 from sparktorch.distributed.process_group import subgroup, sum_over_ranks
 from sparktorch.errors import Refusal
 from sparktorch.train.checkpoint.tensors import OPTIMIZER
@@ -31,10 +32,12 @@ from sparktorch.train.sharding.dtensor import PIPELINE, part_of, unadvised, whol
 from sparktorch.train.sharding.units import check_checkpointing, check_parts, units
 from sparktorch.train.strategies.base import Job, Start, Step
 from sparktorch.train.strategies.mesh import MESH, Mesh, check_mesh, styles_of
-from sparktorch.train.tensor_parallel.comparison import Comparison, in_evaluation
+from sparktorch.train.tensor_parallel.comparison import Comparison, in_evaluation, moved
 from sparktorch.train.tensor_parallel.row_exchange import RowExchange
 
 __all__ = ["KIND"]
+
+_log = logging.getLogger(__name__)
 
 
 class PipelineMesh(Mesh):
@@ -94,22 +97,42 @@ class PipelineMesh(Mesh):
     def _comparisons(
         self, module: nn.Module, cut: Cut, own: dict[int, Stage], args: Any, kwargs: Any
     ) -> dict[Stage, Comparison]:
-        """Returns what this rank's stages compute of a few rows before their layers are divided."""
+        """Returns what this rank's stages compute of a row of each rank before their layers are divided.
+
+        The first rank of those with the same rows calls all stages, one after another on its device, and the first rank
+        of those that share a stage's layers once more with gradients. Nothing is compared if it cannot.
+        """
         exchange, found = RowExchange(self._sharing, self._device), dict[Stage, Comparison]()
         given = Arguments.of(*exchange.before(module, args, kwargs))
         exchange.restore()
         inputs = {str(place): tensor for place, tensor in enumerate(given.tensors)}
-        passed: Sequence[torch.Tensor] = ()
-        for number in range(self._options.stages):
-            stage = own.get(number) or cut.stage(number)
+        stages = {number: own.get(number) or cut.stage(number) for number in range(self._options.stages)}
+        for stage in stages.values():
             stage.given = given
+        sent: list[Any] = [self._passed_on(stages, inputs) if self._sharing.rank() == 0 else None]
+        dist.broadcast_object_list(sent, group=self._sharing, group_src=0)
+        for number, passed in sent[0].items():
             if number in own:
-                found[stage] = Comparison(stage, passed, inputs, self._layers)
-            with torch.no_grad(), in_evaluation(stage):
-                of_host = {name: tensor.cpu() for name, tensor in inputs.items()}
-                returned = stage(*(tensor.cpu() for tensor in passed), **of_host)
-            passed = [tensor.to(self._device) for tensor in returned]
+                received = [tensor.to(self._device) for tensor in passed]
+                found[own[number]] = Comparison(own[number], received, inputs, self._layers, device=self._device)
         return found
+
+    def _passed_on(
+        self, stages: dict[int, Stage], inputs: dict[str, torch.Tensor]
+    ) -> dict[int, Sequence[torch.Tensor]]:
+        """Returns what each stage receives, on the host; nothing if a stage fails on an accelerator."""
+        passed: dict[int, Sequence[torch.Tensor]] = {0: ()}
+        try:
+            for number, stage in list(stages.items())[:-1]:
+                with moved(stage, self._device), torch.no_grad(), in_evaluation(stage):
+                    returned = stage(*(tensor.to(self._device) for tensor in passed[number]), **inputs)
+                passed[number + 1] = [tensor.cpu() for tensor in returned]
+        except Exception as error:
+            if is_host(self._device):
+                raise
+            _log.warning("the plan is not compared with the undivided module, which fails: %s", error)
+            return {}
+        return passed
 
     def shown(self, module: nn.Module) -> nn.Module:
         """Returns what stands for the pipeline: it has the methods of the user's module, and no parts."""

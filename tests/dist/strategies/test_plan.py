@@ -33,6 +33,7 @@ from tests.support.strategies import PARTED
 
 RANKS = 4
 FEW = Batch((torch.ones(2, 5),), torch.ones(2), None, 2, names=("x",))
+OF_EIGHT = Batch((torch.ones(2, 100),), torch.ones(2, 8), None, 2, names=("x",))
 WIDE = Batch((torch.ones(2, 100),), torch.ones(2, 1), None, 2, names=("x",))
 
 
@@ -215,6 +216,15 @@ def test_averages_and_weights_as_autocast_has_them_are_counted_and_narrow_parame
     narrow = of_zero3(recipe, WIDE, config, param_dtype="bf16")
     assert narrow.gathered == plain.gathered // 2
     assert narrow.sent == plain.sent // 2
+
+
+def test_shares_of_layers_that_are_compared_before_they_are_sharded_are_counted() -> None:
+    pair = nn.Sequential(nn.Linear(100, 64), nn.Tanh(), nn.Linear(64, 8))
+    needs = plan(Recipe(module=pair, optimizer="SGD"), TrainConfig(task="regression", batch_size=64), 8, OF_EIGHT).needs
+    found = {(need.strategy, *need.options.items()): need for need in needs}
+    shared, sharded = found["mesh", ("tensor", 2)], found["mesh", ("tensor", 2), ("shard", 4)]
+    assert sharded.parameters < shared.parameters / 3
+    assert sharded.total - sharded.activations == shared.parameters + shared.gradients
 
 
 def test_a_plan_of_sparse_inputs_is_refused() -> None:
