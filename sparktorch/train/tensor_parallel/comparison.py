@@ -75,12 +75,8 @@ class Comparison:
         They are empty where nothing is compared. A collective of the ranks that share layers.
         """
         is_first, size = self._group.rank() == 0, self._group.size()
-        norms, drawn = dict[str, float](), False
-        unfit: Exception | None = None
-
-        def keep(name: str, parameter: Any) -> None:
-            norms[name] = float(torch.linalg.vector_norm(parameter.grad))
-            parameter.grad = None  # no rank has all gradients at once
+        outputs, norms, drawn = list[torch.Tensor](), dict[str, float](), False
+        unfit = ""
 
         def of_all_rows() -> Any:
             nonlocal drawn
@@ -89,8 +85,8 @@ class Comparison:
             try:
                 if not is_first:
                     return ()
-                if unfit is not None:
-                    raise unfit
+                if unfit:
+                    raise ClusterError(unfit)
                 args, kwargs = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), every)
                 before = _generators(device)
                 returned = module(*args, **kwargs)
@@ -100,27 +96,19 @@ class Comparison:
                 if exchange is not None:
                     exchange.restore()  # before `_passed` gives this rank its generators back
 
-        hooks: list[Any] = [
-            p.register_post_accumulate_grad_hook(partial(keep, name))  # type: ignore[no-untyped-call]  # torch's
-            for name, p in module.named_parameters()
-            if p.requires_grad
-        ]
-        outputs = list[torch.Tensor]()
         try:
             with ExitStack() as placed:
                 try:
                     placed.enter_context(moved(module, device) if is_first else nullcontext())
                 except Exception as error:  # The rows are exchanged first, as other ranks do.
-                    unfit = error
+                    unfit = str(error)
+                norms = placed.enter_context(_norms_of_gradients(module))
                 outputs = _passed(module, of_all_rows)
         except Exception as error:
             if not is_first or is_host(device):
                 raise
             _log.warning("the plan is not compared with the undivided module, which fails on %s: %s", device, error)
             norms.clear()
-        finally:
-            for hook in hooks:
-                hook.remove()
         parts = [[output] * size if exchange is None else exchange.split(output) for output in outputs]
         sizes = (output[_usual(output)].abs() for output in outputs)
         scales = [float(size.max()) if size.numel() else 0.0 for size in sizes]
@@ -274,6 +262,27 @@ def moved(module: nn.Module, device: torch.device) -> Iterator[None]:
         yield
     finally:
         module.to(_HOST)
+
+
+@contextmanager
+def _norms_of_gradients(module: nn.Module) -> Iterator[dict[str, float]]:
+    """Context of backward passes; yields the norm of each gradient by name, which is dropped once it is known."""
+    norms: dict[str, float] = {}
+
+    def keep(name: str, parameter: Any) -> None:
+        norms[name] = float(torch.linalg.vector_norm(parameter.grad))
+        parameter.grad = None  # No rank has all gradients at once.
+
+    hooks: list[Any] = [
+        p.register_post_accumulate_grad_hook(partial(keep, name))  # type: ignore[no-untyped-call]  # torch's
+        for name, p in module.named_parameters()
+        if p.requires_grad
+    ]
+    try:
+        yield norms
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _generators(device: torch.device) -> list[torch.Tensor]:
