@@ -9,6 +9,9 @@ most: under stage 1 shares are whole tensors. Of a pipeline, also what its first
 inputs of its layers, of all micro-batches by GPipe's schedule, of as many as there are stages by 1F1B (Narayanan et al.
 2021, https://arxiv.org/abs/2104.04473, section 2.2).
 
+A Llama of four layers of 1024 has its units by default, on two ranks: how often a forward pass gathers parameters for
+each layer, beside once for the rest, and what `activation_checkpointing` leaves of the activations that are kept.
+
 The ratios are how far from its formula a figure is, up or down, at the worst of 2, 4 and 8 ranks.
 """
 
@@ -23,12 +26,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import LlamaConfig, LlamaModel
 
 from benchmarks.common import Goal, arguments, machine, report, workspace
 from benchmarks.ranks import Place, Ranks
 from sparktorch.base.batch import Batch
 from sparktorch.base.config import TrainConfig
 from sparktorch.base.world import World
+from sparktorch.distributed.process_group import collectives_begun
 from sparktorch.train.checkpoint.tensors import own_optimizer
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.sharding.dtensor import local
@@ -53,8 +58,13 @@ DIVIDED: dict[str, list[str]] = {
     **{mesh: ["parameters", "gradients", "state"] for mesh in MESHES},
 }
 KEPT = ("parameters", "gradients", "state")
+LLAMA = {"hidden_size": 1024, "num_hidden_layers": 4, "intermediate_size": 2816, "num_attention_heads": 16}
+TOKENS = (2, 256)
+UNITS, CHECKPOINTED = "zero3, llama: gathers a layer", "zero3, llama: activations with / without checkpointing"
 GOALS = {f"{strategy}: {kind}": Goal(1.02) for strategy in DIVIDED for kind in KEPT} | {
-    f"{pipeline}: activations": Goal(1.02) for pipeline in PIPELINES
+    **{f"{pipeline}: activations": Goal(1.02) for pipeline in PIPELINES},
+    UNITS: Goal(1),
+    CHECKPOINTED: Goal(0.15),
 }
 
 
@@ -148,6 +158,28 @@ def two_steps(world: World, strategy: str) -> dict[str, int]:
     }
 
 
+def llama(place: Place, recomputes: bool) -> dict[str, int]:
+    """Takes two steps of a Llama as one rank; returns the activations that a forward pass keeps, and its gathers."""
+    with place.plain_group():
+        return steps_of_llama(place.world, recomputes)
+
+
+def steps_of_llama(world: World, recomputes: bool) -> dict[str, int]:
+    """Takes the steps and measures the second: in the first one, ranks also compare what they call."""
+    options = {"activation_checkpointing": True} if recomputes else {}
+    strategy = build_strategy(TrainConfig(strategy="zero3", strategy_params=options), world)
+    module = strategy.prepare(LlamaModel(LlamaConfig(**LLAMA, vocab_size=100)), Start())
+    gradients, found = strategy.gradients(module), dict[str, int]()
+    for _ in range(2):
+        kept, before = Kept(), collectives_begun() or 0
+        with gradients.reducing(rows=True):
+            with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
+                loss = module(input_ids=torch.ones(TOKENS, dtype=torch.int64)).last_hidden_state.square().sum()
+            found = {"activations": kept.most, "gathers": (collectives_begun() or 0) - before}
+            gradients.backward(loss, rows=True)
+    return found
+
+
 def largest(size: int, strategy: str) -> dict[str, int]:
     """Runs the ranks and returns the largest figure of each kind."""
     with Ranks(size) as run:
@@ -173,6 +205,12 @@ def main() -> None:
                 samples[f"{strategy}, {size} ranks: {name}, MiB"] = [value / 2**20]
                 apart = max(value, formula[name]) / max(1, min(value, formula[name]))
                 ratios[f"{strategy}: {name}"] = max(apart, ratios.get(f"{strategy}: {name}", 0))
+        with Ranks(GROUP) as run:
+            plain, again = (run(llama, recomputes)[0] for recomputes in (False, True))
+        for name, each in {"kept": plain, "computed again": again}.items():
+            samples[f"zero3, llama, {GROUP} ranks: activations {name}, MiB"] = [each["activations"] / 2**20]
+        ratios[UNITS] = (plain["gathers"] - 1) / LLAMA["num_hidden_layers"]
+        ratios[CHECKPOINTED] = again["activations"] / plain["activations"]
     report("memory", samples=samples, ratios=ratios, goals=GOALS, facts=machine("torch"), path=options.json)
 
 

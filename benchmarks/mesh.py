@@ -4,7 +4,7 @@ Spawned Gloo ranks without Spark, one torch thread each, in groups that sparktor
 processes of its own. By hand, ranks that share layers draw the same rows from tensors in memory, where those of
 sparktorch exchange their rows: both sides compute on as many. Stages begin with the same layers, and pass on as many
 micro-batches by the same schedule, 1F1B. Encoders are `torch.nn`'s here, and by hand ones of linear layers, which
-`parallelize_module` can divide.
+`parallelize_module` can divide. Where parameters are sharded, an encoder's layers are gathered by themselves.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from benchmarks.common import Goal, arguments, interleave, machine, report, workspace
-from benchmarks.nets import Encoder, EncoderByHand, Mlp
+from benchmarks.nets import Encoder, EncoderByHand, EncoderLayerByHand, Mlp
 from benchmarks.ranks import Place, Ranks, arrays_of, fit
 from sparktorch.base.config import TrainConfig
 from sparktorch.base.world import World
@@ -45,6 +45,7 @@ from sparktorch.train.recipe.recipe import Recipe
 
 LAYERS, WIDTH, BATCH, STEPS = 7, 1024, 256, 8  # seven hidden layers and the last one: four pairs
 ENCODER_BATCH = 8
+ENCODER_LAYER = 500_000  # of more parameters is each layer of the encoder
 LEARNING_RATE = 1e-3
 TIMEOUT = timedelta(minutes=5)
 Sizes = tuple[int, int, int, int]
@@ -81,6 +82,7 @@ class Case:
 
 CASES = {
     "2 ranks, shard": Case(2, (1, 1, 2, 1)),
+    "2 ranks, encoder, shard": Case(2, (1, 1, 2, 1), encoder=True),
     "2 ranks, tensor": Case(2, (1, 1, 1, 2)),
     "2 ranks, encoder, tensor": Case(2, (1, 1, 1, 2), encoder=True),
     "2 ranks, encoder, tensor and sequence": Case(2, (1, 1, 1, 2), encoder=True, sequence=True),
@@ -112,6 +114,8 @@ def ours(place: Place, case: Case, epochs: int) -> float:
     if stages > 1:
         split = [f"layers.{start}" for start in starts(stages)[1:]]
         options |= {"micro_batches": MICRO_BATCHES * stages, "split": split}
+    if case.encoder:
+        options["min_parameters"] = ENCODER_LAYER
     if case.sequence:
         options |= {"sequence": True, "recompute_allgather": case.again}
     config = TrainConfig(
@@ -153,8 +157,9 @@ def loop_by_hand(world: World, case: Case, epochs: int) -> float:
         own, ends = mesh.get_local_rank("stage"), [*starts(stages), len(layers)]
         module = nn.Sequential(*layers[ends[own] : ends[own + 1]], *([nn.Flatten(0)] if own == stages - 1 else []))
     if sizes[0] * sizes[2] > 1:
+        unit = EncoderLayerByHand if case.encoder else nn.Linear
         for part in module.modules():
-            if isinstance(part, nn.Linear) and part.out_features > 1:
+            if isinstance(part, unit) and getattr(part, "out_features", WIDTH) > 1:
                 fully_shard(part, mesh=mesh["copy", "part"], reshard_after_forward=stages == 1)
         fully_shard(module, mesh=mesh["copy", "part"])
     optimizer = torch.optim.AdamW(groups(module.parameters()), lr=LEARNING_RATE, fused=True)

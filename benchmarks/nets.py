@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-__all__ = ["Encoder", "EncoderByHand", "Mlp"]
+__all__ = ["Encoder", "EncoderByHand", "EncoderLayerByHand", "Mlp"]
 
 
 class Mlp(nn.Module):
@@ -55,7 +55,7 @@ class EncoderByHand(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(
-            *(_Layer(Encoder.width, Encoder.width // Encoder.heads) for _ in range(Encoder.layers))
+            *(EncoderLayerByHand(Encoder.width, Encoder.width // Encoder.heads) for _ in range(Encoder.layers))
         )
         self.head = nn.Linear(Encoder.width, 1)
 
@@ -65,13 +65,16 @@ class EncoderByHand(nn.Module):
         return out
 
 
-class _Layer(nn.Module):
+class EncoderLayerByHand(nn.Module):
+    """A layer of `EncoderByHand`."""
+
     def __init__(self, width: int, head: int) -> None:
         super().__init__()
         self.attention_norm, self.attention = nn.LayerNorm(width), _Attention(width, head)
         self.network_norm, self.network = nn.LayerNorm(width), _Network(width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Maps `(rows, 64, 256)` to the same shape."""
         x = x + self.attention(self.attention_norm(x))
         out: torch.Tensor = x + self.network(self.network_norm(x))
         return out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import gc
+import inspect
 import os
 import socket
 import struct
@@ -22,6 +23,7 @@ from sparktorch.base.world import World
 from sparktorch.errors import ClusterError, RankError, SparkTorchError, causes
 
 __all__ = [
+    "KEEPS_ORDER",
     "abandon",
     "attach",
     "clear_frames",
@@ -35,6 +37,9 @@ __all__ = [
     "subgroup",
     "sum_over_ranks",
 ]
+
+# Whether torch can number the ranks of a group in the order in which they are listed.
+KEEPS_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
 
 _SIOCGIFADDR = 0x8915
 
@@ -54,6 +59,7 @@ _NCCL_HINTS = {
 _kept: list[dist.ProcessGroup | None] = []
 
 _attached = ExitStack()
+_timeout: timedelta | None = None  # of the collectives of the last group that `process_group` has opened
 
 
 @contextmanager
@@ -76,6 +82,8 @@ def process_group(
         return
     if dist.is_initialized():
         dist.destroy_process_group()
+    global _timeout
+    _timeout = timeout
     # A group's keys have its number in this process. One that could not be opened has counted, in this process alone.
     dist.distributed_c10d._world.group_count = 0
     with opening(world):
@@ -171,12 +179,14 @@ def is_communication(error: BaseException) -> bool:
 def subgroup(world: World, groups: list[list[int]]) -> dist.ProcessGroup:
     """Returns this rank's group of several, which all ranks open at once, each its own.
 
-    `groups` has the ranks of each group, ascending; every rank is in one of them.
+    `groups` has the ranks of each group; every rank is in one of them. Without `KEEPS_ORDER`, torch numbers them in
+    ascending order. Collectives may wait as long as those of the default group.
     """
     (own,) = (ranks for ranks in groups if world.rank in ranks)
+    order: Any = {"sort_ranks": False} if KEEPS_ORDER else {}
     with opening(world):
         # NCCL splits the default group, in which every rank takes part once. No rank opens groups of others.
-        group: Any = dist.new_group(own, use_local_synchronization=True)
+        group: Any = dist.new_group(own, timeout=_timeout, use_local_synchronization=True, **order)
     _calm_gloo()
     _kept.append(group)
     return group  # type: ignore[no-any-return]

@@ -28,7 +28,9 @@ __all__ = ["left_as_before", "run_script", "torchrun_environment"]
 def torchrun_environment(world: World, client: Client, *, hosts_store: bool = False) -> Iterator[None]:
     """Context with the environment variables of torchrun, after which the process is as before.
 
-    See `torch/distributed/elastic/agent/server/local_elastic_agent.py` and `torch/distributed/rendezvous.py`. If
+    See `torch/distributed/elastic/agent/server/local_elastic_agent.py` and `torch/distributed/rendezvous.py`.
+    `LOCAL_RANK` is the index of the rank's device, which Spark may have chosen, as scripts pass it to `set_device`; on
+    CPUs, it is the rank's index on its host. If
     `hosts_store`, rank 0 hosts a store at `MASTER_ADDR` and `MASTER_PORT`, as torchrun's agent does:
     `init_process_group` without arguments then joins the ranks.
     """
@@ -40,9 +42,10 @@ def torchrun_environment(world: World, client: Client, *, hosts_store: bool = Fa
     found = client.agree("torchrun", offer)
     hosts = [peer["host"] for peer in found]
     names = list(dict.fromkeys(hosts))
+    index = torch.device(world.device).index
     values = {
         "RANK": world.rank,
-        "LOCAL_RANK": world.local_rank,
+        "LOCAL_RANK": world.local_rank if index is None else index,
         "WORLD_SIZE": world.world_size,
         "LOCAL_WORLD_SIZE": world.local_size,
         "GROUP_RANK": names.index(world.host),

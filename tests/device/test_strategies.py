@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from sparktorch.errors import ModuleError
 from tests.device.jobs import close, job_of, trained, waits_in_steps
 
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -84,11 +85,22 @@ class Native(nn.Module):
         return out
 
 
-def test_a_plan_of_a_module_that_fails_on_the_host_is_not_compared() -> None:
+class Mixing(Native):
+    """Has a function of all columns between its layers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(self.first(x).softmax(-1)).squeeze(-1)
+        return out
+
+
+def test_a_plan_is_compared_on_the_device_of_a_rank() -> None:
     params = {"tensor": 2, "plan": {"first": "colwise", "last": "rowwise"}}
     recipe = {"module": Native, "module_params": {}, "optimizer": "SGD"}
     state, _ = trained(job_of(validated=True, strategy="mesh", strategy_params=params, recipe=recipe), ranks=2)
     assert all(value.isfinite().all() for value in state.values())
+    wrong = job_of(strategy="mesh", strategy_params=params, recipe={**recipe, "module": Mixing})
+    with pytest.raises(ModuleError, match="Mixing, with its layers divided, returns something else"):
+        trained(wrong, ranks=2)
 
 
 class Sequences(nn.Module):

@@ -93,7 +93,14 @@ def _less_memory(config: TrainConfig) -> str:
             "microBatchSize='auto' has halved micro-batches as far as it could; a number below the size that it found, "
             "which logLevel='INFO' shows, needs less memory"
         ]
-    if config.precision in ("fp32", "tf32"):
+    options = config.strategy_params
+    if config.strategy in _SHARDED and options.get("pipeline", 1) == 1:
+        if "param_dtype" not in options:
+            ways.append(
+                "strategyParams={'param_dtype': 'bf16', 'reduce_dtype': 'fp32'} halves its activations and what it "
+                "gathers; precision='bf16' would keep a copy of the whole model"
+            )
+    elif config.precision in ("fp32", "tf32"):
         ways.append("precision='bf16' halves its activations")
     if config.strategy not in _SHARDED:
         ways.append("strategy='zero3' divides parameters, gradients and the optimizer's state among the workers")

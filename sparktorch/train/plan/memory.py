@@ -33,7 +33,7 @@ from sparktorch.train.pipeline.cut import Cut
 from sparktorch.train.plan.table import Need, Plan
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.sharding.arguments import Arguments
-from sparktorch.train.sharding.units import ShardingOptions
+from sparktorch.train.sharding.units import ShardingOptions, recomputed
 from sparktorch.train.strategies.fsdp import units
 from sparktorch.train.strategies.mesh_options import MeshOptions
 from sparktorch.train.strategies.registry import check_module, check_strategy, check_workers, strategy_for
@@ -151,12 +151,13 @@ class _Measured:
         wrapped = [] if copies else units(self._module, known)
         kept_gathered = strategy == "zero2" or pipeline > 1  # from forward to backward
         gathered = 0
+        inside = [sum(of_worker.get(p, 0) for p in unit.parameters()) for unit in wrapped]
         if not copies and sharding.rank.shards(known, self._workers):
-            inside = [sum(of_worker.get(p, 0) for p in unit.parameters()) for unit in wrapped]
             part_of_it = min(everything, everything - sum(inside) + 2 * max([0, *inside]))
             gathered = everything if kept_gathered else part_of_it
         width = _width(known.param_dtype)
-        sent = self._passes * (1 if kept_gathered else 2) * int(_gathered(everything, shard) * width)
+        twice = 0 if kept_gathered else sum(inside)  # Backward gathers those of units again, but not the rest.
+        sent = self._passes * int(_gathered(everything + twice, shard) * width)
         sent += int(_gathered(gradients, shard) * _width(known.reduce_dtype or known.param_dtype))
         sent += 2 * _gathered(own, data)
         together = tensor * pipeline  # workers with the same rows
@@ -179,6 +180,10 @@ class _Measured:
             sent += _gathered(gradients, self._workers)
         state += 0 if self._config.ema_decay is None else own
         parameters = sum(kept.values())
+        gathered = int(gathered * width)
+        if tensor > 1 and not (known.cpu_offload or self._config.model_folder):
+            # The divided module is compared with the undivided one before it is sharded.
+            gathered = max(gathered, everything + gradients - parameters - state - (gradients if whole else own))
         return Need(
             strategy=strategy,
             options=options,
@@ -186,7 +191,7 @@ class _Measured:
             gradients=gradients if whole else own,
             state=state,
             on_host=parameters + state + (0 if whole else own) if known.cpu_offload else 0,
-            gathered=int(gathered * width),
+            gathered=gathered,
             activations=self._activations(known, styles, tensor, pipeline, wrapped),
             sent=sent,
         )
@@ -228,12 +233,13 @@ class _Measured:
         in_flight = options.count if pipeline > 1 and options.schedule == "gpipe" else pipeline
         at_once = min(1.0, in_flight / options.count) if pipeline > 1 else 1.0
         inputs = self.rows * tensor * pipeline * self._inputs
-        if not options.activation_checkpointing:
+        repeated = recomputed(wrapped, options, self._module)
+        if not repeated:
             return int(self.rows * kept * at_once) + inputs + in_flight * weights
         names = {part: name for name, part in self._module.named_modules()}
-        outside, again = self._again("", [names[unit] for unit in wrapped])
+        outside, again = self._again("", [names[unit] for unit in repeated])
         again *= kept / max(self._kept[""], 1) * (pipeline / options.count if pipeline > 1 else 1.0)
-        largest = max([0, *(_size(unit.parameters()) for unit in wrapped)]) / max(_size(self._parameters.values()), 1)
+        largest = max([0, *(_size(unit.parameters()) for unit in repeated)]) / max(_size(self._parameters.values()), 1)
         # At the end of the forward pass, or while a unit computes again.
         return (
             int(self.rows * tensor * outside * at_once)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -21,6 +21,7 @@ __all__ = [
     "check_optimizer",
     "check_parameters",
     "check_parts",
+    "recomputed",
     "units",
 ]
 
@@ -29,6 +30,7 @@ _OF_WHOLE_PARAMETERS = {"Adafactor", "Muon", "Rprop"}
 
 # They have no forward pass that could gather parameters.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+_REPEATING = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +38,14 @@ class ShardingOptions:
     """Options of `zero2` and `zero3`; see `torch.distributed.fsdp.fully_shard`.
 
     Attributes:
-        min_parameters: A submodule with at least this many parameters is a unit: its parameters are gathered, and its
-            gradients reduced, separately. The rest belongs to the unit of the whole module.
-        wrap_classes: Class names of the submodules that are units, such as a transformer's layers; replaces
+        min_parameters: A block, or a submodule outside of blocks, with at least this many parameters is a unit: its
+            parameters are gathered, and its gradients reduced, separately. The rest belongs to the unit of the whole
+            module. Blocks are the layers that a model of transformers names (`_no_split_modules`), or else submodules
+            of whose class a `ModuleList`, `ModuleDict` or `Sequential` has several.
+        wrap_classes: Class names of the submodules that are units, such as a transformer's layers; replaces blocks and
             `min_parameters`.
-        activation_checkpointing: Whether units recompute their activations in backward instead of keeping them.
+        activation_checkpointing: Whether blocks recompute their activations in backward instead of keeping them; of a
+            module without blocks, the units.
         param_dtype: Dtype in which parameters are gathered and used; `None` keeps their own.
         reduce_dtype: Dtype in which gradients are reduced; `None` takes that of the parameters.
         cpu_offload: Whether a GPU rank keeps its shards of parameters, gradients and optimizer state in host memory.
@@ -134,9 +139,9 @@ def check_parts(module: nn.Module, *, staged: bool) -> None:
             )
 
 
-def check_checkpointing(options: ShardingOptions, where: str, found: Sequence[nn.Module]) -> None:
+def check_checkpointing(options: ShardingOptions, where: str, parts: Sequence[nn.Module]) -> None:
     """Refuses `activation_checkpointing` where none of the units of `where` would compute its activations again."""
-    if options.activation_checkpointing and not found:
+    if options.activation_checkpointing and not parts:
         least = f"of min_parameters={options.min_parameters} or more"
         raise ConfigError(
             f"strategyParams.activation_checkpointing is set, and {where} has no part "
@@ -146,8 +151,19 @@ def check_checkpointing(options: ShardingOptions, where: str, found: Sequence[nn
         )
 
 
-def units(module: nn.Module, options: ShardingOptions) -> list[nn.Module]:
-    """Returns the submodules that are units, inner ones first; refuses classes that the module lacks."""
+def recomputed(parts: Sequence[nn.Module], options: ShardingOptions, whole: nn.Module) -> list[nn.Module]:
+    """Returns the units that compute their activations again; a layer beside the blocks of `whole` would save none."""
+    if not options.activation_checkpointing:
+        return []
+    blocks = set() if options.wrap_classes else _blocks(whole)
+    return [part for part in parts if part in blocks] or list(parts)
+
+
+def units(module: nn.Module, options: ShardingOptions, whole: nn.Module | None = None) -> list[nn.Module]:
+    """Returns the submodules that are units, inner ones first; refuses classes that the module lacks.
+
+    `whole` is the module that `module` is a stage of, and has the blocks.
+    """
     owners = Counter(p for part in module.modules() for p in part.parameters(recurse=False))
     found: list[nn.Module] = []
     if options.wrap_classes:
@@ -160,23 +176,60 @@ def units(module: nn.Module, options: ShardingOptions) -> list[nn.Module]:
                     param="strategyParams",
                     code="ST-SHARDING",
                 )
-    _visit(module, module, options, owners, found)
+    blocks = set() if options.wrap_classes else _blocks(module if whole is None else whole)
+    # A unit that reads the weights of its parts without calling them, and a block, are gathered at once.
+    at_once = {part for part in module.modules() if isinstance(part, nn.MultiheadAttention)} | {
+        block for block in blocks if all(owners[p] == 1 for p in block.parameters())
+    }
+    _visit(module, module, options, owners, at_once, found)
     return found
 
 
+def _blocks(module: nn.Module) -> set[nn.Module]:
+    """Returns the layers that a model of transformers is made of, or those of a class that a container repeats.
+
+    Blocks may have blocks within. A plain `Sequential` of blocks is a stage, and not a block itself.
+    """
+    names = {name for part in module.modules() for name in getattr(part, "_no_split_modules", None) or ()}
+    named = {part for part in module.modules() if type(part).__name__ in names}
+    containers = (part for part in module.modules() if isinstance(part, _REPEATING))
+    return named or {
+        block
+        for container in containers
+        for block in _repeated(container)
+        if type(block) is not nn.Sequential or not any(map(_has_parts, _repeated(block)))
+    }
+
+
+def _repeated(container: nn.Module) -> list[nn.Module]:
+    """Returns the children whose class the container has more than once."""
+    kinds = Counter(map(type, container.children()))
+    return [part for part in container.children() if kinds[type(part)] > 1 and not isinstance(part, _CONTAINERS)]
+
+
+def _has_parts(module: nn.Module) -> bool:
+    return next(module.children(), None) is not None
+
+
 def _visit(
-    part: nn.Module, module: nn.Module, options: ShardingOptions, owners: Counter[nn.Parameter], found: list[nn.Module]
+    part: nn.Module,
+    module: nn.Module,
+    options: ShardingOptions,
+    owners: Counter[nn.Parameter],
+    at_once: Collection[nn.Module],
+    found: list[nn.Module],
 ) -> tuple[int, bool]:
     """Appends the units of a part of the module; returns its number of parameters in no unit, and whether any is tied.
+
+    Those of `at_once` have no units within.
 
     A function in `units` that calls itself would be a reference cycle, which keeps the whole parameters in device
     memory until the garbage collector finds it.
     """
-    at_once = isinstance(part, nn.MultiheadAttention)  # it reads the weights of its parts without calling them
-    own = list(part.parameters(recurse=at_once))
+    own = list(part.parameters(recurse=part in at_once))
     count, tied = sum(p.numel() for p in own), any(owners[p] > 1 for p in own)
-    for child in () if at_once else part.children():
-        below, tied_below = _visit(child, module, options, owners, found)
+    for child in () if part in at_once else part.children():
+        below, tied_below = _visit(child, module, options, owners, at_once, found)
         count, tied = count + below, tied or tied_below
     chosen = type(part).__name__ in options.wrap_classes if options.wrap_classes else count >= options.min_parameters
     # Tied parameters must be gathered with all submodules that share them: with the whole module.

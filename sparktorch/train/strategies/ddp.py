@@ -21,7 +21,7 @@ from sparktorch.base.config import at_least, one_of
 from sparktorch.base.devices import backend_of, is_host
 from sparktorch.errors import ModuleError, Refusal
 from sparktorch.train.recipe.recipe import Recipe, makes_sparse_gradients
-from sparktorch.train.strategies.base import GradientSync, Kind, OwnState, Start, Strategy, needs_optimizer_class
+from sparktorch.train.strategies.base import GradientSync, Job, Kind, OwnState, Start, Strategy, needs_optimizer_class
 from sparktorch.train.strategies.ddp_gradients import DDPGradients, call_instead, parameters_with_sparse_gradients
 
 __all__ = ["DDP", "KIND", "ZERO1", "DDPOptions"]
@@ -225,6 +225,22 @@ def _refuse_sparse(module: nn.Module) -> None:
             )
 
 
+def _check_dtypes(job: Job) -> None:
+    """Refuses trained parameters of several dtypes, of which torch's `ZeroRedundancyOptimizer` takes one."""
+    if job.module is None or (job.workers or 1) == 1:
+        return
+    names = {p.dtype: name for name, p in reversed(list(job.module.named_parameters())) if p.requires_grad}
+    if len(names) > 1:
+        (other, second), (one, first), *_ = names.items()
+        raise ModuleError(
+            f"{first!r} is of {one} and {second!r} of {other}, and strategy 'zero1' divides the state of parameters of "
+            "one dtype",
+            hint="make them of one dtype, or use strategy='ddp'",
+            param="module",
+            code="ST-STRATEGY",
+        )
+
+
 def _without_buffers(options: DDPOptions) -> dict[str, bool]:
     """Returns the argument that turns off the broadcast of buffers, by its name in this version of torch."""
     if options.forward_sync_buffers:
@@ -268,4 +284,6 @@ KIND = Kind(
         ),
     ),
 )
-ZERO1 = replace(KIND, rank=Zero1, refusals=(needs_optimizer_class("worker's share"), *KIND.refusals))
+ZERO1 = replace(
+    KIND, rank=Zero1, check=_check_dtypes, refusals=(needs_optimizer_class("worker's share"), *KIND.refusals)
+)

@@ -32,6 +32,7 @@ from sparktorch.train.sharding.units import (
     check_checkpointing,
     check_optimizer,
     check_parameters,
+    recomputed,
     units,
 )
 from sparktorch.train.strategies.base import GradientSync, Job, Kind, Start, Strategy, broadcast
@@ -48,7 +49,10 @@ _KEPT = 16  # times the model: more than what a rank was seen to grow by, but fo
 
 
 class Zero3(Strategy[S]):
-    """Parameters are gathered unit by unit for forward and backward, and freed after each."""
+    """Parameters are gathered unit by unit for forward and backward, and freed after each.
+
+    Those of no unit but the whole module are kept from forward to backward.
+    """
 
     _reshard_after_forward = True
     _compares_calls = True  # between ranks, unless the loop is a user's
@@ -80,16 +84,16 @@ class Zero3(Strategy[S]):
 
     def prepare(self, module: nn.Module, start: Start) -> nn.Module:
         """Shards the module's parameters in place, unit by unit as they are moved to the device."""
-        return self._divided(module, self._options, start)
+        return self._divided(module, self._options, start, module)
 
-    def _divided(self, module: nn.Module, options: ShardingOptions, start: Start) -> nn.Module:
-        """Shards the parameters of a module or of a part of it; see `prepare`."""
-        parts = units(module, options)
-        if options.activation_checkpointing:
+    def _divided(self, module: nn.Module, options: ShardingOptions, start: Start, whole: nn.Module) -> nn.Module:
+        """Shards the parameters of a module or of a part of `whole`; see `prepare`."""
+        parts = units(module, options, whole)
+        if again := recomputed(parts, options, whole):
             from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
             # A cache that is there in the first pass would be added to in the second.
-            apply_activation_checkpointing(without_caches(module), check_fn=lambda part: part in parts)
+            apply_activation_checkpointing(without_caches(module), check_fn=lambda part: part in again)
         if not self._wraps:
             for part in [*parts, module]:
                 start.materialise(part)
@@ -115,7 +119,8 @@ class Zero3(Strategy[S]):
             sharded = fully_shard(
                 part,
                 mesh=self.mesh,
-                reshard_after_forward=self._reshard_after_forward,
+                # Backward begins with the module's own parameters, as torch has it with `None`.
+                reshard_after_forward=self._reshard_after_forward and part is not module,
                 mp_policy=outermost if part is module else policy,
                 offload_policy=CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy(),
             )
@@ -267,10 +272,10 @@ def check_sharding(job: Job) -> None:
     """Refuses names in `wrap_classes` that the module lacks, scalars, and optimizers that need whole parameters."""
     if job.module is None:
         return
-    found = units(job.module, job.options)
-    check_checkpointing(job.options, type(job.module).__name__, found)
+    parts = units(job.module, job.options)
+    check_checkpointing(job.options, type(job.module).__name__, parts)
     if cast("type[Zero3[Any]]", job.kind.rank).shards(job.options, job.workers or 1):
-        check_parameters(job.module, found)
+        check_parameters(job.module, parts)
         check_optimizer(job.recipe, job.module)
 
 

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from sparktorch.base.batch import Batch
 from sparktorch.base.devices import is_host
-from sparktorch.distributed.process_group import subgroup
+from sparktorch.distributed.process_group import KEEPS_ORDER, subgroup
 from sparktorch.errors import ConfigError, Refusal
 from sparktorch.train.huggingface.models import MODEL_LOSS, arguments, gets_row_labels, without_caches
 from sparktorch.train.recipe.recipe import Recipe
@@ -35,6 +35,7 @@ from sparktorch.train.sharding.dtensor import (
     step_on_both,
     undivided,
 )
+from sparktorch.train.sharding.layout import groups_along, layout
 from sparktorch.train.sharding.units import check_optimizer, check_parts
 from sparktorch.train.strategies.base import GradientSync, Job, Start
 from sparktorch.train.strategies.fsdp import ZERO3, ShardedGradients, Zero3, check_sharding, needs_group
@@ -62,30 +63,42 @@ class Mesh(Zero3[MeshOptions]):
         return self._options.sizes(self._world.world_size)
 
     @cached_property
-    def _ranks(self) -> DeviceMesh:
-        """The ranks in all dimensions; those of a group are on one host where a host has enough."""
-        data, _, shard, tensor = self._sizes
+    def _layout(self) -> torch.Tensor:
+        """The ranks in all four dimensions; those of inner groups are on one host where a host has enough."""
         hosts: list[str] = [""] * self._world.world_size
         dist.all_gather_object(hosts, self._world.host)
-        order = torch.tensor(sorted(range(len(hosts)), key=lambda rank: hosts.index(hosts[rank])))
-        # Collectives number the ranks of a group in ascending order, and so must the mesh.
-        ranks, largest = order.view(data, -1).sort().values.view(self._sizes), max(map(hosts.count, hosts))
-        for name, size in (("tensor", tensor), ("shard", shard * tensor)):
-            groups = ranks.view(-1, size).tolist()
+        ranks = layout(hosts, self._sizes, ascending=not KEEPS_ORDER)
+        largest, inner = max(map(hosts.count, hosts)), 1
+        for name in ("tensor", "shard"):
+            inner *= getattr(self._sizes, name)
+            groups = ranks.view(-1, inner).tolist()
             apart = sum(len({hosts[rank] for rank in group}) > 1 for group in groups)
-            if apart and size <= largest and self._world.is_main:
+            if apart and inner <= largest and self._world.is_main:
                 _log.warning(
                     "%d of %d %s groups of strategy 'mesh' are on several hosts, whose network they load",
                     *(apart, len(groups), name),
                 )
-        along = [ranks.movedim(axis, -1).reshape(-1, size).tolist() for axis, size in enumerate(self._sizes)]
-        groups = [subgroup(self._world, lists) for lists in along]
-        return mesh_of_training(groups, self._device.type, ranks, Sizes._fields)
+        return ranks
+
+    @cached_property
+    def _ranks(self) -> DeviceMesh:
+        """The ranks in the dimensions with several of them, and in `shard`, where `fully_shard` wraps parameters."""
+        sizes = self._sizes._asdict()
+        names = [name for name, size in sizes.items() if size > 1 or (name == "shard" and self._wraps)]
+        groups: list[Any] = [
+            # Of a single group, `zero3` takes the default one, too.
+            dist.group.WORLD
+            if name == "shard" and sizes[name] == self._world.world_size
+            else subgroup(self._world, groups_along(self._layout, Sizes._fields.index(name)))
+            for name in names
+        ]
+        ranks = self._layout.view([sizes[name] for name in names])
+        return mesh_of_training(groups, self._device.type, ranks, names)
 
     @cached_property
     def mesh(self) -> DeviceMesh:
-        """The ranks that hold different samples, in the dimensions `data` and `shard`."""
-        return part_of(self._ranks, "data", "shard")
+        """The ranks that hold different samples: shards of the model, in groups along `data` if there are several."""
+        return part_of(self._ranks, *(["data"] if self._sizes.data > 1 else []), "shard")
 
     @cached_property
     def _layers(self) -> dist.ProcessGroup:
@@ -138,7 +151,7 @@ class Mesh(Zero3[MeshOptions]):
             exchange = RowExchange(self._sharing, self._device)
             group = self._sharing
             comparison = self._undivided(
-                module, start, lambda args, kwargs: Comparison(module, args, kwargs, group, exchange)
+                module, start, lambda args, kwargs: Comparison(module, args, kwargs, group, exchange, self._device)
             )
             exchange.attach(module, self._divide_layers(module, self._styles(module), start))
             self._compared = comparison is not None and comparison.check(
@@ -147,20 +160,17 @@ class Mesh(Zero3[MeshOptions]):
         return super().prepare(module, start)
 
     def _undivided(self, module: nn.Module, start: Start, compare: Callable[[Any, Any], C]) -> C | None:
-        """Calls `compare` with a few rows before layers are divided; returns `None` if no values or rows are known."""
+        """Calls `compare` with a row of each rank before layers are divided; returns `None` if nothing is compared.
+
+        One group of ranks compares for all: that of rank 0, and only if values and rows are known.
+        """
         if self._sizes.tensor == 1 or start.example is None or any(p.is_meta for p in module.parameters()):
             return None
         if self._options.cpu_offload and not is_host(self._device):  # the device may not hold its part at once
             return None
-        args, kwargs = arguments(self.together(start.example().slice(0, 2)), without_caches(module))
+        args, kwargs = arguments(self.together(start.example().slice(0, 1)), without_caches(module))
         kwargs.pop("labels", None)  # with which a model of transformers computes a loss, too
-        try:
-            return compare(args, kwargs)
-        except Exception as error:
-            if is_host(self._device):
-                raise
-            _log.warning("the plan is not compared with the undivided module, which fails on the host: %s", error)
-            return None
+        return compare(args, kwargs) if 0 in dist.get_process_group_ranks(self._sharing) else None
 
     def _styles(self, module: nn.Module) -> dict[str, str]:
         """Returns the style of each layer that is divided, and warns of those that could be but for their sizes."""

@@ -6,6 +6,7 @@ Huang et al. 2019, GPipe (https://arxiv.org/abs/1811.06965). How a module become
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from sparktorch.base.batch import Batch
-from sparktorch.base.devices import seed
+from sparktorch.base.devices import is_host, seed
 from sparktorch.distributed.process_group import subgroup, sum_over_ranks
 from sparktorch.errors import Refusal
 from sparktorch.train.checkpoint.tensors import OPTIMIZER
@@ -27,14 +28,16 @@ from sparktorch.train.pipeline.cut import Cut, Stage
 from sparktorch.train.pipeline.pipe import Pipe, as_bytes
 from sparktorch.train.recipe.loss import Sums
 from sparktorch.train.sharding.arguments import Arguments
-from sparktorch.train.sharding.dtensor import part_of, unadvised, whole
+from sparktorch.train.sharding.dtensor import PIPELINE, part_of, unadvised, whole
 from sparktorch.train.sharding.units import check_checkpointing, check_parts, units
 from sparktorch.train.strategies.base import Job, Start, Step
 from sparktorch.train.strategies.mesh import MESH, Mesh, check_mesh, styles_of
-from sparktorch.train.tensor_parallel.comparison import Comparison, in_evaluation
+from sparktorch.train.tensor_parallel.comparison import Comparison, in_evaluation, moved
 from sparktorch.train.tensor_parallel.row_exchange import RowExchange
 
 __all__ = ["KIND"]
+
+_log = logging.getLogger(__name__)
 
 
 class PipelineMesh(Mesh):
@@ -51,7 +54,7 @@ class PipelineMesh(Mesh):
     @cached_property
     def _sharing(self) -> dist.ProcessGroup:
         """The ranks that compute on the same rows."""
-        lists = self._ranks.mesh.movedim(2, 1).reshape(-1, self._sizes.pipeline * self._sizes.tensor).tolist()
+        lists = self._layout.movedim(2, 1).reshape(-1, self._sizes.pipeline * self._sizes.tensor).tolist()
         return subgroup(self._world, lists)
 
     @cached_property
@@ -77,7 +80,7 @@ class PipelineMesh(Mesh):
         for stage in own.values():
             present = {type(part).__name__ for part in stage.modules()}
             classes = [name for name in options.wrap_classes if name in present]
-            self._divided(stage, replace(options, wrap_classes=classes), start)
+            self._divided(stage, replace(options, wrap_classes=classes), start, module)
         for part, name, other, same in aliases:
             setattr(part, name, getattr(other, same))
         start.materialise(module)  # the buffers of no stage
@@ -94,22 +97,42 @@ class PipelineMesh(Mesh):
     def _comparisons(
         self, module: nn.Module, cut: Cut, own: dict[int, Stage], args: Any, kwargs: Any
     ) -> dict[Stage, Comparison]:
-        """Returns what this rank's stages compute of a few rows before their layers are divided."""
+        """Returns what this rank's stages compute of a row of each rank before their layers are divided.
+
+        The first rank of those with the same rows calls all stages, one after another on its device, and the first rank
+        of those that share a stage's layers once more with gradients. Nothing is compared if it cannot.
+        """
         exchange, found = RowExchange(self._sharing, self._device), dict[Stage, Comparison]()
         given = Arguments.of(*exchange.before(module, args, kwargs))
         exchange.restore()
         inputs = {str(place): tensor for place, tensor in enumerate(given.tensors)}
-        passed: Sequence[torch.Tensor] = ()
-        for number in range(self._options.stages):
-            stage = own.get(number) or cut.stage(number)
+        stages = {number: own.get(number) or cut.stage(number) for number in range(self._options.stages)}
+        for stage in stages.values():
             stage.given = given
+        sent: list[Any] = [self._passed_on(stages, inputs) if self._sharing.rank() == 0 else None]
+        dist.broadcast_object_list(sent, group=self._sharing, group_src=0)
+        for number, passed in sent[0].items():
             if number in own:
-                found[stage] = Comparison(stage, passed, inputs, self._layers)
-            with torch.no_grad(), in_evaluation(stage):
-                of_host = {name: tensor.cpu() for name, tensor in inputs.items()}
-                returned = stage(*(tensor.cpu() for tensor in passed), **of_host)
-            passed = [tensor.to(self._device) for tensor in returned]
+                received = [tensor.to(self._device) for tensor in passed]
+                found[own[number]] = Comparison(own[number], received, inputs, self._layers, device=self._device)
         return found
+
+    def _passed_on(
+        self, stages: dict[int, Stage], inputs: dict[str, torch.Tensor]
+    ) -> dict[int, Sequence[torch.Tensor]]:
+        """Returns what each stage receives, on the host; nothing if a stage fails on an accelerator."""
+        passed: dict[int, Sequence[torch.Tensor]] = {0: ()}
+        try:
+            for number, stage in list(stages.items())[:-1]:
+                with moved(stage, self._device), torch.no_grad(), in_evaluation(stage):
+                    returned = stage(*(tensor.to(self._device) for tensor in passed[number]), **inputs)
+                passed[number + 1] = [tensor.cpu() for tensor in returned]
+        except Exception as error:
+            if is_host(self._device):
+                raise
+            _log.warning("the plan is not compared with the undivided module, which fails: %s", error)
+            return {}
+        return passed
 
     def shown(self, module: nn.Module) -> nn.Module:
         """Returns what stands for the pipeline: it has the methods of the user's module, and no parts."""
@@ -149,8 +172,8 @@ class PipelineMesh(Mesh):
     def saves(self, name: str) -> bool:
         """Returns whether this rank saves an unsharded tensor; of a stage, a rank of that stage does."""
         if name.startswith(OPTIMIZER) or name.partition(".")[2] in self._cut.stage_of:
-            others = (part_of(self._ranks, name) for name in ("data", "shard", "tensor"))
-            return all(part.get_local_rank() == 0 for part in others)
+            places = (self._layout == self._world.rank).nonzero()[0]
+            return all(place == 0 for name, place in zip(self._sizes._fields, places, strict=True) if name != PIPELINE)
         return super().saves(name)
 
     def _common_buffers(self, module: nn.Module) -> Iterable[torch.Tensor]:
@@ -209,7 +232,7 @@ def _check(job: Job) -> None:
         given = Arguments.of(args, kwargs)
     check_equal(cut, given, module)
     parts = nn.ModuleList(cut.stage(number) for number in range(options.stages))
-    check_checkpointing(options, f"{type(module).__name__} in stages", units(parts, options))
+    check_checkpointing(options, f"{type(module).__name__} in stages", units(parts, options, module))
 
 
 KIND = replace(

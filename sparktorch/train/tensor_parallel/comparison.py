@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,13 +14,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from sparktorch.errors import ModuleError, refusing
+from sparktorch.base.devices import free_bytes, is_host, module_of
+from sparktorch.errors import ClusterError, ModuleError, refusing
 from sparktorch.train.numerics.determinism import seed_all, untouched_generators
 from sparktorch.train.sharding.dtensor import TENSOR, local, undivided
 from sparktorch.train.tensor_parallel.row_exchange import RowExchange
 
-__all__ = ["Comparison", "as_before", "check_gradients", "emptied", "filled", "in_evaluation"]
+__all__ = ["Comparison", "as_before", "check_gradients", "emptied", "filled", "in_evaluation", "moved"]
 
+_log = logging.getLogger(__name__)
+
+_HOST = torch.device("cpu")
+_DEVICE_SHARE = 0.7  # The rest is for activations of a few rows, and a gradient at a time.
 _MASKS = 1e4  # what is beyond may stand for minus infinity
 _TOLERANCE = 1e-2  # of the largest number: wrong plans make differences of its own size
 _HINT = (
@@ -37,48 +43,82 @@ class Comparison:
     """
 
     def __init__(
-        self, module: nn.Module, args: Any, kwargs: Any, group: dist.ProcessGroup, exchange: RowExchange | None = None
+        self,
+        module: nn.Module,
+        args: Any,
+        kwargs: Any,
+        group: dist.ProcessGroup,
+        exchange: RowExchange | None = None,
+        device: torch.device = _HOST,
     ) -> None:
-        """Calls the undivided module, on the host, with the rows of all ranks of the group that will share its layers.
+        """Calls the undivided module with the rows of all ranks of the group that will share its layers.
 
-        `exchange` exchanges rows with them, if each rank has rows of its own, and not all the same.
+        Only the first of these ranks calls it, on `device`; the others wait for what it sends them. If it fails on an
+        accelerator, nothing is compared. `exchange` exchanges rows with them, if each rank has rows of its own, and not
+        all the same.
         """
-        self._args, self._kwargs, self._group, self._exchange = args, kwargs, group, exchange
+        self._args, self._kwargs, self._group = args, kwargs, group
         floats = {p.dtype for p in module.parameters() if p.is_floating_point()}
         self._tolerance = max([_TOLERANCE, *(8 * torch.finfo(dtype).eps for dtype in floats)])
         self._zeros = filled(module)
-        self._norms: dict[str, float] = {}
-        self._drawn = False
+        try:
+            self._outputs, self._norms = self._from_first_rank(module, exchange, device)
+        except Exception:
+            emptied(module, self._zeros)
+            raise
 
-        def keep(name: str, parameter: Any) -> None:
-            self._norms[name] = float(torch.linalg.vector_norm(parameter.grad))
-            parameter.grad = None  # no rank has all gradients at once
+    def _from_first_rank(
+        self, module: nn.Module, exchange: RowExchange | None, device: torch.device
+    ) -> tuple[list[tuple[torch.Tensor, float]], dict[str, float]]:
+        """Returns this rank's rows of each output with the largest usual number of all rows, and norms of gradients.
+
+        They are empty where nothing is compared. A collective of the ranks that share layers.
+        """
+        is_first, size = self._group.rank() == 0, self._group.size()
+        outputs, norms, drawn = list[torch.Tensor](), dict[str, float](), False
+        unfit = ""
 
         def of_all_rows() -> Any:
-            every = (args, kwargs) if exchange is None else exchange.before(module, args, kwargs)
+            nonlocal drawn
+            given = (self._args, self._kwargs)
+            every = given if exchange is None else exchange.before(module, *given)
             try:
-                args_of_all, kwargs_of_all = pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, every)
-                before = torch.get_rng_state()
-                returned = module(*args_of_all, **kwargs_of_all)
-                self._drawn = not torch.equal(before, torch.get_rng_state())
+                if not is_first:
+                    return ()
+                if unfit:
+                    raise ClusterError(unfit)
+                args, kwargs = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), every)
+                before = _generators(device)
+                returned = module(*args, **kwargs)
+                drawn = not all(map(torch.equal, before, _generators(device)))
                 return returned
             finally:
                 if exchange is not None:
                     exchange.restore()  # before `_passed` gives this rank its generators back
 
-        hooks: list[Any] = [
-            p.register_post_accumulate_grad_hook(partial(keep, name))  # type: ignore[no-untyped-call]  # torch's
-            for name, p in module.named_parameters()
-            if p.requires_grad
-        ]
         try:
-            self._outputs = _passed(module, of_all_rows)
-        except Exception:
-            emptied(module, self._zeros)
-            raise
-        finally:
-            for hook in hooks:
-                hook.remove()
+            with ExitStack() as placed:
+                try:
+                    placed.enter_context(moved(module, device) if is_first else nullcontext())
+                except Exception as error:  # The rows are exchanged first, as other ranks do.
+                    unfit = str(error)
+                norms = placed.enter_context(_norms_of_gradients(module))
+                outputs = _passed(module, of_all_rows)
+        except Exception as error:
+            if not is_first or is_host(device):
+                raise
+            _log.warning("the plan is not compared with the undivided module, which fails on %s: %s", device, error)
+            norms.clear()
+        parts = [[output] * size if exchange is None else exchange.split(output) for output in outputs]
+        sizes = (output[_usual(output)].abs() for output in outputs)
+        scales = [float(size.max()) if size.numel() else 0.0 for size in sizes]
+        compared = {} if drawn else norms
+        sent = [([*zip(of_rank, scales, strict=True)], compared) for of_rank in zip(*parts, strict=True)]
+        received: list[Any] = [None]
+        dist.scatter_object_list(
+            received, (sent or [([], {})] * size) if is_first else None, group=self._group, group_src=0
+        )
+        return received[0]  # type: ignore[no-any-return]
 
     def check(self, module: nn.Module, complete: Callable[[], None]) -> bool:
         """Calls the module, whose layers are divided now, and which exchanges rows itself, on its arguments' device.
@@ -90,7 +130,7 @@ class Comparison:
             Whether it was compared, the same in all ranks: not if it draws numbers in evaluation, or returns nothing
             there that has a gradient.
         """
-        if self._drawn or not self._norms:
+        if not self._norms:
             emptied(module, self._zeros)
             return False
         with refusing(
@@ -101,9 +141,8 @@ class Comparison:
         ):
             outputs = _passed(module, lambda: module(*self._args, **self._kwargs))
             complete()
-        own = self._exchange.own if self._exchange is not None else torch.Tensor.detach
         pairs = zip(outputs, self._outputs, strict=False)
-        if len(outputs) != len(self._outputs) or not all(self._close(one, own(other), other) for one, other in pairs):
+        if len(outputs) != len(self._outputs) or not all(self._close(one, *other) for one, other in pairs):
             raise _differs(module, "returns something else than the undivided one")
         norms = {n: torch.linalg.vector_norm(local(p.grad)) for n, p in module.named_parameters() if p.grad is not None}
         squares = torch.stack([norms[name].float().square() for name in sorted(norms)])
@@ -119,13 +158,12 @@ class Comparison:
                 raise _differs(module, f"has another gradient of {name!r} than the undivided one")
         return True
 
-    def _close(self, one: torch.Tensor, other: torch.Tensor, of_all: torch.Tensor) -> bool:
-        """Whether outputs of this rank's rows are equal, but for rounding beside those of all rows."""
+    def _close(self, one: torch.Tensor, other: torch.Tensor, largest: float) -> bool:
+        """Whether outputs of this rank's rows are equal, but for rounding beside the largest number of all rows."""
         if one.shape != other.shape or not torch.equal(one.isfinite(), other.isfinite()):
             return False
-        one, other, sizes = one.nan_to_num(), other.nan_to_num(), of_all[_usual(of_all)].abs()
-        scale = other.abs().clamp(min=float(sizes.max()) if sizes.numel() else 0.0)
-        return not ((one - other).abs() > self._tolerance * scale).any()
+        one, other = one.nan_to_num(), other.nan_to_num()
+        return not ((one - other).abs() > self._tolerance * other.abs().clamp(min=largest)).any()
 
 
 def check_gradients(module: nn.Module, group: dist.ProcessGroup) -> None:
@@ -211,6 +249,46 @@ def in_evaluation(module: nn.Module) -> Iterator[None]:
             yield
     finally:
         cudnn.enabled = enabled
+
+
+@contextmanager
+def moved(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Context in which a module of the host lies on a device; raises a `ClusterError` if it does not fit there."""
+    size = sum(tensor.nbytes for tensor in [*module.parameters(), *module.buffers()])
+    if not is_host(device) and size > free_bytes(str(device)) * _DEVICE_SHARE:
+        raise ClusterError(f"it has {size:,} bytes, more than {_DEVICE_SHARE:.0%} of what is free there")
+    try:
+        module.to(device)
+        yield
+    finally:
+        module.to(_HOST)
+
+
+@contextmanager
+def _norms_of_gradients(module: nn.Module) -> Iterator[dict[str, float]]:
+    """Context of backward passes; yields the norm of each gradient by name, which is dropped once it is known."""
+    norms: dict[str, float] = {}
+
+    def keep(name: str, parameter: Any) -> None:
+        norms[name] = float(torch.linalg.vector_norm(parameter.grad))
+        parameter.grad = None  # No rank has all gradients at once.
+
+    hooks: list[Any] = [
+        p.register_post_accumulate_grad_hook(partial(keep, name))  # type: ignore[no-untyped-call]  # torch's
+        for name, p in module.named_parameters()
+        if p.requires_grad
+    ]
+    try:
+        yield norms
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _generators(device: torch.device) -> list[torch.Tensor]:
+    """Returns the states of the generators of the host and of a device."""
+    of_device = [] if is_host(device) else [module_of(device).get_rng_state(device)]
+    return [torch.get_rng_state(), *of_device]
 
 
 def _device_of(module: nn.Module) -> torch.device:

@@ -108,9 +108,11 @@ class RowExchange:
             found[i] = part
         return pytree.tree_unflatten(found, spec)
 
-    def own(self, output: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's rows of an output of all rows."""
-        return self._rows.own(output)
+    def split(self, output: torch.Tensor) -> list[torch.Tensor]:
+        """Returns copies of the rows of each rank of an output of all rows; of another output, all of it for each."""
+        counts = self._rows.counts
+        by_rows = output.dim() > 0 and len(output) == sum(counts)
+        return [part.clone() for part in torch.split(output, counts)] if by_rows else [output] * len(counts)
 
     def restore(self, *_: Any) -> None:
         """Ends a pass: gives the rank its own generators back, also after an exception."""

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from sparktorch.base.batch import Batch
 from sparktorch.base.config import TrainConfig
 from sparktorch.base.world import World
 from sparktorch.errors import ModuleError
@@ -132,6 +133,32 @@ def test_plans_that_compute_something_else_are_refused_and_right_ones_taken() ->
     for said in in_group(2, compared):
         assert {name: bool(error) for name, error in said.items()} == {n: refused for n, (*_, refused) in CASES.items()}
         assert all("with its layers divided" in error for error in said.values() if error)
+
+
+class Counting(Gated):
+    """Notes whether its layers are divided where it is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[bool, int]] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.append((hasattr(self.fc1.weight, "to_local"), len(x)))
+        return super().forward(x)
+
+
+def calls_before_the_first_step(world: World) -> list[tuple[bool, int]]:
+    """Returns whether the module was divided when it was called, and the number of rows."""
+    plan = {**PAIR, "act": "sum_gradients"}
+    strategy = build_strategy(TrainConfig(strategy="mesh", strategy_params={"tensor": 2, "plan": plan}), world)
+    torch.manual_seed(0)
+    module, rows = Counting(), Batch((torch.randn(3, 5),), None, None, 3)
+    strategy.prepare(module, Start(example=lambda: rows))
+    return module.calls
+
+
+def test_one_rank_alone_calls_the_undivided_module_and_one_group_compares_a_row_of_each() -> None:
+    assert in_group(4, calls_before_the_first_step) == [[(False, 2), (True, 2)], [(True, 2)], [], []]
 
 
 def steps_without_a_comparison(world: World) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,13 @@ import torch.distributed as dist
 
 from sparktorch.base.config import CheckpointConfig
 from sparktorch.base.world import World
+from sparktorch.distributed.process_group import collectives_begun
 from sparktorch.errors import ConfigError
 from sparktorch.train.sharding.dtensor import part_of
+from sparktorch.train.strategies.base import Start
 from sparktorch.train.strategies.fsdp import ShardingOptions, Zero3
 from sparktorch.train.strategies.mesh import Mesh, MeshOptions
-from sparktorch.train.strategies.registry import workers_for
+from sparktorch.train.strategies.registry import build_strategy, workers_for
 from sparktorch.worker import TrainJob
 from tests.support.attention_nets import Encoder, Sequences, Translator
 from tests.support.nets import Chain, Paired, Tower
@@ -28,6 +31,7 @@ from tests.support.resume import OwnSteps, timeless
 from tests.support.strategies import (
     CONTRARY,
     FEW_STEPS,
+    PARTED,
     STEEP,
     TABLE,
     Weights,
@@ -228,20 +232,58 @@ def test_dropout_draws_the_same_numbers_in_the_ranks_that_share_a_layer(tmp_path
     assert any(not torch.allclose(value, kept[name], atol=1e-3) for name, value in state.items())
 
 
-def groups_of(world: World, hosts: list[str], shard: int) -> list[list[int]]:
-    place = replace(world, host=hosts[world.rank])
-    mesh = Mesh(job_for(sizes={"shard": shard}).config, place, MeshOptions(shard=shard)).mesh
-    part, total = part_of(mesh, "shard"), torch.ones(1)
-    dist.all_reduce(total, group=part.get_group())
-    assert total == shard
-    assert part.get_group().rank() == part.get_local_rank()  # collectives and offsets count alike
-    found: list[list[int]] = mesh.mesh.tolist()
-    return found
+def groups_of(world: World, hosts: list[str], sizes: dict[str, int]) -> list[list[list[int]]]:
+    """Returns the ranks of each group that all ranks are in, along `shard` and `tensor`."""
+    config = job_for(sizes=sizes).config
+    strategy = Mesh(config, replace(world, host=hosts[world.rank]), MeshOptions(**sizes))
+    numbered = []
+    for name in ("shard", "tensor"):
+        if sizes.get(name, 1) == 1:
+            continue
+        part, total = part_of(strategy._ranks, name), torch.ones(1)
+        dist.all_reduce(total, group=part.get_group())
+        assert total == sizes[name]
+        assert part.get_group().rank() == part.get_local_rank()  # collectives and offsets count alike
+        numbered.append(dist.get_process_group_ranks(part.get_group()))
+    return numbered
 
 
-def test_groups_are_those_of_a_host() -> None:
-    assert in_group(4, groups_of, ["a", "b", "b", "a"], 2) == [[[0, 3], [1, 2]]] * 4
-    assert in_group(4, groups_of, ["a", "b", "a", "b"], 4) == [[[0, 1, 2, 3]]] * 4
+def test_inner_groups_are_those_of_a_host() -> None:
+    both = in_group(4, groups_of, ["a", "b", "b", "a"], {"shard": 2, "tensor": 2})
+    assert both == [[[0, 1], [0, 3]], [[0, 1], [1, 2]], [[3, 2], [1, 2]], [[3, 2], [0, 3]]]
+    assert in_group(4, groups_of, ["a", "b", "a", "b"], {"shard": 2}) == [[[0, 2]], [[1, 3]]] * 2
+    assert in_group(4, groups_of, ["a", "b", "a", "b"], {"shard": 4}) == [[[0, 1, 2, 3]]] * 4
+
+
+def of_a_step(world: World, strategy: str, options: dict[str, Any]) -> tuple[int, int]:
+    """Returns how many collectives a rank begins in a step, and how many groups there are."""
+    shared = build_strategy(job_for(strategy=strategy, strategy_params={**PARTED, **options}).config, world)
+    module = shared.prepare(Tower(), Start())
+    gradients, before = shared.gradients(module), 0
+    for _ in range(2):  # in the first step, ranks also compare what they call
+        before = collectives_begun() or 0
+        with gradients.reducing(rows=True):
+            gradients.backward(module(torch.ones(2, 5)).sum(), rows=True)
+    return (collectives_begun() or 0) - before, len(dist.distributed_c10d._world.pg_map)
+
+
+def test_a_mesh_of_shards_alone_sends_what_zero3_sends_in_the_same_group() -> None:
+    (steps, groups) = in_group(2, of_a_step, "zero3", {})[0]
+    assert in_group(2, of_a_step, "mesh", {"shard": 2}) == [(steps, groups)] * 2
+    assert groups == 1
+
+
+def waits(world: World) -> list[timedelta]:
+    """Returns how long collectives may wait, in the default group and in those of a mesh."""
+    ranks = Mesh(job_for().config, world, MeshOptions(shard=2, tensor=2))._ranks
+    groups: list[Any] = [dist.group.WORLD, *ranks.get_all_groups()]
+    return [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
+
+
+def test_collectives_of_a_mesh_wait_as_long_as_those_of_all_ranks() -> None:
+    for found in in_group(4, waits):
+        assert len(found) == 3
+        assert len(set(found)) == 1
 
 
 def equal_meshes(world: World) -> bool:

@@ -33,6 +33,7 @@ from tests.support.strategies import PARTED
 
 RANKS = 4
 FEW = Batch((torch.ones(2, 5),), torch.ones(2), None, 2, names=("x",))
+OF_EIGHT = Batch((torch.ones(2, 100),), torch.ones(2, 8), None, 2, names=("x",))
 WIDE = Batch((torch.ones(2, 100),), torch.ones(2, 1), None, 2, names=("x",))
 
 
@@ -110,9 +111,12 @@ def test_activations_are_those_that_autograd_keeps_of_the_rows_of_a_worker() -> 
     assert found["mesh", ("tensor", 2)].activations == 16 * (2 * inputs + hidden + 2 * error)
     assert found["ddp",].state == 0
     assert found["ddp",].sent == found["ddp",].gradients == 4 * 5101
-    # Parameters are gathered in each of two passes, under zero3 again backward; half of what ddp sends comes on top.
-    assert found["zero2",].sent == 4 * 5101 * 3 // 2
-    assert found["zero3",].sent == 4 * 5101 * 5 // 2
+    # Parameters are gathered in each of two passes; half of what ddp sends comes on top.
+    assert found["zero2",].sent == found["zero3",].sent == 4 * 5101 * 3 // 2
+    # Under zero3, those of units are gathered again backward: of the first layer.
+    assert of_zero3(recipe, WIDE, replace(config, accumulation_steps=2), min_parameters=5000).sent == (
+        4 * (5101 * 3 + 5050 * 2) // 2
+    )
     # Whole gradients are kept until the second pass has reduced them.
     assert found["zero3",].gradients == 4 * 5101
     # Inputs are exchanged, and forward the output of the second layer is summed up; the input needs no gradient.
@@ -212,6 +216,15 @@ def test_averages_and_weights_as_autocast_has_them_are_counted_and_narrow_parame
     narrow = of_zero3(recipe, WIDE, config, param_dtype="bf16")
     assert narrow.gathered == plain.gathered // 2
     assert narrow.sent == plain.sent // 2
+
+
+def test_shares_of_layers_that_are_compared_before_they_are_sharded_are_counted() -> None:
+    pair = nn.Sequential(nn.Linear(100, 64), nn.Tanh(), nn.Linear(64, 8))
+    needs = plan(Recipe(module=pair, optimizer="SGD"), TrainConfig(task="regression", batch_size=64), 8, OF_EIGHT).needs
+    found = {(need.strategy, *need.options.items()): need for need in needs}
+    shared, sharded = found["mesh", ("tensor", 2)], found["mesh", ("tensor", 2), ("shard", 4)]
+    assert sharded.parameters < shared.parameters / 3
+    assert sharded.total - sharded.activations == shared.parameters + shared.gradients
 
 
 def test_a_plan_of_sparse_inputs_is_refused() -> None:

@@ -18,7 +18,6 @@ from torch.nn import functional as F
 from sparktorch.data.columns import VALIDATION, WEIGHT
 from sparktorch.data.sampling.plan import SamplingPlan
 from sparktorch.errors import ConfigError, ModuleError, UnusedParameterError
-from sparktorch.train.strategies.fsdp import ShardingOptions, units
 from sparktorch.train.strategies.registry import check_device
 from tests.support.frames import Table
 from tests.support.nets import Branched, Parted, Rotated, Routed, Score, Tower
@@ -274,21 +273,6 @@ def test_looking_at_the_model_does_not_change_local_training() -> None:
     job = partial(job_for, recipe=SGD, strategy="localSGD", strategy_params={"period": 5})
     often, seldom = (trained(made, 2)[0] for made in (job(), job(validation_interval=100)))
     assert all(torch.equal(often[name], seldom[name]) for name in often)
-
-
-def test_parts_are_gathered_by_themselves_if_they_are_large_or_of_a_class() -> None:
-    tower = Tower()
-    assert units(tower, ShardingOptions(min_parameters=91)) == []  # smaller ones go with the whole
-    assert units(tower, ShardingOptions(min_parameters=90)) == [
-        tower.blocks[0][0],  # type: ignore[index]
-        tower.blocks[1][0],  # type: ignore[index]
-    ]
-    assert tower.last in units(tower, ShardingOptions(min_parameters=1))
-    assert tower.tied not in units(tower, ShardingOptions(min_parameters=1))
-    by_class = units(tower, ShardingOptions(wrap_classes=["Sequential"]))
-    assert by_class == [tower.first, *tower.blocks]
-    with pytest.raises(ModuleError, match="no part of class 'Sequental'"):
-        units(tower, ShardingOptions(wrap_classes=["Sequental"]))
 
 
 def with_penalty(module: nn.Module, batch: Any) -> torch.Tensor:

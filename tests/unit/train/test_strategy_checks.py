@@ -141,6 +141,12 @@ def ageing() -> nn.Module:
         (Tempered, "mesh", TWO, ""),
         (renormed, "zero3", {}, "'?table'? has max_norm"),
         (strided, "zero3", {}, "'weight' is not contiguous"),
+        (
+            mixed,
+            "zero1",
+            {},
+            "'first.0.weight' is of torch.float32 and 'last.weight' of torch.float64, and strategy 'z",
+        ),
         (mixed, "zero3", {}, "of torch.float32 and 'last.bias' of torch.float64, in one Having"),
         (partial(nn.LazyLinear, 1), "zero3", {}, "'weight' gets its shape in the first forward pass"),
         (normalised, "mesh", {"tensor": 2}, "1 has batch normalisation"),

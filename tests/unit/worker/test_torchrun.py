@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 
 import pytest
 import torch
 
-from sparktorch.worker.torchrun import left_as_before
+from sparktorch.base.world import World
+from sparktorch.distributed.client import Client
+from sparktorch.distributed.store import connect, host_store
+from sparktorch.worker.torchrun import left_as_before, torchrun_environment
 
 
 def test_environment_paths_and_torchs_defaults_are_as_before_also_after_an_error(tmp_path: object) -> None:
@@ -33,3 +37,13 @@ def test_environment_paths_and_torchs_defaults_are_as_before_also_after_an_error
         litter()
     assert state() == before
     assert torch.ones(1).device.type == "cpu"
+
+
+@pytest.mark.parametrize(("device", "index"), [("cuda:5", "5"), ("xpu:0", "0"), ("cpu", "1")])
+def test_a_script_that_takes_the_device_of_its_local_rank_takes_that_of_its_rank(device: str, index: str) -> None:
+    server, port = host_store("127.0.0.1")
+    world = World(local_rank=1, local_size=2, address="127.0.0.1", device=device)
+    with torchrun_environment(world, Client(partial(connect, "127.0.0.1", port, "fit"), world)):
+        assert os.environ["LOCAL_RANK"] == index
+    assert "LOCAL_RANK" not in os.environ
+    del server
