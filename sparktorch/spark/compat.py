@@ -299,7 +299,9 @@ def _array(column: Any, kind: pa.DataType | None) -> pa.Array:
     if column.ndim == 1:
         if kind is not None and has_times(kind):
             with suppress(TypeError):  # microseconds are no times of pandas
-                return values_as(kind, column, zone_in_udf(timezone.utc))
+                times = values_as(kind, column, timezone.utc)
+                moved = "tz=" in str(kind) and times.null_count < len(times)
+                return values_as(kind, column, zone_in_udf(timezone.utc)) if moved else times
         for wanted in () if kind is None else (kind, _in_microseconds(kind)):
             with suppress(pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
                 return pa.Array.from_pandas(column, type=wanted).cast(kind)

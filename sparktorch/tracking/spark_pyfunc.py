@@ -93,7 +93,7 @@ class SparkPyFunc:
         if not numbered:
             return found
         if not found[_ROW].is_unique:  # a stage has made several rows of one
-            return found.drop(columns=_ROW).set_axis(index[found[_ROW]])
+            return found.drop(columns=_ROW).set_axis(index[found[_ROW].to_numpy()])
         return found.set_index(_ROW).reindex(range(rows)).set_axis(index)
 
 
