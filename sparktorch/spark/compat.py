@@ -22,7 +22,7 @@ from pyspark.sql.pandas.types import from_arrow_schema
 
 from sparktorch.base.quiet import quiet
 from sparktorch.data.columns import TensorSpec, places_of
-from sparktorch.data.convert.values import has_times, values_as
+from sparktorch.data.convert.values import has_instants, has_times, values_as
 from sparktorch.data.fields.kinds import kind_of
 from sparktorch.errors import ColumnError, ConfigError
 from sparktorch.spark.session import is_connect
@@ -300,7 +300,7 @@ def _array(column: Any, kind: pa.DataType | None) -> pa.Array:
         if kind is not None and has_times(kind):
             with suppress(TypeError):  # microseconds are no times of pandas
                 times = values_as(kind, column, timezone.utc)
-                moved = "tz=" in str(kind) and times.null_count < len(times)
+                moved = has_instants(kind) and times.null_count < len(times)
                 return values_as(kind, column, zone_in_udf(timezone.utc)) if moved else times
         for wanted in () if kind is None else (kind, _in_microseconds(kind)):
             with suppress(pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):

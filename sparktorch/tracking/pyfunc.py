@@ -17,7 +17,7 @@ import torch
 from sparktorch.base.config import Invalid
 from sparktorch.base.devices import accelerator
 from sparktorch.data.columns import TensorSpec, plain_names
-from sparktorch.data.convert.values import read_time, zone_named
+from sparktorch.data.convert.values import has_instants, read_time, zone_named
 from sparktorch.data.fields.kinds import kind_of
 from sparktorch.errors import ColumnError, nearest
 from sparktorch.model.scorer import Scorer
@@ -179,13 +179,13 @@ class PyFuncModel:
     def _names(self, rows: Any) -> list[str]:
         """Returns the input columns by their names in rows: older signatures have them in the backticks of Spark."""
         pairs = zip(self._inputs, plain_names(self._inputs), strict=True)
-        return [given if given in rows else plain for given, plain in pairs]
+        return [quoted if quoted in rows else plain for quoted, plain in pairs]
 
     def _columns(self, rows: Any) -> list[pa.Array]:
         names, specs = self._names(rows), self._specs
         check_columns(rows, names)
         nulls = self._invalid != "error"
-        timed = any(spec.as_it_is and "timestamp" in spec.sql for spec in specs)
+        timed = any(spec.as_it_is and has_instants(kind_of(spec).arrow(spec)) for spec in specs)
         zone = zone_of(self._time_zone) if timed else timezone.utc
         return [
             kind_of(spec).of_values(rows[name], spec, name, nulls=nulls, zone=zone)

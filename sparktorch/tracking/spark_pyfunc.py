@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Mapping
 from datetime import tzinfo
@@ -79,7 +80,7 @@ class SparkPyFunc:
             ColumnError: An input column is missing, or has values of another type.
         """
         check_columns(model_input, self._inputs)
-        timed = any("timestamp" in kind for kind in self._inputs.values())
+        timed = any(re.search(r"\btimestamp\b", kind) for kind in self._inputs.values())
         zone = zone_of(self._time_zone, self._zone) if timed else self._zone
         arrays = {name: _arrow(model_input, name, kind, zone) for name, kind in self._inputs.items()}
         rows = len(next(iter(arrays.values())))
@@ -100,11 +101,15 @@ class SparkPyFunc:
 def _arrow(model_input: pd.DataFrame, name: str, kind: str, zone: tzinfo | None) -> pa.Array:
     """Returns a column as Arrow, of the type from which Spark casts to `kind`."""
     values = pd.Series(model_input[name])
-    arrow = pa.list_(pa.float64()) if kind == "vector" else arrow_type(with_doubles(kind))
+    hint = ""
     try:
-        return values_as(arrow, values, zone) if has_times(arrow) else pa.array(values, arrow, from_pandas=True)
+        arrow = pa.list_(pa.float64()) if kind == "vector" else arrow_type(with_doubles(kind))
+        if not has_times(arrow):
+            return pa.array(values, arrow, from_pandas=True)
+        hint = TIMES_HINT
+        return values_as(arrow, values, zone)
     except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
-        what, hint = f"column {name!r} is {kind} in the model: {error}", TIMES_HINT if has_times(arrow) else ""
+        what = f"column {name!r} is {kind} in the model: {error}"
         raise ColumnError(what, hint=hint, column=name, code="ST-COLUMN-TYPE") from error
 
 

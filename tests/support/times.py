@@ -59,18 +59,18 @@ def wall(instant: datetime | None) -> datetime | None:
 
 def rows() -> list[dict[str, Any]]:
     """The rows, with instants that have their zone."""
-    found = []
+    results = []
     for number, instant in enumerate(INSTANTS):
         aware = None if instant is None else instant.replace(tzinfo=timezone.utc)
         day = None if instant is None else instant.date()
         visits, stay = (None, None) if aware is None else ([aware, aware], {"begin": aware})
-        found.append({"id": number, "at": aware, "wall": wall(instant), "day": day, "visits": visits, "stay": stay})
-    return found
+        results.append({"id": number, "at": aware, "wall": wall(instant), "day": day, "visits": visits, "stay": stay})
+    return results
 
 
 def answers(names: tuple[str, ...]) -> list[float]:
     """What the model with these inputs answers."""
-    found = []
+    results = []
     for instant in INSTANTS:
         digits = [77.0] * len(names)
         if instant is not None:
@@ -78,8 +78,8 @@ def answers(names: tuple[str, ...]) -> list[float]:
             assert clock_without_zone is not None
             of = {"day": instant.day, "wall": clock_without_zone.hour}
             digits = [float(of.get(name, instant.hour)) for name in names]
-        found.append(sum(digit * 100.0**place for place, digit in enumerate(digits)))
-    return found
+        results.append(sum(digit * 100.0**place for place, digit in enumerate(digits)))
+    return results
 
 
 def table() -> pa.Table:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from datetime import date, datetime, time, timedelta, timezone, tzinfo
+from decimal import Decimal
 from typing import Any
 from zoneinfo import ZoneInfo
 
 import numpy as np
 import pyarrow as pa
 
-__all__ = ["TIMES_HINT", "has_structs", "has_times", "in_utc", "read_time", "values_as", "zone_named"]
+__all__ = ["TIMES_HINT", "has_instants", "has_structs", "has_times", "in_utc", "read_time", "values_as", "zone_named"]
 
 TIMES_HINT = "give times of pandas or Python, or text as ISO 8601 has it, such as 2024-01-31T17:05:00+01:00"
 
@@ -26,6 +27,11 @@ def has_times(kind: pa.DataType) -> bool:
     if pa.types.is_struct(kind):
         return any(has_times(field.type) for field in kind)
     return has_times(kind.value_type) if _is_list(kind) else bool(pa.types.is_temporal(kind))
+
+
+def has_instants(kind: pa.DataType) -> bool:
+    """Whether a type is or holds timestamps that have a time zone."""
+    return "tz=" in str(kind)
 
 
 def has_structs(kind: pa.DataType) -> bool:
@@ -86,6 +92,8 @@ def _converted(value: Any, kind: pa.DataType, zone: tzinfo | None) -> Any:
         if isinstance(value, str | bytes | Mapping):
             raise TypeError(f"{value!r} is no list of {kind.value_type}")
         return [_converted(item, kind.value_type, zone) for item in value]
+    if isinstance(value, Decimal) and pa.types.is_floating(kind):  # as decimals of Spark
+        return float(value)
     return _time(value, kind, zone) if pa.types.is_temporal(kind) else value
 
 

@@ -106,8 +106,8 @@ def transform(logged: Logged, data: DataFrame) -> list[float]:
 def sql_function(logged: Logged, data: DataFrame) -> list[float]:
     logged.model.registerUDF("tell_times")
     data.createOrReplaceTempView("timed")
-    found = data.sparkSession.sql(f"select id, tell_times({', '.join(logged.names)}) p from timed")
-    return [row.p for row in sorted_rows(found, "id")]
+    results = data.sparkSession.sql(f"select id, tell_times({', '.join(logged.names)}) p from timed")
+    return [row.p for row in sorted_rows(results, "id")]
 
 
 def mlflows_udf(logged: Logged, data: DataFrame) -> list[float]:
@@ -128,20 +128,20 @@ def pandas_with(change: Callable[[Any], Any]) -> Callable[[Logged, DataFrame], l
 
 
 def arrow(logged: Logged, data: DataFrame) -> list[float]:
-    found: list[float] = _load_pyfunc(f"{logged.path}/sparktorch").predict(table())["prediction"].tolist()  # type: ignore[arg-type]
-    return found
+    results: list[float] = _load_pyfunc(f"{logged.path}/sparktorch").predict(table())["prediction"].tolist()  # type: ignore[arg-type]
+    return results
 
 
 def in_arrow_types(logged: Logged, data: DataFrame) -> list[float]:
-    found: list[float] = logged.pyfunc.predict(table().to_pandas(types_mapper=pd.ArrowDtype))["prediction"].tolist()
-    return found
+    results: list[float] = logged.pyfunc.predict(table().to_pandas(types_mapper=pd.ArrowDtype))["prediction"].tolist()
+    return results
 
 
 def local_pandas(logged: Logged, data: DataFrame) -> list[float]:
     zone = data.sparkSession.conf.get("spark.sql.session.timeZone")
     pyfunc = mlflow.pyfunc.load_model(logged.path, model_config={"time_zone": zone})
-    found: list[float] = pyfunc.predict(data.orderBy("id").drop("id").toPandas())["prediction"].tolist()
-    return found
+    results: list[float] = pyfunc.predict(data.orderBy("id").drop("id").toPandas())["prediction"].tolist()
+    return results
 
 
 def split(logged: Logged, data: DataFrame) -> list[float]:

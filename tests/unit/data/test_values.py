@@ -25,8 +25,8 @@ UTC = timezone.utc
 
 
 def instants(values: Any, zone: Any = UTC, kind: pa.DataType = INSTANT) -> list[Any]:
-    found = values_as(kind, values, zone).to_pylist()
-    return [None if value is None else value.replace(tzinfo=None) for value in found]
+    results = values_as(kind, values, zone).to_pylist()
+    return [None if value is None else value.replace(tzinfo=None) for value in results]
 
 
 @pytest.mark.parametrize(
@@ -110,10 +110,10 @@ def test_whatever_zone_spark_sends_a_callable_gets_utc_at_any_depth(sql: str) ->
         field = ArrowColumn(spec, RowStorage())
         field.append(sent)
         field.finish()
-        (found,) = field.part(0, 2)
-        assert in_utc(found.type) == found.type
-        assert "tz=UTC" in str(found.type)
-        assert found.to_pylist() == [value, None]
+        (results,) = field.part(0, 2)
+        assert in_utc(results.type) == results.type
+        assert "tz=UTC" in str(results.type)
+        assert results.to_pylist() == [value, None]
 
 
 def _in_zone(kind: pa.DataType, zone: str) -> pa.DataType:

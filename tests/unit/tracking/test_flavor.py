@@ -321,9 +321,9 @@ def test_the_signature_takes_the_rows_that_transform_takes(tmp_path: Path, dtype
     rows = np.arange(15).reshape(3, 5).astype(dtype)
     expected = model.module(torch.from_numpy(rows).float()).argmax(1).double().tolist()
     index = [8, 2, 5]  # as a filter or `train_test_split` leaves it: without a 0
-    for given in (list(rows), rows.tolist()):
-        found = pyfunc.predict(pd.DataFrame({"features": given}, index=index))
-        assert found["prediction"].to_dict() == dict(zip(index, expected, strict=True))
+    for column in (list(rows), rows.tolist()):
+        scored = pyfunc.predict(pd.DataFrame({"features": column}, index=index))
+        assert scored["prediction"].to_dict() == dict(zip(index, expected, strict=True))
     assert pyfunc.predict({"features": list(rows)})["prediction"].tolist() == expected
     none = pyfunc.predict(pd.DataFrame({"features": list(rows)}, index=index).iloc[:0])
     assert (list(none), len(none)) == (["rawPrediction", "probability", "prediction"], 0)
@@ -337,9 +337,9 @@ def test_numbers_of_any_size_score_by_columns_of_any_index(tmp_path: Path) -> No
     pyfunc = served(model, tmp_path)
     rows = pd.DataFrame({"a": np.array([1, 2], np.int64), "b": np.array([0.5, 1.5], np.float64)}, index=[4, 9])
     expected = trained.build()(torch.from_numpy(rows.to_numpy()).float()).double().tolist()
-    found = pyfunc.predict(rows)
-    assert found.index.tolist() == [4, 9]
-    assert [row.tolist() for row in found["prediction"]] == [pytest.approx(row, abs=1e-6) for row in expected]
+    scored = pyfunc.predict(rows)
+    assert scored.index.tolist() == [4, 9]
+    assert [row.tolist() for row in scored["prediction"]] == [pytest.approx(row, abs=1e-6) for row in expected]
     assert len(pyfunc.predict(rows.iloc[:0])) == 0
 
 

@@ -75,10 +75,10 @@ def test_rows_keep_the_index_that_they_come_with(invalid: str, index: list[Any])
     draw = np.random.default_rng(0).normal(size=(len(index), 3))
     rows = pd.DataFrame({"x": [*draw]}, index=pd.Index(index, name="key"))
     model = stage("x", "y", invalid)
-    found = model.predict(rows)
-    pd.testing.assert_index_equal(found.index, rows.index)
+    scored = model.predict(rows)
+    pd.testing.assert_index_equal(scored.index, rows.index)
     alone = [model.predict(rows.iloc[[place]])["y"].iloc[0] for place in range(len(rows))]
-    for row, expected in zip(found["y"], alone, strict=True):
+    for row, expected in zip(scored["y"], alone, strict=True):
         np.testing.assert_allclose(row, expected, atol=1e-6)
     pipeline = PyFuncPipeline([stage("x", "hidden", invalid), stage("hidden", "y", "error")])
     both = pipeline.predict(rows)
