@@ -102,8 +102,7 @@ class Scorer:
         rows = None if invalid == "error" else present(inputs, self._trained.inputs, finite=invalid == "skip")
         if rows is not None:
             inputs = [column.filter(rows) for column in inputs]
-        # Modules need not take a batch without rows.
-        results = self._score(inputs) if rows is None or len(inputs[0]) else self._nothing()
+        results = self._score(inputs)
         scored = [to_arrow(results[name]) for name in names]
         if rows is None:
             return scored
@@ -149,6 +148,8 @@ class Scorer:
 
     def _score(self, inputs: Sequence[pa.Array]) -> dict[str, Array]:
         rows = len(inputs[0])
+        if not rows:  # which modules need not take
+            return self._nothing()
         fields = []
         for column, spec in zip(inputs, self._trained.inputs, strict=True):
             refuse_nulls(column, spec)
@@ -161,7 +162,7 @@ class Scorer:
         return self._in_parts(rows, lambda start, stop: self._arguments(fields, start, stop))
 
     def _nothing(self) -> dict[str, Array]:
-        """Returns what `_score` does of no rows."""
+        """Returns the results of no rows."""
         output = {spec.name: torch.empty(0, *spec.shape) for spec in self._trained.outputs}
         results = self._results(output if len(output) > 1 else next(iter(output.values())), 0)
         return {**results, **{name: np.empty((0, 0), np.float32) for name in self._layers}}

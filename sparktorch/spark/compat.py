@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from datetime import timezone
 from functools import reduce
 from typing import Any, TypeVar, cast
 
@@ -21,9 +22,11 @@ from pyspark.sql.pandas.types import from_arrow_schema
 
 from sparktorch.base.quiet import quiet
 from sparktorch.data.columns import TensorSpec, places_of
+from sparktorch.data.convert.values import has_instants, has_times, values_as
 from sparktorch.data.fields.kinds import kind_of
 from sparktorch.errors import ColumnError, ConfigError
 from sparktorch.spark.session import is_connect
+from sparktorch.spark.zone import zone_in_udf
 
 __all__ = [
     *(
@@ -288,8 +291,17 @@ def _in_order(batch: Any, inputs: Sequence[TensorSpec]) -> tuple[Any, ...]:
 
 
 def _array(column: Any, kind: pa.DataType | None) -> pa.Array:
-    """Converts a pandas series, or the frame of a struct's fields, where a row of nulls is a null struct."""
+    """Converts a pandas series, or the frame of a struct's fields, where a row of nulls is a null struct.
+
+    Timestamps are microseconds that `for_pandas` made, or those of an SQL function's caller, which pandas has in the
+    session's time zone.
+    """
     if column.ndim == 1:
+        if kind is not None and has_times(kind):
+            with suppress(TypeError):  # microseconds are no times of pandas
+                times = values_as(kind, column, timezone.utc)
+                moved = has_instants(kind) and times.null_count < len(times)
+                return values_as(kind, column, zone_in_udf(timezone.utc)) if moved else times
         for wanted in () if kind is None else (kind, _in_microseconds(kind)):
             with suppress(pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
                 return pa.Array.from_pandas(column, type=wanted).cast(kind)

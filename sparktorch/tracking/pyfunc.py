@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import timezone, tzinfo
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +16,15 @@ import torch
 
 from sparktorch.base.config import Invalid
 from sparktorch.base.devices import accelerator
-from sparktorch.data.columns import plain_names
+from sparktorch.data.columns import TensorSpec, plain_names
+from sparktorch.data.convert.values import has_instants, read_time, zone_named
 from sparktorch.data.fields.kinds import kind_of
 from sparktorch.errors import ColumnError, nearest
 from sparktorch.model.scorer import Scorer
 from sparktorch.model.series.forecasts import SeriesColumns, columns_of_quantiles, forecast
 from sparktorch.model.trained_module import TrainedModule
 
-__all__ = ["PyFuncModel", "PyFuncPipeline", "SeriesPyFunc", "check_columns", "pickles_allowed"]
+__all__ = ["PyFuncModel", "PyFuncPipeline", "SeriesPyFunc", "check_columns", "pickles_allowed", "zone_of"]
 
 
 def _load_pyfunc(
@@ -30,13 +33,14 @@ def _load_pyfunc(
     """Loads the model, or the pipeline of models, that `sparktorch.tracking.save_model` wrote; MLflow calls this.
 
     The `device` of `model_config` is a torch device or "auto": MLFLOW_DEFAULT_PREDICTION_DEVICE if set, else a GPU if
-    there is one, else the CPU.
+    there is one, else the CPU. Its `time_zone` is as for `zone_of`.
     """
     from mlflow.environment_variables import MLFLOW_DEFAULT_PREDICTION_DEVICE
 
     directory = Path(path)
     settings = json.loads((directory / "columns.json").read_text())
-    device = (model_config or {}).get("device", "auto")
+    config = model_config or {}
+    device, time_zone = config.get("device", "auto"), config.get("time_zone", "auto")
     if device == "auto":
         device = (
             MLFLOW_DEFAULT_PREDICTION_DEVICE.get()
@@ -47,7 +51,8 @@ def _load_pyfunc(
     code = directory.parent / "code"  # where MLflow keeps it
 
     def model(folder: Path, settings: dict[str, Any]) -> PyFuncModel:
-        return PyFuncModel(TrainedModule.load(folder, allow_pickle=allowed, code=code), settings, device)
+        trained = TrainedModule.load(folder, allow_pickle=allowed, code=code)
+        return PyFuncModel(trained, settings, device, time_zone)
 
     if "series" in settings:
         trained = TrainedModule.load(directory, allow_pickle=allowed, code=code)
@@ -77,18 +82,33 @@ def check_columns(model_input: Any, names: Iterable[str]) -> None:
         raise ColumnError(f"there is no column {name!r}", hint=hint, column=name, code="ST-COLUMN-MISSING") from error
 
 
+def zone_of(time_zone: str, outside: tzinfo = timezone.utc) -> tzinfo | None:
+    """Returns the zone of timestamps without one: that of a name; of "auto", in a UDF of Spark its session's.
+
+    Elsewhere "auto" is `outside`. `None` is the zone of this process.
+    """
+    if time_zone != "auto":
+        return zone_named(time_zone)
+    if "pyspark" not in sys.modules:  # which a UDF has
+        return outside
+    from sparktorch.spark.zone import zone_in_udf
+
+    return zone_in_udf(outside)
+
+
 class PyFuncModel:
     """The model that `mlflow.pyfunc.load_model(...).predict` calls."""
 
-    def __init__(self, trained: TrainedModule, settings: dict[str, Any], device: str) -> None:
+    def __init__(self, trained: TrainedModule, settings: dict[str, Any], device: str, time_zone: str = "auto") -> None:
         """Builds the module.
 
         Of `settings`, `inputs` are the input columns in order, `outputs` the output column of each field of
         `Scorer.score`, `invalid` is as for `Scorer.score_arrow`, `thresholds` are those of the classes, if set, and
         `layers` are as for `Scorer`.
         Models of older versions have `keep_null`, whether a row with a null gets null results.
+        `time_zone` is as for `zone_of`.
         """
-        self._trained = trained
+        self._trained, self._time_zone = trained, time_zone
         self._inputs: list[str] = settings["inputs"]
         self._outputs: dict[str, str] = settings["outputs"]
         self._invalid: Invalid = settings.get("invalid", "keep" if settings.get("keep_null") else "error")
@@ -114,16 +134,19 @@ class PyFuncModel:
             params: Not used.
 
         Returns:
-            A DataFrame with the columns that `transform` adds.
+            A DataFrame with the columns that `transform` adds, and the index of `model_input`, if it has one.
 
         Raises:
-            ColumnError: An input column is missing, or has another shape than in the fit.
+            ColumnError: An input column is missing, or has another shape or type than in the fit.
         """
-        arrays = self._columns(model_input)
+        rows = self._rows(model_input)
+        arrays = self._columns(rows)
+        index = rows.index if isinstance(rows, pd.DataFrame) else pd.RangeIndex(len(arrays[0]))
         if self._invalid != "error":
             fields = list(self._outputs)
             scored = self._scorer.score_arrow(arrays, fields, invalid=self._invalid)
-            return pd.DataFrame({self._outputs[f]: array.to_pandas() for f, array in zip(fields, scored, strict=True)})
+            made = {self._outputs[f]: array.to_pandas() for f, array in zip(fields, scored, strict=True)}
+            return pd.DataFrame(made).set_axis(index)
         results = self._scorer.score(arrays)
         columns = {}
         for field, name in self._outputs.items():
@@ -131,20 +154,41 @@ class PyFuncModel:
             if field == "prediction" and self._trained.task == "regression":
                 values = values.reshape(len(values)) if values.size == len(values) else values
             columns[name] = values if values.ndim == 1 else list(values)
-        return pd.DataFrame(columns)
+        return pd.DataFrame(columns, index=index)
 
-    def _columns(self, model_input: Any) -> list[pa.Array]:
+    @property
+    def _specs(self) -> list[TensorSpec]:
+        """The spec of each input column, of which packed inputs have several."""
+        return [spec for spec in self._trained.inputs for _ in spec.sources or (spec.column,)]
+
+    def _rows(self, model_input: Any) -> Any:
+        """Returns rows with names: a bare array is that of the only column, or of a field each."""
         if isinstance(model_input, np.ndarray):
             fields = {name: model_input[name] for name in model_input.dtype.names or ()}
-            model_input = {self._inputs[0]: model_input} if len(self._inputs) == 1 else fields
-        # Signatures of older versions have the names as Spark needs them, in backticks.
+            return {self._inputs[0]: model_input} if len(self._inputs) == 1 else fields
+        single = [bool(spec.sources) or not pa.types.is_nested(kind_of(spec).arrow(spec)) for spec in self._specs]
+        if not (isinstance(model_input, pd.DataFrame) and len(model_input) == 1 and all(single)):
+            return model_input
+        names = [name for name in self._names(model_input) if name in model_input]
+        values = [model_input[name].iloc[0] for name in names]
+        # MLflow makes one row of a dict, or of the "inputs" of a request, whose columns are all lists of text.
+        if not all(isinstance(value, list) for value in values):
+            return model_input
+        return pd.DataFrame(dict(zip(names, values, strict=True)))
+
+    def _names(self, rows: Any) -> list[str]:
+        """Returns the input columns by their names in rows: older signatures have them in the backticks of Spark."""
         pairs = zip(self._inputs, plain_names(self._inputs), strict=True)
-        names = [given if given in model_input else plain for given, plain in pairs]
-        check_columns(model_input, names)
-        specs = [spec for spec in self._trained.inputs for _ in spec.sources or (spec.column,)]
+        return [quoted if quoted in rows else plain for quoted, plain in pairs]
+
+    def _columns(self, rows: Any) -> list[pa.Array]:
+        names, specs = self._names(rows), self._specs
+        check_columns(rows, names)
         nulls = self._invalid != "error"
+        timed = any(spec.as_it_is and has_instants(kind_of(spec).arrow(spec)) for spec in specs)
+        zone = zone_of(self._time_zone) if timed else timezone.utc
         return [
-            kind_of(spec).of_values(model_input[name], spec, name, nulls=nulls)
+            kind_of(spec).of_values(rows[name], spec, name, nulls=nulls, zone=zone)
             for name, spec in zip(names, specs, strict=True)
         ]
 
@@ -160,10 +204,12 @@ class PyFuncPipeline:
         """Scores rows as `PyFuncModel.predict`; returns the columns of all stages, null where one leaves a row out."""
         known: Any = model_input
         found: list[pd.DataFrame] = []
+        index: Any = None
         places: Any = None  # numbers of the rows that no stage has left out: later ones do not get those, as in Spark
         for stage in self._stages:
             left = places is None or len(places)
             scored = stage.predict(known) if left else pd.DataFrame(columns=stage.outputs)
+            index = scored.index if index is None else index
             places = np.arange(len(scored)) if places is None else places
             found.append(scored.set_axis(places))
             # An array has no names: it is all that the first stage takes.
@@ -173,7 +219,7 @@ class PyFuncPipeline:
                 places = places[kept]
                 known = {name: [row for row, keep in zip(of, kept, strict=True) if keep] for name, of in known.items()}
         made: pd.DataFrame = pd.concat(found, axis=1).loc[places].reindex(range(len(found[0])))
-        return made
+        return made.set_axis(index)
 
 
 class SeriesPyFunc:
@@ -222,7 +268,9 @@ def _ordering(order: pd.Series[Any], name: str) -> pd.Series[Any]:
     """Returns an order as integers, dates or timestamps, or without rows as it is; refuses another one."""
     kind, why = pd.api.types.infer_dtype(order), None
     try:
-        if kind in ("string", "datetime"):
+        if kind == "string":
+            order = pd.to_datetime(pd.Series([read_time(text) for text in order], order.index))
+        elif kind == "datetime":
             order = pd.to_datetime(order)
         elif kind == "period":
             order = order.dt.to_timestamp()

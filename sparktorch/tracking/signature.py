@@ -23,33 +23,31 @@ __all__ = ["column_type", "series_example", "series_signature", "signature_of", 
 
 
 def signature_of(stages: Sequence[TorchModelBase]) -> ModelSignature:
-    """Returns inputs as named tensors and outputs as columns. MLflow makes tensors from columns, arrays and JSON.
+    """Returns inputs and outputs as columns.
 
-    `stages` are the models of a pipeline, or one alone; what a stage makes is no input. Inputs are columns if an input
-    is ragged, binary, nullable, of nested lists or for `preprocess`, because MLflow has no tensors for these. Nullable
-    columns have any type, because pandas turns integers beside a null into floats; so have nested lists, because
-    MLflow's arrays of arrays take no ndarrays, and columns whose nulls `preprocess` takes.
+    `stages` are the models of a pipeline, or one alone; what a stage makes is no input. Inputs are of any type, except
+    bytes, which MLflow decodes from JSON: the pyfunc takes what `transform` takes, and checks it itself. MLflow's
+    tensors want a pandas index that has a 0, and one dtype; its numbers want their size; its times are read of whole
+    numbers as nanoseconds.
     """
     from mlflow import types
     from mlflow.models import ModelSignature
-    from mlflow.types.schema import AnyType
 
-    found = [(name, spec, _is_unchecked(stage)) for stage, name, spec in _columns_of(stages)]
-    as_columns = any(unchecked or not kind_of(spec).digestible(spec) for _, spec, unchecked in found)
     required = all(stage.getHandleInvalid() == "error" for stage in stages)
-    inputs: list[types.ColSpec | types.TensorSpec] = []
-    for name, spec, unchecked in found:
-        tensor = np.dtype(spec.dtype), (-1, *(() if spec.sources else spec.shape))
-        inputs.append(
-            types.ColSpec(AnyType() if unchecked or spec.nulls else column_type(spec), name, required)
-            if as_columns
-            else types.TensorSpec(*tensor, name)
-        )
+    inputs = [types.ColSpec(_input_type(stage, spec), name, required) for stage, name, spec in _columns_of(stages)]
     columns: list[types.ColSpec | types.TensorSpec] = []
     for stage in stages:
         fields, outputs = stage._fields()
         columns += [types.ColSpec(type_of(fields[field]), name) for name, field in outputs.items()]
-    return ModelSignature(inputs=types.Schema(inputs), outputs=types.Schema(columns))
+    return ModelSignature(inputs=types.Schema([*inputs]), outputs=types.Schema(columns))
+
+
+def _input_type(stage: TorchModelBase, spec: TensorSpec) -> Any:
+    """Returns MLflow's type of an input column: bytes, or any; any, too, where bytes may be null."""
+    from mlflow.types.schema import AnyType, DataType
+
+    binary = pa.types.is_binary(kind_of(spec).arrow(spec))
+    return DataType.binary if binary and not spec.nulls and stage.getHandleInvalid() == "error" else AnyType()
 
 
 def zeros_for(stages: Sequence[TorchModelBase]) -> pd.DataFrame:
@@ -60,12 +58,6 @@ def zeros_for(stages: Sequence[TorchModelBase]) -> pd.DataFrame:
 def type_of(sql: str) -> Any:
     """Returns MLflow's type of a column of Spark's, whose type is SQL or "vector"; a `ValueError` if it has none."""
     return _mlflow_type(arrow_type("array<double>" if sql == "vector" else sql))
-
-
-def _is_unchecked(stage: TorchModelBase) -> bool:
-    """Whether MLflow's types cannot describe a stage's inputs."""
-    nested = any(len(spec.levels) > 1 and not (spec.sources or spec.ragged) for spec in stage.trained.inputs)
-    return nested or stage.getHandleInvalid() != "error"
 
 
 def _columns_of(stages: Sequence[TorchModelBase]) -> Iterator[tuple[TorchModelBase, str, TensorSpec]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "form_of",
-    "in_utc",
     "read_own_stages",
     "read_spark_stages",
     "with_doubles",
@@ -74,7 +73,8 @@ class _OwnStages:
 
     alone = True
     loader = "sparktorch.tracking.pyfunc"
-    config: dict[str, Any] | None = {"device": "auto"}  # the serving machine may differ from the Param `device`'s
+    # The serving machine may differ from the Param `device`'s, and its time zone from the session's.
+    config: Mapping[str, Any] = {"device": "auto", "time_zone": "auto"}
     packages: tuple[str, ...] = ()
 
     def __init__(self, model: Any, ours: list[TorchModelBase], input_example: Any) -> None:
@@ -146,7 +146,7 @@ class _SparkStages:
     alone = False
     packages = ("pyspark",)
     loader = "sparktorch.tracking.spark_pyfunc"
-    config = None
+    config: Mapping[str, Any] = {"time_zone": "auto"}
 
     def __init__(self, model: PipelineModel, stages: list[Any], ours: list[TorchModelBase], input_example: Any) -> None:
         self.ours = ours
@@ -221,11 +221,14 @@ def _transforms(model: PipelineModel, rows: DataFrame) -> bool:
 
 
 def _type_of(sql: str) -> Any:
-    """Returns MLflow's type of a column; any type where it has none, as for maps."""
+    """Returns MLflow's type of a column; any type where it has none, as for maps, and for times.
+
+    MLflow takes whole numbers for times, and refuses times that have a zone; the pyfunc checks them itself.
+    """
     from mlflow.types.schema import AnyType
 
     try:
-        return type_of(with_doubles(sql))
+        return AnyType() if re.search(r"\b(date|timestamp)", sql) else type_of(with_doubles(sql))
     except ValueError:
         return AnyType()
 
@@ -242,7 +245,7 @@ def _first_rows(rows: DataFrame, *, utc: bool = False) -> pd.DataFrame:
     found = rows.select(*(quoted(field.name).cast(field.dataType).alias(field.name) for field in schema)).toPandas()
     for field in schema:
         if utc and isinstance(field.dataType, T.TimestampType):
-            found[field.name] = in_utc(found[field.name], _zone(rows.sparkSession)).dt.tz_localize(None)
+            found[field.name] = _in_utc(found[field.name], _zone(rows.sparkSession)).dt.tz_localize(None)
     return found
 
 
@@ -255,7 +258,7 @@ def _zone(spark: SparkSession) -> str:
     return setting(spark, "spark.sql.session.timeZone")
 
 
-def in_utc(values: pd.Series[Any], zone: str) -> pd.Series[Any]:
+def _in_utc(values: pd.Series[Any], zone: str) -> pd.Series[Any]:
     """Returns times in UTC; those without a time zone are in `zone`."""
     if values.dt.tz is None:
         values = values.dt.tz_localize(zone, ambiguous=False, nonexistent="shift_forward")

@@ -1,4 +1,4 @@
-"""Converts Spark SQL types, as in `TensorSpec.sql`, to Arrow types without Spark."""
+"""Converts Spark SQL types, as in `TensorSpec.sql`, to Arrow types without Spark; instants are in UTC."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PLAIN = {
     "string": pa.string(),
     "binary": pa.binary(),
     "date": pa.date32(),
-    "timestamp": pa.timestamp("us"),
+    "timestamp": pa.timestamp("us", "UTC"),
     "timestamp_ntz": pa.timestamp("us"),
 }
 

@@ -14,6 +14,7 @@ import torch
 
 from sparktorch.data.columns import TensorSpec
 from sparktorch.data.convert.tensors import byte_rows
+from sparktorch.data.convert.values import in_utc
 from sparktorch.data.fields.base import Field, Offsets, Stored
 from sparktorch.data.sampling.row_keys import RowDigests
 from sparktorch.data.storage import RowStorage, Runs, Spool
@@ -29,7 +30,8 @@ _OF_BYTES = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, p
 class ArrowColumn(Field):
     """An unconverted column: taken as NumPy if it holds numbers, booleans, dates or timestamps, otherwise as Arrow.
 
-    With `TensorSpec.nulls`, it is taken as Arrow always.
+    With `TensorSpec.nulls`, it is taken as Arrow always. Instants are in UTC at any depth, whatever zone Spark sends
+    them in: they are the same in ranks, in scoring and in MLflow, whichever session asks.
     """
 
     decodes = True
@@ -42,6 +44,7 @@ class ArrowColumn(Field):
 
     def append(self, column: pa.Array, *, first_row: int = 0, digests: RowDigests | None = None) -> None:
         """Checks and stores the rows of a batch; see `Field.append`."""
+        column = column.cast(in_utc(column.type))
         fill = None if self._spec.nulls else self._spec.fill
         if fill is not None and pa.types.is_primitive(column.type) and not pa.types.is_temporal(column.type):
             column = column.fill_null(pa.scalar(fill).cast(column.type))

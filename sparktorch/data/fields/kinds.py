@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
+from datetime import timezone, tzinfo
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import pyarrow as pa
 from sparktorch.data.columns import TensorSpec
 from sparktorch.data.convert.sql_types import NUMBERS, arrow_type, empty_value
 from sparktorch.data.convert.tensors import as_lists, held, to_arrow
+from sparktorch.data.convert.values import TIMES_HINT, has_structs, has_times, in_utc, values_as
 from sparktorch.data.fields.arrow import ArrowColumn
 from sparktorch.data.fields.base import Dense, Field, Ragged, Vectors
 from sparktorch.data.fields.images import Images, black_image, image_size
@@ -70,13 +72,19 @@ class ColumnKind(ABC):
         return column
 
     def of_value(self, value: Any, spec: TensorSpec) -> pa.Array:
-        """Returns a value of Python as an Arrow array of length one, as Spark would send it."""
+        """Returns a value of Python as an Arrow array of length one, as Spark would send it.
+
+        Timestamps without a time zone are in that of this process, as Spark's rows have them.
+        """
         return pa.array([value], self.arrow(spec))
 
-    def of_values(self, values: Any, spec: TensorSpec, name: str, *, nulls: bool) -> pa.Array:
+    def of_values(
+        self, values: Any, spec: TensorSpec, name: str, *, nulls: bool, zone: tzinfo | None = timezone.utc
+    ) -> pa.Array:
         """Converts a pandas column or NumPy array to Arrow as Spark would send it; refuses values of another shape.
 
-        `name` is the user's, one of several for packed columns. With `nulls`, rows may be missing.
+        `name` is the user's, one of several for packed columns. With `nulls`, rows may be missing. Timestamps without a
+        time zone are in `zone`, and `None` is that of this process.
         """
         return pa.array(list(values), self.arrow(spec))
 
@@ -134,7 +142,9 @@ class _Numbers(ColumnKind, kind="number"):
         # First the value's own type, then a cast as in Spark: for integers, booleans and decimals.
         return held(pa.array([value]), spec.dtype).cast(kind, safe=False)
 
-    def of_values(self, values: Any, spec: TensorSpec, name: str, *, nulls: bool) -> pa.Array:
+    def of_values(
+        self, values: Any, spec: TensorSpec, name: str, *, nulls: bool, zone: tzinfo | None = timezone.utc
+    ) -> pa.Array:
         if not nulls:
             return _numbers_of(values, spec, name)
         import pandas as pd  # not in executors, which may lack it
@@ -213,25 +223,36 @@ class _Unconverted(ColumnKind, kind="any"):
         return [(field.name,) for field in kind] if pa.types.is_struct(kind) else ()
 
     def as_fitted(self, column: pa.Array, spec: TensorSpec) -> pa.Array:
-        """Converts numbers to the type of the fit; those that it cannot hold become null."""
+        """Converts numbers to the type of the fit; those that it cannot hold become null. Refuses what is no time."""
         kind, own = self.arrow(spec), column.type
+        if pa.types.is_temporal(kind) and in_utc(own) != kind and not pa.types.is_null(own):
+            raise ColumnError(
+                f"column {spec.column!r} is {own}, but the model was fitted on {spec.describe()}",
+                hint=f"an SQL function takes it as cast(... as {spec.sql})",
+                column=spec.column,
+                code="ST-COLUMN-TYPE",
+            )
         sorts = pa.types.is_boolean, pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal, pa.types.is_null
         if kind == own or spec.sql not in NUMBERS or not any(check(own) for check in sorts):
             return column
         return held(column, kind.to_pandas_dtype()).cast(kind, safe=False)
 
     def of_value(self, value: Any, spec: TensorSpec) -> pa.Array:
+        if _is_converted(self.arrow(spec)):
+            return _converted([value], spec, spec.column, None)
         return self.as_fitted(pa.array([value], None if spec.sql in NUMBERS else self.arrow(spec)), spec)
 
-    def of_values(self, values: Any, spec: TensorSpec, name: str, *, nulls: bool) -> pa.Array:
+    def of_values(
+        self, values: Any, spec: TensorSpec, name: str, *, nulls: bool, zone: tzinfo | None = timezone.utc
+    ) -> pa.Array:
         import pandas as pd  # not in executors, which may lack it
 
+        if _is_converted(self.arrow(spec)):
+            return _converted(values, spec, name, zone)
         # The scorer converts numbers, also those that the type cannot hold.
         kind = None if spec.sql in NUMBERS else arrow_type(spec.sql)
         rows = list(values)
         try:
-            if kind is not None and pa.types.is_temporal(kind) and any(isinstance(row, str) for row in rows):
-                rows = list(pd.to_datetime(pd.Series(rows)))  # as JSON has them
             if kind is not None and pa.types.is_boolean(kind):
                 return pa.array(pd.Series(rows).astype("boolean"), kind)  # pandas makes 0.0 and 1.0 beside nulls
             found = pa.array(rows, kind, from_pandas=True)
@@ -242,6 +263,21 @@ class _Unconverted(ColumnKind, kind="any"):
             raise ColumnError(
                 f"column {name!r} is {spec.sql} in the model: {error}", column=name, code="ST-COLUMN-TYPE"
             ) from error
+
+
+def _is_converted(kind: pa.DataType) -> bool:
+    """Whether Arrow does not read values of a type as users have them."""
+    return has_times(kind) or has_structs(kind)
+
+
+def _converted(values: Any, spec: TensorSpec, name: str, zone: tzinfo | None) -> pa.Array:
+    """Returns values of a column that holds times or structs; a `ColumnError` refuses those of another type."""
+    kind = arrow_type(spec.sql)
+    try:
+        return values_as(kind, values, zone)
+    except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
+        what, hint = f"column {name!r} is {spec.sql} in the model: {error}", TIMES_HINT if has_times(kind) else ""
+        raise ColumnError(what, hint=hint, column=name, code="ST-COLUMN-TYPE") from error
 
 
 def kind_of(spec: TensorSpec) -> ColumnKind:
@@ -274,6 +310,8 @@ def _numbers_of(values: Any, spec: TensorSpec, name: str) -> pa.Array:
             rows = [_as(_dense(row), spec) for row in values]
             elements = np.concatenate(rows or [np.empty((0, *spec.levels), spec.dtype)])
             return as_lists(to_arrow(elements), np.cumsum([0, *map(len, rows)]))
+        if not len(values):  # They need not have a dtype.
+            return to_arrow(np.empty((0, *(() if spec.sources else spec.levels)), spec.dtype))
         nested = getattr(values, "dtype", None) == np.dtype(object)
         stacked = np.stack([_dense(row) for row in values]) if nested else np.asarray(values)
     except ValueError as error:

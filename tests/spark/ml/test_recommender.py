@@ -167,8 +167,9 @@ def test_a_saved_model_scores_in_sql_in_mlflow_and_row_by_row(
     served = mlflow.pyfunc.load_model(str(tmp_path / "mlflow"))
     new = pd.concat([known.head(3), pd.DataFrame({"who": ["nobody"], "item": [0]})]).astype({"item": "int32"})
     answers = served.predict(new)["prediction"]
-    np.testing.assert_allclose(answers[:3], scored["prediction"][:3], atol=1e-6)
-    assert np.isnan(answers[3])
+    assert answers.index.equals(new.index)
+    np.testing.assert_allclose(answers.iloc[:3], scored["prediction"][:3], atol=1e-6)
+    assert np.isnan(answers.iloc[3])
 
 
 def test_features_score_users_and_items_that_the_fit_did_not_have(spark: SparkSession, rows: DataFrame) -> None:

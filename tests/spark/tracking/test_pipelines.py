@@ -20,7 +20,7 @@ from pyspark.sql import DataFrame, SparkSession
 from torch import nn
 
 from sparktorch import TorchClassificationModel, TorchModel, TorchRegressionModel
-from sparktorch.errors import PersistenceError
+from sparktorch.errors import ColumnError, PersistenceError
 from sparktorch.tracking import load_model, log_model, save_model
 from sparktorch.tracking.stages import form_of
 from tests.spark.modules import MLP
@@ -97,7 +97,7 @@ def test_a_logged_pipeline_takes_raw_rows_and_returns_what_it_predicts(
         "carrier": "DataType.string",
         "distance": "DataType.double",
         "seats": "Any",  # pandas has floats beside nulls
-        "day": "DataType.datetime",
+        "day": "Any",  # MLflow takes numbers for times
     }
     found = mlflow.pyfunc.load_model("models:/flights@champion").predict(raw.orderBy("id").toPandas())
     assert list(found) == logged.signature.outputs.input_names()
@@ -164,7 +164,7 @@ def test_a_pipeline_of_our_own_stages_is_served_without_spark(
     rows = table.head(20)
     expected = pipeline.transform(frame.sparkSession.createDataFrame(rows, frame.schema)).select(columns).collect()
     served = mlflow.pyfunc.load_model(info.model_uri)
-    for given in (rows[["features"]], np.stack(rows["features"].tolist())):
+    for given in (rows[["features"]], {"features": np.stack(rows["features"].tolist())}):
         found = served.predict(given)
         for name in columns:
             np.testing.assert_allclose(np.stack(found[name]), [np.asarray(row[name]) for row in expected], atol=1e-6)
@@ -178,12 +178,22 @@ def test_rows_that_a_pipeline_leaves_out_are_null_at_their_places(raw: DataFrame
     skips = VectorAssembler(inputCols=["distance"], outputCol="features", handleInvalid="skip")
     model = TorchRegressionModel.fromModule(nn.Linear(1, 1), skips.transform(raw))
     pipeline = PipelineModel([skips, model])
-    rows = raw.orderBy("id").toPandas()
+    rows = raw.orderBy("id").toPandas().set_index("day")
     found = served(pipeline, tmp_path, raw.limit(3).toPandas()).predict(rows[["distance"]])
+    assert found.index.equals(rows.index)
     kept = rows["distance"].notna()
     assert found["prediction"].notna().tolist() == kept.tolist()
     expected = [row.prediction for row in pipeline.transform(raw).orderBy("id").collect()]
     np.testing.assert_allclose(found["prediction"][kept], expected, atol=1e-6)
+
+
+def test_rows_that_a_pipeline_makes_several_of_have_the_index_of_theirs(raw: DataFrame, tmp_path: Path) -> None:
+    twice = SQLTransformer(statement="SELECT *, explode(array(distance, 2 * distance)) as d FROM __THIS__")
+    few = raw.where("distance is not null").limit(3)
+    model = TorchRegressionModel.fromModule(nn.Linear(1, 1), twice.transform(few), inputCols=["d"], assembleInputs=True)
+    rows = few.toPandas().set_index(pd.Index(["a", "b", "c"]))
+    found = served(PipelineModel([twice, model]), tmp_path, few).predict(rows[["distance"]])
+    assert found.index.tolist() == ["a", "a", "b", "b", "c", "c"]
 
 
 def test_timestamps_and_decimals_of_pandas_score_as_in_spark(spark: SparkSession, tmp_path: Path) -> None:
@@ -203,8 +213,14 @@ def test_timestamps_and_decimals_of_pandas_score_as_in_spark(spark: SparkSession
         plain = rows.selectExpr("at", "double(price) as price", "cast(rest as array<double>) as rest")
         plain_rows = plain.toPandas().assign(net=[{"x": float(place)} for place in range(4)])
         example = mlflow.models.Model.load(str(tmp_path / "model")).load_input_example(str(tmp_path / "model"))
-        for given in (plain_rows, example):
+        aware = plain_rows.assign(at=plain_rows["at"].dt.tz_localize("America/New_York").dt.tz_convert("UTC"))
+        for given in (plain_rows, example, aware):
             np.testing.assert_allclose(pyfunc.predict(given)["prediction"], expected, atol=1e-6)
+        in_utc = mlflow.pyfunc.load_model(str(tmp_path / "model"), model_config={"time_zone": "UTC"})
+        plain_utc = aware.assign(at=aware["at"].dt.tz_localize(None))
+        np.testing.assert_allclose(in_utc.predict(plain_utc)["prediction"], expected, atol=1e-6)
+        with pytest.raises(ColumnError, match=r"column 'at' is timestamp in the model: 1720000000000 is a number"):
+            pyfunc.predict(plain_rows.assign(at=1_720_000_000_000))
         assert form_of(model, rows).example()["at"].iloc[0] == pd.Timestamp("2024-07-01 14:00")
     finally:
         spark.conf.unset("spark.sql.session.timeZone")

@@ -8,6 +8,7 @@ from typing import Any
 import pandas as pd
 import pyarrow as pa
 import pytest
+from pyspark import TaskContext
 
 from sparktorch.data.columns import TensorSpec
 from sparktorch.data.convert.sql_types import arrow_type
@@ -53,6 +54,24 @@ def test_a_column_for_a_callable_has_its_type_and_values_whatever_pandas_makes_o
     found = sent_back(column, TensorSpec(name="x0", column="c", dtype="float32", kind="any", sql=sql))
     assert found.type == kind
     assert found.equals(column.cast(kind))
+
+
+@pytest.mark.parametrize(("zone", "hour"), [("UTC", 3), ("America/New_York", 8)])
+def test_a_function_in_sql_gets_timestamps_that_pandas_has_in_the_sessions_time_zone(zone: str, hour: int) -> None:
+    task = TaskContext._getOrCreate()
+    task._localProperties = {"spark.sql.session.timeZone": zone, "spark.sql.execution.id": "1"}
+    try:
+        at = pd.Series(pd.to_datetime(["2024-01-02 03:00", None]))
+        lists = pd.Series([[pd.Timestamp("2024-01-02 03:00")], None])
+        for sql, column in {"timestamp": at, "array<timestamp>": lists, "timestamp_ntz": at}.items():
+            (found,) = from_pandas(column, [TensorSpec(name="x0", column="c", dtype="float32", kind="any", sql=sql)])
+            expected = (
+                pd.Timestamp("2024-01-02 03:00") if sql.endswith("ntz") else pd.Timestamp(f"2024-01-02 {hour}:00Z")
+            )
+            value = found[0].as_py()
+            assert [value[0] if isinstance(value, list) else value, found[1].as_py()] == [expected, None]
+    finally:
+        TaskContext._setTaskContext(None)
 
 
 def test_numbers_have_the_type_of_their_input_also_where_all_are_null() -> None:

@@ -24,7 +24,7 @@ import yaml
 from pyspark.ml.linalg import Vectors
 from torch import nn
 
-from sparktorch import TorchClassificationModel
+from sparktorch import TorchClassificationModel, TorchRegressionModel
 from sparktorch.data.columns import TensorSpec
 from sparktorch.data.fields.kinds import kind_of
 from sparktorch.errors import ColumnError, PersistenceError
@@ -312,6 +312,35 @@ def test_nested_lists_are_taken_as_pandas_arrow_json_and_numpy_hand_them_over(tm
         assert pyfunc.predict(given)["prediction"].tolist() == expected
     with pytest.raises(ColumnError, match=r"shape \(2, 3\), the model takes \(2, 2\)"):
         pyfunc.predict({"features": np.zeros((3, 2, 3))})
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int64])
+def test_the_signature_takes_the_rows_that_transform_takes(tmp_path: Path, dtype: Any) -> None:
+    model = model_of(Mlp)
+    pyfunc = served(model, tmp_path)
+    rows = np.arange(15).reshape(3, 5).astype(dtype)
+    expected = model.module(torch.from_numpy(rows).float()).argmax(1).double().tolist()
+    index = [8, 2, 5]  # as a filter or `train_test_split` leaves it: without a 0
+    for column in (list(rows), rows.tolist()):
+        scored = pyfunc.predict(pd.DataFrame({"features": column}, index=index))
+        assert scored["prediction"].to_dict() == dict(zip(index, expected, strict=True))
+    assert pyfunc.predict({"features": list(rows)})["prediction"].tolist() == expected
+    none = pyfunc.predict(pd.DataFrame({"features": list(rows)}, index=index).iloc[:0])
+    assert (list(none), len(none)) == (["rawPrediction", "probability", "prediction"], 0)
+    assert len(pyfunc.predict(pd.DataFrame({"features": []}))) == 0
+
+
+def test_numbers_of_any_size_score_by_columns_of_any_index(tmp_path: Path) -> None:
+    inputs = [TensorSpec(name="x0", column="a ... b", dtype="float32", shape=(2,), sources=("a", "b"))]
+    trained = trained_module(nn.Linear, params={"in_features": 2, "out_features": 3}, inputs=inputs, task="regression")
+    model = TorchRegressionModel()._with(trained, None)._set(inputCols=["a", "b"])
+    pyfunc = served(model, tmp_path)
+    rows = pd.DataFrame({"a": np.array([1, 2], np.int64), "b": np.array([0.5, 1.5], np.float64)}, index=[4, 9])
+    expected = trained.build()(torch.from_numpy(rows.to_numpy()).float()).double().tolist()
+    scored = pyfunc.predict(rows)
+    assert scored.index.tolist() == [4, 9]
+    assert [row.tolist() for row in scored["prediction"]] == [pytest.approx(row, abs=1e-6) for row in expected]
+    assert len(pyfunc.predict(rows.iloc[:0])) == 0
 
 
 def embedding() -> tuple[nn.Embedding, TrainedModule]:

@@ -1,4 +1,4 @@
-"""What a model answers without a column, and a pipeline of our stages to rows that one of them leaves out."""
+"""What a model answers without a column, to rows of any index, and a pipeline to rows that a stage leaves out."""
 
 from __future__ import annotations
 
@@ -67,3 +67,21 @@ def test_rows_need_not_name_their_columns_when_they_are_iterated() -> None:
     for wrong in (structured[["a"]], pa.Table.from_pandas(rows[["a"]]), rows.to_numpy(), rows["a"].to_numpy().tolist()):
         with pytest.raises(ColumnError, match=r"there is no column '[ab]'"):
             model.predict(wrong)
+
+
+@pytest.mark.parametrize("index", [[7, 3, 5], ["a", "a", "b"], []])
+@pytest.mark.parametrize("invalid", ["error", "keep", "skip"])
+def test_rows_keep_the_index_that_they_come_with(invalid: str, index: list[Any]) -> None:
+    draw = np.random.default_rng(0).normal(size=(len(index), 3))
+    rows = pd.DataFrame({"x": [*draw]}, index=pd.Index(index, name="key"))
+    model = stage("x", "y", invalid)
+    scored = model.predict(rows)
+    pd.testing.assert_index_equal(scored.index, rows.index)
+    alone = [model.predict(rows.iloc[[place]])["y"].iloc[0] for place in range(len(rows))]
+    for row, expected in zip(scored["y"], alone, strict=True):
+        np.testing.assert_allclose(row, expected, atol=1e-6)
+    pipeline = PyFuncPipeline([stage("x", "hidden", invalid), stage("hidden", "y", "error")])
+    both = pipeline.predict(rows)
+    pd.testing.assert_index_equal(both.index, rows.index)
+    assert list(both) == ["hidden", "y"]
+    assert model.predict({"x": draw}).index.equals(pd.RangeIndex(len(index)))  # type: ignore[arg-type]

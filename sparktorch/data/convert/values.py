@@ -1,0 +1,160 @@
+"""Converts times and structs of pandas, JSON and Spark's rows to Arrow, with instants in UTC at any depth."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from datetime import date, datetime, time, timedelta, timezone, tzinfo
+from decimal import Decimal
+from typing import Any
+from zoneinfo import ZoneInfo
+
+import numpy as np
+import pyarrow as pa
+
+__all__ = ["TIMES_HINT", "has_instants", "has_structs", "has_times", "in_utc", "read_time", "values_as", "zone_named"]
+
+TIMES_HINT = "give times of pandas or Python, or text as ISO 8601 has it, such as 2024-01-31T17:05:00+01:00"
+
+_ISO = re.compile(
+    r"(\d{4}-\d\d-\d\d)(?:[T ](\d\d:\d\d)(:\d\d)?(?:[.,](\d{1,9}))? ?(?:(Z)|([+-]\d\d):?(\d\d)?)?)?", re.IGNORECASE
+)
+_OFFSET = re.compile(r"(?:UTC|GMT)?([+-])(\d\d?):?(\d\d)?")
+
+
+def has_times(kind: pa.DataType) -> bool:
+    """Whether a type is or holds dates or timestamps."""
+    if pa.types.is_struct(kind):
+        return any(has_times(field.type) for field in kind)
+    return has_times(kind.value_type) if _is_list(kind) else bool(pa.types.is_temporal(kind))
+
+
+def has_instants(kind: pa.DataType) -> bool:
+    """Whether a type is or holds timestamps that have a time zone."""
+    return "tz=" in str(kind)
+
+
+def has_structs(kind: pa.DataType) -> bool:
+    """Whether a type is a struct or lists of structs."""
+    return has_structs(kind.value_type) if _is_list(kind) else bool(pa.types.is_struct(kind))
+
+
+def in_utc(kind: pa.DataType) -> pa.DataType:
+    """Returns a type with UTC as the time zone of the timestamps that it is or holds and that have one."""
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(in_utc(field.type)) for field in kind])
+    if pa.types.is_large_list(kind):
+        return pa.large_list(kind.value_field.with_type(in_utc(kind.value_type)))
+    if pa.types.is_list(kind):
+        return pa.list_(kind.value_field.with_type(in_utc(kind.value_type)))
+    return pa.timestamp(kind.unit, "UTC") if pa.types.is_timestamp(kind) and kind.tz else kind
+
+
+def zone_named(name: str) -> tzinfo:
+    """Returns a time zone by its name in Spark: a region, or an offset such as "+02:00"; else a `ValueError`."""
+    offset = _OFFSET.fullmatch(name)
+    if offset is None:
+        try:
+            return ZoneInfo("UTC" if name == "Z" else name)
+        except (KeyError, OSError, ValueError) as error:
+            raise ValueError(f"{name!r} is no time zone; name a region, 'UTC' or an offset such as '+02:00'") from error
+    sign, hours, minutes = offset.groups()
+    return timezone((1 if sign == "+" else -1) * timedelta(hours=int(hours), minutes=int(minutes or 0)))
+
+
+def values_as(kind: pa.DataType, values: Any, zone: tzinfo | None) -> pa.Array:
+    """Converts values to a type that holds times or structs, one by one but for pandas' columns of times.
+
+    Instants without a time zone are in `zone`; `None` is this process's, as which Spark's rows have them. Text is ISO
+    8601. A `ValueError` or `TypeError` refuses other text and numbers, which name neither a unit nor a beginning, and
+    times with a zone for a column whose times have none.
+    """
+    dtype = getattr(values, "dtype", None)
+    if getattr(dtype, "kind", "") == "M" and hasattr(values, "dt") and pa.types.is_timestamp(kind):  # a pandas column
+        if kind.tz and getattr(dtype, "tz", None):
+            values, zone = values.dt.tz_convert(None), timezone.utc
+        if getattr(values.dtype, "tz", None) is None and (not kind.tz or zone is timezone.utc):
+            return pa.array(values.to_numpy().astype("datetime64[us]")).cast(kind)
+    rows = values.to_pylist() if hasattr(values, "to_pylist") else values
+    return pa.array([_converted(row, kind, zone) for row in rows], kind)
+
+
+def _converted(value: Any, kind: pa.DataType, zone: tzinfo | None) -> Any:
+    """Returns a value as Arrow takes it for a type, with instants in UTC."""
+    if _is_missing(value):
+        return None
+    if pa.types.is_struct(kind):
+        fields = value.asDict() if hasattr(value, "asDict") else value  # a Row of Spark's
+        if not isinstance(fields, Mapping):
+            raise TypeError(f"{value!r} is no struct of {kind}")
+        return {field.name: _converted(fields.get(field.name), field.type, zone) for field in kind}
+    if _is_list(kind):
+        if isinstance(value, str | bytes | Mapping):
+            raise TypeError(f"{value!r} is no list of {kind.value_type}")
+        return [_converted(item, kind.value_type, zone) for item in value]
+    if isinstance(value, Decimal) and pa.types.is_floating(kind):  # as decimals of Spark
+        return float(value)
+    return _time(value, kind, zone) if pa.types.is_temporal(kind) else value
+
+
+def _time(value: Any, kind: pa.DataType, zone: tzinfo | None) -> date:
+    """Returns a date, or a time without a zone: an instant in UTC, or that of a wall clock if `kind` has no zone."""
+    moment = value
+    if isinstance(value, str):
+        moment = read_time(value)
+    elif isinstance(value, np.datetime64):
+        moment = value.astype("datetime64[us]").item()
+    if not isinstance(moment, date):
+        raise TypeError(
+            f"{value!r} is a number or another value, of which nothing says which time it is: numbers may count "
+            "milliseconds, as df.to_json() writes them by default, seconds or days; df.to_json(date_format='iso') "
+            "writes text"
+        )
+    if pa.types.is_date(kind):  # as it is written, whatever its zone is
+        return moment.date() if isinstance(moment, datetime) else moment
+    if not isinstance(moment, datetime):
+        moment = datetime.combine(moment, time())
+    if kind.tz is None:
+        if moment.tzinfo is not None:
+            raise TypeError(f"{value!r} has a time zone, and the column's times are of a clock without one")
+    elif moment.tzinfo is not None or zone is not timezone.utc:
+        aware = moment if moment.tzinfo is not None else _localised(moment, zone)
+        moment = aware.astimezone(timezone.utc)
+    # A Timestamp of pandas becomes a datetime: its nanoseconds are cut off.
+    return datetime.combine(moment.date(), moment.time())
+
+
+def _localised(moment: datetime, zone: tzinfo | None) -> datetime:
+    """Returns a time with a zone; of two instants with that time in autumn, the first, as Spark reads text."""
+    plain = datetime.combine(moment.date(), moment.time())
+    return plain.astimezone() if zone is None else plain.replace(tzinfo=zone)
+
+
+def read_time(text: str) -> datetime:
+    """Returns the time in text of ISO 8601, with its zone if there is one; else a `ValueError`."""
+    parts = _ISO.fullmatch(text.strip())
+    try:
+        if parts is None:
+            raise ValueError("it is not year-month-day")
+        day, minute, second, fraction, utc, hours, minutes = parts.groups()
+        moment = datetime.fromisoformat(f"{day} {minute or '00:00'}{second or ':00'}")
+    except ValueError as error:
+        raise ValueError(f"{text!r} is no time as ISO 8601 writes it: {error}") from None
+    moment = moment.replace(microsecond=int((fraction or "")[:6].ljust(6, "0")))
+    if utc or hours:
+        offset = timedelta(hours=abs(int(hours or 0)), minutes=int(minutes or 0))
+        moment = moment.replace(tzinfo=timezone(-offset if (hours or "").startswith("-") else offset))
+    return moment
+
+
+def _is_missing(value: Any) -> bool:
+    """Whether a value is `None`, NaN, or pandas' `NaT` or `NA`."""
+    if value is None or type(value).__name__ in ("NaTType", "NAType"):
+        return True
+    if isinstance(value, np.datetime64):
+        return bool(np.isnat(value))
+    return isinstance(value, float | np.floating) and bool(value != value)
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
