@@ -168,8 +168,9 @@ class TorchTuner(Estimator[TorchTunerModel]):
                 at_least(name, value, 1)
         if self.timeout is not None:
             above("timeout", self.timeout, 0)
-        base = self.estimator.copy().setParams(numWorkers=workers)
-        metric = self.metric or ("val_loss" if base.isSet("validationIndicatorCol") else "loss")
+        validates = self.estimator.isSet("validationIndicatorCol") or self.estimator._holds_out
+        base = self.estimator._holding_out().setParams(numWorkers=workers)
+        metric = self.metric or ("val_loss" if validates else "loss")
         direction = direction_of(metric, self.direction)
         space = Space(self.space, base)
         reference, request = _valid_one(base, space, metric)
@@ -183,7 +184,7 @@ class TorchTuner(Estimator[TorchTunerModel]):
             prepared = [first, *(reference.prepare(dataset) for _ in range(min(groups, search.left) - 1))]
             _LOG.info("%s %s: %d trials, %d at a time", direction, metric, search.left, len(prepared))
             search.run(prepared, timeout=self.timeout, show=base.getProgress())
-        return self._result(dataset, base, space, study, search)
+        return self._result(dataset, base, space, study, search, first.estimator)
 
     def _study(self, estimator: Any, space: Space, metric: str, direction: str) -> Any:
         """Returns the study of the search, the one that its storage holds if there is one of that name."""
@@ -208,8 +209,13 @@ class TorchTuner(Estimator[TorchTunerModel]):
         study.set_user_attr(_METRIC, metric)
         return study
 
-    def _result(self, dataset: DataFrame, base: Any, space: Space, study: Any, search: Search) -> TorchTunerModel:
-        """Returns the best trial's model; fits it again if an earlier run of the study has found it."""
+    def _result(
+        self, dataset: DataFrame, base: Any, space: Space, study: Any, search: Search, learned: Any
+    ) -> TorchTunerModel:
+        """Returns the best trial's model; fits it again if an earlier run of the study has found it.
+
+        `learned` is an estimator that has learned of the rows.
+        """
         if all(trial.state.name != "COMPLETE" for trial in study.get_trials(deepcopy=False)):
             raise ConfigError(
                 f"none of the {len(study.trials)} trials was completed",
@@ -225,7 +231,7 @@ class TorchTuner(Estimator[TorchTunerModel]):
         model = estimator.fit(dataset)
         for other in search.models.values():  # only now: should the fit fail, they are the best that there is
             discard(other.bestModel)
-        value = value_of(model.summary.history, search.metric, config_of(estimator))
+        value = value_of(model.summary.history, search.metric, config_of(estimator._knowing(learned)))
         if value != best.value:
             _LOG.warning(
                 "trial %d had %s %s, and now has %s: the estimator has other Params than then, or other rows",
