@@ -66,7 +66,7 @@ class TrainingSummary:
         heldOut: The samples that the fit has held out itself: `samples`, their number, in `unit`, and what they were
             chosen by. Empty if it has held out none.
         baseline: What predicting without inputs gives on the validation rows: of a classifier `val_accuracy`, that of
-            the most frequent class. Empty if it is not known.
+            the most frequent class; of a `TabularRegressor` `val_loss`, that of the mean. Empty if it is not known.
         labels: Names of a classifier's classes, if they have any; `to_dict` leaves them out.
     """
 
@@ -100,23 +100,25 @@ class TrainingSummary:
     ) -> TrainingSummary:
         """Makes the summary from the results of all ranks and the seconds of the driver's phases.
 
-        `attempts` returns those of a training of so many steps; `chosen` are the fields `settings` and `heldOut`.
+        `attempts` returns those of a training of so many steps; `chosen` are fields that the estimator knows.
         """
         ranks = [meta for meta, _ in results]
         best = next(rank for rank, (_, payload) in enumerate(results) if payload)
         main = ranks[best]
         joined = [main] if "epochs" in main else ranks  # independent ranks have a model each
         history, steps = main.pop("history"), main["steps_per_epoch"]
-        confusion = main.pop("confusion")
+        confusion, chosen = main.pop("confusion"), dict(chosen or {})
+        validation_rows = sum(meta["validation_rows"] for meta in joined)
+        if "heldOut" in chosen:  # the estimator may have counted about as many
+            chosen["heldOut"] = {"samples": validation_rows, **chosen["heldOut"]}
         return cls(
             history=history,
             ended=ending(history, config),
             best=best_validation(history, config),
-            baseline=majority(confusion),
-            **(chosen or {}),
+            **{"baseline": majority(confusion), **chosen},
             attempts=attempts(sum(record.get("steps", steps) for record in history)),
             rows=sum(meta["rows"] for meta in joined),
-            validationRows=sum(meta["validation_rows"] for meta in joined),
+            validationRows=validation_rows,
             stepsPerEpoch=main.pop("steps_per_epoch"),
             numWorkers=len(ranks),
             fingerprint=main.pop("fingerprint"),
@@ -206,7 +208,7 @@ class TrainingSummary:
         if self.settings:
             facts["chosen"] = ", ".join(f"{name} {html.number(value)}" for name, value in self.settings.items())
         for name, value in self.baseline.items():
-            facts[f"{name} of the most frequent class"] = html.number(value)
+            facts[f"{name} without inputs"] = html.number(value)
         if len(self.attempts) > 1:
             facts["attempts"] = f"{len(self.attempts)}, which trained {self.goodput or 0:.0%} of the time"
         names = dict.fromkeys(name for record in self.history for name in record)

@@ -11,7 +11,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from sparktorch.base.config import at_least
-from sparktorch.errors import ConfigError
+from sparktorch.errors import ConfigError, counted
 from sparktorch.ml.estimator import TorchEstimatorBase
 from sparktorch.ml.fit.checks import naming_params
 from sparktorch.ml.fit.prepared_data import PreparedData, Source, needs_other_rows
@@ -87,7 +87,7 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
         return automatic_settings(
             _MANY_ROWS if self._sample is None else self._sample.trained,
             self._task_settings,
-            validates=p.validated,
+            validates=p.validated and not p.brings_its_training,  # which may log no val_loss
             batch_size=None if _is_auto(p["batchSize"]) else p["batchSize"],
             least_batch=p.sharing,
             workers=p.workers[1] if p.strategy.own_batches else 1,
@@ -98,6 +98,8 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
         """Whether a fit is to mark rows that are held out."""
         p = Values(self)
         if self._sample is not None or self._marks or p.validated or not p["validationFraction"]:
+            return False
+        if p.brings_its_training and not p.is_set("validationFraction"):  # it may have no validation_step
             return False
         return _is_auto(p["epochs"]) or p.is_set("validationFraction")
 
@@ -195,7 +197,7 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
         steps, patience = -(-sample.trained // p["batchSize"]), p["earlyStoppingPatience"]
         said = [
             f"batchSize {p['batchSize']:,}, learningRate {p['learningRate']:g}",
-            f"{'' if patience is None else 'at most '}{p['epochs']:,} epochs of {steps:,} steps",
+            f"{'' if patience is None else 'at most '}{p['epochs']:,} epochs of {counted(steps, 'step', 'steps')}",
             f"{sample.trained:,} {self._unit} train",
         ]
         if self._marks:
@@ -212,7 +214,7 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
             return {}
         found: dict[str, Any] = {"settings": {name: _plain(p[name]) for name in AUTOMATIC}}
         if sample.chosen_by:
-            found["heldOut"] = {"samples": sample.held_out, "unit": self._unit, "by": sample.chosen_by}
+            found["heldOut"] = {"unit": self._unit, "by": sample.chosen_by}
         return found
 
     def _knowing(self, other: Any) -> Self:
@@ -265,7 +267,7 @@ def _check_values(p: Values) -> None:
     for name in AUTOMATIC:
         if name not in _NAMES and isinstance(p[name], str) and not _is_auto(p[name]):
             raise ConfigError(f"{name} is {p[name]!r}", hint="set a number, or 'auto'", param=name, code="ST-VALUE")
-    share = p["validationFraction"]
+    share = p["validationFraction"] or 0.0
     at_least("validationFraction", share, 0)
     if share >= 1:
         what = f"validationFraction must be less than 1, got {share}"

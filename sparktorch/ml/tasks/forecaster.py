@@ -171,7 +171,9 @@ class Forecaster(LearningEstimator, ForecasterParams):
 
     def _marked(self, dataset: DataFrame, names: ColumnNames, share: float) -> tuple[DataFrame, tuple[int, int] | None]:
         """Marks the last rows of each series, and counts its windows."""
-        p, lengths, window = Values(self), self._lengths(dataset), self._window()
+        p, window = Values(self), self._window()
+        check_series(dataset.sparkSession, names, p["groupCol"], p["orderCol"], _named(p))
+        lengths = self._lengths(dataset)
         windows = sum(windows_held_out(length, window, 0.0)[0] * series for length, series in lengths)
         share = min(share, MOST_HELD_OUT / max(1, windows))
         found = [(windows_held_out(length, window, share), series) for length, series in lengths]

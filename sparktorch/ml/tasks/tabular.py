@@ -91,6 +91,13 @@ class _TabularEstimator(LearningEstimator):
         seen = self._seen
         return (seen.rows, seen.held_out) if seen is not None and seen.rows else super()._count(rows)
 
+    def _chosen(self) -> dict[str, Any]:
+        found, p, scales = super()._chosen(), Values(self), [] if self._seen is None else self._seen.scales
+        weighed = p["weightCol"] or p["trainingStep"] is not None
+        if scales and p.validated and self._task == "regression" and p["loss"] == "MSELoss" and not weighed:
+            found["baseline"] = {"val_loss": sum(deviation**2 for _, deviation in scales) / len(scales)}
+        return found
+
     def _contents(self, names: ColumnNames) -> Sequence[str]:
         p = Values(self)
         inputs = p["inputCols"] or [name for name in names.schema.names if not _DRAWN.search(name)]
