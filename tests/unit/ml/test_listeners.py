@@ -118,7 +118,7 @@ def test_the_bar_follows_rank_0_and_is_full_at_the_end(heard: list[str], capsys:
 def test_the_bar_is_full_where_a_training_ends_before_its_last_epoch(
     heard: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with FitReport(FIT) as report:
+    with FitReport(replace(FIT, estimator=TorchClassifier())) as report:
         report.progress({**RECORD, "epochs": 100})
         report.finished(TorchClassificationModel(), SUMMARY)
     assert "30/30" in capsys.readouterr().err
