@@ -107,7 +107,7 @@ class MLflowListener:
         self._tag(
             {
                 "sparktorch.ended": summary.ended,
-                "sparktorch.held_out": summary.heldOut.get("by", ""),
+                **({"sparktorch.held_out": summary.heldOut["by"]} if summary.heldOut else {}),
                 "sparktorch.rows": summary.rows,
                 "sparktorch.validation_rows": summary.validationRows,
                 "sparktorch.data_digest": summary.fingerprint,
