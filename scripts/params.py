@@ -48,6 +48,7 @@ SUBJECTS = {
         *(tables.COLUMNS, tables.LABEL, tables.LABELS, tables.WEIGHT, tables.ROWS),
         *(tables.GROUPS, tables.PREDICTION, tables.CLASSIFIED, tables.OUTPUTS),
     ),
+    "Rows that estimators for one task hold out": (task_tables.HELD_OUT,),
     "How columns become tensors": (tables.INPUTS,),
     "`TextClassifier` and `ImageClassifier`": (task_tables.PRETRAINED, task_tables.TEXT, task_tables.IMAGE),
     "`TabularClassifier` and `TabularRegressor`": (task_tables.TABLE,),
@@ -78,15 +79,15 @@ def stubs() -> str:
         "",
     ]
     for name, (base, table) in CLASSES.items():
-        known = {spec.name for spec in CLASSES[base][1]} if base else set()
-        own = [spec for spec in table if spec.name not in known]
+        known = {spec.name: spec.type for spec in CLASSES[base][1]} if base else {}
+        own = [spec for spec in table if spec.name not in known or known[spec.name] != spec.type]
         bases = [*([base] if base else []), *(spec.shared.__name__ for spec in own if spec.shared)]
         lines += ["", f"class {name}({', '.join(bases)}):", f'    """{getattr(mixins, name).__doc__}"""', ""]
         if base:
             lines += _constructor(table if "Model" not in name else ())
         elif name == "RunParams":
             lines += _constructor(table)
-        lines += [line for spec in own for line in _accessors(spec)]
+        lines += [line for spec in own for line in _accessors(spec, other=spec.name in known)]
     return "\n".join(lines) + "\n"
 
 
@@ -106,21 +107,26 @@ def _constructor(table: Sequence[ParamSpec]) -> Iterator[str]:
     yield '        """'
 
 
-def _accessors(spec: ParamSpec) -> Iterator[str]:
+def _accessors(spec: ParamSpec, *, other: bool) -> Iterator[str]:
+    """Yields the lines of a Param; a base class may have it with an `other` type."""
+    ignored = "  # type: ignore[override]" if other else ""
     if spec.shared is None:
-        yield f"    {spec.name}: Param[{spec.type}]"
-        yield f"    def get{spec.accessor}(self) -> {spec.type}: ..."
+        yield f"    {spec.name}: Param[{spec.type}]{ignored.replace('override', 'assignment')}"
+        yield f"    def get{spec.accessor}(self) -> {spec.type}: ...{ignored}"
     yield f"    def set{spec.accessor}(self, value: {spec.type}) -> Self:"
     yield f'        """Sets the value of `{spec.name}`: {spec.doc}."""'
 
 
 def page() -> str:
     """Returns the text of docs/params.md."""
+    automatic = ", ".join(f"`{name}`" for name in classes.AUTOMATIC)
     lines = [
         "# Params",
         "",
         "Every Param of the estimators. Models have those marked m. A fit that goes on from a checkpoint must have the",
         "same values of those marked r. Without a default, a Param is not set. `scripts/params.py` writes this page.",
+        f"Estimators for one task, from `TabularClassifier` to `ImageClassifier`, have {automatic}",
+        "at `'auto'`, which [chooses by the rows](validation.md#a-training-that-ends-by-itself).",
         "More on [`batchSize`](training.md#what-batchsize-is) and [`checkpointDir`](reliability.md#paths).",
     ]
     loss = {"TorchClassifier": classes.CLASSIFIER, "TorchRegressor": classes.REGRESSOR}

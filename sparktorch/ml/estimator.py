@@ -17,7 +17,7 @@ from sparktorch.base.config import Task, above
 from sparktorch.base.state_dict import unpacked_weights
 from sparktorch.base.weights_folder import WeightsFolder
 from sparktorch.data.columns import Window
-from sparktorch.errors import ConfigError, shortens
+from sparktorch.errors import ConfigError, counted, shortens
 from sparktorch.ml.fit.attempts import train_with_restarts
 from sparktorch.ml.fit.checks import check_new_columns, check_param_names, naming_params
 from sparktorch.ml.fit.first_row_trial import plan_of
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 __all__ = ["TorchEstimator", "TorchEstimatorBase"]
 
 _LOG = logging.getLogger(__name__)
+_FEW_STEPS = 300  # in which hardly a module learns
 
 M = TypeVar("M", bound=TorchModelBase)
 
@@ -53,7 +54,6 @@ class TorchEstimatorBase(Shown, Estimator[M], EstimatorParams, MLReadable[Any], 
 
     _task: Task
     _model_class: type[M]
-    _learns = False  # of rows, before it trains on them
     _grades = False  # as labels, which are >= 0
     _callers: dict[str, Any] = {}
 
@@ -120,7 +120,9 @@ class TorchEstimatorBase(Shown, Estimator[M], EstimatorParams, MLReadable[Any], 
             run = partial(source.attempt, data, report=report)
             results = train_with_restarts(spark, request, run, report.attempts)
             seconds = {"prepare": prepared - started, "job": time.perf_counter() - prepared}
-            summary = TrainingSummary.of(results, seconds, report.attempts.records)
+            config, chosen = request.job.config, that._chosen()
+            summary = TrainingSummary.of(results, seconds, report.attempts.records, config=config, chosen=chosen)
+            that._warn_of_few_steps(summary)
             if columns.validation is not None and not any(meta["validation_rows"] for meta, _ in results):
                 message = "column %r marks no row for validation: there are no metrics of validation"
                 _LOG.warning(message, columns.validation)
@@ -191,6 +193,28 @@ class TorchEstimatorBase(Shown, Estimator[M], EstimatorParams, MLReadable[Any], 
         """Returns the estimator with the Params that follow from others, in those that have such."""
         return self
 
+    @property
+    def _learns(self) -> bool:
+        """Whether the estimator learns of the rows before it trains on them."""
+        return False
+
+    @property
+    def _holds_out(self) -> bool:
+        """Whether a fit is to mark rows that are held out, in estimators that do."""
+        return False
+
+    def _holding_out(self) -> Self:
+        """Returns a copy that holds out rows whatever its epochs are, if the estimator does."""
+        return self.copy()
+
+    def _knowing(self, other: Any) -> Self:
+        """Returns the estimator with what another one has learned of the same rows, in those that learn."""
+        return self
+
+    def _chosen(self) -> dict[str, Any]:
+        """Returns the fields of the summary that say what the estimator has chosen itself."""
+        return {}
+
     def _learned(self, dataset: DataFrame) -> tuple[Self, DataFrame]:
         """Returns the estimator with what it learns of rows before it trains, and the rows as it trains on them."""
         return self, dataset
@@ -202,6 +226,17 @@ class TorchEstimatorBase(Shown, Estimator[M], EstimatorParams, MLReadable[Any], 
     def _loss_of_groups(self) -> tuple[Any, Callable[..., Any] | None]:
         """Returns the loss of whole groups, or its import path, and what validation measures of groups."""
         return self.getLoss(), None
+
+    def _warn_of_few_steps(self, summary: TrainingSummary) -> None:
+        """Warns of a training that has ended after a few steps because nobody has said how long it takes."""
+        steps = summary.totalIterations
+        if steps < _FEW_STEPS and not self.isSet("epochs") and not summary.settings:
+            message = (
+                "the fit took %s in %s of batchSize %d, and epochs is not set: set it, so that the training takes some "
+                "hundred steps; with validationIndicatorCol and earlyStoppingPatience it ends by itself"
+            )
+            epochs = counted(len(summary.history), "epoch", "epochs")
+            _LOG.warning(message, counted(steps, "step", "steps"), epochs, self.getBatchSize())
 
     def _labels(self, dataset: DataFrame, classes: int | None) -> tuple[str, ...]:
         """Returns the label of each class, or `()` if the column metadata does not have all of them."""

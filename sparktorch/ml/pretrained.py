@@ -18,6 +18,8 @@ from sparktorch.ml.params.mixins import (
     TextClassificationModelParams,
     TextClassifierParams,
 )
+from sparktorch.ml.tasks.automatic import IMAGES, TEXTS
+from sparktorch.ml.tasks.automatic_estimator import AutomaticEstimator
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.train.huggingface.folder import classifier_in, config_in
 from sparktorch.train.huggingface.models import names_of_arguments
@@ -75,7 +77,7 @@ class _FromFolderModel(_OneColumn, TorchClassificationModel):
         return replace(found, preprocess=replace(found.preprocess, folder=folder))
 
 
-class _FromFolderClassifier(_OneColumn, TorchClassifier):
+class _FromFolderClassifier(_OneColumn, AutomaticEstimator, TorchClassifier):
     """What both classifiers share."""
 
     _auto: str
@@ -94,7 +96,7 @@ class _FromFolderClassifier(_OneColumn, TorchClassifier):
             at_least("numLabels", classes, 2)
         params = classifier_in(folder, self._auto, classes)
         made = self._preprocess_of(folder, params)
-        return self.copy()._set(modelFolder=folder, module=folder, moduleParams=params, preprocess=made)
+        return super().completed().copy()._set(modelFolder=folder, module=folder, moduleParams=params, preprocess=made)
 
     @abstractmethod
     def _preprocess_of(self, folder: str, params: dict[str, Any]) -> FromFolder:
@@ -118,6 +120,7 @@ class TextClassifier(_FromFolderClassifier, TextClassifierParams):
     """
 
     _model_class = TextClassificationModel
+    _task_settings = TEXTS
     _auto = "AutoModelForSequenceClassification"
 
     def _preprocess_of(self, folder: str, params: dict[str, Any]) -> FromFolder:
@@ -164,6 +167,7 @@ class ImageClassifier(_FromFolderClassifier, ImageClassifierParams):
     """
 
     _model_class = ImageClassificationModel
+    _task_settings = IMAGES
     _auto = "AutoModelForImageClassification"
 
     def _preprocess_of(self, folder: str, params: dict[str, Any]) -> FromFolder:

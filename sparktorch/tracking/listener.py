@@ -102,8 +102,12 @@ class MLflowListener:
         self._log({f"seconds.{name}": value for name, value in summary.seconds.items()}, 0)
         if summary.goodput is not None:
             self._log({"goodput": summary.goodput, "attempts": len(summary.attempts)}, 0)
+        best = {f"best.{name}": value for name, value in summary.best.items()}
+        self._log(best | {f"baseline.{name}": value for name, value in summary.baseline.items()}, 0)
         self._tag(
             {
+                "sparktorch.ended": summary.ended,
+                **({"sparktorch.held_out": summary.heldOut["by"]} if summary.heldOut else {}),
                 "sparktorch.rows": summary.rows,
                 "sparktorch.validation_rows": summary.validationRows,
                 "sparktorch.data_digest": summary.fingerprint,

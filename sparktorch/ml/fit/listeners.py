@@ -209,6 +209,7 @@ class FitReport:
         """Completes the bar, and passes the fitted model to the listeners."""
         if self._bar is not None:
             last, epochs = summary.history[-1], len(summary.history)
+            self._bar.total = summary.totalIterations  # fewer, where the training has ended by itself
             self._move(summary.totalIterations, epochs, epochs, last["loss"], last["rows_per_second"])
         for record in summary.history[self._epochs_told :]:  # all epochs if rank 0 hosts the store
             self.epoch(record)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from sparktorch.base.config import TrainConfig
 from sparktorch.errors import ConfigError
 from sparktorch.ml.scoring import figures, html
+from sparktorch.train.loop.validation import Best
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -56,6 +58,15 @@ class TrainingSummary:
             one; `why` it ended, empty for the last one; `steps` that count, and how many had to be done again
             (`redone`); `training`, the seconds from the first step to the last, times the share of steps that count;
             and `first_step_after` how many seconds.
+        ended: Why the training ended: "patience", with the number of validations without a better one; "all epochs"; or
+            "stopped", by a callback or a search.
+        best: The best validation, whose weights a model trained with patience has: its metrics, `epoch` and, of
+            validations by step, `step`. Empty without validation.
+        settings: The Params that `"auto"` stood for, with all others that it may stand for; empty in a fit without.
+        heldOut: The samples that the fit has held out itself: `samples`, their number, in `unit`, and what they were
+            chosen by. Empty if it has held out none.
+        baseline: What predicting without inputs gives on the validation rows: of a classifier `val_accuracy`, that of
+            the most frequent class; of a `TabularRegressor` `val_loss`, that of the mean. Empty if it is not known.
         labels: Names of a classifier's classes, if they have any; `to_dict` leaves them out.
     """
 
@@ -70,6 +81,11 @@ class TrainingSummary:
     confusionMatrix: list[list[int]] | None = None
     droppedRows: int = 0
     attempts: list[dict[str, Any]] = field(default_factory=list)
+    ended: str = ""
+    best: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    heldOut: dict[str, Any] = field(default_factory=dict)
+    baseline: dict[str, float] = field(default_factory=dict)
     labels: Sequence[str] = ()
 
     @classmethod
@@ -78,27 +94,37 @@ class TrainingSummary:
         results: list[tuple[dict[str, Any], bytes]],
         seconds: dict[str, float],
         attempts: Callable[[int], list[dict[str, Any]]] = lambda steps: [],
+        *,
+        config: TrainConfig,
+        chosen: Mapping[str, Any] | None = None,
     ) -> TrainingSummary:
         """Makes the summary from the results of all ranks and the seconds of the driver's phases.
 
-        `attempts` returns those of a training of so many steps.
+        `attempts` returns those of a training of so many steps; `chosen` are fields that the estimator knows.
         """
         ranks = [meta for meta, _ in results]
         best = next(rank for rank, (_, payload) in enumerate(results) if payload)
         main = ranks[best]
         joined = [main] if "epochs" in main else ranks  # independent ranks have a model each
         history, steps = main.pop("history"), main["steps_per_epoch"]
+        confusion, chosen = main.pop("confusion"), dict(chosen or {})
+        validation_rows = sum(meta["validation_rows"] for meta in joined)
+        if "heldOut" in chosen:  # the estimator may have counted about as many
+            chosen["heldOut"] = {"samples": validation_rows, **chosen["heldOut"]}
         return cls(
             history=history,
+            ended=ending(history, config),
+            best=best_validation(history, config),
+            **{"baseline": majority(confusion), **chosen},
             attempts=attempts(sum(record.get("steps", steps) for record in history)),
             rows=sum(meta["rows"] for meta in joined),
-            validationRows=sum(meta["validation_rows"] for meta in joined),
+            validationRows=validation_rows,
             stepsPerEpoch=main.pop("steps_per_epoch"),
             numWorkers=len(ranks),
             fingerprint=main.pop("fingerprint"),
             seconds=seconds | {f"rank{best}.{name}": value for name, value in main["seconds"].items()},
             ranks=ranks,
-            confusionMatrix=main.pop("confusion"),
+            confusionMatrix=confusion,
             droppedRows=sum(meta["dropped"] for meta in joined),
         )
 
@@ -163,6 +189,7 @@ class TrainingSummary:
         facts["numWorkers"] = self.numWorkers
         if len(self.attempts) > 1:
             facts |= {"attempts": len(self.attempts), "goodput": self.goodput}
+        facts |= {"ended": self.ended} if self.ended else {}
         facts |= {"epochs": len(self.history), **{name: last[name] for name in last if name in _measured(last)}}
         return f"TrainingSummary({', '.join(f'{name}={html.number(value)}' for name, value in facts.items())})"
 
@@ -174,6 +201,14 @@ class TrainingSummary:
             "workers": str(self.numWorkers),
             "epochs": f"{len(self.history)} in {seconds:.1f} s" + (f", of {whole:.1f} s of the fit" if whole else ""),
         }
+        if self.ended:
+            facts["ended"] = self.ended
+        if self.heldOut:
+            facts["held out"] = f"{self.heldOut['samples']:,} {self.heldOut['unit']}, by {self.heldOut['by']}"
+        if self.settings:
+            facts["chosen"] = ", ".join(f"{name} {html.number(value)}" for name, value in self.settings.items())
+        for name, value in self.baseline.items():
+            facts[f"{name} without inputs"] = html.number(value)
         if len(self.attempts) > 1:
             facts["attempts"] = f"{len(self.attempts)}, which trained {self.goodput or 0:.0%} of the time"
         names = dict.fromkeys(name for record in self.history for name in record)
@@ -185,6 +220,37 @@ class TrainingSummary:
     def to_dict(self) -> dict[str, Any]:
         """Returns a JSON-serializable dict; `TrainingSummary(**form)` is the inverse."""
         return {name: value for name, value in asdict(self).items() if name != "labels"}
+
+
+def ending(history: Sequence[Mapping[str, Any]], config: TrainConfig) -> str:
+    """Returns why a training with that history ended."""
+    best = Best(config)
+    for record in history:
+        for validation in record.get("validations") or [record]:
+            if config.judged(validation) is not None:
+                best.offer(validation, dict)
+    if best.out_of_patience:
+        return f"patience: {config.patience} validations without a better {config.best_metric}"
+    return "all epochs" if len(history) >= config.epochs else "stopped by a callback or a search"
+
+
+def best_validation(history: Sequence[Mapping[str, Any]], config: TrainConfig) -> dict[str, Any]:
+    """Returns the metrics of the validation with the best one, its epoch and, of those by step, its step."""
+    best, loss = {}, math.inf
+    for record in history:
+        for validation in record.get("validations") or [record]:
+            judged = config.judged(validation)
+            if judged is not None and judged < loss:
+                metrics = {name: value for name, value in validation.items() if name.startswith("val_")}
+                loss, best = judged, {"epoch": record["epoch"], **metrics}
+                best |= {"step": validation["step"]} if "step" in validation else {}
+    return best
+
+
+def majority(confusion: Sequence[Sequence[int]] | None) -> dict[str, float]:
+    """Returns the accuracy of predicting the most frequent class of a confusion matrix's rows."""
+    counts = [sum(row) for row in confusion or ()]
+    return {"val_accuracy": max(counts) / sum(counts)} if sum(counts) else {}
 
 
 def _measured(names: Iterable[str]) -> list[str]:

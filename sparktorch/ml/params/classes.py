@@ -9,6 +9,7 @@ from sparktorch.ml.params import task_tables as tasks
 from sparktorch.ml.params.declare import ParamSpec
 
 __all__ = [
+    "AUTOMATIC",
     *("CLASSIFICATION_MODEL", "CLASSIFIER", "ESTIMATOR", "FORECASTER", "FORECASTING_MODEL", "GENERIC"),
     *("GENERIC_MODEL", "IMAGE_CLASSIFIER", "IMAGE_MODEL", "MODEL", "RANKER", "RANKING_MODEL", "RECOMMENDER"),
     *("RECOMMENDER_MODEL", "REGRESSION_MODEL", "REGRESSOR", "RUN", "TABULAR_CLASSIFIER", "TABULAR_REGRESSOR"),
@@ -22,6 +23,31 @@ def _loss_of(default: str) -> tuple[ParamSpec, ...]:
 
 def _unlabelled(table: tuple[ParamSpec, ...]) -> tuple[ParamSpec, ...]:
     return tuple(replace(spec, default="", doc="the label column; by default there is none") for spec in table)
+
+
+# The Params that estimators for one task choose by the rows, as long as their value is "auto".
+AUTOMATIC = (
+    *("epochs", "batchSize", "learningRate", "scheduler"),
+    *("earlyStoppingPatience", "validationInterval", "validationUnit"),
+)
+_OR_AUTO = {"int": "int | str", "float": "float | str"}
+
+
+def _automatic(table: tuple[ParamSpec, ...]) -> tuple[ParamSpec, ...]:
+    """Returns a table whose Params of `AUTOMATIC` are "auto" by default, with that of the rows to hold out."""
+    changed = [
+        replace(
+            spec,
+            type=_OR_AUTO.get(spec.type, spec.type),
+            default="auto",
+            doc=f"{spec.doc}; 'auto' chooses by the number of rows",
+        )
+        if spec.name in AUTOMATIC
+        else spec
+        for spec in table
+    ]
+    place = next(place for place, spec in enumerate(changed) if spec.name == "validationIndicatorCol")
+    return (*changed[: place + 1], *tasks.HELD_OUT, *changed[place + 1 :])
 
 
 _BEFORE_LABELS = (*t.MODULE, *t.COLUMNS, *t.INPUTS, *t.LABEL)
@@ -42,10 +68,12 @@ _GROUP = tuple(replace(spec, doc="the column that groups rows, such as a query")
 _RANKING = (
     "'listnet', 'ranknet' or 'lambdarank', or a callable (scores, labels, sizes) -> loss per group, or its import path"
 )
-RANKER = (
-    *(*_BEFORE_LABELS, *_GROUP, *_BEFORE_LOSS),
-    *(replace(spec, doc=_RANKING) if spec.name == "loss" else spec for spec in _loss_of("listnet")),
-    *_AFTER_LOSS,
+RANKER = _automatic(
+    (
+        *(*_BEFORE_LABELS, *_GROUP, *_BEFORE_LOSS),
+        *(replace(spec, doc=_RANKING) if spec.name == "loss" else spec for spec in _loss_of("listnet")),
+        *_AFTER_LOSS,
+    )
 )
 CLASSIFIER = (
     *(*_BEFORE_LABELS, *t.PREDICTION, *t.CLASSIFIED, *t.WEIGHT, *t.ROWS),
@@ -55,26 +83,27 @@ CLASSIFIER = (
 _FROM_FOLDER = tuple(
     spec for spec in CLASSIFIER if spec not in (*t.MODULE, *t.COLUMNS, *t.INPUTS) or spec.name == "nullPolicy"
 )
-TEXT_CLASSIFIER = (*tasks.PRETRAINED, *tasks.TEXT, *_FROM_FOLDER)
-IMAGE_CLASSIFIER = (*tasks.PRETRAINED, *tasks.IMAGE, *_FROM_FOLDER)
+TEXT_CLASSIFIER = _automatic((*tasks.PRETRAINED, *tasks.TEXT, *_FROM_FOLDER))
+IMAGE_CLASSIFIER = _automatic((*tasks.PRETRAINED, *tasks.IMAGE, *_FROM_FOLDER))
 
 
 def _tabular(table: tuple[ParamSpec, ...]) -> tuple[ParamSpec, ...]:
     unused = [spec for spec in (t.COLUMNS[0], *t.INPUTS) if spec.name != "nullPolicy"]
-    return (*tasks.TABLE, *(spec for spec in table if spec not in unused))
+    return _automatic((*tasks.TABLE, *(spec for spec in table if spec not in unused)))
 
 
 TABULAR_CLASSIFIER, TABULAR_REGRESSOR = _tabular(CLASSIFIER), _tabular(REGRESSOR)
 
-_OTHERWISE = {"optimizer": "Adagrad", "learningRate": 0.1}
-RECOMMENDER = (
-    *(*tasks.PAIR, *tasks.RATING, *tasks.FACTORS, *tasks.COLD_START, t.MODULE[1], *t.PREDICTION, *t.ROWS),
-    *(spec for spec in t.INPUTS if spec.name == "nullPolicy"),
-    *(
-        replace(spec, default=_OTHERWISE.get(spec.name, spec.default))
-        for spec in _AFTER_LOSS
-        if spec.name != "trainingStep"
-    ),
+RECOMMENDER = _automatic(
+    (
+        *(*tasks.PAIR, *tasks.RATING, *tasks.FACTORS, *tasks.COLD_START, t.MODULE[1], *t.PREDICTION, *t.ROWS),
+        *(spec for spec in t.INPUTS if spec.name == "nullPolicy"),
+        *(
+            replace(spec, default="Adagrad") if spec.name == "optimizer" else spec
+            for spec in _AFTER_LOSS
+            if spec.name != "trainingStep"
+        ),
+    )
 )
 
 _KEPT = ("nullPolicy", "validationIndicatorCol")
@@ -83,10 +112,18 @@ _OF_SERIES = {
     "orderCol": "the column that orders the rows of a series in even steps: whole numbers, dates or timestamps",
 }
 _SERIES = (*(replace(spec, doc=_OF_SERIES[spec.name]) for spec in t.GROUPS), *tasks.SERIES)
-FORECASTER = (
-    *(*_SERIES, *tasks.WINDOWS),
-    *(*t.MODULE, *t.LABEL, *t.PREDICTION, *t.WEIGHT, *(spec for spec in (*t.INPUTS, *t.ROWS) if spec.name in _KEPT)),
-    *(*_loss_of("L1Loss"), *_AFTER_LOSS),
+FORECASTER = _automatic(
+    (
+        *(*_SERIES, *tasks.WINDOWS),
+        *(
+            *t.MODULE,
+            *t.LABEL,
+            *t.PREDICTION,
+            *t.WEIGHT,
+            *(spec for spec in (*t.INPUTS, *t.ROWS) if spec.name in _KEPT),
+        ),
+        *(*_loss_of("L1Loss"), *_AFTER_LOSS),
+    )
 )
 
 # Of `run`, whose function has a loop of its own.

@@ -64,11 +64,18 @@ class _Explained(Params):
 
 
 def params_class(name: str, table: Sequence[ParamSpec], doc: str, *bases: type[Params]) -> type[Params]:
-    """Makes a mixin that declares the Params of a table, but for those of its bases, with getters and setters."""
+    """Makes a mixin that declares the Params of a table, with getters and setters.
+
+    It leaves out those that its bases declare with the same type.
+    """
     known = {spec for base in bases for spec in dir(base)}
-    own = [spec for spec in table if f"set{spec.accessor}" not in known]
+    types_of = {name: kind for base in bases for name, kind in getattr(base, "_types", {}).items()}
+    own = [
+        spec for spec in table if f"set{spec.accessor}" not in known or types_of.get(spec.name, spec.type) != spec.type
+    ]
     shared = [spec.shared for spec in own if spec.shared is not None]
     members: dict[str, Any] = {"__doc__": doc, "__module__": "sparktorch.ml.params.mixins"}
+    members["_types"] = types_of | {spec.name: spec.type for spec in table}
     for spec in own:
         if spec.shared is None:
             members[spec.name] = Param(Params._dummy(), spec.name, spec.doc, _converter(spec.type))
@@ -187,6 +194,10 @@ def _to_int_or_range(value: Any) -> int | tuple[int, int]:
     return TypeConverters.toInt(value[0]), TypeConverters.toInt(value[1])
 
 
+def _to_float_or_str(value: Any) -> float | str:
+    return value if isinstance(value, str) else TypeConverters.toFloat(value)
+
+
 def _to_int_or_str(value: Any) -> int | str:
     return value if isinstance(value, str) else TypeConverters.toInt(value)
 
@@ -199,6 +210,7 @@ _CONVERTERS: dict[str, Callable[[Any], Any]] = {
     "dict[str, list[int]]": partial(_by_column, TypeConverters.toListInt),
     "dict[str, str]": partial(_by_column, TypeConverters.toString),
     "float": TypeConverters.toFloat,
+    "float | str": _to_float_or_str,
     "int": TypeConverters.toInt,
     "int | str": _to_int_or_str,
     "int | tuple[int, int]": _to_int_or_range,

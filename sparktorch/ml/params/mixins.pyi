@@ -1030,21 +1030,22 @@ class RankerParams(EstimatorParams):
         outputLayers: dict[str, str] | None = None,
         weightCol: str | None = None,
         validationIndicatorCol: str | None = None,
+        validationFraction: float = 0.1,
         idCol: str | None = None,
         loss: str | Callable[..., Any] = "listnet",
         lossParams: dict[str, Any] | None = None,
         trainingStep: str | Callable[..., Any] | None = None,
         optimizer: str | Callable[..., Any] = "AdamW",
         optimizerParams: dict[str, Any] | None = None,
-        learningRate: float = 0.001,
+        learningRate: float | str = "auto",
         parameterGroups: list[dict[str, Any]] | None = None,
         freeze: list[str] | None = None,
-        scheduler: str | Callable[..., Any] | None = None,
+        scheduler: str | Callable[..., Any] = "auto",
         schedulerParams: dict[str, Any] | None = None,
         schedulerInterval: str = "epoch",
         warmupSteps: int | None = None,
         referenceBatchSize: int | None = None,
-        batchSize: int = 256,
+        batchSize: int | str = "auto",
         accumulationSteps: int = 1,
         microBatchSize: int | str | None = None,
         gradientClipNorm: float | None = None,
@@ -1056,12 +1057,12 @@ class RankerParams(EstimatorParams):
         emaDecay: float | None = None,
         nonFiniteLoss: str = "error",
         deterministic: bool = False,
-        epochs: int = 1,
-        validationInterval: int = 1,
-        validationUnit: str = "epoch",
+        epochs: int | str = "auto",
+        validationInterval: int | str = "auto",
+        validationUnit: str = "auto",
         metrics: dict[str, Any] | None = None,
         validationBatchSize: int | None = None,
-        earlyStoppingPatience: int | None = None,
+        earlyStoppingPatience: int | str = "auto",
         earlyStoppingMetric: str = "val_loss",
         earlyStoppingMode: str = "auto",
         earlyStoppingMinDelta: float = 0.0,
@@ -1121,21 +1122,22 @@ class RankerParams(EstimatorParams):
             outputLayers: Further output columns, each with what a layer of the module returns, array<float>: names of layers by column, such as {'embedding': 'layers.1'}.
             weightCol: A column of sample weights (>= 0); without it, all rows weigh the same.
             validationIndicatorCol: A boolean column, true for the rows that validate and do not train.
+            validationFraction: The share of rows that validate and do not train, where epochs is 'auto' or this is set, and validationIndicatorCol is not: by a hash of the row, of a ranker whole groups, of series their last windows; 0 for none, and 50,000 rows at most (>= 0, < 1).
             idCol: A column that identifies a row, used in place of its contents to order the training.
             loss: 'listnet', 'ranknet' or 'lambdarank', or a callable (scores, labels, sizes) -> loss per group, or its import path.
             lossParams: Keyword arguments of the loss class.
             trainingStep: A callable (module, batch) -> loss, or (loss, metrics), or its import path, in place of loss.
             optimizer: A class in torch.optim by name, an import path, or a factory (parameters, lr, **params).
             optimizerParams: Keyword arguments of the optimizer besides the learning rate.
-            learningRate: Learning rate (> 0).
+            learningRate: Learning rate (> 0); 'auto' chooses by the number of rows.
             parameterGroups: Optimizer settings of some parameters: dicts with 'params', glob patterns of names, and what differs for them, such as lr or weight_decay; the first that matches a name holds.
             freeze: Glob patterns of the names of parameters that are not trained; '!pattern' takes some out again.
-            scheduler: A class in torch.optim.lr_scheduler by name, an import path, or a factory (optimizer, **params).
+            scheduler: A class in torch.optim.lr_scheduler by name, an import path, or a factory (optimizer, **params); 'auto' chooses by the number of rows.
             schedulerParams: Keyword arguments of the scheduler; T_max and total_steps are known without them.
             schedulerInterval: Whether the scheduler steps after each 'step' or each 'epoch'.
             warmupSteps: Steps over which the learning rate rises linearly to what the scheduler says (>= 0).
             referenceBatchSize: The batch size that learningRate was chosen for: scales it to batchSize, with a warm-up (> 0).
-            batchSize: Rows of one optimizer step over all workers together (> 0).
+            batchSize: Rows of one optimizer step over all workers together (> 0); 'auto' chooses by the number of rows.
             accumulationSteps: Parts into which a worker splits its rows of a step, their gradients added up (> 0).
             microBatchSize: The most rows a worker takes through the module at a time, in place of accumulationSteps (> 0); 'auto' finds how many the devices of all workers have memory for.
             gradientClipNorm: Largest norm of the whole gradient; a larger one is scaled down (> 0).
@@ -1147,12 +1149,12 @@ class RankerParams(EstimatorParams):
             emaDecay: Decay of an exponential moving average of the weights, which validation and the model then use (> 0, < 1).
             nonFiniteLoss: What happens at a loss that is NaN or infinite: 'error', or 'skip' the step.
             deterministic: Whether two runs on the same machines give the same bits; operations that cannot are errors.
-            epochs: Passes over the training rows (> 0).
-            validationInterval: Epochs or steps from one validation to the next; the last is always validated (> 0).
-            validationUnit: What validationInterval counts: 'epoch' or 'step'.
+            epochs: Passes over the training rows (> 0); 'auto' chooses by the number of rows.
+            validationInterval: Epochs or steps from one validation to the next; the last is always validated (> 0); 'auto' chooses by the number of rows.
+            validationUnit: What validationInterval counts: 'epoch' or 'step'; 'auto' chooses by the number of rows.
             metrics: Further validation metrics by name: the name of a class in torchmetrics, {'name': ..., and its parameters}, a factory or an instance.
             validationBatchSize: Validation rows that a worker takes through the module at a time; without it, as many as training takes, and 4096 at most (> 0).
-            earlyStoppingPatience: Validations in a row without a better one after which training ends; the model has the weights of the best (> 0).
+            earlyStoppingPatience: Validations in a row without a better one after which training ends; the model has the weights of the best (> 0); 'auto' chooses by the number of rows.
             earlyStoppingMetric: The metric of a validation by which it is better than another.
             earlyStoppingMode: Whether the best value of that metric is the smallest, 'min', or the largest, 'max'; 'auto' goes by its name, such as val_mae or val_f1, and refuses a name that does not say.
             earlyStoppingMinDelta: A validation is better only if by more than this (>= 0).
@@ -1194,6 +1196,30 @@ class RankerParams(EstimatorParams):
     def getGroupCol(self) -> str: ...
     def setGroupCol(self, value: str) -> Self:
         """Sets the value of `groupCol`: the column that groups rows, such as a query."""
+    validationFraction: Param[float]
+    def getValidationFraction(self) -> float: ...
+    def setValidationFraction(self, value: float) -> Self:
+        """Sets the value of `validationFraction`: the share of rows that validate and do not train, where epochs is 'auto' or this is set, and validationIndicatorCol is not: by a hash of the row, of a ranker whole groups, of series their last windows; 0 for none, and 50,000 rows at most (>= 0, < 1)."""
+    learningRate: Param[float | str]  # type: ignore[assignment]
+    def getLearningRate(self) -> float | str: ...  # type: ignore[override]
+    def setLearningRate(self, value: float | str) -> Self:
+        """Sets the value of `learningRate`: learning rate (> 0); 'auto' chooses by the number of rows."""
+    batchSize: Param[int | str]  # type: ignore[assignment]
+    def getBatchSize(self) -> int | str: ...  # type: ignore[override]
+    def setBatchSize(self, value: int | str) -> Self:
+        """Sets the value of `batchSize`: rows of one optimizer step over all workers together (> 0); 'auto' chooses by the number of rows."""
+    epochs: Param[int | str]  # type: ignore[assignment]
+    def getEpochs(self) -> int | str: ...  # type: ignore[override]
+    def setEpochs(self, value: int | str) -> Self:
+        """Sets the value of `epochs`: passes over the training rows (> 0); 'auto' chooses by the number of rows."""
+    validationInterval: Param[int | str]  # type: ignore[assignment]
+    def getValidationInterval(self) -> int | str: ...  # type: ignore[override]
+    def setValidationInterval(self, value: int | str) -> Self:
+        """Sets the value of `validationInterval`: epochs or steps from one validation to the next; the last is always validated (> 0); 'auto' chooses by the number of rows."""
+    earlyStoppingPatience: Param[int | str]  # type: ignore[assignment]
+    def getEarlyStoppingPatience(self) -> int | str: ...  # type: ignore[override]
+    def setEarlyStoppingPatience(self, value: int | str) -> Self:
+        """Sets the value of `earlyStoppingPatience`: validations in a row without a better one after which training ends; the model has the weights of the best (> 0); 'auto' chooses by the number of rows."""
 
 class RankingModelParams(RegressionModelParams):
     """The Params of `RankingModel`."""
@@ -1223,6 +1249,7 @@ class TextClassifierParams(ClassifierParams):
         thresholds: list[float] | None = None,
         weightCol: str | None = None,
         validationIndicatorCol: str | None = None,
+        validationFraction: float = 0.1,
         idCol: str | None = None,
         loss: str | Callable[..., Any] = "CrossEntropyLoss",
         lossParams: dict[str, Any] | None = None,
@@ -1230,15 +1257,15 @@ class TextClassifierParams(ClassifierParams):
         trainingStep: str | Callable[..., Any] | None = None,
         optimizer: str | Callable[..., Any] = "AdamW",
         optimizerParams: dict[str, Any] | None = None,
-        learningRate: float = 0.001,
+        learningRate: float | str = "auto",
         parameterGroups: list[dict[str, Any]] | None = None,
         freeze: list[str] | None = None,
-        scheduler: str | Callable[..., Any] | None = None,
+        scheduler: str | Callable[..., Any] = "auto",
         schedulerParams: dict[str, Any] | None = None,
         schedulerInterval: str = "epoch",
         warmupSteps: int | None = None,
         referenceBatchSize: int | None = None,
-        batchSize: int = 256,
+        batchSize: int | str = "auto",
         accumulationSteps: int = 1,
         microBatchSize: int | str | None = None,
         gradientClipNorm: float | None = None,
@@ -1250,12 +1277,12 @@ class TextClassifierParams(ClassifierParams):
         emaDecay: float | None = None,
         nonFiniteLoss: str = "error",
         deterministic: bool = False,
-        epochs: int = 1,
-        validationInterval: int = 1,
-        validationUnit: str = "epoch",
+        epochs: int | str = "auto",
+        validationInterval: int | str = "auto",
+        validationUnit: str = "auto",
         metrics: dict[str, Any] | None = None,
         validationBatchSize: int | None = None,
-        earlyStoppingPatience: int | None = None,
+        earlyStoppingPatience: int | str = "auto",
         earlyStoppingMetric: str = "val_loss",
         earlyStoppingMode: str = "auto",
         earlyStoppingMinDelta: float = 0.0,
@@ -1309,6 +1336,7 @@ class TextClassifierParams(ClassifierParams):
             thresholds: One threshold per class: the class with the largest probability / threshold is predicted.
             weightCol: A column of sample weights (>= 0); without it, all rows weigh the same.
             validationIndicatorCol: A boolean column, true for the rows that validate and do not train.
+            validationFraction: The share of rows that validate and do not train, where epochs is 'auto' or this is set, and validationIndicatorCol is not: by a hash of the row, of a ranker whole groups, of series their last windows; 0 for none, and 50,000 rows at most (>= 0, < 1).
             idCol: A column that identifies a row, used in place of its contents to order the training.
             loss: A class in torch.nn by name, an import path, or a callable (output, label) -> loss per row; models of Hugging Face's have one of their own, where it is not set.
             lossParams: Keyword arguments of the loss class.
@@ -1316,15 +1344,15 @@ class TextClassifierParams(ClassifierParams):
             trainingStep: A callable (module, batch) -> loss, or (loss, metrics), or its import path, in place of loss.
             optimizer: A class in torch.optim by name, an import path, or a factory (parameters, lr, **params).
             optimizerParams: Keyword arguments of the optimizer besides the learning rate.
-            learningRate: Learning rate (> 0).
+            learningRate: Learning rate (> 0); 'auto' chooses by the number of rows.
             parameterGroups: Optimizer settings of some parameters: dicts with 'params', glob patterns of names, and what differs for them, such as lr or weight_decay; the first that matches a name holds.
             freeze: Glob patterns of the names of parameters that are not trained; '!pattern' takes some out again.
-            scheduler: A class in torch.optim.lr_scheduler by name, an import path, or a factory (optimizer, **params).
+            scheduler: A class in torch.optim.lr_scheduler by name, an import path, or a factory (optimizer, **params); 'auto' chooses by the number of rows.
             schedulerParams: Keyword arguments of the scheduler; T_max and total_steps are known without them.
             schedulerInterval: Whether the scheduler steps after each 'step' or each 'epoch'.
             warmupSteps: Steps over which the learning rate rises linearly to what the scheduler says (>= 0).
             referenceBatchSize: The batch size that learningRate was chosen for: scales it to batchSize, with a warm-up (> 0).
-            batchSize: Rows of one optimizer step over all workers together (> 0).
+            batchSize: Rows of one optimizer step over all workers together (> 0); 'auto' chooses by the number of rows.
             accumulationSteps: Parts into which a worker splits its rows of a step, their gradients added up (> 0).
             microBatchSize: The most rows a worker takes through the module at a time, in place of accumulationSteps (> 0); 'auto' finds how many the devices of all workers have memory for.
             gradientClipNorm: Largest norm of the whole gradient; a larger one is scaled down (> 0).
@@ -1336,12 +1364,12 @@ class TextClassifierParams(ClassifierParams):
             emaDecay: Decay of an exponential moving average of the weights, which validation and the model then use (> 0, < 1).
             nonFiniteLoss: What happens at a loss that is NaN or infinite: 'error', or 'skip' the step.
             deterministic: Whether two runs on the same machines give the same bits; operations that cannot are errors.
-            epochs: Passes over the training rows (> 0).
-            validationInterval: Epochs or steps from one validation to the next; the last is always validated (> 0).
-            validationUnit: What validationInterval counts: 'epoch' or 'step'.
+            epochs: Passes over the training rows (> 0); 'auto' chooses by the number of rows.
+            validationInterval: Epochs or steps from one validation to the next; the last is always validated (> 0); 'auto' chooses by the number of rows.
+            validationUnit: What validationInterval counts: 'epoch' or 'step'; 'auto' chooses by the number of rows.
             metrics: Further validation metrics by name: the name of a class in torchmetrics, {'name': ..., and its parameters}, a factory or an instance.
             validationBatchSize: Validation rows that a worker takes through the module at a time; without it, as many as training takes, and 4096 at most (> 0).
-            earlyStoppingPatience: Validations in a row without a better one after which training ends; the model has the weights of the best (> 0).
+            earlyStoppingPatience: Validations in a row without a better one after which training ends; the model has the weights of the best (> 0); 'auto' chooses by the number of rows.
             earlyStoppingMetric: The metric of a validation by which it is better than another.
             earlyStoppingMode: Whether the best value of that metric is the smallest, 'min', or the largest, 'max'; 'auto' goes by its name, such as val_mae or val_f1, and refuses a name that does not say.
             earlyStoppingMinDelta: A validation is better only if by more than this (>= 0).
@@ -1395,6 +1423,30 @@ class TextClassifierParams(ClassifierParams):
     def getMaxLength(self) -> int: ...
     def setMaxLength(self, value: int) -> Self:
         """Sets the value of `maxLength`: the number of tokens after which a row is cut off (> 0); of a model that takes fewer, the default is that number, and a larger value is refused."""
+    validationFraction: Param[float]
+    def getValidationFraction(self) -> float: ...
+    def setValidationFraction(self, value: float) -> Self:
+        """Sets the value of `validationFraction`: the share of rows that validate and do not train, where epochs is 'auto' or this is set, and validationIndicatorCol is not: by a hash of the row, of a ranker whole groups, of series their last windows; 0 for none, and 50,000 rows at most (>= 0, < 1)."""
+    learningRate: Param[float | str]  # type: ignore[assignment]
+    def getLearningRate(self) -> float | str: ...  # type: ignore[override]
+    def setLearningRate(self, value: float | str) -> Self:
+        """Sets the value of `learningRate`: learning rate (> 0); 'auto' chooses by the number of rows."""
+    batchSize: Param[int | str]  # type: ignore[assignment]
+    def getBatchSize(self) -> int | str: ...  # type: ignore[override]
+    def setBatchSize(self, value: int | str) -> Self:
+        """Sets the value of `batchSize`: rows of one optimizer step over all workers together (> 0); 'auto' chooses by the number of rows."""
+    epochs: Param[int | str]  # type: ignore[assignment]
+    def getEpochs(self) -> int | str: ...  # type: ignore[override]
+    def setEpochs(self, value: int | str) -> Self:
+        """Sets the value of `epochs`: passes over the training rows (> 0); 'auto' chooses by the number of rows."""
+    validationInterval: Param[int | str]  # type: ignore[assignment]
+    def getValidationInterval(self) -> int | str: ...  # type: ignore[override]
+    def setValidationInterval(self, value: int | str) -> Self:
+        """Sets the value of `validationInterval`: epochs or steps from one validation to the next; the last is always validated (> 0); 'auto' chooses by the number of rows."""
+    earlyStoppingPatience: Param[int | str]  # type: ignore[assignment]
+    def getEarlyStoppingPatience(self) -> int | str: ...  # type: ignore[override]
+    def setEarlyStoppingPatience(self, value: int | str) -> Self:
+        """Sets the value of `earlyStoppingPatience`: validations in a row without a better one after which training ends; the model has the weights of the best (> 0); 'auto' chooses by the number of rows."""
 
 class ImageClassifierParams(ClassifierParams):
     """The Params of `ImageClassifier`."""
@@ -1414,6 +1466,7 @@ class ImageClassifierParams(ClassifierParams):
         thresholds: list[float] | None = None,
         weightCol: str | None = None,
         validationIndicatorCol: str | None = None,
+        validationFraction: float = 0.1,
         idCol: str | None = None,
         loss: str | Callable[..., Any] = "CrossEntropyLoss",
         lossParams: dict[str, Any] | None = None,
@@ -1421,15 +1474,15 @@ class ImageClassifierParams(ClassifierParams):
         trainingStep: str | Callable[..., Any] | None = None,
         optimizer: str | Callable[..., Any] = "AdamW",
         optimizerParams: dict[str, Any] | None = None,
-        learningRate: float = 0.001,
+        learningRate: float | str = "auto",
         parameterGroups: list[dict[str, Any]] | None = None,
         freeze: list[str] | None = None,
-        scheduler: str | Callable[..., Any] | None = None,
+        scheduler: str | Callable[..., Any] = "auto",
         schedulerParams: dict[str, Any] | None = None,
         schedulerInterval: str = "epoch",
         warmupSteps: int | None = None,
         referenceBatchSize: int | None = None,
-        batchSize: int = 256,
+        batchSize: int | str = "auto",
         accumulationSteps: int = 1,
         microBatchSize: int | str | None = None,
         gradientClipNorm: float | None = None,
@@ -1441,12 +1494,12 @@ class ImageClassifierParams(ClassifierParams):
         emaDecay: float | None = None,
         nonFiniteLoss: str = "error",
         deterministic: bool = False,
-        epochs: int = 1,
-        validationInterval: int = 1,
-        validationUnit: str = "epoch",
+        epochs: int | str = "auto",
+        validationInterval: int | str = "auto",
+        validationUnit: str = "auto",
         metrics: dict[str, Any] | None = None,
         validationBatchSize: int | None = None,
-        earlyStoppingPatience: int | None = None,
+        earlyStoppingPatience: int | str = "auto",
         earlyStoppingMetric: str = "val_loss",
         earlyStoppingMode: str = "auto",
         earlyStoppingMinDelta: float = 0.0,
@@ -1499,6 +1552,7 @@ class ImageClassifierParams(ClassifierParams):
             thresholds: One threshold per class: the class with the largest probability / threshold is predicted.
             weightCol: A column of sample weights (>= 0); without it, all rows weigh the same.
             validationIndicatorCol: A boolean column, true for the rows that validate and do not train.
+            validationFraction: The share of rows that validate and do not train, where epochs is 'auto' or this is set, and validationIndicatorCol is not: by a hash of the row, of a ranker whole groups, of series their last windows; 0 for none, and 50,000 rows at most (>= 0, < 1).
             idCol: A column that identifies a row, used in place of its contents to order the training.
             loss: A class in torch.nn by name, an import path, or a callable (output, label) -> loss per row; models of Hugging Face's have one of their own, where it is not set.
             lossParams: Keyword arguments of the loss class.
@@ -1506,15 +1560,15 @@ class ImageClassifierParams(ClassifierParams):
             trainingStep: A callable (module, batch) -> loss, or (loss, metrics), or its import path, in place of loss.
             optimizer: A class in torch.optim by name, an import path, or a factory (parameters, lr, **params).
             optimizerParams: Keyword arguments of the optimizer besides the learning rate.
-            learningRate: Learning rate (> 0).
+            learningRate: Learning rate (> 0); 'auto' chooses by the number of rows.
             parameterGroups: Optimizer settings of some parameters: dicts with 'params', glob patterns of names, and what differs for them, such as lr or weight_decay; the first that matches a name holds.
             freeze: Glob patterns of the names of parameters that are not trained; '!pattern' takes some out again.
-            scheduler: A class in torch.optim.lr_scheduler by name, an import path, or a factory (optimizer, **params).
+            scheduler: A class in torch.optim.lr_scheduler by name, an import path, or a factory (optimizer, **params); 'auto' chooses by the number of rows.
             schedulerParams: Keyword arguments of the scheduler; T_max and total_steps are known without them.
             schedulerInterval: Whether the scheduler steps after each 'step' or each 'epoch'.
             warmupSteps: Steps over which the learning rate rises linearly to what the scheduler says (>= 0).
             referenceBatchSize: The batch size that learningRate was chosen for: scales it to batchSize, with a warm-up (> 0).
-            batchSize: Rows of one optimizer step over all workers together (> 0).
+            batchSize: Rows of one optimizer step over all workers together (> 0); 'auto' chooses by the number of rows.
             accumulationSteps: Parts into which a worker splits its rows of a step, their gradients added up (> 0).
             microBatchSize: The most rows a worker takes through the module at a time, in place of accumulationSteps (> 0); 'auto' finds how many the devices of all workers have memory for.
             gradientClipNorm: Largest norm of the whole gradient; a larger one is scaled down (> 0).
@@ -1526,12 +1580,12 @@ class ImageClassifierParams(ClassifierParams):
             emaDecay: Decay of an exponential moving average of the weights, which validation and the model then use (> 0, < 1).
             nonFiniteLoss: What happens at a loss that is NaN or infinite: 'error', or 'skip' the step.
             deterministic: Whether two runs on the same machines give the same bits; operations that cannot are errors.
-            epochs: Passes over the training rows (> 0).
-            validationInterval: Epochs or steps from one validation to the next; the last is always validated (> 0).
-            validationUnit: What validationInterval counts: 'epoch' or 'step'.
+            epochs: Passes over the training rows (> 0); 'auto' chooses by the number of rows.
+            validationInterval: Epochs or steps from one validation to the next; the last is always validated (> 0); 'auto' chooses by the number of rows.
+            validationUnit: What validationInterval counts: 'epoch' or 'step'; 'auto' chooses by the number of rows.
             metrics: Further validation metrics by name: the name of a class in torchmetrics, {'name': ..., and its parameters}, a factory or an instance.
             validationBatchSize: Validation rows that a worker takes through the module at a time; without it, as many as training takes, and 4096 at most (> 0).
-            earlyStoppingPatience: Validations in a row without a better one after which training ends; the model has the weights of the best (> 0).
+            earlyStoppingPatience: Validations in a row without a better one after which training ends; the model has the weights of the best (> 0); 'auto' chooses by the number of rows.
             earlyStoppingMetric: The metric of a validation by which it is better than another.
             earlyStoppingMode: Whether the best value of that metric is the smallest, 'min', or the largest, 'max'; 'auto' goes by its name, such as val_mae or val_f1, and refuses a name that does not say.
             earlyStoppingMinDelta: A validation is better only if by more than this (>= 0).
@@ -1581,6 +1635,30 @@ class ImageClassifierParams(ClassifierParams):
     def getImageCol(self) -> str: ...
     def setImageCol(self, value: str) -> Self:
         """Sets the value of `imageCol`: the binary column of image files, such as JPEG and PNG."""
+    validationFraction: Param[float]
+    def getValidationFraction(self) -> float: ...
+    def setValidationFraction(self, value: float) -> Self:
+        """Sets the value of `validationFraction`: the share of rows that validate and do not train, where epochs is 'auto' or this is set, and validationIndicatorCol is not: by a hash of the row, of a ranker whole groups, of series their last windows; 0 for none, and 50,000 rows at most (>= 0, < 1)."""
+    learningRate: Param[float | str]  # type: ignore[assignment]
+    def getLearningRate(self) -> float | str: ...  # type: ignore[override]
+    def setLearningRate(self, value: float | str) -> Self:
+        """Sets the value of `learningRate`: learning rate (> 0); 'auto' chooses by the number of rows."""
+    batchSize: Param[int | str]  # type: ignore[assignment]
+    def getBatchSize(self) -> int | str: ...  # type: ignore[override]
+    def setBatchSize(self, value: int | str) -> Self:
+        """Sets the value of `batchSize`: rows of one optimizer step over all workers together (> 0); 'auto' chooses by the number of rows."""
+    epochs: Param[int | str]  # type: ignore[assignment]
+    def getEpochs(self) -> int | str: ...  # type: ignore[override]
+    def setEpochs(self, value: int | str) -> Self:
+        """Sets the value of `epochs`: passes over the training rows (> 0); 'auto' chooses by the number of rows."""
+    validationInterval: Param[int | str]  # type: ignore[assignment]
+    def getValidationInterval(self) -> int | str: ...  # type: ignore[override]
+    def setValidationInterval(self, value: int | str) -> Self:
+        """Sets the value of `validationInterval`: epochs or steps from one validation to the next; the last is always validated (> 0); 'auto' chooses by the number of rows."""
+    earlyStoppingPatience: Param[int | str]  # type: ignore[assignment]
+    def getEarlyStoppingPatience(self) -> int | str: ...  # type: ignore[override]
+    def setEarlyStoppingPatience(self, value: int | str) -> Self:
+        """Sets the value of `earlyStoppingPatience`: validations in a row without a better one after which training ends; the model has the weights of the best (> 0); 'auto' chooses by the number of rows."""
 
 class TextClassificationModelParams(ClassificationModelParams):
     """The Params of `TextClassificationModel`."""
@@ -1631,6 +1709,7 @@ class TabularClassifierParams(ClassifierParams):
         thresholds: list[float] | None = None,
         weightCol: str | None = None,
         validationIndicatorCol: str | None = None,
+        validationFraction: float = 0.1,
         idCol: str | None = None,
         loss: str | Callable[..., Any] = "CrossEntropyLoss",
         lossParams: dict[str, Any] | None = None,
@@ -1638,15 +1717,15 @@ class TabularClassifierParams(ClassifierParams):
         trainingStep: str | Callable[..., Any] | None = None,
         optimizer: str | Callable[..., Any] = "AdamW",
         optimizerParams: dict[str, Any] | None = None,
-        learningRate: float = 0.001,
+        learningRate: float | str = "auto",
         parameterGroups: list[dict[str, Any]] | None = None,
         freeze: list[str] | None = None,
-        scheduler: str | Callable[..., Any] | None = None,
+        scheduler: str | Callable[..., Any] = "auto",
         schedulerParams: dict[str, Any] | None = None,
         schedulerInterval: str = "epoch",
         warmupSteps: int | None = None,
         referenceBatchSize: int | None = None,
-        batchSize: int = 256,
+        batchSize: int | str = "auto",
         accumulationSteps: int = 1,
         microBatchSize: int | str | None = None,
         gradientClipNorm: float | None = None,
@@ -1658,12 +1737,12 @@ class TabularClassifierParams(ClassifierParams):
         emaDecay: float | None = None,
         nonFiniteLoss: str = "error",
         deterministic: bool = False,
-        epochs: int = 1,
-        validationInterval: int = 1,
-        validationUnit: str = "epoch",
+        epochs: int | str = "auto",
+        validationInterval: int | str = "auto",
+        validationUnit: str = "auto",
         metrics: dict[str, Any] | None = None,
         validationBatchSize: int | None = None,
-        earlyStoppingPatience: int | None = None,
+        earlyStoppingPatience: int | str = "auto",
         earlyStoppingMetric: str = "val_loss",
         earlyStoppingMode: str = "auto",
         earlyStoppingMinDelta: float = 0.0,
@@ -1721,6 +1800,7 @@ class TabularClassifierParams(ClassifierParams):
             thresholds: One threshold per class: the class with the largest probability / threshold is predicted.
             weightCol: A column of sample weights (>= 0); without it, all rows weigh the same.
             validationIndicatorCol: A boolean column, true for the rows that validate and do not train.
+            validationFraction: The share of rows that validate and do not train, where epochs is 'auto' or this is set, and validationIndicatorCol is not: by a hash of the row, of a ranker whole groups, of series their last windows; 0 for none, and 50,000 rows at most (>= 0, < 1).
             idCol: A column that identifies a row, used in place of its contents to order the training.
             loss: A class in torch.nn by name, an import path, or a callable (output, label) -> loss per row; models of Hugging Face's have one of their own, where it is not set.
             lossParams: Keyword arguments of the loss class.
@@ -1728,15 +1808,15 @@ class TabularClassifierParams(ClassifierParams):
             trainingStep: A callable (module, batch) -> loss, or (loss, metrics), or its import path, in place of loss.
             optimizer: A class in torch.optim by name, an import path, or a factory (parameters, lr, **params).
             optimizerParams: Keyword arguments of the optimizer besides the learning rate.
-            learningRate: Learning rate (> 0).
+            learningRate: Learning rate (> 0); 'auto' chooses by the number of rows.
             parameterGroups: Optimizer settings of some parameters: dicts with 'params', glob patterns of names, and what differs for them, such as lr or weight_decay; the first that matches a name holds.
             freeze: Glob patterns of the names of parameters that are not trained; '!pattern' takes some out again.
-            scheduler: A class in torch.optim.lr_scheduler by name, an import path, or a factory (optimizer, **params).
+            scheduler: A class in torch.optim.lr_scheduler by name, an import path, or a factory (optimizer, **params); 'auto' chooses by the number of rows.
             schedulerParams: Keyword arguments of the scheduler; T_max and total_steps are known without them.
             schedulerInterval: Whether the scheduler steps after each 'step' or each 'epoch'.
             warmupSteps: Steps over which the learning rate rises linearly to what the scheduler says (>= 0).
             referenceBatchSize: The batch size that learningRate was chosen for: scales it to batchSize, with a warm-up (> 0).
-            batchSize: Rows of one optimizer step over all workers together (> 0).
+            batchSize: Rows of one optimizer step over all workers together (> 0); 'auto' chooses by the number of rows.
             accumulationSteps: Parts into which a worker splits its rows of a step, their gradients added up (> 0).
             microBatchSize: The most rows a worker takes through the module at a time, in place of accumulationSteps (> 0); 'auto' finds how many the devices of all workers have memory for.
             gradientClipNorm: Largest norm of the whole gradient; a larger one is scaled down (> 0).
@@ -1748,12 +1828,12 @@ class TabularClassifierParams(ClassifierParams):
             emaDecay: Decay of an exponential moving average of the weights, which validation and the model then use (> 0, < 1).
             nonFiniteLoss: What happens at a loss that is NaN or infinite: 'error', or 'skip' the step.
             deterministic: Whether two runs on the same machines give the same bits; operations that cannot are errors.
-            epochs: Passes over the training rows (> 0).
-            validationInterval: Epochs or steps from one validation to the next; the last is always validated (> 0).
-            validationUnit: What validationInterval counts: 'epoch' or 'step'.
+            epochs: Passes over the training rows (> 0); 'auto' chooses by the number of rows.
+            validationInterval: Epochs or steps from one validation to the next; the last is always validated (> 0); 'auto' chooses by the number of rows.
+            validationUnit: What validationInterval counts: 'epoch' or 'step'; 'auto' chooses by the number of rows.
             metrics: Further validation metrics by name: the name of a class in torchmetrics, {'name': ..., and its parameters}, a factory or an instance.
             validationBatchSize: Validation rows that a worker takes through the module at a time; without it, as many as training takes, and 4096 at most (> 0).
-            earlyStoppingPatience: Validations in a row without a better one after which training ends; the model has the weights of the best (> 0).
+            earlyStoppingPatience: Validations in a row without a better one after which training ends; the model has the weights of the best (> 0); 'auto' chooses by the number of rows.
             earlyStoppingMetric: The metric of a validation by which it is better than another.
             earlyStoppingMode: Whether the best value of that metric is the smallest, 'min', or the largest, 'max'; 'auto' goes by its name, such as val_mae or val_f1, and refuses a name that does not say.
             earlyStoppingMinDelta: A validation is better only if by more than this (>= 0).
@@ -1811,6 +1891,30 @@ class TabularClassifierParams(ClassifierParams):
     def getMaxIntegerCategories(self) -> int: ...
     def setMaxIntegerCategories(self, value: int) -> Self:
         """Sets the value of `maxIntegerCategories`: columns of integers are categories, too, if the range of their values has at most so many of them, and neither categoricalCols nor numericCols is set; 0 for none."""
+    validationFraction: Param[float]
+    def getValidationFraction(self) -> float: ...
+    def setValidationFraction(self, value: float) -> Self:
+        """Sets the value of `validationFraction`: the share of rows that validate and do not train, where epochs is 'auto' or this is set, and validationIndicatorCol is not: by a hash of the row, of a ranker whole groups, of series their last windows; 0 for none, and 50,000 rows at most (>= 0, < 1)."""
+    learningRate: Param[float | str]  # type: ignore[assignment]
+    def getLearningRate(self) -> float | str: ...  # type: ignore[override]
+    def setLearningRate(self, value: float | str) -> Self:
+        """Sets the value of `learningRate`: learning rate (> 0); 'auto' chooses by the number of rows."""
+    batchSize: Param[int | str]  # type: ignore[assignment]
+    def getBatchSize(self) -> int | str: ...  # type: ignore[override]
+    def setBatchSize(self, value: int | str) -> Self:
+        """Sets the value of `batchSize`: rows of one optimizer step over all workers together (> 0); 'auto' chooses by the number of rows."""
+    epochs: Param[int | str]  # type: ignore[assignment]
+    def getEpochs(self) -> int | str: ...  # type: ignore[override]
+    def setEpochs(self, value: int | str) -> Self:
+        """Sets the value of `epochs`: passes over the training rows (> 0); 'auto' chooses by the number of rows."""
+    validationInterval: Param[int | str]  # type: ignore[assignment]
+    def getValidationInterval(self) -> int | str: ...  # type: ignore[override]
+    def setValidationInterval(self, value: int | str) -> Self:
+        """Sets the value of `validationInterval`: epochs or steps from one validation to the next; the last is always validated (> 0); 'auto' chooses by the number of rows."""
+    earlyStoppingPatience: Param[int | str]  # type: ignore[assignment]
+    def getEarlyStoppingPatience(self) -> int | str: ...  # type: ignore[override]
+    def setEarlyStoppingPatience(self, value: int | str) -> Self:
+        """Sets the value of `earlyStoppingPatience`: validations in a row without a better one after which training ends; the model has the weights of the best (> 0); 'auto' chooses by the number of rows."""
 
 class TabularRegressorParams(RegressorParams):
     """The Params of `TabularRegressor`."""
@@ -1833,21 +1937,22 @@ class TabularRegressorParams(RegressorParams):
         outputLayers: dict[str, str] | None = None,
         weightCol: str | None = None,
         validationIndicatorCol: str | None = None,
+        validationFraction: float = 0.1,
         idCol: str | None = None,
         loss: str | Callable[..., Any] = "MSELoss",
         lossParams: dict[str, Any] | None = None,
         trainingStep: str | Callable[..., Any] | None = None,
         optimizer: str | Callable[..., Any] = "AdamW",
         optimizerParams: dict[str, Any] | None = None,
-        learningRate: float = 0.001,
+        learningRate: float | str = "auto",
         parameterGroups: list[dict[str, Any]] | None = None,
         freeze: list[str] | None = None,
-        scheduler: str | Callable[..., Any] | None = None,
+        scheduler: str | Callable[..., Any] = "auto",
         schedulerParams: dict[str, Any] | None = None,
         schedulerInterval: str = "epoch",
         warmupSteps: int | None = None,
         referenceBatchSize: int | None = None,
-        batchSize: int = 256,
+        batchSize: int | str = "auto",
         accumulationSteps: int = 1,
         microBatchSize: int | str | None = None,
         gradientClipNorm: float | None = None,
@@ -1859,12 +1964,12 @@ class TabularRegressorParams(RegressorParams):
         emaDecay: float | None = None,
         nonFiniteLoss: str = "error",
         deterministic: bool = False,
-        epochs: int = 1,
-        validationInterval: int = 1,
-        validationUnit: str = "epoch",
+        epochs: int | str = "auto",
+        validationInterval: int | str = "auto",
+        validationUnit: str = "auto",
         metrics: dict[str, Any] | None = None,
         validationBatchSize: int | None = None,
-        earlyStoppingPatience: int | None = None,
+        earlyStoppingPatience: int | str = "auto",
         earlyStoppingMetric: str = "val_loss",
         earlyStoppingMode: str = "auto",
         earlyStoppingMinDelta: float = 0.0,
@@ -1920,21 +2025,22 @@ class TabularRegressorParams(RegressorParams):
             outputLayers: Further output columns, each with what a layer of the module returns, array<float>: names of layers by column, such as {'embedding': 'layers.1'}.
             weightCol: A column of sample weights (>= 0); without it, all rows weigh the same.
             validationIndicatorCol: A boolean column, true for the rows that validate and do not train.
+            validationFraction: The share of rows that validate and do not train, where epochs is 'auto' or this is set, and validationIndicatorCol is not: by a hash of the row, of a ranker whole groups, of series their last windows; 0 for none, and 50,000 rows at most (>= 0, < 1).
             idCol: A column that identifies a row, used in place of its contents to order the training.
             loss: A class in torch.nn by name, an import path, or a callable (output, label) -> loss per row; models of Hugging Face's have one of their own, where it is not set.
             lossParams: Keyword arguments of the loss class.
             trainingStep: A callable (module, batch) -> loss, or (loss, metrics), or its import path, in place of loss.
             optimizer: A class in torch.optim by name, an import path, or a factory (parameters, lr, **params).
             optimizerParams: Keyword arguments of the optimizer besides the learning rate.
-            learningRate: Learning rate (> 0).
+            learningRate: Learning rate (> 0); 'auto' chooses by the number of rows.
             parameterGroups: Optimizer settings of some parameters: dicts with 'params', glob patterns of names, and what differs for them, such as lr or weight_decay; the first that matches a name holds.
             freeze: Glob patterns of the names of parameters that are not trained; '!pattern' takes some out again.
-            scheduler: A class in torch.optim.lr_scheduler by name, an import path, or a factory (optimizer, **params).
+            scheduler: A class in torch.optim.lr_scheduler by name, an import path, or a factory (optimizer, **params); 'auto' chooses by the number of rows.
             schedulerParams: Keyword arguments of the scheduler; T_max and total_steps are known without them.
             schedulerInterval: Whether the scheduler steps after each 'step' or each 'epoch'.
             warmupSteps: Steps over which the learning rate rises linearly to what the scheduler says (>= 0).
             referenceBatchSize: The batch size that learningRate was chosen for: scales it to batchSize, with a warm-up (> 0).
-            batchSize: Rows of one optimizer step over all workers together (> 0).
+            batchSize: Rows of one optimizer step over all workers together (> 0); 'auto' chooses by the number of rows.
             accumulationSteps: Parts into which a worker splits its rows of a step, their gradients added up (> 0).
             microBatchSize: The most rows a worker takes through the module at a time, in place of accumulationSteps (> 0); 'auto' finds how many the devices of all workers have memory for.
             gradientClipNorm: Largest norm of the whole gradient; a larger one is scaled down (> 0).
@@ -1946,12 +2052,12 @@ class TabularRegressorParams(RegressorParams):
             emaDecay: Decay of an exponential moving average of the weights, which validation and the model then use (> 0, < 1).
             nonFiniteLoss: What happens at a loss that is NaN or infinite: 'error', or 'skip' the step.
             deterministic: Whether two runs on the same machines give the same bits; operations that cannot are errors.
-            epochs: Passes over the training rows (> 0).
-            validationInterval: Epochs or steps from one validation to the next; the last is always validated (> 0).
-            validationUnit: What validationInterval counts: 'epoch' or 'step'.
+            epochs: Passes over the training rows (> 0); 'auto' chooses by the number of rows.
+            validationInterval: Epochs or steps from one validation to the next; the last is always validated (> 0); 'auto' chooses by the number of rows.
+            validationUnit: What validationInterval counts: 'epoch' or 'step'; 'auto' chooses by the number of rows.
             metrics: Further validation metrics by name: the name of a class in torchmetrics, {'name': ..., and its parameters}, a factory or an instance.
             validationBatchSize: Validation rows that a worker takes through the module at a time; without it, as many as training takes, and 4096 at most (> 0).
-            earlyStoppingPatience: Validations in a row without a better one after which training ends; the model has the weights of the best (> 0).
+            earlyStoppingPatience: Validations in a row without a better one after which training ends; the model has the weights of the best (> 0); 'auto' chooses by the number of rows.
             earlyStoppingMetric: The metric of a validation by which it is better than another.
             earlyStoppingMode: Whether the best value of that metric is the smallest, 'min', or the largest, 'max'; 'auto' goes by its name, such as val_mae or val_f1, and refuses a name that does not say.
             earlyStoppingMinDelta: A validation is better only if by more than this (>= 0).
@@ -2009,6 +2115,30 @@ class TabularRegressorParams(RegressorParams):
     def getMaxIntegerCategories(self) -> int: ...
     def setMaxIntegerCategories(self, value: int) -> Self:
         """Sets the value of `maxIntegerCategories`: columns of integers are categories, too, if the range of their values has at most so many of them, and neither categoricalCols nor numericCols is set; 0 for none."""
+    validationFraction: Param[float]
+    def getValidationFraction(self) -> float: ...
+    def setValidationFraction(self, value: float) -> Self:
+        """Sets the value of `validationFraction`: the share of rows that validate and do not train, where epochs is 'auto' or this is set, and validationIndicatorCol is not: by a hash of the row, of a ranker whole groups, of series their last windows; 0 for none, and 50,000 rows at most (>= 0, < 1)."""
+    learningRate: Param[float | str]  # type: ignore[assignment]
+    def getLearningRate(self) -> float | str: ...  # type: ignore[override]
+    def setLearningRate(self, value: float | str) -> Self:
+        """Sets the value of `learningRate`: learning rate (> 0); 'auto' chooses by the number of rows."""
+    batchSize: Param[int | str]  # type: ignore[assignment]
+    def getBatchSize(self) -> int | str: ...  # type: ignore[override]
+    def setBatchSize(self, value: int | str) -> Self:
+        """Sets the value of `batchSize`: rows of one optimizer step over all workers together (> 0); 'auto' chooses by the number of rows."""
+    epochs: Param[int | str]  # type: ignore[assignment]
+    def getEpochs(self) -> int | str: ...  # type: ignore[override]
+    def setEpochs(self, value: int | str) -> Self:
+        """Sets the value of `epochs`: passes over the training rows (> 0); 'auto' chooses by the number of rows."""
+    validationInterval: Param[int | str]  # type: ignore[assignment]
+    def getValidationInterval(self) -> int | str: ...  # type: ignore[override]
+    def setValidationInterval(self, value: int | str) -> Self:
+        """Sets the value of `validationInterval`: epochs or steps from one validation to the next; the last is always validated (> 0); 'auto' chooses by the number of rows."""
+    earlyStoppingPatience: Param[int | str]  # type: ignore[assignment]
+    def getEarlyStoppingPatience(self) -> int | str: ...  # type: ignore[override]
+    def setEarlyStoppingPatience(self, value: int | str) -> Self:
+        """Sets the value of `earlyStoppingPatience`: validations in a row without a better one after which training ends; the model has the weights of the best (> 0); 'auto' chooses by the number of rows."""
 
 class RecommenderParams(GenericParams):
     """The Params of `Recommender`."""
@@ -2030,19 +2160,20 @@ class RecommenderParams(GenericParams):
         predictionCol: str = "prediction",
         outputLayers: dict[str, str] | None = None,
         validationIndicatorCol: str | None = None,
+        validationFraction: float = 0.1,
         idCol: str | None = None,
         nullPolicy: str = "error",
         optimizer: str | Callable[..., Any] = "Adagrad",
         optimizerParams: dict[str, Any] | None = None,
-        learningRate: float = 0.1,
+        learningRate: float | str = "auto",
         parameterGroups: list[dict[str, Any]] | None = None,
         freeze: list[str] | None = None,
-        scheduler: str | Callable[..., Any] | None = None,
+        scheduler: str | Callable[..., Any] = "auto",
         schedulerParams: dict[str, Any] | None = None,
         schedulerInterval: str = "epoch",
         warmupSteps: int | None = None,
         referenceBatchSize: int | None = None,
-        batchSize: int = 256,
+        batchSize: int | str = "auto",
         accumulationSteps: int = 1,
         microBatchSize: int | str | None = None,
         gradientClipNorm: float | None = None,
@@ -2054,12 +2185,12 @@ class RecommenderParams(GenericParams):
         emaDecay: float | None = None,
         nonFiniteLoss: str = "error",
         deterministic: bool = False,
-        epochs: int = 1,
-        validationInterval: int = 1,
-        validationUnit: str = "epoch",
+        epochs: int | str = "auto",
+        validationInterval: int | str = "auto",
+        validationUnit: str = "auto",
         metrics: dict[str, Any] | None = None,
         validationBatchSize: int | None = None,
-        earlyStoppingPatience: int | None = None,
+        earlyStoppingPatience: int | str = "auto",
         earlyStoppingMetric: str = "val_loss",
         earlyStoppingMode: str = "auto",
         earlyStoppingMinDelta: float = 0.0,
@@ -2114,19 +2245,20 @@ class RecommenderParams(GenericParams):
             predictionCol: The output column; an empty name leaves it out.
             outputLayers: Further output columns, each with what a layer of the module returns, array<float>: names of layers by column, such as {'embedding': 'layers.1'}.
             validationIndicatorCol: A boolean column, true for the rows that validate and do not train.
+            validationFraction: The share of rows that validate and do not train, where epochs is 'auto' or this is set, and validationIndicatorCol is not: by a hash of the row, of a ranker whole groups, of series their last windows; 0 for none, and 50,000 rows at most (>= 0, < 1).
             idCol: A column that identifies a row, used in place of its contents to order the training.
             nullPolicy: What fit does with rows that hold a null or NaN: 'error', 'drop' the row, or 'fill' in fillValue.
             optimizer: A class in torch.optim by name, an import path, or a factory (parameters, lr, **params).
             optimizerParams: Keyword arguments of the optimizer besides the learning rate.
-            learningRate: Learning rate (> 0).
+            learningRate: Learning rate (> 0); 'auto' chooses by the number of rows.
             parameterGroups: Optimizer settings of some parameters: dicts with 'params', glob patterns of names, and what differs for them, such as lr or weight_decay; the first that matches a name holds.
             freeze: Glob patterns of the names of parameters that are not trained; '!pattern' takes some out again.
-            scheduler: A class in torch.optim.lr_scheduler by name, an import path, or a factory (optimizer, **params).
+            scheduler: A class in torch.optim.lr_scheduler by name, an import path, or a factory (optimizer, **params); 'auto' chooses by the number of rows.
             schedulerParams: Keyword arguments of the scheduler; T_max and total_steps are known without them.
             schedulerInterval: Whether the scheduler steps after each 'step' or each 'epoch'.
             warmupSteps: Steps over which the learning rate rises linearly to what the scheduler says (>= 0).
             referenceBatchSize: The batch size that learningRate was chosen for: scales it to batchSize, with a warm-up (> 0).
-            batchSize: Rows of one optimizer step over all workers together (> 0).
+            batchSize: Rows of one optimizer step over all workers together (> 0); 'auto' chooses by the number of rows.
             accumulationSteps: Parts into which a worker splits its rows of a step, their gradients added up (> 0).
             microBatchSize: The most rows a worker takes through the module at a time, in place of accumulationSteps (> 0); 'auto' finds how many the devices of all workers have memory for.
             gradientClipNorm: Largest norm of the whole gradient; a larger one is scaled down (> 0).
@@ -2138,12 +2270,12 @@ class RecommenderParams(GenericParams):
             emaDecay: Decay of an exponential moving average of the weights, which validation and the model then use (> 0, < 1).
             nonFiniteLoss: What happens at a loss that is NaN or infinite: 'error', or 'skip' the step.
             deterministic: Whether two runs on the same machines give the same bits; operations that cannot are errors.
-            epochs: Passes over the training rows (> 0).
-            validationInterval: Epochs or steps from one validation to the next; the last is always validated (> 0).
-            validationUnit: What validationInterval counts: 'epoch' or 'step'.
+            epochs: Passes over the training rows (> 0); 'auto' chooses by the number of rows.
+            validationInterval: Epochs or steps from one validation to the next; the last is always validated (> 0); 'auto' chooses by the number of rows.
+            validationUnit: What validationInterval counts: 'epoch' or 'step'; 'auto' chooses by the number of rows.
             metrics: Further validation metrics by name: the name of a class in torchmetrics, {'name': ..., and its parameters}, a factory or an instance.
             validationBatchSize: Validation rows that a worker takes through the module at a time; without it, as many as training takes, and 4096 at most (> 0).
-            earlyStoppingPatience: Validations in a row without a better one after which training ends; the model has the weights of the best (> 0).
+            earlyStoppingPatience: Validations in a row without a better one after which training ends; the model has the weights of the best (> 0); 'auto' chooses by the number of rows.
             earlyStoppingMetric: The metric of a validation by which it is better than another.
             earlyStoppingMode: Whether the best value of that metric is the smallest, 'min', or the largest, 'max'; 'auto' goes by its name, such as val_mae or val_f1, and refuses a name that does not say.
             earlyStoppingMinDelta: A validation is better only if by more than this (>= 0).
@@ -2221,6 +2353,30 @@ class RecommenderParams(GenericParams):
     def getColdStartStrategy(self) -> str: ...
     def setColdStartStrategy(self, value: str) -> Self:
         """Sets the value of `coldStartStrategy`: what transform does with pairs of a user or an item that the fit did not have: 'nan' predicts NaN, 'drop' leaves them out."""
+    validationFraction: Param[float]
+    def getValidationFraction(self) -> float: ...
+    def setValidationFraction(self, value: float) -> Self:
+        """Sets the value of `validationFraction`: the share of rows that validate and do not train, where epochs is 'auto' or this is set, and validationIndicatorCol is not: by a hash of the row, of a ranker whole groups, of series their last windows; 0 for none, and 50,000 rows at most (>= 0, < 1)."""
+    learningRate: Param[float | str]  # type: ignore[assignment]
+    def getLearningRate(self) -> float | str: ...  # type: ignore[override]
+    def setLearningRate(self, value: float | str) -> Self:
+        """Sets the value of `learningRate`: learning rate (> 0); 'auto' chooses by the number of rows."""
+    batchSize: Param[int | str]  # type: ignore[assignment]
+    def getBatchSize(self) -> int | str: ...  # type: ignore[override]
+    def setBatchSize(self, value: int | str) -> Self:
+        """Sets the value of `batchSize`: rows of one optimizer step over all workers together (> 0); 'auto' chooses by the number of rows."""
+    epochs: Param[int | str]  # type: ignore[assignment]
+    def getEpochs(self) -> int | str: ...  # type: ignore[override]
+    def setEpochs(self, value: int | str) -> Self:
+        """Sets the value of `epochs`: passes over the training rows (> 0); 'auto' chooses by the number of rows."""
+    validationInterval: Param[int | str]  # type: ignore[assignment]
+    def getValidationInterval(self) -> int | str: ...  # type: ignore[override]
+    def setValidationInterval(self, value: int | str) -> Self:
+        """Sets the value of `validationInterval`: epochs or steps from one validation to the next; the last is always validated (> 0); 'auto' chooses by the number of rows."""
+    earlyStoppingPatience: Param[int | str]  # type: ignore[assignment]
+    def getEarlyStoppingPatience(self) -> int | str: ...  # type: ignore[override]
+    def setEarlyStoppingPatience(self, value: int | str) -> Self:
+        """Sets the value of `earlyStoppingPatience`: validations in a row without a better one after which training ends; the model has the weights of the best (> 0); 'auto' chooses by the number of rows."""
 
 class RecommenderModelParams(ModelParams):
     """The Params of `RecommenderModel`."""
@@ -2271,20 +2427,21 @@ class ForecasterParams(RegressorParams):
         weightCol: str | None = None,
         nullPolicy: str = "error",
         validationIndicatorCol: str | None = None,
+        validationFraction: float = 0.1,
         loss: str | Callable[..., Any] = "L1Loss",
         lossParams: dict[str, Any] | None = None,
         trainingStep: str | Callable[..., Any] | None = None,
         optimizer: str | Callable[..., Any] = "AdamW",
         optimizerParams: dict[str, Any] | None = None,
-        learningRate: float = 0.001,
+        learningRate: float | str = "auto",
         parameterGroups: list[dict[str, Any]] | None = None,
         freeze: list[str] | None = None,
-        scheduler: str | Callable[..., Any] | None = None,
+        scheduler: str | Callable[..., Any] = "auto",
         schedulerParams: dict[str, Any] | None = None,
         schedulerInterval: str = "epoch",
         warmupSteps: int | None = None,
         referenceBatchSize: int | None = None,
-        batchSize: int = 256,
+        batchSize: int | str = "auto",
         accumulationSteps: int = 1,
         microBatchSize: int | str | None = None,
         gradientClipNorm: float | None = None,
@@ -2296,12 +2453,12 @@ class ForecasterParams(RegressorParams):
         emaDecay: float | None = None,
         nonFiniteLoss: str = "error",
         deterministic: bool = False,
-        epochs: int = 1,
-        validationInterval: int = 1,
-        validationUnit: str = "epoch",
+        epochs: int | str = "auto",
+        validationInterval: int | str = "auto",
+        validationUnit: str = "auto",
         metrics: dict[str, Any] | None = None,
         validationBatchSize: int | None = None,
-        earlyStoppingPatience: int | None = None,
+        earlyStoppingPatience: int | str = "auto",
         earlyStoppingMetric: str = "val_loss",
         earlyStoppingMode: str = "auto",
         earlyStoppingMinDelta: float = 0.0,
@@ -2360,20 +2517,21 @@ class ForecasterParams(RegressorParams):
             weightCol: A column of sample weights (>= 0); without it, all rows weigh the same.
             nullPolicy: What fit does with rows that hold a null or NaN: 'error', 'drop' the row, or 'fill' in fillValue.
             validationIndicatorCol: A boolean column, true for the rows that validate and do not train.
+            validationFraction: The share of rows that validate and do not train, where epochs is 'auto' or this is set, and validationIndicatorCol is not: by a hash of the row, of a ranker whole groups, of series their last windows; 0 for none, and 50,000 rows at most (>= 0, < 1).
             loss: A class in torch.nn by name, an import path, or a callable (output, label) -> loss per row; models of Hugging Face's have one of their own, where it is not set.
             lossParams: Keyword arguments of the loss class.
             trainingStep: A callable (module, batch) -> loss, or (loss, metrics), or its import path, in place of loss.
             optimizer: A class in torch.optim by name, an import path, or a factory (parameters, lr, **params).
             optimizerParams: Keyword arguments of the optimizer besides the learning rate.
-            learningRate: Learning rate (> 0).
+            learningRate: Learning rate (> 0); 'auto' chooses by the number of rows.
             parameterGroups: Optimizer settings of some parameters: dicts with 'params', glob patterns of names, and what differs for them, such as lr or weight_decay; the first that matches a name holds.
             freeze: Glob patterns of the names of parameters that are not trained; '!pattern' takes some out again.
-            scheduler: A class in torch.optim.lr_scheduler by name, an import path, or a factory (optimizer, **params).
+            scheduler: A class in torch.optim.lr_scheduler by name, an import path, or a factory (optimizer, **params); 'auto' chooses by the number of rows.
             schedulerParams: Keyword arguments of the scheduler; T_max and total_steps are known without them.
             schedulerInterval: Whether the scheduler steps after each 'step' or each 'epoch'.
             warmupSteps: Steps over which the learning rate rises linearly to what the scheduler says (>= 0).
             referenceBatchSize: The batch size that learningRate was chosen for: scales it to batchSize, with a warm-up (> 0).
-            batchSize: Rows of one optimizer step over all workers together (> 0).
+            batchSize: Rows of one optimizer step over all workers together (> 0); 'auto' chooses by the number of rows.
             accumulationSteps: Parts into which a worker splits its rows of a step, their gradients added up (> 0).
             microBatchSize: The most rows a worker takes through the module at a time, in place of accumulationSteps (> 0); 'auto' finds how many the devices of all workers have memory for.
             gradientClipNorm: Largest norm of the whole gradient; a larger one is scaled down (> 0).
@@ -2385,12 +2543,12 @@ class ForecasterParams(RegressorParams):
             emaDecay: Decay of an exponential moving average of the weights, which validation and the model then use (> 0, < 1).
             nonFiniteLoss: What happens at a loss that is NaN or infinite: 'error', or 'skip' the step.
             deterministic: Whether two runs on the same machines give the same bits; operations that cannot are errors.
-            epochs: Passes over the training rows (> 0).
-            validationInterval: Epochs or steps from one validation to the next; the last is always validated (> 0).
-            validationUnit: What validationInterval counts: 'epoch' or 'step'.
+            epochs: Passes over the training rows (> 0); 'auto' chooses by the number of rows.
+            validationInterval: Epochs or steps from one validation to the next; the last is always validated (> 0); 'auto' chooses by the number of rows.
+            validationUnit: What validationInterval counts: 'epoch' or 'step'; 'auto' chooses by the number of rows.
             metrics: Further validation metrics by name: the name of a class in torchmetrics, {'name': ..., and its parameters}, a factory or an instance.
             validationBatchSize: Validation rows that a worker takes through the module at a time; without it, as many as training takes, and 4096 at most (> 0).
-            earlyStoppingPatience: Validations in a row without a better one after which training ends; the model has the weights of the best (> 0).
+            earlyStoppingPatience: Validations in a row without a better one after which training ends; the model has the weights of the best (> 0); 'auto' chooses by the number of rows.
             earlyStoppingMetric: The metric of a validation by which it is better than another.
             earlyStoppingMode: Whether the best value of that metric is the smallest, 'min', or the largest, 'max'; 'auto' goes by its name, such as val_mae or val_f1, and refuses a name that does not say.
             earlyStoppingMinDelta: A validation is better only if by more than this (>= 0).
@@ -2468,6 +2626,30 @@ class ForecasterParams(RegressorParams):
     def getScaling(self) -> str: ...
     def setScaling(self, value: str) -> Self:
         """Sets the value of `scaling`: 'window' gives the module each window's target less the mean of its context, in units of its standard deviation, 'none' the target as it is."""
+    validationFraction: Param[float]
+    def getValidationFraction(self) -> float: ...
+    def setValidationFraction(self, value: float) -> Self:
+        """Sets the value of `validationFraction`: the share of rows that validate and do not train, where epochs is 'auto' or this is set, and validationIndicatorCol is not: by a hash of the row, of a ranker whole groups, of series their last windows; 0 for none, and 50,000 rows at most (>= 0, < 1)."""
+    learningRate: Param[float | str]  # type: ignore[assignment]
+    def getLearningRate(self) -> float | str: ...  # type: ignore[override]
+    def setLearningRate(self, value: float | str) -> Self:
+        """Sets the value of `learningRate`: learning rate (> 0); 'auto' chooses by the number of rows."""
+    batchSize: Param[int | str]  # type: ignore[assignment]
+    def getBatchSize(self) -> int | str: ...  # type: ignore[override]
+    def setBatchSize(self, value: int | str) -> Self:
+        """Sets the value of `batchSize`: rows of one optimizer step over all workers together (> 0); 'auto' chooses by the number of rows."""
+    epochs: Param[int | str]  # type: ignore[assignment]
+    def getEpochs(self) -> int | str: ...  # type: ignore[override]
+    def setEpochs(self, value: int | str) -> Self:
+        """Sets the value of `epochs`: passes over the training rows (> 0); 'auto' chooses by the number of rows."""
+    validationInterval: Param[int | str]  # type: ignore[assignment]
+    def getValidationInterval(self) -> int | str: ...  # type: ignore[override]
+    def setValidationInterval(self, value: int | str) -> Self:
+        """Sets the value of `validationInterval`: epochs or steps from one validation to the next; the last is always validated (> 0); 'auto' chooses by the number of rows."""
+    earlyStoppingPatience: Param[int | str]  # type: ignore[assignment]
+    def getEarlyStoppingPatience(self) -> int | str: ...  # type: ignore[override]
+    def setEarlyStoppingPatience(self, value: int | str) -> Self:
+        """Sets the value of `earlyStoppingPatience`: validations in a row without a better one after which training ends; the model has the weights of the best (> 0); 'auto' chooses by the number of rows."""
 
 class ForecastingModelParams(ModelParams, HasLabelCol):
     """The Params of `ForecastingModel`."""

@@ -5,6 +5,13 @@ from __future__ import annotations
 from sparktorch.ml.params.declare import ParamSpec as P
 
 # fmt: off
+HELD_OUT = (
+    P("validationFraction", "float", 0.1,
+      "the share of rows that validate and do not train, where epochs is 'auto' or this is set, and "
+      "validationIndicatorCol is not: by a hash of the row, of a ranker whole groups, of series their last windows; 0 "
+      "for none, and 50,000 rows at most (>= 0, < 1)", compared="unless default"),
+)
+
 PRETRAINED = (
     P("modelFolder", "str", None,
       "a local folder with a model of Hugging Face's and its tokenizer or image processor, at the same path on each "

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import pyarrow as pa
 from pyspark.sql import DataFrame
+from pyspark.sql import Window as Rows
 from pyspark.sql import functions as F
 
 from sparktorch.base.config import one_of
@@ -14,11 +16,14 @@ from sparktorch.data.columns import Window
 from sparktorch.errors import ColumnError, ConfigError, Refusal, counted, refuse
 from sparktorch.ml.fit.values import Values
 from sparktorch.ml.params.mixins import ForecasterParams
+from sparktorch.ml.tasks.automatic import SERIES
 from sparktorch.ml.tasks.forecasting_model import COMPARED, WINDOWS, ForecastingModel, check_series
+from sparktorch.ml.tasks.held_out import MOST_HELD_OUT, windows_held_out
 from sparktorch.ml.tasks.learning import LearningEstimator
 from sparktorch.model.series.module import SeriesModule, SeriesNetwork
 from sparktorch.model.series.training import QuantileLoss, SeriesStep
 from sparktorch.spark.column_names import ColumnNames
+from sparktorch.spark.compat import frame_of_rows
 from sparktorch.spark.session import setting
 
 if TYPE_CHECKING:
@@ -98,14 +103,17 @@ class Forecaster(LearningEstimator, ForecasterParams):
 
     _task = "generic"
     _model_class = ForecastingModel
+    _task_settings = SERIES
+    _unit = "windows"
+    _chosen_by = "time, the last ones of each series"
     _learns_from = _LEARNS_FROM
     _seen: _Seen | None = None
 
     def completed(self) -> Self:
         """Returns a copy with the Params that follow from those of windows: inputs, module and training step."""
-        p = Values(self)
+        that, p = super().completed(), Values(self)
         if p["module"] is SeriesModule:
-            return self
+            return that
         refuse(_TRAINING, p)
         one_of("scaling", p["scaling"], ("window", "none"))
         if taken := next((name for name in (p["groupCol"], p["orderCol"]) if str(name).lower() in COMPARED), None):
@@ -126,7 +134,7 @@ class Forecaster(LearningEstimator, ForecasterParams):
             if p["quantiles"]:
                 loss, params = QuantileLoss, {"quantiles": p["quantiles"]}
             found |= {"trainingStep": SeriesStep(loss, params, scaling, deviation)}
-        that = self.copy()
+        that = that.copy()
         for name in ("loss", "lossParams"):
             that.clear(that.getParam(name))
         if p.trained is not None:
@@ -159,6 +167,45 @@ class Forecaster(LearningEstimator, ForecasterParams):
         check_series(dataset.sparkSession, names, p["groupCol"], p["orderCol"], _named(p))
         zone = setting(dataset.sparkSession, "spark.sql.session.timeZone")
         return _Seen(_figures(dataset, names, p), (names.type_of(p["orderCol"]).simpleString(), zone))
+
+    def _marked(self, dataset: DataFrame, names: ColumnNames, share: float) -> tuple[DataFrame, tuple[int, int] | None]:
+        """Marks the last rows of each series, and counts its windows."""
+        p, window = Values(self), self._window()
+        check_series(dataset.sparkSession, names, p["groupCol"], p["orderCol"], _named(p))
+        lengths = self._lengths(dataset)
+        windows = sum(windows_held_out(length, window, 0.0)[0] * series for length, series in lengths)
+        share = min(share, MOST_HELD_OUT / max(1, windows))
+        found = [(windows_held_out(length, window, share), series) for length, series in lengths]
+        marks = pa.table(
+            {
+                "length": pa.array([length for length, _ in lengths], pa.int64()),
+                "marks": pa.array([count for (_, _, count), _ in found], pa.int64()),
+            }
+        )
+        series = Rows.partitionBy(names.column(p["groupCol"]) if p["groupCol"] else F.lit(0))
+        place, length = f"{self._marks}_place", f"{self._marks}_length"
+        rows = dataset.select(
+            "*",
+            F.row_number().over(series.orderBy(names.column(p["orderCol"]).desc())).alias(place),
+            F.count(F.lit(1)).over(series).alias(length),
+        )
+        known = F.broadcast(frame_of_rows(dataset.sparkSession, marks).toDF(length, self._marks))
+        rows = rows.join(known, length, "left").withColumn(self._marks, F.col(place) <= F.col(self._marks))
+        counts = [sum(found[at] * series for found, series in found) for at in (0, 1)]
+        return rows.drop(place, length), (counts[0], counts[1])
+
+    def _count(self, rows: DataFrame) -> tuple[int, int]:
+        marks = Values(self)["validationIndicatorCol"]
+        trained = rows.where(~ColumnNames.of(rows).column(marks)) if marks else rows
+        window = self._window()
+        return sum(windows_held_out(length, window, 0.0)[0] * series for length, series in self._lengths(trained)), 0
+
+    def _lengths(self, rows: DataFrame) -> list[tuple[int, int]]:
+        """Returns each number of rows that series have, and how many have it."""
+        group = Values(self)["groupCol"]
+        key = ColumnNames.of(rows).column(group) if group else F.lit(0)
+        lengths = rows.groupBy(key.alias("series")).agg(F.count(F.lit(1)).alias("length"))
+        return [tuple(row) for row in lengths.groupBy("length").agg(F.count(F.lit(1))).collect()]
 
     def _arranged(self, dataset: DataFrame) -> DataFrame:
         """Returns the columns that tell windows apart, and an array for each input."""

@@ -6,15 +6,20 @@ from collections.abc import Callable
 from typing import Any
 
 from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
 
 from sparktorch.base.config import one_of
 from sparktorch.data.ranking import LOSSES, measured
 from sparktorch.errors import refuse, shortens
-from sparktorch.ml.estimator import TorchEstimatorBase
 from sparktorch.ml.fit.values import NAMED_GROUPS, Values
 from sparktorch.ml.params.mixins import RankerParams, RankingModelParams
 from sparktorch.ml.regression import ValueModel
 from sparktorch.ml.scoring.ranking import RankingSummary, evaluate_ranker
+from sparktorch.ml.tasks.automatic import RANKING
+from sparktorch.ml.tasks.automatic_estimator import AutomaticEstimator
+from sparktorch.ml.tasks.held_out import in_share, marked
+from sparktorch.spark.column_names import ColumnNames
+from sparktorch.spark.frame.groups import check_group
 from sparktorch.spark.rdd import dataframe_of
 
 __all__ = ["Ranker", "RankingModel"]
@@ -45,7 +50,7 @@ class RankingModel(ValueModel, RankingModelParams):
         return evaluate_ranker(named, named.transform, dataframe_of(dataset, "evaluate"))
 
 
-class Ranker(TorchEstimatorBase[RankingModel], RankerParams):
+class Ranker(AutomaticEstimator, RankerParams):
     """Trains a PyTorch module to order the rows of each group, such as the documents that a query finds.
 
     The module returns one score a row, of shape `(rows,)` or `(rows, 1)`. Labels are grades, numbers >= 0; the larger
@@ -75,6 +80,24 @@ class Ranker(TorchEstimatorBase[RankingModel], RankerParams):
     _task = "regression"
     _model_class = RankingModel
     _grades = True
+    _task_settings = RANKING
+    _unit = "groups"
+
+    @property
+    def _chosen_by(self) -> str:
+        return f"a hash of {self.getGroupCol()!r}"
+
+    def _marked(self, dataset: DataFrame, names: ColumnNames, share: float) -> tuple[DataFrame, tuple[int, int] | None]:
+        check_group(names, self.getGroupCol())
+        return marked(dataset, in_share([names.column(self.getGroupCol())], share), self._marks), None
+
+    def _count(self, rows: DataFrame) -> tuple[int, int]:
+        name, names = Values(self)["validationIndicatorCol"], ColumnNames.of(rows)
+        marks = names.column(name) if name else F.lit(False)
+        groups = rows.groupBy(names.column(self.getGroupCol())).agg(F.max(marks).cast("int").alias("marks"))
+        held_out, of_all = groups.agg(F.sum("marks"), F.count(F.lit(1))).collect()[0]
+        trained = of_all - (held_out or 0)
+        return trained, held_out or 0
 
     def _loss_of_groups(self) -> tuple[Any, Callable[..., Any] | None]:
         loss = self.getLoss()

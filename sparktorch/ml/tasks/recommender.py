@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
-from pyspark.sql import Column, DataFrame
+from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F
 
 from sparktorch.base.config import at_least, one_of
@@ -23,6 +23,7 @@ from sparktorch.ml.model import TorchModelBase
 from sparktorch.ml.params.mixins import RecommenderModelParams, RecommenderParams
 from sparktorch.ml.scoring.column_metadata import check_numbers
 from sparktorch.ml.scoring.ranking import RankingMetrics, ranking_metrics
+from sparktorch.ml.tasks.automatic import RATINGS
 from sparktorch.ml.tasks.learning import LearningEstimator, check_rows
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.column_names import ColumnNames
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["Recommender", "RecommenderModel"]
 
 _IDS = ("string", "tinyint", "smallint", "int", "bigint")
+_LEAST_OF_EACH = 3  # rows of a user, and of an item, from which on some are held out
 _FEW = 4  # rows of a table for each that a step reaches, from which on sparse gradients are the faster ones
 _REFUSED = (
     Refusal(
@@ -62,6 +64,8 @@ class _Seen(NamedTuple):
     users: pa.StructArray
     items: pa.StructArray
     mean: float  # of the ratings
+    rows: int = 0
+    rare: int = 0  # rows of users and items that have too few to hold some out
 
 
 class _Paired:
@@ -260,6 +264,7 @@ class Recommender(_Paired, LearningEstimator, RecommenderParams):
 
     _task = "generic"
     _model_class = RecommenderModel
+    _task_settings = RATINGS
     _learns_from = (
         *("userCol", "itemCol", "ratingCol", "userFeatures", "itemFeatures", "implicitPrefs"),
         *("validationIndicatorCol", "nullPolicy"),
@@ -268,14 +273,15 @@ class Recommender(_Paired, LearningEstimator, RecommenderParams):
 
     def completed(self) -> Self:
         """Returns a copy with the Params that follow from others and, once they were seen, from the rows."""
-        p = Values(self)
+        that = super().completed().copy()
+        p = Values(that)
         refuse(_REFUSED, p)
         for name, least in (("rank", 1), ("numNegatives", 1), ("regParam", 0)):
             at_least(name, p[name], least)
         one_of("coldStartStrategy", p["coldStartStrategy"], ("nan", "drop"))
         implicit, rating = p["implicitPrefs"], p["ratingCol"]
         items = len(self._seen.items) if self._seen is not None else 1
-        that = self.copy()._set(
+        that._set(
             module=Towers,
             inputCols=self.getInputCols(),
             labelCol="" if implicit else rating,
@@ -309,11 +315,13 @@ class Recommender(_Paired, LearningEstimator, RecommenderParams):
         check_numbers(names, columns[2:])
         finite = [F.abs(names.column(name).cast("double")) < float("inf") for name in columns[2:]]
         present = [names.column(name).isNotNull() for name in columns[:2]]
-        rows = dataset.where(~names.column(p["validationIndicatorCol"])) if p["validationIndicatorCol"] else dataset
+        marks = None if self._marks else p["validationIndicatorCol"]  # else users and items are those of all rows
+        rows = dataset.where(~names.column(marks)) if marks else dataset
         for condition in (*present, *finite):  # the ranks refuse other rows, or leave them out
             rows = rows.where(condition)
         score = names.column(rating).cast("double") if rating else F.lit(0.0)
         tables: list[pa.StructArray] = []
+        rare = 0
         for name, features in ((p["userCol"], p["userFeatures"]), (p["itemCol"], p["itemFeatures"])):
             groups = rows.groupBy(names.column(name).cast(_id_type(names, name)).alias("id"))
             figures = [F.max(names.column(one).cast("double")).alias(f"f{at}") for at, one in enumerate(features)]
@@ -321,9 +329,35 @@ class Recommender(_Paired, LearningEstimator, RecommenderParams):
             check_rows(found.num_rows)
             kept = found.sort_by("id").select([0, *range(1, 1 + len(features))])
             tables.append(_structs(kept, [name, *features]))
-            mean = pc.sum(found["sum"]).as_py() / pc.sum(found["rows"]).as_py()
+            count = pc.sum(found["rows"]).as_py()
+            mean = pc.sum(found["sum"]).as_py() / count
+            rare += pc.sum(found["rows"].filter(pc.less(found["rows"], _LEAST_OF_EACH))).as_py() or 0
         users, items = tables
-        return _Seen(users, items, float(f"{mean:.8g}"))  # the last digits depend on the order in which Spark adds up
+        # The last digits of the mean depend on the order in which Spark adds up.
+        return _Seen(users, items, float(f"{mean:.8g}"), count, rare)
+
+    @property
+    def _chosen_by(self) -> str:
+        return f"{super()._chosen_by}, but of users and items with less than {_LEAST_OF_EACH} rows none"
+
+    def _contents(self, names: ColumnNames) -> Sequence[str]:
+        rating = Values(self)["ratingCol"]
+        return [*self.getInputCols(), *([rating] if rating else [])]
+
+    def _marked(self, dataset: DataFrame, names: ColumnNames, share: float) -> tuple[DataFrame, tuple[int, int] | None]:
+        rows, counts = super()._marked(dataset, names, share)
+        for name in self.getInputCols()[:2]:
+            often = F.count(F.lit(1)).over(Window.partitionBy(names.column(name))) >= _LEAST_OF_EACH
+            rows = rows.withColumn(self._marks, F.col(self._marks) & often)
+        return rows, counts
+
+    def _count(self, rows: DataFrame) -> tuple[int, int]:
+        """Returns how many rows train and are held out, of the latter about as many as a hash holds out."""
+        assert self._seen is not None
+        if not self._marks:
+            return self._seen.rows, 0
+        held_out = round(max(0, self._seen.rows - self._seen.rare) * self.getValidationFraction())
+        return self._seen.rows - held_out, held_out
 
     def _model(self, *made: Any) -> RecommenderModel:
         """Returns the model, which scores a pair at a time."""

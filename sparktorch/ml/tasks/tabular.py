@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pyspark.sql import DataFrame
@@ -22,6 +22,7 @@ from sparktorch.ml.params.mixins import TabularClassifierParams, TabularRegresso
 from sparktorch.ml.params.task_tables import TABLE
 from sparktorch.ml.regression import TorchRegressionModel, TorchRegressor
 from sparktorch.ml.scoring.column_metadata import check_numbers, class_index, classes_of, nominal
+from sparktorch.ml.tasks.automatic import TABLES
 from sparktorch.ml.tasks.column_statistics import Figures, categories_and_figures
 from sparktorch.ml.tasks.learning import LearningEstimator, check_rows
 from sparktorch.spark.column_names import ColumnNames
@@ -53,21 +54,24 @@ class _Seen(NamedTuple):
     outputs: int
     labels: list[str]
     scales: list[list[float]]  # of a regressor's labels: mean and standard deviation of each
+    rows: int = 0  # that train
+    held_out: int = 0
 
 
 class _TabularEstimator(LearningEstimator):
     """What both estimators share."""
 
+    _task_settings = TABLES
     _learns_from = _LEARNS_FROM
     _seen: _Seen | None = None
 
     def completed(self) -> Self:
         """Returns a copy with the Params that follow from the rows, once they were seen: inputs and network."""
         module = Values(self)["module"] or TableNetwork
-        that = self.copy()._set(module=module)
+        that = super().completed().copy()._set(module=module)
         if self._seen is None:
             return that
-        table, inputs, outputs, _, scales = self._seen
+        table, inputs, outputs, _, scales, *_ = self._seen
         told = {"cardinalities": table.cardinalities, "numbers": table.width, "outputs": outputs}
         if self._task == "regression":
             told["scales"] = scales
@@ -82,6 +86,22 @@ class _TabularEstimator(LearningEstimator):
         if trained is not None and isinstance(trained.preprocess, TableColumns):  # it goes on with what it knows
             return _Seen(trained.preprocess, [spec.column for spec in trained.inputs], 0, list(trained.labels), [])
         return _seen_in(dataset, self)
+
+    def _count(self, rows: DataFrame) -> tuple[int, int]:
+        seen = self._seen
+        return (seen.rows, seen.held_out) if seen is not None and seen.rows else super()._count(rows)
+
+    def _chosen(self) -> dict[str, Any]:
+        found, p, scales = super()._chosen(), Values(self), [] if self._seen is None else self._seen.scales
+        weighed = p["weightCol"] or p["trainingStep"] is not None
+        if scales and p.validated and self._task == "regression" and p["loss"] == "MSELoss" and not weighed:
+            found["baseline"] = {"val_loss": sum(deviation**2 for _, deviation in scales) / len(scales)}
+        return found
+
+    def _contents(self, names: ColumnNames) -> Sequence[str]:
+        p = Values(self)
+        inputs = p["inputCols"] or [name for name in names.schema.names if not _DRAWN.search(name)]
+        return [*inputs, *(p["labelCols"] or [p["labelCol"]])]
 
     def _arranged(self, dataset: DataFrame) -> DataFrame:
         """Returns the rows with a label of strings or booleans as the index of its class; -1 if it is none of these."""
@@ -104,6 +124,8 @@ def _seen_in(dataset: DataFrame, estimator: _TabularEstimator) -> _Seen:
     predicted = [] if label else [name for name in p["labelCols"] or [p["labelCol"]] if _is_number(names.type_of(name))]
     figures = [*numeric, *([label] if isinstance(kind, NUMERIC) else predicted)]
     validates = names.column(p["validationIndicatorCol"]) if p["validationIndicatorCol"] else F.lit(False)
+    doubles = [(name, names.column(name).cast("double")) for name in figures]
+    automatic = bool(estimator._marks)  # labels are those of all rows, of which the estimator holds some out itself
     texts = [
         names.column(name).cast(str(kept_as(names.type_of(name)))).cast("string") for name in (*categorical, *named)
     ]
@@ -113,14 +135,17 @@ def _seen_in(dataset: DataFrame, estimator: _TabularEstimator) -> _Seen:
             *(F.when(~validates, text) for text in texts),
             *(F.when(validates, text) for text in texts[len(categorical) :]),
         ],
-        [F.when(~validates, column) for column in (F.lit(1.0), *(names.column(n).cast("double") for n in figures))],
+        [
+            *(F.when(marks, F.lit(1.0)) for marks in (~validates, validates)),
+            *(F.when(~validates | F.lit(name == label and automatic), double) for name, double in doubles),
+        ],
         limited=len(categorical),
         least=p["minCount"],
         most=p["maxCategories"],
         labels=_MOST_LABELS + 1,
     )
-    rows, *found = found
-    check_rows(rows.rows)
+    rows, held_out, *found = found
+    check_rows(rows.rows + held_out.rows * automatic)
     categories = {
         name: [_VALUES.get(kept_as(names.type_of(name)), int)(value) for value in of]
         for name, of in zip(categorical, values, strict=False)
@@ -131,7 +156,8 @@ def _seen_in(dataset: DataFrame, estimator: _TabularEstimator) -> _Seen:
     scales = [[_rounded(of.mean), _rounded(of.deviation)] for of in found]
     numbers = dict(zip(numeric, scales, strict=False))
     missing = [name for name, of in of_numbers.items() if of.rows < rows.rows and name not in categories]
-    labels = _labels(label, *values[len(categorical) :]) if named else []
+    trained, validated = values[len(categorical) :] if named else ([], [])
+    labels = _labels(label, sorted({*trained, *validated}) if automatic else trained, validated) if named else []
     if isinstance(kind, T.BooleanType):
         labels = ["false", "true"]
     outputs = len(labels) or len(p["labelCols"] or ()) or 1
@@ -146,7 +172,7 @@ def _seen_in(dataset: DataFrame, estimator: _TabularEstimator) -> _Seen:
     order = [*(p["inputCols"] or names.schema.names), *(p["categoricalCols"] or ()), *(p["numericCols"] or ())]
     inputs = [name for name in dict.fromkeys(order) if name in known]
     table = TableColumns(categories, times, numbers, missing)
-    return _Seen(table, inputs, outputs, labels, scales[len(numeric) :])
+    return _Seen(table, inputs, outputs, labels, scales[len(numeric) :], rows.rows, held_out.rows)
 
 
 def _coded(figures: Mapping[str, Figures], names: ColumnNames, most: int) -> dict[str, list[int]]:

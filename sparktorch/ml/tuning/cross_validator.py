@@ -211,7 +211,7 @@ class TorchCrossValidator(CrossValidator):
 
         A `NotInOnePass` says that one pass is impossible.
         """
-        if not isinstance(self.getEstimator(), TorchEstimatorBase) or estimators[0]._learns:
+        if not isinstance(self.getEstimator(), TorchEstimatorBase) or any(one._learns for one in estimators):
             name = type(self.getEstimator()).__name__
             raise NotInOnePass(f"{name} learns of the rows that train, of each fold anew, or is of another package")
         evaluator, names = self.getEvaluator(), ColumnNames.of(dataset)

@@ -43,7 +43,7 @@ class _Judge:
 
     def __init__(self, trial: Any, metric: str, estimator: Any) -> None:
         self.epochs, self.pruned, self.unknown = 0, False, list[str]()
-        self._trial, self._metric, self._last, self._reported = trial, metric, estimator.getEpochs(), False
+        self._trial, self._metric, self._last, self._reported = trial, metric, config_of(estimator).epochs, False
         self._varies = bool(estimator.getOrDefault("callbacks"))  # which may add numbers to some records only
 
     def __call__(self, record: dict[str, Any]) -> bool:
@@ -123,7 +123,7 @@ class Search:
         try:
             with self._lock:  # the functions of users are not made for several threads
                 values = self._space.values(trial)
-            estimator = self._for_trial(values, trial.number)
+            estimator = self._for_trial(values, trial.number)._knowing(group.estimator)
             judge = _Judge(trial, self.metric, estimator)
             model = unneeded = estimator._fit_on(group, judge)
             if judge.unknown:

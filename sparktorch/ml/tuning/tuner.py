@@ -169,22 +169,23 @@ class TorchTuner(Estimator[TorchTunerModel]):
                 at_least(name, value, 1)
         if self.timeout is not None:
             above("timeout", self.timeout, 0)
-        base = self.estimator.copy().setParams(numWorkers=workers)
-        metric = self.metric or ("val_loss" if base.isSet("validationIndicatorCol") else "loss")
+        validates = self.estimator.isSet("validationIndicatorCol") or self.estimator._holds_out
+        base = self.estimator._holding_out().setParams(numWorkers=workers)
+        metric = self.metric or ("val_loss" if validates else "loss")
         direction = direction_of(metric, self.direction)
         space = Space(self.space, base)
         reference, request = _valid_one(base, space, metric)
         first = reference.prepare(dataset)
-        dataset = first.dataset  # that of an RDD
+        learned, dataset = first.estimator, first.dataset  # as they are once it was learned of the rows
         groups = _groups(dataset.sparkSession, request, workers, self.parallelism)
         study = self._study(base, space, metric, direction)
         named = bool(callers()) or base.isSet("mlflowExperiment")
         search = Search(base, space, study, metric=metric, trials=self.trials, named=named)
         if search.left:
-            prepared = [first, *(reference.prepare(dataset) for _ in range(min(groups, search.left) - 1))]
+            prepared = [first, *(learned.prepare(dataset) for _ in range(min(groups, search.left) - 1))]
             _LOG.info("%s %s: %d trials, %d at a time", direction, metric, search.left, len(prepared))
             search.run(prepared, timeout=self.timeout, show=base.getProgress())
-        return self._result(dataset, base, space, study, search)
+        return self._result(dataset, base, space, study, search, learned)
 
     def _study(self, estimator: Any, space: Space, metric: str, direction: str) -> Any:
         """Returns the study of the search, the one that its storage holds if there is one of that name."""
@@ -209,8 +210,13 @@ class TorchTuner(Estimator[TorchTunerModel]):
         study.set_user_attr(_METRIC, metric)
         return study
 
-    def _result(self, dataset: DataFrame, base: Any, space: Space, study: Any, search: Search) -> TorchTunerModel:
-        """Returns the best trial's model; fits it again if an earlier run of the study has found it."""
+    def _result(
+        self, dataset: DataFrame, base: Any, space: Space, study: Any, search: Search, learned: Any
+    ) -> TorchTunerModel:
+        """Returns the best trial's model; fits it again if an earlier run of the study has found it.
+
+        `learned` is the estimator that has learned of the rows, which the dataset has as it has arranged them.
+        """
         if all(trial.state.name != "COMPLETE" for trial in study.get_trials(deepcopy=False)):
             raise ConfigError(
                 f"none of the {len(study.trials)} trials was completed",
@@ -222,7 +228,7 @@ class TorchTuner(Estimator[TorchTunerModel]):
             return search.models[best.number]
         _LOG.info("trial %d of an earlier run is the best: its Params are fitted again", best.number)
         values = space.values(best)
-        estimator = applied(base, values)
+        estimator = applied(base, values)._knowing(learned)
         model = estimator.fit(dataset)
         for other in search.models.values():  # only now: should the fit fail, they are the best that there is
             discard(other.bestModel)

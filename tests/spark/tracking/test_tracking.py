@@ -70,6 +70,9 @@ def test_params_metrics_and_tags_are_in_the_run(
     assert run.data.params["module"] == "DigitsCNN"
     assert run.data.params["numWorkers"] == "(1, 2)"
     assert run.data.tags["sparktorch.data_digest"] == summary.fingerprint
+    assert run.data.tags["sparktorch.ended"] == summary.ended == "all epochs"
+    assert run.data.metrics["best.val_loss"] == summary.best["val_loss"]
+    assert run.data.metrics["baseline.val_accuracy"] == summary.baseline["val_accuracy"] < 0.2
     assert history(store, run, "loss") == list(enumerate(summary.objectiveHistory, 1))
     steps = [step for step, _ in history(store, run, "step_loss")]
     assert steps == sorted(set(steps))

@@ -115,6 +115,15 @@ def test_the_bar_follows_rank_0_and_is_full_at_the_end(heard: list[str], capsys:
     assert "epoch 3/3, loss 0.3333, 10,000 samples/s" in shown
 
 
+def test_the_bar_is_full_where_a_training_ends_before_its_last_epoch(
+    heard: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with FitReport(replace(FIT, estimator=TorchClassifier())) as report:
+        report.progress({**RECORD, "epochs": 100})
+        report.finished(TorchClassificationModel(), SUMMARY)
+    assert "30/30" in capsys.readouterr().err
+
+
 def test_callbacks_hear_on_the_driver_until_they_fail(
     heard: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

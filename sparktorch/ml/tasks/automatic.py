@@ -1,0 +1,147 @@
+"""The settings that "auto" stands for: plain numbers, chosen by the number of rows."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = [
+    *("IMAGES", "RANKING", "RATINGS", "SERIES", "TABLES", "TEXTS", "AutomaticSettings", "TaskSettings"),
+    *("automatic_settings", "fixed_settings"),
+]
+
+_LONGEST_BETWEEN = 500  # steps from one validation to the next, of which an epoch of many rows has thousands
+_SHORTEST_BETWEEN = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskSettings:
+    """The constants of one kind of task.
+
+    Attributes:
+        learning_rate: The learning rate.
+        usual_rate: The learning rate of a training whose epochs the user has set.
+        scheduler: The schedule of the learning rate, `None` for a constant one.
+        smallest_batch: The fewest rows of a batch, a power of two.
+        largest_batch: The most rows of a batch, a power of two.
+        steps_per_epoch: The steps that an epoch has, as far as both bounds of the batch allow it.
+        least_patience: The fewest validations without a better one that end a training.
+        most_patience: The most of them, where these take `least_steps`.
+        patience_steps: The steps without a better validation that end a training, within these bounds.
+        least_steps: The fewest steps of a training.
+        most_steps: The steps after which a training ends in any case, with the end of an epoch.
+        most_epochs: The most epochs, but for what `least_steps` take.
+    """
+
+    learning_rate: float = 1e-3
+    usual_rate: float = 1e-3
+    scheduler: Any = None
+    smallest_batch: int = 32
+    largest_batch: int = 1024
+    steps_per_epoch: int = 64
+    least_patience: int = 4
+    most_patience: int = 16
+    patience_steps: int = 4_000
+    least_steps: int = 400
+    most_steps: int = 20_000
+    most_epochs: int = 10_000
+
+
+TABLES = TaskSettings(learning_rate=2e-3)
+SERIES = TaskSettings(largest_batch=256, least_steps=1_000)
+RATINGS = TaskSettings(
+    learning_rate=0.1, usual_rate=0.1, smallest_batch=64, steps_per_epoch=256, most_patience=5, least_patience=3
+)
+RANKING = TaskSettings(smallest_batch=16, largest_batch=128)
+TEXTS = TaskSettings(
+    learning_rate=5e-5, smallest_batch=16, largest_batch=32, most_patience=4, least_steps=100, most_epochs=20
+)
+IMAGES = TaskSettings(learning_rate=2e-4, largest_batch=128, most_patience=5, least_steps=200, most_epochs=100)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutomaticSettings:
+    """What the Params of like names are while they are "auto"."""
+
+    epochs: int
+    batch_size: int
+    learning_rate: float
+    scheduler: Any
+    patience: int | None
+    validation_interval: int
+    validation_unit: str
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The values by the names of the Params."""
+        return {
+            "epochs": self.epochs,
+            "batchSize": self.batch_size,
+            "learningRate": self.learning_rate,
+            "scheduler": self.scheduler,
+            "earlyStoppingPatience": self.patience,
+            "validationInterval": self.validation_interval,
+            "validationUnit": self.validation_unit,
+        }
+
+
+def fixed_settings(task: TaskSettings) -> AutomaticSettings:
+    """Returns the settings of a training whose epochs the user has set: those of other estimators."""
+    return AutomaticSettings(
+        epochs=1,
+        batch_size=256,
+        learning_rate=task.usual_rate,
+        scheduler=None,
+        patience=None,
+        validation_interval=1,
+        validation_unit="epoch",
+    )
+
+
+def automatic_settings(
+    rows: int,
+    task: TaskSettings,
+    *,
+    validates: bool,
+    batch_size: int | None = None,
+    least_batch: int = 1,
+    workers: int = 1,
+) -> AutomaticSettings:
+    """Returns the settings for a number of samples that train.
+
+    A training that validates ends by patience, and one that does not after the fewest steps. Of the samples, each of
+    `workers` trains its share alone, as under strategy "independent". `batch_size` is that of the user, if it is set,
+    and `least_batch` the fewest rows that all workers can share.
+    """
+    rows = max(1, rows // workers)
+    batch = batch_size or max(_batch(rows, task), _power(least_batch))
+    steps = -(-rows // batch)
+    least_epochs = -(-task.least_steps // steps)
+    unit, interval = "epoch", -(-_SHORTEST_BETWEEN // steps)
+    between = interval * steps  # steps from one validation to the next
+    if steps > 2 * _LONGEST_BETWEEN:
+        unit, interval, between = "step", _LONGEST_BETWEEN, _LONGEST_BETWEEN
+    patience = min(task.most_patience, max(task.least_patience, -(-task.patience_steps // between)))
+    patience = max(patience, -(-task.least_steps // between))
+    epochs = max(1, min(task.most_epochs, -(-task.most_steps // steps)), least_epochs)
+    return AutomaticSettings(
+        epochs=epochs if validates else least_epochs,
+        batch_size=batch,
+        learning_rate=task.learning_rate,
+        scheduler=task.scheduler,
+        patience=patience if validates else None,
+        validation_interval=interval if validates else 1,
+        validation_unit=unit if validates else "epoch",
+    )
+
+
+def _batch(rows: int, task: TaskSettings) -> int:
+    """Returns the power of two nearest to the rows of a step, within the task's bounds."""
+    wanted: int = 2 ** round(math.log2(max(1.0, rows / task.steps_per_epoch)))
+    return min(max(wanted, task.smallest_batch), task.largest_batch)
+
+
+def _power(rows: int) -> int:
+    """Returns the smallest power of two that is no less."""
+    return 1 << max(0, rows - 1).bit_length()

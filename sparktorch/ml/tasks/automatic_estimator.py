@@ -1,0 +1,274 @@
+"""The base class of estimators whose settings may be "auto", and which hold out rows to see when to end."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pyspark.ml import Estimator
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
+
+from sparktorch.base.config import at_least
+from sparktorch.errors import ConfigError, counted
+from sparktorch.ml.estimator import TorchEstimatorBase
+from sparktorch.ml.fit.checks import naming_params
+from sparktorch.ml.fit.prepared_data import PreparedData, Source, needs_other_rows
+from sparktorch.ml.fit.translate import translate
+from sparktorch.ml.fit.values import Values
+from sparktorch.ml.params.classes import AUTOMATIC
+from sparktorch.ml.tasks.automatic import AutomaticSettings, TaskSettings, automatic_settings, fixed_settings
+from sparktorch.ml.tasks.held_out import (
+    LEAST_TRAINED,
+    MOST_HELD_OUT,
+    Sample,
+    free_name,
+    hashable,
+    in_share,
+    marked,
+    too_few,
+)
+from sparktorch.spark.column_names import ColumnNames
+from sparktorch.spark.rdd import dataframe_of
+
+if TYPE_CHECKING:
+    from pyspark.ml._typing import ParamMap
+    from typing_extensions import Self
+
+__all__ = ["AutomaticEstimator"]
+
+_LOG = logging.getLogger(__name__)
+_NAMES = ("scheduler", "validationUnit")  # of Params whose values may be text
+_MANY_ROWS = 1 << 20  # for which settings are checked before the rows are counted
+
+
+class AutomaticEstimator(TorchEstimatorBase[Any]):
+    """An estimator that chooses settings by the number of its samples, and holds out some of them.
+
+    `fit`, `prepare` and `plan` call `_learned`, which marks and counts them. From then on, `completed` returns a copy
+    in which each Param that is "auto" has a number for its default.
+
+    Attributes:
+        _task_settings: The constants of the task.
+        _unit: What a sample is, in the plural.
+        _learns_from: The Params besides `validationFraction` that say what is learned of the rows.
+        _marks: The column that marks the rows which are held out, empty if none are.
+        _sample: The number of samples; `None` before they are counted.
+    """
+
+    _task_settings: TaskSettings
+    _unit = "rows"
+    _learns_from: tuple[str, ...] = ("validationIndicatorCol",)
+    _marks = ""
+    _sample: Sample | None = None
+
+    def completed(self) -> Self:
+        """Returns the estimator, or a copy with a number for each Param that is "auto"."""
+        that, p = super().completed(), Values(self)
+        _check_values(p)
+        automatic = [name for name in AUTOMATIC if _is_auto(p[name])]
+        if not (automatic or self._holds_out):
+            return that
+        that = that.copy()
+        if self._holds_out:  # the rows are not known yet
+            that._set(validationIndicatorCol=self._marks or "_held_out")
+        settings = that._settings(held_out=self._holds_out or bool(self._marks)).params
+        for name in automatic:
+            that.clear(that.getParam(name))
+            that._setDefault(**{name: settings[name]})
+        return that
+
+    def _settings(self, *, held_out: bool) -> AutomaticSettings:
+        """Returns what "auto" stands for; `held_out` says whether the estimator holds out rows itself."""
+        p = Values(self)
+        if not (held_out or _is_auto(p["epochs"])):
+            return fixed_settings(self._task_settings)
+        return automatic_settings(
+            _MANY_ROWS if self._sample is None else self._sample.trained,
+            self._task_settings,
+            validates=p.validated and not p.brings_its_training,  # which may log no val_loss
+            batch_size=None if _is_auto(p["batchSize"]) else p["batchSize"],
+            least_batch=p.sharing,
+            workers=p.workers[1] if p.strategy.own_batches else 1,
+        )
+
+    @property
+    def _holds_out(self) -> bool:
+        """Whether a fit is to mark rows that are held out."""
+        p = Values(self)
+        if self._sample is not None or self._marks or p.validated or not p["validationFraction"]:
+            return False
+        if p.brings_its_training and not p.is_set("validationFraction"):  # it may have no validation_step
+            return False
+        return _is_auto(p["epochs"]) or p.is_set("validationFraction")
+
+    @property
+    def _needs_count(self) -> bool:
+        """Whether settings depend on the number of samples."""
+        return _is_auto(Values(self)["epochs"]) or self._holds_out
+
+    @property
+    def _learns(self) -> bool:
+        return self._needs_count
+
+    def _holding_out(self) -> Self:
+        """Returns a copy that holds out rows whatever its epochs are, if the estimator does."""
+        that = self.copy()
+        return that._set(validationFraction=Values(self)["validationFraction"]) if self._holds_out else that
+
+    def _learned(self, dataset: DataFrame) -> tuple[Self, DataFrame]:
+        if not self._learns or self._has_learned:
+            return self, dataset
+        translate(self, self._task)  # refuses Params before there is a job
+        with naming_params(self):
+            that, rows = self._looked_at(dataset)
+        if that._sample is not None:
+            _LOG.info("%s: %s", type(self).__name__, that._in_words())
+        return that, that._arranged(rows)
+
+    @property
+    def _has_learned(self) -> bool:
+        return self._sample is not None
+
+    def _looked_at(self, dataset: DataFrame) -> tuple[Self, DataFrame]:
+        """Returns a copy with what it has learned of the rows, and the rows with the mark of those that are held out.
+
+        Where these would be too few, it learns of the rows once more, and holds none out.
+        """
+        names, share = ColumnNames.of(dataset), float(Values(self)["validationFraction"]) * self._holds_out
+        that, rows, counts = self.copy(), dataset, None
+        if share:
+            that._marks = free_name(names)
+            rows, counts = that._marked(dataset, names, share)
+            that._set(validationIndicatorCol=that._marks)
+        that._look_at(rows)
+        if not self._needs_count:
+            return that, rows
+        trained, held_out = counts or that._count(rows)
+        if share and too_few(trained, held_out):
+            that, rows = self.copy(), dataset
+            that._look_at(rows)
+            trained, held_out = that._count(rows)
+        elif share and counts is None and held_out > MOST_HELD_OUT:
+            rows, _ = that._marked(dataset, names, share * MOST_HELD_OUT / held_out)
+            trained, held_out = trained + held_out - MOST_HELD_OUT, MOST_HELD_OUT
+        chosen_by = that._chosen_by if that._marks else ""
+        that._sample = Sample(trained=trained, held_out=held_out, chosen_by=chosen_by)
+        return that, rows
+
+    @property
+    def _chosen_by(self) -> str:
+        key = Values(self)["idCol"]
+        return f"a hash of {key!r}" if key else "a hash of their contents"
+
+    def _marked(self, dataset: DataFrame, names: ColumnNames, share: float) -> tuple[DataFrame, tuple[int, int] | None]:
+        """Returns the rows with a share of them marked in `_marks`, and how many train and are held out, if known."""
+        p = Values(self)
+        columns = hashable(names, [p["idCol"]] if p["idCol"] else self._contents(names))
+        return marked(dataset, in_share(columns, share), self._marks), None
+
+    def _contents(self, names: ColumnNames) -> Sequence[str]:
+        """Returns the columns that tell rows apart: inputs and label."""
+        p = Values(self)
+        return [
+            *(p["inputCols"] or [self.getFeaturesCol()]),
+            *(p["labelCols"] or [p["labelCol"]] * bool(p["labelCol"])),
+        ]
+
+    def _look_at(self, rows: DataFrame) -> None:
+        """Learns of rows, in those that do."""
+
+    def _count(self, rows: DataFrame) -> tuple[int, int]:
+        """Returns how many samples train, and how many are marked for validation."""
+        name, names = Values(self)["validationIndicatorCol"], ColumnNames.of(rows)
+        marks = names.column(name) if name else F.lit(False)
+        trained, held_out = rows.agg(F.count(F.when(~marks, 1)), F.count(F.when(marks, 1))).collect()[0]
+        return trained, held_out
+
+    def _arranged(self, dataset: DataFrame) -> DataFrame:
+        """Returns the rows as they are trained, once they were learned of."""
+        return dataset
+
+    def _in_words(self) -> str:
+        """Returns what was chosen, in a line."""
+        assert self._sample is not None
+        p, sample = Values(self.completed()), self._sample
+        steps, patience = -(-sample.trained // p["batchSize"]), p["earlyStoppingPatience"]
+        said = [
+            f"batchSize {p['batchSize']:,}, learningRate {p['learningRate']:g}",
+            f"{'' if patience is None else 'at most '}{p['epochs']:,} epochs of {counted(steps, 'step', 'steps')}",
+            f"{sample.trained:,} {self._unit} train",
+        ]
+        if self._marks:
+            said.append(f"{sample.held_out:,} are held out by {sample.chosen_by}")
+        elif patience is None:
+            said.append(f"none are held out (from {LEAST_TRAINED} on, some are, with validationFraction)")
+        if patience is not None:
+            said.append(f"the training ends after {patience} validations without a better one")
+        return ", ".join(said)
+
+    def _chosen(self) -> dict[str, Any]:
+        sample, p = self._sample, Values(self)
+        if sample is None:
+            return {}
+        found: dict[str, Any] = {"settings": {name: _plain(p[name]) for name in AUTOMATIC}}
+        if sample.chosen_by:
+            found["heldOut"] = {"unit": self._unit, "by": sample.chosen_by}
+        return found
+
+    def _knowing(self, other: Any) -> Self:
+        """Returns a copy with what another estimator has learned of the same rows, if it has."""
+        if not isinstance(other, AutomaticEstimator) or not other._has_learned or self._has_learned:
+            return self
+        that = self.copy()
+        that._sample, that._marks = other._sample, other._marks
+        if that._marks and not self.isSet("validationIndicatorCol"):
+            that._set(validationIndicatorCol=that._marks)
+        ours, theirs = Values(that), Values(other)
+        compared = [*self._learns_from, *(["validationFraction"] if self.isSet("validationFraction") else [])]
+        if differing := [name for name in compared if ours[name] != theirs[name]]:
+            raise needs_other_rows(differing)
+        return that
+
+    def _fit_on(self, source: Source, judge: Callable[[dict[str, Any]], bool] | None = None) -> Any:
+        that = self._knowing(getattr(source, "estimator", None))
+        return super(AutomaticEstimator, that)._fit_on(source, judge)
+
+    def fitMultiple(
+        self, dataset: DataFrame | PreparedData, paramMaps: Sequence[ParamMap]
+    ) -> Iterator[tuple[int, Any]]:
+        """Trains a model for each of several settings of Params; see `TorchClassifier.fitMultiple`.
+
+        Settings that change what is learned of the rows, or which of them are held out, are fitted one by one.
+        """
+        copies = [self.copy(params) for params in paramMaps]
+        learning = next((one for one in copies if one._learns), None)
+        if isinstance(dataset, PreparedData) or self._has_learned or learning is None:
+            return super().fitMultiple(dataset, paramMaps)
+        changes = {*self._learns_from, "validationFraction"}
+        differ = any(one._holds_out != learning._holds_out for one in copies)
+        if differ or any(param.name in changes for params in paramMaps for param in params):
+            return Estimator.fitMultiple(self, dataset, paramMaps)
+        estimator, rows = learning._learned(dataframe_of(dataset, "fit"))
+        return super(AutomaticEstimator, self._knowing(estimator)).fitMultiple(rows, paramMaps)
+
+
+def _is_auto(value: Any) -> bool:
+    return isinstance(value, str) and value == "auto"
+
+
+def _plain(value: Any) -> Any:
+    return value if value is None or isinstance(value, int | float | str) else str(value)
+
+
+def _check_values(p: Values) -> None:
+    """Refuses text that is not "auto" where a number is wanted, and a share that leaves no rows to train on."""
+    for name in AUTOMATIC:
+        if name not in _NAMES and isinstance(p[name], str) and not _is_auto(p[name]):
+            raise ConfigError(f"{name} is {p[name]!r}", hint="set a number, or 'auto'", param=name, code="ST-VALUE")
+    share = p["validationFraction"] or 0.0
+    at_least("validationFraction", share, 0)
+    if share >= 1:
+        what = f"validationFraction must be less than 1, got {share}"
+        raise ConfigError(what, hint="0.1 holds out a tenth", param="validationFraction", code="ST-VALUE")

@@ -1,0 +1,97 @@
+"""The rows that a training holds out to see when it no longer improves: marked by a hash of each, in the JVM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F
+from pyspark.sql import types as T
+
+from sparktorch.data.columns import Window
+from sparktorch.spark.column_names import ColumnNames
+
+__all__ = [
+    "LEAST_TRAINED",
+    "MOST_HELD_OUT",
+    "Sample",
+    "free_name",
+    "hashable",
+    "in_share",
+    "marked",
+    "too_few",
+    "windows_held_out",
+]
+
+MOST_HELD_OUT = 50_000  # samples, which measure a loss to a hundredth of its deviation
+LEAST_TRAINED = 50  # samples, from which on some are held out
+_LEAST_HELD_OUT = 5
+_PARTS = 1 << 20  # into which the hash divides the rows
+_SALT = "sparktorch: held out"  # so that the hash does not go along with that which sends rows to workers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """The samples of a training: rows, groups or windows.
+
+    Attributes:
+        trained: Number of samples that train.
+        held_out: Number of samples that are held out, as far as it is known before the training.
+        chosen_by: What has decided which these are, empty where the training holds none out itself.
+    """
+
+    trained: int
+    held_out: int = 0
+    chosen_by: str = ""
+
+
+def too_few(trained: int, held_out: int) -> bool:
+    """Whether the samples are too few to hold some out, or equal ones are so many that the hash cannot divide them."""
+    return trained < LEAST_TRAINED or not _LEAST_HELD_OUT <= held_out <= trained
+
+
+def windows_held_out(rows: int, window: Window, share: float) -> tuple[int, int, int]:
+    """Returns of a series how many windows train and are held out, and how many of its last rows are marked for that.
+
+    No row that is forecast in a window which is held out is forecast in one that trains: windows between them do
+    neither. A series of which less than half of the windows would train holds out none.
+    """
+    windows = max(0, (rows - window.rows) // window.step + 1)
+    held_out = max(1, int(windows * share))
+    trained = windows - held_out + 1 - -(-window.horizon // window.step)
+    if not share or 2 * trained < windows or not windows:
+        return windows, 0, 0
+    return trained, held_out, (held_out - 1) * window.step + window.horizon
+
+
+def free_name(names: ColumnNames) -> str:
+    """Returns a name that no column has."""
+    taken = {name.lower() for name in names.schema.names}
+    name = "_held_out"
+    while name in taken:
+        name = f"_{name}"
+    return name
+
+
+def hashable(names: ColumnNames, columns: Iterable[str]) -> list[Column]:
+    """Returns those of the columns whose type Spark can hash."""
+    return [names.column(name) for name in columns if _has_hash(names.type_of(name))]
+
+
+def in_share(columns: Sequence[Column], share: float) -> Column:
+    """Returns whether a row is in a share of all rows, by the hash of its values: the same in any partitioning."""
+    return F.pmod(F.xxhash64(F.lit(_SALT), *columns), F.lit(_PARTS)) < F.lit(round(share * _PARTS))
+
+
+def _has_hash(kind: T.DataType) -> bool:
+    if isinstance(kind, T.ArrayType):
+        return _has_hash(kind.elementType)
+    if isinstance(kind, T.StructType):
+        return all(_has_hash(field.dataType) for field in kind.fields)
+    return not isinstance(kind, T.MapType) and kind.typeName() != "variant"
+
+
+def marked(dataset: DataFrame, held_out: Column, name: str) -> DataFrame:
+    """Returns the rows with a boolean column of that name."""
+    return dataset.select("*", F.coalesce(held_out, F.lit(False)).alias(name))

@@ -1,0 +1,165 @@
+"""What "auto" stands for: plain numbers, by the number of samples; which windows are held out; why a training ended."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sparktorch import Forecaster, Ranker, Recommender, TabularClassifier, TextClassifier, TorchClassifier
+from sparktorch.base.config import TrainConfig
+from sparktorch.data.columns import Window
+from sparktorch.errors import ConfigError
+from sparktorch.ml.fit.summary import best_validation, ending, majority
+from sparktorch.ml.fit.translate import translate
+from sparktorch.ml.fit.values import Values
+from sparktorch.ml.params.classes import AUTOMATIC
+from sparktorch.ml.tasks.automatic import (
+    IMAGES,
+    RANKING,
+    RATINGS,
+    SERIES,
+    TABLES,
+    TEXTS,
+    TaskSettings,
+    automatic_settings,
+)
+from sparktorch.ml.tasks.held_out import Sample, too_few, windows_held_out
+
+TASKS = (TABLES, SERIES, RATINGS, RANKING, TEXTS, IMAGES)
+ROWS = (1, 7, 50, 109, 2_000, 6_300, 44_000, 500_000, 10**7, 10**9)
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("rows", ROWS)
+def test_a_training_has_the_fewest_steps_before_patience_may_end_it(task: TaskSettings, rows: int) -> None:
+    found = automatic_settings(rows, task, validates=True)
+    steps = -(-rows // found.batch_size)
+    between = found.validation_interval * (steps if found.validation_unit == "epoch" else 1)
+    assert found.patience is not None
+    assert found.patience * between >= task.least_steps
+    assert found.epochs * steps >= task.least_steps
+    assert task.smallest_batch <= found.batch_size <= task.largest_batch
+    assert found.batch_size & (found.batch_size - 1) == 0
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("rows", ROWS)
+def test_without_validation_a_training_takes_about_the_fewest_steps(task: TaskSettings, rows: int) -> None:
+    found = automatic_settings(rows, task, validates=False)
+    steps = -(-rows // found.batch_size)
+    assert found.patience is None
+    assert (found.epochs - 1) * steps < task.least_steps <= found.epochs * steps
+
+
+def test_a_billion_rows_may_end_within_a_hundredth_of_an_epoch() -> None:
+    found = automatic_settings(10**9, TABLES, validates=True)
+    assert (found.validation_unit, found.epochs) == ("step", 1)
+    assert found.patience is not None
+    assert found.patience * found.validation_interval < 10**9 / found.batch_size / 100
+
+
+def test_a_batch_is_the_users_and_has_a_row_for_each_worker() -> None:
+    assert automatic_settings(10_000, TABLES, validates=True, batch_size=10).batch_size == 10
+    assert automatic_settings(100, TABLES, validates=True, least_batch=48).batch_size == 64
+
+
+@pytest.mark.parametrize("rows", [0, 35, 36, 60, 109, 144, 1_000])
+@pytest.mark.parametrize("step", [1, 3, 20])
+@pytest.mark.parametrize("share", [0.1, 0.4])
+def test_windows_are_held_out_as_ranks_find_them_and_share_no_forecast_row(rows: int, step: int, share: float) -> None:
+    window = Window(context=24, horizon=12, step=step)
+    trained, held_out, marked = windows_held_out(rows, window, share)
+    ends = range(rows, window.rows - 1, -step)
+    horizons = [range(end - window.horizon, end) for end in ends]
+    assert trained == sum(horizon[-1] < rows - marked for horizon in horizons)
+    assert held_out == sum(horizon[0] >= rows - marked for horizon in horizons) * (marked > 0)
+    assert 2 * trained >= len(horizons)
+
+
+def test_few_samples_are_all_trained() -> None:
+    assert too_few(49, 10)
+    assert too_few(1_000, 0)
+    assert too_few(1_000, 1_001)
+    assert not too_few(90, 10)
+
+
+@pytest.mark.parametrize(
+    "estimator",
+    [
+        TabularClassifier(),
+        Recommender(),
+        Forecaster(orderCol="day", labelCol="sold", context=3, horizon=2),
+        Ranker(module="torch.nn:Linear", moduleParams={"in_features": 1, "out_features": 1}, groupCol="query"),
+    ],
+    ids=lambda estimator: type(estimator).__name__,
+)
+def test_nothing_below_the_estimators_sees_auto(estimator: Any) -> None:
+    request = translate(estimator, estimator._task)
+    assert "auto" not in (request.job.config.epochs, request.job.config.batch_size, request.job.recipe.learning_rate)
+    assert request.columns["validation"] == "_held_out"
+    estimator = estimator.copy()
+    estimator._sample, estimator._marks = Sample(trained=900, held_out=100, chosen_by="a hash"), "_held_out"
+    estimator._set(validationIndicatorCol="_held_out")
+    done = estimator.completed()
+    values = Values(done)
+    assert "auto" not in [values[name] for name in AUTOMATIC]
+    assert not any(done.isSet(name) for name in AUTOMATIC)
+    assert done.completed().getEpochs() == done.getEpochs() > 1
+
+
+def test_what_is_set_stays_as_it_is() -> None:
+    estimator = TabularClassifier(batchSize=40, earlyStoppingPatience=3, learningRate=0.5)
+    config = translate(estimator, "classification").job.config
+    assert (config.batch_size, config.patience) == (40, 3)
+
+
+def test_with_epochs_a_fit_holds_out_nothing_unless_a_share_is_set() -> None:
+    config = translate(TabularClassifier(epochs=7), "classification").job.config
+    assert (config.epochs, config.batch_size, config.patience, config.validation_unit) == (7, 256, None, "epoch")
+    assert not TabularClassifier(epochs=7)._holds_out
+    assert not TabularClassifier(validationFraction=0.0)._holds_out
+    assert not TabularClassifier(validationIndicatorCol="late")._holds_out
+    assert TabularClassifier(epochs=7, validationFraction=0.2)._holds_out
+
+
+@pytest.mark.parametrize(
+    ("params", "says"),
+    [
+        ({"epochs": "many"}, "epochs is 'many'"),
+        ({"learningRate": "fast"}, "learningRate is 'fast'"),
+        ({"validationFraction": 1.0}, "validationFraction must be less than 1"),
+        ({"validationFraction": -0.1}, "validationFraction must be at least 0"),
+    ],
+)
+def test_other_words_and_shares_are_refused(params: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        translate(TabularClassifier(**params), "classification")
+
+
+def test_estimators_of_any_module_have_no_auto() -> None:
+    with pytest.raises(TypeError, match="epochs"):
+        TorchClassifier(epochs="auto")
+    assert TorchClassifier().getEpochs() == 1
+    assert TextClassifier().getEpochs() == "auto"
+    assert "default: auto" in TextClassifier().explainParam("epochs")
+
+
+def records(*losses: float) -> list[dict[str, Any]]:
+    return [{"epoch": place, "val_loss": loss} for place, loss in enumerate(losses, 1)]
+
+
+def test_a_summary_says_why_the_training_ended_and_which_validation_was_the_best() -> None:
+    config = TrainConfig(epochs=4, patience=2)
+    assert ending(records(3.0, 1.0, 2.0, 2.0), config) == "patience: 2 validations without a better val_loss"
+    assert ending(records(4.0, 3.0, 2.0, 1.0), config) == "all epochs"
+    assert ending(records(4.0, 3.0), config) == "stopped by a callback or a search"
+    assert best_validation(records(3.0, 1.0, 2.0), config) == {"epoch": 2, "val_loss": 1.0}
+    by_step = [{"epoch": 1, "validations": [{"step": 5, "val_loss": 1.0}, {"step": 10, "val_loss": 0.5}]}]
+    assert best_validation(by_step, config) == {"epoch": 1, "step": 10, "val_loss": 0.5}
+    assert best_validation([{"epoch": 1, "loss": 1.0}], config) == {}
+
+
+def test_the_baseline_of_a_classifier_is_its_most_frequent_class() -> None:
+    assert majority([[3, 3], [1, 1]]) == {"val_accuracy": 0.75}
+    assert majority(None) == {}
