@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,7 +14,7 @@ from pyspark.sql import types as T
 from torch import nn
 
 from sparktorch.base.imports import load_object
-from sparktorch.data.tables import TableColumns, TableNetwork
+from sparktorch.data.tables import BINS, TableColumns, TableNetwork, network_settings, scaled_edges
 from sparktorch.errors import ColumnError
 from sparktorch.ml.classification import TorchClassificationModel, TorchClassifier
 from sparktorch.ml.fit.values import Values
@@ -32,10 +33,13 @@ if TYPE_CHECKING:
 
 __all__ = ["TabularClassificationModel", "TabularClassifier", "TabularRegressionModel", "TabularRegressor"]
 
+logger = logging.getLogger(__name__)
+
 _ROLES = ("labelCol", "labelCols", "weightCol", "validationIndicatorCol", "idCol")
 _LEARNS_FROM = (*_ROLES, *(spec.name for spec in TABLE), "inputCols")
 _DRAWN = re.compile(r"_[0-9a-f]{12}_rand$")  # by which Spark's CrossValidator and TrainValidationSplit mark rows
 _MOST_LABELS = 100_000  # what comes to the driver, and an output for each
+_BOUND = 3.0  # of scaled numbers, as RealMLP has it
 _TIMES = (T.DateType, T.TimestampType, T.TimestampNTZType)
 _VALUES: dict[str | None, Callable[[str], Any]] = {
     "string": str,
@@ -53,6 +57,8 @@ class _Seen(NamedTuple):
     outputs: int
     labels: list[str]
     scales: list[list[float]]  # of a regressor's labels: mean and standard deviation of each
+    edges: list[list[float]]  # of the bins of each column of numbers
+    rows: int  # that train
 
 
 class _TabularEstimator(LearningEstimator):
@@ -67,8 +73,9 @@ class _TabularEstimator(LearningEstimator):
         that = self.copy()._set(module=module)
         if self._seen is None:
             return that
-        table, inputs, outputs, _, scales = self._seen
-        told = {"cardinalities": table.cardinalities, "numbers": table.width, "outputs": outputs}
+        table, inputs, outputs, _, scales, edges, rows = self._seen
+        told: dict[str, Any] = {"cardinalities": table.cardinalities, "numbers": table.width, "outputs": outputs}
+        told |= {"edges": edges, **network_settings(rows)}
         if self._task == "regression":
             told["scales"] = scales
         made_by = load_object(module) if isinstance(module, str) else module
@@ -80,7 +87,9 @@ class _TabularEstimator(LearningEstimator):
     def _learn(self, dataset: DataFrame) -> _Seen:
         trained = Values(self).trained
         if trained is not None and isinstance(trained.preprocess, TableColumns):  # it goes on with what it knows
-            return _Seen(trained.preprocess, [spec.column for spec in trained.inputs], 0, list(trained.labels), [])
+            return _Seen(
+                trained.preprocess, [spec.column for spec in trained.inputs], 0, list(trained.labels), [], [], 0
+            )
         return _seen_in(dataset, self)
 
     def _arranged(self, dataset: DataFrame) -> DataFrame:
@@ -102,7 +111,9 @@ def _seen_in(dataset: DataFrame, estimator: _TabularEstimator) -> _Seen:
     kind = names.type_of(label) if label else None
     named = [label] if isinstance(kind, T.StringType) else []
     predicted = [] if label else [name for name in p["labelCols"] or [p["labelCol"]] if _is_number(names.type_of(name))]
-    figures = [*numeric, *([label] if isinstance(kind, NUMERIC) else predicted)]
+    labelled = [label] if isinstance(kind, NUMERIC) else predicted
+    numbers = [names.column(name).cast("double") for name in numeric] + [names.column(name) for name in times]
+    numbers += [*(names.column(name).cast("double") for name in labelled), F.lit(1.0)]
     validates = names.column(p["validationIndicatorCol"]) if p["validationIndicatorCol"] else F.lit(False)
     texts = [
         names.column(name).cast(str(kept_as(names.type_of(name)))).cast("string") for name in (*categorical, *named)
@@ -113,24 +124,26 @@ def _seen_in(dataset: DataFrame, estimator: _TabularEstimator) -> _Seen:
             *(F.when(~validates, text) for text in texts),
             *(F.when(validates, text) for text in texts[len(categorical) :]),
         ],
-        [F.when(~validates, column) for column in (F.lit(1.0), *(names.column(n).cast("double") for n in figures))],
+        [F.when(~validates, column) for column in numbers],
         limited=len(categorical),
+        distributed=len(numeric) + len(times),
         least=p["minCount"],
         most=p["maxCategories"],
         labels=_MOST_LABELS + 1,
     )
-    rows, *found = found
-    check_rows(rows.rows)
+    *found, every_row = found
+    rows = every_row.rows
+    check_rows(rows)
     categories = {
         name: [_VALUES.get(kept_as(names.type_of(name)), int)(value) for value in of]
         for name, of in zip(categorical, values, strict=False)
     }
-    of_numbers = dict(zip(numeric, found, strict=False))
+    of_numbers = dict(zip((*numeric, *times), found, strict=False))
     if p["categoricalCols"] is None and p["numericCols"] is None:
         categories |= _coded(of_numbers, names, p["maxIntegerCategories"])
-    scales = [[_rounded(of.mean), _rounded(of.deviation)] for of in found]
-    numbers = dict(zip(numeric, scales, strict=False))
-    missing = [name for name, of in of_numbers.items() if of.rows < rows.rows and name not in categories]
+    scales = [[_rounded(of.mean), _rounded(of.deviation)] for of in found[len(of_numbers) :]]
+    missing = [name for name in numeric if 0 < of_numbers[name].rows < rows and name not in categories]
+    _warn_of_constants([name for name, of in of_numbers.items() if of.smallest == of.largest and name not in missing])
     labels = _labels(label, *values[len(categorical) :]) if named else []
     if isinstance(kind, T.BooleanType):
         labels = ["false", "true"]
@@ -145,8 +158,18 @@ def _seen_in(dataset: DataFrame, estimator: _TabularEstimator) -> _Seen:
     known = {*categorical, *times, *numeric}
     order = [*(p["inputCols"] or names.schema.names), *(p["categoricalCols"] or ()), *(p["numericCols"] or ())]
     inputs = [name for name in dict.fromkeys(order) if name in known]
-    table = TableColumns(categories, times, numbers, missing)
-    return _Seen(table, inputs, outputs, labels, scales[len(numeric) :])
+    centres = {name: [*of.distribution.centre_and_scale(_rounded(of.deviation))] for name, of in of_numbers.items()}
+    edges = [scaled_edges(of.distribution.edges(BINS), centres[name], _BOUND) for name, of in of_numbers.items()]
+    return _Seen(
+        TableColumns(categories, times, centres, missing, _BOUND), inputs, outputs, labels, scales, edges, rows
+    )
+
+
+def _warn_of_constants(columns: list[str]) -> None:
+    """Names columns of numbers from which nothing can be learned."""
+    if columns:
+        listed = ", ".join(map(repr, columns))
+        logger.warning("the same number, or null, in all rows that train, and so without effect: %s", listed)
 
 
 def _coded(figures: Mapping[str, Figures], names: ColumnNames, most: int) -> dict[str, list[int]]:

@@ -197,3 +197,22 @@ def test_several_values_a_row_are_averaged() -> None:
     for loss in ("MSELoss", squares):
         assert float(Loss(loss, {})(output, label, None)) == pytest.approx(float(rows.sum()))
         assert float(Loss(loss, {})(output, label, WEIGHT)) == pytest.approx(float((rows * WEIGHT).sum()))
+
+
+@pytest.mark.parametrize(
+    ("task", "shape", "label", "loss"),
+    [
+        ("classification", (4, 3, 5), torch.tensor([0, 4, 2, 2]), "CrossEntropyLoss"),
+        ("classification", (4, 3, 1), torch.tensor([0, 1, 1, 0]), "BCEWithLogitsLoss"),
+        ("regression", (4, 3, 1), torch.tensor([0.5, -1.0, 2.0, 0.0]), "MSELoss"),
+        ("regression", (4, 3, 2), torch.arange(8.0).reshape(4, 2), "L1Loss"),
+    ],
+)
+def test_the_loss_of_a_row_is_the_mean_of_those_of_its_members(
+    task: Task, shape: tuple[int, ...], label: torch.Tensor, loss: str
+) -> None:
+    torch.manual_seed(0)
+    members, weight = torch.randn(shape), torch.tensor([1.0, 2.0, 0.0, 0.5])
+    found = Loss(loss, {})(*align(task, {"members": members}, label), weight)
+    of_members = [Loss(loss, {})(*align(task, members[:, place], label), weight) for place in range(shape[1])]
+    torch.testing.assert_close(found, torch.stack(of_members).mean())
