@@ -95,7 +95,7 @@ class MemberLinear(nn.Module):
             self.bias.copy_(torch.empty_like(self.bias[0]).uniform_(-bound, bound).expand_as(self.bias))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Returns the outputs of each member, `(rows, members, outputs)`; inputs are those of each, or the same for all."""
+        """Returns the outputs of the members, `(rows, members, outputs)`, of inputs `(rows, 1 or members, inputs)`."""
         shared = nn.functional.linear(inputs * self.input_factors, self.weight)
         return torch.addcmul(self.bias, shared, self.output_factors)
 
