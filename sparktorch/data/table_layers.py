@@ -30,16 +30,16 @@ class NumberEmbedding(nn.Module):
     linear function, and a piecewise linear one that begins as zero, behind a ReLU.
     """
 
-    lefts: torch.Tensor  # of the bins, shape (columns, bins)
-    factors: torch.Tensor  # inverse widths; zero of bins that a column lacks
+    factors: torch.Tensor  # inverse widths of the bins, shape (columns, 1, bins); zero of bins that a column lacks
+    offsets: torch.Tensor  # less their left edges in units of their widths
 
     def __init__(self, edges: Sequence[Sequence[float]], width: int) -> None:
         """Takes the ascending edges of each column's bins, and the size of the vectors."""
         super().__init__()
         self.edges = edges
         bins = max(1, *(len(of) - 1 for of in edges))
-        self.register_buffer("lefts", torch.empty(len(edges), bins))
-        self.register_buffer("factors", torch.empty(len(edges), bins))
+        self.register_buffer("factors", torch.empty(len(edges), 1, bins))
+        self.register_buffer("offsets", torch.empty(len(edges), 1, bins))
         self.pieces = nn.Parameter(torch.empty(len(edges), bins, width))
         self.slopes = nn.Parameter(torch.empty(len(edges), width))
         self.bias = nn.Parameter(torch.empty(len(edges), width))
@@ -51,19 +51,21 @@ class NumberEmbedding(nn.Module):
         nn.init.uniform_(self.slopes, -1.0, 1.0)
         nn.init.uniform_(self.bias, -1.0, 1.0)
         with torch.no_grad():
-            self.lefts.zero_()
             self.factors.zero_()
+            self.offsets.zero_()
             for column, of in enumerate(self.edges):
-                values = torch.tensor(of, dtype=self.lefts.dtype)
-                self.lefts[column, : len(of) - 1] = values[:-1]
-                self.factors[column, : len(of) - 1] = 1.0 / values.diff()
+                values = torch.tensor(of, dtype=torch.float64, device=self.factors.device)
+                factors = 1.0 / values.diff()
+                self.factors[column, 0, : len(factors)] = factors
+                self.offsets[column, 0, : len(factors)] = -values[:-1] * factors
 
     def forward(self, numbers: torch.Tensor) -> torch.Tensor:
         """Returns the vectors beside one another, `(rows, columns * width)`, of numbers `(rows, columns)`."""
-        columns = numbers.unsqueeze(-1)
-        shares = ((columns - self.lefts) * self.factors).clamp(0.0, 1.0)  # of each bin that lies below the number
-        pieces = torch.bmm(shares.transpose(0, 1), self.pieces).transpose(0, 1)
-        return torch.relu(pieces + columns * self.slopes + self.bias).flatten(1)
+        columns = numbers.t().unsqueeze(-1)
+        shares = torch.addcmul(self.offsets, columns, self.factors).clamp(0.0, 1.0)  # of each bin below the number
+        pieces = torch.baddbmm(self.bias.unsqueeze(1), shares, self.pieces)
+        vectors = torch.relu(torch.addcmul(pieces, columns, self.slopes.unsqueeze(1)))
+        return vectors.transpose(0, 1).flatten(1)
 
 
 class MemberLinear(nn.Module):
@@ -95,9 +97,16 @@ class MemberLinear(nn.Module):
             self.bias.copy_(torch.empty_like(self.bias[0]).uniform_(-bound, bound).expand_as(self.bias))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Returns the outputs of the members, `(rows, members, outputs)`, of inputs `(rows, 1 or members, inputs)`."""
-        shared = nn.functional.linear(inputs * self.input_factors, self.weight)
-        return torch.addcmul(self.bias, shared, self.output_factors)
+        """Returns the outputs of the members, `(members, rows, outputs)`.
+
+        Inputs are the same for all members, `(rows, inputs)`, in the first layer, and `(members, rows, inputs)` in
+        others. The factors scale the weights, of which there are fewer than inputs and outputs of a batch.
+        """
+        weight = self.weight * self.input_factors.unsqueeze(1) * self.output_factors.unsqueeze(2)
+        if self.first:
+            every = nn.functional.linear(inputs, weight.flatten(0, 1), self.bias.flatten())
+            return every.unflatten(1, self.bias.shape).transpose(0, 1)
+        return torch.baddbmm(self.bias.unsqueeze(1), inputs, weight.transpose(1, 2))
 
 
 class MemberOutput(nn.Module):
@@ -116,5 +125,5 @@ class MemberOutput(nn.Module):
         nn.init.zeros_(self.bias)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Returns the outputs of each member, `(rows, members, outputs)`, of its inputs `(rows, members, inputs)`."""
-        return torch.bmm(inputs.transpose(0, 1), self.weight).transpose(0, 1) + self.bias
+        """Returns the outputs of each member, `(rows, members, outputs)`, of its inputs `(members, rows, inputs)`."""
+        return torch.baddbmm(self.bias.unsqueeze(1), inputs, self.weight).transpose(0, 1)

@@ -198,7 +198,7 @@ class TableNetwork(nn.Module):
         if self.numbers is not None:
             columns.append(self.numbers(numbers[:, : self.embedded]))
         inputs = torch.cat(columns, dim=1)
-        found: torch.Tensor = self.layers(inputs if self.members == 1 else inputs.unsqueeze(1))
+        found: torch.Tensor = self.layers(inputs)
         if self.scales:
             scaled = [found[..., place] * deviation + mean for place, (mean, deviation) in enumerate(self.scales)]
             found = torch.stack(scaled, dim=-1)
