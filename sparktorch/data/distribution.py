@@ -65,7 +65,8 @@ class Distribution:
         """Returns the smallest value up to which there are at least those shares of the weights."""
         cumulated = np.cumsum(self.weights)
         places = np.searchsorted(cumulated, shares * cumulated[-1] * (1 - 1e-12))
-        return np.array(self.values)[places]
+        found: npt.NDArray[np.float64] = np.array(self.values)[places]
+        return found
 
     def centre_and_scale(self, deviation: float) -> tuple[float, float]:
         """Returns the median, and the distance of the quartiles; if these are equal, the standard deviation."""

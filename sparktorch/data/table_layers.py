@@ -105,7 +105,7 @@ class MemberLinear(nn.Module):
         weight = self.weight * self.input_factors.unsqueeze(1) * self.output_factors.unsqueeze(2)
         if self.first:
             every = nn.functional.linear(inputs, weight.flatten(0, 1), self.bias.flatten())
-            return every.unflatten(1, self.bias.shape).transpose(0, 1)
+            return every.view(-1, *self.bias.shape).transpose(0, 1)
         return torch.baddbmm(self.bias.unsqueeze(1), inputs, weight.transpose(1, 2))
 
 

@@ -76,6 +76,8 @@ class _TabularEstimator(LearningEstimator):
         table, inputs, outputs, _, scales, edges, rows = self._seen
         told: dict[str, Any] = {"cardinalities": table.cardinalities, "numbers": table.width, "outputs": outputs}
         told |= {"edges": edges, **network_settings(rows)}
+        if Values(self)["trainingStep"] is not None:
+            told["members"] = 1  # a user's step expects one output for each row
         if self._task == "regression":
             told["scales"] = scales
         made_by = load_object(module) if isinstance(module, str) else module
