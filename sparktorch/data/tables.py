@@ -140,7 +140,7 @@ def perceptron(width: int, hidden: Sequence[int], outputs: int, dropout: float |
 
 def network_settings(rows: int) -> dict[str, Any]:
     """Returns the sizes of a `TableNetwork` for a number of rows that train: few members for many rows."""
-    return {"hidden": [128, 64], "members": 4 if rows < 60_000 else 2 if rows < 150_000 else 1}
+    return {"hidden": [128, 64], "members": 4 if rows < 40_000 else 2 if rows < 150_000 else 1}
 
 
 class TableNetwork(nn.Module):
