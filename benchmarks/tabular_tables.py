@@ -177,7 +177,7 @@ REPORTED = (births, mortgages, matches, weather, deaths, happiness, wages, colle
 def load(make: Callable[[], tuple[pd.DataFrame, str]]) -> Table:
     """Returns a table of either half, with texts as strings or `None`."""
     rows, label = make()
-    rows = rows.reset_index(drop=True)
+    rows = rows.reset_index(drop=True).rename(columns=lambda name: name.replace(".", "_"))  # a field, to Spark
     for name in rows:
         if rows[name].dtype.kind == "O" or rows[name].dtype.name in ("category", "str", "string"):
             texts = rows[name].astype(object)
