@@ -97,7 +97,7 @@ def by_hand(
         scaled = [(of - median) / (upper - lower) for of in (values, ends)]
         column, ends = (of / np.sqrt(1 + (of / 3) ** 2) for of in scaled)
         numbers.append(column.fillna(0.0).tolist())
-        edges.append(ends.tolist())
+        edges.append(ends.astype(np.float32).tolist())
         missing.append(values.isna().astype(float).tolist())
     numbers += missing[:2]
     tensors = [list(row) for row in zip(*columns, strict=True)], [list(row) for row in zip(*numbers, strict=True)]
