@@ -13,10 +13,14 @@ import pyarrow.compute as pc
 import torch
 from torch import nn
 
-__all__ = ["TableColumns", "TableNetwork", "perceptron"]
+from sparktorch.data.table_layers import CategoryEmbedding, MemberLinear, MemberOutput, NumberEmbedding
+
+__all__ = ["BINS", "TableColumns", "TableNetwork", "as_doubles", "network_settings", "perceptron", "scaled_edges"]
 
 _UNKNOWN, _NULL = 0, 1
 _KNOWN = 2  # index of the first category
+BINS = 48  # the most of a column of numbers
+_LEAST_WIDTH = 1e-5  # of a bin
 # Parts of a time, and the categories of each. Dates have no hour.
 _PARTS: dict[str, tuple[Any, list[int]]] = {
     "month": (pc.month, list(range(1, 13))),
@@ -32,14 +36,18 @@ class TableColumns:
     Attributes:
         categories: Known categories by column. Index 0 is any other one, 1 is null, and 2 the first known one.
         times: Parts by column of dates or timestamps, "month", "weekday" (0 is Monday) and "hour", in UTC.
-        numbers: Mean and standard deviation by column. Nulls and NaN become 0, the mean.
+        numbers: Centre and scale by column: of numbers, or of dates and timestamps in seconds since 1970, in UTC. Nulls
+            and NaN become 0, the centre; so does a column of scale 0, which was the same in all rows that trained.
         missing: Columns of `numbers` of which another column says where they are null or NaN.
+        bound: The value that scaled numbers come near, and do not exceed, as far as they are from their centre; 0 for
+            none.
     """
 
     categories: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     times: Mapping[str, Sequence[str]] = field(default_factory=dict)
     numbers: Mapping[str, Sequence[float]] = field(default_factory=dict)
     missing: Sequence[str] = ()
+    bound: float = 0.0
     takes_nulls: ClassVar[bool] = True
 
     @property
@@ -67,9 +75,10 @@ class TableColumns:
         for name, parts in self.times.items():
             instants = columns[name].cast(pa.timestamp("us"))
             indices += [_indices(_PARTS[part][0](instants), _PARTS[part][1]) for part in parts]
-        numbers = [_standardised(columns[name], *values) for name, values in self.numbers.items()]
-        numbers += [pc.is_null(columns[name], nan_is_null=True).to_numpy(zero_copy_only=False) for name in self.missing]
         rows = len(next(iter(columns.values())))
+        values = _beside([as_doubles(columns[name]) for name in self.numbers], rows, np.float64).numpy()
+        numbers = [*_scaled(values, list(self.numbers.values()), self.bound).T]
+        numbers += [pc.is_null(columns[name], nan_is_null=True).to_numpy(zero_copy_only=False) for name in self.missing]
         return {"categories": _beside(indices, rows, np.int64), "numbers": _beside(numbers, rows, np.float32)}
 
 
@@ -81,11 +90,35 @@ def _indices(column: pa.Array, known: Sequence[Any]) -> npt.NDArray[Any]:
     return indices
 
 
-def _standardised(column: pa.Array, mean: float, deviation: float) -> npt.NDArray[Any]:
-    """Returns numbers less their mean in units of their standard deviation, and 0 for nulls and NaN."""
-    values = column.cast(pa.float64()).to_numpy(zero_copy_only=False)
-    found: npt.NDArray[Any] = np.nan_to_num((values - mean) / (deviation or 1.0), nan=0.0)
+def as_doubles(column: pa.Array) -> npt.NDArray[np.float64]:
+    """Returns numbers as float64, and dates and timestamps as seconds since 1970, in UTC; NaN for nulls."""
+    if pa.types.is_temporal(column.type):
+        column = pc.divide(column.cast(pa.timestamp("us")).cast(pa.int64()).cast(pa.float64()), 1e6)
+    values: npt.NDArray[np.float64] = column.cast(pa.float64()).to_numpy(zero_copy_only=False)
+    return values
+
+
+def _scaled(
+    values: npt.NDArray[np.float64], centres_and_scales: Sequence[Sequence[float]], bound: float
+) -> npt.NDArray[np.float64]:
+    """Returns columns less their centres in units of their scales, and 0 for NaN and in columns of scale 0.
+
+    With a bound, the scaled value z becomes z / sqrt(1 + (z / bound)^2), the smooth clipping of RealMLP (arXiv
+    2407.04491). It is about z where that is small, and keeps outliers apart from each other.
+    """
+    centres, scales = np.array(centres_and_scales, np.float64).reshape(-1, 2).T
+    units = np.divide(1.0, scales, out=np.zeros_like(scales), where=scales != 0)
+    found: npt.NDArray[np.float64] = np.nan_to_num((values - centres) * units, nan=0.0)
+    if bound:
+        found /= np.hypot(1.0, found / bound)
     return found
+
+
+def scaled_edges(edges: npt.NDArray[np.float64], centre_and_scale: Sequence[float], bound: float) -> list[float]:
+    """Returns ascending edges of a column's bins as `TableColumns` scales its numbers: two or more, none too near."""
+    found = np.sort(_scaled(edges[:, None], [centre_and_scale], bound).astype(np.float32)[:, 0])
+    found = found[np.diff(found, prepend=-np.inf) > _LEAST_WIDTH]
+    return found.tolist() if len(found) > 1 else [0.0, 1.0]
 
 
 def _beside(columns: Sequence[npt.NDArray[Any]], rows: int, dtype: Any) -> torch.Tensor:
@@ -105,8 +138,16 @@ def perceptron(width: int, hidden: Sequence[int], outputs: int, dropout: float |
     return nn.Sequential(*layers, nn.Linear(width, outputs))
 
 
+def network_settings(rows: int) -> dict[str, Any]:
+    """Returns the sizes of a `TableNetwork` for a number of rows that train: few members for many rows."""
+    return {"hidden": [128, 64], "members": 4 if rows < 40_000 else 2 if rows < 150_000 else 1}
+
+
 class TableNetwork(nn.Module):
-    """A multilayer perceptron of categories, each in an embedding of its column's own, and numbers."""
+    """Multilayer perceptrons of categories and numbers, each in an embedding of its column's own.
+
+    Several of them, the members, share most of their weights, and their mean is returned (TabM, arXiv 2410.24210).
+    """
 
     def __init__(
         self,
@@ -116,6 +157,9 @@ class TableNetwork(nn.Module):
         hidden: Sequence[int] = (128, 64),
         dropout: float = 0.0,
         scales: Sequence[Sequence[float]] = (),
+        edges: Sequence[Sequence[float]] = (),
+        members: int = 1,
+        number_width: int = 16,
     ) -> None:
         """Makes the layers.
 
@@ -126,28 +170,47 @@ class TableNetwork(nn.Module):
             hidden: Sizes of the hidden layers.
             dropout: Probability with which a hidden value is left out in training.
             scales: Mean and standard deviation of each output's labels, if they are numbers to predict.
+            edges: Ascending edges of the bins of the first columns of numbers, which get an embedding; none do without.
+            members: Number of perceptrons.
+            number_width: Size of the embedding of a number.
         """
         super().__init__()
-        self.embeddings = nn.ModuleList(_Embedding(count, min(32, (count + 1) // 2)) for count in cardinalities)
-        width = numbers + sum(embedding.embedding_dim for embedding in self.embeddings)  # type: ignore[misc]
-        self.layers = perceptron(width, hidden, outputs, dropout)
+        self.embeddings = nn.ModuleList(CategoryEmbedding(count, min(32, (count + 1) // 2)) for count in cardinalities)
+        self.numbers = NumberEmbedding(edges, number_width) if edges else None
+        self.embedded, self.members = len(edges), members
+        width = numbers + number_width * len(edges)
+        width += sum(embedding.embedding_dim for embedding in self.embeddings)  # type: ignore[misc]
+        if members == 1:
+            self.layers = perceptron(width, hidden, outputs, dropout)
+        else:
+            self.layers = _members(width, hidden, outputs, dropout, members)
         self.scales = [(mean, deviation or 1.0) for mean, deviation in scales]
 
-    def forward(self, categories: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-        """Returns the outputs, of shape `(rows, outputs)`."""
-        embedded = [embedding(categories[:, place]) for place, embedding in enumerate(self.embeddings)]
-        found: torch.Tensor = self.layers(torch.cat([*embedded, numbers], dim=1))
-        if not self.scales:
+    def forward(self, categories: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
+        """Returns the outputs, of shape `(rows, outputs)`.
+
+        In training, several members return the outputs of each, `{"members": (rows, members, outputs)}`: it is the
+        mean of their losses that is to be small, or they would learn the same.
+        """
+        columns = [embedding(categories[:, place]) for place, embedding in enumerate(self.embeddings)]
+        columns.append(numbers)
+        if self.numbers is not None:
+            columns.append(self.numbers(numbers[:, : self.embedded]))
+        inputs = torch.cat(columns, dim=1)
+        found: torch.Tensor = self.layers(inputs)
+        if self.scales:
+            scaled = [found[..., place] * deviation + mean for place, (mean, deviation) in enumerate(self.scales)]
+            found = torch.stack(scaled, dim=-1)
+        if self.members == 1:
             return found
-        scaled = [found[:, place] * deviation + mean for place, (mean, deviation) in enumerate(self.scales)]
-        return torch.stack(scaled, dim=1)
+        return {"members": found} if self.training else found.mean(1)
 
 
-class _Embedding(nn.Embedding):
-    """An embedding whose weights begin small, and those of unknown and null as zeros: rows may lack a category."""
-
-    def reset_parameters(self) -> None:
-        """Draws the weights of the categories."""
-        nn.init.normal_(self.weight, std=0.1)
-        with torch.no_grad():
-            self.weight[:_KNOWN].zero_()
+def _members(width: int, hidden: Sequence[int], outputs: int, dropout: float, members: int) -> nn.Sequential:
+    """Returns the layers of a perceptron for each of several members."""
+    layers: list[nn.Module] = []
+    for size in hidden:
+        layers += [MemberLinear(width, size, members, first=not layers), nn.ReLU()]
+        layers += [nn.Dropout(dropout)] if dropout else []
+        width = size
+    return nn.Sequential(*layers, MemberOutput(width, outputs, members))

@@ -1,4 +1,4 @@
-"""What is learned of a table's columns: the categories of texts, and the figures of numbers, in one pass."""
+"""What is learned of a table's columns: categories of texts, figures and distribution of numbers, in one pass."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import pyarrow.compute as pc
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F
 
+from sparktorch.data.distribution import MOST_VALUES, DistinctValues, Distribution
+from sparktorch.data.tables import as_doubles
 from sparktorch.distributed.root_cause import missing_module
 
 __all__ = ["Figures", "categories_and_figures"]
@@ -23,19 +25,21 @@ _SCHEMA = pa.schema(
         ("value", pa.string()),
         ("rows", pa.int64()),
         *((name, pa.float64()) for name in ("mean", "squares", "smallest", "largest")),
+        ("hash", pa.int64()),
     ]
 )
-_DDL = "place int, value string, rows bigint, mean double, squares double, smallest double, largest double"
+_DDL = "place int, value string, rows bigint, mean double, squares double, smallest double, largest double, hash bigint"
 
 
 class Figures(NamedTuple):
-    """Figures of a column of numbers, of the rows where it is finite."""
+    """Figures of a column of numbers, of the rows where it is finite; of the first columns, their distribution, too."""
 
     rows: int = 0
     mean: float = 0.0
     deviation: float = 0.0
     smallest: float = 0.0
     largest: float = 0.0
+    distribution: Distribution = Distribution()
 
 
 def categories_and_figures(
@@ -47,30 +51,34 @@ def categories_and_figures(
     least: int,
     most: int,
     labels: int,
+    distributed: int = 0,
 ) -> tuple[list[list[str]], list[Figures]]:
-    """Returns the values of each column of strings, frequent ones first, and the figures of each column of doubles.
+    """Returns the values of each column of strings, frequent ones first, and the figures of each column of numbers.
 
     Of the first `limited` texts, it returns at most `most` values, of `least` rows or more; of the others, which are
-    labels, at most `labels`.
+    labels, at most `labels`. Of the first `distributed` numbers, which are numbers, dates or timestamps, the figures
+    have the distribution. It does not depend on how rows are divided into partitions and batches.
 
     Raises:
         ClusterError: The executors' Python lacks a module, such as this one.
     """
     places = range(len(texts) + len(numbers))
     named = [column.alias(f"c{place}") for place, column in zip(places, (*texts, *numbers), strict=True)]
-    summed = rows.select(*named).mapInArrow(partial(_of_batches, texts=len(texts)), _DDL)
-    of_batches = F.when(F.col("place") >= len(texts), F.struct("rows", "mean", "squares"))
+    summed = rows.select(*named).mapInArrow(partial(_of_batches, texts=len(texts), distributed=distributed), _DDL)
+    of_batches = F.when(F.col("value").isNull(), F.struct("rows", "mean", "squares"))
     groups = summed.groupBy("place", "value").agg(
         F.sum("rows").alias("rows"),
         (F.sum(F.col("rows") * F.col("mean")) / F.sum("rows")).alias("mean"),
         F.collect_list(of_batches).alias("batches"),
         F.min("smallest").alias("smallest"),
         F.max("largest").alias("largest"),
+        F.min("hash").alias("hash"),
     )
-    order = Window.partitionBy("place").orderBy(F.desc("rows"), "value")
+    order = Window.partitionBy("place").orderBy("hash", F.desc("rows"), "value")
     ranked = groups.withColumn("rank", F.row_number().over(order))
     often = (F.col("place") >= limited) | (F.col("rows") >= least)
-    kept = often & (F.col("rank") <= F.when(F.col("place") < limited, most).otherwise(labels))
+    count = F.when(F.col("place") < limited, most).when(F.col("hash").isNull(), labels).otherwise(MOST_VALUES)
+    kept = often & (F.col("rank") <= count)
     squares = F.aggregate("batches", F.lit(0.0), _with_batch).alias("squares")
     try:
         found = ranked.where(kept).select("*", squares).drop("batches").collect()
@@ -81,15 +89,18 @@ def categories_and_figures(
         raise missing from error
     values: list[list[str]] = [[] for _ in texts]
     figures = [Figures() for _ in numbers]
+    counts: list[dict[float, int]] = [{} for _ in numbers]
     for row in sorted(found, key=lambda row: (row["place"], row["rank"])):
         place, rest = row["place"], (row["smallest"], row["largest"])
         if place < len(texts):
             values[place].append(row["value"])
-        else:
+        elif place < len(places):
             varies = rest[0] < rest[1]  # what rounding leaves of equal numbers is no deviation
             deviation = math.sqrt(row["squares"] / row["rows"]) if varies else 0.0
             figures[place - len(texts)] = Figures(row["rows"], row["mean"], deviation, *rest)
-    return values, figures
+        else:
+            counts[place - len(places)][float(row["value"])] = row["rows"]
+    return values, [of._replace(distribution=Distribution.of(count)) for of, count in zip(figures, counts, strict=True)]
 
 
 def _with_batch(squares: Column, batch: Column) -> Column:
@@ -98,26 +109,40 @@ def _with_batch(squares: Column, batch: Column) -> Column:
     return squares + batch["squares"] + batch["rows"] * apart * apart
 
 
-def _of_batches(batches: Iterator[pa.RecordBatch], texts: int) -> Iterator[pa.RecordBatch]:
-    """Yields the counts of each batch's texts, and the figures of its numbers: a row for each, not for each cell."""
+def _of_batches(batches: Iterator[pa.RecordBatch], texts: int, distributed: int) -> Iterator[pa.RecordBatch]:
+    """Yields the counts of each batch's texts, the figures of its numbers, and at the end their distinct values.
+
+    These are rows for each value, batch or column, not for each cell.
+    """
+    distinct = [DistinctValues() for _ in range(distributed)]
+    columns = 0
     for batch in batches:
+        columns = batch.num_columns
         for place, column in enumerate(batch.columns[:texts]):
             counts = pc.value_counts(column.drop_null())
-            values = counts.field("values").cast(pa.string())
-            empty = pa.nulls(len(values), pa.float64())
-            yield _batch(pa.array([place] * len(values), pa.int32()), values, counts.field("counts"), *[empty] * 4)
+            yield _batch(place, counts.field("values").cast(pa.string()), counts.field("counts"))
         found = []
         for place, column in enumerate(batch.columns[texts:], texts):
-            values = column.to_numpy(zero_copy_only=False)
+            values = as_doubles(column)
             values = values[np.isfinite(values)]  # neither null nor NaN
+            if place - texts < distributed:
+                distinct[place - texts].add(values)
             if len(values):
                 mean = values.mean()
                 squares = np.square(values - mean).sum()
-                found.append((place, None, len(values), mean, squares, values.min(), values.max()))
+                found.append((place, None, len(values), mean, squares, values.min(), values.max(), None))
         if found:
-            columns = zip(*found, strict=True)
-            yield _batch(*(pa.array(column, kind) for column, kind in zip(columns, _SCHEMA.types, strict=True)))
+            arrays = [pa.array(of, kind) for of, kind in zip(zip(*found, strict=True), _SCHEMA.types, strict=True)]
+            yield pa.RecordBatch.from_arrays(arrays, schema=_SCHEMA)
+    for place, of in enumerate(distinct, columns):
+        yield _batch(place, pa.array(of.values).cast(pa.string()), pa.array(of.counts), pa.array(of.hashes))
 
 
-def _batch(*columns: pa.Array) -> pa.RecordBatch:
-    return pa.RecordBatch.from_arrays(list(columns), schema=_SCHEMA)
+def _batch(place: int, values: pa.Array, counts: pa.Array, hashes: pa.Array | None = None) -> pa.RecordBatch:
+    """Returns a row for each value of a column, with its count and the hash by which values are chosen."""
+    rows = len(values)
+    hashes = pa.nulls(rows, pa.int64()) if hashes is None else hashes
+    figures = [pa.nulls(rows, pa.float64())] * 4
+    return pa.RecordBatch.from_arrays(
+        [pa.array([place] * rows, pa.int32()), values, counts, *figures, hashes], schema=_SCHEMA
+    )

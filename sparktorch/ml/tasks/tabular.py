@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,7 +14,7 @@ from pyspark.sql import types as T
 from torch import nn
 
 from sparktorch.base.imports import load_object
-from sparktorch.data.tables import TableColumns, TableNetwork
+from sparktorch.data.tables import BINS, TableColumns, TableNetwork, network_settings, scaled_edges
 from sparktorch.errors import ColumnError
 from sparktorch.ml.classification import TorchClassificationModel, TorchClassifier
 from sparktorch.ml.fit.values import Values
@@ -33,10 +34,13 @@ if TYPE_CHECKING:
 
 __all__ = ["TabularClassificationModel", "TabularClassifier", "TabularRegressionModel", "TabularRegressor"]
 
+logger = logging.getLogger(__name__)
+
 _ROLES = ("labelCol", "labelCols", "weightCol", "validationIndicatorCol", "idCol")
 _LEARNS_FROM = (*_ROLES, *(spec.name for spec in TABLE), "inputCols")
 _DRAWN = re.compile(r"_[0-9a-f]{12}_rand$")  # by which Spark's CrossValidator and TrainValidationSplit mark rows
 _MOST_LABELS = 100_000  # what comes to the driver, and an output for each
+_BOUND = 3.0  # of scaled numbers, as RealMLP has it
 _TIMES = (T.DateType, T.TimestampType, T.TimestampNTZType)
 _VALUES: dict[str | None, Callable[[str], Any]] = {
     "string": str,
@@ -54,7 +58,8 @@ class _Seen(NamedTuple):
     outputs: int
     labels: list[str]
     scales: list[list[float]]  # of a regressor's labels: mean and standard deviation of each
-    rows: int = 0  # that train
+    edges: list[list[float]]  # of the bins of each column of numbers
+    rows: int = 0  # The number of rows that train.
     held_out: int = 0
 
 
@@ -71,8 +76,11 @@ class _TabularEstimator(LearningEstimator):
         that = super().completed().copy()._set(module=module)
         if self._seen is None:
             return that
-        table, inputs, outputs, _, scales, *_ = self._seen
-        told = {"cardinalities": table.cardinalities, "numbers": table.width, "outputs": outputs}
+        table, inputs, outputs, _, scales, edges, rows, _ = self._seen
+        told: dict[str, Any] = {"cardinalities": table.cardinalities, "numbers": table.width, "outputs": outputs}
+        told |= {"edges": edges, **network_settings(rows)}
+        if Values(self)["trainingStep"] is not None:
+            told["members"] = 1  # A user's step expects one output for each row.
         if self._task == "regression":
             told["scales"] = scales
         made_by = load_object(module) if isinstance(module, str) else module
@@ -84,7 +92,7 @@ class _TabularEstimator(LearningEstimator):
     def _learn(self, dataset: DataFrame) -> _Seen:
         trained = Values(self).trained
         if trained is not None and isinstance(trained.preprocess, TableColumns):  # it goes on with what it knows
-            return _Seen(trained.preprocess, [spec.column for spec in trained.inputs], 0, list(trained.labels), [])
+            return _Seen(trained.preprocess, [spec.column for spec in trained.inputs], 0, list(trained.labels), [], [])
         return _seen_in(dataset, self)
 
     def _count(self, rows: DataFrame) -> tuple[int, int]:
@@ -122,10 +130,12 @@ def _seen_in(dataset: DataFrame, estimator: _TabularEstimator) -> _Seen:
     kind = names.type_of(label) if label else None
     named = [label] if isinstance(kind, T.StringType) else []
     predicted = [] if label else [name for name in p["labelCols"] or [p["labelCol"]] if _is_number(names.type_of(name))]
-    figures = [*numeric, *([label] if isinstance(kind, NUMERIC) else predicted)]
+    labelled = [label] if isinstance(kind, NUMERIC) else predicted
+    numbers = [names.column(name).cast("double") for name in numeric] + [names.column(name) for name in times]
+    predicted_numbers = [names.column(name).cast("double") for name in labelled]
     validates = names.column(p["validationIndicatorCol"]) if p["validationIndicatorCol"] else F.lit(False)
-    doubles = [(name, names.column(name).cast("double")) for name in figures]
-    automatic = bool(estimator._marks)  # labels are those of all rows, of which the estimator holds some out itself
+    # Labels are those of all rows where the estimator holds some of them out itself.
+    automatic = bool(estimator._marks)
     texts = [
         names.column(name).cast(str(kept_as(names.type_of(name)))).cast("string") for name in (*categorical, *named)
     ]
@@ -136,26 +146,29 @@ def _seen_in(dataset: DataFrame, estimator: _TabularEstimator) -> _Seen:
             *(F.when(validates, text) for text in texts[len(categorical) :]),
         ],
         [
+            *(F.when(~validates, number) for number in numbers),
+            *(F.when(F.lit(True) if label and automatic else ~validates, number) for number in predicted_numbers),
             *(F.when(marks, F.lit(1.0)) for marks in (~validates, validates)),
-            *(F.when(~validates | F.lit(name == label and automatic), double) for name, double in doubles),
         ],
         limited=len(categorical),
+        distributed=len(numeric) + len(times),
         least=p["minCount"],
         most=p["maxCategories"],
         labels=_MOST_LABELS + 1,
     )
-    rows, held_out, *found = found
-    check_rows(rows.rows + held_out.rows * automatic)
+    *found, trained_rows, held_out = found
+    rows = trained_rows.rows
+    check_rows(rows + held_out.rows * automatic)
     categories = {
         name: [_VALUES.get(kept_as(names.type_of(name)), int)(value) for value in of]
         for name, of in zip(categorical, values, strict=False)
     }
-    of_numbers = dict(zip(numeric, found, strict=False))
+    of_numbers = dict(zip((*numeric, *times), found, strict=False))
     if p["categoricalCols"] is None and p["numericCols"] is None:
         categories |= _coded(of_numbers, names, p["maxIntegerCategories"])
-    scales = [[_rounded(of.mean), _rounded(of.deviation)] for of in found]
-    numbers = dict(zip(numeric, scales, strict=False))
-    missing = [name for name, of in of_numbers.items() if of.rows < rows.rows and name not in categories]
+    scales = [[_rounded(of.mean), _rounded(of.deviation)] for of in found[len(of_numbers) :]]
+    missing = [name for name in numeric if 0 < of_numbers[name].rows < rows and name not in categories]
+    _warn_of_constants([name for name, of in of_numbers.items() if of.smallest == of.largest and name not in missing])
     trained, validated = values[len(categorical) :] if named else ([], [])
     labels = _labels(label, sorted({*trained, *validated}) if automatic else trained, validated) if named else []
     if isinstance(kind, T.BooleanType):
@@ -171,8 +184,17 @@ def _seen_in(dataset: DataFrame, estimator: _TabularEstimator) -> _Seen:
     known = {*categorical, *times, *numeric}
     order = [*(p["inputCols"] or names.schema.names), *(p["categoricalCols"] or ()), *(p["numericCols"] or ())]
     inputs = [name for name in dict.fromkeys(order) if name in known]
-    table = TableColumns(categories, times, numbers, missing)
-    return _Seen(table, inputs, outputs, labels, scales[len(numeric) :], rows.rows, held_out.rows)
+    centres = {name: [*of.distribution.centre_and_scale(_rounded(of.deviation))] for name, of in of_numbers.items()}
+    edges = [scaled_edges(of.distribution.edges(BINS), centres[name], _BOUND) for name, of in of_numbers.items()]
+    table = TableColumns(categories, times, centres, missing, _BOUND)
+    return _Seen(table, inputs, outputs, labels, scales, edges, rows, held_out.rows)
+
+
+def _warn_of_constants(columns: list[str]) -> None:
+    """Names columns of numbers from which nothing can be learned."""
+    if columns:
+        listed = ", ".join(map(repr, columns))
+        logger.warning("the same number, or null, in all rows that train, and so without effect: %s", listed)
 
 
 def _coded(figures: Mapping[str, Figures], names: ColumnNames, most: int) -> dict[str, list[int]]:

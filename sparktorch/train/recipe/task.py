@@ -34,7 +34,15 @@ def align(task: Task, output: Any, label: torch.Tensor | None) -> tuple[Any, tor
     broadcast `(rows, 1)` against `(rows,)` to `(rows, rows)` without an error. One score per row is
     a two-class problem, whose losses need labels of the score's dtype. Labels are int64 classes, or float values, of
     shape `(rows, ...)`.
+
+    Of `{"members": (rows, members, ...)}`, each member is compared with the label, so that a row's loss is the mean of
+    those of its members: the label is repeated, and an axis of classes is the second, as torch's losses take it.
     """
+    if isinstance(output, Mapping) and set(output) == {"members"} and label is not None:
+        output = output["members"]
+        label = label.unsqueeze(1).expand(-1, output.shape[1], *label.shape[1:])
+        if task == "classification" and output.shape[-1] > 1:
+            return output.movedim(-1, 1), label
     if task == "generic" or label is None or not isinstance(output, torch.Tensor):
         return output, label
     if output.dim() == 0:

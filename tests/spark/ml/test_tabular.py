@@ -28,7 +28,7 @@ from sparktorch import (
     TorchClassifier,
     TorchCrossValidator,
 )
-from sparktorch.data.tables import TableNetwork
+from sparktorch.data.tables import BINS, TableNetwork
 from sparktorch.errors import ClusterError, ColumnError
 from sparktorch.tracking import save_model
 from tests.spark.scored import same_weights, sorted_rows
@@ -72,8 +72,10 @@ def raw(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> DataFr
     return spark.read.parquet(path)
 
 
-def by_hand(table: pd.DataFrame) -> tuple[list[list[int]], list[list[float]], dict[str, list[Any]]]:
-    """Returns both tensors as lists, and the known categories, made with pandas alone."""
+def by_hand(
+    table: pd.DataFrame, bins: int
+) -> tuple[list[list[int]], list[list[float]], dict[str, list[Any]], list[list[float]]]:
+    """Returns both tensors as lists, the known categories, and the edges of bins, made with pandas and NumPy alone."""
     train = table[~table["held_out"]]
     known: dict[str, list[Any]] = {}
     columns = []
@@ -84,13 +86,22 @@ def by_hand(table: pd.DataFrame) -> tuple[list[list[int]], list[list[float]], di
         columns.append([1 if value is None else places.get(value, 0) for value in table[name]])
     times = table["planned"].dt
     columns += [(times.month - 1 + 2).tolist(), (times.dayofweek + 2).tolist(), (times.hour + 2).tolist()]
-    numbers, missing = [], []
-    for name in ("seats", "distance"):
-        values, seen = table[name].astype("float64"), train[name].astype("float64")
-        numbers.append(((values - seen.mean()) / seen.std(ddof=0)).fillna(0.0).tolist())
+    numbers, missing, edges = [], [], []
+    planned = (table["planned"] - pd.Timestamp(0, tz="UTC")) / pd.Timedelta(seconds=1)
+    for values in (table["seats"].astype("float64"), table["distance"].astype("float64"), planned):
+        seen = values[~table["held_out"]].dropna()
+        lower, median, upper = np.quantile(seen, [0.25, 0.5, 0.75], method="inverted_cdf")
+        shares = np.linspace(0, 1, bins // 2 + 1)
+        of_rows, of_values = (np.quantile(of, shares, method="inverted_cdf") for of in (seen, seen.unique()))
+        ends = np.unique([*of_rows, *of_values])
+        scaled = [(of - median) / (upper - lower) for of in (values, ends)]
+        column, ends = (of / np.sqrt(1 + (of / 3) ** 2) for of in scaled)
+        numbers.append(column.fillna(0.0).tolist())
+        edges.append(ends.astype(np.float32).tolist())
         missing.append(values.isna().astype(float).tolist())
-    numbers += missing
-    return [list(row) for row in zip(*columns, strict=True)], [list(r) for r in zip(*numbers, strict=True)], known
+    numbers += missing[:2]
+    tensors = [list(row) for row in zip(*columns, strict=True)], [list(row) for row in zip(*numbers, strict=True)]
+    return *tensors, known, edges
 
 
 def test_a_table_trains_as_tensors_made_by_hand_and_scores_wherever_the_model_goes(
@@ -99,14 +110,16 @@ def test_a_table_trains_as_tensors_made_by_hand_and_scores_wherever_the_model_go
     shared = {"idCol": "id", "validationIndicatorCol": "held_out", "epochs": 6, "numWorkers": 2, **QUICK}
     model = TabularClassifier(labelCol="arrival", **shared).fit(raw)
     table = flights()
-    categories, numbers, known = by_hand(table)
+    network = dict(model.trained.params)
+    categories, numbers, known, edges = by_hand(table, bins=BINS)
     assert {name: model.categories[name] for name in known} == known
     assert model.labels == ["late", "on time"]
 
     labels = [float(label == "on time") for label in table["arrival"]]
     rows = list(zip(range(ROWS), categories, numbers, labels, table["held_out"].tolist(), strict=True))
     kinds = "id long, categories array<long>, numbers array<float>, label double, held_out boolean"
-    network = {"cardinalities": [5, 4, 14, 9, 26], "numbers": 4, "outputs": 2}
+    assert network["members"] > 1
+    network |= {"cardinalities": [5, 4, 14, 9, 26], "numbers": 5, "outputs": 2, "edges": edges}
     expected = TorchClassifier(
         module=TableNetwork, moduleParams=network, inputCols=["categories", "numbers"], **shared
     ).fit(spark.createDataFrame(rows, kinds))
@@ -165,6 +178,31 @@ class Told(nn.Module):
         places = enumerate(self.tables)
         embedded = torch.stack([table(categories[:, place]) for place, table in places]).sum(0)
         return self.out(torch.cat([embedded, numbers], 1)).squeeze(1)
+
+
+def test_what_is_learned_of_a_table_does_not_depend_on_its_partitions(spark: SparkSession) -> None:
+    rows = spark.range(3_000).select(
+        F.sin("id").alias("wave"),
+        (F.col("id") % 700).alias("cycle"),
+        F.when(F.col("id") % 3 > 0, F.col("id") % 2).alias("flag"),
+        F.timestamp_seconds(F.col("id") * 7_000).alias("at"),
+        (F.col("id") % 2).cast("int").alias("label"),
+    )
+    seen = [TabularClassifier(**QUICK)._learn(rows.repartition(count)) for count in (1, 7)]
+    assert seen[0] == seen[1]
+    assert [len(edges) for edges in seen[0].edges][2] == 2
+
+
+def test_a_number_without_variation_is_named_and_has_no_effect(
+    raw: DataFrame, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = raw.select("carrier", F.lit(3.0).alias("same"), F.lit(None).cast("double").alias("never"), "arrival")
+    with caplog.at_level("WARNING", logger="sparktorch"):
+        model = TabularClassifier(labelCol="arrival", **QUICK).fit(rows)
+    assert "without effect: 'same', 'never'" in caplog.text
+    other = rows.withColumns({"same": F.lit(-1e6), "never": F.lit(1e6)})
+    before, after = ([row["probability"] for row in model.transform(of).collect()] for of in (rows, other))
+    assert before == after
 
 
 def test_a_regressor_takes_named_columns_rare_categories_as_unknown_and_a_module_of_ones_own(

@@ -205,3 +205,22 @@ def test_losses_of_half_precision_are_summed_in_float32() -> None:
         total = weigh(losses, 4096, weight, what="it", param="loss")
         assert (total.dtype, float(total)) == (torch.float32, 9600.0)
     assert float(weigh(losses[0], 4097, None, what="it", param="loss")) == 2.34375 * 4097
+
+
+@pytest.mark.parametrize(
+    ("task", "shape", "label", "loss"),
+    [
+        ("classification", (4, 3, 5), torch.tensor([0, 4, 2, 2]), "CrossEntropyLoss"),
+        ("classification", (4, 3, 1), torch.tensor([0, 1, 1, 0]), "BCEWithLogitsLoss"),
+        ("regression", (4, 3, 1), torch.tensor([0.5, -1.0, 2.0, 0.0]), "MSELoss"),
+        ("regression", (4, 3, 2), torch.arange(8.0).reshape(4, 2), "L1Loss"),
+    ],
+)
+def test_the_loss_of_a_row_is_the_mean_of_those_of_its_members(
+    task: Task, shape: tuple[int, ...], label: torch.Tensor, loss: str
+) -> None:
+    torch.manual_seed(0)
+    members, weight = torch.randn(shape), torch.tensor([1.0, 2.0, 0.0, 0.5])
+    found = Loss(loss, {})(*align(task, {"members": members}, label), weight)
+    of_members = [Loss(loss, {})(*align(task, members[:, place], label), weight) for place in range(shape[1])]
+    torch.testing.assert_close(found, torch.stack(of_members).mean())
