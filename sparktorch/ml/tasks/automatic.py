@@ -22,7 +22,7 @@ class TaskSettings:
     Attributes:
         learning_rate: The learning rate.
         usual_rate: The learning rate of a training whose epochs the user has set.
-        scheduler: The schedule of the learning rate, `None` for a constant one.
+        scheduler: The schedule of the learning rate, which steps after each step; `None` for a constant one.
         smallest_batch: The fewest rows of a batch, a power of two.
         largest_batch: The most rows of a batch, a power of two.
         steps_per_epoch: The steps that an epoch has, as far as both bounds of the batch allow it.
@@ -32,6 +32,8 @@ class TaskSettings:
         least_steps: The fewest steps of a training.
         most_steps: The steps after which a training ends in any case, with the end of an epoch.
         most_epochs: The most epochs, but for what `least_steps` take.
+        least_epochs: The fewest epochs of a training that `rows_in_all` limits.
+        rows_in_all: The rows that all epochs together train, each as often as it is trained; `None` for any number.
     """
 
     learning_rate: float = 1e-3
@@ -46,9 +48,19 @@ class TaskSettings:
     least_steps: int = 400
     most_steps: int = 20_000
     most_epochs: int = 10_000
+    least_epochs: int = 1
+    rows_in_all: int | None = None
 
 
-TABLES = TaskSettings(learning_rate=2e-3)
+TABLES = TaskSettings(
+    learning_rate=3e-3,
+    scheduler="CosineAnnealingLR",
+    patience_steps=400,
+    least_patience=6,
+    most_epochs=80,
+    least_epochs=6,
+    rows_in_all=1_000_000,
+)
 SERIES = TaskSettings(largest_batch=256, least_steps=1_000)
 RATINGS = TaskSettings(
     learning_rate=0.1, usual_rate=0.1, smallest_batch=64, steps_per_epoch=256, most_patience=5, least_patience=3
@@ -124,7 +136,10 @@ def automatic_settings(
         unit, interval, between = "step", _LONGEST_BETWEEN, _LONGEST_BETWEEN
     patience = min(task.most_patience, max(task.least_patience, -(-task.patience_steps // between)))
     patience = max(patience, -(-task.least_steps // between))
-    epochs = max(1, min(task.most_epochs, -(-task.most_steps // steps)), least_epochs)
+    epochs = min(task.most_epochs, -(-task.most_steps // steps))
+    if task.rows_in_all is not None:
+        epochs = min(epochs, max(task.least_epochs, task.rows_in_all // rows))
+    epochs = max(1, epochs, least_epochs)
     return AutomaticSettings(
         epochs=epochs if validates else least_epochs,
         batch_size=batch,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pyspark.ml import Estimator
@@ -77,6 +78,8 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
         for name in automatic:
             that.clear(that.getParam(name))
             that._setDefault(**{name: settings[name]})
+        if "scheduler" in automatic and settings["scheduler"] is not None:
+            that._setDefault(schedulerInterval="step")
         return that
 
     def _settings(self, *, held_out: bool) -> AutomaticSettings:
@@ -84,9 +87,12 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
         p = Values(self)
         if not (held_out or _is_auto(p["epochs"])):
             return fixed_settings(self._task_settings)
+        task = self._task_settings
+        if p.brings_its_training:  # A LightningModule has schedules of its own.
+            task = replace(task, scheduler=None)
         return automatic_settings(
             _MANY_ROWS if self._sample is None else self._sample.trained,
-            self._task_settings,
+            task,
             validates=p.validated and not p.brings_its_training,  # which may log no val_loss
             batch_size=None if _is_auto(p["batchSize"]) else p["batchSize"],
             least_batch=p.sharing,

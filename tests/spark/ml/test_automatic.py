@@ -66,7 +66,7 @@ def test_a_table_without_settings_is_told_apart_and_the_training_ends_by_itself_
     with caplog.at_level(logging.INFO, "sparktorch"):
         model = classifier.fit(customers)
     summary = model.summary
-    assert "batchSize 32, learningRate 0.002, at most" in caplog.text
+    assert "batchSize 32, learningRate 0.003, at most" in caplog.text
     assert summary.ended.startswith("patience: 16 validations without a better val_loss")
     assert summary.best["val_accuracy"] > summary.baseline["val_accuracy"] + 0.1
     assert summary.settings["batchSize"] == 32
