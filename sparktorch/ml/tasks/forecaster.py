@@ -210,7 +210,8 @@ def _check_kept(p: Values, trained: TrainedModule) -> None:
 
 def _learns_season(p: Values) -> bool:
     """Whether the season is learned: the network starts from it, and it is not set."""
-    return p["season"] is None and (p["module"] is None or p["module"] is SeriesNetwork)
+    module = p["module"]
+    return p["season"] is None and (module is None or module is SeriesNetwork or module == import_path(SeriesNetwork))
 
 
 def _inputs(p: Values) -> dict[str, list[str]]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from pyspark.sql import DataFrame, Window
 from pyspark.sql import functions as F
 
@@ -34,16 +36,28 @@ def learned_season(dataset: DataFrame, names: ColumnNames, p: Values) -> int:
         names.column(p["labelCol"]).cast("double").alias("value"),
     )
     rows = rows.where(F.abs("value") < float("inf"))
-    long = rows.groupBy("series").count().where(F.col("count") >= length)
-    by_hash = long.orderBy(F.xxhash64("series"), "series").limit(_SERIES)
-    numbered = by_hash.select("series", F.row_number().over(Window.orderBy(F.xxhash64("series"), "series")).alias("of"))
-    last = Window.partitionBy("of").orderBy(F.col("time").desc())
-    latest = rows.join(F.broadcast(numbered), "series").select("of", F.row_number().over(last).alias("back"), "value")
-    table = table_of(latest.where(F.col("back") <= max(2 * length, min(_WINDOWS * length, _ROWS))))
-    of, back, values = (table[name].to_numpy() for name in ("of", "back", "value"))
-    order = np.lexsort((-back, of))
-    parts = np.split(values[order], np.flatnonzero(np.diff(of[order])) + 1)
+    most = max(2 * length, min(_WINDOWS * length, _ROWS))
+    parts = _last_of_some(rows, length, most) if p["groupCol"] else _last(rows, most)
     season = season_of(parts, p["context"], p["horizon"])
-    where = f"in {counted(len(np.unique(of)), 'series', 'series')}; set `season` if you know it"
+    where = f"in {counted(len(parts), 'series', 'series')}; set `season` if you know it"
     _LOG.info("%s, %s", "no season was found" if season == 1 else f"a season of {season} rows was found", where)
     return season
+
+
+def _last(rows: DataFrame, most: int) -> list[npt.NDArray[Any]]:
+    """Returns the last values of one series, without a window function, which would warn that it has no partitions."""
+    latest = table_of(rows.orderBy(F.desc("time")).limit(most).select("value"))
+    return [latest["value"].to_numpy()[::-1]]
+
+
+def _last_of_some(rows: DataFrame, least: int, most: int) -> list[npt.NDArray[Any]]:
+    """Returns the last values of each of some series, which have `least` rows or more."""
+    long = rows.groupBy("series").count().where(F.col("count") >= least)
+    some = long.orderBy(F.xxhash64("series"), "series").limit(_SERIES).select("series")
+    back = F.row_number().over(Window.partitionBy("series").orderBy(F.desc("time")))
+    of_some = rows.join(F.broadcast(some), "series")
+    latest = of_some.select(F.xxhash64("series").alias("of"), back.alias("back"), "value").where(F.col("back") <= most)
+    table = table_of(latest)
+    of, places, values = (table[name].to_numpy() for name in ("of", "back", "value"))
+    order = np.lexsort((-places, of))
+    return np.split(values[order], np.flatnonzero(np.diff(of[order])) + 1)

@@ -13,7 +13,8 @@ __all__ = ["SeasonalForecast", "season_of"]
 
 _SMOOTHING = 0.5  # the share of the newest value in the level, before training
 _BETTER = 0.95  # an error in relation to that of a shorter season
-_WINDOWS = 32  # of each series, on which seasons are tried
+_LONGEST = 1024  # rows of a season that is tried
+_WINDOWS, _VALUES = 32, 1e8  # of each series, on which seasons are tried; and those of all trials, about a second's
 
 Floats = npt.NDArray[np.float64]
 
@@ -62,7 +63,7 @@ class SeasonalForecast(nn.Module):
 
     def forward(self, past: torch.Tensor) -> torch.Tensor:
         """Returns the forecast, of shape `(samples, horizon)`, of a context from which its last value is subtracted."""
-        rows = past[:, -len(self.value_changes) :].unflatten(1, (self.seasons, self.season))
+        rows = past[:, -len(self.value_changes) :].reshape(past.shape[0], self.seasons, self.season)
         means = rows.mean(2, keepdim=True)
         slope = (means[:, -1] - means[:, 0]) / max(1, len(self.value_changes) - self.season)
         steps = torch.arange(max(self.season, self.horizon), dtype=past.dtype, device=past.device)
@@ -71,7 +72,8 @@ class SeasonalForecast(nn.Module):
         rest = (rows - profile.unsqueeze(1)).flatten(1)
         level = rest @ (self.value_weights + self.value_changes)
         trend = slope * (steps[: self.horizon] + 1) * self.slope_weight
-        return level.unsqueeze(1) + trend + profile.repeat(1, -(-self.horizon // self.season))[:, : self.horizon]
+        forecast: torch.Tensor = profile.repeat(1, -(-self.horizon // self.season))[:, : self.horizon]
+        return forecast + trend + level.unsqueeze(1)
 
 
 def season_of(series: Sequence[Floats], context: int, horizon: int) -> int:
@@ -83,19 +85,21 @@ def season_of(series: Sequence[Floats], context: int, horizon: int) -> int:
     long = [values for values in series if len(values) >= context + horizon and np.ptp(values) > 0]
     if not long:
         return 1
-    windows = torch.from_numpy(np.concatenate([_scaled_windows(values, context, horizon) for values in long]))
+    longest = min(context, _LONGEST)
+    count = max(1, min(_WINDOWS, int(_VALUES / (longest * context * len(long)))))
+    windows = torch.from_numpy(np.concatenate([_scaled_windows(values, context, horizon, count) for values in long]))
     best, least = 1, np.inf
-    for season in range(1, context + 1):
+    for season in range(1, longest + 1):
         error = _error(windows, context, season)
         if error < _BETTER * least:
             best, least = season, error
     return best
 
 
-def _scaled_windows(values: Floats, context: int, horizon: int) -> Floats:
+def _scaled_windows(values: Floats, context: int, horizon: int, count: int) -> Floats:
     """Returns some windows of a series, less the last value of their context, in units of the series' deviation."""
     windows = np.lib.stride_tricks.sliding_window_view(values, context + horizon)
-    places = np.unique(np.linspace(0, len(windows) - 1, _WINDOWS).round().astype(int))
+    places = np.unique(np.linspace(len(windows) - 1, 0, count).round().astype(int))
     found: Floats = (windows[places] - windows[places, context - 1 : context]) / np.std(values)
     return found
 
