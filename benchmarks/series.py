@@ -20,7 +20,8 @@ Gaps are filled by linear interpolation, of counts by 0. All sides get the rows 
 forecast these; a single series is cut at three times, `horizon` rows apart, and each side is fitted three times. The
 measure is MASE: the mean absolute error in units of that of the seasonal naive forecast in the rows before. All have
 the defaults of their packages: `Forecaster` and NHITS (neuralforecast) are told context and horizon, AutoETS and
-AutoTheta (statsforecast) the season, which `Forecaster` finds.
+AutoTheta (statsforecast) the season, which `Forecaster` finds. NHITS takes minutes for a fit: it is compared on the sets
+of several series.
 
 Where neuralforecast is not installed (`pip install -e '.[neuralforecast]'`), NHITS is left out, and its goal is missed.
 """
@@ -233,7 +234,7 @@ def measured(
     errors: dict[str, list[float]] = {}
     for end in of.ends[: 1 if quick else None]:
         sides = {NAIVE: (0.0, naive(of, end)), OURS: ours(of, end, spark, params), **statistical(of, end)}
-        if importlib.util.find_spec("neuralforecast"):
+        if len(of.values) > 1 and importlib.util.find_spec("neuralforecast"):
             sides[NHITS] = nhits(of, end)
         for name, (wall, forecasts) in sides.items():
             walls.setdefault(name, []).append(wall)
@@ -246,7 +247,8 @@ def show(found: Mapping[str, Mapping[str, tuple[float, float]]]) -> None:
     for title, place, form in (("MASE", 1, "10.3f"), ("seconds", 0, "10.1f")):
         print(f"{title:16}" + "".join(f"{name:>10}" for name in found))
         for side in next(iter(found.values())):
-            print(f"{side:16}" + "".join(f"{sides[side][place]:{form}}" for sides in found.values()))
+            cells = (f"{sides[side][place]:{form}}" if side in sides else f"{'':10}" for sides in found.values())
+            print(f"{side:16}" + "".join(cells))
 
 
 def ratios_of(found: Mapping[str, Mapping[str, tuple[float, float]]], sizes: Mapping[str, int]) -> dict[str, float]:
