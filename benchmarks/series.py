@@ -20,8 +20,8 @@ Gaps are filled by linear interpolation, of counts by 0. All sides get the rows 
 forecast these; a single series is cut at three times, `horizon` rows apart, and each side is fitted three times. The
 measure is MASE: the mean absolute error in units of that of the seasonal naive forecast in the rows before. All have
 the defaults of their packages: `Forecaster` and NHITS (neuralforecast) are told context and horizon, AutoETS and
-AutoTheta (statsforecast) the season, which `Forecaster` finds. NHITS takes minutes for a fit: it is compared on the sets
-of several series.
+AutoTheta (statsforecast) the season, which `Forecaster` finds. NHITS takes minutes for a fit: it is compared on the
+sets of several series.
 
 Where neuralforecast is not installed (`pip install -e '.[neuralforecast]'`), NHITS is left out, and its goal is missed.
 """
