@@ -2419,6 +2419,7 @@ class ForecasterParams(RegressorParams):
         quantiles: list[float] | None = None,
         step: int = 1,
         scaling: str = "window",
+        season: int | None = None,
         module: Any = None,
         moduleParams: dict[str, Any] | None = None,
         labelCol: str = "label",
@@ -2509,6 +2510,7 @@ class ForecasterParams(RegressorParams):
             quantiles: Quantiles to forecast, ascending, such as [0.1, 0.5, 0.9], in place of one value (> 0, < 1).
             step: Rows from the beginning of a window that is trained to that of the next (> 0).
             scaling: 'window' gives the module each window's target less the mean of its context, in units of its standard deviation, 'none' the target as it is.
+            season: Rows of a season, from which the network by default starts; found in some series, unless it is set; 1 for none.
             module: The nn.Module class or factory, its import path 'package.module:Name', an instance, a fitted model to go on from, or a model of Hugging Face's as a local folder or a configuration.
             moduleParams: Keyword arguments of the module's factory; entries to replace in the configuration of a folder.
             labelCol: The label column; an empty name for a loss without labels.
@@ -2626,6 +2628,10 @@ class ForecasterParams(RegressorParams):
     def getScaling(self) -> str: ...
     def setScaling(self, value: str) -> Self:
         """Sets the value of `scaling`: 'window' gives the module each window's target less the mean of its context, in units of its standard deviation, 'none' the target as it is."""
+    season: Param[int]
+    def getSeason(self) -> int: ...
+    def setSeason(self, value: int) -> Self:
+        """Sets the value of `season`: rows of a season, from which the network by default starts; found in some series, unless it is set; 1 for none."""
     validationFraction: Param[float]
     def getValidationFraction(self) -> float: ...
     def setValidationFraction(self, value: float) -> Self:

@@ -93,4 +93,7 @@ WINDOWS = (
     P("scaling", "str", "window",
       "'window' gives the module each window's target less the mean of its context, in units of its standard "
       "deviation, 'none' the target as it is", compared=True),
+    P("season", "int", None,
+      "rows of a season, from which the network by default starts; found in some series, unless it is set; 1 for none",
+      compared="unless default"),
 )

@@ -20,6 +20,7 @@ from sparktorch.ml.tasks.automatic import SERIES
 from sparktorch.ml.tasks.forecasting_model import COMPARED, WINDOWS, ForecastingModel, check_series
 from sparktorch.ml.tasks.held_out import MOST_HELD_OUT, windows_held_out
 from sparktorch.ml.tasks.learning import LearningEstimator
+from sparktorch.ml.tasks.season import learned_season
 from sparktorch.model.series.module import SeriesModule, SeriesNetwork
 from sparktorch.model.series.training import QuantileLoss, SeriesStep
 from sparktorch.spark.column_names import ColumnNames
@@ -36,7 +37,10 @@ __all__ = ["Forecaster"]
 # The columns of windows, which are arrays; messages name them.
 _PAST, _FUTURE, _STATIC = "past values", "values known ahead", "static values"
 _KEPT = ("context", "horizon", "quantiles", "pastCols", "futureCols", "staticCols")  # by training on
-_LEARNS_FROM = ("labelCol", "pastCols", "futureCols", "staticCols", "validationIndicatorCol", "nullPolicy")
+_LEARNS_FROM = (
+    *("labelCol", "pastCols", "futureCols", "staticCols", "validationIndicatorCol", "nullPolicy"),
+    *("context", "horizon"),
+)
 
 
 class _Seen(NamedTuple):
@@ -44,6 +48,7 @@ class _Seen(NamedTuple):
 
     figures: dict[str, tuple[float, float]]  # mean and standard deviation by column
     order: tuple[str, str]  # SQL type and time zone
+    season: int | None  # None where it is set, or the module is the user's
 
 
 def _named(p: Values) -> list[str]:
@@ -54,6 +59,9 @@ def _named(p: Values) -> list[str]:
 _TRAINING = (
     *WINDOWS,
     Refusal("step", lambda p: p["step"] < 1, "step is {p[step]}", "set it to 1 or more"),
+    Refusal(
+        "season", lambda p: p["season"] is not None and p["season"] < 1, "season is {p[season]}", "set 1 for no season"
+    ),
     Refusal(
         "loss",
         lambda p: p["quantiles"] and (p.is_set("loss") or p.is_set("lossParams")),
@@ -79,11 +87,11 @@ class Forecaster(LearningEstimator, ForecasterParams):
     """Trains a module on windows of series: `context` rows, from which it forecasts the next `horizon` values.
 
     The rows of a series have the same value in `groupCol` (without it, all rows are one series), and are ordered by
-    `orderCol`, in even steps. By default, it trains a linear map and a small perceptron. A module of one's own
-    gets `past`, float32 of shape `(samples, context, columns)`, whose columns are the target, `pastCols` and
-    `futureCols`; then, if there are such columns, `futureCols` of the horizon, `(samples, horizon, columns)`; then
-    `staticCols`, `(samples, columns)`. It returns `(samples, horizon)` or, with `quantiles`, `(samples, horizon,
-    quantiles)`.
+    `orderCol`, in even steps. By default, it trains a network that starts from a seasonal forecast, and learns what
+    that misses. A module of one's own gets `past`, float32 of shape `(samples, context, columns)`, whose columns are
+    the target, `pastCols` and `futureCols`; then, if there are such columns, `futureCols` of the horizon, `(samples,
+    horizon, columns)`; then `staticCols`, `(samples, columns)`. It returns `(samples, horizon)` or, with `quantiles`,
+    `(samples, horizon, quantiles)`.
 
     Example:
         >>> rows = [(shop, day, float(10 * shop + day % 7)) for shop in (1, 2) for day in range(60)]
@@ -139,7 +147,9 @@ class Forecaster(LearningEstimator, ForecasterParams):
             that.clear(that.getParam(name))
         if p.trained is not None:
             return that._set(**found)
-        module = p["module"] or SeriesNetwork
+        module, season = p["module"] or SeriesNetwork, p["season"]
+        if _learns_season(p):
+            season = 1 if self._seen is None else self._seen.season
         figures = {of: [seen.get(name, (0.0, 1.0)) for name in p[f"{of}Cols"]] for of in ("past", "future", "static")}
         params = {
             "module": import_path(module) or module,
@@ -149,6 +159,7 @@ class Forecaster(LearningEstimator, ForecasterParams):
             "scaling": scaling,
             "quantiles": p["quantiles"],
             "deviation": deviation,
+            "season": season,
             **figures,
         }
         return that._set(**found, module=SeriesModule, moduleParams=params)
@@ -166,7 +177,9 @@ class Forecaster(LearningEstimator, ForecasterParams):
             raise ConfigError(f"column {repeated!r} is named twice", hint=hint)
         check_series(dataset.sparkSession, names, p["groupCol"], p["orderCol"], _named(p))
         zone = setting(dataset.sparkSession, "spark.sql.session.timeZone")
-        return _Seen(_figures(dataset, names, p), (names.type_of(p["orderCol"]).simpleString(), zone))
+        figures = _figures(dataset, names, p)
+        season = learned_season(dataset, names, p) if _learns_season(p) else None
+        return _Seen(figures, (names.type_of(p["orderCol"]).simpleString(), zone), season)
 
     def _marked(self, dataset: DataFrame, names: ColumnNames, share: float) -> tuple[DataFrame, tuple[int, int] | None]:
         """Marks the last rows of each series, and counts its windows."""
@@ -239,6 +252,12 @@ def _check_kept(p: Values, trained: TrainedModule) -> None:
         if p[name] != value:
             what = f"{name} is {p[name]!r}, and {value!r} in the fitted model that is to be trained on"
             raise ConfigError(what, hint="set the same, or train a module of its own", param=name)
+
+
+def _learns_season(p: Values) -> bool:
+    """Whether the season is learned: the network starts from it, and it is not set."""
+    module = p["module"]
+    return p["season"] is None and (module is None or module is SeriesNetwork or module == import_path(SeriesNetwork))
 
 
 def _inputs(p: Values) -> dict[str, list[str]]:

@@ -14,8 +14,11 @@ from torch import nn
 from sparktorch.base.imports import load_object
 from sparktorch.data.tables import perceptron
 from sparktorch.errors import ModuleError
+from sparktorch.model.series.seasonal import SeasonalForecast
 
 __all__ = ["SeriesModule", "SeriesNetwork", "scale_of"]
+
+_PACE = 0.1  # saved models have weights for it
 
 Figures = Sequence[Sequence[float]]  # mean and standard deviation of each column
 
@@ -35,13 +38,14 @@ class SeriesModule(nn.Module):
         scaling: str | None = "window",
         quantiles: Sequence[float] = (),
         deviation: float = 1.0,
+        season: int | None = None,
     ) -> None:
         """Builds the module.
 
         Args:
             module: An instance, or its class or factory or the import path of either, which is called with `params`
                 and those of these numbers that it has parameters for: `context`, `horizon`, `past_columns`,
-                `future_columns`, `static_columns` and `quantiles`.
+                `future_columns`, `static_columns`, `quantiles` and `season`.
             params: Keyword arguments for `module`.
             context: Rows of a window that are known.
             horizon: Rows after them, to be forecast.
@@ -52,6 +56,7 @@ class SeriesModule(nn.Module):
             quantiles: The quantiles that the module returns; without, it returns one value.
             deviation: Standard deviation of the target, which scales windows whose context is 0 throughout; other
                 constant ones are scaled by their value.
+            season: Rows of a season, 1 if there is none; `None` in models saved before it was learned.
         """
         super().__init__()
         self.past, self.future, self.static, self.deviation = past, future, static, deviation
@@ -69,6 +74,7 @@ class SeriesModule(nn.Module):
             "future_columns": len(future),
             "static_columns": len(static),
             "quantiles": list(quantiles),
+            **({} if season is None else {"season": season}),
         }
         takes = inspect.signature(made_by).parameters
         self.module = made_by(**{**{name: value for name, value in told.items() if name in takes}, **params})
@@ -127,10 +133,11 @@ def _standardised(values: torch.Tensor, figures: Figures) -> list[torch.Tensor]:
 
 
 class SeriesNetwork(nn.Module):
-    """A linear map from the context to the horizon, and a multilayer perceptron of all that is known.
+    """A seasonal forecast, and what a linear map of the context and a perceptron of all that is known add to it.
 
-    The linear map takes differences from the last value, as NLinear does (Zeng et al., "Are Transformers Effective for
-    Time Series Forecasting?", AAAI 2023). A perceptron beside it is from TiDE (Das et al., "Long-term Forecasting with
+    Before training, these add nothing: the network starts from the seasonal forecast, and learns what it misses. The
+    linear map takes differences from the last value, as NLinear does (Zeng et al., "Are Transformers Effective for Time
+    Series Forecasting?", AAAI 2023). A perceptron beside it is from TiDE (Das et al., "Long-term Forecasting with
     TiDE", TMLR 2023), without its decoder.
     """
 
@@ -144,6 +151,7 @@ class SeriesNetwork(nn.Module):
         quantiles: Sequence[float] = (),
         hidden: Sequence[int] = (128,),
         dropout: float = 0.0,
+        season: int | None = None,
     ) -> None:
         """Makes the layers.
 
@@ -156,6 +164,8 @@ class SeriesNetwork(nn.Module):
             quantiles: The quantiles to return; without, one value.
             hidden: Sizes of the perceptron's hidden layers; without any, only the linear map is left.
             dropout: Probability with which a hidden value is left out in training.
+            season: Rows of a season, 1 if there is none; without it, the network starts from random weights, as those
+                of earlier versions did.
         """
         super().__init__()
         self.shape = (horizon, len(quantiles)) if quantiles else (horizon,)
@@ -163,6 +173,12 @@ class SeriesNetwork(nn.Module):
         self.linear = nn.Linear(context, outputs)
         width = context * past_columns + horizon * future_columns + static_columns
         self.layers = perceptron(width, hidden, outputs, dropout) if hidden else None
+        self.seasonal = None
+        if season is not None:
+            self.seasonal = SeasonalForecast(context, horizon, season)
+            self.linear = _Correction(context, outputs)
+            if self.layers is not None:
+                self.layers[-1] = _Correction(hidden[-1], outputs)
 
     def forward(self, past: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
         """Returns forecasts of shape `(samples, horizon)`, or `(samples, horizon, quantiles)`.
@@ -171,7 +187,28 @@ class SeriesNetwork(nn.Module):
         `(samples, horizon, columns)`, and static ones, of shape `(samples, columns)`, if there are any.
         """
         last = past[:, -1:, 0]
-        found: torch.Tensor = self.linear(past[:, :, 0] - last) + last
+        values = past[:, :, 0] - last
+        found: torch.Tensor = self.linear(values) + last
         if self.layers is not None:
             found = found + self.layers(torch.cat([part.flatten(1) for part in (past, *more)], 1))
-        return found.view(past.shape[0], *self.shape)
+        found = found.view(past.shape[0], *self.shape)
+        if self.seasonal is not None:
+            seasonal = self.seasonal(values)
+            found = found + seasonal.view(*seasonal.shape, *[1] * (found.dim() - 2))  # the same in all quantiles
+        return found
+
+
+class _Correction(nn.Linear):
+    """A linear map that begins as zero, and learns a tenth as fast as others: what a forecast beside it misses.
+
+    At their pace, its many weights would fit a short series before the few of the forecast are learned.
+    """
+
+    def reset_parameters(self) -> None:
+        """Sets all weights to 0."""
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns the correction."""
+        return _PACE * super().forward(values)

@@ -123,6 +123,22 @@ def test_what_was_learned_of_columns_is_that_of_the_rows_that_train(past: DataFr
     assert module.deviation == pytest.approx(seen["sold"].std(ddof=0), rel=1e-6)
 
 
+def test_the_network_starts_from_the_season_of_the_rows_that_train_unless_one_is_set(
+    model: ForecastingModel, past: DataFrame, sunspots: DataFrame
+) -> None:
+    def season(trained: ForecastingModel) -> int:
+        return int(trained.module.module.seasonal.season)  # type: ignore[union-attr]
+
+    assert season(model) == 7
+    early = past.withColumn("late", F.col("day") > datetime(2024, 2, 12))
+    few = {**SHOPS, "context": 5, "horizon": 2, "epochs": 1}
+    assert season(Forecaster(**few, validationIndicatorCol="late").fit(early)) <= 5
+    assert season(Forecaster(**{**SUNSPOTS, "epochs": 1}).fit(sunspots)) == 11
+    assert season(Forecaster(**{**SUNSPOTS, "epochs": 1}, season=22).fit(sunspots)) == 22
+    with pytest.raises(ConfigError, match="season is 0"):
+        Forecaster(**SUNSPOTS, season=0).fit(sunspots)
+
+
 def test_a_backtest_measures_what_numpy_measures(model: ForecastingModel, past: DataFrame) -> None:
     found = model.backtest(past, origins=3, stride=4, season=7)
     rows, module = [], model.module

@@ -87,7 +87,7 @@ def test_an_instance_is_copied() -> None:
 
 
 def test_its_graph_takes_any_number_of_windows() -> None:
-    network = SeriesNetwork(4, 2, 4, 2, 1, [0.1, 0.9])
+    network = SeriesNetwork(4, 2, 4, 2, 1, [0.1, 0.9], season=2)
     module = SeriesModule(network, {}, 4, 2, PAST, FUTURE, STATIC, quantiles=[0.1, 0.9])
     inputs, batch = windows(), torch.export.Dim("batch")
     graph = torch.export.export(module, inputs, dynamic_shapes={"past": {0: batch}, "more": ({0: batch}, {0: batch})})

@@ -1,0 +1,63 @@
+"""The season of the series in a DataFrame, found in some of them."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from pyspark.sql import DataFrame, Window
+from pyspark.sql import functions as F
+
+from sparktorch.errors import counted
+from sparktorch.ml.fit.values import Values
+from sparktorch.model.series.seasonal import season_of
+from sparktorch.spark.column_names import ColumnNames
+from sparktorch.spark.compat import table_of
+
+__all__ = ["learned_season"]
+
+_LOG = logging.getLogger(__name__)
+
+_SERIES, _WINDOWS, _ROWS = 16, 8, 2048  # some series, and the last windows of each, in no more rows if two fit in
+
+
+def learned_season(dataset: DataFrame, names: ColumnNames, p: Values) -> int:
+    """Returns the season of some series, chosen by a hash: that from which their last rows are forecast best.
+
+    The rows that train count. What the driver gets of them is bounded, whatever the DataFrame has.
+    """
+    length = p["context"] + p["horizon"]
+    trains = ~names.column(p["validationIndicatorCol"]) if p["validationIndicatorCol"] else F.lit(True)
+    rows = dataset.where(trains).select(
+        (names.column(p["groupCol"]) if p["groupCol"] else F.lit(0)).alias("series"),
+        names.column(p["orderCol"]).alias("time"),
+        names.column(p["labelCol"]).cast("double").alias("value"),
+    )
+    rows = rows.where(F.abs("value") < float("inf"))
+    most = max(2 * length, min(_WINDOWS * length, _ROWS))
+    parts = _last_of_some(rows, length, most) if p["groupCol"] else _last(rows, most)
+    season = season_of(parts, p["context"], p["horizon"])
+    where = f"in {counted(len(parts), 'series', 'series')}; set `season` if you know it"
+    _LOG.info("%s, %s", "no season was found" if season == 1 else f"a season of {season} rows was found", where)
+    return season
+
+
+def _last(rows: DataFrame, most: int) -> list[npt.NDArray[Any]]:
+    """Returns the last values of one series, without a window function, which would warn that it has no partitions."""
+    latest = table_of(rows.orderBy(F.desc("time")).limit(most).select("value"))
+    return [latest["value"].to_numpy()[::-1]]
+
+
+def _last_of_some(rows: DataFrame, least: int, most: int) -> list[npt.NDArray[Any]]:
+    """Returns the last values of each of some series, which have `least` rows or more."""
+    long = rows.groupBy("series").count().where(F.col("count") >= least)
+    some = long.orderBy(F.xxhash64("series"), "series").limit(_SERIES).select("series")
+    back = F.row_number().over(Window.partitionBy("series").orderBy(F.desc("time")))
+    of_some = rows.join(F.broadcast(some), "series")
+    latest = of_some.select(F.xxhash64("series").alias("of"), back.alias("back"), "value").where(F.col("back") <= most)
+    table = table_of(latest)
+    of, places, values = (table[name].to_numpy() for name in ("of", "back", "value"))
+    order = np.lexsort((-places, of))
+    return np.split(values[order], np.flatnonzero(np.diff(of[order])) + 1)
