@@ -34,6 +34,9 @@ class TaskSettings:
         most_epochs: The most epochs, but for what `least_steps` take.
         least_epochs: The fewest epochs of a training that `rows_in_all` limits.
         rows_in_all: The rows that all epochs together train, each as often as it is trained; `None` for any number.
+        unwatched_steps: The steps of a training that holds nothing out; `None` for `least_steps`.
+        least_trained: The fewest samples that train where some are held out.
+        least_held_out: The fewest samples that are held out, if any are.
     """
 
     learning_rate: float = 1e-3
@@ -50,6 +53,9 @@ class TaskSettings:
     most_epochs: int = 10_000
     least_epochs: int = 1
     rows_in_all: int | None = None
+    unwatched_steps: int | None = None
+    least_trained: int = 50
+    least_held_out: int = 5
 
 
 TABLES = TaskSettings(
@@ -61,7 +67,8 @@ TABLES = TaskSettings(
     least_epochs=6,
     rows_in_all=1_000_000,
 )
-SERIES = TaskSettings(largest_batch=256, least_steps=1_000)
+# The network of series starts from a seasonal forecast, which many steps make worse where nothing watches them.
+SERIES = TaskSettings(largest_batch=256, least_steps=1_000, unwatched_steps=50, least_trained=10, least_held_out=1)
 RATINGS = TaskSettings(
     learning_rate=0.1, usual_rate=0.1, smallest_batch=64, steps_per_epoch=256, most_patience=5, least_patience=3
 )
@@ -122,9 +129,9 @@ def automatic_settings(
 ) -> AutomaticSettings:
     """Returns the settings for a number of samples that train.
 
-    A training that validates ends by patience, and one that does not after the fewest steps. Of the samples, each of
-    `workers` trains its share alone, as under strategy "independent". `batch_size` is that of the user, if it is set,
-    and `least_batch` the fewest rows that all workers can share.
+    A training that validates ends by patience, and one that does not after a fixed number of steps. Of the samples, each
+    of `workers` trains its share alone, as under strategy "independent". `batch_size` is that of the user, if it is
+    set, and `least_batch` the fewest rows that all workers can share.
     """
     rows = max(1, rows // workers)
     batch = batch_size or max(_batch(rows, task), _power(least_batch))
@@ -140,6 +147,8 @@ def automatic_settings(
     if task.rows_in_all is not None:
         epochs = min(epochs, max(task.least_epochs, task.rows_in_all // rows))
     epochs = max(1, epochs, least_epochs)
+    if not validates and task.unwatched_steps is not None:
+        least_epochs = -(-task.unwatched_steps // steps)
     return AutomaticSettings(
         epochs=epochs if validates else least_epochs,
         batch_size=batch,

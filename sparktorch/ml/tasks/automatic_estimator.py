@@ -21,7 +21,6 @@ from sparktorch.ml.fit.values import Values
 from sparktorch.ml.params.classes import AUTOMATIC
 from sparktorch.ml.tasks.automatic import AutomaticSettings, TaskSettings, automatic_settings, fixed_settings
 from sparktorch.ml.tasks.held_out import (
-    LEAST_TRAINED,
     MOST_HELD_OUT,
     Sample,
     free_name,
@@ -152,7 +151,7 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
         if not self._needs_count:
             return that, rows
         trained, held_out = counts or that._count(rows)
-        if share and too_few(trained, held_out):
+        if share and too_few(trained, held_out, self._task_settings):
             that, rows = self.copy(), dataset
             that._look_at(rows)
             trained, held_out = that._count(rows)
@@ -209,7 +208,9 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
         if self._marks:
             said.append(f"{sample.held_out:,} are held out by {sample.chosen_by}")
         elif patience is None:
-            said.append(f"none are held out (from {LEAST_TRAINED} on, some are, with validationFraction)")
+            said.append(
+                f"none are held out (from {self._task_settings.least_trained} on, some are, with validationFraction)"
+            )
         if patience is not None:
             said.append(f"the training ends after {patience} validations without a better one")
         return ", ".join(said)

@@ -10,10 +10,10 @@ from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
 from sparktorch.data.columns import Window
+from sparktorch.ml.tasks.automatic import TaskSettings
 from sparktorch.spark.column_names import ColumnNames
 
 __all__ = [
-    "LEAST_TRAINED",
     "MOST_HELD_OUT",
     "Sample",
     "free_name",
@@ -25,8 +25,6 @@ __all__ = [
 ]
 
 MOST_HELD_OUT = 50_000  # samples, which measure a loss to a hundredth of its deviation
-LEAST_TRAINED = 50  # samples, from which on some are held out
-_LEAST_HELD_OUT = 5
 _PARTS = 1 << 20  # into which the hash divides the rows
 _SALT = "sparktorch: held out"  # so that the hash does not go along with that which sends rows to workers
 
@@ -46,23 +44,24 @@ class Sample:
     chosen_by: str = ""
 
 
-def too_few(trained: int, held_out: int) -> bool:
+def too_few(trained: int, held_out: int, task: TaskSettings) -> bool:
     """Whether the samples are too few to hold some out, or equal ones are so many that the hash cannot divide them."""
-    return trained < LEAST_TRAINED or not _LEAST_HELD_OUT <= held_out <= trained
+    return trained < task.least_trained or not task.least_held_out <= held_out <= trained
 
 
 def windows_held_out(rows: int, window: Window, share: float) -> tuple[int, int, int]:
     """Returns of a series how many windows train and are held out, and how many of its last rows are marked for that.
 
     No row that is forecast in a window which is held out is forecast in one that trains: windows between them do
-    neither. A series of which less than half of the windows would train holds out none.
+    neither. At least half of the windows of a series train: one is held out where the share would leave fewer, and none
+    where one would.
     """
     windows = max(0, (rows - window.rows) // window.step + 1)
-    held_out = max(1, int(windows * share))
-    trained = windows - held_out + 1 - -(-window.horizon // window.step)
-    if not share or 2 * trained < windows or not windows:
-        return windows, 0, 0
-    return trained, held_out, (held_out - 1) * window.step + window.horizon
+    for held_out in (max(1, int(windows * share)), 1) if share and windows else ():
+        trained = windows - held_out + 1 - -(-window.horizon // window.step)
+        if 2 * trained >= windows:
+            return trained, held_out, (held_out - 1) * window.step + window.horizon
+    return windows, 0, 0
 
 
 def free_name(names: ColumnNames) -> str:
