@@ -129,8 +129,8 @@ def automatic_settings(
 ) -> AutomaticSettings:
     """Returns the settings for a number of samples that train.
 
-    A training that validates ends by patience, and one that does not after a fixed number of steps. Of the samples, each
-    of `workers` trains its share alone, as under strategy "independent". `batch_size` is that of the user, if it is
+    A training that validates ends by patience, another one after a fixed number of steps. Of the samples, each of
+    `workers` trains its share alone, as under strategy "independent". `batch_size` is that of the user, if it is
     set, and `least_batch` the fewest rows that all workers can share.
     """
     rows = max(1, rows // workers)
