@@ -1694,7 +1694,7 @@ class TabularClassifierParams(ClassifierParams):
         *,
         categoricalCols: list[str] | None = None,
         numericCols: list[str] | None = None,
-        minCount: int = 1,
+        minCount: int | None = None,
         maxCategories: int = 1000,
         maxIntegerCategories: int = 32,
         module: Any = None,
@@ -1785,7 +1785,7 @@ class TabularClassifierParams(ClassifierParams):
         Args:
             categoricalCols: The columns of categories, among them dates and timestamps, of which parts are taken; by default those of strings, booleans, dates and timestamps.
             numericCols: The columns of numbers; by default those of numbers that categoricalCols does not name.
-            minCount: The fewest training rows of a category; a rarer one is unknown.
+            minCount: The fewest training rows of a category; a rarer one is unknown; without it, a 500th of the rows, and 30 at most.
             maxCategories: The most categories of a column, its most frequent ones.
             maxIntegerCategories: Columns of integers are categories, too, if the range of their values has at most so many of them, and neither categoricalCols nor numericCols is set; 0 for none.
             module: The nn.Module class or factory, its import path 'package.module:Name', an instance, a fitted model to go on from, or a model of Hugging Face's as a local folder or a configuration.
@@ -1882,7 +1882,7 @@ class TabularClassifierParams(ClassifierParams):
     minCount: Param[int]
     def getMinCount(self) -> int: ...
     def setMinCount(self, value: int) -> Self:
-        """Sets the value of `minCount`: the fewest training rows of a category; a rarer one is unknown."""
+        """Sets the value of `minCount`: the fewest training rows of a category; a rarer one is unknown; without it, a 500th of the rows, and 30 at most."""
     maxCategories: Param[int]
     def getMaxCategories(self) -> int: ...
     def setMaxCategories(self, value: int) -> Self:
@@ -1924,7 +1924,7 @@ class TabularRegressorParams(RegressorParams):
         *,
         categoricalCols: list[str] | None = None,
         numericCols: list[str] | None = None,
-        minCount: int = 1,
+        minCount: int | None = None,
         maxCategories: int = 1000,
         maxIntegerCategories: int = 32,
         module: Any = None,
@@ -2012,7 +2012,7 @@ class TabularRegressorParams(RegressorParams):
         Args:
             categoricalCols: The columns of categories, among them dates and timestamps, of which parts are taken; by default those of strings, booleans, dates and timestamps.
             numericCols: The columns of numbers; by default those of numbers that categoricalCols does not name.
-            minCount: The fewest training rows of a category; a rarer one is unknown.
+            minCount: The fewest training rows of a category; a rarer one is unknown; without it, a 500th of the rows, and 30 at most.
             maxCategories: The most categories of a column, its most frequent ones.
             maxIntegerCategories: Columns of integers are categories, too, if the range of their values has at most so many of them, and neither categoricalCols nor numericCols is set; 0 for none.
             module: The nn.Module class or factory, its import path 'package.module:Name', an instance, a fitted model to go on from, or a model of Hugging Face's as a local folder or a configuration.
@@ -2106,7 +2106,7 @@ class TabularRegressorParams(RegressorParams):
     minCount: Param[int]
     def getMinCount(self) -> int: ...
     def setMinCount(self, value: int) -> Self:
-        """Sets the value of `minCount`: the fewest training rows of a category; a rarer one is unknown."""
+        """Sets the value of `minCount`: the fewest training rows of a category; a rarer one is unknown; without it, a 500th of the rows, and 30 at most."""
     maxCategories: Param[int]
     def getMaxCategories(self) -> int: ...
     def setMaxCategories(self, value: int) -> Self:

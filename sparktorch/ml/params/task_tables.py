@@ -38,7 +38,9 @@ TABLE = (
       "strings, booleans, dates and timestamps", compared=True),
     P("numericCols", "list[str]", None,
       "the columns of numbers; by default those of numbers that categoricalCols does not name", compared=True),
-    P("minCount", "int", 1, "the fewest training rows of a category; a rarer one is unknown", compared=True),
+    P("minCount", "int", None,
+      "the fewest training rows of a category; a rarer one is unknown; without it, a 500th of the rows, and 30 at most",
+      compared=True),
     P("maxCategories", "int", 1000, "the most categories of a column, its most frequent ones", compared=True),
     P("maxIntegerCategories", "int", 32,
       "columns of integers are categories, too, if the range of their values has at most so many of them, and neither "

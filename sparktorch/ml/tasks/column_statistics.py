@@ -48,14 +48,13 @@ def categories_and_figures(
     numbers: Sequence[Column],
     *,
     limited: int,
-    least: int,
     most: int,
     labels: int,
     distributed: int = 0,
-) -> tuple[list[list[str]], list[Figures]]:
-    """Returns the values of each column of strings, frequent ones first, and the figures of each column of numbers.
+) -> tuple[list[dict[str, int]], list[Figures]]:
+    """Returns the values of each column of strings with their numbers of rows, and the figures of columns of numbers.
 
-    Of the first `limited` texts, it returns at most `most` values, of `least` rows or more; of the others, which are
+    Frequent values come first. Of the first `limited` texts, it returns at most `most` values; of the others, which are
     labels, at most `labels`. Of the first `distributed` numbers, which are numbers, dates or timestamps, the figures
     have the distribution. It does not depend on how rows are divided into partitions and batches.
 
@@ -76,9 +75,8 @@ def categories_and_figures(
     )
     order = Window.partitionBy("place").orderBy("hash", F.desc("rows"), "value")
     ranked = groups.withColumn("rank", F.row_number().over(order))
-    often = (F.col("place") >= limited) | (F.col("rows") >= least)
     count = F.when(F.col("place") < limited, most).when(F.col("hash").isNull(), labels).otherwise(MOST_VALUES)
-    kept = often & (F.col("rank") <= count)
+    kept = F.col("rank") <= count
     squares = F.aggregate("batches", F.lit(0.0), _with_batch).alias("squares")
     try:
         found = ranked.where(kept).select("*", squares).drop("batches").collect()
@@ -87,13 +85,13 @@ def categories_and_figures(
         if missing is None:
             raise
         raise missing from error
-    values: list[list[str]] = [[] for _ in texts]
+    values: list[dict[str, int]] = [{} for _ in texts]
     figures = [Figures() for _ in numbers]
     counts: list[dict[float, int]] = [{} for _ in numbers]
     for row in sorted(found, key=lambda row: (row["place"], row["rank"])):
         place, rest = row["place"], (row["smallest"], row["largest"])
         if place < len(texts):
-            values[place].append(row["value"])
+            values[place][row["value"]] = row["rows"]
         elif place < len(places):
             varies = rest[0] < rest[1]  # what rounding leaves of equal numbers is no deviation
             deviation = math.sqrt(row["squares"] / row["rows"]) if varies else 0.0

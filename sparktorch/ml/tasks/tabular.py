@@ -41,6 +41,9 @@ _LEARNS_FROM = (*_ROLES, *(spec.name for spec in TABLE), "inputCols")
 _DRAWN = re.compile(r"_[0-9a-f]{12}_rand$")  # by which Spark's CrossValidator and TrainValidationSplit mark rows
 _MOST_LABELS = 100_000  # what comes to the driver, and an output for each
 _BOUND = 3.0  # of scaled numbers, as RealMLP has it
+# A category of fewer rows would be learned by heart: it needs one row in so many, and not more than so many rows.
+_ROWS_OF_RARE = 500
+_MOST_RARE = 30
 _TIMES = (T.DateType, T.TimestampType, T.TimestampNTZType)
 _VALUES: dict[str | None, Callable[[str], Any]] = {
     "string": str,
@@ -152,15 +155,15 @@ def _seen_in(dataset: DataFrame, estimator: _TabularEstimator) -> _Seen:
         ],
         limited=len(categorical),
         distributed=len(numeric) + len(times),
-        least=p["minCount"],
         most=p["maxCategories"],
         labels=_MOST_LABELS + 1,
     )
     *found, trained_rows, held_out = found
     rows = trained_rows.rows
     check_rows(rows + held_out.rows * automatic)
+    least = p["minCount"] or min(max(1, rows // _ROWS_OF_RARE), _MOST_RARE)
     categories = {
-        name: [_VALUES.get(kept_as(names.type_of(name)), int)(value) for value in of]
+        name: [_VALUES.get(kept_as(names.type_of(name)), int)(value) for value, count in of.items() if count >= least]
         for name, of in zip(categorical, values, strict=False)
     }
     of_numbers = dict(zip((*numeric, *times), found, strict=False))
@@ -169,7 +172,7 @@ def _seen_in(dataset: DataFrame, estimator: _TabularEstimator) -> _Seen:
     scales = [[_rounded(of.mean), _rounded(of.deviation)] for of in found[len(of_numbers) :]]
     missing = [name for name in numeric if 0 < of_numbers[name].rows < rows and name not in categories]
     _warn_of_constants([name for name, of in of_numbers.items() if of.smallest == of.largest and name not in missing])
-    trained, validated = values[len(categorical) :] if named else ([], [])
+    trained, validated = map(list, values[len(categorical) :]) if named else ([], [])
     labels = _labels(label, sorted({*trained, *validated}) if automatic else trained, validated) if named else []
     if isinstance(kind, T.BooleanType):
         labels = ["false", "true"]

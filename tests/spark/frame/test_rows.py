@@ -127,7 +127,7 @@ def test_a_timestamp_among_the_columns_of_a_callable_is_shown_as_ranks_get_it(sp
     data = spark.sql(f"select timestamp_seconds(86400.5) t, {nested}, timestamp_ntz'2024-01-02 03:04:05' n")
     sample = framed(data, "t", "s", "n", as_they_are=True).sample
     assert sample.column("x0").cast("int64").to_pylist() == [86_400_500_000]
-    assert str(sample.column("x1")[0].as_py()["u"][0]) == "1970-01-01 00:00:01"
+    assert str(sample.column("x1")[0].as_py()["u"][0]) == "1970-01-01 00:00:01+00:00"
     assert str(sample.column("x2")[0].as_py()) == "2024-01-02 03:04:05"
 
 
