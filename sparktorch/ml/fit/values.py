@@ -258,7 +258,7 @@ FIT = (
             name,
             lambda p, when=when: when(p) and not p.validated,  # type: ignore[misc]
             f"{what.format(name)} of validation rows, and there are none",
-            "mark some with validationIndicatorCol",
+            "mark some with validationIndicatorCol; estimators for one task hold some out with validationFraction",
             "ST-NO-VALIDATION",
         )
         for name, when, what in (

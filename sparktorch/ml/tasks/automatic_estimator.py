@@ -208,9 +208,9 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
         if self._marks:
             said.append(f"{sample.held_out:,} are held out by {sample.chosen_by}")
         elif patience is None:
-            said.append(
-                f"none are held out (from {self._task_settings.least_trained} on, some are, with validationFraction)"
-            )
+            least = self._task_settings.least_trained
+            why = f"fewer than {least}" if sample.trained < least else "many are equal: an idCol would tell them apart"
+            said.append(f"none are held out ({why})" if Values(self)["validationFraction"] else "none are held out")
         if patience is not None:
             said.append(f"the training ends after {patience} validations without a better one")
         return ", ".join(said)

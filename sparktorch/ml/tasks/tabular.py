@@ -64,6 +64,7 @@ class _Seen(NamedTuple):
     edges: list[list[float]]  # of the bins of each column of numbers
     rows: int = 0  # The number of rows that train.
     held_out: int = 0
+    constants: tuple[str, ...] = ()  # Columns of numbers that are the same in all rows that train.
 
 
 class _TabularEstimator(LearningEstimator):
@@ -79,7 +80,7 @@ class _TabularEstimator(LearningEstimator):
         that = super().completed().copy()._set(module=module)
         if self._seen is None:
             return that
-        table, inputs, outputs, _, scales, edges, rows, _ = self._seen
+        table, inputs, outputs, _, scales, edges, rows, *_ = self._seen
         told: dict[str, Any] = {"cardinalities": table.cardinalities, "numbers": table.width, "outputs": outputs}
         told |= {"edges": edges, **network_settings(rows)}
         if Values(self)["trainingStep"] is not None:
@@ -117,6 +118,7 @@ class _TabularEstimator(LearningEstimator):
     def _arranged(self, dataset: DataFrame) -> DataFrame:
         """Returns the rows with a label of strings or booleans as the index of its class; -1 if it is none of these."""
         assert self._seen is not None
+        _warn_of_constants(self._seen)
         column, labels = self.getLabelCol(), self._seen.labels
         if self._task != "classification" or not labels:
             return dataset
@@ -171,7 +173,7 @@ def _seen_in(dataset: DataFrame, estimator: _TabularEstimator) -> _Seen:
         categories |= _coded(of_numbers, names, p["maxIntegerCategories"])
     scales = [[_rounded(of.mean), _rounded(of.deviation)] for of in found[len(of_numbers) :]]
     missing = [name for name in numeric if 0 < of_numbers[name].rows < rows and name not in categories]
-    _warn_of_constants([name for name, of in of_numbers.items() if of.smallest == of.largest and name not in missing])
+    constants = [name for name, of in of_numbers.items() if of.smallest == of.largest and name not in missing]
     trained, validated = map(list, values[len(categorical) :]) if named else ([], [])
     labels = _labels(label, sorted({*trained, *validated}) if automatic else trained, validated) if named else []
     if isinstance(kind, T.BooleanType):
@@ -190,14 +192,16 @@ def _seen_in(dataset: DataFrame, estimator: _TabularEstimator) -> _Seen:
     centres = {name: [*of.distribution.centre_and_scale(_rounded(of.deviation))] for name, of in of_numbers.items()}
     edges = [scaled_edges(of.distribution.edges(BINS), centres[name], _BOUND) for name, of in of_numbers.items()]
     table = TableColumns(categories, times, centres, missing, _BOUND)
-    return _Seen(table, inputs, outputs, labels, scales, edges, rows, held_out.rows)
+    return _Seen(table, inputs, outputs, labels, scales, edges, rows, held_out.rows, tuple(constants))
 
 
-def _warn_of_constants(columns: list[str]) -> None:
-    """Names columns of numbers from which nothing can be learned."""
-    if columns:
-        listed = ", ".join(map(repr, columns))
+def _warn_of_constants(seen: _Seen) -> None:
+    """Names columns of numbers from which nothing can be learned, and says where all labels are the same."""
+    if seen.constants:
+        listed = ", ".join(map(repr, seen.constants))
         logger.warning("the same number, or null, in all rows that train, and so without effect: %s", listed)
+    if seen.rows and any(deviation == 0 for _, deviation in seen.scales):
+        logger.warning("the label is the same in all rows that train, and so is what the model will predict")
 
 
 def _coded(figures: Mapping[str, Figures], names: ColumnNames, most: int) -> dict[str, list[int]]:
@@ -282,6 +286,9 @@ def _by_kind(p: Values, names: ColumnNames) -> tuple[list[str], dict[str, list[s
             what = f"column {name!r} is {kind.simpleString()}, neither text, number, boolean, date nor timestamp"
             raise ColumnError(what, hint=hint, column=name)
     check_numbers(names, numeric)
+    if not (categorical or times or numeric):
+        hint = "its other columns are the inputs: text, numbers, booleans, dates and timestamps"
+        raise ColumnError("the table has no column but the label and those that have another role", hint=hint)
     return categorical, times, numeric
 
 
