@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -11,12 +13,6 @@ from sparktorch.train.loop.engine import Engine
 
 __all__ = ["shared_numbers"]
 
-_HYPERPARAMETERS = (
-    "lr",
-    "momentum",
-    "betas",
-    "weight_decay",
-)  # An optimizer may keep what it has measured beside them.
 _ELEMENTS = 1 << 24  # Longer tensors are summed in parts, because torch copies them to float64 on CPUs.
 
 
@@ -27,21 +23,29 @@ def shared_numbers(engine: Engine) -> dict[str, float]:
     Buffers are left out, because running statistics are each rank's own.
     """
     module, kind = engine.unwrapped, engine.kind
-    groups = [[_rounded(group.get(name)) for name in _HYPERPARAMETERS] for group in engine.optimizer.param_groups]
+    groups = [_hyperparameters(group) for group in engine.optimizer.param_groups]
     numbers = {"hyperparameters of the optimizer": _digest(groups)}
     if not kind.runs_passes:  # Ranks of a pipeline have other parameters.
         numbers["parameters that require a gradient"] = _digest([p.requires_grad for p in module.parameters()])
     if kind.same_weights:
-        sizes = [size for parameter in module.parameters() for size in _sizes(parameter)]
-        numbers["weights"] = float(torch.stack(sizes).sum())
+        sizes = [size for parameter in module.parameters() if parameter.requires_grad for size in _sizes(parameter)]
+        numbers["weights"] = float(torch.stack(sizes).sum()) if sizes else 0.0
     return numbers
+
+
+def _hyperparameters(group: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Returns the numbers of a group of an optimizer, sorted by name; other values may be what a rank has measured."""
+    return [(name, _rounded(value)) for name, value in sorted(group.items()) if name != "params" and _is_number(value)]
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value is a number, a truth value or a sequence of some; a tensor is none, but for a learning rate."""
+    return all(map(_is_number, value)) if isinstance(value, tuple | list) else isinstance(value, Real)
 
 
 def _rounded(value: Any) -> Any:
     """Returns a hyperparameter as text, without its last digits, in which the libraries of two hosts may differ."""
-    if isinstance(value, tuple | list):
-        return [_rounded(item) for item in value]
-    return value if value is None else f"{float(value):.6g}"
+    return [*map(_rounded, value)] if isinstance(value, tuple | list) else f"{float(value):.6g}"
 
 
 def _digest(value: object) -> float:
