@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
 import torch
 
 from sparktorch.train.loop.engine import Engine
+from sparktorch.train.recipe.lookup import parameters_of
+from sparktorch.train.recipe.recipe import KERNELS
 
 __all__ = ["shared_numbers"]
 
+_HYPERPARAMETERS = {"lr", "momentum", "betas", "weight_decay"}  # Schedulers may change them.
 _ELEMENTS = 1 << 24  # Longer tensors are summed in parts, because torch copies them to float64 on CPUs.
 
 
@@ -23,7 +26,9 @@ def shared_numbers(engine: Engine) -> dict[str, float]:
     Buffers are left out, because running statistics are each rank's own.
     """
     module, kind = engine.unwrapped, engine.kind
-    groups = [_hyperparameters(group) for group in engine.optimizer.param_groups]
+    optimizer = getattr(engine.optimizer, "optim", engine.optimizer)  # `zero1` wraps one.
+    names = sorted(_HYPERPARAMETERS | parameters_of(type(optimizer)).keys() - {"params", *KERNELS})
+    groups = [_hyperparameters(group, names) for group in engine.optimizer.param_groups]
     numbers = {"hyperparameters of the optimizer": _digest(groups)}
     if not kind.runs_passes:  # Ranks of a pipeline have other parameters.
         numbers["parameters that require a gradient"] = _digest([p.requires_grad for p in module.parameters()])
@@ -33,13 +38,13 @@ def shared_numbers(engine: Engine) -> dict[str, float]:
     return numbers
 
 
-def _hyperparameters(group: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Returns the numbers of a group of an optimizer, sorted by name; other values may be what a rank has measured."""
-    return [(name, _rounded(value)) for name, value in sorted(group.items()) if name != "params" and _is_number(value)]
+def _hyperparameters(group: Mapping[str, Any], names: Sequence[str]) -> list[tuple[str, Any]]:
+    """Returns those options of an optimizer's group that are numbers; beside them, it may keep what it has measured."""
+    return [(name, _rounded(group[name])) for name in names if name in group and _is_number(group[name])]
 
 
 def _is_number(value: Any) -> bool:
-    """Whether a value is a number, a truth value or a sequence of some; a tensor is none, but for a learning rate."""
+    """Whether a value is a number, a truth value or a sequence of some; a tensor is none."""
     return all(map(_is_number, value)) if isinstance(value, tuple | list) else isinstance(value, Real)
 
 

@@ -108,8 +108,22 @@ class Headed(nn.Module):
         (nn.ModuleDict({name: Residual() for name in "ab"}), 1, {"Residual": 2}),
         (nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 1)), 50, {"Linear": 1}),
     ],
-    ids=["llama", "llama's ends", "experts", "a head", "torch's", "layers in a row", "stages", "uneven", "towers",
-    "members", "a mixture", "no forward", "a dict", "an MLP"],
+    ids=[
+        "llama",
+        "llama's ends",
+        "experts",
+        "a head",
+        "torch's",
+        "layers in a row",
+        "stages",
+        "uneven",
+        "towers",
+        "members",
+        "a mixture",
+        "no forward",
+        "a dict",
+        "an MLP",
+    ],
 )
 def test_units_are_the_blocks_of_a_module_and_large_parts_beside_them(
     module: nn.Module, least: int, wanted: dict[str, int]
