@@ -222,7 +222,7 @@ def _is_stage(part: nn.Module, repeated: Collection[nn.Module]) -> bool:
         if within is not part and within in repeated and _has_parts(within) and not _is_expert(name, within)
         for parameter in within.parameters()
     }
-    return 2 * sum(p.numel() for p in inner) > sum(p.numel() for p in part.parameters())
+    return bool(2 * sum(p.numel() for p in inner) > sum(p.numel() for p in part.parameters()))
 
 
 def _is_expert(name: str, part: nn.Module) -> bool:
