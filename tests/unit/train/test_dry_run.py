@@ -406,15 +406,17 @@ class Centred(nn.Module):
 class Cached(nn.Module):
     """A loss that makes a buffer when it is first called, and has one with a NaN."""
 
+    smoothed: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.BCEWithLogitsLoss(pos_weight=torch.ones(()))
         self.register_buffer("missing", torch.tensor(float("nan")))
 
     def forward(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-        if not hasattr(self, "half"):
-            self.register_buffer("half", torch.tensor(0.5))
-        loss: torch.Tensor = self.inner(output, label * self.half)
+        if not hasattr(self, "smoothed"):
+            self.register_buffer("smoothed", torch.tensor(0.5))
+        loss: torch.Tensor = self.inner(output, label * self.smoothed)
         return loss
 
 
