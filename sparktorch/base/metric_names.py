@@ -9,7 +9,7 @@ __all__ = ["best_by_name"]
 
 _SMALLEST = (
     "loss error error_rate mae mse rmse mape smape wape wmape mdape mase rmsse nrmse msle rmsle medae rse rae "
-    "perplexity ppl nll negative_log_likelihood neg_log_likelihood bce cross_entropy hinge deviance brier brier_score "
+    "perplexity ppl nll bce cross_entropy crossentropy hinge deviance brier brier_score "
     "ece mce crps wis pinball wer cer mer eer kl kl_div divergence distance hamming fid kid lpips fpr fnr seconds"
 )
 _LARGEST = (
@@ -31,14 +31,26 @@ _MODES: tuple[tuple[re.Pattern[str], Literal["min", "max"]], ...] = (
     (_ending(_LARGEST), "max"),
 )
 _WORDS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[^A-Za-z0-9]+")
-_LEVEL = re.compile(r"(_epoch|_step|_at|_top|_k|_\d+)+$")
+_LEVEL = re.compile(r"(_(epoch|step|at|top|k|macro|micro|weighted|mean|ovr|ovo|score)|_?\d+)$")
+_LIKELIHOOD = re.compile("neg(ative)?_?log_?likelihood")
+_NEGATED = re.compile("(^|_)neg")
 
 
 def best_by_name(metric: str) -> Literal["min", "max"] | None:
     """Returns whether the smallest or the largest value of a metric is the best; `None` for a name that does not say.
 
-    The name's last words decide, such as `val_macro_f1`, `val_mse_0`, `val_loss_epoch`, `val_ndcg_at_10` or
-    `val_MeanSquaredError`.
+    The name's last words decide, such as `val_macro_f1`, `val_mse_0`, `val_loss_epoch`, `val_ndcg_at_10`, `val_mIoU` or
+    `val_MeanSquaredError`. A negated metric, such as `neg_mse`, does not say; the negative log likelihood is a loss.
     """
-    name = _LEVEL.sub("", _WORDS.sub("_", metric).lower())
-    return next((mode for ending, mode in _MODES if ending.search(name)), None)
+    names = [re.sub(words, "_", metric).strip("_").lower() for words in (_WORDS, "[^A-Za-z0-9]+")]
+    names = [_LIKELIHOOD.sub("nll", name) for name in names]
+    if any(map(_NEGATED.search, names)):
+        return None
+    return next((mode for name in names if (mode := _best(name))), None)
+
+
+def _best(name: str) -> Literal["min", "max"] | None:
+    """Returns the same for words in lower case, of which it leaves out levels, averages and numbers at the end."""
+    shorter = _LEVEL.sub("", name)
+    mode = next((mode for ending, mode in _MODES if ending.search(name)), None)
+    return mode if mode or shorter == name else _best(shorter)

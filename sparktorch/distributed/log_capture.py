@@ -147,8 +147,12 @@ class _Tee:
         return len(text)
 
     def close(self) -> None:
-        """Writes what has waited for the end of its line; the stream itself stays open."""
+        """Writes what has waited for the end of its line; the stream itself stays open.
+
+        Nothing waits after that: handlers of libraries may keep this object for longer than the driver shows lines.
+        """
         self._stream.write(self._waiting)
+        self._waiting, self._waits = "", False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from pyspark.sql import SparkSession
@@ -37,14 +38,19 @@ def save_beside(spark: SparkSession, path: str, save: Callable[[str], None]) -> 
     try:
         save(new.toString())
     except BaseException:
-        files.delete(new, True)
+        with suppress(Exception):  # The error above says more.
+            files.delete(new, True)
         raise
     # Hadoop moves a folder into one that exists: the old one makes way first.
     _rename(files, target, old)
     try:
         _rename(files, new, target)
-    except BaseException:
-        files.rename(old, target)
+    except BaseException as error:
+        if not files.rename(old, target):
+            raise PersistenceError(
+                f"the new folder cannot be renamed to {path}, and the old one, which is now {old.toString()}, neither",
+                hint="rename one of them yourself",
+            ) from error
         raise
     files.delete(old, True)
 

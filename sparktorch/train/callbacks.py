@@ -167,7 +167,7 @@ class Callbacks:
         return self._context._asked_to_stop or bool(module_asked)
 
     def ask(self) -> None:
-        """Requests a stop, as before a checkpoint."""
+        """Requests the stop that was asked for before a checkpoint."""
         self._context.stop()
 
     def ask_to_stop(self, module_asked: bool | None, shared: Callable[[], Mapping[str, float]]) -> bool:
@@ -192,10 +192,12 @@ class Callbacks:
         """Returns the error of ranks that differ."""
         callbacks = [callback for callback in self._all if any(_overridden(callback, hook) for hook in _HOOKS)]
         alone = [type(callback).__qualname__ for callback in callbacks if callback.ranks == "main"]
-        everywhere = [type(callback).__qualname__ for callback in callbacks] or ["the module"]
-        which = f"hooks of {', '.join(alone)} run in rank 0 alone"
-        if not alone:
-            which = f"hooks of {', '.join(everywhere)} have changed them in some ranks only"
+        everywhere = [type(callback).__qualname__ for callback in callbacks if callback.ranks == "all"]
+        everywhere = everywhere or ([] if alone else ["the module"])
+        which = f"hooks of {', '.join(everywhere)} have changed them in some ranks only"
+        if alone:
+            which = f"hooks of {', '.join(alone)} run in rank 0 alone"
+            which += f", those of {', '.join(everywhere)} in all ranks" if everywhere else ""
         return ConfigError(
             f"after epoch {self._context.epoch}, the {what} differ between the ranks: {which}",
             hint='what changes the training runs in all ranks, and does the same in each: set ranks = "all" in the '

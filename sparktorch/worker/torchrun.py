@@ -30,9 +30,8 @@ def torchrun_environment(world: World, client: Client, *, hosts_store: bool = Fa
 
     See `torch/distributed/elastic/agent/server/local_elastic_agent.py` and `torch/distributed/rendezvous.py`.
     `LOCAL_RANK` is the index of the rank's device, which Spark may have chosen, as scripts pass it to `set_device`; on
-    CPUs, it is the rank's index on its host. If
-    `hosts_store`, rank 0 hosts a store at `MASTER_ADDR` and `MASTER_PORT`, as torchrun's agent does:
-    `init_process_group` without arguments then joins the ranks.
+    CPUs, it is the rank's index on its host. If `hosts_store`, rank 0 hosts a store at `MASTER_ADDR` and `MASTER_PORT`,
+    as torchrun's agent does: `init_process_group` without arguments then joins the ranks.
     """
     address, store = world.address or "127.0.0.1", None
     offer = {"host": world.host, "address": address, "port": "0", "id": uuid.uuid4().hex}

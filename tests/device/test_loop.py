@@ -9,11 +9,13 @@ import torch
 from torch import nn
 
 from sparktorch.base.config import TrainConfig
+from sparktorch.base.world import World
+from sparktorch.train.recipe.dry_run import dry_run
 from sparktorch.train.recipe.recipe import Recipe
 from tests.device.jobs import DEVICE, close, job_of, trained, waits_in_steps, within
 from tests.support.frames import Table
-from tests.support.nets import Mlp
-from tests.support.ranks import train_job, train_on
+from tests.support.nets import Mlp, Score
+from tests.support.ranks import in_group, train_job, train_on
 
 
 class Normed(nn.Module):
@@ -145,3 +147,14 @@ def test_classes_are_weighed_and_a_rank_without_rows_stands_in(empty: bool) -> N
     state, metas = train_on(parts, job, device=DEVICE)
     close(state, expected)
     assert not waits_in_steps(metas)
+
+
+def _tried(world: World) -> bool:
+    loss = torch.nn.BCEWithLogitsLoss(pos_weight=torch.ones(()))
+    inputs, label = {"column 'x'": torch.ones(2, 5)}, torch.ones(2)
+    found = dry_run(Recipe(module=Score, loss=loss), "regression", 0, inputs, label, device=world.device)
+    return bool(found.outputs)
+
+
+def test_a_loss_with_a_buffer_is_tried_on_a_device() -> None:
+    assert in_group(1, _tried, device=DEVICE) == [True]

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from sparktorch.errors import ModuleError
 from sparktorch.train.lightning.recognise import base_of
 from sparktorch.train.lightning.state import TrainerView
-from sparktorch.train.recipe.lr_schedule import Schedule, counts_all_steps
+from sparktorch.train.recipe.lr_schedule import Schedule, without_step_warning
 
 __all__ = ["Configured", "LightningSchedule", "configured"]
 
@@ -62,7 +62,7 @@ class LightningSchedule(Schedule):
         self._optimizer, self._schedulers, self._trainer = optimizer, made.schedulers, trainer
         self._step, self._scheduler = 0, None
         for each in (optimizer, made.optimizer):
-            counts_all_steps(each)
+            without_step_warning(each)
         self._last_rate = optimizer.param_groups[0]["lr"]
 
     def step(self, take: Callable[[], object]) -> None:

@@ -144,7 +144,7 @@ class ModelFolder:
 
     def _files(self, sizes: Mapping[str, int]) -> Iterable[list[str]]:
         """Yields the names of the tensors in each file; `sizes` has their bytes."""
-        # safetensors copies what it writes: a file takes twice its size.
+        # Half a share, because a mount of an object store has a file written from copies in memory: see `_write`.
         most = max(_LEAST_BYTES, min(_FILE_BYTES, sum(sizes.values()) // (2 * self._world.world_size)))
         names: list[str] = []
         held = 0
@@ -202,10 +202,14 @@ class ModelFolder:
             shutil.rmtree(self._new, ignore_errors=True)
 
     def _write(self, file: str, tensors: dict[str, torch.Tensor]) -> None:
-        from safetensors.torch import save
+        from safetensors import SafetensorError
+        from safetensors.torch import save, save_file
 
-        # safetensors' own `save_file` makes a sparse file first, which mounts of object stores refuse.
-        (self._new / file).write_bytes(save(apart(tensors), metadata={"format": "pt"}))
+        tensors, metadata = apart(tensors), {"format": "pt"}
+        try:
+            save_file(tensors, self._new / file, metadata=metadata)
+        except (OSError, SafetensorError):  # Mounts of object stores refuse the sparse file that it makes first.
+            (self._new / file).write_bytes(save(tensors, metadata=metadata))  # `save` holds the file twice.
 
     def _wait(self) -> None:
         """Waits until all ranks are here."""

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
 
 from sparktorch.train.loop.engine import Engine
+from sparktorch.train.recipe.lookup import parameters_of
+from sparktorch.train.recipe.recipe import KERNELS
 
 __all__ = ["shared_numbers"]
 
-_HYPERPARAMETERS = (
-    "lr",
-    "momentum",
-    "betas",
-    "weight_decay",
-)  # An optimizer may keep what it has measured beside them.
+_HYPERPARAMETERS = {"lr", "momentum", "betas", "weight_decay"}  # Schedulers may change them.
 _ELEMENTS = 1 << 24  # Longer tensors are summed in parts, because torch copies them to float64 on CPUs.
 
 
@@ -27,21 +26,31 @@ def shared_numbers(engine: Engine) -> dict[str, float]:
     Buffers are left out, because running statistics are each rank's own.
     """
     module, kind = engine.unwrapped, engine.kind
-    groups = [[_rounded(group.get(name)) for name in _HYPERPARAMETERS] for group in engine.optimizer.param_groups]
+    optimizer = getattr(engine.optimizer, "optim", engine.optimizer)  # `zero1` wraps one.
+    names = sorted(_HYPERPARAMETERS | parameters_of(type(optimizer)).keys() - {"params", *KERNELS})
+    groups = [_hyperparameters(group, names) for group in engine.optimizer.param_groups]
     numbers = {"hyperparameters of the optimizer": _digest(groups)}
     if not kind.runs_passes:  # Ranks of a pipeline have other parameters.
         numbers["parameters that require a gradient"] = _digest([p.requires_grad for p in module.parameters()])
     if kind.same_weights:
-        sizes = [size for parameter in module.parameters() for size in _sizes(parameter)]
-        numbers["weights"] = float(torch.stack(sizes).sum())
+        sizes = [size for parameter in module.parameters() if parameter.requires_grad for size in _sizes(parameter)]
+        numbers["weights"] = float(torch.stack(sizes).sum()) if sizes else 0.0
     return numbers
+
+
+def _hyperparameters(group: Mapping[str, Any], names: Sequence[str]) -> list[tuple[str, Any]]:
+    """Returns those options of an optimizer's group that are numbers; beside them, it may keep what it has measured."""
+    return [(name, _rounded(group[name])) for name in names if name in group and _is_number(group[name])]
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value is a number, a truth value or a sequence of some; a tensor is none."""
+    return all(map(_is_number, value)) if isinstance(value, tuple | list) else isinstance(value, Real)
 
 
 def _rounded(value: Any) -> Any:
     """Returns a hyperparameter as text, without its last digits, in which the libraries of two hosts may differ."""
-    if isinstance(value, tuple | list):
-        return [_rounded(item) for item in value]
-    return value if value is None else f"{float(value):.6g}"
+    return [*map(_rounded, value)] if isinstance(value, tuple | list) else f"{float(value):.6g}"
 
 
 def _digest(value: object) -> float:

@@ -38,16 +38,18 @@ def synchronise(module: nn.Module, presence: Presence, *, everywhere: bool = Tru
 
     Without `everywhere`, it does so for torch's `SyncBatchNorm` over all ranks alone. It replaces only `forward`, in
     place; class, parameters, buffers and their names stay. The engine updates `presence` before each pass. A `compiled`
-    module needs a graph break at each collective. A batch normalisation with a `forward` of its own is refused.
+    module needs a graph break at each collective. A batch normalisation with a `forward` or a process
+    group of its own is refused.
     """
     forward = torch.compiler.disable(_forward) if compiled else _forward  # type: ignore[no-untyped-call]
     for name, part in module.named_modules():
         of_torch = type(part) is nn.SyncBatchNorm and part.process_group in (None, dist.group.WORLD)
         if not (of_torch or (everywhere and isinstance(part, _BatchNorm))):
             continue
-        if type(part).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
+        if not (of_torch or type(part).forward is _BatchNorm.forward):
+            what = "process group" if type(part) is nn.SyncBatchNorm else "forward"
             raise ModuleError(
-                f"syncBatchNorm cannot synchronise {name!r}, a {type(part).__qualname__} with a forward of its own",
+                f"syncBatchNorm cannot synchronise {name!r}, a {type(part).__qualname__} with a {what} of its own",
                 hint="use nn.BatchNorm1d, 2d or 3d, or leave syncBatchNorm out",
                 param="syncBatchNorm",
             )

@@ -21,7 +21,7 @@ from sparktorch.errors import ModuleError, SparkTorchError, line_of_user, refusi
 from sparktorch.train.huggingface.folder import log_differences
 from sparktorch.train.huggingface.models import MODEL_LOSS, call, check_model_loss
 from sparktorch.train.recipe.hints import hints_for
-from sparktorch.train.recipe.loss import Loss, TrainingStep, check_mean
+from sparktorch.train.recipe.loss import Loss, TrainingStep, check_mean, full_precision
 from sparktorch.train.recipe.loss_tensors import check_parameters, unchanged_buffers
 from sparktorch.train.recipe.metrics import ones_for, try_metrics
 from sparktorch.train.recipe.recipe import Recipe
@@ -93,7 +93,7 @@ class DryRunResult:
 
     def packed(self) -> tuple[dict[str, Any], bytes]:
         """Returns the result without metrics as what a rank returns: no metadata, and `torch.save` bytes."""
-        content, aligned = io.BytesIO(), each_tensor(lambda tensor: tensor.detach().cpu(), self.aligned)
+        content, aligned = io.BytesIO(), _shipped(self.aligned)
         torch.save(replace(self, aligned=aligned, metrics={}), content)
         return {}, content.getvalue()
 
@@ -153,6 +153,15 @@ def dry_run(
         return found
     built.check_reset()
     return replace(found, aligned=each_tensor(ones_for, found.aligned))
+
+
+def _shipped(value: Any) -> Any:
+    """Returns tensors without their graph on the CPU, in tuples and dicts, which are all that `unpacked` takes."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    if isinstance(value, Mapping):
+        return {name: _shipped(item) for name, item in value.items()}
+    return tuple(map(_shipped, value)) if isinstance(value, tuple | list) else value
 
 
 def _with_values(module: nn.Module, device: str) -> nn.Module:
@@ -242,7 +251,7 @@ def _tried(
 def _forward(module: nn.Module, inputs: Mapping[str, torch.Tensor], names: tuple[str, ...]) -> Any:
     """Calls a module with a few rows; an error says how they arrive."""
     try:
-        return prediction(call(module, tuple(inputs.values()), names))
+        return full_precision(prediction(call(module, tuple(inputs.values()), names)))
     except SparkTorchError:
         raise
     except Exception as error:

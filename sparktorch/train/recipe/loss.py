@@ -141,9 +141,9 @@ class TrainingStep:
         if isinstance(function, nn.Module):
             self._module = function
 
-    def buffers(self) -> list[torch.Tensor]:
-        """Returns the buffers of the callable, if it is a module."""
-        return [] if self._module is None else list(self._module.buffers())
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Returns the buffers of the callable by name, if it is a module."""
+        return {} if self._module is None else dict(self._module.named_buffers())
 
     def means(self, prefix: str) -> Means:
         """Returns an empty collection for the values of its metrics."""
@@ -243,8 +243,10 @@ class GroupsLossStep(TrainingStep):
 def _sending_nothing_back(module: nn.Module) -> Iterator[None]:
     """Context in which the outputs of a module pass gradients of zero back, whatever a loss makes of them."""
 
-    def hook(tensor: Any) -> Any:
-        return tensor.register_hook(torch.zeros_like) if tensor.requires_grad else None
+    def hook(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.requires_grad:
+            tensor.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
+        return tensor
 
     def listen(_module: nn.Module, _given: Any, output: Any) -> None:
         each_tensor(hook, output)
@@ -363,9 +365,9 @@ class Loss:
         if what:
             raise ModuleError(f"loss {self.name} {what}", hint=hint, param="loss", code="ST-LOSS-MEAN")
 
-    def buffers(self) -> list[torch.Tensor]:
-        """Returns the buffers of a loss that is a module."""
-        return [] if self._with_tensors is None else list(self._with_tensors.buffers())
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Returns the buffers of a loss that is a module, by name."""
+        return {} if self._with_tensors is None else dict(self._with_tensors.named_buffers())
 
     def __call__(self, output: Any, label: torch.Tensor | None, weight: torch.Tensor | None) -> torch.Tensor:
         """Returns the weighted sum of the rows' losses, a scalar tensor; raises as `weigh`."""

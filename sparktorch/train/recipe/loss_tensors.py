@@ -45,15 +45,20 @@ def check_parameters(total: torch.Tensor, module: nn.Module, what: str, param: s
 def unchanged_buffers(loss: Loss | TrainingStep, what: str, param: str, *, values: bool) -> Iterator[None]:
     """Context at whose end a loss must have the buffers of before: checkpoints do not have them.
 
-    Without `values`, buffers have none to compare.
+    Buffers that a loss makes later are no updates, but caches. Without `values`, buffers have none to compare.
     """
-    before = [buffer.clone() for buffer in loss.buffers()] if values else []
+    before = {name: buffer.detach().cpu().clone() for name, buffer in loss.buffers().items()} if values else {}
     yield
-    after = loss.buffers() if values else []
-    if len(before) != len(after) or not all(map(torch.equal, before, after)):
+    after = loss.buffers()  # A loss moves to the device of the output.
+    if not all(name in after and _equal(buffer, after[name].detach().cpu()) for name, buffer in before.items()):
         raise ModuleError(
             f"{what} updates a buffer of its own, which no checkpoint and no model would have",
             hint=_INTO_MODULE,
             param=param,
             code="ST-LOSS",
         )
+
+
+def _equal(before: torch.Tensor, after: torch.Tensor) -> bool:
+    """Whether two tensors are of one shape and of the same values, where NaN equals itself."""
+    return before.shape == after.shape and bool(((before == after) | (before.isnan() & after.isnan())).all())

@@ -12,7 +12,7 @@ from sparktorch.base.config import TrainConfig
 from sparktorch.train.recipe.lookup import name_of
 from sparktorch.train.recipe.recipe import KERNELS, Recipe
 
-__all__ = ["Schedule", "counts_all_steps", "fixed_epochs"]
+__all__ = ["Schedule", "fixed_epochs", "without_step_warning"]
 
 _WARMUP_EPOCHS = 5  # Goyal et al. 2017, section 2.2
 
@@ -41,7 +41,7 @@ class Schedule:
         self._start = 1 / scaling if scaling != 1 else 0.0
         self._step = 0
         self._scheduler = recipe.build_scheduler(optimizer, config.epochs * (steps if self._by_step else 1))
-        counts_all_steps(optimizer)
+        without_step_warning(optimizer)
         self._last_rate = optimizer.param_groups[0]["lr"]
 
     @property
@@ -99,7 +99,7 @@ class Schedule:
             group.update({name: value for name, value in values.items() if name not in KERNELS})
 
 
-def counts_all_steps(optimizer: torch.optim.Optimizer) -> None:
+def without_step_warning(optimizer: torch.optim.Optimizer) -> None:
     """Keeps torch's schedulers from warning of an optimizer without steps: a schedule counts skipped steps, too."""
     vars(optimizer)["_opt_called"] = True
 

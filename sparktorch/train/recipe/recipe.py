@@ -296,6 +296,7 @@ class Recipe:
         # Among the fused kernels, only those of Adam and AdamW take sharded parameters.
         fits = not any(hasattr(p, "to_local") for p in parameters) or factory in (torch.optim.Adam, torch.optim.AdamW)
         devices = {p.device.type for p in parameters}
+        fits = fits and bool(devices)  # A rank may have no parameters.
         if dense and fits and not chosen and all(has_fused_kernel(factory, device) for device in devices):
             options["fused"] = True
         if self.parameter_groups:

@@ -20,7 +20,6 @@ __all__ = [
         "classes_in",
         "correct",
         "described",
-        "each_tensor",
         "predicted",
     ),
     *("each_tensor", "predicted", "prediction", "rows_of"),
@@ -116,12 +115,27 @@ def rows_of(output: Any, start: int, end: int) -> Any:
 
 
 def each_tensor(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Returns what a function makes of a tensor, or of those in mappings, tuples and lists; anything else as it is."""
+    """Returns what a function makes of a tensor, or of those in mappings, tuples and lists; anything else as it is.
+
+    A container in which nothing changes is returned itself. Others keep their classes: losses may read attributes of a
+    `NamedTuple`, or of a `ModelOutput` of transformers. A mapping that is not built from its items becomes a `dict`.
+    """
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, Mapping):
-        return {name: each_tensor(function, item) for name, item in value.items()}
-    return tuple(each_tensor(function, item) for item in value) if isinstance(value, tuple | list) else value
+        items = {name: each_tensor(function, item) for name, item in value.items()}
+        if all(items[name] is item for name, item in value.items()):
+            return value
+        try:
+            return type(value)(**items)
+        except TypeError:
+            return items
+    if not isinstance(value, tuple | list):
+        return value
+    parts = [each_tensor(function, item) for item in value]
+    if all(part is item for part, item in zip(parts, value, strict=True)):
+        return value
+    return getattr(value, "_make", type(value))(parts)
 
 
 def are_shares(output: torch.Tensor) -> bool:

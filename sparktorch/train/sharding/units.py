@@ -28,8 +28,6 @@ __all__ = [
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _OF_WHOLE_PARAMETERS = {"Adafactor", "Muon", "Rprop"}
 
-# They have no forward pass that could gather parameters.
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _REPEATING = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
@@ -41,7 +39,8 @@ class ShardingOptions:
         min_parameters: A block, or a submodule outside of blocks, with at least this many parameters is a unit: its
             parameters are gathered, and its gradients reduced, separately. The rest belongs to the unit of the whole
             module. Blocks are the layers that a model of transformers names (`_no_split_modules`), or else submodules
-            of whose class a `ModuleList`, `ModuleDict` or `Sequential` has several.
+            of whose class a `ModuleList`, `ModuleDict` or `Sequential` has several. One that has most of its parameters
+            in such submodules is a stage, whose blocks are units; experts belong to their block.
         wrap_classes: Class names of the submodules that are units, such as a transformer's layers; replaces blocks and
             `min_parameters`.
         activation_checkpointing: Whether blocks recompute their activations in backward instead of keeping them; of a
@@ -188,27 +187,55 @@ def units(module: nn.Module, options: ShardingOptions, whole: nn.Module | None =
 def _blocks(module: nn.Module) -> set[nn.Module]:
     """Returns the layers that a model of transformers is made of, or those of a class that a container repeats.
 
-    Blocks may have blocks within. A plain `Sequential` of blocks is a stage, and not a block itself.
+    Blocks may have blocks within. A stage, a tower or a member of an ensemble is repeated, and no block itself.
     """
     names = {name for part in module.modules() for name in getattr(part, "_no_split_modules", None) or ()}
     named = {part for part in module.modules() if type(part).__name__ in names}
-    containers = (part for part in module.modules() if isinstance(part, _REPEATING))
-    return named or {
-        block
+    if named:
+        return named
+    repeated = _repeated(module)
+    return {part for part in repeated if not _is_stage(part, repeated)}
+
+
+def _repeated(module: nn.Module) -> set[nn.Module]:
+    """Returns the parts whose class their container, or that of another stage, has more than once."""
+    containers = [part for part in module.modules() if isinstance(part, _REPEATING)]
+    kinds = {container: Counter(type(part) for part in container.children()) for container in containers}
+    # A stage may have one block, where another has nine.
+    several = {kind for counts in kinds.values() for kind, count in counts.items() if count > 1} - {nn.Sequential}
+    return {
+        part
         for container in containers
-        for block in _repeated(container)
-        if type(block) is not nn.Sequential or not any(map(_has_parts, _repeated(block)))
+        for part in container.children()
+        if _has_forward(part) and (kinds[container][type(part)] > 1 or (type(part) in several and _has_parts(part)))
     }
 
 
-def _repeated(container: nn.Module) -> list[nn.Module]:
-    """Returns the children whose class the container has more than once."""
-    kinds = Counter(map(type, container.children()))
-    return [part for part in container.children() if kinds[type(part)] > 1 and not isinstance(part, _CONTAINERS)]
+def _is_stage(part: nn.Module, repeated: Collection[nn.Module]) -> bool:
+    """Whether most parameters of a part are in repeated parts within, which have parts themselves.
+
+    Experts do not count: a rank whose rows go to others does not call them, and would not gather their parameters.
+    """
+    inner = {
+        parameter
+        for name, within in part.named_modules()
+        if within is not part and within in repeated and _has_parts(within) and not _is_expert(name, within)
+        for parameter in within.parameters()
+    }
+    return bool(2 * sum(p.numel() for p in inner) > sum(p.numel() for p in part.parameters()))
 
 
-def _has_parts(module: nn.Module) -> bool:
-    return next(module.children(), None) is not None
+def _is_expert(name: str, part: nn.Module) -> bool:
+    return "expert" in f"{name} {type(part).__name__}".lower()
+
+
+def _has_parts(part: nn.Module) -> bool:
+    return next(part.children(), None) is not None
+
+
+def _has_forward(part: nn.Module) -> bool:
+    """Whether a part has a forward pass that could gather parameters; containers have none."""
+    return type(part).forward is not nn.Module.forward or "forward" in vars(part)
 
 
 def _visit(
@@ -233,7 +260,7 @@ def _visit(
         count, tied = count + below, tied or tied_below
     chosen = type(part).__name__ in options.wrap_classes if options.wrap_classes else count >= options.min_parameters
     # Tied parameters must be gathered with all submodules that share them: with the whole module.
-    if chosen and count and not tied and part is not module and not isinstance(part, _CONTAINERS):
+    if chosen and count and not tied and part is not module and _has_forward(part):
         found.append(part)
         count = 0
     return count, tied

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sparktorch.errors import UnusedParameterError
+from sparktorch.errors import ConfigError, UnusedParameterError
 from sparktorch.train.recipe.recipe import makes_sparse_gradients
 from sparktorch.train.strategies.base import GradientsOfRows
 
@@ -58,7 +58,19 @@ class DDPGradients(GradientsOfRows):
 
     @contextmanager
     def reducing(self, *, rows: bool, warm_up: bool = False) -> Iterator[None]:
-        """Context of the last pass, which reduces gradients, or in which `reduce` follows."""
+        """Context of the last pass, which reduces gradients, or in which `reduce` follows.
+
+        Raises:
+            ConfigError: A hook has frozen a parameter, and torch expects the gradients of the first step in each.
+        """
+        if self._static and (frozen := [name for p, name in self._trained.items() if not p.requires_grad]):
+            raise ConfigError(
+                f"a hook has frozen {frozen[0]!r}, and strategyParams.static_graph says that all steps use the same "
+                "parameters",
+                hint="leave static_graph out",
+                param="strategyParams",
+                code="ST-STRATEGY",
+            )
         if not self._reduces_apart(rows=rows):
             yield
             self._end_reduction(rows=rows and not warm_up)

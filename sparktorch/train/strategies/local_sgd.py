@@ -52,6 +52,7 @@ class LocalSGD(Strategy[LocalSGDOptions]):
         """Moves the module to the device, and broadcasts rank 0's parameters and buffers."""
         module.to(self._device)
         broadcast([*module.parameters(), *module.buffers()], self._world)
+        self._trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         return module
 
     def gradients(self, module: nn.Module) -> GradientSync:
@@ -63,7 +64,7 @@ class LocalSGD(Strategy[LocalSGDOptions]):
         self._steps += 1
         apart = self._steps - self._options.start_step
         if not self._alone and apart > 0 and apart % self._options.period == 0:
-            _average(_averaged(module))
+            _average(self._averaged(module))
 
     @contextmanager
     def evaluating(self, module: nn.Module) -> Iterator[nn.Module]:
@@ -71,7 +72,7 @@ class LocalSGD(Strategy[LocalSGDOptions]):
         if self._alone:
             yield module
             return
-        tensors = _averaged(module)
+        tensors = self._averaged(module)
         own = [tensor.detach().clone() for tensor in tensors]
         _average(tensors)
         try:
@@ -86,6 +87,15 @@ class LocalSGD(Strategy[LocalSGDOptions]):
     ) -> dict[str, torch.Tensor]:
         """Returns a copy of the state dict of the mean of all models in rank 0, an empty dict in other ranks."""
         return super().state_dict(module, copy=True, leave_out=leave_out)
+
+    def _averaged(self, module: nn.Module) -> list[torch.Tensor]:
+        """Returns the tensors that training changes: floating-point and complex (as real views), no integer counters.
+
+        A parameter that a callback freezes stays among them: until then, each rank has trained its own.
+        """
+        tensors = [tensor.detach() for tensor in [*self._trained, *module.buffers()]]
+        real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
+        return [tensor for tensor in real if tensor.is_floating_point()]
 
 
 class _FirstSteps(GradientsOfRows):
@@ -103,14 +113,6 @@ class _FirstSteps(GradientsOfRows):
             _average_gradients([p for p in self._module.parameters() if p.requires_grad])
         self._left -= 1
         self.discards = self._left > 0
-
-
-def _averaged(module: nn.Module) -> list[torch.Tensor]:
-    """Returns the tensors that training changes: floating-point and complex (as real views), no integer counters."""
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    tensors = [tensor.detach() for tensor in [*trained, *module.buffers()]]
-    real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
-    return [tensor for tensor in real if tensor.is_floating_point()]
 
 
 def _average_gradients(parameters: list[nn.Parameter]) -> None:

@@ -13,6 +13,7 @@ import torch
 from sparktorch import Callback
 from sparktorch.base.config import TrainConfig
 from sparktorch.errors import ConfigError, ModuleError, RankError
+from sparktorch.train.callbacks import FitContext
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.worker import TrainJob
 from tests.support.callbacks import Adds, Clamps, Diary, FailsIn, Freezes, Halves, Stops
@@ -101,6 +102,45 @@ def test_other_learning_rates_in_some_ranks_end_the_fit_under_any_strategy(strat
         train(job_for(Halves("main"), strategy=strategy))
     _, history = train(job_for(Halves("all"), Stops(0, "on_fit_end"), strategy=strategy))
     assert len(history) == 2
+
+
+def test_layers_that_a_callback_freezes_in_a_static_graph_end_the_fit() -> None:
+    says = r"a hook has frozen 'layers\.0\..*', and strategyParams\.static_graph says"
+    with pytest.raises(ConfigError, match=says):
+        train(job_for(Freezes(), strategy="ddp", strategy_params={"static_graph": True}))
+
+
+def test_layers_that_a_callback_freezes_are_averaged_over_ranks_that_have_trained_their_own() -> None:
+    alone: dict[str, Any] = {"strategy": "localSGD", "strategy_params": {"period": 1000}}
+    frozen, before = train(job_for(Freezes(), **alone))[0], train(job_for(**{**alone, "epochs": 1}))[0]
+    assert torch.equal(frozen["layers.0.weight"], before["layers.0.weight"])
+
+
+class HalvesInRank1(Callback):
+    """Halves the learning rate in one rank."""
+
+    ranks = "all"
+
+    def on_epoch_end(self, context: FitContext, record: dict[str, Any]) -> None:
+        context.optimizer.param_groups[0]["lr"] *= 0.5 if context.world.rank == 1 else 1.0
+
+
+class Epsilon(Callback):
+    """Changes a number of the optimizer in rank 0."""
+
+    def on_epoch_end(self, context: FitContext, record: dict[str, Any]) -> None:
+        context.optimizer.param_groups[0]["eps"] = 1e-3
+
+
+def test_ranks_that_differ_name_the_callbacks_of_rank_0_and_those_of_all_ranks() -> None:
+    says = "hooks of Adds run in rank 0 alone, those of HalvesInRank1 in all ranks"
+    with pytest.raises(ConfigError, match=says):
+        train(job_for(Adds(1.0), HalvesInRank1()))
+
+
+def test_any_number_of_the_optimizer_that_ranks_change_differently_ends_the_fit() -> None:
+    with pytest.raises(ConfigError, match="hyperparameters of the optimizer differ"):
+        train(job_for(Epsilon()))
 
 
 def test_layers_that_a_callback_unfreezes_end_the_fit() -> None:

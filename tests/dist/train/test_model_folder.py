@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -150,6 +152,28 @@ def test_a_training_that_fails_while_it_writes_leaves_nothing(
     with pytest.raises(PersistenceError, match=r"into modelDir: no space left .*\n.*needs room for the model"):
         folder.write({str(number): torch.ones(2) for number in range(3)})
     assert list(tmp_path.iterdir()) == []
+
+
+_WRITES = """
+import resource, sys, torch
+from sparktorch.base.world import World
+from sparktorch.train.loop.model_folder import ModelFolder
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+for megabytes in (1, 128):  # The first file loads what writes it.
+    folder, weights = ModelFolder(f"{sys.argv[1]}/{megabytes}", World()), {"weight": torch.ones(megabytes << 18)}
+    folder.check()
+    before = peak()
+    folder.write(weights)
+print((peak() - before) >> 10)
+"""
+
+
+def test_a_file_of_a_model_is_written_without_a_copy_in_memory(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", _WRITES, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 64
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.EOPNOTSUPP])

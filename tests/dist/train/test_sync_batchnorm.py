@@ -84,6 +84,13 @@ def test_normalisation_of_another_kind_is_refused() -> None:
         synchronise(nn.Sequential(nn.Linear(2, 2), OwnNorm(2)), Presence())
 
 
+def test_normalisation_over_a_group_of_ranks_is_refused() -> None:
+    norm = nn.SyncBatchNorm(2)
+    norm.process_group = object()
+    with pytest.raises(ModuleError, match="cannot synchronise '0', a SyncBatchNorm with a process group of its own"):
+        synchronise(nn.Sequential(norm), Presence())
+
+
 def test_only_training_looks_at_other_ranks() -> None:
     module = NormalisedImages().eval()
     x = torch.randn(3, 5)

@@ -67,7 +67,10 @@ def test_bounds_refuse_text_in_place_of_a_number() -> None:
         ("min", "loss val_mae val_RMSE val_mse_0 val_loss_epoch val_nll val_msle val_rmsle val_mase val_ece val_crps"),
         ("min", "val_kl_div val_hamming_distance val_MeanSquaredError val_word_error_rate mlogloss val_brier_score"),
         ("max", "val_accuracy val_f1 val_macro_f1 val_MulticlassF1Score val_ndcg_at_10 val_recall@5 val_auc valAUROC"),
+        ("min", "crossentropy loss_mean val_loss2 val_neg_log_likelihood val_NegativeLogLikelihood val_nll_mean"),
+        ("max", "val_mIoU val_chrF f1_macro f1_weighted roc_auc_ovr accuracy_score acc1 mAP50 val_mAP_50 rouge1 r2"),
         (None, "val_answer val_score val_shower val_map_of_it rows"),
+        (None, "val_neg_mean_squared_error neg_mse negloss val_NegMSE negative_mae neg_log_loss"),
     ],
 )
 def test_the_last_words_of_a_metric_say_which_value_is_the_best_or_nothing_does(mode: str | None, names: str) -> None:

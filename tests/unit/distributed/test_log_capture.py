@@ -51,6 +51,16 @@ def test_a_line_that_the_driver_shows_is_written_nowhere_else_where_both_write_t
     assert capture.last() == lines
 
 
+def test_a_handler_of_a_library_that_outlives_the_capture_still_writes_its_lines(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with LogCapture(logging.INFO, shared=True).overhearing():
+        kept = logging.StreamHandler(sys.stderr)
+        sys.stderr.write("begun")
+    kept.emit(logging.LogRecord("library", logging.INFO, "", 0, "said later", None, None))
+    assert capsys.readouterr().err == "begunsaid later\n"
+
+
 def test_lines_that_are_too_many_for_the_driver_are_written_where_the_rank_writes(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

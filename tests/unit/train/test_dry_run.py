@@ -8,7 +8,7 @@ import re
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -73,6 +73,26 @@ class Chance(Logit):
         return torch.sigmoid(super().forward(x))
 
 
+class Gaussian(NamedTuple):
+    mu: torch.Tensor
+    width: torch.Tensor
+
+
+class HalfGaussian(nn.Linear):
+    """Computes in bfloat16, and returns a `NamedTuple`."""
+
+    def __init__(self) -> None:
+        super().__init__(5, 2, dtype=torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> Gaussian:  # type: ignore[override]
+        return Gaussian(*super().forward(x.bfloat16()).unbind(1))
+
+
+def of_gaussian(output: Gaussian, label: torch.Tensor) -> torch.Tensor:
+    assert output.mu.dtype == torch.float32
+    return (output.mu - label) ** 2 + output.width
+
+
 class Shares(Mlp):
     """Returns probabilities."""
 
@@ -100,6 +120,7 @@ def trial(
         (Chance, nn.BCELoss, "generic", FEATURES, torch.ones(2, 1), [OutputSpec("", (1,))], None),
         (Pair, first_of, "generic", PAIR, NUMBER, [OutputSpec("0", (2,)), OutputSpec("1", ())], None),
         (NamedPair, first_of, "generic", PAIR, NUMBER, [OutputSpec("left", (2,)), OutputSpec("total", ())], None),
+        (HalfGaussian, of_gaussian, "generic", FEATURES, NUMBER, [OutputSpec("0", ()), OutputSpec("1", ())], None),
         (Mlp, lambda output: output.sum(1), "generic", FEATURES, None, [OutputSpec("", (3,))], None),
     ],
 )
@@ -382,6 +403,23 @@ class Centred(nn.Module):
         return (output - label) ** 2 + self.centre
 
 
+class Cached(nn.Module):
+    """A loss that makes a buffer when it is first called, and has one with a NaN."""
+
+    smoothed: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.BCEWithLogitsLoss(pos_weight=torch.ones(()))
+        self.register_buffer("missing", torch.tensor(float("nan")))
+
+    def forward(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "smoothed"):
+            self.register_buffer("smoothed", torch.tensor(0.5))
+        loss: torch.Tensor = self.inner(output, label * self.smoothed)
+        return loss
+
+
 class Hidden(Score):
     """Has a layer in a list, of which no optimizer hears."""
 
@@ -426,5 +464,5 @@ def test_what_a_loss_would_have_to_train_or_to_save_is_refused(recipe: dict[str,
 
 def test_a_loss_may_have_frozen_parameters_and_buffers() -> None:
     frozen = Scaled().requires_grad_(False)
-    for loss in (frozen, nn.BCEWithLogitsLoss(pos_weight=torch.ones(()))):
+    for loss in (frozen, Cached(), nn.BCEWithLogitsLoss(pos_weight=torch.ones(()))):
         dry_run(Recipe(module=Score, loss=loss), "regression", 0, FEATURES, NUMBER)

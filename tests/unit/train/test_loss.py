@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 from sparktorch.base.batch import Batch
 from sparktorch.base.config import Task
 from sparktorch.errors import ColumnError, ModuleError
-from sparktorch.train.recipe.loss import GroupsLossStep, Loss, check_mean, step_scales, weigh
+from sparktorch.train.recipe.loss import GroupsLossStep, Loss, check_mean, full_precision, step_scales, weigh
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.recipe.task import align, autocast, correct
 
@@ -197,6 +198,29 @@ def test_several_values_a_row_are_averaged() -> None:
     for loss in ("MSELoss", squares):
         assert float(Loss(loss, {})(output, label, None)) == pytest.approx(float(rows.sum()))
         assert float(Loss(loss, {})(output, label, WEIGHT)) == pytest.approx(float((rows * WEIGHT).sum()))
+
+
+class Gaussian(NamedTuple):
+    mu: torch.Tensor
+    others: list[torch.Tensor]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_outputs_keep_their_classes_when_they_get_full_precision(dtype: torch.dtype) -> None:
+    class Result(OrderedDict[str, torch.Tensor]):
+        """A mapping with attributes, as transformers' `ModelOutput` is one."""
+
+        def __getattr__(self, name: str) -> torch.Tensor:
+            return self[name]
+
+    values = torch.ones(2, dtype=dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    gaussian, result = Gaussian(values, [values]), Result(score=values)
+    for output in (gaussian, result):
+        assert (full_precision(output) is output) is (dtype != torch.bfloat16)
+    assert full_precision(gaussian).mu.dtype == full_precision(gaussian).others[0].dtype == wide
+    assert isinstance(full_precision(gaussian).others, list)
+    assert full_precision(result).score.dtype == wide
 
 
 def test_losses_of_half_precision_are_summed_in_float32() -> None:

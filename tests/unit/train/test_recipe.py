@@ -254,3 +254,8 @@ def test_an_optimizer_of_something_else_is_refused(build: Callable[[nn.Module], 
     net = _net()
     with pytest.raises(ModuleError, match=says):
         recipe_of(net, build(net))
+
+
+def test_an_optimizer_without_parameters_is_built_with_its_own_options() -> None:
+    _, parameters, options = Recipe(module=nn.Identity, optimizer="Rprop").optimizer_call(nn.Identity())
+    assert (parameters, "fused" in options) == ([], False)

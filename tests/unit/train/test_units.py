@@ -44,6 +44,42 @@ class Residual(nn.Module):
         super().__init__()
         self.network = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = x + self.network(x)
+        return output
+
+
+class Stage(nn.Module):
+    """Blocks, and a layer before them."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.down = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(Residual() for _ in range(blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.Sequential(self.down, *self.blocks)(x)
+
+
+class MixtureBlock(nn.Module):
+    """A block most of which are experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.Linear(4, 4)
+        self.experts = nn.ModuleList(Residual() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.experts[0](self.attention(x))
+
+
+class Held(nn.Module):
+    """Holds two layers that another module calls, without a forward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 4)
+
 
 class Headed(nn.Module):
     """A model of transformers, and large layers after it."""
@@ -64,10 +100,30 @@ class Headed(nn.Module):
         (Encoder(layers=2), 200, {"TransformerEncoderLayer": 2}),
         (nn.Sequential(*(convolution() for _ in range(3)), nn.Linear(2, 1)), 1, {"Sequential": 3, "Linear": 1}),
         (nn.Sequential(*(nn.Sequential(Residual(), Residual()) for _ in range(2))), 1, {"Residual": 4}),
+        (nn.Sequential(*map(Stage, (1, 1, 9, 1))), 21, {"Residual": 12}),
+        (nn.ModuleDict({name: Stage(3) for name in "qd"}), 21, {"Residual": 6}),
+        (nn.ModuleList(nn.Sequential(Stage(2), Stage(2)) for _ in range(2)), 41, {"Residual": 8}),
+        (nn.Sequential(MixtureBlock(), MixtureBlock()), 1, {"MixtureBlock": 2}),
+        (nn.ModuleList(Held() for _ in range(2)), 1, {"Linear": 4}),
         (nn.ModuleDict({name: Residual() for name in "ab"}), 1, {"Residual": 2}),
         (nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 1)), 50, {"Linear": 1}),
     ],
-    ids=["llama", "llama's ends", "experts", "a head", "torch's", "layers in a row", "stages", "a dict", "an MLP"],
+    ids=[
+        "llama",
+        "llama's ends",
+        "experts",
+        "a head",
+        "torch's",
+        "layers in a row",
+        "stages",
+        "uneven",
+        "towers",
+        "members",
+        "a mixture",
+        "no forward",
+        "a dict",
+        "an MLP",
+    ],
 )
 def test_units_are_the_blocks_of_a_module_and_large_parts_beside_them(
     module: nn.Module, least: int, wanted: dict[str, int]
