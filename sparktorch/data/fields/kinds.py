@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from datetime import timezone, tzinfo
+from datetime import date, time, timedelta, timezone, tzinfo
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ __all__ = ["KINDS", "ColumnKind", "kind_of"]
 KINDS: dict[str, ColumnKind] = {}
 _VECTOR_PARTS = {"size": pa.int32(), "indices": pa.list_(pa.int32())}
 _IMAGE_PARTS = {"height": pa.int32(), "width": pa.int32(), "nChannels": pa.int32(), "data": pa.binary()}
+_NO_NUMBERS = (str, bytes, date, time, timedelta, np.datetime64, np.timedelta64)
 
 
 class ColumnKind(ABC):
@@ -314,6 +315,14 @@ def _numbers_of(values: Any, spec: TensorSpec, name: str) -> pa.Array:
             return to_arrow(np.empty((0, *(() if spec.sources else spec.levels)), spec.dtype))
         nested = getattr(values, "dtype", None) == np.dtype(object)
         stacked = np.stack([_dense(row) for row in values]) if nested else np.asarray(values)
+        numbers = _as(stacked, spec)
+    except TypeError as error:
+        raise ColumnError(
+            f"column {name!r} holds no numbers: {error}",
+            hint="convert it, such as by pd.to_numeric",
+            column=name,
+            code="ST-COLUMN-TYPE",
+        ) from error
     except ValueError as error:
         raise ColumnError(
             f"the rows of column {name!r} have different shapes: {error}", column=name, code="ST-SHAPE"
@@ -325,7 +334,7 @@ def _numbers_of(values: Any, spec: TensorSpec, name: str) -> pa.Array:
             column=name,
             code="ST-SHAPE",
         )
-    return to_arrow(_as(stacked, spec).reshape(len(stacked), *levels))
+    return to_arrow(numbers.reshape(len(stacked), *levels))
 
 
 def _dense(row: Any) -> npt.NDArray[Any]:
@@ -337,7 +346,16 @@ def _dense(row: Any) -> npt.NDArray[Any]:
 
 
 def _as(values: npt.NDArray[Any], spec: TensorSpec) -> npt.NDArray[Any]:
-    """Returns numbers as `spec.dtype`; for an integer dtype as they are: the scorer handles what it cannot hold."""
+    """Returns numbers as `spec.dtype`; for an integer dtype as they are: the scorer handles what it cannot hold.
+
+    A `TypeError` refuses text and times, which NumPy would convert.
+    """
+    if values.dtype.kind in "mMSU":
+        raise TypeError(f"its values are {values.dtype}")
+    if values.dtype == object:
+        for value in values.flat:
+            if isinstance(value, _NO_NUMBERS):
+                raise TypeError(f"{value!r} is {type(value).__name__}")
     # NumPy takes an empty list for floats, as which whole numbers beside it would be rounded.
     kept = np.dtype(spec.dtype).kind == "i" and values.dtype.kind in "iuf" and values.size
     return np.ascontiguousarray(values, dtype=values.dtype if kept else spec.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import date
 from typing import Any
 
 import numpy as np
@@ -85,3 +86,27 @@ def test_rows_keep_the_index_that_they_come_with(invalid: str, index: list[Any])
     pd.testing.assert_index_equal(both.index, rows.index)
     assert list(both) == ["hidden", "y"]
     assert model.predict({"x": draw}).index.equals(pd.RangeIndex(len(index)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("invalid", ["error", "keep"])
+@pytest.mark.parametrize(
+    "values",
+    [
+        pd.Series(pd.to_datetime(["2024-01-02", None])),
+        pd.Series(pd.to_datetime(["2024-01-02", "2024-01-03"], utc=True)),
+        pd.Series(pd.to_timedelta([1, 2], unit="s")),
+        pd.Series([date(2024, 1, 2)] * 2),
+        pd.Series([1.5, "1"], dtype=object),
+        pd.Series(["1", "2"], dtype="string"),
+        np.array(["1", "2"]),
+        np.array([b"1", b"2"]),
+    ],
+)
+def test_times_and_text_are_no_numbers(values: Any, invalid: str) -> None:
+    names = ("a", "b")
+    inputs = [TensorSpec(name=f"x{at}", column=name, dtype="float64", shape=()) for at, name in enumerate(names)]
+    settings = {"inputs": [*names], "outputs": {"prediction": "y"}, "invalid": invalid}
+    model: Any = PyFuncModel(trained_module(Sum, inputs=inputs), settings, "cpu")
+    with pytest.raises(ColumnError, match="column 'b' holds no numbers") as refused:
+        model.predict({"a": [1.0, 2.0], "b": values})
+    assert refused.value.where == {"column": "b"}
