@@ -301,7 +301,7 @@ def _array(column: Any, kind: pa.DataType | None) -> pa.Array:
             with suppress(TypeError):  # microseconds are no times of pandas
                 times = values_as(kind, column, timezone.utc)
                 moved = has_instants(kind) and times.null_count < len(times)
-                return values_as(kind, column, zone_in_udf(timezone.utc)) if moved else times
+                return values_as(kind, column, zone_in_udf("UTC")) if moved else times
         for wanted in () if kind is None else (kind, _in_microseconds(kind)):
             with suppress(pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
                 return pa.Array.from_pandas(column, type=wanted).cast(kind)

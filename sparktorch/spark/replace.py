@@ -33,7 +33,8 @@ def save_beside(spark: SparkSession, path: str, save: Callable[[str], None]) -> 
     if folder is None:
         raise PersistenceError(f"{path} is the root of a file system", hint="name a folder in it")
     stem = f".{target.getName()}.{secrets.token_hex(4)}"
-    new, old = new_path(folder, f"{stem}.new"), new_path(folder, f"{stem}.old")
+    # Hadoop takes what is before a colon for a scheme, but for names that begin with "./".
+    new, old = new_path(folder, f"./{stem}.new"), new_path(folder, f"./{stem}.old")
     try:
         save(new.toString())
     except BaseException:
@@ -45,6 +46,7 @@ def save_beside(spark: SparkSession, path: str, save: Callable[[str], None]) -> 
         _rename(files, new, target)
     except BaseException:
         files.rename(old, target)
+        files.delete(new, True)
         raise
     files.delete(old, True)
 

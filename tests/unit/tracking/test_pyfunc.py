@@ -110,3 +110,26 @@ def test_times_and_text_are_no_numbers(values: Any, invalid: str) -> None:
     with pytest.raises(ColumnError, match="column 'b' holds no numbers") as refused:
         model.predict({"a": [1.0, 2.0], "b": values})
     assert refused.value.where == {"column": "b"}
+
+
+def two_columns() -> PyFuncModel:
+    inputs = [TensorSpec(name=f"x{at}", column=name, dtype="float64", shape=()) for at, name in enumerate("ab")]
+    return PyFuncModel(
+        trained_module(Sum, inputs=inputs), {"inputs": ["a", "b"], "outputs": {"prediction": "y"}}, "cpu"
+    )
+
+
+def test_a_pipeline_reads_the_row_that_mlflow_makes_of_a_dict_of_columns() -> None:
+    inputs = [TensorSpec(name=f"x{at}", column=name, dtype="float64", shape=()) for at, name in enumerate("yc")]
+    settings = {"inputs": ["y", "c"], "outputs": {"prediction": "z"}}
+    pipeline = PyFuncPipeline([two_columns(), PyFuncModel(trained_module(Sum, inputs=inputs), settings, "cpu")])
+    columns = {"a": [1.0, 2.0], "b": [3.0, 4.0], "c": [5.0, 6.0], "note": "x"}
+    scored = pipeline.predict(pd.DataFrame({name: [value] for name, value in columns.items()}))
+    assert scored["z"].tolist() == [9.0, 12.0]
+
+
+def test_a_row_of_lists_that_has_no_column_or_lists_of_several_lengths_is_refused() -> None:
+    with pytest.raises(ColumnError, match=r"there is no column 'a'(.|\n)*'A'"):
+        two_columns().predict(pd.DataFrame({"A": [1.0], "z": [2.0]}))
+    with pytest.raises(ColumnError, match="have different numbers of rows"):
+        two_columns().predict(pd.DataFrame({"a": [[1.0, 2.0]], "b": [[3.0]]}))
