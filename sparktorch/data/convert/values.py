@@ -14,7 +14,10 @@ import pyarrow as pa
 
 from sparktorch.errors import ConfigError
 
-__all__ = ["TIMES_HINT", "has_instants", "has_structs", "has_times", "in_utc", "read_time", "values_as", "zone_named"]
+__all__ = [
+    *("TIMES_HINT", "fits_times", "has_instants", "has_structs", "has_times", "in_utc", "read_time", "values_as"),
+    "zone_named",
+]
 
 TIMES_HINT = "give times of pandas or Python, or text as ISO 8601 has it, such as 2024-01-31T17:05:00+01:00"
 
@@ -52,6 +55,18 @@ def in_utc(kind: pa.DataType) -> pa.DataType:
     return pa.timestamp(kind.unit, "UTC") if pa.types.is_timestamp(kind) and kind.tz else kind
 
 
+def fits_times(own: pa.DataType, kind: pa.DataType) -> bool:
+    """Whether a column of the type `own` has the times that `kind` is or holds; names of fields may differ."""
+    if pa.types.is_null(own):
+        return True
+    if pa.types.is_struct(kind):
+        alike = pa.types.is_struct(own) and own.num_fields == kind.num_fields
+        return alike and all(fits_times(of.type, field.type) for of, field in zip(own, kind, strict=True))
+    if _is_list(kind):
+        return _is_list(own) and fits_times(own.value_type, kind.value_type)
+    return not pa.types.is_temporal(kind) or bool(in_utc(own) == kind)
+
+
 def zone_named(name: str) -> tzinfo:
     """Returns a time zone by its name in Spark: a region, or an offset such as "+02:00"; else a `ConfigError`."""
     if name in ("UTC", "Z", "UT", "GMT"):  # without the files of zones, and as which columns are converted at once
@@ -74,9 +89,9 @@ def zone_named(name: str) -> tzinfo:
 def values_as(kind: pa.DataType, values: Any, zone: tzinfo | None) -> pa.Array:
     """Converts values to a type that holds times or structs, one by one but for pandas' columns of times.
 
-    Times without a time zone are in `zone`; `None` is this process's, as which Spark's rows have them. Text is ISO
-    8601. A `ValueError` or `TypeError` refuses other text and numbers, which name neither a unit nor a beginning, and
-    times with a zone for a column whose times have none.
+    Times without a time zone are in `zone`; `None` is this process's, as which Spark's rows have them, whose NaN is no
+    null. Text is ISO 8601. A `ValueError` or `TypeError` refuses other text and numbers, which name neither a unit nor a
+    beginning, and times with a zone for a column whose times have none.
     """
     dtype = getattr(values, "dtype", None)
     if getattr(dtype, "kind", "") == "M" and hasattr(values, "dt") and pa.types.is_timestamp(kind):  # a pandas column
@@ -91,7 +106,7 @@ def values_as(kind: pa.DataType, values: Any, zone: tzinfo | None) -> pa.Array:
 def _converted(value: Any, kind: pa.DataType, zone: tzinfo | None) -> Any:
     """Returns a value as Arrow takes it for a type, with instants in UTC."""
     if _is_missing(value):
-        return None
+        return value if zone is None and isinstance(value, float) and pa.types.is_floating(kind) else None
     if pa.types.is_struct(kind):
         fields = value.asDict() if hasattr(value, "asDict") else value  # a Row of Spark's
         if not isinstance(fields, Mapping):

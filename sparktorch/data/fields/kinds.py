@@ -14,7 +14,7 @@ import pyarrow as pa
 from sparktorch.data.columns import TensorSpec
 from sparktorch.data.convert.sql_types import NUMBERS, arrow_type, empty_value
 from sparktorch.data.convert.tensors import as_lists, held, to_arrow
-from sparktorch.data.convert.values import TIMES_HINT, has_structs, has_times, in_utc, values_as
+from sparktorch.data.convert.values import TIMES_HINT, fits_times, has_structs, has_times, values_as
 from sparktorch.data.fields.arrow import ArrowColumn
 from sparktorch.data.fields.base import Dense, Field, Ragged, Vectors
 from sparktorch.data.fields.images import Images, black_image, image_size
@@ -226,7 +226,7 @@ class _Unconverted(ColumnKind, kind="any"):
     def as_fitted(self, column: pa.Array, spec: TensorSpec) -> pa.Array:
         """Converts numbers to the type of the fit; those that it cannot hold become null. Refuses what is no time."""
         kind, own = self.arrow(spec), column.type
-        if pa.types.is_temporal(kind) and in_utc(own) != kind and not pa.types.is_null(own):
+        if has_times(kind) and not fits_times(own, kind):
             raise ColumnError(
                 f"column {spec.column!r} is {own}, but the model was fitted on {spec.describe()}",
                 hint=f"an SQL function takes it as cast(... as {spec.sql})",

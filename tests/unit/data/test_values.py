@@ -18,7 +18,7 @@ from sparktorch.data.convert.values import in_utc, values_as, zone_named
 from sparktorch.data.fields.arrow import ArrowColumn
 from sparktorch.data.fields.kinds import kind_of
 from sparktorch.data.storage import RowStorage
-from sparktorch.errors import ConfigError
+from sparktorch.errors import ColumnError, ConfigError
 
 INSTANT = pa.timestamp("us", "UTC")
 NEW_YORK = zone_named("America/New_York")
@@ -130,6 +130,29 @@ def test_utc_needs_no_file_and_what_python_does_not_have_is_named() -> None:
     with pytest.raises(ConfigError, match="'PST' is no time zone that Python has") as refused:
         zone_named("PST")
     assert "America/Los_Angeles" in refused.value.hint
+
+
+def test_a_number_that_is_none_is_no_null_in_a_row_of_spark() -> None:
+    spec = TensorSpec(name="x0", column="s", dtype="float32", kind="any", sql="struct<a:double,b:double>")
+    (row,) = kind_of(spec).of_value({"a": float("nan"), "b": None}, spec).to_pylist()
+    assert np.isnan(row["a"])
+    assert row["b"] is None
+
+
+@pytest.mark.parametrize(
+    ("sql", "right", "wrong"),
+    [
+        ("array<timestamp>", pa.list_(pa.timestamp("us", "America/New_York")), pa.list_(pa.int64())),
+        ("struct<at:timestamp>", pa.struct([("when", INSTANT)]), pa.struct([("at", pa.string())])),
+        ("array<date>", pa.list_(pa.null()), pa.list_(INSTANT)),
+    ],
+)
+def test_what_is_no_time_is_refused_at_any_depth(sql: str, right: pa.DataType, wrong: pa.DataType) -> None:
+    spec = TensorSpec(name="x0", column="at", dtype="float32", kind="any", sql=sql)
+    column = pa.array([None], right)
+    assert kind_of(spec).as_fitted(column, spec) is column
+    with pytest.raises(ColumnError, match="but the model was fitted on"):
+        kind_of(spec).as_fitted(pa.array([None], wrong), spec)
 
 
 @pytest.mark.parametrize("sql", ["timestamp", "array<timestamp>", "array<struct<a:array<timestamp>,b:string>>"])
