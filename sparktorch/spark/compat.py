@@ -307,6 +307,8 @@ def _array(column: Any, kind: pa.DataType | None, for_sql: bool) -> pa.Array:
         if kind is not None and has_times(kind):
             if for_sql and pa.types.is_temporal(kind) and any(isinstance(value, str) for value in column):
                 return pa.Array.from_pandas(column)
+            if column.dtype.kind == "M" and has_instants(kind):
+                return values_as(kind, column, zone_in_udf("UTC"))
             with suppress(TypeError):  # microseconds are no times of pandas
                 times = values_as(kind, column, timezone.utc)
                 moved = has_instants(kind) and times.null_count < len(times)
