@@ -213,12 +213,16 @@ def uses_pandas() -> bool:
 
 
 def arrow_udf(
-    score: Callable[[Iterator[tuple[pa.Array, ...]]], Iterator[pa.Array]], kind: str, inputs: Sequence[TensorSpec]
+    score: Callable[[Iterator[tuple[pa.Array, ...]]], Iterator[pa.Array]],
+    kind: str,
+    inputs: Sequence[TensorSpec],
+    *,
+    for_sql: bool = False,
 ) -> Any:
     """Returns a UDF that maps batches of columns to batches of results.
 
     `score` gets Arrow arrays, one per column; `kind` is the SQL type of the result. A packed input may be given as its
-    source columns.
+    source columns. Those who call it as a function `for_sql` do not send columns through `for_pandas`.
     """
 
     # Spark reads the kind of UDF from these annotations; with one input, it passes arrays instead of tuples.
@@ -226,7 +230,7 @@ def arrow_udf(
         return score(_in_order(batch, inputs) for batch in batches)
 
     def frames(batches: Iterator[Any]) -> Iterator[Any]:
-        for result in score(from_pandas(batch, inputs) for batch in batches):
+        for result in score(from_pandas(batch, inputs, for_sql=for_sql) for batch in batches):
             table = pa.RecordBatch.from_struct_array(result) if pa.types.is_struct(result.type) else result
             yield table.to_pandas()
 
@@ -263,15 +267,18 @@ def as_microseconds(column: Column, kind: T.DataType) -> Column:
     return F.unix_micros(column)
 
 
-def from_pandas(batch: Any, inputs: Sequence[TensorSpec]) -> tuple[pa.Array, ...]:
-    """Returns the columns of a batch as Arrow arrays, as they were before pyspark converted them to pandas."""
+def from_pandas(batch: Any, inputs: Sequence[TensorSpec], *, for_sql: bool = False) -> tuple[pa.Array, ...]:
+    """Returns the columns of a batch as Arrow arrays, as they were before pyspark converted them to pandas.
+
+    In a function `for_sql`, numbers and text for times stay what they are, which scoring refuses.
+    """
     columns = _in_order(batch, inputs)
     if len(columns) == len(inputs):
         kinds = [kind_of(spec).arrow(spec) for spec in inputs]
     else:
         of = [None if spec.sources else kind_of(spec).arrow(spec) for spec in inputs]
         kinds = [kind for spec, kind in zip(inputs, of, strict=True) for _ in spec.sources or (spec.column,)]
-    return tuple(_array(column, kind) for column, kind in zip(columns, kinds, strict=True))
+    return tuple(_array(column, kind, for_sql) for column, kind in zip(columns, kinds, strict=True))
 
 
 def _in_order(batch: Any, inputs: Sequence[TensorSpec]) -> tuple[Any, ...]:
@@ -290,7 +297,7 @@ def _in_order(batch: Any, inputs: Sequence[TensorSpec]) -> tuple[Any, ...]:
     )
 
 
-def _array(column: Any, kind: pa.DataType | None) -> pa.Array:
+def _array(column: Any, kind: pa.DataType | None, for_sql: bool) -> pa.Array:
     """Converts a pandas series, or the frame of a struct's fields, where a row of nulls is a null struct.
 
     Timestamps are microseconds that `for_pandas` made, or those of an SQL function's caller, which pandas has in the
@@ -298,11 +305,16 @@ def _array(column: Any, kind: pa.DataType | None) -> pa.Array:
     """
     if column.ndim == 1:
         if kind is not None and has_times(kind):
+            if for_sql and pa.types.is_temporal(kind) and any(isinstance(value, str) for value in column):
+                return pa.Array.from_pandas(column)
+            if column.dtype.kind == "M" and has_instants(kind):
+                return values_as(kind, column, zone_in_udf("UTC"))
             with suppress(TypeError):  # microseconds are no times of pandas
                 times = values_as(kind, column, timezone.utc)
                 moved = has_instants(kind) and times.null_count < len(times)
-                return values_as(kind, column, zone_in_udf(timezone.utc)) if moved else times
-        for wanted in () if kind is None else (kind, _in_microseconds(kind)):
+                return values_as(kind, column, zone_in_udf("UTC")) if moved else times
+        as_numbers = kind is not None and has_times(kind) and for_sql
+        for wanted in () if kind is None or as_numbers else (kind, _in_microseconds(kind)):
             with suppress(pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
                 return pa.Array.from_pandas(column, type=wanted).cast(kind)
         return pa.Array.from_pandas(column)
@@ -310,7 +322,7 @@ def _array(column: Any, kind: pa.DataType | None) -> pa.Array:
     known = _FIELDS  # may be an ML vector although the model was fitted on arrays
     if kind is not None and pa.types.is_struct(kind):
         known = {field.name: field.type for field in kind}
-    fields = [_array(column[name], known.get(name)) for name in names]
+    fields = [_array(column[name], known.get(name), for_sql) for name in names]
     return pa.StructArray.from_arrays(fields, names=names, mask=reduce(pc.and_, (field.is_null() for field in fields)))
 
 

@@ -34,7 +34,8 @@ def save_beside(spark: SparkSession, path: str, save: Callable[[str], None]) -> 
     if folder is None:
         raise PersistenceError(f"{path} is the root of a file system", hint="name a folder in it")
     stem = f".{target.getName()}.{secrets.token_hex(4)}"
-    new, old = new_path(folder, f"{stem}.new"), new_path(folder, f"{stem}.old")
+    # Hadoop takes what is before a colon for a scheme, but for names that begin with "./".
+    new, old = new_path(folder, f"./{stem}.new"), new_path(folder, f"./{stem}.old")
     try:
         save(new.toString())
     except BaseException:
@@ -51,6 +52,8 @@ def save_beside(spark: SparkSession, path: str, save: Callable[[str], None]) -> 
                 f"the new folder cannot be renamed to {path}, and the old one, which is now {old.toString()}, neither",
                 hint="rename one of them yourself",
             ) from error
+        with suppress(Exception):
+            files.delete(new, True)
         raise
     files.delete(old, True)
 

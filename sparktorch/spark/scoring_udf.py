@@ -78,8 +78,8 @@ def scoring_udf(
     """Returns a UDF over the module's inputs; the module is sent to the session's executors.
 
     `results` has, for each result of `Scorer.score` to return, its SQL type, or "vector". If `struct`, the UDF returns
-    a struct with a field per result, to be read with `result_column`; otherwise the only result. Vectors are returned
-    as arrays.
+    a struct with a field per result, to be read with `result_column`; otherwise, for SQL, the only result. Vectors are
+    returned as arrays.
     """
     names = list(results)
     sent, local = send(spark, trained, stream=stream), is_local(spark)
@@ -99,7 +99,7 @@ def scoring_udf(
     types = ["array<double>" if kind == "vector" else kind for kind in results.values()]
     fields = [f"`{name}`: {kind}" for name, kind in zip(names, types, strict=True)]
     kind = f"struct<{', '.join(fields)}>" if struct else types[0]
-    return arrow_udf(score, kind, trained.inputs)
+    return arrow_udf(score, kind, trained.inputs, for_sql=not struct)
 
 
 def result_column(scored: Column, name: str, kind: str) -> Column:

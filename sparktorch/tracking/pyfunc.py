@@ -82,18 +82,18 @@ def check_columns(model_input: Any, names: Iterable[str]) -> None:
         raise ColumnError(f"there is no column {name!r}", hint=hint, column=name, code="ST-COLUMN-MISSING") from error
 
 
-def zone_of(time_zone: str, outside: tzinfo = timezone.utc) -> tzinfo | None:
+def zone_of(time_zone: str, default: str = "UTC") -> tzinfo:
     """Returns the zone of timestamps without one: that of a name; of "auto", in a UDF of Spark its session's.
 
-    Elsewhere "auto" is `outside`. `None` is the zone of this process.
+    Elsewhere "auto" is `default`.
     """
     if time_zone != "auto":
         return zone_named(time_zone)
     if "pyspark" not in sys.modules:  # which a UDF has
-        return outside
+        return zone_named(default)
     from sparktorch.spark.zone import zone_in_udf
 
-    return zone_in_udf(outside)
+    return zone_in_udf(default)
 
 
 class PyFuncModel:
@@ -172,9 +172,14 @@ class PyFuncModel:
         names = [name for name in self._names(model_input) if name in model_input]
         values = [model_input[name].iloc[0] for name in names]
         # MLflow makes one row of a dict, or of the "inputs" of a request, whose columns are all lists of text.
-        if not all(isinstance(value, list) for value in values):
+        if not names or not all(isinstance(value, list) for value in values):
             return model_input
-        return pd.DataFrame(dict(zip(names, values, strict=True)))
+        lengths = {name: len(value) for name, value in zip(names, values, strict=True)}
+        if len(set(lengths.values())) > 1:
+            raise ColumnError(f"the columns have different numbers of rows: {lengths}", code="ST-SHAPE")
+        count = len(values[0])
+        packed = {name: model_input[name].iloc[0] for name in model_input}  # those of later stages, too
+        return pd.DataFrame({name: of for name, of in packed.items() if isinstance(of, list) and len(of) == count})
 
     def _names(self, rows: Any) -> list[str]:
         """Returns the input columns by their names in rows: older signatures have them in the backticks of Spark."""
@@ -202,7 +207,7 @@ class PyFuncPipeline:
 
     def predict(self, model_input: pd.DataFrame, params: dict[str, Any] | None = None) -> pd.DataFrame:
         """Scores rows as `PyFuncModel.predict`; returns the columns of all stages, null where one leaves a row out."""
-        known: Any = model_input
+        known: Any = self._stages[0]._rows(model_input)
         found: list[pd.DataFrame] = []
         index: Any = None
         places: Any = None  # numbers of the rows that no stage has left out: later ones do not get those, as in Spark
@@ -212,8 +217,7 @@ class PyFuncPipeline:
             index = scored.index if index is None else index
             places = np.arange(len(scored)) if places is None else places
             found.append(scored.set_axis(places))
-            # An array has no names: it is all that the first stage takes.
-            known = {**({} if isinstance(known, np.ndarray) else {name: known[name] for name in known}), **scored}
+            known = {**{name: known[name] for name in known}, **scored}
             if stage.skips:
                 kept = scored.notna().any(axis=1).to_numpy()
                 places = places[kept]
@@ -269,7 +273,9 @@ def _ordering(order: pd.Series[Any], name: str) -> pd.Series[Any]:
     kind, why = pd.api.types.infer_dtype(order), None
     try:
         if kind == "string":
-            order = pd.to_datetime(pd.Series([read_time(text) for text in order], order.index))
+            order = pd.to_datetime(
+                pd.Series([None if pd.isna(text) else read_time(text) for text in order], order.index)
+            )
         elif kind == "datetime":
             order = pd.to_datetime(order)
         elif kind == "period":

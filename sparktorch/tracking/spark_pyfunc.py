@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from datetime import tzinfo
+from datetime import timezone, tzinfo
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from pyspark.ml import PipelineModel
 from pyspark.sql import Column, SparkSession
 
 from sparktorch.data.convert.sql_types import arrow_type
-from sparktorch.data.convert.values import TIMES_HINT, has_times, values_as, zone_named
+from sparktorch.data.convert.values import TIMES_HINT, has_times, values_as
 from sparktorch.errors import ColumnError
 from sparktorch.spark.column_names import quoted
 from sparktorch.spark.compat import frame_of_rows, to_vector
@@ -62,7 +62,7 @@ class SparkPyFunc:
         self._spark, self._model, self._time_zone = spark, model, time_zone
         self._inputs: Mapping[str, str] = settings["inputs"]
         self._outputs = list(settings["outputs"])
-        self._zone = zone_named(settings["zone"])  # of the session that has logged it
+        self._zone: str = settings["zone"]  # of the session that has logged it
 
     def predict(self, model_input: pd.DataFrame, params: dict[str, Any] | None = None) -> pd.DataFrame:
         """Scores rows.
@@ -81,7 +81,7 @@ class SparkPyFunc:
         """
         check_columns(model_input, self._inputs)
         timed = any(re.search(r"\btimestamp\b", kind) for kind in self._inputs.values())
-        zone = zone_of(self._time_zone, self._zone) if timed else self._zone
+        zone = zone_of(self._time_zone, self._zone) if timed else timezone.utc
         arrays = {name: _arrow(model_input, name, kind, zone) for name, kind in self._inputs.items()}
         rows = len(next(iter(arrays.values())))
         index = model_input.index if isinstance(model_input, pd.DataFrame) else pd.RangeIndex(rows)

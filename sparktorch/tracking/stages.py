@@ -200,7 +200,7 @@ class _SparkStages:
         rows = self._example
         inputs: list[Any] = [
             # pandas has other types for integers and booleans beside a null, and MLflow refuses them.
-            types.ColSpec(AnyType() if kind in _WITHOUT_NULLS and rows[name].isna().any() else _type_of(kind), name)
+            types.ColSpec(AnyType() if kind in _WITHOUT_NULLS and rows[name].isna().any() else _input_type(kind), name)
             for name, kind in self._inputs.items()
         ]
         outputs: list[Any] = [types.ColSpec(_type_of(kind), name) for name, kind in self._outputs.items()]
@@ -221,16 +221,23 @@ def _transforms(model: PipelineModel, rows: DataFrame) -> bool:
 
 
 def _type_of(sql: str) -> Any:
-    """Returns MLflow's type of a column; any type where it has none, as for maps, and for times.
+    """Returns MLflow's type of a column; any type where it has none, as for maps."""
+    from mlflow.types.schema import AnyType
+
+    try:
+        return type_of(with_doubles(sql))
+    except ValueError:
+        return AnyType()
+
+
+def _input_type(sql: str) -> Any:
+    """Returns MLflow's type of an input column; any type for times.
 
     MLflow takes whole numbers for times, and refuses times that have a zone; the pyfunc checks them itself.
     """
     from mlflow.types.schema import AnyType
 
-    try:
-        return AnyType() if re.search(r"\b(date|timestamp)", sql) else type_of(with_doubles(sql))
-    except ValueError:
-        return AnyType()
+    return AnyType() if re.search(r"\b(date|timestamp)", sql) else _type_of(sql)
 
 
 def _is_frame(rows: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Converts Spark SQL types, as in `TensorSpec.sql`, to Arrow types without Spark; instants are in UTC."""
+"""Converts Spark SQL types, as in `TensorSpec.sql`, to Arrow types without Spark; timestamps have the time zone UTC."""
 
 from __future__ import annotations
 

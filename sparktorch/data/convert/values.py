@@ -12,14 +12,19 @@ from zoneinfo import ZoneInfo
 import numpy as np
 import pyarrow as pa
 
-__all__ = ["TIMES_HINT", "has_instants", "has_structs", "has_times", "in_utc", "read_time", "values_as", "zone_named"]
+from sparktorch.errors import ConfigError
+
+__all__ = [
+    *("TIMES_HINT", "fits_times", "has_instants", "has_structs", "has_times", "in_utc", "read_time", "values_as"),
+    "zone_named",
+]
 
 TIMES_HINT = "give times of pandas or Python, or text as ISO 8601 has it, such as 2024-01-31T17:05:00+01:00"
 
 _ISO = re.compile(
-    r"(\d{4}-\d\d-\d\d)(?:[T ](\d\d:\d\d)(:\d\d)?(?:[.,](\d{1,9}))? ?(?:(Z)|([+-]\d\d):?(\d\d)?)?)?", re.IGNORECASE
+    r"(\d{4}-\d\d-\d\d)(?:[T ](\d\d:\d\d)(?:(:\d\d)(?:[.,](\d{1,9}))?)? ?(?:(Z)|([+-]\d\d):?(\d\d)?)?)?", re.IGNORECASE
 )
-_OFFSET = re.compile(r"(?:UTC|GMT)?([+-])(\d\d?):?(\d\d)?")
+_OFFSET = re.compile(r"(?:UTC|GMT|UT)?([+-])(\d\d?)(?::?(\d\d)(?::?(\d\d))?)?")
 
 
 def has_times(kind: pa.DataType) -> bool:
@@ -50,30 +55,49 @@ def in_utc(kind: pa.DataType) -> pa.DataType:
     return pa.timestamp(kind.unit, "UTC") if pa.types.is_timestamp(kind) and kind.tz else kind
 
 
+def fits_times(own: pa.DataType, kind: pa.DataType) -> bool:
+    """Whether a column of the type `own` has the times that `kind` is or holds; names of fields may differ."""
+    if pa.types.is_null(own):
+        return True
+    if pa.types.is_struct(kind):
+        alike = pa.types.is_struct(own) and own.num_fields == kind.num_fields
+        return alike and all(fits_times(of.type, field.type) for of, field in zip(own, kind, strict=True))
+    if _is_list(kind):
+        return _is_list(own) and fits_times(own.value_type, kind.value_type)
+    return not pa.types.is_temporal(kind) or bool(in_utc(own) == kind)
+
+
 def zone_named(name: str) -> tzinfo:
-    """Returns a time zone by its name in Spark: a region, or an offset such as "+02:00"; else a `ValueError`."""
+    """Returns a time zone by its name in Spark: a region, or an offset such as "+02:00"; else a `ConfigError`."""
+    if name in ("UTC", "Z", "UT", "GMT"):  # without the files of zones, and as which columns are converted at once
+        return timezone.utc
     offset = _OFFSET.fullmatch(name)
     if offset is None:
         try:
-            return ZoneInfo("UTC" if name == "Z" else name)
+            return ZoneInfo(name)
         except (KeyError, OSError, ValueError) as error:
-            raise ValueError(f"{name!r} is no time zone; name a region, 'UTC' or an offset such as '+02:00'") from error
-    sign, hours, minutes = offset.groups()
-    return timezone((1 if sign == "+" else -1) * timedelta(hours=int(hours), minutes=int(minutes or 0)))
+            raise ConfigError(
+                f"{name!r} is no time zone that Python has",
+                hint="name a region, such as 'America/Los_Angeles' for Java's 'PST', 'UTC' or an offset such as "
+                "'+02:00'; a system without the files of zones needs the package tzdata",
+            ) from error
+    sign, *numbers = offset.groups()
+    hours, minutes, seconds = (int(number or 0) for number in numbers)
+    return timezone((1 if sign == "+" else -1) * timedelta(hours=hours, minutes=minutes, seconds=seconds))
 
 
 def values_as(kind: pa.DataType, values: Any, zone: tzinfo | None) -> pa.Array:
     """Converts values to a type that holds times or structs, one by one but for pandas' columns of times.
 
-    Instants without a time zone are in `zone`; `None` is this process's, as which Spark's rows have them. Text is ISO
-    8601. A `ValueError` or `TypeError` refuses other text and numbers, which name neither a unit nor a beginning, and
-    times with a zone for a column whose times have none.
+    Times without a time zone are in `zone`; `None` is this process's, as which Spark's rows have them, whose NaN is no
+    null. Text is ISO 8601. A `ValueError` or `TypeError` refuses other text and numbers, which name neither a unit nor
+    a beginning, and times with a zone for a column whose times have none.
     """
     dtype = getattr(values, "dtype", None)
     if getattr(dtype, "kind", "") == "M" and hasattr(values, "dt") and pa.types.is_timestamp(kind):  # a pandas column
-        if kind.tz and getattr(dtype, "tz", None):
+        if kind.tz and values.dt.tz:
             values, zone = values.dt.tz_convert(None), timezone.utc
-        if getattr(values.dtype, "tz", None) is None and (not kind.tz or zone is timezone.utc):
+        if values.dt.tz is None and (not kind.tz or zone is timezone.utc):
             return pa.array(values.to_numpy().astype("datetime64[us]")).cast(kind)
     rows = values.to_pylist() if hasattr(values, "to_pylist") else values
     return pa.array([_converted(row, kind, zone) for row in rows], kind)
@@ -82,7 +106,7 @@ def values_as(kind: pa.DataType, values: Any, zone: tzinfo | None) -> pa.Array:
 def _converted(value: Any, kind: pa.DataType, zone: tzinfo | None) -> Any:
     """Returns a value as Arrow takes it for a type, with instants in UTC."""
     if _is_missing(value):
-        return None
+        return value if zone is None and isinstance(value, float) and pa.types.is_floating(kind) else None
     if pa.types.is_struct(kind):
         fields = value.asDict() if hasattr(value, "asDict") else value  # a Row of Spark's
         if not isinstance(fields, Mapping):
@@ -127,7 +151,10 @@ def _time(value: Any, kind: pa.DataType, zone: tzinfo | None) -> date:
 def _localised(moment: datetime, zone: tzinfo | None) -> datetime:
     """Returns a time with a zone; of two instants with that time in autumn, the first, as Spark reads text."""
     plain = datetime.combine(moment.date(), moment.time())
-    return plain.astimezone() if zone is None else plain.replace(tzinfo=zone)
+    if zone is None:  # Python has no local time at the ends of the calendar, which stand for no beginning and no end
+        offset = plain.replace(year=min(max(plain.year, 2), 9998)).astimezone().utcoffset()
+        zone = timezone(offset or timedelta())
+    return plain.replace(tzinfo=zone)
 
 
 def read_time(text: str) -> datetime:
@@ -138,13 +165,12 @@ def read_time(text: str) -> datetime:
             raise ValueError("it is not year-month-day")
         day, minute, second, fraction, utc, hours, minutes = parts.groups()
         moment = datetime.fromisoformat(f"{day} {minute or '00:00'}{second or ':00'}")
+        offset = timedelta(hours=abs(int(hours or 0)), minutes=int(minutes or 0))
+        zone = timezone(-offset if (hours or "").startswith("-") else offset)
     except ValueError as error:
         raise ValueError(f"{text!r} is no time as ISO 8601 writes it: {error}") from None
     moment = moment.replace(microsecond=int((fraction or "")[:6].ljust(6, "0")))
-    if utc or hours:
-        offset = timedelta(hours=abs(int(hours or 0)), minutes=int(minutes or 0))
-        moment = moment.replace(tzinfo=timezone(-offset if (hours or "").startswith("-") else offset))
-    return moment
+    return moment.replace(tzinfo=zone) if utc or hours else moment
 
 
 def _is_missing(value: Any) -> bool:

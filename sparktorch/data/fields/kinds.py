@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from datetime import timezone, tzinfo
+from datetime import date, time, timedelta, timezone, tzinfo
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import pyarrow as pa
 from sparktorch.data.columns import TensorSpec
 from sparktorch.data.convert.sql_types import NUMBERS, arrow_type, empty_value
 from sparktorch.data.convert.tensors import as_lists, held, to_arrow
-from sparktorch.data.convert.values import TIMES_HINT, has_structs, has_times, in_utc, values_as
+from sparktorch.data.convert.values import TIMES_HINT, fits_times, has_structs, has_times, values_as
 from sparktorch.data.fields.arrow import ArrowColumn
 from sparktorch.data.fields.base import Dense, Field, Ragged, Vectors
 from sparktorch.data.fields.images import Images, black_image, image_size
@@ -26,6 +26,7 @@ __all__ = ["KINDS", "ColumnKind", "kind_of"]
 KINDS: dict[str, ColumnKind] = {}
 _VECTOR_PARTS = {"size": pa.int32(), "indices": pa.list_(pa.int32())}
 _IMAGE_PARTS = {"height": pa.int32(), "width": pa.int32(), "nChannels": pa.int32(), "data": pa.binary()}
+_NO_NUMBERS = (str, bytes, date, time, timedelta, np.datetime64, np.timedelta64)
 
 
 class ColumnKind(ABC):
@@ -225,7 +226,7 @@ class _Unconverted(ColumnKind, kind="any"):
     def as_fitted(self, column: pa.Array, spec: TensorSpec) -> pa.Array:
         """Converts numbers to the type of the fit; those that it cannot hold become null. Refuses what is no time."""
         kind, own = self.arrow(spec), column.type
-        if pa.types.is_temporal(kind) and in_utc(own) != kind and not pa.types.is_null(own):
+        if has_times(kind) and not fits_times(own, kind):
             raise ColumnError(
                 f"column {spec.column!r} is {own}, but the model was fitted on {spec.describe()}",
                 hint=f"an SQL function takes it as cast(... as {spec.sql})",
@@ -314,6 +315,14 @@ def _numbers_of(values: Any, spec: TensorSpec, name: str) -> pa.Array:
             return to_arrow(np.empty((0, *(() if spec.sources else spec.levels)), spec.dtype))
         nested = getattr(values, "dtype", None) == np.dtype(object)
         stacked = np.stack([_dense(row) for row in values]) if nested else np.asarray(values)
+        numbers = _as(stacked, spec)
+    except TypeError as error:
+        raise ColumnError(
+            f"column {name!r} holds no numbers: {error}",
+            hint="convert it, such as by pd.to_numeric",
+            column=name,
+            code="ST-COLUMN-TYPE",
+        ) from error
     except ValueError as error:
         raise ColumnError(
             f"the rows of column {name!r} have different shapes: {error}", column=name, code="ST-SHAPE"
@@ -325,7 +334,7 @@ def _numbers_of(values: Any, spec: TensorSpec, name: str) -> pa.Array:
             column=name,
             code="ST-SHAPE",
         )
-    return to_arrow(_as(stacked, spec).reshape(len(stacked), *levels))
+    return to_arrow(numbers.reshape(len(stacked), *levels))
 
 
 def _dense(row: Any) -> npt.NDArray[Any]:
@@ -337,7 +346,16 @@ def _dense(row: Any) -> npt.NDArray[Any]:
 
 
 def _as(values: npt.NDArray[Any], spec: TensorSpec) -> npt.NDArray[Any]:
-    """Returns numbers as `spec.dtype`; for an integer dtype as they are: the scorer handles what it cannot hold."""
+    """Returns numbers as `spec.dtype`; for an integer dtype as they are: the scorer handles what it cannot hold.
+
+    A `TypeError` refuses text and times, which NumPy would convert.
+    """
+    if values.dtype.kind in "mMSU":
+        raise TypeError(f"its values are {values.dtype}")
+    if values.dtype == object:
+        for value in values.flat:
+            if isinstance(value, _NO_NUMBERS):
+                raise TypeError(f"{value!r} is {type(value).__name__}")
     # NumPy takes an empty list for floats, as which whole numbers beside it would be rounded.
     kept = np.dtype(spec.dtype).kind == "i" and values.dtype.kind in "iuf" and values.size
     return np.ascontiguousarray(values, dtype=values.dtype if kept else spec.dtype)

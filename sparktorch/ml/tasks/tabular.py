@@ -181,7 +181,7 @@ def _seen_in(dataset: DataFrame, estimator: _TabularEstimator) -> _Seen:
     outputs = len(labels) or len(p["labelCols"] or ()) or 1
     if label and not labels:
         outputs = classes_of(dataset, label) or _classes(label, found[-1])
-    if label and outputs < 2:
+    if label and (outputs < 2 or (not labels and found[-1].smallest == found[-1].largest)):
         hint = "a classifier learns to tell two or more apart"
         raise ColumnError(
             f"column {label!r} has the same label in all rows that train", hint=hint, column=label, code="ST-ONE-LABEL"

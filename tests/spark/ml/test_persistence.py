@@ -113,6 +113,12 @@ def test_what_overwrite_replaces_stays_until_the_new_one_is_complete(
     assert TorchRegressor.load(path).getModule() is MLP
     assert [entry.name for entry in tmp_path.iterdir()] == ["saved"]
 
+    with_colon = str(tmp_path / "at 10:30")
+    for _ in range(2):
+        TorchRegressor(module=MLP).write().overwrite().save(with_colon)
+    assert TorchRegressor.load(with_colon).getModule() is MLP
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["at 10:30", "saved"]
+
 
 def test_an_estimator_round_trips_with_classes_as_import_paths(spark: SparkSession, tmp_path: Path) -> None:
     estimator = TorchRegressor(module=MLP, moduleParams={"hidden": 4}, optimizer=torch.optim.SGD, microBatchSize="auto")

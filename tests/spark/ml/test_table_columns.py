@@ -152,3 +152,5 @@ def test_a_label_has_as_many_classes_as_the_indexer_knows_although_no_row_has_on
         assert (learned._seen.outputs, labels_of(some, "label")) == (3, ("a", "b", "c"))
     counted = indexed.select("n", F.col("label").alias("label", metadata={"ml_attr": {"num_vals": 5}}))
     assert TabularClassifier(inputCols=["n"])._learned(counted)[0]._seen.outputs == 5
+    with pytest.raises(ColumnError, match="column 'label' has the same label in all rows that train"):
+        TabularClassifier(inputCols=["n"])._learned(indexed.where(F.col("name") == "b"))

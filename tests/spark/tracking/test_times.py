@@ -214,6 +214,32 @@ def test_a_time_is_the_same_one_by_every_way_and_in_every_session(
     assert WAYS[way](models[kind], data) == answers(models[kind].names)
 
 
+@pytest.fixture
+def in_new_york(spark: SparkSession) -> Iterator[None]:
+    """The driver's clock is in New York, and the session sets no zone; Python's clock stays as it is."""
+    zones: Any = spark._jvm.java.util.TimeZone  # type: ignore[union-attr]
+    before = zones.getDefault()
+    zones.setDefault(zones.getTimeZone("America/New_York"))
+    yield
+    zones.setDefault(before)
+
+
+@pytest.mark.usefixtures("in_new_york")
+def test_a_session_that_sets_no_zone_has_that_of_its_driver(spark: SparkSession, models: dict[str, Logged]) -> None:
+    assert spark.conf.get("spark.sql.session.timeZone") == "America/New_York"
+    data = spark.createDataFrame(table(), SCHEMA).coalesce(1)
+    for kind, names in {"flat": FLAT, "nested": NESTED}.items():
+        for way in (mlflows_udf, sql_function, transform):
+            assert way(models[kind], data) == answers(names)
+
+
+@pytest.mark.parametrize("zone", ["America/New_York"], indirect=True)
+def test_a_column_of_spark_udf_can_be_read_as_an_rdd(spark: SparkSession, models: dict[str, Logged], zone: str) -> None:
+    udf = mlflow.pyfunc.spark_udf(spark, models["flat"].path, env_manager="local", result_type="double")
+    scored = spark.createDataFrame(table(), SCHEMA).coalesce(1).select("id", udf(*FLAT).alias("p"))
+    assert [row.p for row in sorted(scored.rdd.collect())] == answers(FLAT)
+
+
 def test_csv_is_read_by_a_model_without_a_signature(spark: SparkSession, models: dict[str, Logged]) -> None:
     assert csv(models["flat"], spark.createDataFrame(table(), SCHEMA)) == answers(FLAT)
 

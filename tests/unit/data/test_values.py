@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from datetime import date, datetime, timezone
+from datetime import date, datetime, timedelta, timezone
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from sparktorch.data.convert.values import in_utc, values_as, zone_named
 from sparktorch.data.fields.arrow import ArrowColumn
 from sparktorch.data.fields.kinds import kind_of
 from sparktorch.data.storage import RowStorage
+from sparktorch.errors import ColumnError, ConfigError
 
 INSTANT = pa.timestamp("us", "UTC")
 NEW_YORK = zone_named("America/New_York")
@@ -59,6 +60,15 @@ def test_a_column_of_pandas_is_read_as_its_values_are(unit: str, zone: str | Non
     column = column.dt.tz_localize(zone) if zone else column
     for outside in (UTC, NEW_YORK):
         assert instants(column, outside) == instants(list(column), outside)
+    for kind in (column.dtype, pd.ArrowDtype(pa.timestamp(unit, zone))):
+        of_kind = column.astype(kind)
+        if zone is None:
+            clock = instants(of_kind, NEW_YORK, pa.timestamp("us"))
+            assert clock == [datetime(2024, 1, 2, 3, 4, 5), None, datetime(1969, 12, 31, 23, 59, 59)]
+            continue
+        with pytest.raises(TypeError, match="has a time zone"):
+            instants(of_kind, UTC, pa.timestamp("us"))
+        assert instants(of_kind, NEW_YORK) == instants(column)
 
 
 def test_times_without_a_zone_are_in_the_one_that_is_named() -> None:
@@ -97,6 +107,52 @@ def test_a_row_of_spark_has_times_in_the_zone_of_its_process() -> None:
     instant = datetime(2024, 1, 2, 3, 4, 5, tzinfo=UTC)
     row = {"at": datetime.fromtimestamp(instant.timestamp()), "wall": datetime(2024, 1, 2, 3)}  # as `collect` makes it
     assert kind_of(spec).of_value(row, spec).to_pylist() == [{"at": instant, "wall": datetime(2024, 1, 2, 3)}]
+
+
+@pytest.mark.parametrize("end", [datetime(1, 1, 1), datetime(9999, 12, 31, 23, 59, 59, 999_999)])
+def test_the_ends_of_the_calendar_are_times_of_this_process(end: datetime, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    assert instants([end], None) == [end]
+    monkeypatch.undo()
+    time.tzset()
+
+
+@pytest.mark.parametrize("text", ["2024-01-02T03:04:05+25:00", "2024-01-02T03:04.5"])
+def test_other_text_is_no_time(text: str) -> None:
+    with pytest.raises(ValueError, match="is no time as ISO 8601 writes it"):
+        instants([text])
+
+
+def test_utc_needs_no_file_and_what_python_does_not_have_is_named() -> None:
+    assert {zone_named(name) for name in ("UTC", "Z", "UT", "GMT")} == {UTC}
+    assert zone_named("+08:00:00").utcoffset(None) == timedelta(hours=8)
+    with pytest.raises(ConfigError, match="'PST' is no time zone that Python has") as refused:
+        zone_named("PST")
+    assert "America/Los_Angeles" in refused.value.hint
+
+
+def test_a_number_that_is_none_is_no_null_in_a_row_of_spark() -> None:
+    spec = TensorSpec(name="x0", column="s", dtype="float32", kind="any", sql="struct<a:double,b:double>")
+    (row,) = kind_of(spec).of_value({"a": float("nan"), "b": None}, spec).to_pylist()
+    assert np.isnan(row["a"])
+    assert row["b"] is None
+
+
+@pytest.mark.parametrize(
+    ("sql", "right", "wrong"),
+    [
+        ("array<timestamp>", pa.list_(pa.timestamp("us", "America/New_York")), pa.list_(pa.int64())),
+        ("struct<at:timestamp>", pa.struct([("when", INSTANT)]), pa.struct([("at", pa.string())])),
+        ("array<date>", pa.list_(pa.null()), pa.list_(INSTANT)),
+    ],
+)
+def test_what_is_no_time_is_refused_at_any_depth(sql: str, right: pa.DataType, wrong: pa.DataType) -> None:
+    spec = TensorSpec(name="x0", column="at", dtype="float32", kind="any", sql=sql)
+    column = pa.array([None], right)
+    assert kind_of(spec).as_fitted(column, spec) is column
+    with pytest.raises(ColumnError, match="but the model was fitted on"):
+        kind_of(spec).as_fitted(pa.array([None], wrong), spec)
 
 
 @pytest.mark.parametrize("sql", ["timestamp", "array<timestamp>", "array<struct<a:array<timestamp>,b:string>>"])

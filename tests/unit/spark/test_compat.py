@@ -12,6 +12,7 @@ from pyspark import TaskContext
 
 from sparktorch.data.columns import TensorSpec
 from sparktorch.data.convert.sql_types import arrow_type
+from sparktorch.data.fields.kinds import kind_of
 from sparktorch.errors import ColumnError
 from sparktorch.spark.compat import from_pandas
 
@@ -54,6 +55,15 @@ def test_a_column_for_a_callable_has_its_type_and_values_whatever_pandas_makes_o
     found = sent_back(column, TensorSpec(name="x0", column="c", dtype="float32", kind="any", sql=sql))
     assert found.type == kind
     assert found.equals(column.cast(kind))
+
+
+@pytest.mark.parametrize("sql", ["timestamp", "date", "timestamp_ntz", "array<timestamp>"])
+def test_a_function_in_sql_refuses_numbers_and_text_for_times(sql: str) -> None:
+    spec = TensorSpec(name="x0", column="c", dtype="float32", kind="any", sql=sql)
+    for value in (1_704_164_645_250, *(() if "array" in sql else ("2024-01-02",))):
+        (column,) = from_pandas(pd.Series([[value] if "array" in sql else value, None]), [spec], for_sql=True)
+        with pytest.raises(ColumnError, match="but the model was fitted on"):
+            kind_of(spec).as_fitted(column, spec)
 
 
 @pytest.mark.parametrize(("zone", "hour"), [("UTC", 3), ("America/New_York", 8)])

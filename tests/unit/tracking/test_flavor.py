@@ -21,6 +21,7 @@ import pyarrow as pa
 import pytest
 import torch
 import yaml
+from mlflow.types.schema import AnyType
 from pyspark.ml.linalg import Vectors
 from torch import nn
 
@@ -31,6 +32,8 @@ from sparktorch.errors import ColumnError, PersistenceError
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.tracking.flavor import requirements
 from sparktorch.tracking.pyfunc import PyFuncModel
+from sparktorch.tracking.signature import type_of
+from sparktorch.tracking.stages import _input_type, _type_of
 from sparktorch.train.huggingface.preprocess import Pixels, Tokens
 from tests.support.mlflow import QUIET
 from tests.support.models import trained_module
@@ -434,3 +437,10 @@ def test_the_pyfunc_scores_where_it_is_asked_to(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("MLFLOW_DEFAULT_PREDICTION_DEVICE", "no-other-device")
     with pytest.raises(RuntimeError, match="no-other-device"):
         mlflow.pyfunc.load_model(path)
+
+
+@pytest.mark.parametrize("sql", ["timestamp", "array<timestamp>"])
+def test_times_are_of_any_type_in_the_inputs_of_a_pipeline_and_of_their_own_in_its_outputs(sql: str) -> None:
+    assert isinstance(_input_type(sql), AnyType)
+    assert _type_of(sql) == type_of(sql)
+    assert _input_type("double") == type_of("double")

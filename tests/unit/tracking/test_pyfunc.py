@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import date
 from typing import Any
 
 import numpy as np
@@ -85,3 +86,50 @@ def test_rows_keep_the_index_that_they_come_with(invalid: str, index: list[Any])
     pd.testing.assert_index_equal(both.index, rows.index)
     assert list(both) == ["hidden", "y"]
     assert model.predict({"x": draw}).index.equals(pd.RangeIndex(len(index)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("invalid", ["error", "keep"])
+@pytest.mark.parametrize(
+    "values",
+    [
+        pd.Series(pd.to_datetime(["2024-01-02", None])),
+        pd.Series(pd.to_datetime(["2024-01-02", "2024-01-03"], utc=True)),
+        pd.Series(pd.to_timedelta([1, 2], unit="s")),
+        pd.Series([date(2024, 1, 2)] * 2),
+        pd.Series([1.5, "1"], dtype=object),
+        pd.Series(["1", "2"], dtype="string"),
+        np.array(["1", "2"]),
+        np.array([b"1", b"2"]),
+    ],
+)
+def test_times_and_text_are_no_numbers(values: Any, invalid: str) -> None:
+    names = ("a", "b")
+    inputs = [TensorSpec(name=f"x{at}", column=name, dtype="float64", shape=()) for at, name in enumerate(names)]
+    settings = {"inputs": [*names], "outputs": {"prediction": "y"}, "invalid": invalid}
+    model: Any = PyFuncModel(trained_module(Sum, inputs=inputs), settings, "cpu")
+    with pytest.raises(ColumnError, match="column 'b' holds no numbers") as refused:
+        model.predict({"a": [1.0, 2.0], "b": values})
+    assert refused.value.where == {"column": "b"}
+
+
+def two_columns() -> PyFuncModel:
+    inputs = [TensorSpec(name=f"x{at}", column=name, dtype="float64", shape=()) for at, name in enumerate("ab")]
+    return PyFuncModel(
+        trained_module(Sum, inputs=inputs), {"inputs": ["a", "b"], "outputs": {"prediction": "y"}}, "cpu"
+    )
+
+
+def test_a_pipeline_reads_the_row_that_mlflow_makes_of_a_dict_of_columns() -> None:
+    inputs = [TensorSpec(name=f"x{at}", column=name, dtype="float64", shape=()) for at, name in enumerate("yc")]
+    settings = {"inputs": ["y", "c"], "outputs": {"prediction": "z"}}
+    pipeline = PyFuncPipeline([two_columns(), PyFuncModel(trained_module(Sum, inputs=inputs), settings, "cpu")])
+    columns = {"a": [1.0, 2.0], "b": [3.0, 4.0], "c": [5.0, 6.0], "note": "x"}
+    scored = pipeline.predict(pd.DataFrame({name: [value] for name, value in columns.items()}))
+    assert scored["z"].tolist() == [9.0, 12.0]
+
+
+def test_a_row_of_lists_that_has_no_column_or_lists_of_several_lengths_is_refused() -> None:
+    with pytest.raises(ColumnError, match=r"there is no column 'a'(.|\n)*'A'"):
+        two_columns().predict(pd.DataFrame({"A": [1.0], "z": [2.0]}))
+    with pytest.raises(ColumnError, match="have different numbers of rows"):
+        two_columns().predict(pd.DataFrame({"a": [[1.0, 2.0]], "b": [[3.0]]}))

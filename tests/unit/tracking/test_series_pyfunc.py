@@ -51,6 +51,22 @@ def test_periods_and_strings_are_read_as_times(served: SeriesPyFunc, order: Any)
     pd.testing.assert_frame_equal(found, served.predict(rows(DAYS)), check_dtype=False)
 
 
+def test_a_null_among_times_in_text_is_the_null_of_a_time(served: SeriesPyFunc) -> None:
+    table = rows(DAYS)
+    text = table.assign(day=[None, *table["day"].dt.strftime("%Y-%m-%d")[1:]])
+    for null in (None, float("nan"), pd.NA):
+        text.loc[0, "day"] = null
+        assert outcome(served, text) == outcome(served, table.assign(day=table["day"].where(table.index != 0)))
+
+
+def outcome(served: SeriesPyFunc, table: pd.DataFrame) -> Any:
+    """What the model returns, or how it refuses the rows."""
+    try:
+        return served.predict(table)["prediction"].tolist()
+    except ColumnError as error:
+        return str(error)
+
+
 @pytest.mark.filterwarnings("ignore:In a future version of pandas:FutureWarning")
 @pytest.mark.parametrize(
     ("order", "kind"),
