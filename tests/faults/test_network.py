@@ -46,7 +46,7 @@ class Fits:
         self.begin(gate=[str(folder), step], stallTimeout=STALL_SECONDS, **params)
         until(
             lambda: len(list(folder.iterdir())) == 2,
-            seconds=60,
+            seconds=120,
             what=lambda: f"both ranks have taken step {step}:\n{self.cluster.log('driver')[-4000:]}",
         )
         return folder / "open"
@@ -174,6 +174,7 @@ import socket
 silent, other = (socket.socket(type=socket.SOCK_DGRAM) for _ in range(2))
 silent.bind(("127.0.0.1", 53))
 other.bind(("127.0.0.2", 53))
+print("both are bound", flush=True)
 while True:
     asked, who = other.recvfrom(4096)
     other.sendto(asked[:2] + bytes([129, 131]) + asked[4:6] + bytes(6) + asked[12:], who)
@@ -186,6 +187,7 @@ def _slow_names(hosts: Network, tmp_path: Path) -> Iterator[None]:
     given.write_text("nameserver 127.0.0.1\nnameserver 127.0.0.2\n")
     with (tmp_path / "log").open("wb") as log:
         servers = host.start((sys.executable, "-c", NAME_SERVERS), log, env=environment(), cwd=tmp_path)
+    until(lambda: "bound" in (tmp_path / "log").read_text(), seconds=60, what="name servers listen")
     host.run("mount", "--bind", str(given), "/etc/resolv.conf")
     yield
     host.run("umount", "/etc/resolv.conf")
