@@ -67,13 +67,13 @@ def test_a_table_without_settings_is_told_apart_and_the_training_ends_by_itself_
         model = classifier.fit(customers)
     summary = model.summary
     assert "batchSize 32, learningRate 0.003, at most" in caplog.text
-    assert summary.ended.startswith("patience: 16 validations without a better val_loss")
+    assert summary.ended.startswith("patience: 12 validations without a better val_loss")
     assert summary.best["val_accuracy"] > summary.baseline["val_accuracy"] + 0.1
     assert summary.settings["batchSize"] == 32
     assert summary.heldOut == {"samples": summary.validationRows, "unit": "rows", "by": "a hash of 'id'"}
     assert 30 < summary.validationRows < 90
     assert summary.rows + summary.validationRows == 600
-    assert "patience: 16" in summary._repr_html_()
+    assert "patience: 12" in summary._repr_html_()
 
     model.save(str(tmp_path / "model"))
     loaded = TabularClassificationModel.load(str(tmp_path / "model"))

@@ -99,12 +99,16 @@ def test_rare_types_are_learned_as_pandas_counts_them_over_many_batches(
     counts = table["user"].value_counts().reset_index().sort_values(["count", "user"], ascending=[False, True])
     assert model.categories["user"] == list(counts["user"][:100])
     assert (set(model.categories["known"]), model.categories["nothing"]) == ({True, False}, [])
-    assert list(learned.numbers) == ["price", "row", "same", "none"]  # type: ignore[union-attr]
-    for name, (mean, deviation) in learned.numbers.items():  # type: ignore[union-attr]
+    assert list(learned.numbers) == ["price", "row", "same", "none", "born", "seen"]  # type: ignore[union-attr]
+    for name in ("price", "row", "same", "none"):
+        centre, scale = learned.numbers[name]  # type: ignore[union-attr]
         values = table[name].astype("float64").dropna()
-        expected = [values.mean(), values.std(ddof=0)] if len(values) and values.nunique() > 1 else [mean, 0.0]
-        np.testing.assert_allclose([mean, deviation], expected, rtol=1e-7)
-    assert list(learned.missing) == ["price", "none"]  # type: ignore[union-attr]
+        if values.nunique() > 1:
+            lower, median, upper = np.quantile(values, [0.25, 0.5, 0.75], method="inverted_cdf")
+            np.testing.assert_allclose([centre, scale], [median, upper - lower], rtol=1e-7)
+        else:
+            assert scale == 0.0
+    assert list(learned.missing) == ["price"]  # type: ignore[union-attr]
     row = rows.first()
     assert row is not None
     scores = [found["prediction"] for found in model.transform(rows).collect()]
