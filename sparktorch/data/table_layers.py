@@ -62,7 +62,8 @@ class NumberEmbedding(nn.Module):
     def forward(self, numbers: torch.Tensor) -> torch.Tensor:
         """Returns the vectors beside one another, `(rows, columns * width)`, of numbers `(rows, columns)`."""
         columns = numbers.t().unsqueeze(-1)
-        shares = torch.addcmul(self.offsets, columns, self.factors).clamp(0.0, 1.0)  # of each bin below the number
+        # The share of each bin that lies below the number.
+        shares = torch.addcmul(self.offsets, columns, self.factors).clamp(0.0, 1.0)
         pieces = torch.baddbmm(self.bias.unsqueeze(1), shares, self.pieces)
         vectors = torch.relu(torch.addcmul(pieces, columns, self.slopes.unsqueeze(1)))
         return vectors.transpose(0, 1).flatten(1)

@@ -20,7 +20,7 @@ __all__ = ["BINS", "TableColumns", "TableNetwork", "as_doubles", "network_settin
 _UNKNOWN, _NULL = 0, 1
 _KNOWN = 2  # index of the first category
 BINS = 48  # the most of a column of numbers
-_LEAST_WIDTH = 1e-5  # of a bin
+_LEAST_WIDTH = 1e-5  # Narrower bins are left out.
 # Parts of a time, and the categories of each. Dates have no hour.
 _PARTS: dict[str, tuple[Any, list[int]]] = {
     "month": (pc.month, list(range(1, 13))),

@@ -59,7 +59,8 @@ _NCCL_HINTS = {
 _kept: list[dist.ProcessGroup | None] = []
 
 _attached = ExitStack()
-_timeout: timedelta | None = None  # of the collectives of the last group that `process_group` has opened
+# The timeout of the group that `process_group` opened last: groups within it wait as long.
+_timeout: timedelta | None = None
 
 
 @contextmanager

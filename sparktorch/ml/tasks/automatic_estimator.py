@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["AutomaticEstimator"]
 
 _LOG = logging.getLogger(__name__)
-_NAMES = ("scheduler", "validationUnit")  # of Params whose values may be text
+_NAMES = ("scheduler", "validationUnit")  # These Params take text other than "auto", too.
 _MANY_ROWS = 1 << 20  # for which settings are checked before the rows are counted
 
 
@@ -92,7 +92,8 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
         return automatic_settings(
             _MANY_ROWS if self._sample is None else self._sample.trained,
             task,
-            validates=p.validated and not p.brings_its_training,  # which may log no val_loss
+            # A LightningModule may log no val_loss.
+            validates=p.validated and not p.brings_its_training,
             batch_size=None if _is_auto(p["batchSize"]) else p["batchSize"],
             least_batch=p.sharing,
             workers=p.workers[1] if p.strategy.own_batches else 1,

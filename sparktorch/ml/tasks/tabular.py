@@ -40,7 +40,7 @@ _ROLES = ("labelCol", "labelCols", "weightCol", "validationIndicatorCol", "idCol
 _LEARNS_FROM = (*_ROLES, *(spec.name for spec in TABLE), "inputCols")
 _DRAWN = re.compile(r"_[0-9a-f]{12}_rand$")  # by which Spark's CrossValidator and TrainValidationSplit mark rows
 _MOST_LABELS = 100_000  # what comes to the driver, and an output for each
-_BOUND = 3.0  # of scaled numbers, as RealMLP has it
+_BOUND = 3.0  # Scaled numbers come near it and do not exceed it, as in RealMLP.
 # A category of fewer rows would be learned by heart: it needs one row in so many, and not more than so many rows.
 _ROWS_OF_RARE = 500
 _MOST_RARE = 30
@@ -61,7 +61,7 @@ class _Seen(NamedTuple):
     outputs: int
     labels: list[str]
     scales: list[list[float]]  # of a regressor's labels: mean and standard deviation of each
-    edges: list[list[float]]  # of the bins of each column of numbers
+    edges: list[list[float]]  # The edges of the bins of each column of numbers.
     rows: int = 0  # The number of rows that train.
     held_out: int = 0
     constants: tuple[str, ...] = ()  # Columns of numbers that are the same in all rows that train.
