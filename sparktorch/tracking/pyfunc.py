@@ -19,17 +19,42 @@ from sparktorch.base.devices import accelerator
 from sparktorch.data.columns import TensorSpec, plain_names
 from sparktorch.data.convert.values import has_instants, read_time, zone_named
 from sparktorch.data.fields.kinds import kind_of
-from sparktorch.errors import ColumnError, nearest
+from sparktorch.errors import ColumnError, SparkTorchError, nearest
 from sparktorch.model.scorer import Scorer
 from sparktorch.model.series.forecasts import SeriesColumns, columns_of_quantiles, forecast
 from sparktorch.model.trained_module import TrainedModule
 
-__all__ = ["PyFuncModel", "PyFuncPipeline", "SeriesPyFunc", "check_columns", "pickles_allowed", "zone_of"]
+__all__ = [
+    *("PyFuncModel", "PyFuncPipeline", "SeriesPyFunc", "Served", "check_columns", "pickles_allowed", "zone_of"),
+]
 
 
-def _load_pyfunc(
-    path: str, model_config: Mapping[str, Any] | None = None
-) -> PyFuncModel | PyFuncPipeline | SeriesPyFunc:
+class Served:
+    """A model as MLflow calls it, whose refusals are exceptions of MLflow's.
+
+    MLflow's scoring server answers any other exception with a sentence that does not say what was wrong.
+    """
+
+    def __init__(self, model: Any) -> None:
+        """Takes a model that has `predict`."""
+        self._model = model
+
+    def predict(self, model_input: pd.DataFrame, params: dict[str, Any] | None = None) -> pd.DataFrame:
+        """Scores rows as the model does.
+
+        Raises:
+            MlflowException: The model refuses the rows; the message says why, and the server answers 400 with it.
+        """
+        try:
+            scored: pd.DataFrame = self._model.predict(model_input, params)
+        except SparkTorchError as error:
+            from mlflow.exceptions import INVALID_PARAMETER_VALUE, MlflowException
+
+            raise MlflowException(str(error), error_code=INVALID_PARAMETER_VALUE) from error
+        return scored
+
+
+def _load_pyfunc(path: str, model_config: Mapping[str, Any] | None = None) -> Served:
     """Loads the model, or the pipeline of models, that `sparktorch.tracking.save_model` wrote; MLflow calls this.
 
     The `device` of `model_config` is a torch device or "auto": MLFLOW_DEFAULT_PREDICTION_DEVICE if set, else a GPU if
@@ -56,11 +81,12 @@ def _load_pyfunc(
 
     if "series" in settings:
         trained = TrainedModule.load(directory, allow_pickle=allowed, code=code)
-        return SeriesPyFunc(trained, settings["series"], device)
+        return Served(SeriesPyFunc(trained, settings["series"], device))
     if "stages" not in settings:
-        return model(directory, settings)
+        return Served(model(directory, settings))
     folders = [directory / name for name in settings["stages"]]
-    return PyFuncPipeline([model(folder, json.loads((folder / "columns.json").read_text())) for folder in folders])
+    stages = [model(folder, json.loads((folder / "columns.json").read_text())) for folder in folders]
+    return Served(PyFuncPipeline(stages))
 
 
 def pickles_allowed() -> bool:
@@ -97,7 +123,7 @@ def zone_of(time_zone: str, default: str = "UTC") -> tzinfo:
 
 
 class PyFuncModel:
-    """The model that `mlflow.pyfunc.load_model(...).predict` calls."""
+    """The model that scores for `mlflow.pyfunc.load_model(...).predict`."""
 
     def __init__(self, trained: TrainedModule, settings: dict[str, Any], device: str, time_zone: str = "auto") -> None:
         """Builds the module.
@@ -227,7 +253,7 @@ class PyFuncPipeline:
 
 
 class SeriesPyFunc:
-    """The model that `mlflow.pyfunc.load_model(...).predict` calls."""
+    """The model that scores for `mlflow.pyfunc.load_model(...).predict`."""
 
     def __init__(self, trained: TrainedModule, columns: dict[str, Any], device: str) -> None:
         """Builds the module; `columns` is as from `SeriesColumns.to_dict`."""

@@ -23,7 +23,7 @@ from sparktorch.errors import ColumnError
 from sparktorch.spark.column_names import quoted
 from sparktorch.spark.compat import frame_of_rows, to_vector
 from sparktorch.spark.shipping import add_code
-from sparktorch.tracking.pyfunc import check_columns, pickles_allowed, zone_of
+from sparktorch.tracking.pyfunc import Served, check_columns, pickles_allowed, zone_of
 from sparktorch.tracking.stages import read_spark_stages, with_doubles, without_vectors
 
 __all__ = ["SparkPyFunc"]
@@ -31,7 +31,7 @@ __all__ = ["SparkPyFunc"]
 _ROW = "__sparktorch_row"
 
 
-def _load_pyfunc(path: str, model_config: Mapping[str, Any] | None = None) -> SparkPyFunc:
+def _load_pyfunc(path: str, model_config: Mapping[str, Any] | None = None) -> Served:
     """Loads what `save_model` wrote into the session of this process, or a local one; MLflow calls this.
 
     The `time_zone` of `model_config` is as for `zone_of`; "auto" outside of UDFs is that of the session that has logged
@@ -49,11 +49,11 @@ def _load_pyfunc(path: str, model_config: Mapping[str, Any] | None = None) -> Sp
     if (directory.parent / "code").is_dir():
         add_code(directory.parent / "code")
     settings = json.loads((directory / "columns.json").read_text())
-    return SparkPyFunc(spark, model, settings, (model_config or {}).get("time_zone", "auto"))
+    return Served(SparkPyFunc(spark, model, settings, (model_config or {}).get("time_zone", "auto")))
 
 
 class SparkPyFunc:
-    """The pipeline that `mlflow.pyfunc.load_model(...).predict` calls."""
+    """The pipeline that scores for `mlflow.pyfunc.load_model(...).predict`."""
 
     def __init__(
         self, spark: SparkSession, model: PipelineModel, settings: Mapping[str, Any], time_zone: str = "auto"

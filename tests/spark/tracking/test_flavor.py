@@ -13,6 +13,7 @@ import mlflow
 import numpy as np
 import pandas as pd
 import pytest
+import requests
 import torch
 from mlflow.models.model import ModelInfo
 from pyspark.sql import DataFrame, SparkSession
@@ -208,6 +209,9 @@ def test_mlflow_serves_it_and_answers_as_transform_does(
             np.testing.assert_allclose(
                 [row["probability"] for row in found], [row["probability"].toArray() for row in expected], atol=1e-6
             )
+        refused = requests.post(address, json={"inputs": {"features": [[1.0]]}}, timeout=120)
+        assert refused.status_code == 400
+        assert "shape (1,), the model takes" in refused.json()["message"]
 
 
 @pytest.mark.usefixtures("store")

@@ -20,7 +20,7 @@ from pyspark.sql import DataFrame, SparkSession
 from torch import nn
 
 from sparktorch import TorchClassificationModel, TorchModel, TorchRegressionModel
-from sparktorch.errors import ColumnError, PersistenceError
+from sparktorch.errors import PersistenceError
 from sparktorch.tracking import load_model, log_model, save_model
 from sparktorch.tracking.stages import form_of
 from tests.spark.modules import MLP
@@ -219,7 +219,7 @@ def test_timestamps_and_decimals_of_pandas_score_as_in_spark(spark: SparkSession
         in_utc = mlflow.pyfunc.load_model(str(tmp_path / "model"), model_config={"time_zone": "UTC"})
         plain_utc = aware.assign(at=aware["at"].dt.tz_localize(None))
         np.testing.assert_allclose(in_utc.predict(plain_utc)["prediction"], expected, atol=1e-6)
-        with pytest.raises(ColumnError, match=r"column 'at' is timestamp in the model: 1720000000000 is a number"):
+        with pytest.raises(mlflow.MlflowException, match=r"column 'at' is timestamp in the model: .* is a number"):
             pyfunc.predict(plain_rows.assign(at=1_720_000_000_000))
         assert form_of(model, rows).example()["at"].iloc[0] == pd.Timestamp("2024-07-01 14:00")
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import math
 import pickle
 import sys
@@ -21,6 +22,7 @@ import pyarrow as pa
 import pytest
 import torch
 import yaml
+from mlflow.exceptions import MlflowException
 from mlflow.types.schema import AnyType
 from pyspark.ml.linalg import Vectors
 from torch import nn
@@ -313,8 +315,20 @@ def test_nested_lists_are_taken_as_pandas_arrow_json_and_numpy_hand_them_over(tm
         infer_and_parse_data({"dataframe_records": [{"features": row} for row in lists]}, schema),
     ):
         assert pyfunc.predict(given)["prediction"].tolist() == expected
-    with pytest.raises(ColumnError, match=r"shape \(2, 3\), the model takes \(2, 2\)"):
+    with pytest.raises(MlflowException, match=r"shape \(2, 3\), the model takes \(2, 2\)"):
         pyfunc.predict({"features": np.zeros((3, 2, 3))})
+
+
+def test_a_client_of_mlflows_server_reads_why_its_rows_are_refused(tmp_path: Path) -> None:
+    from mlflow.pyfunc.scoring_server import invocations
+
+    pyfunc = served(model_of(partial(nn.Linear, 5, 3)), tmp_path)
+    body = json.dumps({"inputs": {"features": np.zeros((3, 4)).tolist()}})
+    with pytest.raises(MlflowException, match=r"shape \(4,\), the model takes \(5,\)") as refused:
+        invocations(body, "application/json", pyfunc, pyfunc.metadata.get_input_schema())
+    assert refused.value.get_http_status_code() == 400
+    assert refused.value.error_code == "INVALID_PARAMETER_VALUE"
+    assert isinstance(refused.value.__cause__, ColumnError)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int64])
