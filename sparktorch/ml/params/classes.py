@@ -138,9 +138,14 @@ RUN = (
 
 MODEL = (*t.COLUMNS, *t.PREDICTION, *t.DEVICE, *t.SCORING)
 GENERIC_MODEL = (*MODEL, *t.OUTPUTS)
-REGRESSION_MODEL = (*MODEL, *t.LABEL, *t.WEIGHT)
+_EVALUATED = tuple(
+    replace(spec, doc="what evaluate does with rows whose label or weight is null or NaN: 'error' or 'drop' the row")
+    for spec in t.INPUTS
+    if spec.name == "nullPolicy"
+)
+REGRESSION_MODEL = (*MODEL, *t.LABEL, *t.WEIGHT, *_EVALUATED)
 RANKING_MODEL = (*REGRESSION_MODEL, *_GROUP)
-CLASSIFICATION_MODEL = (*MODEL, *t.CLASSIFIED, *t.LABEL, *t.WEIGHT)
+CLASSIFICATION_MODEL = (*MODEL, *t.CLASSIFIED, *t.LABEL, *t.WEIGHT, *_EVALUATED)
 TEXT_MODEL = (*CLASSIFICATION_MODEL, tasks.PRETRAINED[0], tasks.TEXT[0])
 IMAGE_MODEL = (*CLASSIFICATION_MODEL, tasks.PRETRAINED[0], tasks.IMAGE[0])
 RECOMMENDER_MODEL = (*MODEL, *tasks.PAIR, *tasks.COLD_START)

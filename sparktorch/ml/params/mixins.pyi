@@ -995,6 +995,10 @@ class ClassificationModelParams(ModelParams, HasProbabilityCol, HasRawPrediction
         """Sets the value of `labelCol`: the label column; an empty name for a loss without labels."""
     def setWeightCol(self, value: str) -> Self:
         """Sets the value of `weightCol`: a column of sample weights (>= 0); without it, all rows weigh the same."""
+    nullPolicy: Param[str]
+    def getNullPolicy(self) -> str: ...
+    def setNullPolicy(self, value: str) -> Self:
+        """Sets the value of `nullPolicy`: what evaluate does with rows whose label or weight is null or NaN: 'error' or 'drop' the row."""
 
 class RegressionModelParams(ModelParams, HasLabelCol, HasWeightCol):
     """The Params of `TorchRegressionModel`."""
@@ -1004,6 +1008,10 @@ class RegressionModelParams(ModelParams, HasLabelCol, HasWeightCol):
         """Sets the value of `labelCol`: the label column; an empty name for a loss without labels."""
     def setWeightCol(self, value: str) -> Self:
         """Sets the value of `weightCol`: a column of sample weights (>= 0); without it, all rows weigh the same."""
+    nullPolicy: Param[str]
+    def getNullPolicy(self) -> str: ...
+    def setNullPolicy(self, value: str) -> Self:
+        """Sets the value of `nullPolicy`: what evaluate does with rows whose label or weight is null or NaN: 'error' or 'drop' the row."""
 
 class RankerParams(EstimatorParams):
     """The Params of `Ranker`."""

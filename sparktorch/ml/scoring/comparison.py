@@ -11,6 +11,7 @@ import numpy as np
 from pyspark.sql import Column, DataFrame, Row
 from pyspark.sql import functions as F
 
+from sparktorch.base.config import one_of
 from sparktorch.errors import ColumnError
 from sparktorch.ml.params.mixins import ClassificationModelParams, RegressionModelParams
 from sparktorch.ml.scoring import html
@@ -77,13 +78,19 @@ def compared(
     """Yields two DataFrames: the output of `transform`, and its `label`, `prediction` and `weight` as double.
 
     `more` are further columns of the second, which is persisted until the block ends if `kept`, so that jobs score
-    once. `label` is what `labelCol` means, if not the number that it has.
+    once. `label` is what `labelCol` means, if not the number that it has. Rows without label or weight are left out if
+    the model's `nullPolicy` is "drop", as in the fit.
     """
     names, weight = ColumnNames.of(dataset), weight_column(model)
     check_numbers(names, [*([model.getLabelCol()] if label is None else []), *([weight] if weight else [])])
+    label = names.column(model.getLabelCol()) if label is None else label
+    one_of("nullPolicy", model.getNullPolicy(), ("error", "drop", "fill"))
+    if model.getNullPolicy() == "drop":
+        for needed in (label, *([names.column(weight)] if weight else [])):
+            dataset = dataset.where(_there(needed).isNotNull())
     predictions = transform(dataset)
     rows = predictions.select(
-        _there(names.column(model.getLabelCol()) if label is None else label).alias("label"),
+        _there(label).alias("label"),
         _there(quoted(model.getPredictionCol())).alias("prediction"),
         (_there(names.column(weight)) if weight else F.lit(1.0)).alias("weight"),
         *more,
@@ -119,13 +126,14 @@ def described(
 ) -> dict[str, Any]:
     """Returns the fields of all summaries, from rows that have labels, weights and predictions."""
     label, weight = model.getLabelCol(), weight_column(model)
+    or_drop = "leave them out with a filter, or set nullPolicy='drop'"
     rows = sum(row["rows"] for row in totals)
     counted = {name: sum(row[name] or 0 for row in totals) for name in ("labels", "weights", "predictions", "weight")}
     no_label, no_weight, no_prediction = (rows - counted[name] for name in ("labels", "weights", "predictions"))
     out, of_weight = "leave them out with a filter", f"null, NaN, infinite or negative in column {weight!r}"
     refuse_rows(
         (not rows, None, "the DataFrame has no rows", "check the filter or the path it comes from", "ST-NO-ROWS"),
-        (no_label, label, f"{no_label} rows are null or NaN in column {label!r}", out, ""),
+        (no_label, label, f"{no_label} rows are null or NaN in column {label!r}", or_drop, ""),
         (no_weight, weight, f"{no_weight} rows are {of_weight}", out, ""),
         (no_prediction, None, f"{no_prediction} rows are without a prediction", "set handleInvalid='skip'", ""),
         (not counted["weight"], weight, "all rows have the weight 0", "unset weightCol", "ST-WEIGHT"),

@@ -28,6 +28,7 @@ from sparktorch.ml.tasks.held_out import (
     in_share,
     marked,
     too_few,
+    without_nulls,
 )
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.rdd import dataframe_of
@@ -182,11 +183,23 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
             *(p["labelCols"] or [p["labelCol"]] * bool(p["labelCol"])),
         ]
 
+    def _needed(self, names: ColumnNames) -> Sequence[str]:
+        """Returns the columns in which a null drops the row from a training under `nullPolicy` "drop"."""
+        return self._contents(names)
+
+    def _without_dropped(self, rows: DataFrame) -> DataFrame:
+        """Returns the rows without those that the fit will drop; it does not look into arrays and vectors."""
+        p = Values(self)
+        if p["nullPolicy"] != "drop":
+            return rows
+        return without_nulls(rows, [*self._needed(ColumnNames.of(rows)), *([p["weightCol"]] if p["weightCol"] else [])])
+
     def _look_at(self, rows: DataFrame) -> None:
         """Learns of rows, in those that do."""
 
     def _count(self, rows: DataFrame) -> tuple[int, int]:
         """Returns how many samples train, and how many are marked for validation."""
+        rows = self._without_dropped(rows)
         name, names = Values(self)["validationIndicatorCol"], ColumnNames.of(rows)
         marks = names.column(name) if name else F.lit(False)
         trained, held_out = rows.agg(F.count(F.when(~marks, 1)), F.count(F.when(marks, 1))).collect()[0]

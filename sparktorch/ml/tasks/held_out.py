@@ -22,6 +22,7 @@ __all__ = [
     "marked",
     "too_few",
     "windows_held_out",
+    "without_nulls",
 ]
 
 MOST_HELD_OUT = 50_000  # samples, which measure a loss to a hundredth of its deviation
@@ -94,3 +95,14 @@ def _has_hash(kind: T.DataType) -> bool:
 def marked(dataset: DataFrame, held_out: Column, name: str) -> DataFrame:
     """Returns the rows with a boolean column of that name."""
     return dataset.select("*", F.coalesce(held_out, F.lit(False)).alias(name))
+
+
+def without_nulls(dataset: DataFrame, columns: Iterable[str]) -> DataFrame:
+    """Returns the rows in which none of the columns is null or NaN."""
+    names = ColumnNames.of(dataset)
+    for name in columns:
+        column = names.column(name)
+        dataset = dataset.where(column.isNotNull())
+        if isinstance(names.type_of(name), T.FloatType | T.DoubleType):
+            dataset = dataset.where(~F.isnan(column))
+    return dataset

@@ -92,6 +92,7 @@ class Ranker(AutomaticEstimator, RankerParams):
         return marked(dataset, in_share([names.column(self.getGroupCol())], share), self._marks), None
 
     def _count(self, rows: DataFrame) -> tuple[int, int]:
+        rows = self._without_dropped(rows)
         name, names = Values(self)["validationIndicatorCol"], ColumnNames.of(rows)
         marks = names.column(name) if name else F.lit(False)
         groups = rows.groupBy(names.column(self.getGroupCol())).agg(F.max(marks).cast("int").alias("marks"))

@@ -27,7 +27,8 @@ from sparktorch.ml.tasks.automatic import TABLES
 from sparktorch.ml.tasks.column_statistics import Figures, categories_and_figures
 from sparktorch.ml.tasks.learning import LearningEstimator, check_rows
 from sparktorch.spark.column_names import ColumnNames
-from sparktorch.spark.frame.encoding import NUMERIC, kept_as
+from sparktorch.spark.frame.encoding import NUMERIC, is_numeric, kept_as
+from sparktorch.spark.frame.refusals import unsuitable
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -97,7 +98,7 @@ class _TabularEstimator(LearningEstimator):
         trained = Values(self).trained
         if trained is not None and isinstance(trained.preprocess, TableColumns):  # it goes on with what it knows
             return _Seen(trained.preprocess, [spec.column for spec in trained.inputs], 0, list(trained.labels), [], [])
-        return _seen_in(dataset, self)
+        return _seen_in(self._without_dropped(dataset), self)
 
     def _count(self, rows: DataFrame) -> tuple[int, int]:
         seen = self._seen
@@ -113,7 +114,10 @@ class _TabularEstimator(LearningEstimator):
     def _contents(self, names: ColumnNames) -> Sequence[str]:
         p = Values(self)
         inputs = p["inputCols"] or [name for name in names.schema.names if not _DRAWN.search(name)]
-        return [*inputs, *(p["labelCols"] or [p["labelCol"]])]
+        return [*inputs, *self._needed(names)]
+
+    def _needed(self, names: ColumnNames) -> Sequence[str]:
+        return Values(self)["labelCols"] or [self.getLabelCol()]
 
     def _arranged(self, dataset: DataFrame) -> DataFrame:
         """Returns the rows with a label of strings or booleans as the index of its class; -1 if it is none of these."""
@@ -130,6 +134,8 @@ class _TabularEstimator(LearningEstimator):
 def _seen_in(dataset: DataFrame, estimator: _TabularEstimator) -> _Seen:
     """Returns what one job learns of the rows that train."""
     p, names = Values(estimator), ColumnNames.of(dataset)
+    if estimator._task == "regression":
+        _check_numbers_to_predict(names, estimator._needed(names))
     categorical, times, numeric = _by_kind(p, names)
     label = p["labelCol"] if estimator._task == "classification" else ""
     kind = names.type_of(label) if label else None
@@ -193,6 +199,17 @@ def _seen_in(dataset: DataFrame, estimator: _TabularEstimator) -> _Seen:
     edges = [scaled_edges(of.distribution.edges(BINS), centres[name], _BOUND) for name, of in of_numbers.items()]
     table = TableColumns(categories, times, centres, missing, _BOUND)
     return _Seen(table, inputs, outputs, labels, scales, edges, rows, held_out.rows, tuple(constants))
+
+
+def _check_numbers_to_predict(names: ColumnNames, labels: Iterable[str]) -> None:
+    """Refuses labels that are no numbers, such as texts, before there is a job."""
+    for name in labels:
+        kind = names.type_of(name)
+        if not (isinstance(kind, NUMERIC) or is_numeric(kind)):
+            hint = "TabularClassifier learns classes, such as texts"
+            if isinstance(kind, T.StringType):
+                hint += f"; numbers as text: cast({names.sql(name)} as double)"
+            raise unsuitable(kind, name, "", hint, must="a number for TabularRegressor")
 
 
 def _warn_of_constants(seen: _Seen) -> None:

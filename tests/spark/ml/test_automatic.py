@@ -145,6 +145,36 @@ def test_the_fits_of_a_search_or_of_prepared_rows_hold_out_the_same(customers: D
     assert "ddp" in str(classifier.plan(customers))
 
 
+def test_rows_without_a_label_are_neither_counted_nor_learned_of_nor_evaluated_where_they_are_dropped(
+    customers: DataFrame, caplog: pytest.LogCaptureFixture
+) -> None:
+    unlabelled = F.col("id") % 4 == 0
+    rows = customers.select(
+        *("id", "months", F.when(unlabelled, "z").otherwise(F.col("plan")).alias("plan")),
+        F.when(~unlabelled, F.col("gone")).alias("gone"),
+    )
+    few: dict[str, Any] = {"labelCol": "gone", "idCol": "id", "earlyStoppingPatience": 1}
+    with caplog.at_level(logging.INFO, "sparktorch"):
+        model = TabularClassifier(nullPolicy="drop", **few, **SMALL).fit(rows)
+    held_out = model.summary.validationRows
+    assert model.summary.droppedRows == 150
+    assert f"{450 - held_out} rows train, {held_out} are held out" in caplog.text
+    assert set(model.categories["plan"]) == {"a", "b", "c"}
+    assert model.evaluate(rows).numInstances == 450
+    with pytest.raises(ColumnError, match="150 rows are null or NaN in column 'gone'"):
+        model.copy({model.nullPolicy: "error"}).evaluate(rows)
+
+
+def test_a_text_is_no_number_to_predict_and_is_refused_before_any_job(customers: DataFrame) -> None:
+    tracker = customers.sparkSession.sparkContext.statusTracker()
+    before = len(tracker.getJobIdsForGroup(None))
+    with pytest.raises(
+        ColumnError, match=r"'gone' must be a number.* but is string(.|\n)*TabularClassifier(.|\n)*cast"
+    ):
+        TabularRegressor(labelCol="gone", **SMALL).fit(customers)
+    assert len(tracker.getJobIdsForGroup(None)) == before
+
+
 def test_few_rows_all_train_for_some_hundred_steps(customers: DataFrame) -> None:
     model = TabularRegressor(labelCol="months", **SMALL).fit(customers.limit(12).drop("gone").coalesce(1))
     assert (model.summary.rows, model.summary.validationRows, model.summary.heldOut) == (12, 0, {})
