@@ -116,6 +116,7 @@ class TrainConfig:
     best_metric: str = "val_loss"
     best_mode: Literal["auto", "min", "max"] = "auto"
     best_delta: float = 0.0
+    max_minutes: float | None = None
     class_weights: tuple[float, ...] | Literal["balanced"] | None = None
     ema_decay: float | None = None
     non_finite: Literal["error", "skip"] = "error"
@@ -149,7 +150,11 @@ class TrainConfig:
                 at_least(name, value, least)
         if self.micro_batch_size is not None:
             rows_or_auto("microBatchSize", self.micro_batch_size)
-        for name, bound in (("gradientClipNorm", self.clip_norm), ("gradientClipValue", self.clip_value)):
+        for name, bound in (
+            ("gradientClipNorm", self.clip_norm),
+            ("gradientClipValue", self.clip_value),
+            ("maxMinutes", self.max_minutes),
+        ):
             if bound is not None:
                 above(name, bound, 0)
         for weight in self.class_weights if isinstance(self.class_weights, tuple) else ():

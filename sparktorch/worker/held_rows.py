@@ -132,7 +132,7 @@ class HeldRows:
             best = _best(client.agree("outcome", {"loss": judged[-1]}))
         if self.world.rank != best:
             return RankResult(meta)
-        meta |= {"history": outcome.history, "confusion": outcome.confusion}
+        meta |= {"history": outcome.history, "confusion": outcome.confusion, "out_of_time": outcome.out_of_time}
         meta |= {"steps_per_epoch": plan.steps, "fingerprint": self.fingerprint}
         meta |= {"seed": job.recipe.module_seed(config.seed)}
         return RankResult(meta, packed_weights(outcome.state))

@@ -58,8 +58,8 @@ class TrainingSummary:
             one; `why` it ended, empty for the last one; `steps` that count, and how many had to be done again
             (`redone`); `training`, the seconds from the first step to the last, times the share of steps that count;
             and `first_step_after` how many seconds.
-        ended: Why the training ended: "patience", with the number of validations without a better one; "all epochs"; or
-            "stopped", by a callback or a search.
+        ended: Why the training ended: "patience", with the number of validations without a better one; "all epochs";
+            "time", with the minutes that are over; or "stopped", by a callback or a search.
         best: The best validation, whose weights a model trained with patience has: its metrics, `epoch` and, of
             validations by step, `step`. Empty without validation.
         settings: The Params that `"auto"` stood for, with all others that it may stand for; empty in a fit without.
@@ -113,7 +113,7 @@ class TrainingSummary:
             chosen["heldOut"] = {"samples": validation_rows, **chosen["heldOut"]}
         return cls(
             history=history,
-            ended=ending(history, config),
+            ended=ending(history, config, out_of_time=main.pop("out_of_time", False)),
             best=best_validation(history, config),
             **{"baseline": majority(confusion), **chosen},
             attempts=attempts(sum(record.get("steps", steps) for record in history)),
@@ -222,7 +222,7 @@ class TrainingSummary:
         return {name: value for name, value in asdict(self).items() if name != "labels"}
 
 
-def ending(history: Sequence[Mapping[str, Any]], config: TrainConfig) -> str:
+def ending(history: Sequence[Mapping[str, Any]], config: TrainConfig, *, out_of_time: bool = False) -> str:
     """Returns why a training with that history ended."""
     best = Best(config)
     for record in history:
@@ -231,6 +231,8 @@ def ending(history: Sequence[Mapping[str, Any]], config: TrainConfig) -> str:
                 best.offer(validation, dict)
     if best.out_of_patience:
         return f"patience: {config.patience} validations without a better {config.best_metric}"
+    if out_of_time:
+        return f"time: {config.max_minutes:g} minutes are over"
     return "all epochs" if len(history) >= config.epochs else "stopped by a callback or a search"
 
 

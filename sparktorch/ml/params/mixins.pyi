@@ -211,6 +211,10 @@ class EstimatorParams(HasFeaturesCol, HasInputCols, HasLabelCol, HasPredictionCo
     def getEarlyStoppingMinDelta(self) -> float: ...
     def setEarlyStoppingMinDelta(self, value: float) -> Self:
         """Sets the value of `earlyStoppingMinDelta`: a validation is better only if by more than this (>= 0)."""
+    maxMinutes: Param[float]
+    def getMaxMinutes(self) -> float: ...
+    def setMaxMinutes(self, value: float) -> Self:
+        """Sets the value of `maxMinutes`: minutes of training after which it ends with the next validation or, without validation rows, the next epoch; those before a restart or a checkpoint do not count (> 0)."""
     callbacks: Param[list[Any]]
     def getCallbacks(self) -> list[Any]: ...
     def setCallbacks(self, value: list[Any]) -> Self:
@@ -439,6 +443,7 @@ class GenericParams(EstimatorParams, HasOutputCols):
         earlyStoppingMetric: str = "val_loss",
         earlyStoppingMode: str = "auto",
         earlyStoppingMinDelta: float = 0.0,
+        maxMinutes: float | None = None,
         callbacks: list[Any] | None = None,
         split: str = "key",
         storage: str = "memory",
@@ -533,6 +538,7 @@ class GenericParams(EstimatorParams, HasOutputCols):
             earlyStoppingMetric: The metric of a validation by which it is better than another.
             earlyStoppingMode: Whether the best value of that metric is the smallest, 'min', or the largest, 'max'; 'auto' goes by its name, such as val_mae or val_f1, and refuses a name that does not say.
             earlyStoppingMinDelta: A validation is better only if by more than this (>= 0).
+            maxMinutes: Minutes of training after which it ends with the next validation or, without validation rows, the next epoch; those before a restart or a checkpoint do not count (> 0).
             callbacks: Callback instances, whose hooks run in the workers and on the driver.
             split: 'key' sends each row to a worker by its contents, and the training depends on nothing else; 'keep' makes a worker of each partition as it is, without a shuffle.
             storage: Where a worker keeps its rows: in 'memory', on 'disk' in Spark's local directories, or 'auto': in memory as far as memoryBudget goes, and else on disk.
@@ -645,6 +651,7 @@ class ClassifierParams(EstimatorParams, HasProbabilityCol, HasRawPredictionCol, 
         earlyStoppingMetric: str = "val_loss",
         earlyStoppingMode: str = "auto",
         earlyStoppingMinDelta: float = 0.0,
+        maxMinutes: float | None = None,
         callbacks: list[Any] | None = None,
         split: str = "key",
         storage: str = "memory",
@@ -739,6 +746,7 @@ class ClassifierParams(EstimatorParams, HasProbabilityCol, HasRawPredictionCol, 
             earlyStoppingMetric: The metric of a validation by which it is better than another.
             earlyStoppingMode: Whether the best value of that metric is the smallest, 'min', or the largest, 'max'; 'auto' goes by its name, such as val_mae or val_f1, and refuses a name that does not say.
             earlyStoppingMinDelta: A validation is better only if by more than this (>= 0).
+            maxMinutes: Minutes of training after which it ends with the next validation or, without validation rows, the next epoch; those before a restart or a checkpoint do not count (> 0).
             callbacks: Callback instances, whose hooks run in the workers and on the driver.
             split: 'key' sends each row to a worker by its contents, and the training depends on nothing else; 'keep' makes a worker of each partition as it is, without a shuffle.
             storage: Where a worker keeps its rows: in 'memory', on 'disk' in Spark's local directories, or 'auto': in memory as far as memoryBudget goes, and else on disk.
@@ -844,6 +852,7 @@ class RegressorParams(EstimatorParams):
         earlyStoppingMetric: str = "val_loss",
         earlyStoppingMode: str = "auto",
         earlyStoppingMinDelta: float = 0.0,
+        maxMinutes: float | None = None,
         callbacks: list[Any] | None = None,
         split: str = "key",
         storage: str = "memory",
@@ -935,6 +944,7 @@ class RegressorParams(EstimatorParams):
             earlyStoppingMetric: The metric of a validation by which it is better than another.
             earlyStoppingMode: Whether the best value of that metric is the smallest, 'min', or the largest, 'max'; 'auto' goes by its name, such as val_mae or val_f1, and refuses a name that does not say.
             earlyStoppingMinDelta: A validation is better only if by more than this (>= 0).
+            maxMinutes: Minutes of training after which it ends with the next validation or, without validation rows, the next epoch; those before a restart or a checkpoint do not count (> 0).
             callbacks: Callback instances, whose hooks run in the workers and on the driver.
             split: 'key' sends each row to a worker by its contents, and the training depends on nothing else; 'keep' makes a worker of each partition as it is, without a shuffle.
             storage: Where a worker keeps its rows: in 'memory', on 'disk' in Spark's local directories, or 'auto': in memory as far as memoryBudget goes, and else on disk.
@@ -1074,6 +1084,7 @@ class RankerParams(EstimatorParams):
         earlyStoppingMetric: str = "val_loss",
         earlyStoppingMode: str = "auto",
         earlyStoppingMinDelta: float = 0.0,
+        maxMinutes: float | None = None,
         callbacks: list[Any] | None = None,
         split: str = "key",
         storage: str = "memory",
@@ -1166,6 +1177,7 @@ class RankerParams(EstimatorParams):
             earlyStoppingMetric: The metric of a validation by which it is better than another.
             earlyStoppingMode: Whether the best value of that metric is the smallest, 'min', or the largest, 'max'; 'auto' goes by its name, such as val_mae or val_f1, and refuses a name that does not say.
             earlyStoppingMinDelta: A validation is better only if by more than this (>= 0).
+            maxMinutes: Minutes of training after which it ends with the next validation or, without validation rows, the next epoch; those before a restart or a checkpoint do not count (> 0).
             callbacks: Callback instances, whose hooks run in the workers and on the driver.
             split: 'key' sends each row to a worker by its contents, and the training depends on nothing else; 'keep' makes a worker of each partition as it is, without a shuffle.
             storage: Where a worker keeps its rows: in 'memory', on 'disk' in Spark's local directories, or 'auto': in memory as far as memoryBudget goes, and else on disk.
@@ -1294,6 +1306,7 @@ class TextClassifierParams(ClassifierParams):
         earlyStoppingMetric: str = "val_loss",
         earlyStoppingMode: str = "auto",
         earlyStoppingMinDelta: float = 0.0,
+        maxMinutes: float | None = None,
         callbacks: list[Any] | None = None,
         split: str = "key",
         storage: str = "memory",
@@ -1381,6 +1394,7 @@ class TextClassifierParams(ClassifierParams):
             earlyStoppingMetric: The metric of a validation by which it is better than another.
             earlyStoppingMode: Whether the best value of that metric is the smallest, 'min', or the largest, 'max'; 'auto' goes by its name, such as val_mae or val_f1, and refuses a name that does not say.
             earlyStoppingMinDelta: A validation is better only if by more than this (>= 0).
+            maxMinutes: Minutes of training after which it ends with the next validation or, without validation rows, the next epoch; those before a restart or a checkpoint do not count (> 0).
             callbacks: Callback instances, whose hooks run in the workers and on the driver.
             split: 'key' sends each row to a worker by its contents, and the training depends on nothing else; 'keep' makes a worker of each partition as it is, without a shuffle.
             storage: Where a worker keeps its rows: in 'memory', on 'disk' in Spark's local directories, or 'auto': in memory as far as memoryBudget goes, and else on disk.
@@ -1511,6 +1525,7 @@ class ImageClassifierParams(ClassifierParams):
         earlyStoppingMetric: str = "val_loss",
         earlyStoppingMode: str = "auto",
         earlyStoppingMinDelta: float = 0.0,
+        maxMinutes: float | None = None,
         callbacks: list[Any] | None = None,
         split: str = "key",
         storage: str = "memory",
@@ -1597,6 +1612,7 @@ class ImageClassifierParams(ClassifierParams):
             earlyStoppingMetric: The metric of a validation by which it is better than another.
             earlyStoppingMode: Whether the best value of that metric is the smallest, 'min', or the largest, 'max'; 'auto' goes by its name, such as val_mae or val_f1, and refuses a name that does not say.
             earlyStoppingMinDelta: A validation is better only if by more than this (>= 0).
+            maxMinutes: Minutes of training after which it ends with the next validation or, without validation rows, the next epoch; those before a restart or a checkpoint do not count (> 0).
             callbacks: Callback instances, whose hooks run in the workers and on the driver.
             split: 'key' sends each row to a worker by its contents, and the training depends on nothing else; 'keep' makes a worker of each partition as it is, without a shuffle.
             storage: Where a worker keeps its rows: in 'memory', on 'disk' in Spark's local directories, or 'auto': in memory as far as memoryBudget goes, and else on disk.
@@ -1754,6 +1770,7 @@ class TabularClassifierParams(ClassifierParams):
         earlyStoppingMetric: str = "val_loss",
         earlyStoppingMode: str = "auto",
         earlyStoppingMinDelta: float = 0.0,
+        maxMinutes: float | None = None,
         callbacks: list[Any] | None = None,
         split: str = "key",
         storage: str = "memory",
@@ -1845,6 +1862,7 @@ class TabularClassifierParams(ClassifierParams):
             earlyStoppingMetric: The metric of a validation by which it is better than another.
             earlyStoppingMode: Whether the best value of that metric is the smallest, 'min', or the largest, 'max'; 'auto' goes by its name, such as val_mae or val_f1, and refuses a name that does not say.
             earlyStoppingMinDelta: A validation is better only if by more than this (>= 0).
+            maxMinutes: Minutes of training after which it ends with the next validation or, without validation rows, the next epoch; those before a restart or a checkpoint do not count (> 0).
             callbacks: Callback instances, whose hooks run in the workers and on the driver.
             split: 'key' sends each row to a worker by its contents, and the training depends on nothing else; 'keep' makes a worker of each partition as it is, without a shuffle.
             storage: Where a worker keeps its rows: in 'memory', on 'disk' in Spark's local directories, or 'auto': in memory as far as memoryBudget goes, and else on disk.
@@ -1981,6 +1999,7 @@ class TabularRegressorParams(RegressorParams):
         earlyStoppingMetric: str = "val_loss",
         earlyStoppingMode: str = "auto",
         earlyStoppingMinDelta: float = 0.0,
+        maxMinutes: float | None = None,
         callbacks: list[Any] | None = None,
         split: str = "key",
         storage: str = "memory",
@@ -2069,6 +2088,7 @@ class TabularRegressorParams(RegressorParams):
             earlyStoppingMetric: The metric of a validation by which it is better than another.
             earlyStoppingMode: Whether the best value of that metric is the smallest, 'min', or the largest, 'max'; 'auto' goes by its name, such as val_mae or val_f1, and refuses a name that does not say.
             earlyStoppingMinDelta: A validation is better only if by more than this (>= 0).
+            maxMinutes: Minutes of training after which it ends with the next validation or, without validation rows, the next epoch; those before a restart or a checkpoint do not count (> 0).
             callbacks: Callback instances, whose hooks run in the workers and on the driver.
             split: 'key' sends each row to a worker by its contents, and the training depends on nothing else; 'keep' makes a worker of each partition as it is, without a shuffle.
             storage: Where a worker keeps its rows: in 'memory', on 'disk' in Spark's local directories, or 'auto': in memory as far as memoryBudget goes, and else on disk.
@@ -2202,6 +2222,7 @@ class RecommenderParams(GenericParams):
         earlyStoppingMetric: str = "val_loss",
         earlyStoppingMode: str = "auto",
         earlyStoppingMinDelta: float = 0.0,
+        maxMinutes: float | None = None,
         callbacks: list[Any] | None = None,
         split: str = "key",
         storage: str = "memory",
@@ -2287,6 +2308,7 @@ class RecommenderParams(GenericParams):
             earlyStoppingMetric: The metric of a validation by which it is better than another.
             earlyStoppingMode: Whether the best value of that metric is the smallest, 'min', or the largest, 'max'; 'auto' goes by its name, such as val_mae or val_f1, and refuses a name that does not say.
             earlyStoppingMinDelta: A validation is better only if by more than this (>= 0).
+            maxMinutes: Minutes of training after which it ends with the next validation or, without validation rows, the next epoch; those before a restart or a checkpoint do not count (> 0).
             callbacks: Callback instances, whose hooks run in the workers and on the driver.
             split: 'key' sends each row to a worker by its contents, and the training depends on nothing else; 'keep' makes a worker of each partition as it is, without a shuffle.
             storage: Where a worker keeps its rows: in 'memory', on 'disk' in Spark's local directories, or 'auto': in memory as far as memoryBudget goes, and else on disk.
@@ -2471,6 +2493,7 @@ class ForecasterParams(RegressorParams):
         earlyStoppingMetric: str = "val_loss",
         earlyStoppingMode: str = "auto",
         earlyStoppingMinDelta: float = 0.0,
+        maxMinutes: float | None = None,
         callbacks: list[Any] | None = None,
         split: str = "key",
         storage: str = "memory",
@@ -2562,6 +2585,7 @@ class ForecasterParams(RegressorParams):
             earlyStoppingMetric: The metric of a validation by which it is better than another.
             earlyStoppingMode: Whether the best value of that metric is the smallest, 'min', or the largest, 'max'; 'auto' goes by its name, such as val_mae or val_f1, and refuses a name that does not say.
             earlyStoppingMinDelta: A validation is better only if by more than this (>= 0).
+            maxMinutes: Minutes of training after which it ends with the next validation or, without validation rows, the next epoch; those before a restart or a checkpoint do not count (> 0).
             callbacks: Callback instances, whose hooks run in the workers and on the driver.
             split: 'key' sends each row to a worker by its contents, and the training depends on nothing else; 'keep' makes a worker of each partition as it is, without a shuffle.
             storage: Where a worker keeps its rows: in 'memory', on 'disk' in Spark's local directories, or 'auto': in memory as far as memoryBudget goes, and else on disk.

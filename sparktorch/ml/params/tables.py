@@ -230,6 +230,9 @@ EPOCHS = (
       compared="unless default"),
     P("earlyStoppingMinDelta", "float", 0.0, "a validation is better only if by more than this (>= 0)",
       field="config.best_delta", compared="unless default"),
+    P("maxMinutes", "float", None,
+      "minutes of training after which it ends with the next validation or, without validation rows, the next epoch; "
+      "those before a restart or a checkpoint do not count (> 0)", field="config.max_minutes", compared=False),
     P("callbacks", "list[Any]", [], "Callback instances, whose hooks run in the workers and on the driver",
       field="recipe.callbacks", compared=False),
 )

@@ -49,12 +49,14 @@ class Outcome:
         confusion: Confusion matrix of these weights: validation rows by class (row) and predicted class (column).
             `None` without validation rows or classes, or with too many classes.
         data_wait_share: Share of the training time since the last start that this rank waited for rows.
+        out_of_time: Whether the training has ended because its minutes were over.
     """
 
     state: dict[str, torch.Tensor] | WeightsFolder
     history: list[dict[str, Any]]
     confusion: list[list[int]] | None = None
     data_wait_share: float = 0.0
+    out_of_time: bool = False
 
 
 def train(
@@ -86,7 +88,7 @@ def train(
         engine, callbacks, progress = run.engine, run.callbacks, run.progress
         callbacks.call("on_fit_start")
         epoch = run.start()
-        while epoch < config.epochs and not progress.ended:
+        while epoch < config.epochs and not (progress.ended or run.out_of_time):
             with run.begin(epoch) as (current, batches):
                 for step, batch in batches:
                     loss = engine.step(batch, float(current.scales[step]), step, measured=run.measures(step))
@@ -97,7 +99,7 @@ def train(
                     callbacks.call("on_step_end")
                     if run.validates_now:
                         run.validate_within()
-                        if progress.best.out_of_patience:
+                        if progress.best.out_of_patience or run.looks_at_clock():
                             break
                         run.train_on(epoch, step)
                     if run.save_within(current):
@@ -117,9 +119,10 @@ def train(
             if world.is_main:
                 client.epoch_done(epoch + 1, record)
             progress.ended = asked or progress.best.out_of_patience or client.told_to_stop(epoch + 1)
+            run.looks_at_clock(due=run.validation is None or run.validates_after(epoch))
             epoch += 1
             run.save(Position(run.context.step, epoch))
-            if run.pauses and epoch < config.epochs and not progress.ended:
+            if run.pauses and epoch < config.epochs and not (progress.ended or run.out_of_time):
                 return None
         engine.own.end_fit()
         callbacks.call("on_fit_end")
@@ -170,6 +173,7 @@ class _Run:
         self.progress = Progress(steps, config, torch.device(world.device))
         self._state = TrainingState(config, world, engine, self._weights.average, self.callbacks, self.progress)
         self._waited, self._seconds, self._next_progress = 0.0, 0.0, 0.0
+        self._began, self.out_of_time = time.perf_counter(), False  # A checkpoint keeps neither.
         self.pauses = False  # after the last step
         # Same initial weights everywhere; from here on, dropout and the like differ by rank.
         seed_all(config.seed + world.rank + 1)
@@ -282,6 +286,17 @@ class _Run:
         config = self._config
         return config.validation_unit == "epoch" and (epoch + 1) % config.validation_interval == 0
 
+    def looks_at_clock(self, *, due: bool = True) -> bool:
+        """Returns whether the minutes of the training are over, by the clock of rank 0.
+
+        It is a collective of all ranks, unless no look at the clock is `due`.
+        """
+        minutes = self._config.max_minutes
+        if minutes is not None and due and not self.out_of_time:
+            over = self._world.is_main and time.perf_counter() - self._began > 60.0 * minutes
+            self.out_of_time = bool(max_over_ranks(torch.tensor([float(over)]), self._world))
+        return self.out_of_time
+
     def validate(self) -> None:
         """Validates and keeps the best weights; does nothing if this step has been validated already."""
         progress = self.progress
@@ -375,7 +390,8 @@ class _Run:
         engine = self.engine
         if engine.base is not None:
             engine.base.check(engine.strategy.state_dict(engine.module))
-        return Outcome(weights, progress.history, confusion, self._waited / max(self._seconds, 1e-9))
+        waited = self._waited / max(self._seconds, 1e-9)
+        return Outcome(weights, progress.history, confusion, waited, self.out_of_time and epoch < self._config.epochs)
 
     def _look_back(self, *, now: bool = False) -> None:
         """Raises if a loss was not finite; `now` is set before the weights are used."""

@@ -152,6 +152,15 @@ def test_the_best_weights_of_before_the_kill_are_kept(tmp_path: Path) -> None:
     check_same_bits(train_on(parts(2), job(tmp_path, None)), (expected, wanted))
 
 
+def test_a_training_whose_minutes_are_over_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    expected = train_on(parts(2), job_for(tmp_path / "calm", None))
+    job = job_for(tmp_path, None, max_minutes=1e-9)
+    _, metas = train_on(parts(2), job)
+    assert len(metas[0]["history"]) == 1
+    assert metas[0]["out_of_time"]
+    check_same_bits(train_on(parts(2), replace(job, config=replace(job.config, max_minutes=None))), expected)
+
+
 def test_the_checkpoint_of_the_best_validation_is_kept_over_a_restart(tmp_path: Path) -> None:
     job = job_for(tmp_path, Counts(tmp_path, rank=1, step=4 * STEPS + 3), module=Tower, epochs=5)
     recipe = replace(job.recipe, optimizer="SGD", optimizer_params={"momentum": 0.9}, learning_rate=0.15)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import time
 from dataclasses import replace
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from sparktorch.base.batch import Batch
 from sparktorch.base.config import TrainConfig
 from sparktorch.errors import ConfigError
 from sparktorch.train.callbacks import FitContext
+from sparktorch.train.loop import loop
 from sparktorch.train.loop.validation import rows_at_a_time
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.worker import TrainJob
@@ -113,6 +116,42 @@ def test_training_ends_within_an_epoch_and_its_loss_is_that_of_the_rows_it_train
     assert history[-1]["loss"] == pytest.approx(sum(sums) / sum(weights), abs=1e-5)
     assert history[-1]["validations"][-1]["step"] == end
     torch.testing.assert_close(state, states[best - 1], atol=1e-5, rtol=0)
+
+
+class SetsClock(Callback):
+    """Moves the clock of a rank an hour ahead after a step."""
+
+    ranks = "all"
+
+    def __init__(self, rank: int, step: int) -> None:
+        self._rank, self._step = rank, step
+
+    def on_step_end(self, context: FitContext) -> None:
+        if context.world.rank == self._rank and context.step == self._step:
+            ahead = SimpleNamespace(perf_counter=lambda: time.perf_counter() + 3600)
+            loop.time = ahead  # type: ignore[attr-defined]  # of this process alone
+
+
+@pytest.mark.parametrize(
+    ("changes", "rank", "end"),
+    [
+        ({"validation_interval": 3}, 0, 6),
+        ({"validation_interval": 3}, 1, 4 * STEPS),
+        ({"validation_unit": "epoch", "validation_interval": 2}, 0, 2 * STEPS),
+    ],
+    ids=["by step", "of another rank", "by epoch"],
+)
+def test_a_training_whose_minutes_are_over_by_the_clock_of_rank_0_ends_with_a_validation(
+    changes: dict[str, Any], rank: int, end: int
+) -> None:
+    job = with_config(epochs=4, max_minutes=30.0, **changes)
+    job = replace(job, recipe=replace(job.recipe, callbacks=[SetsClock(rank, 4)]))
+    state, metas = train_on([part.batches() for part in TABLE.parts(2)], job)
+    history = metas[0]["history"]
+    assert sum(record.get("steps", STEPS) for record in history) == end
+    assert "val_loss" in history[-1]
+    assert metas[0]["out_of_time"] == (end < 4 * STEPS)
+    torch.testing.assert_close(state, plain(job.config)[2][end - 1], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("rule", [{}, {"best_mode": "max", "best_delta": 0.02}])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -155,6 +156,8 @@ def test_a_summary_says_why_the_training_ended_and_which_validation_was_the_best
     assert ending(records(3.0, 1.0, 2.0, 2.0), config) == "patience: 2 validations without a better val_loss"
     assert ending(records(4.0, 3.0, 2.0, 1.0), config) == "all epochs"
     assert ending(records(4.0, 3.0), config) == "stopped by a callback or a search"
+    timed = replace(config, max_minutes=1.5)
+    assert ending(records(4.0, 3.0), timed, out_of_time=True) == "time: 1.5 minutes are over"
     assert best_validation(records(3.0, 1.0, 2.0), config) == {"epoch": 2, "val_loss": 1.0}
     by_step = [{"epoch": 1, "validations": [{"step": 5, "val_loss": 1.0}, {"step": 10, "val_loss": 0.5}]}]
     assert best_validation(by_step, config) == {"epoch": 1, "step": 10, "val_loss": 0.5}
