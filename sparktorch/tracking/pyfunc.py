@@ -48,9 +48,9 @@ class Served:
         try:
             scored: pd.DataFrame = self._model.predict(model_input, params)
         except SparkTorchError as error:
-            from mlflow.exceptions import INVALID_PARAMETER_VALUE, MlflowException
+            from mlflow.exceptions import MlflowException
 
-            raise MlflowException(str(error), error_code=INVALID_PARAMETER_VALUE) from error
+            raise MlflowException.invalid_parameter_value(str(error)) from error
         return scored
 
 
