@@ -211,6 +211,13 @@ class TorchEstimatorBase(Shown, Estimator[M], EstimatorParams, MLReadable[Any], 
         """Returns the estimator with what another one has learned of the same rows, in those that learn."""
         return self
 
+    def _search_space(self) -> dict[str, list[Any]]:
+        """Returns the choices of a TorchTuner without a space, by name; the first one is `None`, the default.
+
+        Estimators for one task have some.
+        """
+        return {}
+
     def _chosen(self) -> dict[str, Any]:
         """Returns the fields of the summary that say what the estimator has chosen itself."""
         return {}

@@ -121,6 +121,7 @@ class TextClassifier(_FromFolderClassifier, TextClassifierParams):
 
     _model_class = TextClassificationModel
     _task_settings = TEXTS
+    _searched_rates = (0.4, 2.0)
     _auto = "AutoModelForSequenceClassification"
 
     def _preprocess_of(self, folder: str, params: dict[str, Any]) -> FromFolder:

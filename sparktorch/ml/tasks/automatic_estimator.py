@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["AutomaticEstimator"]
 
 _LOG = logging.getLogger(__name__)
+_MADE_OF = {"moduleParams": "module", "optimizerParams": "optimizer"}  # the Param that a dict Param belongs to
 _NAMES = ("scheduler", "validationUnit")  # These Params take text other than "auto", too.
 _MANY_ROWS = 1 << 20  # for which settings are checked before the rows are counted
 
@@ -54,6 +55,8 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
         _task_settings: The constants of the task.
         _unit: What a sample is, in the plural.
         _learns_from: The Params besides `validationFraction` that say what is learned of the rows.
+        _searched: What a TorchTuner without a space chooses from, besides the default, by name as in its spaces.
+        _searched_rates: Factors of the learning rate that it chooses from, too.
         _marks: The column that marks the rows which are held out, empty if none are.
         _sample: The number of samples; `None` before they are counted.
     """
@@ -61,6 +64,8 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
     _task_settings: TaskSettings
     _unit = "rows"
     _learns_from: tuple[str, ...] = ("validationIndicatorCol",)
+    _searched: Mapping[str, Sequence[Any]] = {}
+    _searched_rates: Sequence[float] = (0.3, 3.0)
     _marks = ""
     _sample: Sample | None = None
 
@@ -228,6 +233,21 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
         if patience is not None:
             said.append(f"the training ends after {patience} validations without a better one")
         return ", ".join(said)
+
+    def _search_space(self) -> dict[str, list[Any]]:
+        rate = Values(self.completed())["learningRate"]
+        rates = {"learningRate": [float(f"{rate * factor:.3g}") for factor in self._searched_rates]}
+        searched = {**rates, **self._searched}
+        return {name: [None, *choices] for name, choices in searched.items() if not self._is_settled(name)}
+
+    def _is_settled(self, name: str) -> bool:
+        """Whether the user has decided on a Param, or on an entry of a dict Param or what it belongs to."""
+        p, (param, _, entry) = Values(self), name.partition(".")
+        if p.brings_its_training and param != "moduleParams":
+            return True
+        if entry:
+            return entry in p[param] or p.is_set(_MADE_OF[param])
+        return p.is_set(param) and not _is_auto(p[param])
 
     def _chosen(self) -> dict[str, Any]:
         sample, p = self._sample, Values(self)

@@ -115,6 +115,7 @@ class Forecaster(LearningEstimator, ForecasterParams):
     _unit = "windows"
     _chosen_by = "time, the last ones of each series"
     _learns_from = _LEARNS_FROM
+    _searched = {"moduleParams.hidden": [[64], [256]], "moduleParams.dropout": [0.1, 0.25]}
     _seen: _Seen | None = None
 
     def completed(self) -> Self:

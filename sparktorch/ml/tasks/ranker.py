@@ -82,6 +82,7 @@ class Ranker(AutomaticEstimator, RankerParams):
     _grades = True
     _task_settings = RANKING
     _unit = "groups"
+    _searched = {"optimizerParams.weight_decay": [0.1, 1.0]}
 
     @property
     def _chosen_by(self) -> str:

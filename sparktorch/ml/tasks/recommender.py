@@ -269,6 +269,8 @@ class Recommender(_Paired, LearningEstimator, RecommenderParams):
         *("userCol", "itemCol", "ratingCol", "userFeatures", "itemFeatures", "implicitPrefs"),
         *("validationIndicatorCol", "nullPolicy"),
     )
+    _searched = {"rank": [5, 20, 40], "regParam": [0.01, 0.03, 0.3]}
+    _searched_rates = (0.5, 2.0)
     _seen: _Seen | None = None
 
     def completed(self) -> Self:

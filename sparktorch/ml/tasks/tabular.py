@@ -73,6 +73,13 @@ class _TabularEstimator(LearningEstimator):
 
     _task_settings = TABLES
     _learns_from = _LEARNS_FROM
+    _searched = {
+        "moduleParams.dropout": [0.1, 0.25],
+        "moduleParams.hidden": [[256, 128], [128, 128, 64]],
+        "moduleParams.number_width": [8],
+        "optimizerParams.weight_decay": [0.1],
+    }
+    _searched_rates = (0.3, 2.0)
     _seen: _Seen | None = None
 
     def completed(self) -> Self:

@@ -23,7 +23,9 @@ from sparktorch.ml.tuning.tuned_model import CAUSE, EPOCHS, TorchTunerModel, dis
 from sparktorch.spark.compat import inheriting
 from sparktorch.train.loop.validation import improvements
 
-__all__ = ["Search", "side_by_side", "value_of"]
+__all__ = ["DEFAULT", "Search", "side_by_side", "value_of"]
+
+DEFAULT = "sparktorch.default"  # a user attribute of the trial that sets nothing
 
 _LOG = logging.getLogger(__name__)
 _HOPELESS = 5  # failures without a success, or two for each group if there are many
@@ -38,12 +40,14 @@ G = TypeVar("G", bound=PreparedData)
 class _Judge:
     """Reports each of the `epochs` of a trial, and says whether the training ends there.
 
-    It ends if the pruner says so, or if a record has other names, the `unknown` ones, but not the metric.
+    It ends if the pruner says so, unless the trial is that of the default settings, or if a record has other names, the
+    `unknown` ones, but not the metric.
     """
 
     def __init__(self, trial: Any, metric: str, estimator: Any) -> None:
         self.epochs, self.pruned, self.unknown = 0, False, list[str]()
         self._trial, self._metric, self._last, self._reported = trial, metric, config_of(estimator).epochs, False
+        self._stays = bool(trial.user_attrs.get(DEFAULT))
         self._varies = bool(estimator.getOrDefault("callbacks"))  # which may add numbers to some records only
 
     def __call__(self, record: dict[str, Any]) -> bool:
@@ -55,7 +59,7 @@ class _Judge:
             self._reported = True
             with _asking:  # some pruners begin with lists that all trials share
                 self._trial.report(value, self.epochs)
-                self.pruned = self.epochs < self._last and self._trial.should_prune()
+                self.pruned = self.epochs < self._last and not self._stays and self._trial.should_prune()
             return self.pruned
         unvalidated = self._metric.startswith("val_") and "val_loss" not in record
         if unvalidated or self._reported or (self._varies and self.epochs < self._last):

@@ -41,13 +41,18 @@ class Space:
     """
 
     def __init__(
-        self, given: Mapping[str, Any] | Callable[[Any], Mapping[str, Any]], estimator: EstimatorParams
+        self,
+        given: Mapping[str, Any] | Callable[[Any], Mapping[str, Any]],
+        estimator: EstimatorParams,
+        *,
+        of_estimator: bool = False,
     ) -> None:
         """Takes distributions of Optuna's or lists of choices by name, or a function (trial) -> values by name.
 
+        With `of_estimator`, the estimator has made it: the first choice of each list is `None`, which sets nothing.
         A `ConfigError` says that it is empty, a name is no Param, or a value is neither a distribution nor a list.
         """
-        self._estimator = estimator
+        self._estimator, self._of_estimator = estimator, of_estimator
         self._function = given if callable(given) else self._choose
         self._choices: dict[str, dict[str, Any]] = {}  # by name and label, those that Optuna cannot keep
         self.distributions: dict[str, Any] = {}
@@ -65,8 +70,15 @@ class Space:
         if isinstance(trial, trials.FrozenTrial) and not self.distributions:
             trial = trials.FixedTrial(trial.params, number=trial.number)
         values = self._function(trial)
+        if self._of_estimator:
+            return {name: value for name, value in values.items() if value is not None}
         _check_names(self._estimator, values)
         return dict(values)
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """What Optuna calls the trial of a space of the estimator's that sets nothing; empty for other spaces."""
+        return {name: one.choices[0] for name, one in self.distributions.items()} if self._of_estimator else {}
 
     def samples(self) -> Iterator[dict[str, Any]]:
         """Yields the values of some trials that no study keeps, to be checked before any that counts."""
@@ -84,7 +96,9 @@ class Space:
             if all(isinstance(label, int | float) for label in labels):
                 labels = sorted(labels)[:: max(1, len(labels) - 1)]
             for label in labels:
-                yield {name: self._choices.get(name, {}).get(label, label)}
+                value = self._choices.get(name, {}).get(label, label)
+                if not (self._of_estimator and value is None):
+                    yield {name: value}
 
     def _choose(self, trial: Any) -> dict[str, Any]:
         known = trial.params  # of a finished one, whose values may be out of this space

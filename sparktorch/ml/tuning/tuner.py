@@ -18,7 +18,7 @@ from sparktorch.ml.estimator import TorchEstimatorBase
 from sparktorch.ml.fit.listeners import callers
 from sparktorch.ml.fit.translate import Request, config_of, translate
 from sparktorch.ml.fit.values import Values
-from sparktorch.ml.tuning.search import Search, value_of
+from sparktorch.ml.tuning.search import DEFAULT, Search, value_of
 from sparktorch.ml.tuning.space import NO_CHECKPOINTS, Space, applied, optuna_quiet
 from sparktorch.ml.tuning.tuned_model import TorchTunerModel, discard
 from sparktorch.spark.checks import findings
@@ -33,6 +33,7 @@ __all__ = ["TorchTuner", "direction_of"]
 
 _LOG = logging.getLogger(__name__)
 _METRIC = "sparktorch.metric"
+_DIRECTIONS = {"min": "minimize", "max": "maximize"}
 _OF_ITS_OWN = ("ST-UNKNOWN-NAME", "ST-VALUE")  # what is wrong with a value whatever else is set
 
 _REFUSED = (
@@ -95,11 +96,13 @@ class TorchTuner(Estimator[TorchTunerModel]):
         space: What trials choose from: a dict from the name of a Param, or of an entry in a dict Param such as
             "moduleParams.hidden", to a distribution of `optuna.distributions` or a list of choices. Or a function that
             takes an Optuna trial and returns the values by such names; it is also called before the search, on trials
-            that do not count, to check the names.
+            that do not count, to check the names. Estimators for one task, such as `TabularClassifier`, have one of
+            their own, which holds if this is `None`: it leaves what you have set as it is, and its first trial is that
+            of the default settings, which no pruner ends.
         trials: Number of trials, those included that a study from `storage` has finished before.
-        metric: A name in the records of `summary.history`. By default "val_loss" if the estimator has a
-            `validationIndicatorCol`, else "loss". With `earlyStoppingPatience`, a trial counts with the epoch whose
-            weights it has.
+        metric: A name in the records of `summary.history`. By default the estimator's `earlyStoppingMetric`, "val_loss"
+            if that is not set, where it has a `validationIndicatorCol` or holds rows out itself, else "loss". With
+            `earlyStoppingPatience`, a trial counts with the epoch whose weights it has.
         direction: "minimize" or "maximize". By default the metric's name decides, as for `earlyStoppingMode`; one
             that does not say is refused.
         workersPerTrial: Number of workers that train a trial; by default the estimator's `numWorkers`.
@@ -136,8 +139,8 @@ class TorchTuner(Estimator[TorchTunerModel]):
         self,
         *,
         estimator: TorchEstimatorBase[Any],
-        space: Mapping[str, Any] | Callable[[Any], Mapping[str, Any]],
         trials: int,
+        space: Mapping[str, Any] | Callable[[Any], Mapping[str, Any]] | None = None,
         metric: str | None = None,
         direction: str | None = None,
         workersPerTrial: int | None = None,
@@ -171,9 +174,11 @@ class TorchTuner(Estimator[TorchTunerModel]):
             above("timeout", self.timeout, 0)
         validates = self.estimator.isSet("validationIndicatorCol") or self.estimator._holds_out
         base = self.estimator._holding_out().setParams(numWorkers=workers)
-        metric = self.metric or ("val_loss" if validates else "loss")
-        direction = direction_of(metric, self.direction)
-        space = Space(self.space, base)
+        stopping = Values(self.estimator)
+        metric = self.metric or (stopping["earlyStoppingMetric"] if validates else "loss")
+        mode = _DIRECTIONS.get(stopping["earlyStoppingMode"]) if metric == stopping["earlyStoppingMetric"] else None
+        direction = direction_of(metric, self.direction or mode)
+        space = Space(self.space, base) if self.space is not None else _space_of(base)
         reference, request = _valid_one(base, space, metric)
         first = reference.prepare(dataset)
         learned, dataset = first.estimator, first.dataset  # as they are once it was learned of the rows
@@ -208,6 +213,9 @@ class TorchTuner(Estimator[TorchTunerModel]):
             )
         _check_study(study, space, metric, direction)
         study.set_user_attr(_METRIC, metric)
+        if space.defaults:
+            with optuna_quiet():
+                study.enqueue_trial(space.defaults, user_attrs={DEFAULT: True}, skip_if_exists=True)
         return study
 
     def _result(
@@ -255,6 +263,19 @@ def direction_of(metric: str, given: str | None) -> str:
             code="ST-METRIC",
         )
     return "minimize" if mode == "min" else "maximize"
+
+
+def _space_of(estimator: Any) -> Space:
+    """Returns the space that an estimator has for itself; refuses one that has none."""
+    choices = estimator._search_space()
+    if not choices:
+        raise ConfigError(
+            f"{type(estimator).__name__} has no space of its own, or all of it is set",
+            hint="give space={'learningRate': optuna.distributions.FloatDistribution(1e-4, 0.1, log=True), ...}",
+            param="space",
+            code="ST-SEARCH",
+        )
+    return Space(choices, estimator, of_estimator=True)
 
 
 def _valid_one(base: Any, space: Space, metric: str) -> tuple[Any, Request[TrainJob]]:

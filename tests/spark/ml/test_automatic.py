@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import optuna
 import pytest
 import torch
 from pyspark.sql import DataFrame, SparkSession
@@ -143,6 +144,22 @@ def test_the_fits_of_a_search_or_of_prepared_rows_hold_out_the_same(customers: D
     assert models[0].summary.ended.startswith("patience: 1 ")
     assert len(models[3].summary.history) == 1
     assert "ddp" in str(classifier.plan(customers))
+
+
+class PrunesAll(optuna.pruners.BasePruner):
+    def prune(self, study: Any, trial: Any) -> bool:
+        return True
+
+
+def test_a_search_without_a_space_begins_with_the_default_settings_which_no_pruner_ends(customers: DataFrame) -> None:
+    classifier = TabularClassifier(labelCol="gone", earlyStoppingPatience=1, **SMALL)
+    tuned = TorchTuner(estimator=classifier, trials=3, pruner=PrunesAll(), parallelism=1).fit(customers)
+    assert tuned.trials["state"].tolist() == ["COMPLETE", "PRUNED", "PRUNED"]
+    assert tuned.bestParams == {}
+    assert "params_learningRate" in tuned.trials
+    assert "params_moduleParams.hidden" not in tuned.trials
+    expected = weights(classifier.fit(customers))
+    assert all(torch.equal(expected[name], value) for name, value in weights(tuned.bestModel).items())
 
 
 def test_rows_without_a_label_are_neither_counted_nor_learned_of_nor_evaluated_where_they_are_dropped(

@@ -6,19 +6,21 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 optuna = pytest.importorskip("optuna")
 
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution  # noqa: E402
 
-from sparktorch import TorchEstimator, TorchRegressor  # noqa: E402
+from sparktorch import TabularClassifier, TorchEstimator, TorchRegressor  # noqa: E402
 from sparktorch.base.config import TrainConfig  # noqa: E402
 from sparktorch.errors import ConfigError, ModuleError  # noqa: E402
 from sparktorch.ml.fit.translate import translate  # noqa: E402
+from sparktorch.ml.tasks.automatic import TABLES, fixed_settings  # noqa: E402
 from sparktorch.ml.tuning import tuner  # noqa: E402
 from sparktorch.ml.tuning.search import value_of  # noqa: E402
 from sparktorch.ml.tuning.space import Space, applied  # noqa: E402
-from sparktorch.ml.tuning.tuner import _valid_one, direction_of  # noqa: E402
+from sparktorch.ml.tuning.tuner import _space_of, _valid_one, direction_of  # noqa: E402
 
 ESTIMATOR = TorchRegressor(module="torch.nn:Linear", moduleParams={"in_features": 1}, optimizerParams={"eps": 1e-6})
 
@@ -173,3 +175,26 @@ def test_a_trial_counts_with_the_epoch_whose_weights_it_has() -> None:
     ]
     assert value_of(within, "val_loss", best) == 0.5
     assert value_of(history, "val_auc", best) is None
+
+
+def test_an_estimators_space_begins_with_its_defaults_and_leaves_out_what_the_user_has_set(study: Any) -> None:
+    space = _space_of(TabularClassifier(labelCol="y"))
+    study.enqueue_trial(space.defaults)
+    assert space.values(study.ask()) == {}
+    drawn = [space.values(study.ask()) for _ in range(20)]
+    assert {"learningRate", "moduleParams.hidden"} <= {name for values in drawn for name in values}
+    assert all(value is not None for values in drawn for value in values.values())
+    some = TabularClassifier(labelCol="y", learningRate=0.1, moduleParams={"hidden": [8]}, optimizer="SGD")
+    assert "moduleParams.dropout" in some._search_space()
+    assert not {"learningRate", "moduleParams.hidden", "optimizerParams.weight_decay"} & some._search_space().keys()
+    assert not any("moduleParams" in name for name in some.copy().setParams(module=torch.nn.Linear)._search_space())
+    explicit = TabularClassifier(labelCol="y", learningRate="auto", epochs=3)
+    usual, rates = fixed_settings(TABLES).learning_rate, explicit._search_space()["learningRate"]
+    assert rates[0] is None
+    assert min(rates[1:]) < usual < max(rates[1:])
+
+
+def test_an_estimator_without_a_space_of_its_own_wants_one() -> None:
+    with pytest.raises(ConfigError, match="TorchRegressor has no space of its own") as refused:
+        _space_of(ESTIMATOR)
+    assert refused.value.where == {"param": "space"}
