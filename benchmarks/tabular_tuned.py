@@ -80,8 +80,8 @@ def main() -> None:
         f"{table}: error, search / default": statistics.mean(of[TUNED]) / statistics.mean(of[DEFAULT])
         for table, of in errors.items()
     }
-    found = list(ratios.values())
-    ratios |= {BETTER: statistics.mean(ratio < 1.0 for ratio in found), MEAN: statistics.mean(found)}
+    by_table = list(ratios.values())
+    ratios |= {BETTER: statistics.mean(ratio < 1.0 for ratio in by_table), MEAN: statistics.mean(by_table)}
     report(
         "tabular_tuned",
         samples=samples,

@@ -62,13 +62,13 @@ def quality(
 
 def rows_of(result: Mapping[str, Any]) -> list[Row]:
     """Returns a row of each data set of a result; none of a result that does not have the fact of `quality`."""
-    known = result.get("quality", {"ours": "", "rows": {}})
+    fact = result.get("quality", {"ours": "", "rows": {}})
     rows = []
-    for data, row in known["rows"].items():
-        others = {side: value for side, value in row["sides"].items() if side != known["ours"]}
+    for data, row in fact["rows"].items():
+        others = {side: value for side, value in row["sides"].items() if side != fact["ours"]}
         choose = max if row["more is better"] else min
         side = choose(others, key=lambda name: others[name])
-        rows.append(Row(data, row["measure"], row["sides"][known["ours"]], others[side], side, row["more is better"]))
+        rows.append(Row(data, row["measure"], row["sides"][fact["ours"]], others[side], side, row["more is better"]))
     return rows
 
 
@@ -91,12 +91,12 @@ READERS: dict[str, tuple[str, Callable[[Mapping[str, Any]], list[Row]]]] = {
 
 def results(folder: Path) -> dict[str, tuple[dict[str, Any], list[Row]]]:
     """Returns the results with their rows by kind of data, of the benchmarks that have such."""
-    known = {}
+    measured = {}
     for name, (kind, read) in READERS.items():
         path = folder / f"{name}.json"
         if path.exists() and (rows := read(result := json.loads(path.read_text()))):
-            known[kind] = result, rows
-    return known
+            measured[kind] = result, rows
+    return measured
 
 
 def whole_table(folder: Path) -> str:
@@ -122,11 +122,11 @@ def summary_table(folder: Path) -> str:
 
 
 def _with_sources(lines: list[str], folder: Path) -> str:
-    known = results(folder)
-    if not known:
+    measured = results(folder)
+    if not measured:
         return "None of the benchmarks has been run in its present form yet.\n"
     sources = [
-        f"`{result['benchmark']}` of commit {result['commit']}, {result['date']}" for result, _ in known.values()
+        f"`{result['benchmark']}` of commit {result['commit']}, {result['date']}" for result, _ in measured.values()
     ]
     return "\n".join([*lines, "", f"A ratio below 1 says that ours is better. {'; '.join(sources)}.", ""])
 
