@@ -1720,7 +1720,7 @@ class TabularClassifierParams(ClassifierParams):
         numericCols: list[str] | None = None,
         minCount: int | None = None,
         maxCategories: int = 1000,
-        maxIntegerCategories: int = 32,
+        maxIntegerCategories: int = 500,
         module: Any = None,
         moduleParams: dict[str, Any] | None = None,
         inputCols: list[str] | None = None,
@@ -1812,7 +1812,7 @@ class TabularClassifierParams(ClassifierParams):
             numericCols: The columns of numbers; by default those of numbers that categoricalCols does not name.
             minCount: The fewest training rows of a category; a rarer one is unknown; without it, a 500th of the rows, and 30 at most.
             maxCategories: The most categories of a column, its most frequent ones.
-            maxIntegerCategories: Columns of integers are categories, too, if the range of their values has at most so many of them, and neither categoricalCols nor numericCols is set; 0 for none.
+            maxIntegerCategories: Columns of integers of at most so many distinct values, and at most 511, are categories, too, if neither categoricalCols nor numericCols is set; 0 for none.
             module: The nn.Module class or factory, its import path 'package.module:Name', an instance, a fitted model to go on from, or a model of Hugging Face's as a local folder or a configuration.
             moduleParams: Keyword arguments of the module's factory; entries to replace in the configuration of a folder.
             inputCols: The input columns, in the order of the arguments of forward, in place of featuresCol.
@@ -1916,7 +1916,7 @@ class TabularClassifierParams(ClassifierParams):
     maxIntegerCategories: Param[int]
     def getMaxIntegerCategories(self) -> int: ...
     def setMaxIntegerCategories(self, value: int) -> Self:
-        """Sets the value of `maxIntegerCategories`: columns of integers are categories, too, if the range of their values has at most so many of them, and neither categoricalCols nor numericCols is set; 0 for none."""
+        """Sets the value of `maxIntegerCategories`: columns of integers of at most so many distinct values, and at most 511, are categories, too, if neither categoricalCols nor numericCols is set; 0 for none."""
     validationFraction: Param[float]
     def getValidationFraction(self) -> float: ...
     def setValidationFraction(self, value: float) -> Self:
@@ -1952,7 +1952,7 @@ class TabularRegressorParams(RegressorParams):
         numericCols: list[str] | None = None,
         minCount: int | None = None,
         maxCategories: int = 1000,
-        maxIntegerCategories: int = 32,
+        maxIntegerCategories: int = 500,
         module: Any = None,
         moduleParams: dict[str, Any] | None = None,
         inputCols: list[str] | None = None,
@@ -2041,7 +2041,7 @@ class TabularRegressorParams(RegressorParams):
             numericCols: The columns of numbers; by default those of numbers that categoricalCols does not name.
             minCount: The fewest training rows of a category; a rarer one is unknown; without it, a 500th of the rows, and 30 at most.
             maxCategories: The most categories of a column, its most frequent ones.
-            maxIntegerCategories: Columns of integers are categories, too, if the range of their values has at most so many of them, and neither categoricalCols nor numericCols is set; 0 for none.
+            maxIntegerCategories: Columns of integers of at most so many distinct values, and at most 511, are categories, too, if neither categoricalCols nor numericCols is set; 0 for none.
             module: The nn.Module class or factory, its import path 'package.module:Name', an instance, a fitted model to go on from, or a model of Hugging Face's as a local folder or a configuration.
             moduleParams: Keyword arguments of the module's factory; entries to replace in the configuration of a folder.
             inputCols: The input columns, in the order of the arguments of forward, in place of featuresCol.
@@ -2142,7 +2142,7 @@ class TabularRegressorParams(RegressorParams):
     maxIntegerCategories: Param[int]
     def getMaxIntegerCategories(self) -> int: ...
     def setMaxIntegerCategories(self, value: int) -> Self:
-        """Sets the value of `maxIntegerCategories`: columns of integers are categories, too, if the range of their values has at most so many of them, and neither categoricalCols nor numericCols is set; 0 for none."""
+        """Sets the value of `maxIntegerCategories`: columns of integers of at most so many distinct values, and at most 511, are categories, too, if neither categoricalCols nor numericCols is set; 0 for none."""
     validationFraction: Param[float]
     def getValidationFraction(self) -> float: ...
     def setValidationFraction(self, value: float) -> Self:

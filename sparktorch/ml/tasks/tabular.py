@@ -14,6 +14,7 @@ from pyspark.sql import types as T
 from torch import nn
 
 from sparktorch.base.imports import load_object
+from sparktorch.data.distribution import MOST_VALUES
 from sparktorch.data.tables import BINS, TableColumns, TableNetwork, network_settings, scaled_edges
 from sparktorch.errors import ColumnError
 from sparktorch.ml.classification import TorchClassificationModel, TorchClassifier
@@ -45,6 +46,7 @@ _BOUND = 3.0  # Scaled numbers come near it and do not exceed it, as in RealMLP.
 # A category of fewer rows would be learned by heart: it needs one row in so many, and not more than so many rows.
 _ROWS_OF_RARE = 500
 _MOST_RARE = 30
+_FEW_INTEGERS = 32  # the longest range of integers that are categories even if no row has them
 _TIMES = (T.DateType, T.TimestampType, T.TimestampNTZType)
 _VALUES: dict[str | None, Callable[[str], Any]] = {
     "string": str,
@@ -183,7 +185,7 @@ def _seen_in(dataset: DataFrame, estimator: _TabularEstimator) -> _Seen:
     }
     of_numbers = dict(zip((*numeric, *times), found, strict=False))
     if p["categoricalCols"] is None and p["numericCols"] is None:
-        categories |= _coded(of_numbers, names, p["maxIntegerCategories"])
+        categories |= _coded(of_numbers, names, p["maxIntegerCategories"], p["minCount"] or _MOST_RARE)
     scales = [[_rounded(of.mean), _rounded(of.deviation)] for of in found[len(of_numbers) :]]
     missing = [name for name in numeric if 0 < of_numbers[name].rows < rows and name not in categories]
     constants = [name for name, of in of_numbers.items() if of.smallest == of.largest and name not in missing]
@@ -228,13 +230,23 @@ def _warn_of_constants(seen: _Seen) -> None:
         logger.warning("the label is the same in all rows that train, and so is what the model will predict")
 
 
-def _coded(figures: Mapping[str, Figures], names: ColumnNames, most: int) -> dict[str, list[int]]:
-    """Returns the whole numbers of columns that have a few: such as months and codes, which are categories, too."""
+def _coded(figures: Mapping[str, Figures], names: ColumnNames, most: int, least: int) -> dict[str, list[int]]:
+    """Returns the whole numbers of columns that are categories, too: months and codes, but also identifiers.
+
+    Of a range of a few numbers, all are categories; of at most `most` distinct ones, those that `least` rows have.
+    """
     found = {}
     for name, of in figures.items():
-        values = range(int(of.smallest), int(of.largest) + 1)
-        if isinstance(names.type_of(name), T.IntegralType) and 2 < len(values) <= most:
-            found[name] = list(values)
+        if not (most and isinstance(names.type_of(name), T.IntegralType)):
+            continue
+        values, counts = of.distribution.values, of.distribution.weights
+        codes = range(int(of.smallest), int(of.largest) + 1)
+        if len(codes) > min(most, _FEW_INTEGERS):
+            few = len(values) <= min(most, MOST_VALUES - 1)  # Of more, the counts are not known.
+            pairs = zip(values, counts, strict=True) if few else ()
+            codes = [int(value) for value, count in pairs if count >= least]
+        if len(codes) > 2:
+            found[name] = list(codes)
     return found
 
 

@@ -45,14 +45,16 @@ def months(spark: SparkSession, tmp_path: Path) -> DataFrame:
 def test_integers_of_few_values_are_numbers_and_categories_unless_columns_are_named(months: DataFrame) -> None:
     classifier = TabularClassifier(epochs=4, seed=1, **QUICK)
     model = classifier.fit(months)
-    assert model.categories == {"month": list(range(1, 13))}
+    codes = {"code": [0, 100, 200]}  # These have many rows, and years few.
+    assert model.categories == {"month": list(range(1, 13)), **codes}
     assert list(model.trained.preprocess.numbers) == ["month", "year", "weekend", "code"]  # type: ignore[union-attr]
     assert model.evaluate(months).areaUnderROC > 0.95
     other = months.where("month < 3").withColumn("month", F.lit(13))
     assert all(row["prediction"] is not None for row in model.transform(other).collect())
     for params, expected in (
         ({"maxIntegerCategories": 0}, {}),
-        ({"maxIntegerCategories": 40}, {"month": list(range(1, 13)), "year": list(range(1980, 2020))}),
+        ({"maxIntegerCategories": 2}, {}),
+        ({"minCount": ROWS // 40}, {"month": list(range(1, 13)), **codes, "year": list(range(1980, 2020))}),
         ({"categoricalCols": ["code"]}, {"code": [0, 100, 200]}),
         ({"numericCols": ["month"]}, {}),
     ):
