@@ -203,11 +203,12 @@ def main() -> None:
             )
             print(of.name, {side: round(error, 3) for side, (_, error) in found[of.name].items()}, flush=True)
         _, text = printed(lambda: show(found))
+    ratios = ratios_of(found, sizes)
     report(
         "series",
         samples={f"{name}: {side}, s": [wall] for name, sides in found.items() for side, (wall, _) in sides.items()},
-        ratios=ratios_of(found, sizes),
-        goals=GOALS,
+        ratios=ratios,
+        goals={name: goal for name, goal in GOALS.items() if name in ratios},
         facts={
             "printed": {"quality": text},
             "series": sizes,
