@@ -24,7 +24,9 @@ PARAMS: dict[str, Any] = {
     "horizon": 3,
     "past": [(0.5, 2.0)],
     "future": [(0.0, 1.0), (1.0, 3.0)],
-    "static": [(0.0, 1.0)],
+    "static": [(0.0, 1.0), (0.0, 1.0)],
+    "categories": [None, ["a", "b"]],
+    "season": 2,
 }
 QUANTILES = [0.2, 0.5, 0.9]
 
@@ -39,7 +41,7 @@ def table(*, gaps: bool) -> Table:
     arrays = {
         "x0": np.stack([target, random.normal(size=count)], 1).astype(np.float32),
         "x1": random.normal(size=(count, 2)).astype(np.float32),
-        "x2": np.repeat(random.normal(size=(len(lengths), 1)), lengths, axis=0).astype(np.float32),
+        "x2": np.repeat(np.stack([random.normal(size=7), np.arange(7) % 4], 1), lengths, axis=0).astype(np.float32),
         LABEL: target,
         WEIGHT: random.uniform(0.1, 2, count).astype(np.float32),
         VALIDATION: days >= np.repeat(lengths, lengths) - 4,
@@ -47,7 +49,7 @@ def table(*, gaps: bool) -> Table:
         GROUP: np.repeat(keys, lengths),
         ORDER: days + 19_000,
     }
-    names = (("x0", "past values", 2), ("x1", "values known ahead", 2), ("x2", "static values", 1))
+    names = (("x0", "past values", 2), ("x1", "values known ahead", 2), ("x2", "static values", 2))
     window = Window(context=6, horizon=3, step=2, known=(1,), even=("date", "UTC"))
     columns = Columns(
         inputs=tuple(TensorSpec(name=n, column=c, dtype="float32", shape=(width,)) for n, c, width in names),
@@ -83,7 +85,7 @@ def test_a_training_that_is_never_better_returns_the_last_season_whose_loss_is_t
     rows.arrays[WEIGHT][:] = 1
     recipe = Recipe(
         module=SeriesModule,
-        module_params={**PARAMS, "season": 2},
+        module_params=PARAMS,
         training_step=SeriesStep("L1Loss"),
         learning_rate=10.0,
     )
@@ -97,9 +99,9 @@ def test_a_training_that_is_never_better_returns_the_last_season_whose_loss_is_t
     assert all("untrained" not in record for record in others)
     assert ending(history, config) == "patience: 3 validations without a better val_loss"
     assert best_validation(history, config) == {"epoch": 0, **first["untrained"]}
-    module = SeriesModule(**{**PARAMS, "season": 2})
+    module = SeriesModule(**PARAMS)
     module.load_state_dict(state)
-    past, future, static = torch.rand(4, 6, 2), torch.rand(4, 9, 2), torch.rand(4, 6, 1)
+    past, future, static = torch.rand(4, 6, 2), torch.rand(4, 9, 2), torch.ones(4, 6, 2)
     torch.testing.assert_close(module.eval()(past, future, static), past[:, [4, 5, 4], 0])
     assert first["untrained"]["val_loss"] == pytest.approx(naive_loss(rows), rel=1e-5)
 
