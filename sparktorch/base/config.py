@@ -84,6 +84,8 @@ class TrainConfig:
         clip_value: Largest absolute value of a gradient's element; larger elements are clipped.
         patience: Validations in a row without a better one after which training ends, with the weights of the best one;
             `None` trains all epochs and keeps the last weights.
+        validates_untrained: Whether the first validation is before the first step: the weights from before training are
+            then the best ones until a validation is better.
         best_metric: The metric of a validation by which one is better than another, `best_mode` whether the smallest
             value is the best ("min") or the largest ("max"), and `best_delta` by how much it is better at least.
         class_weights: Factors of the row weights, one per class, or "balanced"; `None` for none.
@@ -113,6 +115,7 @@ class TrainConfig:
     validation_unit: Literal["epoch", "step"] = "epoch"
     validation_batch_size: int | None = None
     patience: int | None = None
+    validates_untrained: bool = False
     best_metric: str = "val_loss"
     best_mode: Literal["auto", "min", "max"] = "auto"
     best_delta: float = 0.0

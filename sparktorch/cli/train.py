@@ -37,7 +37,8 @@ def run(options: argparse.Namespace) -> int:
             model = estimator.fit(training)
             info = log_model(model, registered_model_name=job.tracking.model)
         for record in model.summary.history[-1:]:
-            print("last epoch:", ", ".join(f"{name} {value:.4g}" for name, value in record.items()))
+            numbers = {name: value for name, value in record.items() if isinstance(value, int | float)}
+            print("last epoch:", ", ".join(f"{name} {value:.4g}" for name, value in numbers.items()))
         print(f"trained on {model.summary.rows} rows by {model.summary.numWorkers} workers")
         print(f"run: {logged.info.run_id}")
         print(f"model: models:/{job.tracking.model}/{info.registered_model_version}")

@@ -8,19 +8,24 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-__all__ = ["CategoryEmbedding", "MemberLinear", "MemberOutput", "NumberEmbedding"]
+__all__ = ["UNTRAINED", "CategoryEmbedding", "MemberLinear", "MemberOutput", "NumberEmbedding"]
 
-_UNTRAINED = 2  # indices of unknown and null, before those of the categories
+UNTRAINED = 2  # indices of unknown and null, before those of the categories
 
 
 class CategoryEmbedding(nn.Embedding):
     """An embedding whose weights begin small, and those of unknown and null as zeros: rows may lack a category."""
 
+    @classmethod
+    def of(cls, count: int) -> CategoryEmbedding:
+        """Makes one for a number of indices, whose vectors have half as many elements, and 32 at most."""
+        return cls(count, min(32, (count + 1) // 2))
+
     def reset_parameters(self) -> None:
         """Draws the weights of the categories."""
         nn.init.normal_(self.weight, std=0.1)
         with torch.no_grad():
-            self.weight[:_UNTRAINED].zero_()
+            self.weight[:UNTRAINED].zero_()
 
 
 class NumberEmbedding(nn.Module):

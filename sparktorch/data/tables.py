@@ -15,7 +15,10 @@ from torch import nn
 
 from sparktorch.data.table_layers import CategoryEmbedding, MemberLinear, MemberOutput, NumberEmbedding
 
-__all__ = ["BINS", "TableColumns", "TableNetwork", "as_doubles", "network_settings", "perceptron", "scaled_edges"]
+__all__ = [
+    *("BINS", "TableColumns", "TableNetwork", "as_doubles", "category_indices", "network_settings", "perceptron"),
+    "scaled_edges",
+]
 
 _UNKNOWN, _NULL = 0, 1
 _KNOWN = 2  # index of the first category
@@ -71,10 +74,10 @@ class TableColumns:
         self, columns: Mapping[str, pa.Array], *, epoch: int | None, generator: Any
     ) -> dict[str, torch.Tensor]:
         """Returns `categories`, int64 of shape `(rows, columns)`, and `numbers`, float32 of shape `(rows, columns)`."""
-        indices = [_indices(columns[name], values) for name, values in self.categories.items()]
+        indices = [category_indices(columns[name], values) for name, values in self.categories.items()]
         for name, parts in self.times.items():
             instants = columns[name].cast(pa.timestamp("us"))
-            indices += [_indices(_PARTS[part][0](instants), _PARTS[part][1]) for part in parts]
+            indices += [category_indices(_PARTS[part][0](instants), _PARTS[part][1]) for part in parts]
         rows = len(next(iter(columns.values())))
         values = _beside([as_doubles(columns[name]) for name in self.numbers], rows, np.float64).numpy()
         numbers = [*_scaled(values, list(self.numbers.values()), self.bound).T]
@@ -82,8 +85,8 @@ class TableColumns:
         return {"categories": _beside(indices, rows, np.int64), "numbers": _beside(numbers, rows, np.float32)}
 
 
-def _indices(column: pa.Array, known: Sequence[Any]) -> npt.NDArray[Any]:
-    """Returns the index of each value's category."""
+def category_indices(column: pa.Array, known: Sequence[Any]) -> npt.NDArray[Any]:
+    """Returns the index of each value's category: 0 for one that is not known, 1 for null, from 2 on those known."""
     found = pc.index_in(column, value_set=pa.array(known, column.type))
     places = pc.fill_null(pc.add(found, _KNOWN), _UNKNOWN)
     indices: npt.NDArray[Any] = pc.if_else(pc.is_null(column, nan_is_null=True), _NULL, places).to_numpy()
@@ -175,7 +178,7 @@ class TableNetwork(nn.Module):
             number_width: Size of the embedding of a number.
         """
         super().__init__()
-        self.embeddings = nn.ModuleList(CategoryEmbedding(count, min(32, (count + 1) // 2)) for count in cardinalities)
+        self.embeddings = nn.ModuleList(CategoryEmbedding.of(count) for count in cardinalities)
         self.numbers = NumberEmbedding(edges, number_width) if edges else None
         self.embedded, self.members = len(edges), members
         width = numbers + number_width * len(edges)

@@ -94,7 +94,8 @@ class MLflowListener:
             self._log(
                 {f"step_{name}": value for name, value in validation.items() if name != "step"}, validation["step"]
             )
-        by_epoch = {name: value for name, value in record.items() if name not in ("epoch", "steps", "validations")}
+        left_out = ("epoch", "steps", "validations", "untrained")
+        by_epoch = {name: value for name, value in record.items() if name not in left_out}
         self._log(by_epoch, record["epoch"])
 
     def finished(self, model: Model, summary: TrainingSummary) -> None:

@@ -276,15 +276,18 @@ class SeriesPyFunc:
                 cannot be forecast.
         """
         columns, rows = self._columns, pd.DataFrame(model_input)
-        check_columns(rows, (*columns.keys, *columns.numbers))
+        check_columns(rows, (*columns.keys, *columns.inputs))
         plain = {name: _without_categories(rows[name]) for name in columns.keys}
         rows = rows.assign(**{**plain, columns.order: _ordering(plain[columns.order], columns.order)})
         rows = rows.sort_values(columns.keys, kind="stable")
         keys = {name: pa.Array.from_pandas(rows[name]) for name in columns.keys}
-        numbers = {
+        values = {
             name: pa.array(pd.to_numeric(rows[name]).to_numpy(np.float64, na_value=np.nan)) for name in columns.numbers
         }
-        batch = pa.RecordBatch.from_pydict({**keys, **numbers})
+        for name, categories in columns.known.items():
+            kind = pa.array(categories).type if categories else pa.string()
+            values[name] = pa.Array.from_pandas(_without_categories(rows[name])).cast(kind)
+        batch = pa.RecordBatch.from_pydict({**keys, **{name: values[name] for name in columns.inputs}})
         found = [one.to_pandas() for one in forecast([batch], columns, self._scorer)]
         names = [*columns.keys, columns.prediction, *columns_of_quantiles(columns)]
         return pd.concat(found, ignore_index=True) if found else pd.DataFrame(columns=names)

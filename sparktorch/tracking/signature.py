@@ -106,15 +106,17 @@ def series_signature(columns: SeriesColumns) -> ModelSignature:
     from mlflow.models import ModelSignature
     from mlflow.types.schema import AnyType
 
-    inputs = [types.ColSpec(AnyType(), name) for name in (*columns.keys, *columns.numbers)]
+    inputs = [types.ColSpec(AnyType(), name) for name in (*columns.keys, *columns.inputs)]
     made = [types.ColSpec("double", name) for name in (columns.prediction, *columns_of_quantiles(columns))]
     return ModelSignature(inputs=types.Schema([*inputs]), outputs=types.Schema([*inputs[: len(columns.keys)], *made]))
 
 
 def series_example(columns: SeriesColumns) -> pd.DataFrame:
-    """Returns the rows of one series of zeros; training rows may be confidential."""
+    """Returns the rows of one series of zeros and empty categories; training rows may be confidential."""
     rows = columns.context + (columns.horizon if columns.future else 0)
     found = pd.DataFrame({name: np.zeros(rows) for name in columns.numbers})
+    for name, categories in columns.known.items():
+        found[name] = False if True in categories or False in categories else ""
     found.loc[columns.context :, columns.target] = np.nan
     found.insert(0, columns.order, np.arange(rows))
     if columns.group:

@@ -37,7 +37,7 @@ __all__ = ["RunContext"]
 _PROGRESS_SECONDS = 0.2
 _SAVE_SECONDS = 2.0
 _LONG = timedelta(days=365)  # ranks may return hours after each other
-_RECORD = {"epoch", "steps", "validations"}
+_RECORD = {"epoch", "steps", "validations", "untrained"}
 _METRIC = re.compile(r"[/\w.\- :]+")  # what MLflow takes
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from sparktorch.base.config import TrainConfig
 from sparktorch.errors import ConfigError
 from sparktorch.ml.scoring import figures, html
-from sparktorch.train.loop.validation import Best
+from sparktorch.train.loop.validation import Best, validations_in
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -33,6 +33,7 @@ class TrainingSummary:
             `padding_share` if inputs are padded; further metrics as `val_NAME`, those of a training step also as
             `train_NAME`; `skipped_steps` if `nonFiniteLoss` is "skip"; `micro_batch_size` if `microBatchSize` is
             "auto"; and numbers that callbacks added. If
+            a validation was before the first step: `untrained`, its metrics, in the first epoch. If
             validation is by step: `steps`, the number of steps in the epoch, and `validations`, a dict of `step`
             and metrics for each.
         rows: Number of training rows.
@@ -60,13 +61,14 @@ class TrainingSummary:
             and `first_step_after` how many seconds.
         ended: Why the training ended: "patience", with the number of validations without a better one; "all epochs";
             "time", with the minutes that are over; or "stopped", by a callback or a search.
-        best: The best validation, whose weights a model trained with patience has: its metrics, `epoch` and, of
-            validations by step, `step`. Empty without validation.
+        best: The best validation, whose weights a model trained with patience has: its metrics, `epoch` (0 before the
+            first step) and, of validations by step, `step`. Empty without validation.
         settings: The Params that `"auto"` stood for, with all others that it may stand for; empty in a fit without.
         heldOut: The samples that the fit has held out itself: `samples`, their number, in `unit`, and what they were
             chosen by. Empty if it has held out none.
         baseline: What predicting without inputs gives on the validation rows: of a classifier `val_accuracy`, that of
-            the most frequent class; of a `TabularRegressor` `val_loss`, that of the mean. Empty if it is not known.
+            the most frequent class; of a `TabularRegressor` `val_loss`, that of the mean; of a `Forecaster` with its
+            own network that of the last season. Empty if it is not known.
         labels: Names of a classifier's classes, if they have any; `to_dict` leaves them out.
     """
 
@@ -115,7 +117,7 @@ class TrainingSummary:
             history=history,
             ended=ending(history, config, out_of_time=main.pop("out_of_time", False)),
             best=best_validation(history, config),
-            **{"baseline": majority(confusion), **chosen},
+            **{"baseline": {**history[0].get("untrained", {})} or majority(confusion), **chosen},
             attempts=attempts(sum(record.get("steps", steps) for record in history)),
             rows=sum(meta["rows"] for meta in joined),
             validationRows=validation_rows,
@@ -226,7 +228,7 @@ def ending(history: Sequence[Mapping[str, Any]], config: TrainConfig, *, out_of_
     """Returns why a training with that history ended."""
     best = Best(config)
     for record in history:
-        for validation in record.get("validations") or [record]:
+        for validation in validations_in(record):
             if config.judged(validation) is not None:
                 best.offer(validation, dict)
     if best.out_of_patience:
@@ -237,14 +239,15 @@ def ending(history: Sequence[Mapping[str, Any]], config: TrainConfig, *, out_of_
 
 
 def best_validation(history: Sequence[Mapping[str, Any]], config: TrainConfig) -> dict[str, Any]:
-    """Returns the metrics of the validation with the best one, its epoch and, of those by step, its step."""
+    """Returns the metrics of the best validation, its epoch, 0 before the first step, and of those by step its step."""
     best, loss = {}, math.inf
     for record in history:
-        for validation in record.get("validations") or [record]:
+        for validation in validations_in(record):
             judged = config.judged(validation)
             if judged is not None and judged < loss:
                 metrics = {name: value for name, value in validation.items() if name.startswith("val_")}
-                loss, best = judged, {"epoch": record["epoch"], **metrics}
+                trained = validation is not record.get("untrained")
+                loss, best = judged, {"epoch": record["epoch"] if trained else 0, **metrics}
                 best |= {"step": validation["step"]} if "step" in validation else {}
     return best
 

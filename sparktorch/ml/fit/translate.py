@@ -228,6 +228,7 @@ def _job(p: Values, task: Task, table: Mapping[str, ParamSpec], **known: str) ->
 
 def _config(p: Values, task: Task, table: Mapping[str, ParamSpec]) -> TrainConfig:
     shaped: dict[str, Any] = {"shuffle_block": _shuffle_block(p), "class_weights": _class_weights(p["classWeights"])}
+    shaped["validates_untrained"] = p.validates_untrained
     return TrainConfig(task=task, **shaped, **_fields(p, "config", table))
 
 

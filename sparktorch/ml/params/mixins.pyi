@@ -2533,11 +2533,11 @@ class ForecasterParams(RegressorParams):
         Args:
             groupCol: The column that tells series apart; without it, all rows are one.
             orderCol: The column that orders the rows of a series in even steps: whole numbers, dates or timestamps.
-            context: Rows of a series that a forecast is made from (> 1).
+            context: Rows of a series that a forecast is made from (> 1); without it, fit takes two horizons, or three seasons if these are more, as far as half of a series goes.
             horizon: Rows of a forecast (> 0).
             pastCols: Columns of numbers that are known up to the last row of the context.
             futureCols: Columns of numbers that are known ahead, such as prices and the calendar.
-            staticCols: Columns of numbers that do not change within a series.
+            staticCols: Columns of numbers, strings and booleans that do not change within a series.
             quantiles: Quantiles to forecast, ascending, such as [0.1, 0.5, 0.9], in place of one value (> 0, < 1).
             step: Rows from the beginning of a window that is trained to that of the next (> 0).
             scaling: 'window' gives the module each window's target less the mean of its context, in units of its standard deviation, 'none' the target as it is.
@@ -2631,7 +2631,7 @@ class ForecasterParams(RegressorParams):
     context: Param[int]
     def getContext(self) -> int: ...
     def setContext(self, value: int) -> Self:
-        """Sets the value of `context`: rows of a series that a forecast is made from (> 1)."""
+        """Sets the value of `context`: rows of a series that a forecast is made from (> 1); without it, fit takes two horizons, or three seasons if these are more, as far as half of a series goes."""
     horizon: Param[int]
     def getHorizon(self) -> int: ...
     def setHorizon(self, value: int) -> Self:
@@ -2647,7 +2647,7 @@ class ForecasterParams(RegressorParams):
     staticCols: Param[list[str]]
     def getStaticCols(self) -> list[str]: ...
     def setStaticCols(self, value: list[str]) -> Self:
-        """Sets the value of `staticCols`: columns of numbers that do not change within a series."""
+        """Sets the value of `staticCols`: columns of numbers, strings and booleans that do not change within a series."""
     quantiles: Param[list[float]]
     def getQuantiles(self) -> list[float]: ...
     def setQuantiles(self, value: list[float]) -> Self:
@@ -2704,7 +2704,7 @@ class ForecastingModelParams(ModelParams, HasLabelCol):
     context: Param[int]
     def getContext(self) -> int: ...
     def setContext(self, value: int) -> Self:
-        """Sets the value of `context`: rows of a series that a forecast is made from (> 1)."""
+        """Sets the value of `context`: rows of a series that a forecast is made from (> 1); without it, fit takes two horizons, or three seasons if these are more, as far as half of a series goes."""
     horizon: Param[int]
     def getHorizon(self) -> int: ...
     def setHorizon(self, value: int) -> Self:
@@ -2720,7 +2720,7 @@ class ForecastingModelParams(ModelParams, HasLabelCol):
     staticCols: Param[list[str]]
     def getStaticCols(self) -> list[str]: ...
     def setStaticCols(self, value: list[str]) -> Self:
-        """Sets the value of `staticCols`: columns of numbers that do not change within a series."""
+        """Sets the value of `staticCols`: columns of numbers, strings and booleans that do not change within a series."""
     quantiles: Param[list[float]]
     def getQuantiles(self) -> list[float]: ...
     def setQuantiles(self, value: list[float]) -> Self:

@@ -78,13 +78,16 @@ COLD_START = (
 )
 
 SERIES = (
-    P("context", "int", None, "rows of a series that a forecast is made from (> 1)", compared=True),
+    P("context", "int", None,
+      "rows of a series that a forecast is made from (> 1); without it, fit takes two horizons, or three seasons if "
+      "these are more, as far as half of a series goes", compared=True),
     P("horizon", "int", None, "rows of a forecast (> 0)", compared=True),
     P("pastCols", "list[str]", [], "columns of numbers that are known up to the last row of the context",
       compared=True),
     P("futureCols", "list[str]", [], "columns of numbers that are known ahead, such as prices and the calendar",
       compared=True),
-    P("staticCols", "list[str]", [], "columns of numbers that do not change within a series", compared=True),
+    P("staticCols", "list[str]", [], "columns of numbers, strings and booleans that do not change within a series",
+      compared=True),
     P("quantiles", "list[float]", [],
       "quantiles to forecast, ascending, such as [0.1, 0.5, 0.9], in place of one value (> 0, < 1)", compared=True),
 )

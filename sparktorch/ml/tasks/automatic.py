@@ -68,7 +68,7 @@ TABLES = TaskSettings(
     rows_in_all=1_000_000,
 )
 # The network of series starts from a seasonal forecast, which many steps make worse where nothing watches them.
-SERIES = TaskSettings(largest_batch=256, least_steps=1_000, unwatched_steps=50, least_trained=10, least_held_out=1)
+SERIES = TaskSettings(largest_batch=256, least_steps=1_000, unwatched_steps=25, least_trained=10, least_held_out=1)
 RATINGS = TaskSettings(
     learning_rate=0.1, usual_rate=0.1, smallest_batch=64, steps_per_epoch=256, most_patience=5, least_patience=3
 )

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa
-from pyspark.sql import DataFrame
+from pyspark.sql import Column, DataFrame
 from pyspark.sql import Window as Rows
 from pyspark.sql import functions as F
+from pyspark.sql import types as T
 
 from sparktorch.base.config import one_of
 from sparktorch.base.imports import import_path
 from sparktorch.data.columns import Window
+from sparktorch.data.table_layers import UNTRAINED
 from sparktorch.errors import ColumnError, ConfigError, Refusal, counted, refuse
 from sparktorch.ml.fit.values import Values
 from sparktorch.ml.params.mixins import ForecasterParams
 from sparktorch.ml.tasks.automatic import SERIES
-from sparktorch.ml.tasks.forecasting_model import COMPARED, WINDOWS, ForecastingModel, check_series
+from sparktorch.ml.tasks.column_statistics import categories_and_figures
+from sparktorch.ml.tasks.forecasting_model import COMPARED, WINDOWS, ForecastingModel, check_categories, check_series
 from sparktorch.ml.tasks.held_out import MOST_HELD_OUT, windows_held_out
 from sparktorch.ml.tasks.learning import LearningEstimator
-from sparktorch.ml.tasks.season import learned_season
+from sparktorch.ml.tasks.season import context_for, learned_season, longest_context
 from sparktorch.model.series.module import SeriesModule, SeriesNetwork
 from sparktorch.model.series.training import QuantileLoss, SeriesStep
 from sparktorch.spark.column_names import ColumnNames
@@ -36,6 +40,7 @@ __all__ = ["Forecaster"]
 
 # The columns of windows, which are arrays; messages name them.
 _PAST, _FUTURE, _STATIC = "past values", "values known ahead", "static values"
+_MOST_CATEGORIES = 1000  # of a static column
 _KEPT = ("context", "horizon", "quantiles", "pastCols", "futureCols", "staticCols")  # by training on
 _LEARNS_FROM = (
     *("labelCol", "pastCols", "futureCols", "staticCols", "validationIndicatorCol", "nullPolicy"),
@@ -49,10 +54,11 @@ class _Seen(NamedTuple):
     figures: dict[str, tuple[float, float]]  # mean and standard deviation by column
     order: tuple[str, str]  # SQL type and time zone
     season: int | None  # None where it is set, or the module is the user's
+    categories: list[list[Any] | None]  # by static column, None for one of numbers
 
 
 def _named(p: Values) -> list[str]:
-    """Returns the columns of numbers."""
+    """Returns the columns of numbers and categories."""
     return [p["labelCol"], *p["pastCols"], *p["futureCols"], *p["staticCols"]]
 
 
@@ -90,8 +96,8 @@ class Forecaster(LearningEstimator, ForecasterParams):
     `orderCol`, in even steps. By default, it trains a network that starts from a seasonal forecast, and learns what
     that misses. A module of one's own gets `past`, float32 of shape `(samples, context, columns)`, whose columns are
     the target, `pastCols` and `futureCols`; then, if there are such columns, `futureCols` of the horizon, `(samples,
-    horizon, columns)`; then `staticCols`, `(samples, columns)`. It returns `(samples, horizon)` or, with `quantiles`,
-    `(samples, horizon, quantiles)`.
+    horizon, columns)`; then `staticCols`, `(samples, columns)`, with a vector for a string or a boolean. It returns
+    `(samples, horizon)` or, with `quantiles`, `(samples, horizon, quantiles)`.
 
     Example:
         >>> rows = [(shop, day, float(10 * shop + day % 7)) for shop in (1, 2) for day in range(60)]
@@ -117,6 +123,15 @@ class Forecaster(LearningEstimator, ForecasterParams):
     _learns_from = _LEARNS_FROM
     _searched = {"moduleParams.hidden": [[64], [256]], "moduleParams.dropout": [0.1, 0.25]}
     _seen: _Seen | None = None
+    _chose_context = False
+
+    @property
+    def _validates_untrained(self) -> bool:
+        """Whether best weights are kept, of a network that forecasts the last season before it is trained."""
+        p = Values(self)
+        params = p["moduleParams"] if p.trained is None else p.trained.params
+        default = params.get("module") in (SeriesNetwork, import_path(SeriesNetwork))
+        return default and params.get("season") is not None and p["earlyStoppingPatience"] is not None
 
     def completed(self) -> Self:
         """Returns a copy with the Params that follow from those of windows: inputs, module and training step."""
@@ -152,15 +167,17 @@ class Forecaster(LearningEstimator, ForecasterParams):
         if _learns_season(p):
             season = 1 if self._seen is None else self._seen.season
         figures = {of: [seen.get(name, (0.0, 1.0)) for name in p[f"{of}Cols"]] for of in ("past", "future", "static")}
+        categories = [] if self._seen is None else self._seen.categories
         params = {
             "module": import_path(module) or module,
             "params": p["moduleParams"],
-            "context": p["context"],
+            "context": self._window().context,
             "horizon": p["horizon"],
             "scaling": scaling,
             "quantiles": p["quantiles"],
             "deviation": deviation,
             "season": season,
+            **({"categories": categories} if any(known is not None for known in categories) else {}),
             **figures,
         }
         return that._set(**found, module=SeriesModule, moduleParams=params)
@@ -169,23 +186,53 @@ class Forecaster(LearningEstimator, ForecasterParams):
         p = Values(self)
         known = (1,) if p["futureCols"] else ()
         even = None if self._seen is None else self._seen.order
-        return Window(context=p["context"], horizon=p["horizon"], step=p["step"], known=known, even=even)
+        context = p["context"] or max(2, p["horizon"])  # it is chosen once the rows are known
+        return Window(context=context, horizon=p["horizon"], step=p["step"], known=known, even=even)
 
     def _learn(self, dataset: DataFrame) -> _Seen:
         p, names = Values(self), ColumnNames.of(dataset)
         if repeated := names.repeated([*(p[name] for name in ("groupCol", "orderCol") if p[name]), *_named(p)]):
             hint = "name it once: the target's past and what is known ahead are seen in the context, too"
             raise ConfigError(f"column {repeated!r} is named twice", hint=hint)
-        check_series(dataset.sparkSession, names, p["groupCol"], p["orderCol"], _named(p))
+        texts = _check(dataset, names, p)
         zone = setting(dataset.sparkSession, "spark.sql.session.timeZone")
-        figures = _figures(dataset, names, p)
-        season = learned_season(dataset, names, p) if _learns_season(p) else None
-        return _Seen(figures, (names.type_of(p["orderCol"]).simpleString(), zone), season)
+        figures = _figures(dataset, names, p, [name for name in _named(p) if name not in texts])
+        season = learned_season(dataset, names, p, p["context"]) if _learns_season(p) else None
+        order = (names.type_of(p["orderCol"]).simpleString(), zone)
+        return _Seen(figures, order, season, _categories(dataset, names, p, texts))
+
+    def _looked_at(self, dataset: DataFrame) -> tuple[Self, DataFrame]:
+        """Chooses the context where none is set, and then learns of the rows."""
+        p, that, names = Values(self), self, ColumnNames.of(dataset)
+        if p["context"] is None and p.trained is not None:
+            that = self.copy()._set(context=Values(p["module"])["context"])
+        elif p["context"] is None:
+            _check(dataset, names, p)
+            that = self.copy()
+            that._chose_context = True
+            longest, season = longest_context(self._lengths(dataset), p["horizon"]), p["season"] or 1
+            if _learns_season(p):
+                season = learned_season(dataset, names, p, longest)
+            that._set(context=context_for(longest, p["horizon"], season))
+        return super(Forecaster, that)._looked_at(dataset)
+
+    def _chosen(self) -> dict[str, Any]:
+        found = super()._chosen()
+        if self._chose_context:
+            found["settings"] = {"context": Values(self)["context"], **found.get("settings", {})}
+        return found
+
+    def _knowing(self, other: Any) -> Self:
+        that, p = self, Values(other)
+        if isinstance(other, Forecaster) and other._chose_context and Values(self)["context"] is None:
+            that = self.copy()._set(context=p["context"])
+            that._chose_context = True
+        return super(Forecaster, that)._knowing(other)
 
     def _marked(self, dataset: DataFrame, names: ColumnNames, share: float) -> tuple[DataFrame, tuple[int, int] | None]:
         """Marks the last rows of each series, and counts its windows."""
         p, window = Values(self), self._window()
-        check_series(dataset.sparkSession, names, p["groupCol"], p["orderCol"], _named(p))
+        _check(dataset, names, p)
         lengths = self._lengths(dataset)
         windows = sum(windows_held_out(length, window, 0.0)[0] * series for length, series in lengths)
         share = min(share, MOST_HELD_OUT / max(1, windows))
@@ -225,8 +272,10 @@ class Forecaster(LearningEstimator, ForecasterParams):
         """Returns the columns that tell windows apart, and an array for each input."""
         p, names = Values(self), ColumnNames.of(dataset)
         roles = [p[name] for name in ("groupCol", "orderCol", "weightCol", "validationIndicatorCol") if p[name]]
+        assert self._seen is not None
+        known = dict(zip(p["staticCols"], self._seen.categories, strict=True))
         arrays = {
-            name: F.array(*[names.column(column).cast("float") for column in of])
+            name: F.array(*[_input(names.column(column), known.get(column)).cast("float") for column in of])
             for name, of in _inputs(p).items()
             if of
         }
@@ -250,7 +299,7 @@ def _check_kept(p: Values, trained: TrainedModule) -> None:
     model = Values(p["module"])
     had = {name: model[name] for name in _KEPT} | {"scaling": trained.params.get("scaling", "window") or "none"}
     for name, value in had.items():
-        if p[name] != value:
+        if p[name] != value and not (name == "context" and p[name] is None):
             what = f"{name} is {p[name]!r}, and {value!r} in the fitted model that is to be trained on"
             raise ConfigError(what, hint="set the same, or train a module of its own", param=name)
 
@@ -266,12 +315,50 @@ def _inputs(p: Values) -> dict[str, list[str]]:
     return {_PAST: [p["labelCol"], *p["pastCols"]], _FUTURE: p["futureCols"], _STATIC: p["staticCols"]}
 
 
-def _figures(dataset: DataFrame, names: ColumnNames, p: Values) -> dict[str, tuple[float, float]]:
+def _check(dataset: DataFrame, names: ColumnNames, p: Values) -> list[str]:
+    """Refuses columns of other types than they must have; returns those static ones that are categories."""
+    texts = [name for name in p["staticCols"] if isinstance(names.type_of(name), T.StringType | T.BooleanType)]
+    if p.trained is not None:
+        pairs = zip(p["staticCols"], p.trained.params.get("categories", ()), strict=False)
+        known = {name: categories for name, categories in pairs if categories is not None}
+        check_categories(names, known)
+        texts = list(known)
+    numbers = [name for name in _named(p) if name not in texts]
+    check_series(dataset.sparkSession, names, p["groupCol"], p["orderCol"], numbers)
+    return texts
+
+
+def _categories(dataset: DataFrame, names: ColumnNames, p: Values, texts: list[str]) -> list[list[Any] | None]:
+    """Returns the most frequent categories, in the rows that train, of each static column that has categories."""
+    if p.trained is not None:
+        return list(p.trained.params.get("categories") or [None] * len(p["staticCols"]))
+    if not texts:
+        return [None] * len(p["staticCols"])
+    trains = ~names.column(p["validationIndicatorCol"]) if p["validationIndicatorCol"] else F.lit(True)
+    values = [F.when(trains, names.column(name).cast("string")) for name in texts]
+    found, _ = categories_and_figures(dataset, values, [], limited=len(texts), most=_MOST_CATEGORIES, labels=0)
+    known: dict[str, list[Any]] = {name: sorted(of) for name, of in zip(texts, found, strict=True)}
+    for name in texts:
+        if isinstance(names.type_of(name), T.BooleanType):
+            known[name] = [value == "true" for value in known[name]]
+    return [known.get(name) for name in p["staticCols"]]
+
+
+def _input(column: Column, categories: Sequence[Any] | None) -> Column:
+    """Returns a column of numbers as it is, and one of categories as the indices that forecasts have for them."""
+    if categories is None:
+        return column
+    place = F.array_position(F.array(*map(F.lit, categories)), column) if categories else F.lit(0)
+    return F.when(column.isNull(), 1).when(place > 0, place + (UNTRAINED - 1)).otherwise(0)
+
+
+def _figures(
+    dataset: DataFrame, names: ColumnNames, p: Values, wanted: Sequence[str]
+) -> dict[str, tuple[float, float]]:
     """Returns mean and standard deviation of each column of the rows that train; refuses nulls unless they are dropped.
 
     They are rounded: the last digits depend on the order in which Spark adds up.
     """
-    wanted = _named(p)
     trains = ~names.column(p["validationIndicatorCol"]) if p["validationIndicatorCol"] else F.lit(True)
     doubles = [names.column(name).cast("double") for name in wanted]
     numbers = [F.when(F.abs(number) < float("inf"), number) for number in doubles]  # null for NaN and infinity

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -31,7 +31,7 @@ from sparktorch.spark.shipping import send
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["COMPARED", "WINDOWS", "ForecastingModel", "check_series"]
+__all__ = ["COMPARED", "WINDOWS", "ForecastingModel", "check_categories", "check_series"]
 
 _ORDERS = (T.ByteType, T.ShortType, T.IntegerType, T.LongType, T.DateType, T.TimestampType, T.TimestampNTZType)
 
@@ -40,8 +40,11 @@ COMPARED = ("cutoff", "step", "label", "naive", "scale")  # the columns that `ev
 WINDOWS = (
     not_set("orderCol", "name the column of the rows' times"),
     not_set("labelCol", "name the column to forecast"),
-    not_set("context", "set it to some seasons' rows"),
-    Refusal("context", lambda p: p["context"] < 2, "context is {p[context]}, and steps are seen from two rows on"),
+    Refusal(
+        "context",
+        lambda p: p["context"] is not None and p["context"] < 2,
+        "context is {p[context]}, and steps are seen from two rows on",
+    ),
     not_set("horizon", "set it to the rows to forecast"),
     Refusal("horizon", lambda p: p["horizon"] < 1, "horizon is {p[horizon]}", "set it to 1 or more"),
     Refusal(
@@ -54,6 +57,7 @@ WINDOWS = (
 
 _FORECASTS = (
     *WINDOWS,
+    not_set("context", "set it to some seasons' rows"),
     Refusal(
         "handleInvalid",
         lambda p: p["handleInvalid"] == "keep",
@@ -84,6 +88,7 @@ class ForecastingModel(TorchModelBase, ForecastingModelParams):
             past=p["pastCols"],
             future=p["futureCols"],
             static=p["staticCols"],
+            categories=self.trained.params.get("categories", ()),
             context=p["context"],
             horizon=p["horizon"],
             quantiles=p["quantiles"],
@@ -149,7 +154,7 @@ class ForecastingModel(TorchModelBase, ForecastingModelParams):
         sent, local = send(spark, self.trained), is_local(spark)
 
         def forecasts(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-            names = [*columns.keys, *columns.numbers]
+            names = [*columns.keys, *columns.inputs]
             named = (pa.RecordBatch.from_arrays(batch.columns, names) for batch in batches)
             return forecast(named, columns, scorer_here(sent, scoring, local), backtest)
 
@@ -187,6 +192,7 @@ def _rows(dataset: DataFrame, columns: SeriesColumns, backtest: Backtest | None)
     """
     names = ColumnNames.of(dataset)
     check_series(dataset.sparkSession, names, columns.group, columns.order, columns.numbers)
+    check_categories(names, columns.known)
     double = T.DoubleType()
     added: list[tuple[str, T.DataType]] = [
         (columns.prediction, double),
@@ -198,7 +204,8 @@ def _rows(dataset: DataFrame, columns: SeriesColumns, backtest: Backtest | None)
     keys = dataset.select(*map(names.column, columns.keys)).schema.names
     check_outputs(ColumnNames.of(dataset.select(*map(quoted, keys))), [name for name, _ in added])
     fields = [T.StructField(name, names.type_of(name)) for name in columns.keys]
-    read = [*map(names.column, columns.keys), *(names.column(name).cast("double") for name in columns.numbers)]
+    numbers = {name: names.column(name).cast("double") for name in columns.numbers}
+    read = [*map(names.column, columns.keys), *(numbers.get(name, names.column(name)) for name in columns.inputs)]
     rows = dataset.select(*(column.alias(input_name(place)) for place, column in enumerate(read)))
     return rows, T.StructType([*fields, *(T.StructField(name, kind) for name, kind in added)])
 
@@ -216,6 +223,15 @@ def check_series(
     if isinstance(kind, T.TimestampType):
         _check_zone(setting(spark, "spark.sql.session.timeZone"))
     check_numbers(names, numbers)
+
+
+def check_categories(names: ColumnNames, known: Mapping[str, Sequence[Any]]) -> None:
+    """Refuses columns of another type than that of their known categories."""
+    for name, categories in known.items():
+        kind, wanted = names.type_of(name), "boolean" if isinstance(next(iter(categories), ""), bool) else "string"
+        if kind.typeName() not in (wanted, "varchar", "char"):
+            what = f"column {name!r} is {kind.simpleString()}, and the fit has learned the categories of {wanted}s"
+            raise ColumnError(what, hint=f"cast it to {wanted}", column=name)
 
 
 def _check_zone(zone: str) -> None:

@@ -1,8 +1,9 @@
-"""The season of the series in a DataFrame, found in some of them."""
+"""The season of the series in a DataFrame, found in some of them, and the context that follows from it."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,19 +17,39 @@ from sparktorch.model.series.seasonal import season_of
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.compat import table_of
 
-__all__ = ["learned_season"]
+__all__ = ["context_for", "learned_season", "longest_context"]
 
 _LOG = logging.getLogger(__name__)
 
 _SERIES, _WINDOWS, _ROWS = 16, 8, 2048  # some series, and the last windows of each, in no more rows if two fit in
+_LONGEST, _LEAST, _SEASONS, _HORIZONS = 1024, 8, 3, 2  # of a context: rows, and how many seasons and horizons it has
 
 
-def learned_season(dataset: DataFrame, names: ColumnNames, p: Values) -> int:
+def longest_context(lengths: Sequence[tuple[int, int]], horizon: int) -> int:
+    """Returns the longest context from which series are learned: half of what the middle one has beside a horizon.
+
+    `lengths` are numbers of rows, each with the number of series that have it.
+    """
+    passed, series = 0, sum(count for _, count in lengths)
+    for length, count in sorted(lengths):
+        passed += count
+        if 2 * passed >= series:
+            return min(_LONGEST, max(2, (length - horizon) // 2))
+    return _LEAST
+
+
+def context_for(longest: int, horizon: int, season: int) -> int:
+    """Returns the rows of a context: two horizons, or three seasons if these are more, as far as they fit in."""
+    seasons = min(_SEASONS, longest // season) if season > 1 else 0
+    return max(2, min(longest, max(_HORIZONS * horizon, _LEAST)), seasons * season)
+
+
+def learned_season(dataset: DataFrame, names: ColumnNames, p: Values, context: int) -> int:
     """Returns the season of some series, chosen by a hash: that from which their last rows are forecast best.
 
     The rows that train count. What the driver gets of them is bounded, whatever the DataFrame has.
     """
-    length = p["context"] + p["horizon"]
+    length = context + p["horizon"]
     trains = ~names.column(p["validationIndicatorCol"]) if p["validationIndicatorCol"] else F.lit(True)
     rows = dataset.where(trains).select(
         (names.column(p["groupCol"]) if p["groupCol"] else F.lit(0)).alias("series"),
@@ -38,7 +59,7 @@ def learned_season(dataset: DataFrame, names: ColumnNames, p: Values) -> int:
     rows = rows.where(F.abs("value") < float("inf"))
     most = max(2 * length, min(_WINDOWS * length, _ROWS))
     parts = _last_of_some(rows, length, most) if p["groupCol"] else _last(rows, most)
-    season = season_of(parts, p["context"], p["horizon"])
+    season = season_of(parts, context, p["horizon"])
     where = f"in {counted(len(parts), 'series', 'series')}; set `season` if you know it"
     _LOG.info("%s, %s", "no season was found" if season == 1 else f"a season of {season} rows was found", where)
     return season

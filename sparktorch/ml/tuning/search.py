@@ -192,7 +192,8 @@ def value_of(history: list[dict[str, Any]], metric: str, config: TrainConfig) ->
     """
     known = [record for record in history if metric in record]
     if config.patience is not None:
-        known = [{**record, **found} for found, record in improvements(history, config) if metric in record] or known
+        best = [{**record, **found} for found, record in improvements(history, config)]
+        known = [record for record in best if metric in record] or known
     return float(known[-1][metric]) if known else None
 
 

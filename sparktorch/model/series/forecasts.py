@@ -14,6 +14,7 @@ import pyarrow as pa
 import torch
 
 from sparktorch.data.sampling.even_steps import Steps, steps_of
+from sparktorch.data.tables import category_indices
 from sparktorch.errors import ColumnError, counted
 from sparktorch.model.scorer import Scorer
 
@@ -35,6 +36,8 @@ class SeriesColumns:
         past: Columns known up to the last row of the context.
         future: Columns known ahead.
         static: Columns that do not change within a series.
+        categories: The known categories, strings or booleans, of each static column, `None` for one of numbers; without
+            it, all static columns are numbers.
         context: Rows that a forecast is made from.
         horizon: Rows of a forecast.
         quantiles: The quantiles that the module returns, ascending; without, it returns one value.
@@ -48,6 +51,7 @@ class SeriesColumns:
     past: Sequence[str] = ()
     future: Sequence[str] = ()
     static: Sequence[str] = ()
+    categories: Sequence[Sequence[Any] | None] = ()
     context: int
     horizon: int
     quantiles: Sequence[float] = ()
@@ -60,9 +64,20 @@ class SeriesColumns:
         return [*([self.group] if self.group else []), self.order]
 
     @property
-    def numbers(self) -> list[str]:
-        """The columns of numbers, in the order in which rows have them after the keys."""
+    def inputs(self) -> list[str]:
+        """The columns of numbers and categories, in the order in which rows have them after the keys."""
         return [self.target, *self.past, *self.future, *self.static]
+
+    @property
+    def known(self) -> dict[str, Sequence[Any]]:
+        """The known categories of each column that has categories."""
+        pairs = zip(self.static, self.categories, strict=False)
+        return {name: categories for name, categories in pairs if categories is not None}
+
+    @property
+    def numbers(self) -> list[str]:
+        """The columns of numbers."""
+        return [name for name in self.inputs if name not in self.known]
 
     def to_dict(self) -> dict[str, Any]:
         """Returns a JSON-ready form."""
@@ -121,7 +136,7 @@ def forecast(
     rows before). The last two are null where no row is one season before.
 
     Args:
-        batches: Rows of `columns.keys` and `columns.numbers`, the latter as double, sorted by the keys.
+        batches: Rows of `columns.keys` and `columns.inputs`, of which numbers are double, sorted by the keys.
         columns: What the columns are.
         scorer: Of the module.
         backtest: Which rows to forecast; by default those after the last one of each series that has a target.
@@ -130,7 +145,7 @@ def forecast(
         ColumnError: A series has fewer rows than the context, a null in it, or uneven steps.
     """
     found = (window for series in series_in(batches, columns) for window in _windows(series, columns, backtest))
-    values = (columns.context + columns.horizon) * len(columns.numbers)
+    values = (columns.context + columns.horizon) * len(columns.inputs)
     while some := list(islice(found, max(1, min(_WINDOWS, _VALUES // values)))):
         yield _scored(some, columns, scorer, backtest)
 
@@ -168,7 +183,7 @@ def _windows(rows: pa.Table, columns: SeriesColumns, backtest: Backtest | None) 
     series = _Series(
         group=rows[columns.group].chunk(0)[:1] if columns.group else pa.nulls(1),
         order=order,
-        values={name: np.asarray(rows[name], np.float64) for name in columns.numbers},
+        values=_values(rows, columns),
         steps=steps_of(order) if backtest is not None and len(order) > 1 else None,
     )
     known = np.flatnonzero(~np.isnan(series.values[columns.target]))
@@ -181,6 +196,14 @@ def _windows(rows: pa.Table, columns: SeriesColumns, backtest: Backtest | None) 
     for origin in origins:
         with suppress(*left_out):
             yield _window(series, origin, columns, backtest)
+
+
+def _values(rows: pa.Table, columns: SeriesColumns) -> dict[str, Floats]:
+    """Returns the numbers of each column, and the indices of categories."""
+    values = {name: np.asarray(rows[name], np.float64) for name in columns.numbers}
+    for name, categories in columns.known.items():
+        values[name] = category_indices(rows[name].chunk(0), categories).astype(np.float64)
+    return values
 
 
 def _window(series: _Series, origin: int, columns: SeriesColumns, backtest: Backtest | None) -> _Window:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from sparktorch.base.imports import load_object
+from sparktorch.data.table_layers import UNTRAINED, CategoryEmbedding
 from sparktorch.data.tables import perceptron
 from sparktorch.errors import ModuleError
 from sparktorch.model.series.seasonal import SeasonalForecast
@@ -39,6 +40,7 @@ class SeriesModule(nn.Module):
         quantiles: Sequence[float] = (),
         deviation: float = 1.0,
         season: int | None = None,
+        categories: Sequence[Sequence[Any] | None] = (),
     ) -> None:
         """Builds the module.
 
@@ -57,10 +59,18 @@ class SeriesModule(nn.Module):
             deviation: Standard deviation of the target, which scales windows whose context is 0 throughout; other
                 constant ones are scaled by their value.
             season: Rows of a season, 1 if there is none; `None` in models saved before it was learned.
+            categories: The known categories of each static column, `None` for one of numbers. The module gets vectors
+                of categories, which are learned.
         """
         super().__init__()
         self.past, self.future, self.static, self.deviation = past, future, static, deviation
         self.context, self.horizon, self.scaling, self.quantiles = context, horizon, scaling, len(quantiles)
+        self.categories = [categories[place] if categories else None for place in range(len(static))]
+        static_columns = sum(known is None for known in self.categories)
+        if any(known is not None for known in self.categories):
+            counts = [UNTRAINED + len(known) for known in self.categories if known is not None]
+            self.embeddings = nn.ModuleList(map(CategoryEmbedding.of, counts))
+            static_columns += sum(embedding.embedding_dim for embedding in self.embeddings)  # type: ignore[misc]
         made_by = load_object(module) if isinstance(module, str) else module
         if isinstance(made_by, nn.Module):
             self.module = made_by
@@ -72,7 +82,7 @@ class SeriesModule(nn.Module):
             "horizon": horizon,
             "past_columns": 1 + len(past) + len(future),
             "future_columns": len(future),
-            "static_columns": len(static),
+            "static_columns": static_columns,
             "quantiles": list(quantiles),
             **({} if season is None else {"season": season}),
         }
@@ -95,7 +105,7 @@ class SeriesModule(nn.Module):
             seen.append(known[:, : self.context])
             ahead.append(known[:, self.context :])
         if self.static:
-            ahead.append(torch.cat(_standardised(more[-1][:, -1], self.static), 1))
+            ahead.append(self._of_series(more[-1][:, -1]))
         found = self.module(torch.cat(seen, 2), *ahead).float()
         wanted = (past.shape[0], self.horizon, *([self.quantiles] if self.quantiles else []))
         alike = () if self.quantiles else ((*wanted, 1), *(((past.shape[0],),) if self.horizon == 1 else ()))
@@ -107,6 +117,15 @@ class SeriesModule(nn.Module):
             )
         forecast: torch.Tensor = found.view(past.shape[0], self.horizon, -1) * deviation[:, :, None] + mean[:, :, None]
         return forecast.view(wanted)
+
+    def _of_series(self, static: torch.Tensor) -> torch.Tensor:
+        """Returns static columns, `(samples, columns)`, as numbers that are scaled, and then vectors of categories."""
+        kinds = list(zip(_standardised(static, self.static), self.categories, strict=True))
+        parts = [column for column, categories in kinds if categories is None]
+        places = [place for place, (_, categories) in enumerate(kinds) if categories is not None]
+        for number, place in enumerate(places):
+            parts.append(self.embeddings[number](static[:, place].long()))
+        return torch.cat(parts, 1)
 
 
 def scale_of(target: torch.Tensor, scaling: str | None, constant: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -195,6 +214,7 @@ class SeriesNetwork(nn.Module):
         if self.seasonal is not None:
             seasonal = self.seasonal(values)
             found = found + seasonal.view(*seasonal.shape, *[1] * (found.dim() - 2))  # the same in all quantiles
+            found = self.seasonal.or_naive(found, past[:, :, 0])
         return found
 
 

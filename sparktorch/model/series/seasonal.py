@@ -32,6 +32,7 @@ class SeasonalForecast(nn.Module):
 
     season_weights: torch.Tensor
     value_weights: torch.Tensor
+    untrained: torch.Tensor  # 1 before the first step of a training, 0 from then on
 
     def __init__(self, context: int, horizon: int, season: int) -> None:
         """Makes the weights.
@@ -46,6 +47,7 @@ class SeasonalForecast(nn.Module):
         self.seasons = context // self.season
         self.register_buffer("season_weights", torch.empty(self.seasons))
         self.register_buffer("value_weights", torch.empty(self.seasons * self.season))
+        self.register_buffer("untrained", torch.empty((), dtype=torch.int64))
         self.season_changes = nn.Parameter(torch.empty(self.seasons))
         self.value_changes = nn.Parameter(torch.empty(self.seasons * self.season))
         self.slope_weight = nn.Parameter(torch.empty(1))
@@ -56,6 +58,7 @@ class SeasonalForecast(nn.Module):
         values = len(self.value_changes)
         smoothed = (1 - _SMOOTHING) ** torch.arange(values - 1, -1, -1, dtype=torch.float32)
         with torch.no_grad():
+            self.untrained.fill_(1)
             self.season_weights.fill_(1 / self.seasons)
             self.value_weights.copy_(smoothed / smoothed.sum())
             for learned in (self.season_changes, self.value_changes, self.slope_weight):
@@ -74,6 +77,19 @@ class SeasonalForecast(nn.Module):
         trend = slope * (steps[: self.horizon] + 1) * self.slope_weight
         forecast: torch.Tensor = profile.repeat(1, -(-self.horizon // self.season))[:, : self.horizon]
         return forecast + trend + level.unsqueeze(1)
+
+    def or_naive(self, forecast: torch.Tensor, past: torch.Tensor) -> torch.Tensor:
+        """Returns a forecast of shape `(samples, horizon, ...)` or, while nothing was trained, the last season again.
+
+        So the validation before the first step measures the seasonal naive forecast, and a training that is never
+        better returns it. A pass in training mode ends that.
+        """
+        if self.training:
+            self.untrained.zero_()
+            return forecast
+        naive = past[:, -self.season :].repeat(1, -(-self.horizon // self.season))[:, : self.horizon]
+        naive = naive.view(*naive.shape, *[1] * (forecast.dim() - 2))
+        return torch.where(self.untrained > 0, naive, forecast)
 
 
 def season_of(series: Sequence[Floats], context: int, horizon: int) -> int:

@@ -88,6 +88,7 @@ def train(
         engine, callbacks, progress = run.engine, run.callbacks, run.progress
         callbacks.call("on_fit_start")
         epoch = run.start()
+        run.validate_untrained()
         while epoch < config.epochs and not (progress.ended or run.out_of_time):
             with run.begin(epoch) as (current, batches):
                 for step, batch in batches:
@@ -312,6 +313,15 @@ class _Run:
             progress.confusion = counts
         self.callbacks.call("on_validation_end", dict(metrics))  # a copy, so that callbacks cannot change it
         progress.counters.validating += time.perf_counter() - started
+
+    def validate_untrained(self) -> None:
+        """Validates before the first step, where that is asked for: these weights may be the best ones."""
+        if self._config.validates_untrained and self.context.step == 0:
+            self.validate()
+            counters = self.progress.counters
+            for metrics in counters.validations:
+                counters.untrained = {name: value for name, value in metrics.items() if name != "step"}
+            counters.validations, counters.validating = [], 0.0
 
     def validate_within(self) -> None:
         """Validates after a step within an epoch."""

@@ -30,6 +30,7 @@ class EpochCounters:
         validating: Seconds spent in validation.
         skipped: Indices of the steps that were skipped.
         validations: Metrics of each validation.
+        untrained: Metrics of the validation before the first step, in the first epoch; empty without one.
         places: Positions in padded inputs, padding included.
         elements: Positions that hold data.
     """
@@ -42,6 +43,7 @@ class EpochCounters:
     validating: float = 0.0
     skipped: list[int] = field(default_factory=list)
     validations: list[dict[str, Any]] = field(default_factory=list)
+    untrained: dict[str, Any] = field(default_factory=dict)
     places: int = 0
     elements: int = 0
     norms: torch.Tensor | None = None
@@ -81,7 +83,8 @@ class Progress:
         history: Records of the finished epochs.
         best: The best validation, and how many have followed it.
         confusion: Confusion matrix of the weights that the training would return now, `None` without one.
-        validated_step: The step after which the last validation ran, 0 before the first one.
+        validated_step: The step after which the last validation ran, -1 before the first one, 0 in checkpoints of
+            earlier versions.
         ended: Whether training stops before its last epoch.
     """
 
@@ -91,7 +94,7 @@ class Progress:
         self.best = Best(config)
         self.history: list[dict[str, Any]] = []
         self.confusion: torch.Tensor | None = None
-        self.validated_step = 0
+        self.validated_step = -1
         self.ended = False
         self.counters = self._nothing()
 
@@ -134,6 +137,8 @@ class Progress:
         }
         if norms:
             record |= {"gradient_norm": norm_sum / norms, "gradient_norm_max": largest_norm}
+        if self.counters.untrained:
+            record["untrained"] = self.counters.untrained
         if places:
             record["padding_share"] = 1 - elements / places
         return record

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from sparktorch.train.loop.engine import Engine
     from sparktorch.train.recipe.recipe import Recipe
 
-__all__ = ["Best", "Validation", "check_loss", "improvements", "rows_at_a_time"]
+__all__ = ["Best", "Validation", "check_loss", "improvements", "rows_at_a_time", "validations_in"]
 
 _MOST_ROWS = 4096  # per forward pass by default: more rows are no faster
 _FEW_ROWS = 64  # with fewer rows, the overhead of a forward pass dominates
@@ -249,13 +249,20 @@ class Best:
         self.state = weights if self._loss < math.inf else None
 
 
+def validations_in(record: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yields the validations of an epoch in order, that before the first step among them; one may lack metrics."""
+    if "untrained" in record:
+        yield record["untrained"]
+    yield from record.get("validations") or [record]
+
+
 def improvements(
     history: Iterable[Mapping[str, Any]], config: TrainConfig
 ) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
     """Yields the validations that were the best so far (all without patience), each with its epoch's record."""
     best = Best(config)
     for record in history:
-        for found in record.get("validations") or [record]:
+        for found in validations_in(record):
             if config.judged(found) is not None and best.offer(found, dict):
                 yield found, record
 

@@ -275,3 +275,90 @@ def test_a_fitted_model_is_trained_on_and_several_settings_share_the_rows(
     alone = forecaster.setLearningRate(0.005).fit(past)
     assert several[1].summary.history[0]["loss"] == alone.summary.history[0]["loss"]
     assert several[0].summary.history != several[1].summary.history
+
+
+def test_strings_and_booleans_describe_series_and_unknown_ones_and_nulls_are_forecast(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    draw = np.random.default_rng(2)
+    shape = {"up": 1.0, "down": -1.0, None: 0.0}
+    kinds = ["up", "down", None, "up", "down", None]
+    frames = [
+        pd.DataFrame(
+            {
+                **{"shop": place, "day": np.arange(40), "kind": kind, "open": place % 2 == 0, "size": float(place)},
+                "sold": 50 + shape[kind] * 5.0 * np.arange(40) + draw.normal(size=40),
+            }
+        )
+        for place, kind in enumerate(kinds)
+    ]
+    table = pd.concat(frames, ignore_index=True)
+    rows = spark.createDataFrame(table, "shop int, day int, kind string, open boolean, size double, sold double")
+    named = {"groupCol": "shop", "orderCol": "day", "labelCol": "sold", "staticCols": ["kind", "size", "open"]}
+    how = {"context": 6, "horizon": 3, "epochs": 2, "season": 1, **QUICK}
+    late = rows.withColumn("late", F.expr("day > 35 or kind = 'down' and shop = 4"))
+    model = Forecaster(**named, **how, validationIndicatorCol="late").fit(late)
+    assert model.trained.params["categories"] == [["down", "up"], None, [False, True]]
+    known = model.forecast(rows).toPandas().sort_values(["shop", "day"])
+    one = rows.where("shop = 0")
+    by_kind = {
+        kind: model.forecast(one.withColumn("kind", F.lit(kind).cast("string"))).toPandas()["prediction"].tolist()
+        for kind in ("up", "down", "new", None)
+    }
+    assert by_kind["up"] == pytest.approx(known[known["shop"] == 0]["prediction"].tolist())
+    assert len({tuple(forecast) for forecast in by_kind.values()}) == 4
+    model.write().overwrite().save(str(tmp_path / "model"))
+    loaded = ForecastingModel.load(str(tmp_path / "model"))
+    assert rows_of(loaded.forecast(rows)) == rows_of(model.forecast(rows))
+    save_model(model, str(tmp_path / "mlflow"))
+    served = mlflow.pyfunc.load_model(str(tmp_path / "mlflow"))
+    changed = table.assign(kind=table["kind"].where(table["shop"] != 3, "new"))
+    want = loaded.forecast(spark.createDataFrame(changed, rows.schema)).toPandas().sort_values(["shop", "day"])
+    assert np.allclose(served.predict(changed.sample(frac=1, random_state=1))["prediction"], want["prediction"])
+    assert len(served.predict(served.input_example)) == 3
+    further = Forecaster(**named, **how, module=model).fit(rows.where("kind = 'up'"))
+    assert further.trained.params["categories"] == model.trained.params["categories"]
+    for wrong in (rows.withColumn("kind", F.col("size")), rows.withColumn("open", F.lit("yes"))):
+        with pytest.raises(ColumnError, match="the fit has learned the categories of"):
+            model.forecast(wrong)
+    with pytest.raises(ColumnError, match="column 'kind' must be a number"):
+        Forecaster(**{**named, "staticCols": ["size"], "pastCols": ["kind"]}, **how).fit(rows)
+    with pytest.raises(ColumnError, match="column 'kind' must be a number"):
+        Forecaster(**named, **how).fit(rows.withColumn("kind", F.array("kind")))
+
+
+def test_a_context_that_is_not_set_follows_from_season_horizon_and_lengths(
+    past: DataFrame, sunspots: DataFrame
+) -> None:
+    of_shops = {**SHOPS, "epochs": 1}
+    del of_shops["context"]
+    model = Forecaster(**of_shops).fit(past)
+    assert (model.getContext(), model.summary.settings["context"]) == (21, 21)
+    copies = Forecaster(**of_shops).fit(past, [{}, {}])
+    assert [one.getContext() for one in copies] == [21, 21]
+    with Forecaster(**of_shops).prepare(past) as prepared:
+        assert Forecaster(**of_shops).fit(prepared).getContext() == 21
+    further = Forecaster(**{**of_shops, "module": model}).fit(past)
+    assert further.getContext() == 21
+    alone = {"orderCol": "date", "labelCol": "spots", "horizon": 5, "epochs": 1, **QUICK}
+    assert Forecaster(**alone).fit(sunspots).getContext() == 33
+
+
+@pytest.mark.parametrize("rows", [1, 4, 6, 8, 13, 30])
+def test_a_short_series_has_a_model_that_forecasts_numbers_or_is_refused_in_a_sentence(
+    spark: SparkSession, rows: int
+) -> None:
+    sold = spark.createDataFrame([(day, 5.0 + day % 3) for day in range(rows)], "day int, sold double")
+    forecaster = Forecaster(orderCol="day", labelCol="sold", horizon=4, progress=False)
+    if rows < 6:
+        with pytest.raises(ColumnError, match="no group has 6 rows"):
+            forecaster.fit(sold)
+        return
+    model = forecaster.fit(sold)
+    found = [row["prediction"] for row in rows_of(model.forecast(sold))]
+    assert len(found) == 4
+    assert np.isfinite(found).all()
+    if rows == 30:
+        assert np.allclose(found, [5, 6, 7, 5], atol=0.05)
+        assert model.summary.baseline == {"val_loss": 0.0}
+        assert model.summary.best == {"epoch": 0, "val_loss": 0.0}

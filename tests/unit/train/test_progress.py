@@ -10,6 +10,8 @@ import torch
 
 from sparktorch.base.config import TrainConfig
 from sparktorch.errors import ConfigError
+from sparktorch.ml.fit.summary import best_validation
+from sparktorch.ml.tuning.search import value_of
 from sparktorch.train.loop.progress import Progress
 from sparktorch.train.loop.validation import Best, improvements
 
@@ -28,6 +30,7 @@ def in_epoch(ranks: int, taken: int) -> list[Progress]:
         progress.best.offer({"val_loss": 0.75}, dict)
         progress.confusion, progress.validated_step = torch.eye(2), STEPS
         counters = progress.counters
+        counters.untrained = {"val_loss": 0.5}
         counters.losses[:taken] = torch.arange(taken) + 10.0 * rank
         counters.taken, counters.rows, counters.waited = taken, 3 * taken + rank, 0.5 + rank
         counters.places, counters.elements, counters.skipped, counters.seconds = 100, 60 + rank, [1], 2.0
@@ -57,6 +60,7 @@ def test_the_record_of_the_epoch_is_that_of_the_ranks_that_began_it(before: int,
     wanted, found = record(began), record(goes_on)
     shares = wanted.pop("data_wait_share") * before, found.pop("data_wait_share") * after
     assert shares[1] == pytest.approx(shares[0])
+    assert found.pop("untrained") == wanted.pop("untrained") == {"val_loss": 0.5}
     assert found == pytest.approx(wanted)
     losses = sum((progress.counters.losses for progress in goes_on), torch.zeros(STEPS, dtype=torch.float64))
     assert torch.equal(losses, sum(progress.counters.losses for progress in began))
@@ -115,6 +119,16 @@ def test_the_best_validation_goes_by_metric_mode_and_delta_also_over_restarts(
         before, best = best, Best(config)
         best.load_state_dict(before.state_dict(), before.state or {})
     assert [place for place, was in enumerate(offered) if was] == bests
+
+
+def test_the_validation_before_the_first_step_may_be_the_best() -> None:
+    first = {"epoch": 1, "loss": 1.0, "untrained": {"val_loss": 1.0}}
+    later = [{"epoch": 2, "loss": 1.0, "val_loss": 3.0}, {"epoch": 3, "loss": 1.0, "val_loss": 0.5}]
+    for history, best in (([first], 1.0), ([first, later[0]], 1.0), ([first, *later], 0.5)):
+        assert [found["val_loss"] for found, _ in improvements(history, PATIENT)][-1] == best
+        assert value_of(history, "val_loss", PATIENT) == best
+    assert best_validation([first, later[0]], PATIENT) == {"epoch": 0, "val_loss": 1.0}
+    assert best_validation([first, *later], PATIENT) == {"epoch": 3, "val_loss": 0.5}
 
 
 def test_a_validation_without_the_metric_is_an_error_that_names_what_it_has() -> None:

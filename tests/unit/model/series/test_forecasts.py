@@ -195,3 +195,25 @@ def test_rows_without_a_group_are_no_series_of_their_own() -> None:
     with pytest.raises(ColumnError, match="column 'shop' holds null"):
         forecasts(table, COLUMNS)
     assert forecasts(table, replace(COLUMNS, skips=True))["shop"].tolist() == ["s1"] * 3
+
+
+@pytest.mark.parametrize(("known", "column"), [(["a", "b"], ["b", None, "new"]), ([False, True], [True, None, False])])
+def test_static_categories_are_read_as_the_indices_that_training_has_for_them(known: list[Any], column: Any) -> None:
+    kinds = replace(COLUMNS, static=["size", "kind"], categories=[None, known])
+    one = replace(COLUMNS, static=["size", "index"])
+    plain = rows([9, 9, 9], one, index=np.repeat(np.array([3, 1, 0 if "new" in column else 2], float), 9))
+    read = plain.rename_columns([name.replace("index", "kind") for name in plain.column_names])
+    read = read.set_column(read.num_columns - 1, "kind", pa.array([value for value in column for _ in range(9)]))
+    seen = []
+
+    class Sums:
+        def score_tensors(self, tensors: list[torch.Tensor]) -> dict[str, Any]:
+            seen.append(tensors)
+            return {"prediction": np.zeros((len(tensors[0]), 3))}
+
+    for table, columns in ((read, kinds), (plain, one)):
+        table = without(table, "sold", [6, 7, 8, 15, 16, 17, 24, 25, 26])
+        list(forecast(batches(table, 7), columns, Sums()))  # type: ignore[arg-type]
+    assert seen[0][2][:, -1, 1].tolist() == [3, 1, 0 if "new" in column else 2]
+    for found, want in zip(*seen, strict=True):
+        torch.testing.assert_close(found, want)

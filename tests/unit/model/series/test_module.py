@@ -95,6 +95,25 @@ def test_its_graph_takes_any_number_of_windows() -> None:
     assert torch.allclose(graph.module()(*few), module(*few))
 
 
+def test_a_module_gets_a_learned_vector_for_each_category_and_zeros_for_null_and_unknown_ones() -> None:
+    known = [["a", "b", "c", "d", "e"], None, [True]]
+    module = SeriesModule(Seen, {}, 4, 2, PAST, FUTURE, [(0.0, 1.0), (3.0, 1.0), (0.0, 1.0)], categories=known)
+    past, future, size = windows()
+    kind, flag = torch.tensor([0.0, 1, 2, 6, 6]), torch.tensor([2.0, 0, 1, 2, 2])
+    static = torch.stack([kind, size[:, -1, 0], flag], 1).unsqueeze(1).expand(-1, 4, -1)
+    module(past, future, static)
+    vectors = module.module.parts[2]  # type: ignore[union-attr]
+    assert vectors.shape == (5, 1 + 4 + 2)
+    assert torch.equal(vectors[:, 0], size[:, -1, 0] - 3)
+    assert (vectors[:2, 1:5] == 0).all()
+    assert (vectors[1:3, 5:] == 0).all()
+    assert torch.equal(vectors[3], torch.cat([vectors[3, :1], vectors[4, 1:]]))
+    assert (vectors[2:, 1:5] != 0).all()
+    assert not torch.equal(vectors[2, 1:5], vectors[3, 1:5])
+    module.module.parts[2].sum().backward()  # type: ignore[union-attr, operator]
+    assert all(weight.grad is not None for weight in module.embeddings.parameters())
+
+
 @pytest.mark.parametrize(("shape", "quantiles"), [((2, 3), []), ((3, 4), []), ((3, 3, 2), [0.1, 0.5, 0.9])])
 def test_an_output_of_another_shape_is_refused(shape: tuple[int, ...], quantiles: list[float]) -> None:
     module = SeriesModule(Returns(torch.zeros(shape)), {}, 4, 2, quantiles=quantiles)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from sparktorch.base.deferred import deferred
+from sparktorch.ml.tasks.season import context_for, longest_context
 from sparktorch.model.series.module import SeriesModule, SeriesNetwork
 from sparktorch.model.series.seasonal import SeasonalForecast, season_of
 
@@ -108,3 +109,32 @@ def test_a_season_is_no_longer_than_the_context_and_short_series_have_none() -> 
     assert season_of([series("monthly")], 11, 6) < 11
     assert season_of([series("monthly", 40)], 36, 12) == 1
     assert season_of([], 36, 12) == 1
+
+
+@pytest.mark.parametrize(("context", "horizon", "season"), [(12, 4, 4), (14, 11, 4), (6, 3, 1), (5, 3, 9)])
+@pytest.mark.parametrize("quantiles", [[], [0.1, 0.9]])
+def test_until_it_is_trained_the_network_forecasts_the_last_season_of_anything(
+    context: int, horizon: int, season: int, quantiles: list[float]
+) -> None:
+    torch.manual_seed(0)
+    module = SeriesModule(NETWORK, {}, context, horizon, quantiles=quantiles, season=season).eval()
+    past = 100 + 5 * torch.rand(3, context, 1)
+    rows = season if season <= context else 1
+    want = past[:, [context - rows + step % rows for step in range(horizon)], 0]
+    found = module(past)
+    for forecast in found.unbind(2) if quantiles else [found]:
+        torch.testing.assert_close(forecast, want)
+    trained = module.train()(past)
+    torch.testing.assert_close(module.eval()(past), trained)
+    assert not torch.allclose(trained, found)
+
+
+def test_a_context_has_two_horizons_or_three_seasons_as_far_as_half_of_a_series_goes() -> None:
+    assert longest_context([(365, 32)], 14) == 175
+    assert longest_context([(20, 3), (3000, 4)], 24) == 1024
+    assert longest_context([(20, 3), (3000, 2)], 4) == 8
+    assert longest_context([(9, 1)], 12) == longest_context([(4, 1)], 1) == 2
+    assert [context_for(175, 14, season) for season in (1, 7, 30, 80, 180)] == [28, 28, 90, 160, 28]
+    assert context_for(30, 12, 12) == 24
+    assert context_for(2, 12, 1) == 2
+    assert context_for(175, 1, 1) == 8
