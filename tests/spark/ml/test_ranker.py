@@ -158,6 +158,18 @@ def test_a_loss_of_ones_own_gets_one_score_a_row_of_the_network_for_tables(spark
     assert Ranker(**SMALL, loss=spread).fit(offers(spark, 30)).module.members == 1
 
 
+def test_a_ranker_of_a_table_refuses_columns_that_cannot_be_inputs_and_a_group_that_is_not_there(
+    spark: SparkSession,
+) -> None:
+    rows = offers(spark, 3)
+    with pytest.raises(ColumnError, match="there is no column 'nope'"):
+        Ranker(**{**SMALL, "groupCol": "nope"}).fit(rows)
+    with pytest.raises(ColumnError, match="column 'places' is array<int>, neither text, number, boolean"):
+        Ranker(**SMALL).fit(rows.withColumn("places", F.array(F.lit(1))))
+    with pytest.raises(ConfigError, match="module is not set"):
+        Ranker(**SMALL, featuresCol="places").fit(rows)
+
+
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize(
     "changes",
