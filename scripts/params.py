@@ -51,7 +51,7 @@ SUBJECTS = {
     "Rows that estimators for one task hold out": (task_tables.HELD_OUT,),
     "How columns become tensors": (tables.INPUTS,),
     "`TextClassifier` and `ImageClassifier`": (task_tables.PRETRAINED, task_tables.TEXT, task_tables.IMAGE),
-    "`TabularClassifier` and `TabularRegressor`": (task_tables.TABLE,),
+    "`TabularClassifier`, `TabularRegressor` and `Ranker`": (task_tables.TABLE,),
     "`Recommender`": (task_tables.PAIR, task_tables.RATING, task_tables.FACTORS, task_tables.COLD_START),
     "`Forecaster`": (task_tables.SERIES, task_tables.WINDOWS),
     "Steps and epochs": (tables.STEPS, tables.EPOCHS, tables.SAMPLING),

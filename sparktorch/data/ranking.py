@@ -7,6 +7,7 @@ group, whose rows are ordered by score.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 
 import torch
 from torch.nn import functional as F
@@ -16,6 +17,27 @@ from sparktorch.errors import ModuleError
 __all__ = ["LOSSES", "measured", "ndcg", "reciprocal_rank"]
 
 
+GroupLoss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _of_members(loss: GroupLoss) -> GroupLoss:
+    """Lets a loss take the scores of several members, `(rows, members)`: it returns the mean of the members' losses.
+
+    A network for tables trains its members so. Labels then have the same shape.
+    """
+
+    @wraps(loss)
+    def of_members(scores: torch.Tensor, labels: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        if scores.dim() != 2 or scores.shape != labels.shape:
+            return loss(scores, labels, sizes)
+        members = scores.shape[1]  # The groups of each are groups of their own.
+        losses = loss(scores.t().flatten(), labels.t().flatten(), sizes.repeat(members))
+        return losses.view(members, -1).mean(0)
+
+    return of_members
+
+
+@_of_members
 def listnet(scores: torch.Tensor, labels: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
     """Returns the cross entropy between the softmax of a group's labels and that of its scores, of shape `(groups,)`.
 
@@ -28,6 +50,7 @@ def listnet(scores: torch.Tensor, labels: torch.Tensor, sizes: torch.Tensor) -> 
     return _sums(-wanted * _log_softmax(scores, group, sizes), group, sizes)
 
 
+@_of_members
 def ranknet(scores: torch.Tensor, labels: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
     """Returns the mean logistic loss over the pairs of a group with different labels; 0 for one without pairs.
 
@@ -40,6 +63,7 @@ def ranknet(scores: torch.Tensor, labels: torch.Tensor, sizes: torch.Tensor) -> 
     return _sums(losses, group, sizes) / count.clamp(min=1)
 
 
+@_of_members
 def lambdarank(scores: torch.Tensor, labels: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
     """Returns the sum of the logistic losses of a group's pairs, each times the NDCG that swapping the two changes.
 

@@ -70,7 +70,7 @@ _RANKING = (
 )
 RANKER = _automatic(
     (
-        *(*_BEFORE_LABELS, *_GROUP, *_BEFORE_LOSS),
+        *(*_BEFORE_LABELS, *_GROUP, *_BEFORE_LOSS, *tasks.TABLE),
         *(replace(spec, doc=_RANKING) if spec.name == "loss" else spec for spec in _loss_of("listnet")),
         *_AFTER_LOSS,
     )

@@ -1050,6 +1050,11 @@ class RankerParams(EstimatorParams):
         validationIndicatorCol: str | None = None,
         validationFraction: float = 0.1,
         idCol: str | None = None,
+        categoricalCols: list[str] | None = None,
+        numericCols: list[str] | None = None,
+        minCount: int | None = None,
+        maxCategories: int = 1000,
+        maxIntegerCategories: int = 500,
         loss: str | Callable[..., Any] = "listnet",
         lossParams: dict[str, Any] | None = None,
         trainingStep: str | Callable[..., Any] | None = None,
@@ -1143,6 +1148,11 @@ class RankerParams(EstimatorParams):
             validationIndicatorCol: A boolean column, true for the rows that validate and do not train.
             validationFraction: The share of rows that validate and do not train, where epochs is 'auto' or this is set, and validationIndicatorCol is not: by a hash of the row, of a ranker whole groups, of series their last windows; 0 for none, and 50,000 rows at most (>= 0, < 1).
             idCol: A column that identifies a row, used in place of its contents to order the training.
+            categoricalCols: The columns of categories, among them dates and timestamps, of which parts are taken; by default those of strings, booleans, dates and timestamps.
+            numericCols: The columns of numbers; by default those of numbers that categoricalCols does not name.
+            minCount: The fewest training rows of a category; a rarer one is unknown; without it, a 500th of the rows, and 30 at most.
+            maxCategories: The most categories of a column, its most frequent ones.
+            maxIntegerCategories: Columns of integers of at most so many distinct values, and at most 511, are categories, too, if neither categoricalCols nor numericCols is set; 0 for none.
             loss: 'listnet', 'ranknet' or 'lambdarank', or a callable (scores, labels, sizes) -> loss per group, or its import path.
             lossParams: Keyword arguments of the loss class.
             trainingStep: A callable (module, batch) -> loss, or (loss, metrics), or its import path, in place of loss.
@@ -1220,6 +1230,26 @@ class RankerParams(EstimatorParams):
     def getValidationFraction(self) -> float: ...
     def setValidationFraction(self, value: float) -> Self:
         """Sets the value of `validationFraction`: the share of rows that validate and do not train, where epochs is 'auto' or this is set, and validationIndicatorCol is not: by a hash of the row, of a ranker whole groups, of series their last windows; 0 for none, and 50,000 rows at most (>= 0, < 1)."""
+    categoricalCols: Param[list[str]]
+    def getCategoricalCols(self) -> list[str]: ...
+    def setCategoricalCols(self, value: list[str]) -> Self:
+        """Sets the value of `categoricalCols`: the columns of categories, among them dates and timestamps, of which parts are taken; by default those of strings, booleans, dates and timestamps."""
+    numericCols: Param[list[str]]
+    def getNumericCols(self) -> list[str]: ...
+    def setNumericCols(self, value: list[str]) -> Self:
+        """Sets the value of `numericCols`: the columns of numbers; by default those of numbers that categoricalCols does not name."""
+    minCount: Param[int]
+    def getMinCount(self) -> int: ...
+    def setMinCount(self, value: int) -> Self:
+        """Sets the value of `minCount`: the fewest training rows of a category; a rarer one is unknown; without it, a 500th of the rows, and 30 at most."""
+    maxCategories: Param[int]
+    def getMaxCategories(self) -> int: ...
+    def setMaxCategories(self, value: int) -> Self:
+        """Sets the value of `maxCategories`: the most categories of a column, its most frequent ones."""
+    maxIntegerCategories: Param[int]
+    def getMaxIntegerCategories(self) -> int: ...
+    def setMaxIntegerCategories(self, value: int) -> Self:
+        """Sets the value of `maxIntegerCategories`: columns of integers of at most so many distinct values, and at most 511, are categories, too, if neither categoricalCols nor numericCols is set; 0 for none."""
     learningRate: Param[float | str]  # type: ignore[assignment]
     def getLearningRate(self) -> float | str: ...  # type: ignore[override]
     def setLearningRate(self, value: float | str) -> Self:

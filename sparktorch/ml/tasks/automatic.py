@@ -72,7 +72,16 @@ SERIES = TaskSettings(largest_batch=256, least_steps=1_000, unwatched_steps=25, 
 RATINGS = TaskSettings(
     learning_rate=0.1, usual_rate=0.1, smallest_batch=64, steps_per_epoch=256, most_patience=5, least_patience=3
 )
-RANKING = TaskSettings(smallest_batch=16, largest_batch=128)
+RANKING = TaskSettings(
+    learning_rate=3e-3,
+    scheduler="CosineAnnealingLR",
+    smallest_batch=16,
+    largest_batch=128,
+    patience_steps=400,
+    least_patience=6,
+    most_epochs=80,
+    least_epochs=6,
+)
 TEXTS = TaskSettings(
     learning_rate=5e-5, smallest_batch=16, largest_batch=32, most_patience=4, least_steps=100, most_epochs=20
 )

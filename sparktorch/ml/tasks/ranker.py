@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from sparktorch.base.config import one_of
 from sparktorch.data.ranking import LOSSES, measured
+from sparktorch.data.tables import TableColumns, TableNetwork
 from sparktorch.errors import refuse, shortens
 from sparktorch.ml.fit.values import NAMED_GROUPS, Values
 from sparktorch.ml.params.mixins import RankerParams, RankingModelParams
 from sparktorch.ml.regression import ValueModel
 from sparktorch.ml.scoring.ranking import RankingSummary, evaluate_ranker
 from sparktorch.ml.tasks.automatic import RANKING
-from sparktorch.ml.tasks.automatic_estimator import AutomaticEstimator
 from sparktorch.ml.tasks.held_out import in_share, marked
+from sparktorch.ml.tasks.tabular import TabularEstimator, TabularModel
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.frame.groups import check_group
 from sparktorch.spark.rdd import dataframe_of
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 __all__ = ["Ranker", "RankingModel"]
 
 
-class RankingModel(ValueModel, RankingModelParams):
+class RankingModel(TabularModel, ValueModel, RankingModelParams):
     """A module fitted by `Ranker`.
 
     `transform` adds `predictionCol`, a double: the larger it is, the earlier comes the row in its group. It scores row
@@ -50,24 +54,18 @@ class RankingModel(ValueModel, RankingModelParams):
         return evaluate_ranker(named, named.transform, dataframe_of(dataset, "evaluate"))
 
 
-class Ranker(AutomaticEstimator, RankerParams):
+class Ranker(TabularEstimator, RankerParams):
     """Trains a PyTorch module to order the rows of each group, such as the documents that a query finds.
 
-    The module returns one score a row, of shape `(rows,)` or `(rows, 1)`. Labels are grades, numbers >= 0; the larger
-    one is the better. A batch has `batchSize` whole groups. Validations show `val_ndcg_at_10` and `val_mrr`.
+    Without `module`, it takes the columns of a table as they are, as `TabularRegressor` does, and trains its network.
+    A module of your own gets the input columns, and returns one score a row, of shape `(rows,)` or `(rows, 1)`. Labels
+    are grades, numbers >= 0; the larger one is the better. A batch has `batchSize` whole groups. Validations show
+    `val_ndcg_at_10` and `val_mrr`.
 
     Example:
-        >>> rows = [(query, [float(i), float(query % 3)], float(i // 2)) for query in range(30) for i in range(6)]
-        >>> found = spark.createDataFrame(rows, "query int, features array<float>, label float")
-        >>> ranker = Ranker(
-        ...     module="torch.nn:Linear",
-        ...     moduleParams={"in_features": 2, "out_features": 1},
-        ...     groupCol="query",
-        ...     batchSize=10,
-        ...     epochs=5,
-        ...     learningRate=0.1,
-        ...     progress=False,
-        ... )
+        >>> rows = [(query, float(i), "ab"[query % 2], float(i // 2)) for query in range(30) for i in range(6)]
+        >>> found = spark.createDataFrame(rows, "query int, price double, kind string, label float")
+        >>> ranker = Ranker(groupCol="query", batchSize=10, epochs=5, learningRate=0.01, progress=False)
         >>> model = ranker.fit(found)
         >>> model.evaluate(found).ndcg(10) > 0.99
         True
@@ -83,6 +81,39 @@ class Ranker(AutomaticEstimator, RankerParams):
     _task_settings = RANKING
     _unit = "groups"
     _searched = {"optimizerParams.weight_decay": [0.1, 1.0]}
+
+    @property
+    def _takes_table(self) -> bool:
+        """Whether columns are taken as they are, for the network for tables: a module of the user's gets inputs."""
+        p = Values(self)
+        if p.trained is not None:
+            return isinstance(p.trained.preprocess, TableColumns)
+        made = p["preprocess"] is not None and self._seen is None
+        return p["module"] in (None, TableNetwork) and not (made or p.is_set("featuresCol"))
+
+    def completed(self) -> Self:
+        """Returns a copy with the Params that follow from the rows, once they were seen: inputs and network."""
+        return super().completed() if self._takes_table else super(TabularEstimator, self).completed()
+
+    @property
+    def _learns(self) -> bool:
+        return self._takes_table or self._needs_count
+
+    @property
+    def _has_learned(self) -> bool:
+        return self._seen is not None or self._sample is not None
+
+    def _look_at(self, rows: DataFrame) -> None:
+        if self._takes_table:
+            check_group(ColumnNames.of(rows), self.getGroupCol())  # before there is a job
+            super()._look_at(rows)
+
+    @property
+    def _network(self) -> dict[str, Any]:
+        settings = super()._network
+        del settings["scales"]  # Scores have no unit.
+        # Only the losses that have names bear an axis of members.
+        return settings if self.getLoss() in LOSSES else settings | {"members": 1}
 
     @property
     def _chosen_by(self) -> str:

@@ -34,11 +34,14 @@ from sparktorch.spark.frame.refusals import unsuitable
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["TabularClassificationModel", "TabularClassifier", "TabularRegressionModel", "TabularRegressor"]
+__all__ = [
+    *("TabularClassificationModel", "TabularClassifier", "TabularEstimator", "TabularModel", "TabularRegressionModel"),
+    "TabularRegressor",
+]
 
 logger = logging.getLogger(__name__)
 
-_ROLES = ("labelCol", "labelCols", "weightCol", "validationIndicatorCol", "idCol")
+_ROLES = ("labelCol", "labelCols", "weightCol", "validationIndicatorCol", "idCol", "groupCol")
 _LEARNS_FROM = (*_ROLES, *(spec.name for spec in TABLE), "inputCols")
 _DRAWN = re.compile(r"_[0-9a-f]{12}_rand$")  # by which Spark's CrossValidator and TrainValidationSplit mark rows
 _MOST_LABELS = 100_000  # what comes to the driver, and an output for each
@@ -70,8 +73,8 @@ class _Seen(NamedTuple):
     constants: tuple[str, ...] = ()  # Columns of numbers that are the same in all rows that train.
 
 
-class _TabularEstimator(LearningEstimator):
-    """What both estimators share."""
+class TabularEstimator(LearningEstimator):
+    """Base class of estimators that take the columns of a table as they are."""
 
     _task_settings = TABLES
     _learns_from = _LEARNS_FROM
@@ -84,24 +87,28 @@ class _TabularEstimator(LearningEstimator):
     _searched_rates = (0.3, 2.0)
     _seen: _Seen | None = None
 
+    @property
+    def _network(self) -> dict[str, Any]:
+        """Returns what the network is told of the rows, once they were seen, by the names of its parameters."""
+        assert self._seen is not None
+        table, scales, p = self._seen.table, self._seen.scales, Values(self)
+        found: dict[str, Any] = {"cardinalities": table.cardinalities, "numbers": table.width}
+        found |= {"outputs": self._seen.outputs, "edges": self._seen.edges, **network_settings(self._seen.rows)}
+        if p["trainingStep"] is not None:
+            found["members"] = 1  # A user's step expects one output for each row.
+        return found | ({"scales": scales} if self._task == "regression" else {})
+
     def completed(self) -> Self:
         """Returns a copy with the Params that follow from the rows, once they were seen: inputs and network."""
         module = Values(self)["module"] or TableNetwork
         that = super().completed().copy()._set(module=module)
         if self._seen is None:
             return that
-        table, inputs, outputs, _, scales, edges, rows, *_ = self._seen
-        told: dict[str, Any] = {"cardinalities": table.cardinalities, "numbers": table.width, "outputs": outputs}
-        told |= {"edges": edges, **network_settings(rows)}
-        if Values(self)["trainingStep"] is not None:
-            told["members"] = 1  # A user's step expects one output for each row.
-        if self._task == "regression":
-            told["scales"] = scales
         made_by = load_object(module) if isinstance(module, str) else module
         built = isinstance(made_by, nn.Module | TorchModelBase)
         takes = () if built else inspect.signature(made_by).parameters
-        params = {name: value for name, value in told.items() if name in takes} | self.getModuleParams()
-        return that._set(inputCols=inputs, preprocess=table, moduleParams=params)
+        params = {name: value for name, value in self._network.items() if name in takes} | self.getModuleParams()
+        return that._set(inputCols=self._seen.inputs, preprocess=self._seen.table, moduleParams=params)
 
     def _learn(self, dataset: DataFrame) -> _Seen:
         trained = Values(self).trained
@@ -130,7 +137,8 @@ class _TabularEstimator(LearningEstimator):
 
     def _arranged(self, dataset: DataFrame) -> DataFrame:
         """Returns the rows with a label of strings or booleans as the index of its class; -1 if it is none of these."""
-        assert self._seen is not None
+        if self._seen is None:
+            return dataset
         _warn_of_constants(self._seen)
         column, labels = self.getLabelCol(), self._seen.labels
         if self._task != "classification" or not labels:
@@ -140,7 +148,7 @@ class _TabularEstimator(LearningEstimator):
         return dataset.withColumn(column, index.alias(column, metadata=nominal(len(labels), labels)))
 
 
-def _seen_in(dataset: DataFrame, estimator: _TabularEstimator) -> _Seen:
+def _seen_in(dataset: DataFrame, estimator: TabularEstimator) -> _Seen:
     """Returns what one job learns of the rows that train."""
     p, names = Values(estimator), ColumnNames.of(dataset)
     if estimator._task == "regression":
@@ -349,8 +357,8 @@ def _rounded(value: float) -> float:
     return float(f"{value:.8g}")
 
 
-class _TabularModel(TorchModelBase):
-    """What both models share."""
+class TabularModel(TorchModelBase):
+    """Base class of the models of tables."""
 
     @property
     def categories(self) -> dict[str, list[Any]]:
@@ -359,11 +367,11 @@ class _TabularModel(TorchModelBase):
         return table.known if isinstance(table, TableColumns) else {}
 
 
-class TabularClassificationModel(_TabularModel, TorchClassificationModel):
+class TabularClassificationModel(TabularModel, TorchClassificationModel):
     """A classifier fitted by `TabularClassifier`; `labels` are the labels of its classes, if they are no numbers."""
 
 
-class TabularClassifier(_TabularEstimator, TorchClassifier, TabularClassifierParams):
+class TabularClassifier(TabularEstimator, TorchClassifier, TabularClassifierParams):
     """Trains a classifier on the columns of a table as they are: strings, booleans, numbers, dates and timestamps.
 
     All columns but the label and those that other Params name are inputs. Labels are strings, booleans, or whole
@@ -387,11 +395,11 @@ class TabularClassifier(_TabularEstimator, TorchClassifier, TabularClassifierPar
     _model_class = TabularClassificationModel
 
 
-class TabularRegressionModel(_TabularModel, TorchRegressionModel):
+class TabularRegressionModel(TabularModel, TorchRegressionModel):
     """A regressor fitted by `TabularRegressor`."""
 
 
-class TabularRegressor(_TabularEstimator, TorchRegressor, TabularRegressorParams):
+class TabularRegressor(TabularEstimator, TorchRegressor, TabularRegressorParams):
     """Trains a regressor on the columns of a table as they are: strings, booleans, numbers, dates and timestamps.
 
     All columns but the label and those that other Params name are inputs. By default, it trains a multilayer perceptron

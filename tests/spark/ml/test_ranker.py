@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from sklearn.metrics import ndcg_score
 from torch import nn
 
 from sparktorch import Ranker, RankingModel, TorchEstimator, TorchRegressor, TorchTuner
+from sparktorch.data.ranking import LOSSES
 from sparktorch.errors import ColumnError, ConfigError, RankError
 from sparktorch.tracking import save_model
 from tests.support.mlflow import QUIET
@@ -60,10 +62,10 @@ def ranker(**params: Any) -> Ranker:
     return Ranker(**{**QUICK, "groupCol": "search", **params})
 
 
-def ndcg_of(scored: DataFrame, k: int | None = None, *, weighted: bool = False) -> float:
+def ndcg_of(scored: DataFrame | pd.DataFrame, k: int | None = None, *, weighted: bool = False) -> float:
     """Returns the mean by scikit-learn, which refuses groups of one row."""
     found, weights = [], []
-    for _, group in scored.toPandas().groupby("search"):
+    for _, group in (scored if isinstance(scored, pd.DataFrame) else scored.toPandas()).groupby("search"):
         alone = float(group.label.iloc[0] > 0)
         found.append(ndcg_score([group.label], [group.prediction], k=k) if len(group) > 1 else alone)
         weights.append(group.weight.iloc[0] if weighted else 1.0)
@@ -100,6 +102,88 @@ def test_equal_scores_share_their_gains_and_come_behind_rows_without_a_grade(spa
     summary = model.setGroupCol("search").evaluate(few)
     assert summary.ndcg() == pytest.approx(ndcg_score([[3, 0, 1]], [[0, 0, 1]]) / 2)
     assert summary.meanReciprocalRank == 0.5
+
+
+def offers(spark: SparkSession, count: int = 70) -> DataFrame:
+    """Offers that searches find, as a table has them: the cheaper is the better, and some kinds may cost more."""
+    draw = np.random.default_rng(5)
+    rows: list[tuple[Any, ...]] = []
+    for search in range(count):
+        for size in range(int(draw.integers(2, 9))):
+            price, kind = float(draw.uniform(10, 90)), ["hotel", "flat", "tent", None][int(draw.integers(4))]
+            value = {"hotel": 40, "flat": 20, "tent": 0, None: 10}[kind] - price
+            since = datetime.date(2026, 1 + size, 1)
+            grade = float(np.digitize(value, [-60, -40, -20]))
+            rows.append(
+                (f"search {search}", kind, price if draw.random() < 0.9 else None, 3 * search % 7, since, grade)
+            )
+    schema = "search string, kind string, price double, rooms int, since date, grade double"
+    return spark.createDataFrame(rows, schema).repartition(3)
+
+
+NAMED: dict[str, Any] = {"groupCol": "search", "labelCol": "grade", "progress": False, "seed": 2}
+SMALL: dict[str, Any] = {**NAMED, "moduleParams": {"hidden": [8]}, "batchSize": 10, "epochs": 3}
+
+
+def test_a_ranker_takes_a_table_as_it_is_with_nothing_named_but_columns(spark: SparkSession, tmp_path: Path) -> None:
+    rows = offers(spark)
+    model = Ranker(**NAMED, earlyStoppingPatience=2).fit(rows)  # A long patience takes seconds.
+    assert model.getInputCols() == ["kind", "price", "rooms", "since"]
+    assert set(model.categories["kind"]) == {"hotel", "flat", "tent"}
+    assert model.summary.heldOut["unit"] == "groups"
+    scored = model.transform(rows).toPandas().rename(columns={"grade": "label"})
+    by_chance = ndcg_of(scored.assign(prediction=np.random.default_rng(1).random(len(scored))))
+    summary = model.evaluate(rows)
+    assert summary.ndcg() > max(0.95, by_chance + 0.05)
+    assert summary.ndcg() == pytest.approx(ndcg_of(scored), abs=1e-6)
+    model.write().overwrite().save(str(tmp_path / "model"))
+    again, row = RankingModel.load(str(tmp_path / "model")), rows.where("kind is null and price is null").first()
+    assert again.predict(row) == model.predict(row)
+    assert again.categories == model.categories
+
+
+def test_several_members_are_trained_alike_by_any_number_of_workers(spark: SparkSession) -> None:
+    rows = offers(spark, 30)
+    fitted = [Ranker(**{**SMALL, "optimizer": "SGD", "numWorkers": count}).fit(rows) for count in (1, 3)]
+    plain, other = (model.module.state_dict() for model in fitted)
+    assert fitted[0].module.members > 1
+    torch.testing.assert_close(other, plain, atol=1e-6, rtol=0)
+
+
+def test_a_loss_of_ones_own_gets_one_score_a_row_of_the_network_for_tables(spark: SparkSession) -> None:
+    def spread(scores: torch.Tensor, labels: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        assert scores.shape == labels.shape == (int(sizes.sum()),)
+        return torch.stack([part.var(correction=0) for part in scores.split(sizes.tolist())])
+
+    assert Ranker(**SMALL, loss=spread).fit(offers(spark, 30)).module.members == 1
+
+
+def test_a_ranker_of_a_table_refuses_columns_that_cannot_be_inputs_and_a_group_that_is_not_there(
+    spark: SparkSession,
+) -> None:
+    rows = offers(spark, 3)
+    with pytest.raises(ColumnError, match="there is no column 'nope'"):
+        Ranker(**{**SMALL, "groupCol": "nope"}).fit(rows)
+    with pytest.raises(ColumnError, match="column 'places' is array<int>, neither text, number, boolean"):
+        Ranker(**SMALL).fit(rows.withColumn("places", F.array(F.lit(1))))
+    with pytest.raises(ConfigError, match="module is not set"):
+        Ranker(**SMALL, featuresCol="places").fit(rows)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(
+    "changes",
+    [{"search": "monotonically_increasing_id()"}, {"grade": "2.0"}, {"grade": "0.0"}, {"grade": "hash(search) & 1"}],
+    ids=["groups of one", "one grade", "no grade above 0", "one grade in each group"],
+)
+def test_groups_that_teach_nothing_give_a_model_and_never_nan(
+    spark: SparkSession, changes: dict[str, str], loss: str
+) -> None:
+    rows = offers(spark, 12).selectExpr("*").withColumns({name: F.expr(text) for name, text in changes.items()})
+    model = Ranker(**SMALL, loss=loss).fit(rows)
+    assert np.isfinite(model.transform(rows).toPandas().prediction).all()
+    assert np.isfinite([record["loss"] for record in model.summary.history]).all()
+    assert 0 <= model.evaluate(rows).ndcg(10) <= 1
 
 
 def test_workers_and_storage_do_not_change_what_is_trained(rows: DataFrame) -> None:

@@ -39,6 +39,25 @@ def test_losses_and_gradients_are_those_of_a_loop_over_groups(name: str) -> None
 
 
 @pytest.mark.parametrize("name", LOSSES)
+def test_the_loss_of_several_members_is_the_mean_of_theirs(name: str) -> None:
+    _, labels = graded()
+    scores = torch.stack([graded(seed=seed)[0] for seed in range(3)], 1)
+    losses = LOSSES[name](scores, labels.unsqueeze(1).expand(-1, 3), SIZES)
+    torch.testing.assert_close(losses, sum(LOSSES[name](of, labels, SIZES) for of in scores.unbind(1)) / 3)
+
+
+@pytest.mark.parametrize("labels", [[2.0, 2.0, 2.0], [0.0, 0.0, 0.0]])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_group_of_one_grade_gives_finite_losses_and_gradients(name: str, labels: list[float]) -> None:
+    scores = torch.tensor([0.5, -1.0, 0.0], requires_grad=True)
+    losses = LOSSES[name](scores, torch.tensor(labels), torch.tensor([3]))
+    losses.sum().backward()  # type: ignore[no-untyped-call]
+    assert losses.isfinite().all()
+    assert scores.grad is not None
+    assert scores.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_of_large_scores_and_of_groups_of_one_row_is_finite(name: str) -> None:
     scores = torch.tensor([1e4, -1e4, 3.0, 0.0], requires_grad=True)
     losses = LOSSES[name](scores, torch.tensor([0.0, 2.0, 1.0, 0.0]), torch.tensor([2, 1, 1]))
