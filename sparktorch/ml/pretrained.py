@@ -1,4 +1,4 @@
-"""Classifiers of text and images that go on from a local folder of Hugging Face's."""
+"""Classifiers of text and images, that go on from a local folder of Hugging Face's; of images, from none as well."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from abc import abstractmethod
 from dataclasses import replace
 from typing import Any
 
+from pyspark.sql import DataFrame
+
 from sparktorch.base.config import at_least
 from sparktorch.base.imports import transformers
+from sparktorch.data.image_network import ImageNetwork
 from sparktorch.errors import ConfigError, ModuleError, Refusal, refuse
 from sparktorch.ml.classification import TorchClassificationModel, TorchClassifier
 from sparktorch.ml.fit.values import Values, not_set
@@ -18,10 +21,11 @@ from sparktorch.ml.params.mixins import (
     TextClassificationModelParams,
     TextClassifierParams,
 )
-from sparktorch.ml.tasks.automatic import IMAGES, TEXTS
-from sparktorch.ml.tasks.automatic_estimator import AutomaticEstimator
+from sparktorch.ml.tasks.automatic import IMAGES, NEW_IMAGES, NEW_TEXTS, TEXTS, TaskSettings
+from sparktorch.ml.tasks.image_size import usual_size
+from sparktorch.ml.tasks.labelled import LabelledEstimator, LearnedOfLabels
 from sparktorch.model.trained_module import TrainedModule
-from sparktorch.train.huggingface.folder import classifier_in, config_in
+from sparktorch.train.huggingface.folder import classifier_in, config_in, has_new_weights
 from sparktorch.train.huggingface.models import names_of_arguments
 from sparktorch.train.huggingface.preprocess import FromFolder, Pixels, Tokens
 
@@ -36,10 +40,8 @@ _REFUSED = (
     *(
         Refusal(
             name,
-            lambda p, name=name: (
-                p.is_set(name) and (name == "inputCols" or not isinstance(p["preprocess"], FromFolder))
-            ),  # type: ignore[misc]
-            f"{name} is set, which the estimator finds in modelFolder",
+            lambda p, name=name: p.is_set(name) and (name == "inputCols" or not _is_completed(p)),  # type: ignore[misc]
+            f"{name} is set, which the estimator chooses itself",
             "leave it out, or use TorchClassifier",
         )
         for name in ("module", "moduleParams", "preprocess", "inputCols")
@@ -50,8 +52,20 @@ _REFUSED = (
         "nullPolicy is 'fill', and fillValue stands for no text and for no image",
         "'drop' leaves out rows without one; or replace them before fit",
     ),
-    not_set("modelFolder", "pass the path of a local folder"),
+    Refusal(
+        "inputShapes",
+        lambda p: p.is_set("inputShapes") and p["modelFolder"] is not None,
+        "inputShapes is set, and what is in modelFolder says the size of its inputs",
+        "leave it out; the folder's preprocessor_config.json has the size",
+    ),
 )
+_UNKNOWN_SIZE = (32, 32)  # of images, before the first are looked at
+_WITHOUT_FOLDER = (not_set("modelFolder", "pass the path of a local folder"),)
+
+
+def _is_completed(p: Values) -> bool:
+    """Whether the Params that an estimator chooses itself are those that it has chosen."""
+    return isinstance(p["preprocess"], FromFolder) or p["module"] is ImageNetwork
 
 
 class _OneColumn:
@@ -71,16 +85,29 @@ class _FromFolderModel(_OneColumn, TorchClassificationModel):
     @property
     def trained(self) -> TrainedModule:
         """The trained module, whose `preprocess` reads `modelFolder`."""
-        found, folder = super().trained, str(self.getOrDefault("modelFolder"))
-        if not isinstance(found.preprocess, FromFolder) or found.preprocess.folder == folder:
-            return found
-        return replace(found, preprocess=replace(found.preprocess, folder=folder))
+        trained, folder = super().trained, Values(self)["modelFolder"]
+        if not isinstance(trained.preprocess, FromFolder) or trained.preprocess.folder == folder:
+            return trained
+        return replace(trained, preprocess=replace(trained.preprocess, folder=str(folder)))
 
 
-class _FromFolderClassifier(_OneColumn, AutomaticEstimator, TorchClassifier):
-    """What both classifiers share."""
+class _FromFolderClassifier(_OneColumn, LabelledEstimator, TorchClassifier):
+    """What both classifiers share.
 
+    Attributes:
+        _trained_settings: The constants for a folder whose weights are trained.
+        _new_settings: The constants for weights that are random.
+        _auto: The class of transformers' that makes a classifier of a folder.
+    """
+
+    _trained_settings: TaskSettings
+    _new_settings: TaskSettings
     _auto: str
+
+    @property
+    def _task_settings(self) -> TaskSettings:
+        folder = Values(self)["modelFolder"]
+        return self._new_settings if folder is None or has_new_weights(folder) else self._trained_settings
 
     def completed(self) -> Any:
         """Returns a copy with the Params that follow from the folder: module, its parameters, and preprocess.
@@ -89,11 +116,11 @@ class _FromFolderClassifier(_OneColumn, AutomaticEstimator, TorchClassifier):
             ConfigError: `modelFolder` is not set, or a Param is set that it replaces.
             ModuleError: There is no such folder, or no model in it.
         """
-        refuse(_REFUSED, Values(self))
+        refuse((*_REFUSED, *_WITHOUT_FOLDER), Values(self))
         folder = os.path.abspath(str(self.getOrDefault("modelFolder")))
-        classes = self.getOrDefault("numLabels") if self.isDefined("numLabels") else None
-        if classes is not None:
-            at_least("numLabels", classes, 2)
+        classes = self._classes
+        if not self.isDefined("numLabels"):
+            classes = max(classes, getattr(config_in(folder), "num_labels", 2))
         params = classifier_in(folder, self._auto, classes)
         made = self._preprocess_of(folder, params)
         return super().completed().copy()._set(modelFolder=folder, module=folder, moduleParams=params, preprocess=made)
@@ -112,7 +139,8 @@ class TextClassificationModel(_FromFolderModel, TextClassificationModelParams):
 class TextClassifier(_FromFolderClassifier, TextClassifierParams):
     """Trains a classifier of text from a local folder with a model and a tokenizer of Hugging Face's.
 
-    The folder is at the same path on the driver and in each rank. A model without a head for classes gets a new one.
+    The folder is at the same path on the driver and in each rank. A model without a head for classes, or with one for
+    fewer than the labels have, gets a new one.
 
     Raises:
         ConfigError, ColumnError, ModuleError, ClusterError: From `fit`, before training starts.
@@ -120,7 +148,7 @@ class TextClassifier(_FromFolderClassifier, TextClassifierParams):
     """
 
     _model_class = TextClassificationModel
-    _task_settings = TEXTS
+    _trained_settings, _new_settings = TEXTS, NEW_TEXTS
     _searched_rates = (0.4, 2.0)
     _auto = "AutoModelForSequenceClassification"
 
@@ -158,9 +186,12 @@ class ImageClassificationModel(_FromFolderModel, ImageClassificationModelParams)
 
 
 class ImageClassifier(_FromFolderClassifier, ImageClassifierParams):
-    """Trains a classifier of image files from a local folder with a model and an image processor of Hugging Face's.
+    """Trains a classifier of image files.
 
-    The folder is at the same path on the driver and in each rank. A model without a head for classes gets a new one.
+    It goes on from a local folder with a model and an image processor of Hugging Face's, which is at the same path on
+    the driver and in each rank. A model without a head for classes, or with one for fewer than the labels have, gets a
+    new one. Without `modelFolder`, it trains a small residual network from random weights, and resizes images to
+    `inputShapes`, by default to the usual size of the first ones, and at most 128 pixels a side.
 
     Raises:
         ConfigError, ColumnError, ModuleError, ClusterError: From `fit`, before training starts.
@@ -168,8 +199,37 @@ class ImageClassifier(_FromFolderClassifier, ImageClassifierParams):
     """
 
     _model_class = ImageClassificationModel
-    _task_settings = IMAGES
+    _trained_settings, _new_settings = IMAGES, NEW_IMAGES
+    _learns_from = (*LabelledEstimator._learns_from, "imageCol", "inputShapes")
     _auto = "AutoModelForImageClassification"
+
+    @property
+    def _learns(self) -> bool:
+        return super()._learns or not (self.isDefined("modelFolder") or self.isSet("inputShapes"))
+
+    def _learn(self, dataset: DataFrame) -> LearnedOfLabels:
+        learned = super()._learn(dataset)
+        if self.isDefined("modelFolder") or self.isSet("inputShapes"):
+            return learned
+        return learned._replace(size=usual_size(dataset, self.getFeaturesCol()))
+
+    def completed(self) -> Any:
+        """Returns a copy with the Params that follow from the folder or, without one, from the rows."""
+        if self.isDefined("modelFolder"):
+            return super().completed()
+        refuse(_REFUSED, Values(self))
+        column = self.getFeaturesCol()
+        size = self._seen.size if self._seen is not None else None
+        shape = self.getInputShapes().get(column, [3, *(size or _UNKNOWN_SIZE)])
+        if len(shape) != 3 or shape[0] not in (1, 3, 4):
+            what, hint = (
+                f"inputShapes[{column!r}] is {list(shape)}",
+                "set [channels, height, width], such as [3, 64, 64]",
+            )
+            raise ConfigError(what, hint=hint, param="inputShapes", code="ST-SHAPE")
+        params = {"classes": self._classes or 2, "shape": list(shape)}
+        that = LabelledEstimator.completed(self).copy()._set(module=ImageNetwork, moduleParams=params)
+        return that._set(inputShapes={column: list(shape)}, inputLayouts={column: "image"})
 
     def _preprocess_of(self, folder: str, params: dict[str, Any]) -> FromFolder:
         Pixels(folder).load()

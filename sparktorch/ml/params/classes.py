@@ -84,7 +84,8 @@ _FROM_FOLDER = tuple(
     spec for spec in CLASSIFIER if spec not in (*t.MODULE, *t.COLUMNS, *t.INPUTS) or spec.name == "nullPolicy"
 )
 TEXT_CLASSIFIER = _automatic((*tasks.PRETRAINED, *tasks.TEXT, *_FROM_FOLDER))
-IMAGE_CLASSIFIER = _automatic((*tasks.PRETRAINED, *tasks.IMAGE, *_FROM_FOLDER))
+_SHAPES = tuple(spec for spec in t.INPUTS if spec.name == "inputShapes")
+IMAGE_CLASSIFIER = _automatic((*tasks.PRETRAINED, *tasks.IMAGE, *_SHAPES, *_FROM_FOLDER))
 
 
 def _tabular(table: tuple[ParamSpec, ...]) -> tuple[ParamSpec, ...]:

@@ -1374,8 +1374,8 @@ class TextClassifierParams(ClassifierParams):
         """Sets Params by name; `None` leaves one at its default.
 
         Args:
-            modelFolder: A local folder with a model of Hugging Face's and its tokenizer or image processor, at the same path on each machine.
-            numLabels: The number of classes; without it, that of the folder's configuration (> 1).
+            modelFolder: A local folder with a model of Hugging Face's and its tokenizer or image processor, at the same path on each machine; of images, without one, the network is a small new one.
+            numLabels: The number of classes; without it, that of the folder's configuration or, if they are more, of the labels (> 1).
             textCol: The column of text.
             maxLength: The number of tokens after which a row is cut off (> 0); of a model that takes fewer, the default is that number, and a larger value is refused.
             nullPolicy: What fit does with rows that hold a null or NaN: 'error', 'drop' the row, or 'fill' in fillValue.
@@ -1462,11 +1462,11 @@ class TextClassifierParams(ClassifierParams):
     modelFolder: Param[str]
     def getModelFolder(self) -> str: ...
     def setModelFolder(self, value: str) -> Self:
-        """Sets the value of `modelFolder`: a local folder with a model of Hugging Face's and its tokenizer or image processor, at the same path on each machine."""
+        """Sets the value of `modelFolder`: a local folder with a model of Hugging Face's and its tokenizer or image processor, at the same path on each machine; of images, without one, the network is a small new one."""
     numLabels: Param[int]
     def getNumLabels(self) -> int: ...
     def setNumLabels(self, value: int) -> Self:
-        """Sets the value of `numLabels`: the number of classes; without it, that of the folder's configuration (> 1)."""
+        """Sets the value of `numLabels`: the number of classes; without it, that of the folder's configuration or, if they are more, of the labels (> 1)."""
     textCol: Param[str]
     def getTextCol(self) -> str: ...
     def setTextCol(self, value: str) -> Self:
@@ -1509,6 +1509,7 @@ class ImageClassifierParams(ClassifierParams):
         modelFolder: str | None = None,
         numLabels: int | None = None,
         imageCol: str = "image",
+        inputShapes: dict[str, list[int]] | None = None,
         nullPolicy: str = "error",
         labelCol: str = "label",
         predictionCol: str = "prediction",
@@ -1593,9 +1594,10 @@ class ImageClassifierParams(ClassifierParams):
         """Sets Params by name; `None` leaves one at its default.
 
         Args:
-            modelFolder: A local folder with a model of Hugging Face's and its tokenizer or image processor, at the same path on each machine.
-            numLabels: The number of classes; without it, that of the folder's configuration (> 1).
+            modelFolder: A local folder with a model of Hugging Face's and its tokenizer or image processor, at the same path on each machine; of images, without one, the network is a small new one.
+            numLabels: The number of classes; without it, that of the folder's configuration or, if they are more, of the labels (> 1).
             imageCol: The binary column of image files, such as JPEG and PNG.
+            inputShapes: One row's shape by input column, such as {'image': [28, 28, 1]}; by default that of the first row.
             nullPolicy: What fit does with rows that hold a null or NaN: 'error', 'drop' the row, or 'fill' in fillValue.
             labelCol: The label column; an empty name for a loss without labels.
             predictionCol: The output column; an empty name leaves it out.
@@ -1680,11 +1682,11 @@ class ImageClassifierParams(ClassifierParams):
     modelFolder: Param[str]
     def getModelFolder(self) -> str: ...
     def setModelFolder(self, value: str) -> Self:
-        """Sets the value of `modelFolder`: a local folder with a model of Hugging Face's and its tokenizer or image processor, at the same path on each machine."""
+        """Sets the value of `modelFolder`: a local folder with a model of Hugging Face's and its tokenizer or image processor, at the same path on each machine; of images, without one, the network is a small new one."""
     numLabels: Param[int]
     def getNumLabels(self) -> int: ...
     def setNumLabels(self, value: int) -> Self:
-        """Sets the value of `numLabels`: the number of classes; without it, that of the folder's configuration (> 1)."""
+        """Sets the value of `numLabels`: the number of classes; without it, that of the folder's configuration or, if they are more, of the labels (> 1)."""
     imageCol: Param[str]
     def getImageCol(self) -> str: ...
     def setImageCol(self, value: str) -> Self:
@@ -1721,7 +1723,7 @@ class TextClassificationModelParams(ClassificationModelParams):
     modelFolder: Param[str]
     def getModelFolder(self) -> str: ...
     def setModelFolder(self, value: str) -> Self:
-        """Sets the value of `modelFolder`: a local folder with a model of Hugging Face's and its tokenizer or image processor, at the same path on each machine."""
+        """Sets the value of `modelFolder`: a local folder with a model of Hugging Face's and its tokenizer or image processor, at the same path on each machine; of images, without one, the network is a small new one."""
     textCol: Param[str]
     def getTextCol(self) -> str: ...
     def setTextCol(self, value: str) -> Self:
@@ -1734,7 +1736,7 @@ class ImageClassificationModelParams(ClassificationModelParams):
     modelFolder: Param[str]
     def getModelFolder(self) -> str: ...
     def setModelFolder(self, value: str) -> Self:
-        """Sets the value of `modelFolder`: a local folder with a model of Hugging Face's and its tokenizer or image processor, at the same path on each machine."""
+        """Sets the value of `modelFolder`: a local folder with a model of Hugging Face's and its tokenizer or image processor, at the same path on each machine; of images, without one, the network is a small new one."""
     imageCol: Param[str]
     def getImageCol(self) -> str: ...
     def setImageCol(self, value: str) -> Self:

@@ -15,9 +15,10 @@ HELD_OUT = (
 PRETRAINED = (
     P("modelFolder", "str", None,
       "a local folder with a model of Hugging Face's and its tokenizer or image processor, at the same path on each "
-      "machine", compared=True),
+      "machine; of images, without one, the network is a small new one", compared=True),
     P("numLabels", "int", None,
-      "the number of classes; without it, that of the folder's configuration (> 1)", compared=True),
+      "the number of classes; without it, that of the folder's configuration or, if they are more, of the labels (> 1)",
+      compared=True),
 )
 
 TEXT = (

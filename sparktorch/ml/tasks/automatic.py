@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 __all__ = [
-    *("IMAGES", "RANKING", "RATINGS", "SERIES", "TABLES", "TEXTS", "AutomaticSettings", "TaskSettings"),
+    *("IMAGES", "NEW_IMAGES", "NEW_TEXTS", "RANKING", "RATINGS", "SERIES", "TABLES", "TEXTS"),
+    *("AutomaticSettings", "TaskSettings"),
     *("automatic_settings", "fixed_settings"),
 ]
 
@@ -23,6 +24,7 @@ class TaskSettings:
         learning_rate: The learning rate.
         usual_rate: The learning rate of a training whose epochs the user has set.
         scheduler: The schedule of the learning rate, which steps after each step; `None` for a constant one.
+        warmup: The share of the steps over which the learning rate rises.
         smallest_batch: The fewest rows of a batch, a power of two.
         largest_batch: The most rows of a batch, a power of two.
         steps_per_epoch: The steps that an epoch has, as far as both bounds of the batch allow it.
@@ -42,6 +44,7 @@ class TaskSettings:
     learning_rate: float = 1e-3
     usual_rate: float = 1e-3
     scheduler: Any = None
+    warmup: float = 0.0
     smallest_batch: int = 32
     largest_batch: int = 1024
     steps_per_epoch: int = 64
@@ -82,10 +85,41 @@ RANKING = TaskSettings(
     most_epochs=80,
     least_epochs=6,
 )
+# Trained weights want a small rate, which rises first: the new head would send them large gradients. A tenth of fewer
+# than 500 rows says too little of which epoch is the best: the loss of 20 was the least long before the error was.
 TEXTS = TaskSettings(
-    learning_rate=5e-5, smallest_batch=16, largest_batch=32, most_patience=4, least_steps=100, most_epochs=20
+    learning_rate=1e-4,
+    usual_rate=5e-5,
+    scheduler="CosineAnnealingLR",
+    warmup=0.1,
+    smallest_batch=16,
+    largest_batch=32,
+    steps_per_epoch=128,
+    most_patience=6,
+    least_steps=100,
+    rows_in_all=6_000,
+    least_epochs=3,
+    most_epochs=10,
+    least_trained=450,
 )
-IMAGES = TaskSettings(learning_rate=2e-4, largest_batch=128, most_patience=5, least_steps=200, most_epochs=100)
+IMAGES = TaskSettings(
+    learning_rate=2e-4,
+    usual_rate=2e-4,
+    scheduler="CosineAnnealingLR",
+    warmup=0.1,
+    largest_batch=128,
+    most_patience=6,
+    least_steps=200,
+    rows_in_all=50_000,
+    least_epochs=3,
+    most_epochs=20,
+    least_trained=450,
+)
+# Of models whose weights are random.
+NEW_TEXTS = replace(TEXTS, learning_rate=1e-3, usual_rate=1e-3, rows_in_all=50_000, least_epochs=5, most_epochs=20)
+NEW_IMAGES = replace(
+    IMAGES, learning_rate=3e-3, usual_rate=1e-3, least_steps=400, rows_in_all=100_000, least_epochs=8, most_epochs=40
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +130,7 @@ class AutomaticSettings:
     batch_size: int
     learning_rate: float
     scheduler: Any
+    warmup_steps: int | None = None
     patience: int | None
     validation_interval: int
     validation_unit: str
@@ -163,6 +198,7 @@ def automatic_settings(
         batch_size=batch,
         learning_rate=task.learning_rate,
         scheduler=task.scheduler,
+        warmup_steps=round(task.warmup * steps * (epochs if validates else least_epochs)) or None,
         patience=patience if validates else None,
         validation_interval=interval if validates else 1,
         validation_unit=unit if validates else "epoch",

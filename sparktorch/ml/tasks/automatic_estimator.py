@@ -52,7 +52,7 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
     in which each Param that is "auto" has a number for its default.
 
     Attributes:
-        _task_settings: The constants of the task.
+        _task_settings: The constants of the task, a class attribute of most.
         _unit: What a sample is, in the plural.
         _learns_from: The Params besides `validationFraction` that say what is learned of the rows.
         _searched: What a TorchTuner without a space chooses from, besides the default, by name as in its spaces.
@@ -61,13 +61,16 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
         _sample: The number of samples; `None` before they are counted.
     """
 
-    _task_settings: TaskSettings
     _unit = "rows"
     _learns_from: tuple[str, ...] = ("validationIndicatorCol",)
     _searched: Mapping[str, Sequence[Any]] = {}
     _searched_rates: Sequence[float] = (0.3, 3.0)
     _marks = ""
     _sample: Sample | None = None
+
+    @property
+    def _task_settings(self) -> TaskSettings:
+        raise NotImplementedError
 
     def completed(self) -> Self:
         """Returns the estimator, or a copy with a number for each Param that is "auto"."""
@@ -79,12 +82,13 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
         that = that.copy()
         if self._holds_out:  # the rows are not known yet
             that._set(validationIndicatorCol=self._marks or "_held_out")
-        settings = that._settings(held_out=self._holds_out or bool(self._marks)).params
+        chosen = that._settings(held_out=self._holds_out or bool(self._marks))
+        settings = chosen.params
         for name in automatic:
             that.clear(that.getParam(name))
             that._setDefault(**{name: settings[name]})
         if "scheduler" in automatic and settings["scheduler"] is not None:
-            that._setDefault(schedulerInterval="step")
+            that._setDefault(schedulerInterval="step", warmupSteps=chosen.warmup_steps)
         return that
 
     def _settings(self, *, held_out: bool) -> AutomaticSettings:
@@ -94,7 +98,7 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
             return fixed_settings(self._task_settings)
         task = self._task_settings
         if p.brings_its_training:  # A LightningModule has schedules of its own.
-            task = replace(task, scheduler=None)
+            task = replace(task, scheduler=None, warmup=0.0)
         return automatic_settings(
             _MANY_ROWS if self._sample is None else self._sample.trained,
             task,

@@ -29,7 +29,7 @@ from sparktorch.errors import ModuleError, PersistenceError, nearest, refusing
 from sparktorch.train.huggingface.models import is_config, is_folder, is_model, model_in
 
 __all__ = [
-    *("ConvertedWeights", "classifier_in", "config_in", "log_differences"),
+    *("ConvertedWeights", "classifier_in", "config_in", "has_new_weights", "log_differences"),
     *("opened", "rebuildable", "stamp", "written"),
 ]
 
@@ -99,6 +99,22 @@ def config_in(folder: str) -> Any:
     hint = "give a folder that save_pretrained wrote, with no later version of transformers than that here"
     with refusing(f"the config.json in {folder} cannot be read", hint, param="module"):
         return transformers().AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
+def has_new_weights(folder: str) -> bool:
+    """Whether most vectors among the weights, such as biases, are all 0 or all 1, as transformers initializes them.
+
+    A step of any training changes them. False where the folder has no weights as safetensors, or no vectors.
+    """
+    return is_weights_folder(folder) and _are_new(folder, stamp(folder))
+
+
+@functools.lru_cache(maxsize=4)
+def _are_new(folder: str, _: tuple[tuple[str, int], ...]) -> bool:
+    weights = WeightsFolder(folder)
+    vectors = [tensor for tensor in map(weights.__getitem__, weights) if tensor.dim() == 1 and len(tensor)]
+    new = sum(bool(torch.all(vector == vector[0]) and vector[0] in (0, 1)) for vector in vectors)
+    return 2 * new > len(vectors)
 
 
 def classifier_in(folder: str, auto: str, classes: int | None) -> dict[str, Any]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import BertForSequenceClassification
 
 from sparktorch import Forecaster, Ranker, Recommender, TabularClassifier, TextClassifier, TorchClassifier
 from sparktorch.base.config import TrainConfig
@@ -17,6 +19,8 @@ from sparktorch.ml.fit.values import Values
 from sparktorch.ml.params.classes import AUTOMATIC
 from sparktorch.ml.tasks.automatic import (
     IMAGES,
+    NEW_IMAGES,
+    NEW_TEXTS,
     RANKING,
     RATINGS,
     SERIES,
@@ -26,8 +30,10 @@ from sparktorch.ml.tasks.automatic import (
     automatic_settings,
 )
 from sparktorch.ml.tasks.held_out import Sample, too_few, windows_held_out
+from sparktorch.train.huggingface.folder import has_new_weights
+from tests.support.tiny_transformers import bert, tokenizer_folder
 
-TASKS = (TABLES, SERIES, RATINGS, RANKING, TEXTS, IMAGES)
+TASKS = (TABLES, SERIES, RATINGS, RANKING, TEXTS, IMAGES, NEW_TEXTS, NEW_IMAGES)
 ROWS = (1, 7, 50, 109, 2_000, 6_300, 44_000, 500_000, 10**7, 10**9)
 
 
@@ -83,6 +89,8 @@ def test_few_samples_are_all_trained() -> None:
     assert too_few(1_000, 0, TABLES)
     assert too_few(1_000, 1_001, TABLES)
     assert not too_few(90, 10, TABLES)
+    assert too_few(449, 50, TEXTS)
+    assert not too_few(450, 50, TEXTS)
     assert not too_few(10, 1, SERIES)
 
 
@@ -167,3 +175,28 @@ def test_a_summary_says_why_the_training_ended_and_which_validation_was_the_best
 def test_the_baseline_of_a_classifier_is_its_most_frequent_class() -> None:
     assert majority([[3, 3], [1, 1]]) == {"val_accuracy": 0.75}
     assert majority(None) == {}
+
+
+def test_texts_train_a_few_epochs_and_their_rate_rises_over_a_tenth_of_the_steps() -> None:
+    few = automatic_settings(200, TEXTS, validates=False)
+    many = automatic_settings(1_800, TEXTS, validates=True)
+    assert (few.epochs, few.batch_size, few.warmup_steps) == (8, 16, 10)
+    assert (many.epochs, many.batch_size, many.warmup_steps) == (3, 16, 34)
+    assert automatic_settings(100_000, TEXTS, validates=True).epochs == 3
+    assert automatic_settings(1_800, TABLES, validates=True).warmup_steps is None
+
+
+def test_new_weights_train_at_another_rate_than_trained_ones(tmp_path: Path) -> None:
+    model: Any = BertForSequenceClassification(bert())
+    folder = str(tokenizer_folder(tmp_path / "folder", ["the", "day"], bert()))
+    model.save_pretrained(folder)
+    assert has_new_weights(folder)
+    new = TextClassifier(modelFolder=folder).completed()
+    for parameter in model.parameters():
+        parameter.data.add_(0.001)
+    model.save_pretrained(folder)
+    assert not has_new_weights(folder)
+    trained = TextClassifier(modelFolder=folder).completed()
+    assert (new.getLearningRate(), trained.getLearningRate()) == (NEW_TEXTS.learning_rate, TEXTS.learning_rate)
+    assert trained.getSchedulerInterval() == "step"
+    assert trained.getWarmupSteps() > 0
