@@ -329,7 +329,7 @@ class Recommender(_Paired, LearningEstimator, RecommenderParams):
                 items if implicit else None,
                 p["regParam"],
                 scale=1.0 if implicit or seen is None else seen.deviation,
-                alpha=p["alpha"],
+                alpha=p["alpha"] if ranks_all else 0.0,
                 catalogue=Known(seen.items).features if ranks_all and seen is not None else None,
             ),
         )

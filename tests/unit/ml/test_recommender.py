@@ -53,6 +53,35 @@ def test_the_loss_estimates_a_choice_among_all_items_or_squares_the_error() -> N
     assert found.getLabelCol() == "stars"
 
 
+@pytest.mark.parametrize(
+    ("params", "items", "drawn"),
+    [
+        ({}, 7, 0),
+        ({"numNegatives": 5}, 7, 5),
+        ({}, 20_001, 64),
+        ({"strategy": "mesh", "strategyParams": {"shard": 1}}, 7, 64),
+        ({"split": "keep"}, 7, 64),
+        ({"implicitPrefs": False, "ratingCol": "stars"}, 7, 0),
+    ],
+)
+def test_all_items_are_ranked_where_users_can_stay_whole_and_items_are_not_too_many(
+    params: dict[str, Any], items: int, drawn: int
+) -> None:
+    estimator = Recommender(**{"implicitPrefs": True, "ratingCol": "", **params})
+    estimator._seen = _Seen(known(3), known(items), 0.0, group="chosen_by")
+    completed = estimator.completed()
+    implicit = estimator.getImplicitPrefs()
+    assert completed.getPreprocess().negatives == drawn
+    assert (completed.getTrainingStep().catalogue is not None) == (implicit and not drawn)
+    assert estimator._group() == ("chosen_by" if implicit and not drawn else None)
+
+
+def test_choices_hold_out_nothing_unless_a_share_is_set() -> None:
+    assert Recommender()._holds_out
+    assert not Recommender(implicitPrefs=True)._holds_out
+    assert Recommender(implicitPrefs=True, validationFraction=0.2)._holds_out
+
+
 @pytest.mark.parametrize("most", [2, 4, 1000])
 def test_vectors_beyond_the_elements_of_an_array_are_in_several_chunks(
     most: int, monkeypatch: pytest.MonkeyPatch
