@@ -225,7 +225,7 @@ class Towers(nn.Module):
 
         All items are scored once for each run of rows of a user.
         """
-        _, run, counts = user.unique_consecutive(return_inverse=True, return_counts=True)
+        _, run, counts = torch.unique_consecutive(user, return_inverse=True, return_counts=True)
         firsts = counts.cumsum(0) - counts
         us = self.user_vectors(user[firsts], None if user_features is None else user_features[firsts])
         them = self.item_vectors(torch.arange(len(catalogue), device=user.device), catalogue)

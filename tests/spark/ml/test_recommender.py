@@ -207,7 +207,10 @@ def test_choices_below_zero_are_refused(rows: DataFrame) -> None:
 
 
 def test_ratings_in_another_unit_are_learned_alike_and_compared_with_their_mean(rows: DataFrame) -> None:
-    estimator = Recommender(userCol="who", ratingCol="stars", epochs=5, validationIndicatorCol="held_out", **QUICK)
+    estimator = Recommender(
+        userCol="who", ratingCol="stars", epochs=5, validationIndicatorCol="held_out", idCol="pair", **QUICK
+    )
+    rows = rows.withColumn("pair", F.concat("who", "item"))  # the same batches, whatever the ratings are
     model = estimator.fit(rows)
     larger = estimator.fit(rows.withColumn("stars", 50 + 20 * F.col("stars")))
     ours, theirs = (one.transform(rows).orderBy("who", "item").toPandas()["prediction"] for one in (model, larger))
