@@ -39,7 +39,13 @@ Vectors = tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]
 SETTINGS: dict[tuple[str, str], list[dict[str, Any]]] = {
     (OURS, "ratings"): [{}, {"regParam": 0.05}, {"regParam": 0.2}, {"rank": 10}, {"rank": 64}],
     (THEIRS, "ratings"): [{}, {"regParam": 0.05}, {"regParam": 0.2}, {"rank": 4}, {"rank": 32, "regParam": 0.2}],
-    (OURS, "choices"): [{}, {"regParam": 0.05}, {"regParam": 0.2}, {"rank": 64, "regParam": 0.05}, {"rank": 10}],
+    (OURS, "choices"): [
+        {},
+        {"regParam": 0.07},
+        {"rank": 64, "regParam": 0.07},
+        {"rank": 128, "regParam": 0.07},
+        {"rank": 64, "alpha": 0.0},
+    ],
     (THEIRS, "choices"): [
         {},
         {"rank": 32},
