@@ -18,7 +18,15 @@ from benchmarks.common import ROOT
 
 PAGES = [
     ROOT / "docs" / name
-    for name in ("benchmarks.md", "model_parallel.md", "scale.md", "strategies.md", "tables.md", "training.md")
+    for name in (
+        "benchmarks.md",
+        "model_parallel.md",
+        "recommend.md",
+        "scale.md",
+        "strategies.md",
+        "tables.md",
+        "training.md",
+    )
 ]
 RESULTS = ROOT / "benchmarks" / "results"
 BLOCK = re.compile(r"(<!-- results: (\w+)(?: (\w+))? -->\n).*?(<!-- end -->)", re.DOTALL)
