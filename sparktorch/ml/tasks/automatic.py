@@ -78,6 +78,7 @@ RATINGS = TaskSettings(
     steps_per_epoch=64,
     most_patience=3,
     least_patience=3,
+    least_steps=100,
     most_epochs=12,
     unwatched_epochs=12,
 )
