@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
@@ -148,6 +148,8 @@ class Towers(nn.Module):
         hidden: Sequence[int] = (64,),
         sparse: bool = False,
         user_bias: bool = True,
+        scale: float = 1.0,
+        ranks_all: bool = False,
     ) -> None:
         """Makes tables and layers.
 
@@ -159,13 +161,16 @@ class Towers(nn.Module):
             user_features: Number of features of a user.
             item_features: Number of features of an item.
             hidden: Sizes of the hidden layers over features.
-            sparse: Whether the gradients of the tables are sparse.
+            sparse: Whether the gradients of the tables are sparse; with `ranks_all`, that of the users alone.
             user_bias: Whether users have a bias. Where items are ranked, it counts for nothing, and its gradients are
                 rounding errors, of which Adagrad would make large steps.
+            scale: The factor of products and biases, so that these do not depend on the unit of ratings.
+            ranks_all: Whether each step reaches all items, as the cross-entropy over all of them does.
         """
         super().__init__()
-        self.mean, self.user_bias = mean, user_bias
-        self.users, self.items = (_Table(count, rank + 1, sparse=sparse) for count in (users, items))
+        self.mean, self.scale, self.user_bias = mean, scale, user_bias
+        self.users = _Table(users, rank + 1, sparse=sparse)
+        self.items = _Table(items, rank + 1, sparse=sparse and not ranks_all)
         self.user_layers, self.item_layers = (
             perceptron(features, hidden, rank + 1) if features else None for features in (user_features, item_features)
         )
@@ -187,21 +192,47 @@ class Towers(nn.Module):
         item_features: torch.Tensor | None = None,
         *,
         penalised: bool = False,
+        catalogue: torch.Tensor | None = None,
     ) -> Any:
         """Returns the score of each pair, of the shape of `item`, `(rows,)` or `(rows, items)`.
 
         NaN is the score of an id -1 without features. If `penalised`, its vector is zero instead; then scores are
-        returned with the sum of squares of both vectors of each row, of the row's first item.
+        returned with the sum of squares of both vectors of each row, of the row's first item. With a `catalogue`, the
+        features of all items, the cross-entropy of the row's item among all of them is returned in place of scores.
         """
+        if catalogue is not None:
+            return self._cross_entropy(user, item, user_features, item_features, catalogue)
         us, them = self.user_vectors(user, user_features), self.item_vectors(item, item_features)
         products = torch.einsum("r...d,rd->r...", them[..., :-1], us[:, :-1])
-        scores = products + (us[:, -1] if item.dim() == 1 else us[:, -1:]) + them[..., -1] + self.mean
+        biases = (us[:, -1] if item.dim() == 1 else us[:, -1:]) + them[..., -1]
+        scores = self.scale * (products + biases) + self.mean
         if penalised:
             first = them if item.dim() == 1 else them[:, 0]
             return scores, us.square().sum(1) + first.square().sum(1)
         new_user = (user < 0) if self.user_layers is None else torch.zeros_like(user, dtype=torch.bool)
         new_item = (item < 0) if self.item_layers is None else torch.zeros_like(item, dtype=torch.bool)
         return scores.masked_fill((new_user if item.dim() == 1 else new_user[:, None]) | new_item, math.nan)
+
+    def _cross_entropy(
+        self,
+        user: torch.Tensor,
+        item: torch.Tensor,
+        user_features: torch.Tensor | None,
+        item_features: torch.Tensor | None,
+        catalogue: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the cross-entropy of each row's item among all items, and the squares as `forward`.
+
+        All items are scored once for each run of rows of a user.
+        """
+        _, run, counts = torch.unique_consecutive(user, return_inverse=True, return_counts=True)
+        firsts = counts.cumsum(0) - counts
+        us = self.user_vectors(user[firsts], None if user_features is None else user_features[firsts])
+        them = self.item_vectors(torch.arange(len(catalogue), device=user.device), catalogue)
+        chosen = self.item_vectors(item, item_features)
+        every = torch.addmm(them[:, -1], us[:, :-1], them[:, :-1].T).logsumexp(1)
+        scores = (us[run, :-1] * chosen[:, :-1]).sum(1) + chosen[:, -1]
+        return every[run] - scores, us.square().sum(1)[run] + chosen.square().sum(1)
 
 
 def _vectors(
@@ -224,27 +255,49 @@ class _Table(nn.Embedding):
 
 @dataclass(frozen=True)
 class PairLoss:
-    """The loss of `Towers`, as a training step: the squared error, or of `items`, the cross-entropy of the row's own.
+    """The loss of `Towers`, as a training step: the squared error, or the cross-entropy of the row's item.
 
-    The cross-entropy over all items is estimated by those drawn: each stands for `(items - 1) / negatives`. Source:
-    Blanc and Rendle, "Adaptive sampled softmax with kernel based sampling", ICML 2018, section 2.2.
+    The cross-entropy is that among all items of the `catalogue`. Without one, it is estimated by the items that were
+    drawn: each stands for `(items - 1) / negatives`. Source: Blanc and Rendle, "Adaptive sampled softmax with kernel
+    based sampling", ICML 2018, section 2.2. Where samples are groups, those of a user, the label is the rating.
 
     Attributes:
         items: Number of items to choose from; `None` for the squared error.
         penalty: Factor of the sum of squares of a row's vectors.
+        scale: The factor of products and biases, whose square makes the penalty one of the unit of squared errors.
+        alpha: What a unit of the rating adds to the weight of a row in its group.
+        catalogue: Features of all items, float32 of shape `(items, features)`.
     """
 
     items: int | None
     penalty: float
+    scale: float = 1.0
+    alpha: float = 0.0
+    catalogue: npt.NDArray[np.float32] | None = field(default=None, compare=False)
 
     def __call__(self, module: nn.Module, batch: Batch) -> torch.Tensor:
-        """Returns the loss of each row, of shape `(rows,)`; in evaluation without the penalty."""
-        scores, squares = module(*batch.inputs, penalised=True)
+        """Returns the loss of each row, or the mean of each group, in evaluation without the penalty."""
+        if self.catalogue is not None:
+            catalogue = torch.from_numpy(self.catalogue).to(batch.inputs[0].device)
+            losses, squares = module(*batch.inputs, catalogue=catalogue)
+        else:
+            scores, squares = module(*batch.inputs, penalised=True)
+            losses = self._losses(scores, batch)
+        if module.training:
+            losses = losses + self.penalty * self.scale**2 * squares
+        return losses if batch.sizes is None else self._of_groups(losses, batch.sizes, batch.label)
+
+    def _losses(self, scores: torch.Tensor, batch: Batch) -> torch.Tensor:
         if self.items is None:
             assert batch.label is not None
-            losses = (scores - batch.label).square()
-        else:
-            stands_for = math.log(max(1, self.items - 1) / (scores.shape[1] - 1))
-            losses = torch.cat([scores[:, :1], scores[:, 1:] + stands_for], 1).logsumexp(1) - scores[:, 0]
-        found: torch.Tensor = losses + self.penalty * squares if module.training else losses
-        return found
+            return (scores - batch.label).square()
+        stands_for = math.log(max(1, self.items - 1) / (scores.shape[1] - 1))
+        return torch.cat([scores[:, :1], scores[:, 1:] + stands_for], 1).logsumexp(1) - scores[:, 0]
+
+    def _of_groups(self, losses: torch.Tensor, sizes: torch.Tensor, ratings: torch.Tensor | None) -> torch.Tensor:
+        """Returns the mean of each group, weighted as `confidence`."""
+        group = torch.arange(len(sizes)).repeat_interleave(sizes).to(losses.device)
+        weights = torch.ones_like(losses) if ratings is None else (1 + self.alpha * ratings) * (ratings > 0)
+        both = torch.stack([losses * weights, weights], 1)
+        total, weight = losses.new_zeros(len(sizes), 2).index_add(0, group, both).unbind(1)
+        return total / weight.clamp(min=torch.finfo(weight.dtype).tiny)

@@ -230,6 +230,10 @@ class TorchEstimatorBase(Shown, Estimator[M], EstimatorParams, MLReadable[Any], 
         """Returns the windows that are samples, in estimators that have such."""
         return None
 
+    def _group(self) -> str | None:
+        """Returns the column of groups, in estimators that make one."""
+        return None
+
     def _loss_of_groups(self) -> tuple[Any, Callable[..., Any] | None]:
         """Returns the loss of whole groups, or its import path, and what validation measures of groups."""
         return self.getLoss(), None

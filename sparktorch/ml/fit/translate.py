@@ -263,14 +263,16 @@ def _shuffle_block(p: Values) -> int:
 
 def _groups(estimator: Any, p: Values) -> Groups | None:
     """Returns the groups of the rows, `None` if each row is a sample."""
-    window, grades = (None, False) if isinstance(estimator, RunParams) else (estimator._window(), estimator._grades)
-    if p["groupCol"] is None and window is None:
+    group, window, grades = p["groupCol"], None, False
+    if not isinstance(estimator, RunParams):
+        group, window, grades = group or estimator._group(), estimator._window(), estimator._grades
+    if group is None and window is None:
         refuse(NAMED_GROUPS if grades else (), p)
         return None
     if p["split"] == "keep":
         hint = "leave split out: rows of a group are sent to the same worker"
         raise ConfigError("split='keep' may divide a group among workers", hint=hint, param="split", code="ST-GROUPS")
-    return Groups(group=p["groupCol"], order=p["orderCol"], window=window)
+    return Groups(group=group, order=p["orderCol"], window=window)
 
 
 def _recipe(p: Values, config: TrainConfig, loss: Mapping[str, Any]) -> Recipe:

@@ -2211,10 +2211,11 @@ class RecommenderParams(GenericParams):
         userFeatures: list[str] | None = None,
         itemFeatures: list[str] | None = None,
         ratingCol: str = "rating",
-        rank: int = 10,
+        rank: int = 32,
         regParam: float = 0.1,
         implicitPrefs: bool = False,
-        numNegatives: int = 64,
+        alpha: float = 1.0,
+        numNegatives: int | None = None,
         coldStartStrategy: str = "nan",
         moduleParams: dict[str, Any] | None = None,
         predictionCol: str = "prediction",
@@ -2296,11 +2297,12 @@ class RecommenderParams(GenericParams):
             itemCol: The column of items: strings or whole numbers.
             userFeatures: Columns of numbers that describe the user of a row.
             itemFeatures: Columns of numbers that describe the item of a row.
-            ratingCol: The column of ratings; with implicitPrefs, of the rows' weights (>= 0), and an empty name weighs all the same.
+            ratingCol: The column of ratings; with implicitPrefs, how often it was chosen (>= 0), and an empty name is for once.
             rank: The number of elements of a user's and of an item's vector (> 0).
-            regParam: Factor of the sum of squares of both vectors of a row, which is added to its loss (>= 0).
+            regParam: Factor of the sum of squares of both vectors of a row, which is added to its loss; of ratings, in units of their deviation (>= 0).
             implicitPrefs: Whether rows are what users chose, and not what they thought of it: items are ranked, not rated.
-            numNegatives: With implicitPrefs, the number of other items that each row's is compared with, drawn anew in each epoch (> 0).
+            alpha: With implicitPrefs, what a unit of the rating adds to the weight 1 of a row; a row whose rating is 0 does not count (>= 0).
+            numNegatives: With implicitPrefs, the number of other items that each row's is compared with, drawn anew in each epoch (> 0); without it, all items, or 64 where there are more than 20,000.
             coldStartStrategy: What transform does with pairs of a user or an item that the fit did not have: 'nan' predicts NaN, 'drop' leaves them out.
             moduleParams: Keyword arguments of the module's factory; entries to replace in the configuration of a folder.
             predictionCol: The output column; an empty name leaves it out.
@@ -2394,7 +2396,7 @@ class RecommenderParams(GenericParams):
     ratingCol: Param[str]
     def getRatingCol(self) -> str: ...
     def setRatingCol(self, value: str) -> Self:
-        """Sets the value of `ratingCol`: the column of ratings; with implicitPrefs, of the rows' weights (>= 0), and an empty name weighs all the same."""
+        """Sets the value of `ratingCol`: the column of ratings; with implicitPrefs, how often it was chosen (>= 0), and an empty name is for once."""
     rank: Param[int]
     def getRank(self) -> int: ...
     def setRank(self, value: int) -> Self:
@@ -2402,15 +2404,19 @@ class RecommenderParams(GenericParams):
     regParam: Param[float]
     def getRegParam(self) -> float: ...
     def setRegParam(self, value: float) -> Self:
-        """Sets the value of `regParam`: factor of the sum of squares of both vectors of a row, which is added to its loss (>= 0)."""
+        """Sets the value of `regParam`: factor of the sum of squares of both vectors of a row, which is added to its loss; of ratings, in units of their deviation (>= 0)."""
     implicitPrefs: Param[bool]
     def getImplicitPrefs(self) -> bool: ...
     def setImplicitPrefs(self, value: bool) -> Self:
         """Sets the value of `implicitPrefs`: whether rows are what users chose, and not what they thought of it: items are ranked, not rated."""
+    alpha: Param[float]
+    def getAlpha(self) -> float: ...
+    def setAlpha(self, value: float) -> Self:
+        """Sets the value of `alpha`: with implicitPrefs, what a unit of the rating adds to the weight 1 of a row; a row whose rating is 0 does not count (>= 0)."""
     numNegatives: Param[int]
     def getNumNegatives(self) -> int: ...
     def setNumNegatives(self, value: int) -> Self:
-        """Sets the value of `numNegatives`: with implicitPrefs, the number of other items that each row's is compared with, drawn anew in each epoch (> 0)."""
+        """Sets the value of `numNegatives`: with implicitPrefs, the number of other items that each row's is compared with, drawn anew in each epoch (> 0); without it, all items, or 64 where there are more than 20,000."""
     coldStartStrategy: Param[str]
     def getColdStartStrategy(self) -> str: ...
     def setColdStartStrategy(self, value: str) -> Self:

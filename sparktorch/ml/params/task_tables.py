@@ -57,19 +57,23 @@ PAIR = (
 
 RATING = (
     P("ratingCol", "str", "rating",
-      "the column of ratings; with implicitPrefs, of the rows' weights (>= 0), and an empty name weighs all the same",
+      "the column of ratings; with implicitPrefs, how often it was chosen (>= 0), and an empty name is for once",
       compared=False),
 )
 
 FACTORS = (
-    P("rank", "int", 10, "the number of elements of a user's and of an item's vector (> 0)", compared=True),
+    P("rank", "int", 32, "the number of elements of a user's and of an item's vector (> 0)", compared=True),
     P("regParam", "float", 0.1,
-      "factor of the sum of squares of both vectors of a row, which is added to its loss (>= 0)", compared=True),
+      "factor of the sum of squares of both vectors of a row, which is added to its loss; of ratings, in units of "
+      "their deviation (>= 0)", compared=True),
     P("implicitPrefs", "bool", False,
       "whether rows are what users chose, and not what they thought of it: items are ranked, not rated", compared=True),
-    P("numNegatives", "int", 64,
-      "with implicitPrefs, the number of other items that each row's is compared with, drawn anew in each epoch (> 0)",
-      compared=True),
+    P("alpha", "float", 1.0,
+      "with implicitPrefs, what a unit of the rating adds to the weight 1 of a row; a row whose rating is 0 does not "
+      "count (>= 0)", compared="unless default"),
+    P("numNegatives", "int", None,
+      "with implicitPrefs, the number of other items that each row's is compared with, drawn anew in each epoch (> 0); "
+      "without it, all items, or 64 where there are more than 20,000", compared=True),
 )
 
 COLD_START = (

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 __all__ = [
-    *("IMAGES", "NEW_IMAGES", "NEW_TEXTS", "RANKING", "RATINGS", "SERIES", "TABLES", "TEXTS"),
+    *("CHOICES", "IMAGES", "NEW_IMAGES", "NEW_TEXTS", "RANKING", "RATINGS", "SERIES", "TABLES", "TEXTS"),
     *("AutomaticSettings", "TaskSettings"),
     *("automatic_settings", "fixed_settings"),
 ]
@@ -37,6 +37,7 @@ class TaskSettings:
         least_epochs: The fewest epochs of a training that `rows_in_all` limits.
         rows_in_all: The rows that all epochs together train, each as often as it is trained; `None` for any number.
         unwatched_steps: The steps of a training that holds nothing out; `None` for `least_steps`.
+        unwatched_epochs: The fewest epochs of such a training.
         least_trained: The fewest samples that train where some are held out.
         least_held_out: The fewest samples that are held out, if any are.
     """
@@ -57,6 +58,7 @@ class TaskSettings:
     least_epochs: int = 1
     rows_in_all: int | None = None
     unwatched_steps: int | None = None
+    unwatched_epochs: int = 1
     least_trained: int = 50
     least_held_out: int = 5
 
@@ -73,7 +75,29 @@ TABLES = TaskSettings(
 # The network of series starts from a seasonal forecast, which many steps make worse where nothing watches them.
 SERIES = TaskSettings(largest_batch=256, least_steps=1_000, unwatched_steps=25, least_trained=10, least_held_out=1)
 RATINGS = TaskSettings(
-    learning_rate=0.1, usual_rate=0.1, smallest_batch=64, steps_per_epoch=256, most_patience=5, least_patience=3
+    learning_rate=0.1,
+    usual_rate=0.1,
+    scheduler="CosineAnnealingLR",
+    steps_per_epoch=64,
+    most_patience=3,
+    least_patience=3,
+    least_steps=100,
+    most_epochs=12,
+    unwatched_epochs=12,
+)
+# A sample is a user with all that it has chosen, whose items all others are compared with.
+CHOICES = TaskSettings(
+    learning_rate=0.3,
+    usual_rate=0.3,
+    scheduler="CosineAnnealingLR",
+    smallest_batch=32,
+    largest_batch=128,
+    steps_per_epoch=32,
+    most_patience=3,
+    least_patience=3,
+    least_steps=300,
+    most_epochs=16,
+    unwatched_epochs=16,
 )
 RANKING = TaskSettings(
     learning_rate=3e-3,
@@ -194,7 +218,7 @@ def automatic_settings(
     if not validates and task.unwatched_steps is not None:
         least_epochs = -(-task.unwatched_steps // steps)
     return AutomaticSettings(
-        epochs=epochs if validates else least_epochs,
+        epochs=epochs if validates else max(least_epochs, task.unwatched_epochs),
         batch_size=batch,
         learning_rate=task.learning_rate,
         scheduler=task.scheduler,

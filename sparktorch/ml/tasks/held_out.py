@@ -65,10 +65,9 @@ def windows_held_out(rows: int, window: Window, share: float) -> tuple[int, int,
     return windows, 0, 0
 
 
-def free_name(names: ColumnNames) -> str:
+def free_name(names: ColumnNames, name: str = "_held_out") -> str:
     """Returns a name that no column has."""
     taken = {name.lower() for name in names.schema.names}
-    name = "_held_out"
     while name in taken:
         name = f"_{name}"
     return name

@@ -15,7 +15,7 @@ from pyspark.sql import functions as F
 from sparktorch.base.config import at_least, one_of
 from sparktorch.base.state_dict import pack_state
 from sparktorch.data.columns import TensorSpec, input_name
-from sparktorch.data.pairs import PairLoss, Pairs, Towers
+from sparktorch.data.pairs import Known, PairLoss, Pairs, Towers
 from sparktorch.errors import ColumnError, ConfigError, Refusal, refuse
 from sparktorch.ml.fit.checks import naming_params
 from sparktorch.ml.fit.values import Values
@@ -23,7 +23,8 @@ from sparktorch.ml.model import TorchModelBase
 from sparktorch.ml.params.mixins import RecommenderModelParams, RecommenderParams
 from sparktorch.ml.scoring.column_metadata import check_numbers
 from sparktorch.ml.scoring.ranking import RankingMetrics, ranking_metrics
-from sparktorch.ml.tasks.automatic import RATINGS
+from sparktorch.ml.tasks.automatic import CHOICES, RATINGS, TaskSettings
+from sparktorch.ml.tasks.held_out import free_name
 from sparktorch.ml.tasks.learning import LearningEstimator, check_rows
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.column_names import ColumnNames
@@ -41,6 +42,8 @@ __all__ = ["Recommender", "RecommenderModel"]
 
 _IDS = ("string", "tinyint", "smallint", "int", "bigint")
 _LEAST_OF_EACH = 3  # rows of a user, and of an item, from which on some are held out
+_MOST_RANKED = 20_000  # items, among which the cross-entropy is that of all
+_DRAWN = 64  # other items of each row, where they are more
 _FEW = 4  # rows of a table for each that a step reaches, from which on sparse gradients are the faster ones
 _REFUSED = (
     Refusal(
@@ -64,6 +67,9 @@ class _Seen(NamedTuple):
     users: pa.StructArray
     items: pa.StructArray
     mean: float  # of the ratings
+    deviation: float = 1.0  # of the ratings, their standard one
+    group: str = ""  # the name of the column that tells apart what a user has chosen in training and in validation
+    weight: str = ""  # the name of the column of weights
     rows: int = 0
     rare: int = 0  # rows of users and items that have too few to hold some out
 
@@ -229,9 +235,10 @@ class RecommenderModel(_Paired, TorchModelBase, RecommenderModelParams):
             vectors = (module.user_vectors if side == "user" else module.item_vectors)(
                 torch.arange(len(known.ids)), torch.from_numpy(known.features)
             )
-            bias, ones = vectors[:, -1:], torch.ones(len(vectors), 1)
+            bias, ones = module.scale * vectors[:, -1:], torch.ones(len(vectors), 1)
             rest = [bias + module.mean, ones] if side == "user" else [ones, bias]
-            folded = torch.cat([vectors[:, :-1], *rest], dim=1).numpy()
+            scale = module.scale if side == "user" else 1.0
+            folded = torch.cat([scale * vectors[:, :-1], *rest], dim=1).numpy()
             self._vectors[side] = Vectors(pairs.users if side == "user" else pairs.items, folded)
         return self._vectors[side]
 
@@ -264,47 +271,87 @@ class Recommender(_Paired, LearningEstimator, RecommenderParams):
 
     _task = "generic"
     _model_class = RecommenderModel
-    _task_settings = RATINGS
     _learns_from = (
-        *("userCol", "itemCol", "ratingCol", "userFeatures", "itemFeatures", "implicitPrefs"),
-        *("validationIndicatorCol", "nullPolicy"),
+        *("userCol", "itemCol", "ratingCol", "userFeatures", "itemFeatures", "implicitPrefs", "alpha"),
+        *("numNegatives", "validationIndicatorCol", "nullPolicy"),
     )
     _searched = {"rank": [5, 20, 40], "regParam": [0.01, 0.03, 0.3]}
     _searched_rates = (0.5, 2.0)
     _seen: _Seen | None = None
+
+    @property
+    def _task_settings(self) -> TaskSettings:  # type: ignore[override]
+        return CHOICES if self._ranks_all else RATINGS
+
+    @property
+    def _unit(self) -> str:  # type: ignore[override]
+        return "users" if self._ranks_all else "rows"
+
+    @property
+    def _ranks_all(self) -> bool:
+        """Whether each user's items are ranked among all, so that a sample is a user, and not a row."""
+        return bool(Values(self)["implicitPrefs"]) and not self._drawn
+
+    @property
+    def _drawn(self) -> int:
+        """Number of other items that are drawn for each row; 0 for none, where all are compared."""
+        p = Values(self)
+        many = self._seen is not None and len(self._seen.items) > _MOST_RANKED
+        divided = p["strategy"] == "mesh" or p["split"] == "keep"  # users cannot stay whole
+        default = _DRAWN if many or divided else 0
+        return (p["numNegatives"] or default) if p["implicitPrefs"] else 0
+
+    def _group(self) -> str | None:
+        return self._seen.group if self._seen is not None and self._ranks_all else None
+
+    @property
+    def _holds_out(self) -> bool:
+        """Whether a fit is to mark rows; with implicit preferences only if asked, as more epochs do not harm there."""
+        p = Values(self)
+        return super()._holds_out and (not p["implicitPrefs"] or p.is_set("validationFraction"))
 
     def completed(self) -> Self:
         """Returns a copy with the Params that follow from others and, once they were seen, from the rows."""
         that = super().completed().copy()
         p = Values(that)
         refuse(_REFUSED, p)
-        for name, least in (("rank", 1), ("numNegatives", 1), ("regParam", 0)):
+        for name, least in (("rank", 1), ("regParam", 0), ("alpha", 0)):
             at_least(name, p[name], least)
+        if p["numNegatives"] is not None:
+            at_least("numNegatives", p["numNegatives"], 1)
         one_of("coldStartStrategy", p["coldStartStrategy"], ("nan", "drop"))
-        implicit, rating = p["implicitPrefs"], p["ratingCol"]
-        items = len(self._seen.items) if self._seen is not None else 1
+        implicit, rating, seen = p["implicitPrefs"], p["ratingCol"], self._seen
+        items = len(seen.items) if seen is not None else 1
+        ranks_all = that._ranks_all and seen is not None
         that._set(
             module=Towers,
             inputCols=self.getInputCols(),
-            labelCol="" if implicit else rating,
-            trainingStep=PairLoss(items if implicit else None, p["regParam"]),
+            labelCol=rating if ranks_all or not implicit else "",
+            trainingStep=PairLoss(
+                items if implicit else None,
+                p["regParam"],
+                scale=1.0 if implicit or seen is None else seen.deviation,
+                alpha=p["alpha"] if ranks_all else 0.0,
+                catalogue=Known(seen.items).features if ranks_all and seen is not None else None,
+            ),
         )
-        if implicit and rating:
-            that._set(weightCol=rating)
-        if self._seen is None:
+        if seen is None:
             return that
+        if seen.weight:
+            that._set(weightCol=seen.weight)
         told = {
-            "users": len(self._seen.users),
+            "users": len(seen.users),
             "items": items,
             "rank": p["rank"],
-            "mean": 0.0 if implicit else self._seen.mean,
+            "mean": 0.0 if implicit else seen.mean,
             "user_features": len(p["userFeatures"]),
             "item_features": len(p["itemFeatures"]),
-            "sparse": _wants_sparse(p, len(self._seen.users) + items),
+            "sparse": _wants_sparse(p, len(seen.users) + items * (not ranks_all), self._drawn),
             "user_bias": not implicit,
+            "scale": 1.0 if implicit else seen.deviation,
+            "ranks_all": ranks_all,
         }
-        negatives = p["numNegatives"] if implicit else 0
-        pairs = Pairs(p["userCol"], p["itemCol"], self._seen.users, self._seen.items, negatives, p["seed"])
+        pairs = Pairs(p["userCol"], p["itemCol"], seen.users, seen.items, self._drawn, p["seed"])
         return that._set(preprocess=pairs, moduleParams=told | self.getModuleParams())
 
     def _learn(self, dataset: DataFrame) -> _Seen:
@@ -327,16 +374,48 @@ class Recommender(_Paired, LearningEstimator, RecommenderParams):
         for name, features in ((p["userCol"], p["userFeatures"]), (p["itemCol"], p["itemFeatures"])):
             groups = rows.groupBy(names.column(name).cast(_id_type(names, name)).alias("id"))
             figures = [F.max(names.column(one).cast("double")).alias(f"f{at}") for at, one in enumerate(features)]
-            found = table_of(groups.agg(*figures, F.count(F.lit(1)).alias("rows"), F.sum(score).alias("sum")))
+            sums = [F.sum(score).alias("sum"), F.sum(score * score).alias("squares"), F.min(score).alias("least")]
+            found = table_of(groups.agg(*figures, F.count(F.lit(1)).alias("rows"), *sums))
             check_rows(found.num_rows)
             kept = found.sort_by("id").select([0, *range(1, 1 + len(features))])
             tables.append(_structs(kept, [name, *features]))
             count = pc.sum(found["rows"]).as_py()
             mean = pc.sum(found["sum"]).as_py() / count
+            variance = max(0.0, pc.sum(found["squares"]).as_py() / count - mean**2)
+            least = pc.min(found["least"]).as_py()
             rare += pc.sum(found["rows"].filter(pc.less(found["rows"], _LEAST_OF_EACH))).as_py() or 0
+        if p["implicitPrefs"] and rating and least < 0:
+            what, hint = f"column {rating!r} has ratings below 0", "leave these rows out, or learn what users rate"
+            raise ColumnError(what, hint=hint, column=rating, code="ST-WEIGHT")
         users, items = tables
+        group = free_name(names, "_chosen_by") if p["implicitPrefs"] else ""
+        weight = free_name(names, "_weight") if p["implicitPrefs"] else ""
         # The last digits of the mean depend on the order in which Spark adds up.
-        return _Seen(users, items, float(f"{mean:.8g}"), count, rare)
+        deviation = float(f"{variance**0.5:.6g}")
+        return _Seen(users, items, float(f"{mean:.8g}"), deviation or 1.0, group, weight, count, rare)
+
+    def _arranged(self, dataset: DataFrame) -> DataFrame:
+        """Returns the rows of implicit preferences with the weight of each, or of all that a user has chosen."""
+        p, names, seen = Values(self), ColumnNames.of(dataset), self._seen
+        if seen is None or not p["implicitPrefs"]:
+            return dataset
+        weight, marks = F.lit(1.0), p["validationIndicatorCol"]
+        if p["ratingCol"]:
+            rating = names.column(p["ratingCol"]).cast("double")
+            weight = F.when(rating > 0, 1 + p["alpha"] * rating).otherwise(0.0)
+        if not self._ranks_all:
+            return dataset.withColumn(seen.weight, weight)
+        user = names.column(p["userCol"])
+        held_out = F.coalesce(names.column(marks), F.lit(False)) if marks else F.lit(False)
+        rows = dataset.withColumn(seen.group, F.xxhash64(user, held_out))
+        return rows.withColumn(seen.weight, F.sum(weight).over(Window.partitionBy(seen.group)))
+
+    def _chosen(self) -> dict[str, Any]:
+        """Returns what was chosen, and the loss of the mean rating where rows validate."""
+        found, seen, p = super()._chosen(), self._seen, Values(self)
+        if seen is not None and p.validated and not p["implicitPrefs"]:
+            found["baseline"] = {"val_loss": seen.deviation**2}
+        return found
 
     @property
     def _chosen_by(self) -> str:
@@ -357,9 +436,10 @@ class Recommender(_Paired, LearningEstimator, RecommenderParams):
         """Returns how many rows train and are held out, of the latter about as many as a hash holds out."""
         assert self._seen is not None
         if not self._marks:
-            return self._seen.rows, 0
+            return len(self._seen.users) if self._ranks_all else self._seen.rows, 0
         held_out = round(max(0, self._seen.rows - self._seen.rare) * self.getValidationFraction())
-        return self._seen.rows - held_out, held_out
+        users = len(self._seen.users)
+        return (users, min(users, held_out)) if self._ranks_all else (self._seen.rows - held_out, held_out)
 
     def _model(self, *made: Any) -> RecommenderModel:
         """Returns the model, which scores a pair at a time."""
@@ -374,9 +454,9 @@ class Recommender(_Paired, LearningEstimator, RecommenderParams):
         return model._with(scoring, model._summary)
 
 
-def _wants_sparse(p: Values, rows: int) -> bool:
+def _wants_sparse(p: Values, rows: int, drawn: int) -> bool:
     """Whether gradients of the tables, of so many rows, are to be sparse: a step reaches few, and the optimizer can."""
-    reached = p["batchSize"] * (2 + (p["numNegatives"] if p["implicitPrefs"] else 0))
+    reached = p["batchSize"] * (2 + drawn)
     clips = p["gradientClipNorm"] is not None or p["gradientClipValue"] is not None
     plain = p["optimizer"] in ("Adagrad", "SGD") and not p["optimizerParams"]
     return rows > _FEW * reached and plain and not clips and not p.strategy.divides_parameters

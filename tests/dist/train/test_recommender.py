@@ -1,4 +1,4 @@
-"""N ranks learn the vectors that one plain loop learns, with the same drawn items."""
+"""N ranks learn the vectors that one plain loop learns, with the same drawn items, or with all."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from sparktorch.base.config import TrainConfig
-from sparktorch.data.columns import LABEL, VALIDATION, WEIGHT, TensorSpec, input_name
-from sparktorch.data.pairs import PairLoss, Pairs, Towers
+from sparktorch.data.columns import GROUP, LABEL, VALIDATION, WEIGHT, Groups, TensorSpec, input_name
+from sparktorch.data.pairs import Known, PairLoss, Pairs, Towers
 from sparktorch.data.preprocess import Preprocess
-from sparktorch.data.sampling.plan import SamplingPlan
+from sparktorch.data.sampling.plan import SamplingPlan, mix_words
 from sparktorch.train.recipe.recipe import Recipe
 from tests.support.frames import Table
+from tests.support.groups import parts
 from tests.support.ranks import train_job, train_on
 
 ROWS, USERS, ITEMS, BATCH, EPOCHS, SEED, PENALTY = 301, 20, 13, 32, 3, 11, 0.05
@@ -133,6 +134,97 @@ def test_any_number_of_ranks_learns_what_one_plain_loop_learns(
     shuffled = table.shuffled(seed=ranks)
     state, metas = train_on(
         [part.batches(size=37 * ranks) for part in shuffled.parts(ranks)], train_job(table, recipe, config)
+    )
+    torch.testing.assert_close(state, expected, atol=1e-5, rtol=0)
+    assert [record["val_loss"] for record in metas[0]["history"]] == pytest.approx(history, abs=1e-5)
+
+
+ALPHA = 0.5
+
+
+def choices(*, features: bool) -> Table:
+    """Choices with ratings from 0 on, in groups of what a user chose in training, or in validation."""
+    table = ratings(implicit=False, features=features)
+    user, held_out = table.arrays[input_name(0)], table.arrays[VALIDATION]
+    group = mix_words(user, held_out.astype(np.int64)).view(np.int64)
+    rating = np.random.default_rng(4).integers(0, 4, len(table)).astype(np.float32)
+    weight = (1 + ALPHA * rating) * (rating > 0)
+    _, place = np.unique(group, return_inverse=True)
+    arrays = {
+        **table.arrays,
+        LABEL: rating,
+        GROUP: group,
+        WEIGHT: np.bincount(place, weight)[place].astype(np.float32),
+    }
+    weighed = Table.random(1, weighted=True).columns.weight
+    return Table(arrays, replace(table.columns, groups=Groups(group="chosen_by"), weight=weighed))
+
+
+def ranking_losses(module: Towers, rows: Table, catalogue: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns each row's cross-entropy among all items with its penalty, and its weight, by torch's own functions."""
+    assert rows.columns.preprocess is not None
+    named = {spec.column: rows.arrays[spec.name] for spec in rows.columns.inputs}
+    found = rows.columns.preprocess.function(named, epoch=None, generator=None)
+    own = torch.where(found["user"][:, None] < 0, 0.0, module.users.weight[found["user"]])
+    theirs = module.items.weight
+    if module.user_layers is not None and module.item_layers is not None:
+        own, theirs = own + module.user_layers(found["user_features"]), theirs + module.item_layers(catalogue)
+    own = own[:, :-1]
+    scores = own @ theirs[:, :-1].T + theirs[:, -1]
+    losses = torch.nn.functional.cross_entropy(scores, found["item"], reduction="none")
+    if module.training:
+        losses = losses + PENALTY * ((own**2).sum(1) + (theirs[found["item"]] ** 2).sum(1))
+    rating = torch.from_numpy(rows.arrays[LABEL])
+    return losses, (1 + ALPHA * rating) * (rating > 0)
+
+
+def plain_ranking(table: Table, params: dict[str, Any], catalogue: Any) -> tuple[dict[str, torch.Tensor], list[float]]:
+    held_out, features = table.arrays[VALIDATION], torch.from_numpy(catalogue)
+    rows, held = table.take(~held_out), table.take(held_out)
+    users = np.unique(rows.arrays[GROUP].view(np.uint64))
+    plan = SamplingPlan(rows=len(users), batch_size=8, seed=SEED)
+    torch.manual_seed(SEED)
+    module = Towers(**params)
+    optimizer = torch.optim.Adagrad(module.parameters(), lr=0.1)
+    history = []
+    for epoch in range(EPOCHS):
+        steps = plan.steps_of(0, len(users), epoch)
+        for step in range(plan.steps):
+            batch = rows.take(np.isin(rows.arrays[GROUP].view(np.uint64), users[steps == step]))
+            losses, weight = ranking_losses(module.train(), batch, features)
+            optimizer.zero_grad()
+            ((losses * weight).sum() / weight.sum()).backward()
+            optimizer.step()
+        with torch.no_grad():
+            losses, weight = ranking_losses(module.eval(), held, features)
+        history.append(float((losses * weight).sum() / weight.sum()))
+    return module.state_dict(), history
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize(("features", "strategy"), [(False, "ddp"), (True, "zero3")])
+def test_any_number_of_ranks_ranks_all_items_as_one_plain_loop_over_pairs(
+    features: bool, strategy: str, ranks: int
+) -> None:
+    table = choices(features=features)
+    assert table.columns.preprocess is not None
+    catalogue = Known(table.columns.preprocess.function.items).features  # type: ignore[attr-defined]
+    params = {**PARAMS, "user_bias": False, "ranks_all": True} | (
+        {"user_features": 1, "item_features": 1, "hidden": [5]} if features else {}
+    )
+    expected, history = plain_ranking(table, params, catalogue)
+    recipe = Recipe(
+        module=Towers,
+        module_params={**params, "sparse": strategy == "ddp"},
+        loss=None,
+        training_step=PairLoss(ITEMS, PENALTY, alpha=ALPHA, catalogue=catalogue),
+        optimizer="Adagrad",
+        learning_rate=0.1,
+    )
+    config = TrainConfig(task="generic", batch_size=8, epochs=EPOCHS, seed=SEED, strategy=strategy)
+    shuffled = table.shuffled(seed=ranks)
+    state, metas = train_on(
+        [part.batches(size=37 * ranks) for part in parts(shuffled, ranks)], train_job(table, recipe, config)
     )
     torch.testing.assert_close(state, expected, atol=1e-5, rtol=0)
     assert [record["val_loss"] for record in metas[0]["history"]] == pytest.approx(history, abs=1e-5)

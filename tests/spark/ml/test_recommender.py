@@ -185,6 +185,40 @@ def test_features_score_users_and_items_that_the_fit_did_not_have(spark: SparkSe
     assert dict(lists["user-03"])[1] == pytest.approx(scored["prediction"][0], abs=1e-5)
 
 
+def test_choices_are_trained_user_by_user_whatever_part_of_them_is_held_out(rows: DataFrame) -> None:
+    estimator = Recommender(userCol="who", ratingCol="stars", implicitPrefs=True, epochs=3, numWorkers=2)
+    chosen = rows.where("stars > 0")
+    model = estimator.setParams(**QUICK).fit(chosen)
+    assert (model.summary.rows, model.summary.heldOut) == (USERS, {})
+    marked = estimator.copy().setValidationIndicatorCol("held_out").fit(chosen)
+    held_out = chosen.where("held_out").select("who").distinct().count()
+    assert marked.summary.validationRows == held_out > 0
+    assert 0 < marked.summary.best["val_loss"] < 2 * np.log(ITEMS)
+    again = estimator.copy().setNumWorkers(1).fit(chosen.repartition(5))
+    ours, other = (one.userFactors.orderBy("id").toPandas()["features"] for one in (model, again))
+    np.testing.assert_allclose(np.stack(ours), np.stack(other), atol=1e-5)
+
+
+def test_choices_below_zero_are_refused(rows: DataFrame) -> None:
+    with pytest.raises(ColumnError, match="column 'stars' has ratings below 0"):
+        Recommender(userCol="who", ratingCol="stars", implicitPrefs=True, **QUICK).fit(
+            rows.withColumn("stars", F.col("stars") - 4)
+        )
+
+
+def test_ratings_in_another_unit_are_learned_alike_and_compared_with_their_mean(rows: DataFrame) -> None:
+    estimator = Recommender(
+        userCol="who", ratingCol="stars", epochs=5, validationIndicatorCol="held_out", idCol="pair", **QUICK
+    )
+    rows = rows.withColumn("pair", F.concat("who", "item"))  # the same batches, whatever the ratings are
+    model = estimator.fit(rows)
+    larger = estimator.fit(rows.withColumn("stars", 50 + 20 * F.col("stars")))
+    ours, theirs = (one.transform(rows).orderBy("who", "item").toPandas()["prediction"] for one in (model, larger))
+    np.testing.assert_allclose(50 + 20 * ours, theirs, rtol=1e-3)
+    deviation = rows.where("not held_out").select(F.stddev_pop("stars")).first()[0]
+    assert model.summary.baseline["val_loss"] == pytest.approx(deviation**2, rel=1e-4)
+
+
 def test_cross_validation_learns_the_ids_of_each_fold(rows: DataFrame) -> None:
     estimator = Recommender(userCol="number", ratingCol="stars", coldStartStrategy="drop", epochs=2, **QUICK)
     grid = ParamGridBuilder().addGrid(estimator.rank, [2, 4]).build()

@@ -112,6 +112,33 @@ def test_against_all_other_items_the_loss_is_the_cross_entropy_and_drawn_ones_es
     torch.testing.assert_close(penalised, 0.3 * squares)
 
 
+def test_a_user_has_the_weighted_mean_cross_entropy_of_its_items_among_all() -> None:
+    torch.manual_seed(0)
+    towers = Towers(3, 50, 4, user_bias=False, ranks_all=True).eval()
+    torch.nn.init.normal_(towers.items.weight)
+    user, item = torch.tensor([2, 2, 2, 0, 0]), torch.tensor([7, 0, 49, 7, 3])
+    ratings, sizes = torch.tensor([1.0, 3.0, 0.0, 0.0, 2.0]), torch.tensor([3, 2])
+    scores = towers(user, torch.arange(50).expand(5, -1))
+    losses = torch.nn.functional.cross_entropy(scores, item, reduction="none")
+    step = PairLoss(50, 0.3, alpha=2.0, catalogue=np.zeros((50, 0), np.float32))
+    found = step(towers, Batch((user, item), ratings, None, 2, sizes=sizes))
+    torch.testing.assert_close(found, torch.stack([(3 * losses[0] + 7 * losses[1]) / 10, losses[4]]))
+    alike = step(towers, Batch((user, item), None, None, 2, sizes=sizes))
+    torch.testing.assert_close(alike, torch.stack([losses[:3].mean(), losses[3:].mean()]))
+
+
+def test_scores_and_penalty_are_in_the_unit_of_the_ratings() -> None:
+    torch.manual_seed(0)
+    towers, user, item = Towers(3, 5, 2), torch.tensor([0, 2]), torch.tensor([4, 1])
+    label = torch.tensor([1.0, -2.0])
+    scaled = Towers(3, 5, 2, mean=50.0, scale=20.0)
+    scaled.load_state_dict(towers.state_dict())
+    torch.testing.assert_close(scaled(user, item), 50 + 20 * towers(user, item))
+    losses = PairLoss(None, 0.3)(towers, Batch((user, item), label, None, 2))
+    larger = PairLoss(None, 0.3, scale=20.0)(scaled, Batch((user, item), 50 + 20 * label, None, 2))
+    torch.testing.assert_close(larger, 400 * losses)
+
+
 def test_ids_are_saved_as_arrow_arrays_without_pickle(tmp_path: Path) -> None:
     pairs = replace(PAIRS, users=structs(who=["ann", "Ünal"], age=[1.5, -0.1]))
     whole = torch.zeros(2, dtype=torch.int64)

@@ -27,7 +27,8 @@ def known(count: int) -> pa.StructArray:
         ({"gradientClipNorm": 1.0}, False),
         ({"strategy": "zero3"}, False),
         ({"batchSize": 600}, False),
-        ({"implicitPrefs": True}, False),
+        ({"implicitPrefs": True}, True),
+        ({"implicitPrefs": True, "numNegatives": 64}, False),
         ({"implicitPrefs": True, "numNegatives": 2}, True),
         ({"moduleParams": {"sparse": False}}, False),
     ],
@@ -50,6 +51,35 @@ def test_the_loss_estimates_a_choice_among_all_items_or_squares_the_error() -> N
     assert found.getTrainingStep() == PairLoss(None, 0.2)
     assert found.getPreprocess().negatives == 0
     assert found.getLabelCol() == "stars"
+
+
+@pytest.mark.parametrize(
+    ("params", "items", "drawn"),
+    [
+        ({}, 7, 0),
+        ({"numNegatives": 5}, 7, 5),
+        ({}, 20_001, 64),
+        ({"strategy": "mesh", "strategyParams": {"shard": 1}}, 7, 64),
+        ({"split": "keep"}, 7, 64),
+        ({"implicitPrefs": False, "ratingCol": "stars"}, 7, 0),
+    ],
+)
+def test_all_items_are_ranked_where_users_can_stay_whole_and_items_are_not_too_many(
+    params: dict[str, Any], items: int, drawn: int
+) -> None:
+    estimator = Recommender(**{"implicitPrefs": True, "ratingCol": "", **params})
+    estimator._seen = _Seen(known(3), known(items), 0.0, group="chosen_by")
+    completed = estimator.completed()
+    implicit = estimator.getImplicitPrefs()
+    assert completed.getPreprocess().negatives == drawn
+    assert (completed.getTrainingStep().catalogue is not None) == (implicit and not drawn)
+    assert estimator._group() == ("chosen_by" if implicit and not drawn else None)
+
+
+def test_choices_hold_out_nothing_unless_a_share_is_set() -> None:
+    assert Recommender()._holds_out
+    assert not Recommender(implicitPrefs=True)._holds_out
+    assert Recommender(implicitPrefs=True, validationFraction=0.2)._holds_out
 
 
 @pytest.mark.parametrize("most", [2, 4, 1000])
