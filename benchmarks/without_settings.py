@@ -80,12 +80,22 @@ def reported_tables(result: Mapping[str, Any]) -> list[Row]:
     return [row for row in rows_of(result) if row.data in reported]
 
 
+def rows_of_mails(result: Mapping[str, Any]) -> list[Row]:
+    """Returns a row of each number of mails, of the samples of `benchmarks.texts`: means of errors."""
+    sides: dict[str, dict[str, float]] = {}
+    for name, values in result["samples"].items():
+        data, _, side = name.removesuffix(", error").partition(": ")
+        if name.endswith(", error"):
+            sides.setdefault(data, {})[side] = statistics.mean(values)
+    return rows_of(quality("TextClassifier", dict.fromkeys(sides, "share that is wrong"), sides))
+
+
 READERS: dict[str, tuple[str, Callable[[Mapping[str, Any]], list[Row]]]] = {
     "tabular": ("tables", reported_tables),
-    "recommend": ("recommendations", rows_of),
+    "recommend_quality": ("recommendations", rows_of),
     "series": ("series", rows_of),
     "ranking": ("rankings", rows_of),
-    "texts": ("texts", rows_of),
+    "texts": ("texts", rows_of_mails),
 }
 
 

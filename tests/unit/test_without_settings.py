@@ -22,7 +22,7 @@ def folder(tmp_path: Path) -> Path:
 
     write("tabular", **quality("ours", dict.fromkeys(BY_TABLE, "RMSE"), BY_TABLE))
     films = {"films": {"ALS": 0.4, "Recommender": 0.3}}
-    write("recommend", **quality("Recommender", {"films": "NDCG@10"}, films, more=["films"]))
+    write("recommend_quality", **quality("Recommender", {"films": "NDCG@10"}, films, more=["films"]))
     write("series", medians={})
     return tmp_path
 
@@ -36,7 +36,7 @@ def test_each_data_set_on_which_nothing_was_chosen_has_a_line_with_the_best_of_t
     assert lines[4:] == [
         "",
         "A ratio below 1 says that ours is better. "
-        "`tabular` of commit abc1234, 2026-11-28; `recommend` of commit abc1234, 2026-11-28.",
+        "`tabular` of commit abc1234, 2026-11-28; `recommend_quality` of commit abc1234, 2026-11-28.",
     ]
 
 
@@ -55,5 +55,5 @@ def test_pages_and_the_readme_get_the_tables_between_their_marks(folder: Path, m
     assert "| births |" in tables.written("<!-- results: without settings -->\n<!-- end -->")
     assert {"README.md", "results.md"} <= {path.name for path in tables.PAGES}
     (folder / "tabular.json").unlink()
-    (folder / "recommend.json").unlink()
+    (folder / "recommend_quality.json").unlink()
     assert "has been run" in tables.written(page)
