@@ -275,12 +275,12 @@ class Recommender(_Paired, LearningEstimator, RecommenderParams):
         *("userCol", "itemCol", "ratingCol", "userFeatures", "itemFeatures", "implicitPrefs", "alpha"),
         *("numNegatives", "validationIndicatorCol", "nullPolicy"),
     )
-    _searched = {"rank": [5, 20, 40], "regParam": [0.01, 0.03, 0.3]}
+    _searched = {"rank": [8, 16, 64, 128], "regParam": [0.03, 0.07, 0.2]}
     _searched_rates = (0.5, 2.0)
     _seen: _Seen | None = None
 
     @property
-    def _task_settings(self) -> TaskSettings:  # type: ignore[override]
+    def _task_settings(self) -> TaskSettings:
         return CHOICES if self._ranks_all else RATINGS
 
     @property

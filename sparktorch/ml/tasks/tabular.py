@@ -248,7 +248,7 @@ def _coded(figures: Mapping[str, Figures], names: ColumnNames, most: int, least:
         if not (most and isinstance(names.type_of(name), T.IntegralType)):
             continue
         values, counts = of.distribution.values, of.distribution.weights
-        codes = range(int(of.smallest), int(of.largest) + 1)
+        codes: Sequence[int] = range(int(of.smallest), int(of.largest) + 1)
         if len(codes) > min(most, _FEW_INTEGERS):
             few = len(values) <= min(most, MOST_VALUES - 1)  # Of more, the counts are not known.
             pairs = zip(values, counts, strict=True) if few else ()
