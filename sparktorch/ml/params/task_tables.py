@@ -43,7 +43,7 @@ TABLE = (
       "the fewest training rows of a category; a rarer one is unknown; without it, a 500th of the rows, and 30 at most",
       compared=True),
     P("maxCategories", "int", 1000, "the most categories of a column, its most frequent ones", compared=True),
-    P("maxIntegerCategories", "int", 500,
+    P("maxIntegerCategories", "int", 32,
       "columns of integers of at most so many distinct values, and at most 511, are categories, too, if neither "
       "categoricalCols nor numericCols is set; 0 for none", compared="unless default"),
 )

@@ -54,7 +54,10 @@ def test_integers_of_few_values_are_numbers_and_categories_unless_columns_are_na
     for params, expected in (
         ({"maxIntegerCategories": 0}, {}),
         ({"maxIntegerCategories": 2}, {}),
-        ({"minCount": ROWS // 40}, {"month": list(range(1, 13)), **codes, "year": list(range(1980, 2020))}),
+        (
+            {"maxIntegerCategories": 40, "minCount": 10},
+            {"month": list(range(1, 13)), **codes, "year": list(range(1980, 2020))},
+        ),
         ({"categoricalCols": ["code"]}, {"code": [0, 100, 200]}),
         ({"numericCols": ["month"]}, {}),
     ):
