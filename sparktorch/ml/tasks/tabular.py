@@ -50,6 +50,7 @@ _BOUND = 3.0  # Scaled numbers come near it and do not exceed it, as in RealMLP.
 _ROWS_OF_RARE = 500
 _MOST_RARE = 30
 _FEW_INTEGERS = 32  # the longest range of integers that are categories even if no row has them
+_LARGEST_CODE = 2.0**53  # Larger integers are learned of as doubles, which are not exact.
 _TIMES = (T.DateType, T.TimestampType, T.TimestampNTZType)
 _VALUES: dict[str | None, Callable[[str], Any]] = {
     "string": str,
@@ -241,11 +242,14 @@ def _warn_of_constants(seen: _Seen) -> None:
 def _coded(figures: Mapping[str, Figures], names: ColumnNames, most: int, least: int) -> dict[str, list[int]]:
     """Returns the whole numbers of columns that are categories, too: months and codes, but also identifiers.
 
-    Of a range of a few numbers, all are categories; of at most `most` distinct ones, those that `least` rows have.
+    Of a range of a few numbers, all are categories; of at most `most` distinct ones, those that `least` rows have. None
+    are in a column with a number beyond 2**53, which doubles do not tell apart.
     """
     found = {}
     for name, of in figures.items():
         if not (most and isinstance(names.type_of(name), T.IntegralType)):
+            continue
+        if max(-of.smallest, of.largest) >= _LARGEST_CODE:
             continue
         values, counts = of.distribution.values, of.distribution.weights
         codes: Sequence[int] = range(int(of.smallest), int(of.largest) + 1)
