@@ -86,6 +86,7 @@ class TabularEstimator(LearningEstimator):
         "optimizerParams.weight_decay": [0.1],
     }
     _searched_rates = (0.3, 2.0)
+    _hint_of_labels = "TabularClassifier learns classes, such as texts"
     _seen: _Seen | None = None
 
     @property
@@ -153,7 +154,7 @@ def _seen_in(dataset: DataFrame, estimator: TabularEstimator) -> _Seen:
     """Returns what one job learns of the rows that train."""
     p, names = Values(estimator), ColumnNames.of(dataset)
     if estimator._task == "regression":
-        _check_numbers_to_predict(names, estimator._needed(names))
+        _check_numbers_to_predict(names, p["labelCols"] or [p["labelCol"]], estimator)
     categorical, times, numeric = _by_kind(p, names)
     label = p["labelCol"] if estimator._task == "classification" else ""
     kind = names.type_of(label) if label else None
@@ -219,15 +220,15 @@ def _seen_in(dataset: DataFrame, estimator: TabularEstimator) -> _Seen:
     return _Seen(table, inputs, outputs, labels, scales, edges, rows, held_out.rows, tuple(constants))
 
 
-def _check_numbers_to_predict(names: ColumnNames, labels: Iterable[str]) -> None:
+def _check_numbers_to_predict(names: ColumnNames, labels: Iterable[str], estimator: TabularEstimator) -> None:
     """Refuses labels that are no numbers, such as texts, before there is a job."""
     for name in labels:
         kind = names.type_of(name)
         if not (isinstance(kind, NUMERIC) or is_numeric(kind)):
-            hint = "TabularClassifier learns classes, such as texts"
+            hint = estimator._hint_of_labels
             if isinstance(kind, T.StringType):
                 hint += f"; numbers as text: cast({names.sql(name)} as double)"
-            raise unsuitable(kind, name, "", hint, must="a number for TabularRegressor")
+            raise unsuitable(kind, name, "", hint, must=f"a number for {type(estimator).__name__}")
 
 
 def _warn_of_constants(seen: _Seen) -> None:
