@@ -73,6 +73,7 @@ def test_rows_that_null_policy_drop_leaves_out_are_neither_counted_nor_have_clas
     text = "CASE WHEN label < 2 THEN text END text"  # Rows without a text or a label are those of the third class.
     rows = texts(spark, 60, 3).selectExpr("text" if label != "label" else text, f"{label} AS label")
     learned, _ = TextClassifier(modelFolder=folder, nullPolicy="drop", progress=False)._learned(rows)
+    assert learned._seen is not None
     assert (learned._seen.rows, learned._seen.classes) == (40, 2)
 
 

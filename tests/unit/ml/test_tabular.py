@@ -17,7 +17,7 @@ from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.column_names import ColumnNames
 
 PATH = "sparktorch.data.tables:TableNetwork"
-LINEAR = {"module": "torch.nn:Linear", "moduleParams": {"in_features": 1, "out_features": 1}}
+LINEAR: dict[str, Any] = {"module": "torch.nn:Linear", "moduleParams": {"in_features": 1, "out_features": 1}}
 
 
 def names(**kinds: T.DataType) -> ColumnNames:
