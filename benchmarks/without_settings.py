@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,7 +76,18 @@ def reported_tables(result: Mapping[str, Any]) -> list[Row]:
     """Returns the rows of `benchmarks.tabular` on which nothing was chosen."""
     from benchmarks.tabular_tables import REPORTED
 
-    reported = {make.__name__ for make in REPORTED}
+    return _made_by(REPORTED, result)
+
+
+def reported_rankings(result: Mapping[str, Any]) -> list[Row]:
+    """Returns the rows of `benchmarks.ranking` on which nothing was chosen."""
+    from benchmarks.ranking_sets import REPORTED
+
+    return _made_by(REPORTED, result)
+
+
+def _made_by(makers: Iterable[Callable[..., Any]], result: Mapping[str, Any]) -> list[Row]:
+    reported = {make.__name__ for make in makers}
     return [row for row in rows_of(result) if row.data in reported]
 
 
@@ -94,7 +105,7 @@ READERS: dict[str, tuple[str, Callable[[Mapping[str, Any]], list[Row]]]] = {
     "tabular": ("tables", reported_tables),
     "recommend_quality": ("recommendations", rows_of),
     "series": ("series", rows_of),
-    "ranking": ("rankings", rows_of),
+    "ranking": ("rankings", reported_rankings),
     "texts": ("texts", rows_of_mails),
 }
 

@@ -96,8 +96,9 @@ def category_indices(column: pa.Array, known: Sequence[Any]) -> npt.NDArray[Any]
 def as_doubles(column: pa.Array) -> npt.NDArray[np.float64]:
     """Returns numbers as float64, and dates and timestamps as seconds since 1970, in UTC; NaN for nulls."""
     if pa.types.is_temporal(column.type):
-        column = pc.divide(column.cast(pa.timestamp("us")).cast(pa.int64()).cast(pa.float64()), 1e6)
-    values: npt.NDArray[np.float64] = column.cast(pa.float64()).to_numpy(zero_copy_only=False)
+        column = pc.divide(column.cast(pa.timestamp("us")).cast(pa.int64()).cast(pa.float64(), safe=False), 1e6)
+    # Whole numbers beyond 2**53 are rounded, as Spark rounds them when it casts them to double.
+    values: npt.NDArray[np.float64] = column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
     return values
 
 

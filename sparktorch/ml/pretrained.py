@@ -219,6 +219,10 @@ class ImageClassifier(_FromFolderClassifier, ImageClassifierParams):
             return super().completed()
         refuse(_REFUSED, Values(self))
         column = self.getFeaturesCol()
+        if others := {*self.getInputShapes()} - {column}:
+            what = f"inputShapes names {min(others)!r}, and the column of images is {column!r}"
+            hint = f"set inputShapes={{{column!r}: [channels, height, width]}}, or imageCol"
+            raise ConfigError(what, hint=hint, param="inputShapes", code="ST-SHAPE")
         size = self._seen.size if self._seen is not None else None
         shape = self.getInputShapes().get(column, [3, *(size or _UNKNOWN_SIZE)])
         if len(shape) != 3 or shape[0] not in (1, 3, 4):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import tables
-from benchmarks.without_settings import quality, summary_table, whole_table
+from benchmarks.without_settings import READERS, quality, summary_table, whole_table
 
 FACTS = {"commit": "abc1234", "date": "2026-11-28"}
 BY_TABLE = {"births": {"ours": 0.8, "XGBoost": 1.0, "sklearn": 0.9}, "flights": {"ours": 0.1, "XGBoost": 0.2}}
@@ -57,3 +57,12 @@ def test_pages_and_the_readme_get_the_tables_between_their_marks(folder: Path, m
     (folder / "tabular.json").unlink()
     (folder / "recommend_quality.json").unlink()
     assert "has been run" in tables.written(page)
+
+
+@pytest.mark.parametrize(
+    ("name", "chosen_on", "reported"), [("tabular", "flights", "births"), ("ranking", "films", "tuna")]
+)
+def test_sets_on_which_settings_were_chosen_are_not_reported(name: str, chosen_on: str, reported: str) -> None:
+    sides = {data: {"ours": 0.9, "XGBoost": 0.8} for data in (chosen_on, reported)}
+    result = quality("ours", dict.fromkeys(sides, "NDCG@10"), sides)
+    assert [row.data for row in READERS[name][1](result)] == [reported]

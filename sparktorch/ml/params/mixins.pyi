@@ -1152,7 +1152,7 @@ class RankerParams(EstimatorParams):
             numericCols: The columns of numbers; by default those of numbers that categoricalCols does not name.
             minCount: The fewest training rows of a category; a rarer one is unknown; without it, a 500th of the rows, and 30 at most.
             maxCategories: The most categories of a column, its most frequent ones.
-            maxIntegerCategories: Columns of integers of at most so many distinct values, and at most 511, are categories, too, if neither categoricalCols nor numericCols is set; 0 for none.
+            maxIntegerCategories: Columns of integers of at most so many distinct values, and at most 511, are categories, too, if neither categoricalCols nor numericCols is set: each value that 30 training rows have, or minCount, or of a range of at most 32 all its integers; 0 for none.
             loss: 'listnet', 'ranknet' or 'lambdarank', or a callable (scores, labels, sizes) -> loss per group, or its import path.
             lossParams: Keyword arguments of the loss class.
             trainingStep: A callable (module, batch) -> loss, or (loss, metrics), or its import path, in place of loss.
@@ -1249,7 +1249,7 @@ class RankerParams(EstimatorParams):
     maxIntegerCategories: Param[int]
     def getMaxIntegerCategories(self) -> int: ...
     def setMaxIntegerCategories(self, value: int) -> Self:
-        """Sets the value of `maxIntegerCategories`: columns of integers of at most so many distinct values, and at most 511, are categories, too, if neither categoricalCols nor numericCols is set; 0 for none."""
+        """Sets the value of `maxIntegerCategories`: columns of integers of at most so many distinct values, and at most 511, are categories, too, if neither categoricalCols nor numericCols is set: each value that 30 training rows have, or minCount, or of a range of at most 32 all its integers; 0 for none."""
     learningRate: Param[float | str]  # type: ignore[assignment]
     def getLearningRate(self) -> float | str: ...  # type: ignore[override]
     def setLearningRate(self, value: float | str) -> Self:
@@ -1844,7 +1844,7 @@ class TabularClassifierParams(ClassifierParams):
             numericCols: The columns of numbers; by default those of numbers that categoricalCols does not name.
             minCount: The fewest training rows of a category; a rarer one is unknown; without it, a 500th of the rows, and 30 at most.
             maxCategories: The most categories of a column, its most frequent ones.
-            maxIntegerCategories: Columns of integers of at most so many distinct values, and at most 511, are categories, too, if neither categoricalCols nor numericCols is set; 0 for none.
+            maxIntegerCategories: Columns of integers of at most so many distinct values, and at most 511, are categories, too, if neither categoricalCols nor numericCols is set: each value that 30 training rows have, or minCount, or of a range of at most 32 all its integers; 0 for none.
             module: The nn.Module class or factory, its import path 'package.module:Name', an instance, a fitted model to go on from, or a model of Hugging Face's as a local folder or a configuration.
             moduleParams: Keyword arguments of the module's factory; entries to replace in the configuration of a folder.
             inputCols: The input columns, in the order of the arguments of forward, in place of featuresCol.
@@ -1948,7 +1948,7 @@ class TabularClassifierParams(ClassifierParams):
     maxIntegerCategories: Param[int]
     def getMaxIntegerCategories(self) -> int: ...
     def setMaxIntegerCategories(self, value: int) -> Self:
-        """Sets the value of `maxIntegerCategories`: columns of integers of at most so many distinct values, and at most 511, are categories, too, if neither categoricalCols nor numericCols is set; 0 for none."""
+        """Sets the value of `maxIntegerCategories`: columns of integers of at most so many distinct values, and at most 511, are categories, too, if neither categoricalCols nor numericCols is set: each value that 30 training rows have, or minCount, or of a range of at most 32 all its integers; 0 for none."""
     validationFraction: Param[float]
     def getValidationFraction(self) -> float: ...
     def setValidationFraction(self, value: float) -> Self:
@@ -2073,7 +2073,7 @@ class TabularRegressorParams(RegressorParams):
             numericCols: The columns of numbers; by default those of numbers that categoricalCols does not name.
             minCount: The fewest training rows of a category; a rarer one is unknown; without it, a 500th of the rows, and 30 at most.
             maxCategories: The most categories of a column, its most frequent ones.
-            maxIntegerCategories: Columns of integers of at most so many distinct values, and at most 511, are categories, too, if neither categoricalCols nor numericCols is set; 0 for none.
+            maxIntegerCategories: Columns of integers of at most so many distinct values, and at most 511, are categories, too, if neither categoricalCols nor numericCols is set: each value that 30 training rows have, or minCount, or of a range of at most 32 all its integers; 0 for none.
             module: The nn.Module class or factory, its import path 'package.module:Name', an instance, a fitted model to go on from, or a model of Hugging Face's as a local folder or a configuration.
             moduleParams: Keyword arguments of the module's factory; entries to replace in the configuration of a folder.
             inputCols: The input columns, in the order of the arguments of forward, in place of featuresCol.
@@ -2174,7 +2174,7 @@ class TabularRegressorParams(RegressorParams):
     maxIntegerCategories: Param[int]
     def getMaxIntegerCategories(self) -> int: ...
     def setMaxIntegerCategories(self, value: int) -> Self:
-        """Sets the value of `maxIntegerCategories`: columns of integers of at most so many distinct values, and at most 511, are categories, too, if neither categoricalCols nor numericCols is set; 0 for none."""
+        """Sets the value of `maxIntegerCategories`: columns of integers of at most so many distinct values, and at most 511, are categories, too, if neither categoricalCols nor numericCols is set: each value that 30 training rows have, or minCount, or of a range of at most 32 all its integers; 0 for none."""
     validationFraction: Param[float]
     def getValidationFraction(self) -> float: ...
     def setValidationFraction(self, value: float) -> Self:

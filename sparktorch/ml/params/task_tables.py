@@ -45,7 +45,8 @@ TABLE = (
     P("maxCategories", "int", 1000, "the most categories of a column, its most frequent ones", compared=True),
     P("maxIntegerCategories", "int", 32,
       "columns of integers of at most so many distinct values, and at most 511, are categories, too, if neither "
-      "categoricalCols nor numericCols is set; 0 for none", compared="unless default"),
+      "categoricalCols nor numericCols is set: each value that 30 training rows have, or minCount, or of a range of at "
+      "most 32 all its integers; 0 for none", compared="unless default"),
 )
 
 PAIR = (

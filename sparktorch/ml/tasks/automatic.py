@@ -124,6 +124,7 @@ TEXTS = TaskSettings(
     rows_in_all=6_000,
     least_epochs=3,
     most_epochs=10,
+    unwatched_epochs=3,
     least_trained=450,
 )
 IMAGES = TaskSettings(
@@ -137,12 +138,28 @@ IMAGES = TaskSettings(
     rows_in_all=50_000,
     least_epochs=3,
     most_epochs=20,
+    unwatched_epochs=3,
     least_trained=450,
 )
 # Of models whose weights are random.
-NEW_TEXTS = replace(TEXTS, learning_rate=1e-3, usual_rate=1e-3, rows_in_all=50_000, least_epochs=5, most_epochs=20)
+NEW_TEXTS = replace(
+    TEXTS,
+    learning_rate=1e-3,
+    usual_rate=1e-3,
+    rows_in_all=50_000,
+    least_epochs=5,
+    most_epochs=20,
+    unwatched_epochs=5,
+)
 NEW_IMAGES = replace(
-    IMAGES, learning_rate=3e-3, usual_rate=1e-3, least_steps=400, rows_in_all=100_000, least_epochs=8, most_epochs=40
+    IMAGES,
+    learning_rate=3e-3,
+    usual_rate=1e-3,
+    least_steps=400,
+    rows_in_all=100_000,
+    least_epochs=8,
+    most_epochs=40,
+    unwatched_epochs=8,
 )
 
 
@@ -215,14 +232,14 @@ def automatic_settings(
     if task.rows_in_all is not None:
         epochs = min(epochs, max(task.least_epochs, task.rows_in_all // rows))
     epochs = max(1, epochs, least_epochs)
-    if not validates and task.unwatched_steps is not None:
-        least_epochs = -(-task.unwatched_steps // steps)
+    if not validates:
+        epochs = max(-(-(task.unwatched_steps or task.least_steps) // steps), task.unwatched_epochs)
     return AutomaticSettings(
-        epochs=epochs if validates else max(least_epochs, task.unwatched_epochs),
+        epochs=epochs,
         batch_size=batch,
         learning_rate=task.learning_rate,
         scheduler=task.scheduler,
-        warmup_steps=round(task.warmup * steps * (epochs if validates else least_epochs)) or None,
+        warmup_steps=round(task.warmup * steps * epochs) or None,
         patience=patience if validates else None,
         validation_interval=interval if validates else 1,
         validation_unit=unit if validates else "epoch",

@@ -36,8 +36,10 @@ def usual_size(dataset: DataFrame, column: str) -> tuple[int, int] | None:
 def _size_of(image: Any) -> tuple[int, int] | None:
     """Returns height and width of a file's bytes, or of a row of Spark's `binaryFile` or `image` source."""
     fields = image.asDict() if isinstance(image, Row) else {"content": image}
-    if fields.get("height", 0) > 0:
-        return fields["height"], fields["width"]
-    with suppress(OSError, KeyError, TypeError), pillow().open(io.BytesIO(fields["content"])) as opened:
+    height, width = fields.get("height") or 0, fields.get("width") or 0
+    if min(height, width) > 0:
+        return height, width
+    # Whatever cannot be read says no size; the ranks name it if it has to be read.
+    with suppress(Exception), pillow().open(io.BytesIO(fields["content"])) as opened:
         return opened.height, opened.width
     return None

@@ -62,6 +62,7 @@ class LabelledEstimator(LearningEstimator):
         return super().completed()
 
     def _learn(self, dataset: DataFrame) -> LearnedOfLabels:
+        dataset = self._without_dropped(dataset)
         p, names = Values(self), ColumnNames.of(dataset)
         column, marks = p["labelCol"], F.lit(False)
         if p["validationIndicatorCol"]:
@@ -69,12 +70,19 @@ class LabelledEstimator(LearningEstimator):
         label = F.lit(None).cast("double")
         if numeric := isinstance(names.type_of(column), NUMERIC):
             label = names.column(column).cast("double")
-        finite = F.when((label >= 0) & (label < float("inf")), label)
+        finite = F.when(F.abs(label) < float("inf"), label)  # NaN is larger.
         counts = (F.count(F.when(~marks, 1)), F.count(F.when(marks, 1)))
         ((trained, held_out, smallest, largest),) = dataset.agg(*counts, F.min(finite), F.max(finite)).collect()
         check_rows(trained + held_out * bool(self._marks))
         if not numeric or smallest is None:
             return LearnedOfLabels(trained, held_out, 0)
+        if smallest < 0:
+            raise ColumnError(
+                f"column {column!r} has labels {smallest:g} ... {largest:g}, and classes are counted from 0",
+                hint="subtract the smallest; leave out rows that have no class, or give them any and the weight 0",
+                column=column,
+                code="ST-LABEL-RANGE",
+            )
         if smallest == largest:
             raise ColumnError(
                 f"column {column!r} has the same label in all rows",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pyspark.sql import DataFrame
@@ -11,7 +11,7 @@ from pyspark.sql import functions as F
 from sparktorch.base.config import one_of
 from sparktorch.data.ranking import LOSSES, measured
 from sparktorch.data.tables import TableColumns, TableNetwork
-from sparktorch.errors import refuse, shortens
+from sparktorch.errors import Refusal, refuse, shortens
 from sparktorch.ml.fit.values import NAMED_GROUPS, Values
 from sparktorch.ml.params.mixins import RankerParams, RankingModelParams
 from sparktorch.ml.regression import ValueModel
@@ -19,6 +19,7 @@ from sparktorch.ml.scoring.ranking import RankingSummary, evaluate_ranker
 from sparktorch.ml.tasks.automatic import RANKING
 from sparktorch.ml.tasks.held_out import in_share, marked
 from sparktorch.ml.tasks.tabular import TabularEstimator, TabularModel
+from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.frame.groups import check_group
 from sparktorch.spark.rdd import dataframe_of
@@ -27,6 +28,16 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ["Ranker", "RankingModel"]
+
+_PATH = f"{TableNetwork.__module__}:{TableNetwork.__qualname__}"
+_MEMBERS = (
+    Refusal(
+        "loss",
+        lambda p: p.trained is not None and _members(p.trained) > 1 and _is_own(p["loss"]),
+        "loss is your own and gets one score a row, and the network of the fitted model has several members",
+        "fit that model with this loss or with moduleParams={{'members': 1}}, or set loss='listnet'",
+    ),
+)
 
 
 class RankingModel(TabularModel, ValueModel, RankingModelParams):
@@ -81,6 +92,7 @@ class Ranker(TabularEstimator, RankerParams):
     _task_settings = RANKING
     _unit = "groups"
     _searched = {"optimizerParams.weight_decay": [0.1, 1.0]}
+    _hint_of_labels = "labels are grades, and the larger one is the better"
 
     @property
     def _takes_table(self) -> bool:
@@ -89,10 +101,11 @@ class Ranker(TabularEstimator, RankerParams):
         if p.trained is not None:
             return isinstance(p.trained.preprocess, TableColumns)
         made = p["preprocess"] is not None and self._seen is None
-        return p["module"] in (None, TableNetwork) and not (made or p.is_set("featuresCol"))
+        return p["module"] in (None, TableNetwork, _PATH) and not (made or p.is_set("featuresCol"))
 
     def completed(self) -> Self:
         """Returns a copy with the Params that follow from the rows, once they were seen: inputs and network."""
+        refuse(_MEMBERS, Values(self))
         return super().completed() if self._takes_table else super(TabularEstimator, self).completed()
 
     @property
@@ -112,8 +125,13 @@ class Ranker(TabularEstimator, RankerParams):
     def _network(self) -> dict[str, Any]:
         settings = super()._network
         del settings["scales"]  # Scores have no unit.
-        # Only the losses that have names bear an axis of members.
-        return settings if self.getLoss() in LOSSES else settings | {"members": 1}
+        return settings | ({"members": 1} if _is_own(self.getLoss()) else {})
+
+    def _needed(self, names: ColumnNames) -> Sequence[str]:
+        p = Values(self)
+        with_nulls = self._takes_table or getattr(p["preprocess"], "takes_nulls", False)
+        inputs = [] if with_nulls else p["inputCols"] or [self.getFeaturesCol()]
+        return [*inputs, *super()._needed(names), self.getGroupCol()]
 
     @property
     def _chosen_by(self) -> str:
@@ -138,3 +156,13 @@ class Ranker(TabularEstimator, RankerParams):
             one_of("loss", loss, tuple(LOSSES))
             loss = LOSSES[loss]
         return loss, measured
+
+
+def _is_own(loss: Any) -> bool:
+    """Whether a loss is the user's: only those that have names bear an axis of members."""
+    return not isinstance(loss, str) or ":" in loss
+
+
+def _members(trained: TrainedModule) -> int:
+    """Returns the number of members of a fitted network for tables; 1 of any other module."""
+    return int(trained.params.get("members", 1)) if trained.source in (TableNetwork, _PATH) else 1

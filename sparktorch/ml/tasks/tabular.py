@@ -50,6 +50,7 @@ _BOUND = 3.0  # Scaled numbers come near it and do not exceed it, as in RealMLP.
 _ROWS_OF_RARE = 500
 _MOST_RARE = 30
 _FEW_INTEGERS = 32  # the longest range of integers that are categories even if no row has them
+_LARGEST_CODE = 2.0**53  # Larger integers are learned of as doubles, which are not exact.
 _TIMES = (T.DateType, T.TimestampType, T.TimestampNTZType)
 _VALUES: dict[str | None, Callable[[str], Any]] = {
     "string": str,
@@ -85,6 +86,7 @@ class TabularEstimator(LearningEstimator):
         "optimizerParams.weight_decay": [0.1],
     }
     _searched_rates = (0.3, 2.0)
+    _hint_of_labels = "TabularClassifier learns classes, such as texts"
     _seen: _Seen | None = None
 
     @property
@@ -152,7 +154,7 @@ def _seen_in(dataset: DataFrame, estimator: TabularEstimator) -> _Seen:
     """Returns what one job learns of the rows that train."""
     p, names = Values(estimator), ColumnNames.of(dataset)
     if estimator._task == "regression":
-        _check_numbers_to_predict(names, estimator._needed(names))
+        _check_numbers_to_predict(names, p["labelCols"] or [p["labelCol"]], estimator)
     categorical, times, numeric = _by_kind(p, names)
     label = p["labelCol"] if estimator._task == "classification" else ""
     kind = names.type_of(label) if label else None
@@ -218,15 +220,15 @@ def _seen_in(dataset: DataFrame, estimator: TabularEstimator) -> _Seen:
     return _Seen(table, inputs, outputs, labels, scales, edges, rows, held_out.rows, tuple(constants))
 
 
-def _check_numbers_to_predict(names: ColumnNames, labels: Iterable[str]) -> None:
+def _check_numbers_to_predict(names: ColumnNames, labels: Iterable[str], estimator: TabularEstimator) -> None:
     """Refuses labels that are no numbers, such as texts, before there is a job."""
     for name in labels:
         kind = names.type_of(name)
         if not (isinstance(kind, NUMERIC) or is_numeric(kind)):
-            hint = "TabularClassifier learns classes, such as texts"
+            hint = estimator._hint_of_labels
             if isinstance(kind, T.StringType):
                 hint += f"; numbers as text: cast({names.sql(name)} as double)"
-            raise unsuitable(kind, name, "", hint, must="a number for TabularRegressor")
+            raise unsuitable(kind, name, "", hint, must=f"a number for {type(estimator).__name__}")
 
 
 def _warn_of_constants(seen: _Seen) -> None:
@@ -241,11 +243,14 @@ def _warn_of_constants(seen: _Seen) -> None:
 def _coded(figures: Mapping[str, Figures], names: ColumnNames, most: int, least: int) -> dict[str, list[int]]:
     """Returns the whole numbers of columns that are categories, too: months and codes, but also identifiers.
 
-    Of a range of a few numbers, all are categories; of at most `most` distinct ones, those that `least` rows have.
+    Of a range of a few numbers, all are categories; of at most `most` distinct ones, those that `least` rows have. None
+    are in a column with a number beyond 2**53, which doubles do not tell apart.
     """
     found = {}
     for name, of in figures.items():
         if not (most and isinstance(names.type_of(name), T.IntegralType)):
+            continue
+        if max(-of.smallest, of.largest) >= _LARGEST_CODE:
             continue
         values, counts = of.distribution.values, of.distribution.weights
         codes: Sequence[int] = range(int(of.smallest), int(of.largest) + 1)

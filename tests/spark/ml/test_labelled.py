@@ -66,6 +66,17 @@ def test_large_images_are_resized_and_unreadable_ones_do_not_say_a_size(spark: S
     assert usual_size(spark.createDataFrame(rows[3:], "photo binary"), "photo") is None
 
 
+@pytest.mark.parametrize("label", ["CASE WHEN label = 2 THEN NULL ELSE label END", "label"])
+def test_rows_that_null_policy_drop_leaves_out_are_neither_counted_nor_have_classes(
+    spark: SparkSession, folder: str, label: str
+) -> None:
+    text = "CASE WHEN label < 2 THEN text END text"  # Rows without a text or a label are those of the third class.
+    rows = texts(spark, 60, 3).selectExpr("text" if label != "label" else text, f"{label} AS label")
+    learned, _ = TextClassifier(modelFolder=folder, nullPolicy="drop", progress=False)._learned(rows)
+    assert learned._seen is not None
+    assert (learned._seen.rows, learned._seen.classes) == (40, 2)
+
+
 @pytest.mark.parametrize("rows", [2, 12])
 def test_of_rows_too_few_to_hold_any_back_there_is_a_model_without_nan(
     spark: SparkSession, folder: str, rows: int
@@ -76,7 +87,14 @@ def test_of_rows_too_few_to_hold_any_back_there_is_a_model_without_nan(
     assert all(math.isfinite(value) for row in model.transform(data).collect() for value in row.probability)
 
 
-@pytest.mark.parametrize(("labels", "what"), [(["0"] * 60, "the same label in all rows"), ([], "no rows that train")])
+@pytest.mark.parametrize(
+    ("labels", "what"),
+    [
+        (["0"] * 60, "the same label in all rows"),
+        (["-1", "0"] * 30, r"labels -1 \.\.\. 0, and classes are counted from 0"),
+        ([], "no rows that train"),
+    ],
+)
 def test_one_class_and_no_rows_are_refused_in_a_sentence(
     spark: SparkSession, folder: str, labels: list[str], what: str
 ) -> None:

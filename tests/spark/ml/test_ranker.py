@@ -158,6 +158,22 @@ def test_a_loss_of_ones_own_gets_one_score_a_row_of_the_network_for_tables(spark
     assert Ranker(**SMALL, loss=spread).fit(offers(spark, 30)).module.members == 1
 
 
+def test_rows_without_a_group_are_not_learned_of_and_the_network_may_be_named_by_its_path(spark: SparkSession) -> None:
+    nameless = F.when(F.col("kind") != "tent", F.col("search"))
+    rows = offers(spark, 20).withColumns({"search": nameless, "key": F.col("rooms") + (1 << 60)})
+    kept = rows.where("search is not null")
+    ranker = Ranker(**SMALL, module="sparktorch.data.tables:TableNetwork", nullPolicy="drop")
+    learned, _ = ranker._learned(rows)
+    assert learned._seen is not None
+    assert learned._seen.rows == kept.count()
+    model = ranker.fit(rows)
+    assert set(model.categories["kind"]) == {"hotel", "flat"}
+    assert "key" not in model.categories
+    assert np.isfinite(model.transform(rows).toPandas().prediction).all()
+    with pytest.raises(ColumnError, match="must be a number for Ranker, but is string"):
+        Ranker(**SMALL).fit(rows.withColumn("grade", F.col("grade").cast("string")))
+
+
 def test_a_ranker_of_a_table_refuses_columns_that_cannot_be_inputs_and_a_group_that_is_not_there(
     spark: SparkSession,
 ) -> None:

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from sparktorch.data.tables import TableColumns, TableNetwork, network_settings, scaled_edges
+from sparktorch.data.tables import TableColumns, TableNetwork, as_doubles, network_settings, scaled_edges
 
 
 def made(table: TableColumns, **columns: pa.Array) -> dict[str, Any]:
@@ -154,3 +154,9 @@ def test_edges_are_scaled_as_the_numbers_are_and_differ_in_the_precision_of_the_
     assert scaled_edges(np.array([0.0, 4.0]), [2.0, 1.0], 3.0) == pytest.approx([-two, two])
     assert scaled_edges(np.array([1.0, 1.0 + 1e-12]), [1.0, 1.0], 3.0) == [0.0, 1.0]
     assert scaled_edges(np.array([5.0]), [5.0, 0.0], 3.0) == [0.0, 1.0]
+
+
+def test_whole_numbers_and_times_beyond_2_to_the_53_are_rounded_and_not_refused() -> None:
+    largest = (1 << 63) - 1
+    assert as_doubles(pa.array([largest, -largest, (1 << 53) + 1, 3])).tolist() == [2.0**63, -(2.0**63), 2.0**53, 3.0]
+    assert as_doubles(pa.array([date(9999, 12, 31), date(1, 1, 1)])).tolist() == [253_402_214_400.0, -62_135_596_800.0]

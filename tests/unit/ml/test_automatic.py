@@ -51,13 +51,30 @@ def test_a_training_has_the_fewest_steps_before_patience_may_end_it(task: TaskSe
     assert found.batch_size & (found.batch_size - 1) == 0
 
 
-@pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize("rows", ROWS)
-def test_without_validation_a_training_takes_about_a_fixed_number_of_steps(task: TaskSettings, rows: int) -> None:
-    found = automatic_settings(rows, task, validates=False)
-    steps = -(-rows // found.batch_size)
-    assert found.patience is None
-    assert found.epochs == max(task.unwatched_epochs, -(-(task.unwatched_steps or task.least_steps) // steps))
+@pytest.mark.parametrize(
+    ("task", "expected"),
+    [
+        (CHOICES, {50: 150, 2_000: 16, 20_000: 16, 1_000_000: 16}),
+        (TABLES, {50: 200, 2_000: 7, 20_000: 6, 1_000_000: 1}),
+        (SERIES, {50: 13, 2_000: 1, 20_000: 1, 1_000_000: 1}),
+        (RATINGS, {50: 50, 2_000: 12, 20_000: 12, 1_000_000: 12}),
+        (RANKING, {50: 100, 2_000: 7, 20_000: 3, 1_000_000: 1}),
+        (TEXTS, {50: 25, 2_000: 3, 20_000: 3, 1_000_000: 3}),
+        (IMAGES, {50: 100, 2_000: 4, 20_000: 3, 1_000_000: 3}),
+        (NEW_TEXTS, {50: 25, 2_000: 5, 20_000: 5, 1_000_000: 5}),
+        (NEW_IMAGES, {50: 200, 2_000: 8, 20_000: 8, 1_000_000: 8}),
+    ],
+    ids=["choices", "tables", "series", "ratings", "ranking", "texts", "images", "new texts", "new images"],
+)
+def test_without_validation_a_training_has_these_epochs(task: TaskSettings, expected: dict[int, int]) -> None:
+    found = {rows: automatic_settings(rows, task, validates=False) for rows in expected}
+    assert {rows: settings.epochs for rows, settings in found.items()} == expected
+    assert {settings.patience for settings in found.values()} == {None}
+
+
+def test_the_rate_of_a_training_without_validation_rises_over_a_tenth_of_its_steps() -> None:
+    found = automatic_settings(2_000, NEW_TEXTS, validates=False)
+    assert (found.epochs, found.batch_size, found.warmup_steps) == (5, 16, 62)  # of 625
 
 
 def test_a_billion_rows_may_end_within_a_hundredth_of_an_epoch() -> None:

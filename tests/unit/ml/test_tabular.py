@@ -1,0 +1,101 @@
+"""What the estimators of tables and rankings decide by Params, types and figures, before and after rows are seen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pyspark.sql import types as T
+
+from sparktorch import Ranker, RankingModel, TabularRegressor
+from sparktorch.data.distribution import Distribution
+from sparktorch.data.tables import TableColumns, TableNetwork
+from sparktorch.errors import ColumnError, ConfigError
+from sparktorch.ml.tasks.column_statistics import Figures
+from sparktorch.ml.tasks.tabular import _check_numbers_to_predict, _coded, _Seen
+from sparktorch.model.trained_module import TrainedModule
+from sparktorch.spark.column_names import ColumnNames
+
+PATH = "sparktorch.data.tables:TableNetwork"
+LINEAR: dict[str, Any] = {"module": "torch.nn:Linear", "moduleParams": {"in_features": 1, "out_features": 1}}
+
+
+def names(**kinds: T.DataType) -> ColumnNames:
+    return ColumnNames(T.StructType([T.StructField(name, kind) for name, kind in kinds.items()]), lambda: False)
+
+
+def figures(*values: int) -> Figures:
+    counts = dict.fromkeys(map(float, values), 100)
+    smallest, largest = float(min(values)), float(max(values))
+    return Figures(100 * len(values), 0.0, 1.0, smallest, largest, Distribution.of(counts))
+
+
+def test_integers_beyond_2_to_the_53_are_numbers_alone_and_a_hash_column_does_not_fail() -> None:
+    columns = {
+        "hash": figures(-(1 << 63), 5, (1 << 63) - 1),
+        "snowflake": figures(1 << 60, (1 << 60) + 256, (1 << 60) + 512),
+        "wide": figures(-(10**15), 0, 10**15),
+        "month": figures(1, 12),
+    }
+    kinds = names(**dict.fromkeys(columns, T.LongType()))
+    assert _coded(columns, kinds, 500, 30) == {"wide": [-(10**15), 0, 10**15], "month": list(range(1, 13))}
+
+
+class Unhashable:
+    """A loss that is equal to others, and so has no hash."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Unhashable)
+
+    def __call__(self, scores: Any, labels: Any, sizes: Any) -> Any:
+        return (scores - labels).square().mean()
+
+
+def test_a_label_of_text_is_refused_in_the_name_of_the_estimator_with_a_hint_that_suits_it() -> None:
+    columns = names(grade=T.StringType())
+    with pytest.raises(ColumnError, match="a number for TabularRegressor") as of_regressor:
+        _check_numbers_to_predict(columns, ["grade"], TabularRegressor())
+    with pytest.raises(ColumnError, match="a number for Ranker") as of_ranker:
+        _check_numbers_to_predict(columns, ["grade"], Ranker(groupCol="query"))
+    assert "TabularClassifier" in str(of_regressor.value)
+    assert "Tabular" not in str(of_ranker.value)
+    assert "cast(`grade` as double)" in str(of_ranker.value)
+
+
+def test_a_ranker_leaves_out_the_rows_that_its_fit_drops() -> None:
+    columns = names(query=T.StringType(), label=T.DoubleType(), features=T.DoubleType())
+    assert Ranker(groupCol="query")._needed(columns) == ["label", "query"]
+    assert Ranker(groupCol="query", **LINEAR)._needed(columns) == ["features", "label", "query"]
+    assert Ranker(groupCol="query", inputCols=["a", "b"], **LINEAR)._needed(columns) == ["a", "b", "label", "query"]
+    takes_nulls = Ranker(groupCol="query", preprocess=TableColumns(), **LINEAR)
+    assert takes_nulls._needed(columns) == ["label", "query"]
+
+
+@pytest.mark.parametrize("module", [TableNetwork, PATH, None])
+def test_a_ranker_takes_a_table_for_its_network_by_whatever_name(module: Any) -> None:
+    assert Ranker(groupCol="query", **({} if module is None else {"module": module}))._takes_table
+    assert not Ranker(groupCol="query", **LINEAR)._takes_table
+
+
+@pytest.mark.parametrize(("loss", "members"), [("ranknet", 4), (Unhashable(), 1), ("package.module:loss", 1)])
+def test_the_network_of_a_ranker_has_one_member_for_a_loss_of_ones_own(loss: Any, members: int) -> None:
+    ranker = Ranker(groupCol="query", loss=loss)
+    ranker._seen = _Seen(TableColumns(), [], 1, [], [[0.0, 1.0]], [], rows=100)
+    assert ranker._network["members"] == members
+
+
+@pytest.mark.parametrize("source", [TableNetwork, PATH])
+def test_a_loss_of_ones_own_is_refused_where_a_fitted_model_has_several_members(source: Any) -> None:
+    def fitted(members: int) -> RankingModel:
+        params = {"cardinalities": [], "numbers": 1, "outputs": 1, "members": members}
+        made: dict[str, Any] = {"source": source, "params": params, "preprocess": TableColumns(), "weights": b""}
+        trained = TrainedModule(inputs=(), outputs=(), task="regression", **made)
+        return RankingModel()._with(trained, None)
+
+    def ranker(members: int, loss: Any) -> Ranker:
+        return Ranker(groupCol="query", module=fitted(members), loss=loss)
+
+    with pytest.raises(ConfigError, match="the network of the fitted model has several members"):
+        ranker(4, Unhashable()).completed()
+    for members, loss in ((1, Unhashable()), (4, "lambdarank")):
+        assert ranker(members, loss).completed()._takes_table
