@@ -211,6 +211,10 @@ class TorchEstimatorBase(Shown, Estimator[M], EstimatorParams, MLReadable[Any], 
         """Returns the estimator with what another one has learned of the same rows, in those that learn."""
         return self
 
+    def _differing(self, other: Any) -> list[str]:
+        """Returns the Params by which it learns something else of rows than another one, in those that learn."""
+        return []
+
     def _search_space(self) -> dict[str, list[Any]]:
         """Returns the choices of a TorchTuner without a space, by name; the first one is `None`, the default.
 

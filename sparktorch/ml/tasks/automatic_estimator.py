@@ -167,8 +167,8 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
             that._look_at(rows)
             trained, held_out = that._count(rows)
         elif share and counts is None and held_out > MOST_HELD_OUT:
-            rows, _ = that._marked(dataset, names, share * MOST_HELD_OUT / held_out)
-            trained, held_out = trained + held_out - MOST_HELD_OUT, MOST_HELD_OUT
+            factor, trained = that._capped(trained, held_out)
+            rows, held_out = that._marked(dataset, names, share * factor)[0], MOST_HELD_OUT
         chosen_by = that._chosen_by if that._marks else ""
         that._sample = Sample(trained=trained, held_out=held_out, chosen_by=chosen_by)
         return that, rows
@@ -213,6 +213,10 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
         marks = names.column(name) if name else F.lit(False)
         trained, held_out = rows.agg(F.count(F.when(~marks, 1)), F.count(F.when(marks, 1))).collect()[0]
         return trained, held_out
+
+    def _capped(self, trained: int, held_out: int) -> tuple[float, int]:
+        """Returns the part of the share that holds out `MOST_HELD_OUT` samples, and how many train then."""
+        return MOST_HELD_OUT / held_out, trained + held_out - MOST_HELD_OUT
 
     def _arranged(self, dataset: DataFrame) -> DataFrame:
         """Returns the rows as they are trained, once they were learned of."""
@@ -270,11 +274,15 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
         that._sample, that._marks = other._sample, other._marks
         if that._marks and not self.isSet("validationIndicatorCol"):
             that._set(validationIndicatorCol=that._marks)
-        ours, theirs = Values(that), Values(other)
-        compared = [*self._learns_from, *(["validationFraction"] if self.isSet("validationFraction") else [])]
-        if differing := [name for name in compared if ours[name] != theirs[name]]:
+        if differing := that._differing(other):
             raise needs_other_rows(differing)
         return that
+
+    def _differing(self, other: Any) -> list[str]:
+        """Returns the Params in which it differs from another estimator, and that say what is learned of the rows."""
+        ours, theirs = Values(self), Values(other)
+        compared = [*self._learns_from, *(["validationFraction"] if self.isSet("validationFraction") else [])]
+        return [name for name in compared if ours[name] != theirs[name]]
 
     def _fit_on(self, source: Source, judge: Callable[[dict[str, Any]], bool] | None = None) -> Any:
         that = self._knowing(getattr(source, "estimator", None))

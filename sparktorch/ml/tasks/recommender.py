@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import reduce
+from operator import and_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
@@ -23,8 +26,8 @@ from sparktorch.ml.model import TorchModelBase
 from sparktorch.ml.params.mixins import RecommenderModelParams, RecommenderParams
 from sparktorch.ml.scoring.column_metadata import check_numbers
 from sparktorch.ml.scoring.ranking import RankingMetrics, ranking_metrics
-from sparktorch.ml.tasks.automatic import CHOICES, RATINGS, TaskSettings
-from sparktorch.ml.tasks.held_out import free_name
+from sparktorch.ml.tasks.automatic import CHOICES, RATINGS, AutomaticSettings, TaskSettings
+from sparktorch.ml.tasks.held_out import MOST_HELD_OUT, free_name
 from sparktorch.ml.tasks.learning import LearningEstimator, check_rows
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.column_names import ColumnNames
@@ -45,6 +48,9 @@ _LEAST_OF_EACH = 3  # rows of a user, and of an item, from which on some are hel
 _MOST_RANKED = 20_000  # items, among which the cross-entropy is that of all
 _DRAWN = 64  # other items of each row, where they are more
 _FEW = 4  # rows of a table for each that a step reaches, from which on sparse gradients are the faster ones
+_WHOLE_USERS = ("numNegatives", "strategy", "split")  # The Params that say whether a sample is a user.
+# The Params that ask for validation rows.
+_VALIDATING = ("validationFraction", "earlyStoppingPatience", "earlyStoppingMetric", "metrics")
 _REFUSED = (
     Refusal(
         "ratingCol",
@@ -67,7 +73,7 @@ class _Seen(NamedTuple):
     users: pa.StructArray
     items: pa.StructArray
     mean: float  # of the ratings
-    deviation: float = 1.0  # of the ratings, their standard one
+    deviation: float = 1.0  # of the ratings, their standard one, 0 of equal ones
     group: str = ""  # the name of the column that tells apart what a user has chosen in training and in validation
     weight: str = ""  # the name of the column of weights
     rows: int = 0
@@ -273,7 +279,7 @@ class Recommender(_Paired, LearningEstimator, RecommenderParams):
     _model_class = RecommenderModel
     _learns_from = (
         *("userCol", "itemCol", "ratingCol", "userFeatures", "itemFeatures", "implicitPrefs", "alpha"),
-        *("numNegatives", "validationIndicatorCol", "nullPolicy"),
+        *(*_WHOLE_USERS, "validationIndicatorCol", "nullPolicy"),
     )
     _searched = {"rank": [8, 16, 64, 128], "regParam": [0.03, 0.07, 0.2]}
     _searched_rates = (0.5, 2.0)
@@ -297,9 +303,17 @@ class Recommender(_Paired, LearningEstimator, RecommenderParams):
         """Number of other items that are drawn for each row; 0 for none, where all are compared."""
         p = Values(self)
         many = self._seen is not None and len(self._seen.items) > _MOST_RANKED
-        divided = p["strategy"] == "mesh" or p["split"] == "keep"  # users cannot stay whole
+        kept = p["strategy"] == "mesh" or p["split"] == "keep"  # users cannot stay whole
+        # A rank that trains a model of its own would have no row of the users that another one has.
+        divided = kept or p.strategy.own_batches
         default = _DRAWN if many or divided else 0
         return (p["numNegatives"] or default) if p["implicitPrefs"] else 0
+
+    @property
+    def _weight(self) -> str:
+        """The column of weights; that of a row is in the place of its rating, whose name an error then has."""
+        assert self._seen is not None
+        return self._seen.weight if self._ranks_all else Values(self)["ratingCol"] or self._seen.weight
 
     def _group(self) -> str | None:
         return self._seen.group if self._seen is not None and self._ranks_all else None
@@ -308,7 +322,37 @@ class Recommender(_Paired, LearningEstimator, RecommenderParams):
     def _holds_out(self) -> bool:
         """Whether a fit is to mark rows; with implicit preferences only if asked, as more epochs do not harm there."""
         p = Values(self)
-        return super()._holds_out and (not p["implicitPrefs"] or p.is_set("validationFraction"))
+        asked = any(p.is_set(name) and p[name] not in (None, "auto") for name in _VALIDATING) or p.follows_loss
+        return super()._holds_out and (not p["implicitPrefs"] or asked)
+
+    def _holding_out(self) -> Self:
+        """Returns a copy that holds out rows, of choices too: their loss in training does not tell which is better."""
+        that = self.copy()
+        return that._set(validationFraction=self.getValidationFraction()) if super()._holds_out else that
+
+    @property
+    def _needs_count(self) -> bool:
+        return super()._needs_count or self._ranks_all
+
+    def _settings(self, *, held_out: bool) -> AutomaticSettings:
+        """Returns what "auto" stands for, of choices with batches of few users whatever their epochs are.
+
+        A batch of 256 users would leave few steps to an epoch.
+        """
+        p = Values(self)
+        if not self._ranks_all or held_out or p["epochs"] == "auto":
+            return super()._settings(held_out=held_out)
+        counted = self.copy()
+        counted.clear(counted.getParam("epochs"))
+        chosen = super(Recommender, counted)._settings(held_out=False)
+        return replace(chosen, patience=None, validation_interval=1, validation_unit="epoch")
+
+    def _differing(self, other: Any) -> list[str]:
+        ours = self.copy()
+        ours._seen = other._seen
+        same = _WHOLE_USERS if ours._ranks_all == other._ranks_all else ()
+        ignored = same if self.getImplicitPrefs() else (*_WHOLE_USERS, "alpha")
+        return [name for name in super()._differing(other) if name not in ignored]
 
     def completed(self) -> Self:
         """Returns a copy with the Params that follow from others and, once they were seen, from the rows."""
@@ -330,15 +374,15 @@ class Recommender(_Paired, LearningEstimator, RecommenderParams):
             trainingStep=PairLoss(
                 items if implicit else None,
                 p["regParam"],
-                scale=1.0 if implicit or seen is None else seen.deviation,
+                scale=1.0 if implicit or seen is None else seen.deviation or 1.0,
                 alpha=p["alpha"] if ranks_all else 0.0,
                 catalogue=Known(seen.items).features if ranks_all and seen is not None else None,
             ),
         )
         if seen is None:
             return that
-        if seen.weight:
-            that._set(weightCol=seen.weight)
+        if implicit:
+            that._set(weightCol=that._weight)
         told = {
             "users": len(seen.users),
             "items": items,
@@ -348,7 +392,7 @@ class Recommender(_Paired, LearningEstimator, RecommenderParams):
             "item_features": len(p["itemFeatures"]),
             "sparse": _wants_sparse(p, len(seen.users) + items * (not ranks_all), self._drawn),
             "user_bias": not implicit,
-            "scale": 1.0 if implicit else seen.deviation,
+            "scale": 1.0 if implicit else seen.deviation or 1.0,
             "ranks_all": ranks_all,
         }
         pairs = Pairs(p["userCol"], p["itemCol"], seen.users, seen.items, self._drawn, p["seed"])
@@ -362,37 +406,36 @@ class Recommender(_Paired, LearningEstimator, RecommenderParams):
         if repeated := names.repeated(columns):
             raise ConfigError(f"column {repeated!r} has two roles", hint="name another one for each", param="userCol")
         check_numbers(names, columns[2:])
-        finite = [F.abs(names.column(name).cast("double")) < float("inf") for name in columns[2:]]
-        present = [names.column(name).isNotNull() for name in columns[:2]]
         marks = None if self._marks else p["validationIndicatorCol"]  # else users and items are those of all rows
-        rows = dataset.where(~names.column(marks)) if marks else dataset
-        for condition in (*present, *finite):  # the ranks refuse other rows, or leave them out
-            rows = rows.where(condition)
+        complete = dataset.where(_complete(names, columns))  # the ranks refuse other rows, or leave them out
+        rows = complete.where(~names.column(marks)) if marks else complete
         score = names.column(rating).cast("double") if rating else F.lit(0.0)
         tables: list[pa.StructArray] = []
         rare = 0
         for name, features in ((p["userCol"], p["userFeatures"]), (p["itemCol"], p["itemFeatures"])):
             groups = rows.groupBy(names.column(name).cast(_id_type(names, name)).alias("id"))
             figures = [F.max(names.column(one).cast("double")).alias(f"f{at}") for at, one in enumerate(features)]
-            sums = [F.sum(score).alias("sum"), F.sum(score * score).alias("squares"), F.min(score).alias("least")]
-            found = table_of(groups.agg(*figures, F.count(F.lit(1)).alias("rows"), *sums))
+            of_ratings = [F.avg(score).alias("mean"), F.var_pop(score).alias("variance")]
+            extremes = [F.min(score).alias("least"), F.max(score).alias("most")]
+            found = table_of(groups.agg(*figures, F.count(F.lit(1)).alias("rows"), *of_ratings, *extremes))
             check_rows(found.num_rows)
             kept = found.sort_by("id").select([0, *range(1, 1 + len(features))])
             tables.append(_structs(kept, [name, *features]))
             count = pc.sum(found["rows"]).as_py()
-            mean = pc.sum(found["sum"]).as_py() / count
-            variance = max(0.0, pc.sum(found["squares"]).as_py() / count - mean**2)
-            least = pc.min(found["least"]).as_py()
+            mean, deviation = _moments(*(found[name].to_numpy() for name in ("rows", "mean", "variance")))
+            least, most = pc.min(found["least"]).as_py(), pc.max(found["most"]).as_py()
             rare += pc.sum(found["rows"].filter(pc.less(found["rows"], _LEAST_OF_EACH))).as_py() or 0
+        if p["implicitPrefs"] and rating and marks:
+            least = complete.agg(F.min(score)).collect()[0][0]  # Rows for validation are weighed, too.
         if p["implicitPrefs"] and rating and least < 0:
             what, hint = f"column {rating!r} has ratings below 0", "leave these rows out, or learn what users rate"
             raise ColumnError(what, hint=hint, column=rating, code="ST-WEIGHT")
         users, items = tables
         group = free_name(names, "_chosen_by") if p["implicitPrefs"] else ""
         weight = free_name(names, "_weight") if p["implicitPrefs"] else ""
-        # The last digits of the mean depend on the order in which Spark adds up.
-        deviation = float(f"{variance**0.5:.6g}")
-        return _Seen(users, items, float(f"{mean:.8g}"), deviation or 1.0, group, weight, count, rare)
+        if least == most:  # What rounding leaves of equal ratings is no deviation.
+            deviation = 0.0
+        return _Seen(users, items, mean, deviation, group, weight, count, rare)
 
     def _arranged(self, dataset: DataFrame) -> DataFrame:
         """Returns the rows of implicit preferences with the weight of each, or of all that a user has chosen."""
@@ -402,9 +445,12 @@ class Recommender(_Paired, LearningEstimator, RecommenderParams):
         weight, marks = F.lit(1.0), p["validationIndicatorCol"]
         if p["ratingCol"]:
             rating = names.column(p["ratingCol"]).cast("double")
-            weight = F.when(rating > 0, 1 + p["alpha"] * rating).otherwise(0.0)
+            weight = F.when(rating.isNotNull(), F.when(rating > 0, 1 + p["alpha"] * rating).otherwise(0.0))
         if not self._ranks_all:
-            return dataset.withColumn(seen.weight, weight)
+            return dataset.withColumn(self._weight, weight)
+        # A row that is left out counts for nothing in the weight of its user, whose other rows train.
+        columns = [*self.getInputCols(), *([p["ratingCol"]] if p["ratingCol"] else [])]
+        weight = F.when(_complete(names, columns), weight).otherwise(0.0)
         user = names.column(p["userCol"])
         held_out = F.coalesce(names.column(marks), F.lit(False)) if marks else F.lit(False)
         rows = dataset.withColumn(seen.group, F.xxhash64(user, held_out))
@@ -437,9 +483,19 @@ class Recommender(_Paired, LearningEstimator, RecommenderParams):
         assert self._seen is not None
         if not self._marks:
             return len(self._seen.users) if self._ranks_all else self._seen.rows, 0
-        held_out = round(max(0, self._seen.rows - self._seen.rare) * self.getValidationFraction())
-        users = len(self._seen.users)
+        held_out, users = self._pairs_held_out, len(self._seen.users)
         return (users, min(users, held_out)) if self._ranks_all else (self._seen.rows - held_out, held_out)
+
+    def _capped(self, trained: int, held_out: int) -> tuple[float, int]:
+        """Returns both, where a sample is a user by the pairs that are held out: all users train."""
+        if not self._ranks_all:
+            return super()._capped(trained, held_out)
+        return min(1.0, MOST_HELD_OUT / self._pairs_held_out), trained
+
+    @property
+    def _pairs_held_out(self) -> int:
+        assert self._seen is not None
+        return round(max(0, self._seen.rows - self._seen.rare) * self.getValidationFraction())
 
     def _model(self, *made: Any) -> RecommenderModel:
         """Returns the model, which scores a pair at a time."""
@@ -460,6 +516,23 @@ def _wants_sparse(p: Values, rows: int, drawn: int) -> bool:
     clips = p["gradientClipNorm"] is not None or p["gradientClipValue"] is not None
     plain = p["optimizer"] in ("Adagrad", "SGD") and not p["optimizerParams"]
     return rows > _FEW * reached and plain and not clips and not p.strategy.divides_parameters
+
+
+def _complete(names: ColumnNames, columns: Sequence[str]) -> Column:
+    """Returns whether a row has a user, an item and finite numbers, in columns in this order."""
+    user, item, *numbers = map(names.column, columns)
+    finite = (F.coalesce(F.abs(number.cast("double")) < float("inf"), F.lit(False)) for number in numbers)
+    return reduce(and_, finite, user.isNotNull() & item.isNotNull())
+
+
+def _moments(rows: Any, means: Any, variances: Any) -> tuple[float, float]:
+    """Returns mean and standard deviation of ratings by the number of rows, mean and variance of each group.
+
+    The last digits, which depend on the order in which Spark adds up, are left out.
+    """
+    mean = np.average(means, weights=rows)
+    variance = np.average(variances + np.square(means - mean), weights=rows)
+    return float(f"{mean:.8g}"), float(f"{variance**0.5:.6g}")
 
 
 def _structs(table: pa.Table, names: Sequence[str]) -> pa.StructArray:

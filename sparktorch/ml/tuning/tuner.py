@@ -172,8 +172,8 @@ class TorchTuner(Estimator[TorchTunerModel]):
                 at_least(name, value, 1)
         if self.timeout is not None:
             above("timeout", self.timeout, 0)
-        validates = self.estimator.isSet("validationIndicatorCol") or self.estimator._holds_out
         base = self.estimator._holding_out().setParams(numWorkers=workers)
+        validates = base.isSet("validationIndicatorCol") or base._holds_out
         stopping = Values(self.estimator)
         metric = self.metric or (stopping["earlyStoppingMetric"] if validates else "loss")
         mode = _DIRECTIONS.get(stopping["earlyStoppingMode"]) if metric == stopping["earlyStoppingMetric"] else None
@@ -288,7 +288,7 @@ def _valid_one(base: Any, space: Space, metric: str) -> tuple[Any, Request[Train
         one = _tried(base, values)
         if one is not None:
             found.append(one)
-            _check_rows(found[0][1], one[1], values)
+            _check_rows(found[0], one, values)
     estimator, request = found[0] if found else (base, translate(base, base._task))  # raises what is wrong with it
     if metric.startswith("val_") and request.columns["validation"] is None:
         raise ConfigError(
@@ -362,16 +362,21 @@ def _check_study(study: Any, space: Space, metric: str, direction: str) -> None:
         raise ConfigError(f"the study {study.study_name!r} in the storage {what}", hint=hint, param="studyName")
 
 
-def _check_rows(first: Request[TrainJob], other: Request[TrainJob], values: dict[str, Any]) -> None:
-    """Refuses a space whose trials need other rows than the first one."""
-    needs, others = first.rows, other.rows
+def _check_rows(
+    first: tuple[Any, Request[TrainJob]], other: tuple[Any, Request[TrainJob]], values: dict[str, Any]
+) -> None:
+    """Refuses a space whose trials need other rows than the first one, or learn something else of them."""
+    needs, others = first[1].rows, other[1].rows
     differing = next((name for name in needs if needs[name] != others[name]), None)
+    differing = differing or next(iter(other[0]._differing(first[0])), None)
     if differing is None:
         return
     name = next((name for name in values if name in differing), differing)
     hint = "ranks read their rows once for all trials; search in two, one for each"
     if name == "numWorkers":
         hint = "workersPerTrial says how many workers a trial has"
+    if name == "numNegatives":
+        hint = "set numNegatives of the estimator as well: then all trials draw items, and need the same rows"
     raise ConfigError(
         f"{name!r} in the space gives trials other rows: they differ in {differing}",
         hint=hint,

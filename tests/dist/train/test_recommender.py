@@ -135,7 +135,7 @@ def test_any_number_of_ranks_learns_what_one_plain_loop_learns(
     state, metas = train_on(
         [part.batches(size=37 * ranks) for part in shuffled.parts(ranks)], train_job(table, recipe, config)
     )
-    torch.testing.assert_close(state, expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(state, expected, atol=1e-6, rtol=0)
     assert [record["val_loss"] for record in metas[0]["history"]] == pytest.approx(history, abs=1e-5)
 
 
@@ -226,5 +226,6 @@ def test_any_number_of_ranks_ranks_all_items_as_one_plain_loop_over_pairs(
     state, metas = train_on(
         [part.batches(size=37 * ranks) for part in parts(shuffled, ranks)], train_job(table, recipe, config)
     )
-    torch.testing.assert_close(state, expected, atol=1e-5, rtol=0)
+    # The loop adds up pairs in another order, and Adagrad's first steps divide small gradients of layers by their size.
+    torch.testing.assert_close(state, expected, atol=5e-6 if features else 1e-6, rtol=0)
     assert [record["val_loss"] for record in metas[0]["history"]] == pytest.approx(history, abs=1e-5)

@@ -185,6 +185,17 @@ def test_features_score_users_and_items_that_the_fit_did_not_have(spark: SparkSe
     assert dict(lists["user-03"])[1] == pytest.approx(scored["prediction"][0], abs=1e-5)
 
 
+def cross_entropy(model: RecommenderModel, chosen: DataFrame) -> float:
+    """Returns the mean cross-entropy of choices among all items, weighted by 1 + the rating."""
+    users, items = (
+        factors.orderBy("id").toPandas().set_index("id") for factors in (model.userFactors, model.itemFactors)
+    )
+    rows = chosen.toPandas()
+    scores = np.stack(users["features"][rows["who"]]) @ np.stack(items["features"]).T
+    target = scores[np.arange(len(rows)), items.index.get_indexer(rows["item"])]
+    return float(np.average(np.log(np.exp(scores).sum(1)) - target, weights=1 + rows["stars"]))
+
+
 def test_choices_are_trained_user_by_user_whatever_part_of_them_is_held_out(rows: DataFrame) -> None:
     estimator = Recommender(userCol="who", ratingCol="stars", implicitPrefs=True, epochs=3, numWorkers=2)
     chosen = rows.where("stars > 0")
@@ -193,17 +204,50 @@ def test_choices_are_trained_user_by_user_whatever_part_of_them_is_held_out(rows
     marked = estimator.copy().setValidationIndicatorCol("held_out").fit(chosen)
     held_out = chosen.where("held_out").select("who").distinct().count()
     assert marked.summary.validationRows == held_out > 0
-    assert 0 < marked.summary.best["val_loss"] < 2 * np.log(ITEMS)
+    assert marked.summary.history[-1]["val_loss"] == pytest.approx(cross_entropy(marked, chosen.where("held_out")))
     again = estimator.copy().setNumWorkers(1).fit(chosen.repartition(5))
     ours, other = (one.userFactors.orderBy("id").toPandas()["features"] for one in (model, again))
-    np.testing.assert_allclose(np.stack(ours), np.stack(other), atol=1e-5)
+    np.testing.assert_allclose(np.stack(ours), np.stack(other), atol=1e-6)
 
 
-def test_choices_below_zero_are_refused(rows: DataFrame) -> None:
+def test_choices_below_zero_are_refused_also_among_marked_rows(rows: DataFrame) -> None:
+    estimator = Recommender(userCol="who", ratingCol="stars", implicitPrefs=True, **QUICK)
     with pytest.raises(ColumnError, match="column 'stars' has ratings below 0"):
-        Recommender(userCol="who", ratingCol="stars", implicitPrefs=True, **QUICK).fit(
-            rows.withColumn("stars", F.col("stars") - 4)
-        )
+        estimator.fit(rows.withColumn("stars", F.col("stars") - 4))
+    negative = rows.withColumn("stars", F.when(F.col("held_out"), -1.0).otherwise(1.0))
+    with pytest.raises(ColumnError, match="column 'stars' has ratings below 0"):
+        estimator.setValidationIndicatorCol("held_out")._learned(negative)
+
+
+def test_a_row_that_is_dropped_counts_for_nothing_in_the_weight_of_its_user(spark: SparkSession) -> None:
+    nan, inf = float("nan"), float("inf")
+    pairs = [("a", 1, 3.0, 1.0), ("a", 2, nan, 1.0), ("a", 3, inf, 1.0), ("a", 4, None, 1.0), ("a", None, 7.0, 1.0)]
+    pairs += [("a", 5, 7.0, nan), ("a", 6, 7.0, None), ("b", 1, 1.0, 1.0), ("b", 2, 0.0, 1.0)]
+    some = spark.createDataFrame(pairs, "user string, item int, rating double, age double")
+    estimator = Recommender(implicitPrefs=True, alpha=2.0, userFeatures=["age"], nullPolicy="drop")
+    learned, arranged = estimator._learned(some)
+    assert learned.completed().getWeightCol() == "_weight"
+    assert {tuple(row) for row in arranged.select("user", "_weight").collect()} == {("a", 7.0), ("b", 3.0)}
+
+
+def test_a_rating_that_is_no_number_is_refused_by_its_column_where_items_are_drawn(rows: DataFrame) -> None:
+    estimator = Recommender(userCol="who", ratingCol="stars", implicitPrefs=True, numNegatives=2, epochs=1, **QUICK)
+    positive = rows.where("stars > 0")
+    _, arranged = estimator._learned(positive)
+    weights = arranged.select("stars").toPandas()["stars"]
+    np.testing.assert_allclose(sorted(weights), sorted(1 + positive.toPandas()["stars"]), rtol=1e-6)
+    for unfit in (None, float("nan")):
+        some = positive.withColumn("stars", F.when(F.col("item") < 7, F.col("stars")).otherwise(F.lit(unfit)))
+        with pytest.raises(ColumnError, match="'stars'"):
+            estimator.fit(some)
+
+
+def test_equal_ratings_have_a_baseline_of_zero_and_are_learned_without_a_scale(rows: DataFrame) -> None:
+    equal = rows.withColumn("stars", F.lit(0.1).cast("float"))
+    estimator = Recommender(userCol="who", ratingCol="stars", validationIndicatorCol="held_out", **QUICK)
+    learned, _ = estimator._learned(equal)
+    assert learned._chosen()["baseline"] == {"val_loss": 0.0}
+    assert learned.completed().getModuleParams()["scale"] == 1.0
 
 
 def test_ratings_in_another_unit_are_learned_alike_and_compared_with_their_mean(rows: DataFrame) -> None:

@@ -9,7 +9,10 @@ import pyarrow as pa
 import pytest
 
 from sparktorch.data.pairs import PairLoss
-from sparktorch.ml.tasks.recommender import Recommender, _Seen
+from sparktorch.errors import ConfigError
+from sparktorch.ml.tasks.automatic import CHOICES, automatic_settings
+from sparktorch.ml.tasks.held_out import MOST_HELD_OUT, Sample
+from sparktorch.ml.tasks.recommender import Recommender, _moments, _Seen
 from sparktorch.spark.recommend import Vectors
 
 
@@ -61,6 +64,7 @@ def test_the_loss_estimates_a_choice_among_all_items_or_squares_the_error() -> N
         ({}, 20_001, 64),
         ({"strategy": "mesh", "strategyParams": {"shard": 1}}, 7, 64),
         ({"split": "keep"}, 7, 64),
+        ({"strategy": "independent"}, 7, 64),
         ({"implicitPrefs": False, "ratingCol": "stars"}, 7, 0),
     ],
 )
@@ -80,6 +84,85 @@ def test_choices_hold_out_nothing_unless_a_share_is_set() -> None:
     assert Recommender()._holds_out
     assert not Recommender(implicitPrefs=True)._holds_out
     assert Recommender(implicitPrefs=True, validationFraction=0.2)._holds_out
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"earlyStoppingPatience": 3},
+        {"earlyStoppingMetric": "val_loss"},
+        {"metrics": {"auroc": "AUROC"}},
+        {"scheduler": "ReduceLROnPlateau"},
+    ],
+)
+def test_choices_hold_out_the_usual_share_where_a_param_needs_validation_rows(params: dict[str, Any]) -> None:
+    assert Recommender(implicitPrefs=True, **params)._holds_out
+    assert not Recommender(implicitPrefs=True, validationFraction=0.0, **params)._holds_out
+
+
+def test_a_search_holds_out_choices_as_it_does_ratings() -> None:
+    for implicit in (True, False):
+        searched = Recommender(implicitPrefs=implicit)._holding_out()
+        assert searched._holds_out
+        assert searched.setEpochs(3)._holds_out
+        assert not Recommender(implicitPrefs=implicit, epochs=3)._holding_out()._holds_out
+
+
+def test_choices_whose_epochs_are_set_have_the_batch_and_schedule_of_those_whose_are_not() -> None:
+    estimator = Recommender(implicitPrefs=True, ratingCol="", epochs=5)
+    estimator._seen = _Seen(known(1_000), known(7), 0.0, group="chosen_by")
+    estimator._sample = Sample(trained=1_000)
+    expected = automatic_settings(1_000, CHOICES, validates=False).params
+    found = estimator.completed()
+    names = ("batchSize", "learningRate", "scheduler", "earlyStoppingPatience")
+    assert {name: found.getOrDefault(name) for name in names} == {name: expected[name] for name in names}
+    assert (found.getEpochs(), found.getBatchSize(), found.getSchedulerInterval()) == (5, 32, "step")
+    marked = estimator.setValidationIndicatorCol("held_out").completed()
+    assert marked.getOrDefault("earlyStoppingPatience") is None
+    assert marked.getValidationInterval() == 1
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "differing"),
+    [
+        ({"alpha": 2.0}, {}, ["alpha"]),
+        ({"alpha": 2.0}, {"implicitPrefs": False}, ["implicitPrefs", "alpha"]),
+        ({"numNegatives": 4}, {"numNegatives": 8}, []),
+        ({"numNegatives": 4}, {}, ["numNegatives"]),
+        ({"strategy": "mesh"}, {}, ["strategy"]),
+        ({"strategy": "zero1"}, {}, []),
+        ({"implicitPrefs": False, "alpha": 2.0, "strategy": "mesh"}, {"implicitPrefs": False}, []),
+    ],
+)
+def test_rows_are_prepared_for_the_weights_of_choices_and_for_users_that_stay_whole(
+    ours: dict[str, Any], theirs: dict[str, Any], differing: list[str]
+) -> None:
+    other = Recommender(**{"implicitPrefs": True, **theirs})
+    other._seen = _Seen(known(3), known(7), 0.0)
+    estimator = Recommender(**{"implicitPrefs": True, **ours})
+    assert estimator._differing(other) == differing
+    if differing:
+        with pytest.raises(ConfigError, match=f"differs in {differing[0]}"):
+            estimator._knowing(other)
+    else:
+        assert estimator._knowing(other)._seen is other._seen
+
+
+def test_the_deviation_of_ratings_does_not_cancel_out_and_no_order_changes_it() -> None:
+    draw = np.random.default_rng(0)
+    groups = [1e8 + draw.normal(size=count) for count in (1, 7, 500, 20)]
+    figures = np.array([[len(one), one.mean(), one.var()] for one in groups])
+    mean, deviation = _moments(*figures.T)
+    assert (mean, deviation) == _moments(*figures[::-1].T)
+    assert deviation == pytest.approx(np.concatenate(groups).std(), rel=1e-5)
+
+
+def test_users_hold_out_no_more_pairs_than_samples_may_be_and_all_of_them_train() -> None:
+    estimator = Recommender(implicitPrefs=True, ratingCol="", validationFraction=0.1)
+    estimator._marks, estimator._seen = "held_out", _Seen(known(60_000), known(7), 0.0, rows=2_000_000)
+    trained, held_out = estimator._count(None)  # type: ignore[arg-type]  # the rows were counted
+    assert (trained, held_out) == (60_000, 60_000)
+    assert estimator._capped(trained, held_out) == (MOST_HELD_OUT / 200_000, 60_000)
 
 
 @pytest.mark.parametrize("most", [2, 4, 1000])

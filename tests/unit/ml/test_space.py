@@ -17,6 +17,7 @@ from sparktorch.base.config import TrainConfig  # noqa: E402
 from sparktorch.errors import ConfigError, ModuleError  # noqa: E402
 from sparktorch.ml.fit.translate import translate  # noqa: E402
 from sparktorch.ml.tasks.automatic import TABLES, fixed_settings  # noqa: E402
+from sparktorch.ml.tasks.recommender import Recommender  # noqa: E402
 from sparktorch.ml.tuning import tuner  # noqa: E402
 from sparktorch.ml.tuning.search import value_of  # noqa: E402
 from sparktorch.ml.tuning.space import Space, applied  # noqa: E402
@@ -116,6 +117,21 @@ def test_what_is_no_space_is_refused(given: Any, what: str) -> None:
 def test_a_choice_that_its_param_does_not_take_is_refused_before_any_trial(space: Any, says: str) -> None:
     with pytest.raises((ConfigError, ModuleError), match=says):
         _valid_one(ESTIMATOR, Space(space, ESTIMATOR), "loss")
+
+
+@pytest.mark.parametrize(
+    ("space", "says"),
+    [
+        ({"alpha": [0.5, 2.0]}, "they differ in alpha"),
+        ({"numNegatives": [4, 8]}, "set numNegatives of the estimator as well"),
+    ],
+)
+def test_a_space_whose_trials_learn_something_else_of_the_rows_is_refused(space: Any, says: str) -> None:
+    base = Recommender(implicitPrefs=True)
+    with pytest.raises(ConfigError, match=says):
+        _valid_one(base, Space(space, base), "loss")
+    drawn = Recommender(implicitPrefs=True, numNegatives=4)
+    _valid_one(drawn, Space({"numNegatives": [4, 8]}, drawn), "loss")
 
 
 def test_a_choice_that_works_only_with_another_one_is_left_to_its_trials() -> None:
