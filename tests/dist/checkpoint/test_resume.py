@@ -157,12 +157,14 @@ def test_the_best_weights_of_before_the_kill_are_kept(tmp_path: Path) -> None:
 def test_another_fit_goes_on_with_a_training_whose_minutes_were_over(by_step: bool, tmp_path: Path) -> None:
     unit: dict[str, Any] = {"validation_unit": "step", "validation_interval": 3} if by_step else {}
     expected = train_on(parts(2), job_for(tmp_path / "calm", None, **unit))
-    first = job_for(tmp_path, None, owner="first", interval=100, max_minutes=1e-9, **unit)
+    first = job_for(tmp_path, OwnSteps(tmp_path), owner="first", interval=100, max_minutes=1e-9, **unit)
     _, metas = train_on(parts(2), first)
+    taken = 3 if by_step else STEPS
     assert metas[0]["out_of_time"]
-    assert [record.get("steps", STEPS) for record in metas[0]["history"]] == [3 if by_step else STEPS]
-    second = job_for(tmp_path, None, owner="second", interval=100, **unit)
+    assert [record.get("steps", STEPS) for record in metas[0]["history"]] == [taken]
+    second = job_for(tmp_path, OwnSteps(tmp_path), owner="second", interval=100, **unit)
     check_same_bits(train_on(parts(2), second), expected)
+    assert (tmp_path / "steps-0").read_text() == str(EPOCHS * STEPS - taken)
 
 
 def test_time_that_is_over_within_the_last_epoch_has_ended_the_training(tmp_path: Path) -> None:
