@@ -133,7 +133,7 @@ def test_until_it_is_trained_the_network_forecasts_the_last_season_of_anything(
     assert seasonal is not None
     assert layers is not None
     weights = [seasonal.season_changes, seasonal.value_changes, seasonal.slope_weight]
-    for learned in (*weights, network.linear.bias, layers[-1].bias):
+    for learned in (*weights, *network.linear.parameters(), *layers[-1].parameters()):
         with torch.no_grad():
             learned.fill_(1e-6)
             torch.testing.assert_close(module(past), begun.detach(), rtol=1e-4, atol=0)
