@@ -280,13 +280,10 @@ class SeriesPyFunc:
         plain = {name: _without_categories(rows[name]) for name in columns.keys}
         rows = rows.assign(**{**plain, columns.order: _ordering(plain[columns.order], columns.order)})
         rows = rows.sort_values(columns.keys, kind="stable")
-        keys = {name: pa.Array.from_pandas(rows[name]) for name in columns.keys}
-        values = {
-            name: pa.array(pd.to_numeric(rows[name]).to_numpy(np.float64, na_value=np.nan)) for name in columns.numbers
-        }
+        keys = {name: _typed(rows[name], name) for name in columns.keys}
+        values = {name: _typed(rows[name], name, pa.float64()) for name in columns.numbers}
         for name, categories in columns.known.items():
-            kind = pa.array(categories).type if categories else pa.string()
-            values[name] = pa.Array.from_pandas(_without_categories(rows[name])).cast(kind)
+            values[name] = _typed(rows[name], name, pa.array(categories).type if categories else pa.string())
         batch = pa.RecordBatch.from_pydict({**keys, **{name: values[name] for name in columns.inputs}})
         found = [one.to_pandas() for one in forecast([batch], columns, self._scorer)]
         names = [*columns.keys, columns.prediction, *columns_of_quantiles(columns)]
@@ -295,6 +292,18 @@ class SeriesPyFunc:
 
 def _without_categories(column: pd.Series[Any]) -> pd.Series[Any]:
     return column.astype(column.cat.categories.dtype) if isinstance(column.dtype, pd.CategoricalDtype) else column
+
+
+def _typed(column: pd.Series[Any], name: str, kind: pa.DataType | None = None) -> pa.Array:
+    """Returns a column as Arrow, by default of the type of its values; refuses values that are of no such type."""
+    try:
+        if kind == pa.float64():
+            return pa.array(pd.to_numeric(column).to_numpy(np.float64, na_value=np.nan))
+        values = pa.Array.from_pandas(_without_categories(column))
+        return values if kind is None else values.cast(kind)
+    except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
+        what = f"column {name!r} is {kind or 'of one type'} in the model: {error}"
+        raise ColumnError(what, column=name, code="ST-COLUMN-TYPE") from error
 
 
 def _ordering(order: pd.Series[Any], name: str) -> pd.Series[Any]:

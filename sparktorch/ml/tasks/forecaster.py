@@ -220,13 +220,16 @@ class Forecaster(LearningEstimator, ForecasterParams):
         found = super()._chosen()
         if self._chose_context:
             found["settings"] = {"context": Values(self)["context"], **found.get("settings", {})}
+        if Values(self).trained is not None:  # whose loss is none of the last season
+            found["baseline"] = {}
         return found
 
     def _knowing(self, other: Any) -> Self:
         that, p = self, Values(other)
-        if isinstance(other, Forecaster) and other._chose_context and Values(self)["context"] is None:
+        learned = isinstance(other, Forecaster) and other._has_learned and not self._has_learned
+        if learned and Values(self)["context"] is None:
             that = self.copy()._set(context=p["context"])
-            that._chose_context = True
+            that._chose_context = other._chose_context
         return super(Forecaster, that)._knowing(other)
 
     def _marked(self, dataset: DataFrame, names: ColumnNames, share: float) -> tuple[DataFrame, tuple[int, int] | None]:

@@ -182,6 +182,9 @@ class TorchTuner(Estimator[TorchTunerModel]):
         reference, request = _valid_one(base, space, metric)
         first = reference.prepare(dataset)
         learned, dataset = first.estimator, first.dataset  # as they are once it was learned of the rows
+        if metric.startswith("val_") and not Values(learned).validated:
+            first.close()
+            raise _no_validation(metric, "the rows are too few to hold some out")
         groups = _groups(dataset.sparkSession, request, workers, self.parallelism)
         study = self._study(base, space, metric, direction)
         named = bool(callers()) or base.isSet("mlflowExperiment")
@@ -291,13 +294,18 @@ def _valid_one(base: Any, space: Space, metric: str) -> tuple[Any, Request[Train
             _check_rows(found[0], one, values)
     estimator, request = found[0] if found else (base, translate(base, base._task))  # raises what is wrong with it
     if metric.startswith("val_") and request.columns["validation"] is None:
-        raise ConfigError(
-            f"the metric {metric!r} is one of validation rows, and there are none",
-            hint="mark some with validationIndicatorCol, or search for another metric, such as 'loss'",
-            param="metric",
-            code="ST-NO-VALIDATION",
-        )
+        raise _no_validation(metric, "there are none")
     return estimator, request
+
+
+def _no_validation(metric: str, why: str) -> ConfigError:
+    """Returns the refusal of a metric that no trial will have."""
+    return ConfigError(
+        f"the metric {metric!r} is one of validation rows, and {why}",
+        hint="mark some with validationIndicatorCol, or search for another metric, such as 'loss'",
+        param="metric",
+        code="ST-NO-VALIDATION",
+    )
 
 
 def _tried(base: Any, values: dict[str, Any]) -> tuple[Any, Request[TrainJob]] | None:

@@ -206,16 +206,13 @@ class SeriesNetwork(nn.Module):
         `(samples, horizon, columns)`, and static ones, of shape `(samples, columns)`, if there are any.
         """
         last = past[:, -1:, 0]
-        values = past[:, :, 0] - last
-        found: torch.Tensor = self.linear(values) + last
+        found: torch.Tensor = self.linear(past[:, :, 0] - last)
         if self.layers is not None:
             found = found + self.layers(torch.cat([part.flatten(1) for part in (past, *more)], 1))
-        found = found.view(past.shape[0], *self.shape)
-        if self.seasonal is not None:
-            seasonal = self.seasonal(values)
-            found = found + seasonal.view(*seasonal.shape, *[1] * (found.dim() - 2))  # the same in all quantiles
-            found = self.seasonal.or_naive(found, past[:, :, 0])
-        return found
+        if self.seasonal is None:
+            return (found + last).view(past.shape[0], *self.shape)
+        summed: torch.Tensor = self.seasonal(past[:, :, 0], found.view(past.shape[0], *self.shape))
+        return summed
 
 
 class _Correction(nn.Linear):

@@ -32,7 +32,6 @@ class SeasonalForecast(nn.Module):
 
     season_weights: torch.Tensor
     value_weights: torch.Tensor
-    untrained: torch.Tensor  # 1 before the first step of a training, 0 from then on
 
     def __init__(self, context: int, horizon: int, season: int) -> None:
         """Makes the weights.
@@ -47,7 +46,6 @@ class SeasonalForecast(nn.Module):
         self.seasons = context // self.season
         self.register_buffer("season_weights", torch.empty(self.seasons))
         self.register_buffer("value_weights", torch.empty(self.seasons * self.season))
-        self.register_buffer("untrained", torch.empty((), dtype=torch.int64))
         self.season_changes = nn.Parameter(torch.empty(self.seasons))
         self.value_changes = nn.Parameter(torch.empty(self.seasons * self.season))
         self.slope_weight = nn.Parameter(torch.empty(1))
@@ -58,15 +56,21 @@ class SeasonalForecast(nn.Module):
         values = len(self.value_changes)
         smoothed = (1 - _SMOOTHING) ** torch.arange(values - 1, -1, -1, dtype=torch.float32)
         with torch.no_grad():
-            self.untrained.fill_(1)
             self.season_weights.fill_(1 / self.seasons)
             self.value_weights.copy_(smoothed / smoothed.sum())
             for learned in (self.season_changes, self.value_changes, self.slope_weight):
                 learned.zero_()
 
-    def forward(self, past: torch.Tensor) -> torch.Tensor:
-        """Returns the forecast, of shape `(samples, horizon)`, of a context from which its last value is subtracted."""
-        rows = past[:, -len(self.value_changes) :].reshape(past.shape[0], self.seasons, self.season)
+    def forward(self, past: torch.Tensor, correction: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns the forecast, of shape `(samples, horizon)`, of a context of shape `(samples, context)`.
+
+        With what layers beside it add, of shape `(samples, horizon, ...)`, it returns the sum; outside of training,
+        the last season again as long as nothing was learned. So the validation before the first step measures the
+        seasonal naive forecast, and a training that is never better returns it. The weights say whether anything was
+        learned, which are the same in all ranks: a buffer of a rank without windows would not change.
+        """
+        last = past[:, -1:]
+        rows = (past - last)[:, -len(self.value_changes) :].reshape(past.shape[0], self.seasons, self.season)
         means = rows.mean(2, keepdim=True)
         slope = (means[:, -1] - means[:, 0]) / max(1, len(self.value_changes) - self.season)
         steps = torch.arange(max(self.season, self.horizon), dtype=past.dtype, device=past.device)
@@ -75,21 +79,20 @@ class SeasonalForecast(nn.Module):
         rest = (rows - profile.unsqueeze(1)).flatten(1)
         level = rest @ (self.value_weights + self.value_changes)
         trend = slope * (steps[: self.horizon] + 1) * self.slope_weight
-        forecast: torch.Tensor = profile.repeat(1, -(-self.horizon // self.season))[:, : self.horizon]
-        return forecast + trend + level.unsqueeze(1)
-
-    def or_naive(self, forecast: torch.Tensor, past: torch.Tensor) -> torch.Tensor:
-        """Returns a forecast of shape `(samples, horizon, ...)` or, while nothing was trained, the last season again.
-
-        So the validation before the first step measures the seasonal naive forecast, and a training that is never
-        better returns it. A pass in training mode ends that.
-        """
-        if self.training:
-            self.untrained.zero_()
+        forecast = self._repeated(profile) + trend + level.unsqueeze(1) + last
+        if correction is None:
             return forecast
-        naive = past[:, -self.season :].repeat(1, -(-self.horizon // self.season))[:, : self.horizon]
-        naive = naive.view(*naive.shape, *[1] * (forecast.dim() - 2))
-        return torch.where(self.untrained > 0, naive, forecast)
+        more = [1] * (correction.dim() - 2)
+        found = correction + forecast.view(*forecast.shape, *more)
+        if self.training:
+            return found
+        learned = torch.cat([self.season_changes, self.value_changes, self.slope_weight]).any()
+        learned = (learned | correction.flatten(1).any(1)).view(-1, 1, *more)
+        return torch.where(learned, found, self._repeated(past[:, -self.season :]).view(*forecast.shape, *more))
+
+    def _repeated(self, season: torch.Tensor) -> torch.Tensor:
+        """Returns a season again and again, as far as the horizon."""
+        return season.repeat(1, -(-self.horizon // self.season))[:, : self.horizon]
 
 
 def season_of(series: Sequence[Floats], context: int, horizon: int) -> int:

@@ -191,8 +191,8 @@ class Checkpointer:
         found = self._client.agree(f"complete/{self._step}", {"complete": self._step in self._kept})
         return bool(found[0]["complete"])
 
-    def close(self, position: Position) -> None:
-        """Waits for pending writes, and marks the training as finished."""
+    def close(self, position: Position, *, finished: bool = True) -> None:
+        """Waits for pending writes, and marks the training as finished; if it is not, another fit goes on with it."""
         self.wait()
         if self._claim is None:
             return
@@ -200,7 +200,8 @@ class Checkpointer:
         try:
             self._hold()
             self.store.keep(set(self._kept), attempts=self._attempts)
-            self.store.finish(position.step, self._config.owner)
+            if finished:
+                self.store.finish(position.step, self._config.owner)
             self.store.release(self._config.owner)
         except Exception as error:
             self._client.warn(f"the end of the training could not be noted in {self._config.directory}: {error}")

@@ -98,13 +98,13 @@ def train(
                     del batch, loss  # no memory of theirs is held in validation, or after the epoch
                     engine.own.end_step(run.context.step)
                     callbacks.call("on_step_end")
-                    if run.validates_now:
-                        run.validate_within()
-                        if progress.best.out_of_patience or run.looks_at_clock():
-                            break
-                        run.train_on(epoch, step)
+                    if run.validates_now and run.validate_within(epoch, step):
+                        break
                     if run.save_within(current):
                         return None
+                    if run.out_of_time:
+                        break
+            run.cut = run.out_of_time and progress.counters.taken < steps
             record = run.record(current)
             if epoch + 1 == config.epochs or run.validates_after(epoch):
                 run.validate()
@@ -175,6 +175,7 @@ class _Run:
         self._state = TrainingState(config, world, engine, self._weights.average, self.callbacks, self.progress)
         self._waited, self._seconds, self._next_progress = 0.0, 0.0, 0.0
         self._began, self.out_of_time = time.perf_counter(), False  # A checkpoint keeps neither.
+        self.cut = False  # Whether time was over within the last epoch.
         self.pauses = False  # after the last step
         # Same initial weights everywhere; from here on, dropout and the like differ by rank.
         seed_all(config.seed + world.rank + 1)
@@ -323,16 +324,17 @@ class _Run:
                 counters.untrained = {name: value for name, value in metrics.items() if name != "step"}
             counters.validations, counters.validating = [], 0.0
 
-    def validate_within(self) -> None:
-        """Validates after a step within an epoch."""
+    def validate_within(self, epoch: int, step: int) -> bool:
+        """Validates after a step within an epoch; returns whether patience is over, or else goes back to training."""
         self._look_back(now=True)
         self.progress.counters.losses.sum().item()  # waits for the device, so that its pending work is not counted
         self.validate()
-
-    def train_on(self, epoch: int, step: int) -> None:
-        """Goes back to training after a validation within an epoch."""
+        if self.progress.best.out_of_patience:
+            return True
+        self.looks_at_clock()
         self._client.enter("training", epoch=epoch + 1, step=step + 1)
         self.engine.training_mode()
+        return False
 
     def note_validations(self, record: dict[str, Any]) -> None:
         """Adds the epoch's last validation to its record, and all of them if they run by step."""
@@ -378,11 +380,13 @@ class _Run:
             return False
         counters.seconds = time.perf_counter() - epoch.started
         self.save(Position(self.context.step, epoch.number, counters.taken))
-        return self.pauses
+        return self.pauses and not self.out_of_time
 
     def save(self, position: Position) -> None:
-        """Saves a checkpoint, if one is due or the training pauses; without one of that step it does not pause."""
-        if self._checkpointer is None or not (self.pauses or self._checkpointer.due(position)):
+        """Saves a checkpoint if one is due, or the training pauses or has no time; without one it does not pause."""
+        if self._checkpointer is None or self.cut:  # a cut epoch has its checkpoint
+            return
+        if not (self.pauses or self.out_of_time or self._checkpointer.due(position)):
             return
         self._look_back(now=True)
         self._checkpointer.save(position, self._state.share(), self._config.judged(self.progress.last_validation()))
@@ -390,9 +394,10 @@ class _Run:
 
     def finish(self, epoch: int) -> Outcome:
         """Closes the checkpointer and returns the outcome; `epoch` is the number of trained epochs."""
+        out_of_time = self.out_of_time and not self.progress.ended and (self.cut or epoch < self._config.epochs)
         if self._checkpointer is not None:
             self._client.enter("saving")
-            self._checkpointer.close(Position(self.context.step, epoch))
+            self._checkpointer.close(Position(self.context.step, epoch), finished=not out_of_time)
         self._client.enter("finishing")
         progress = self.progress
         confusion = None if progress.confusion is None else progress.confusion.tolist()
@@ -401,7 +406,7 @@ class _Run:
         if engine.base is not None:
             engine.base.check(engine.strategy.state_dict(engine.module))
         waited = self._waited / max(self._seconds, 1e-9)
-        return Outcome(weights, progress.history, confusion, waited, self.out_of_time and epoch < self._config.epochs)
+        return Outcome(weights, progress.history, confusion, waited, out_of_time)
 
     def _look_back(self, *, now: bool = False) -> None:
         """Raises if a loss was not finite; `now` is set before the weights are used."""

@@ -14,6 +14,7 @@ from torch import nn
 from sparktorch import Callback
 from sparktorch.data.columns import KEY
 from sparktorch.errors import PersistenceError
+from sparktorch.ml.fit.summary import ending
 from sparktorch.train.callbacks import FitContext
 from sparktorch.train.checkpoint.store import CheckpointStore
 from sparktorch.worker import TrainJob
@@ -152,13 +153,25 @@ def test_the_best_weights_of_before_the_kill_are_kept(tmp_path: Path) -> None:
     check_same_bits(train_on(parts(2), job(tmp_path, None)), (expected, wanted))
 
 
-def test_a_training_whose_minutes_are_over_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
-    expected = train_on(parts(2), job_for(tmp_path / "calm", None))
-    job = job_for(tmp_path, None, max_minutes=1e-9)
-    _, metas = train_on(parts(2), job)
-    assert len(metas[0]["history"]) == 1
+@pytest.mark.parametrize("by_step", [False, True])
+def test_another_fit_goes_on_with_a_training_whose_minutes_were_over(by_step: bool, tmp_path: Path) -> None:
+    unit: dict[str, Any] = {"validation_unit": "step", "validation_interval": 3} if by_step else {}
+    expected = train_on(parts(2), job_for(tmp_path / "calm", None, **unit))
+    first = job_for(tmp_path, OwnSteps(tmp_path), owner="first", interval=100, max_minutes=1e-9, **unit)
+    _, metas = train_on(parts(2), first)
+    taken = 3 if by_step else STEPS
     assert metas[0]["out_of_time"]
-    check_same_bits(train_on(parts(2), replace(job, config=replace(job.config, max_minutes=None))), expected)
+    assert [record.get("steps", STEPS) for record in metas[0]["history"]] == [taken]
+    second = job_for(tmp_path, OwnSteps(tmp_path), owner="second", interval=100, **unit)
+    check_same_bits(train_on(parts(2), second), expected)
+    assert (tmp_path / "steps-0").read_text() == str(EPOCHS * STEPS - taken)
+
+
+def test_time_that_is_over_within_the_last_epoch_has_ended_the_training(tmp_path: Path) -> None:
+    job = job_for(tmp_path, None, epochs=1, max_minutes=1e-9, validation_unit="step", validation_interval=3)
+    _, metas = train_on(parts(1), job)
+    assert metas[0]["out_of_time"]
+    assert ending(metas[0]["history"], job.config, out_of_time=True).startswith("time:")
 
 
 def test_the_checkpoint_of_the_best_validation_is_kept_over_a_restart(tmp_path: Path) -> None:

@@ -77,6 +77,18 @@ def test_ranks_train_on_windows_what_one_process_trains(quantiles: list[float], 
             assert record[name] == pytest.approx(expected[name], abs=1e-5)
 
 
+def test_a_first_rank_without_windows_validates_and_returns_what_one_process_does() -> None:
+    rows = table(gaps=False)
+    recipe = Recipe(module=SeriesModule, module_params=PARAMS, training_step=SeriesStep("L1Loss"), learning_rate=0.1)
+    job = train_job(rows, recipe, TrainConfig(task="generic", batch_size=16, epochs=2, seed=5))
+    want, (alone,) = train_on([rows.batches()], job)
+    state, (found, *_) = train_on([[], rows.batches()], job)
+    torch.testing.assert_close(state, want, atol=1e-5, rtol=0)
+    losses, expected = ([record["val_loss"] for record in meta["history"]] for meta in (found, alone))
+    assert losses == pytest.approx(expected, abs=1e-5)
+    assert losses[-1] != pytest.approx(naive_loss(rows), abs=1e-3)
+
+
 @pytest.mark.parametrize(("ranks", "unit"), [(1, "epoch"), (3, "step")])
 def test_a_training_that_is_never_better_returns_the_last_season_whose_loss_is_the_baseline(
     ranks: int, unit: Any

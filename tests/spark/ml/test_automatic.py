@@ -24,7 +24,7 @@ from sparktorch import (
     TorchRegressor,
     TorchTuner,
 )
-from sparktorch.errors import ColumnError, SparkTorchError
+from sparktorch.errors import ColumnError, ConfigError, SparkTorchError
 from sparktorch.ml.tasks.held_out import in_share
 
 LINEAR = {"module": "torch.nn:Linear", "moduleParams": {"in_features": 1, "out_features": 1}}
@@ -160,6 +160,13 @@ def test_a_search_without_a_space_begins_with_the_default_settings_which_no_prun
     assert "params_moduleParams.hidden" not in tuned.trials
     expected = weights(classifier.fit(customers))
     assert all(torch.equal(expected[name], value) for name, value in weights(tuned.bestModel).items())
+
+
+def test_a_search_by_validation_of_too_few_rows_is_refused_before_it_trains(customers: DataFrame) -> None:
+    tuner = TorchTuner(estimator=TabularRegressor(labelCol="months", **SMALL), trials=5, parallelism=1)
+    with pytest.raises(ConfigError, match="the rows are too few to hold some out") as caught:
+        tuner.fit(customers.limit(12).drop("gone"))
+    assert "validationIndicatorCol" in caught.value.hint
 
 
 def test_rows_without_a_label_are_neither_counted_nor_learned_of_nor_evaluated_where_they_are_dropped(

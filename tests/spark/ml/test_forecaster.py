@@ -338,10 +338,14 @@ def test_a_context_that_is_not_set_follows_from_season_horizon_and_lengths(
     assert [one.getContext() for one in copies] == [21, 21]
     with Forecaster(**of_shops).prepare(past) as prepared:
         assert Forecaster(**of_shops).fit(prepared).getContext() == 21
-    further = Forecaster(**{**of_shops, "module": model}).fit(past)
-    assert further.getContext() == 21
-    alone = {"orderCol": "date", "labelCol": "spots", "horizon": 5, "epochs": 1, **QUICK}
-    assert Forecaster(**alone).fit(sunspots).getContext() == 33
+    further = Forecaster(**{**of_shops, "module": model})
+    alone = further.fit(past)
+    assert (alone.getContext(), alone.summary.baseline) == (21, {})
+    with further.prepare(past) as prepared:
+        assert further.fit(prepared).getContext() == 21
+    assert [one.getContext() for one in further.fit(past, [{}, {}])] == [21, 21]
+    of_spots = {"orderCol": "date", "labelCol": "spots", "horizon": 5, "epochs": 1, **QUICK}
+    assert Forecaster(**of_spots).fit(sunspots).getContext() == 33
 
 
 @pytest.mark.parametrize("rows", [1, 4, 6, 8, 13, 30])

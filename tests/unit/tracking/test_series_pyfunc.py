@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 
 from sparktorch.data.columns import TensorSpec
 from sparktorch.errors import ColumnError
@@ -79,3 +80,21 @@ def outcome(served: SeriesPyFunc, table: pd.DataFrame) -> Any:
 def test_another_order_is_refused(served: SeriesPyFunc, order: Any, kind: str) -> None:
     with pytest.raises(ColumnError, match=f"column 'day' holds {kind} values, which are no whole numbers, dates"):
         served.predict(rows(order))
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"sold": ["abc"] * 12}, "column 'sold' is double in the model: Unable to parse string"),
+        ({"open": ["maybe"] * 12}, "column 'open' is bool in the model"),
+        ({"kind": [["a"]] * 12}, "column 'kind' is string in the model"),
+        ({"shop": ["a", 1] * 6}, "column 'shop' is of one type in the model"),
+    ],
+)
+def test_values_of_another_type_are_refused(values: dict[str, Any], says: str) -> None:
+    statics: dict[str, Any] = {"static": ["open", "kind"], "categories": [[False, True], ["a"]]}
+    columns = SeriesColumns(group="shop", order="day", target="sold", context=4, horizon=2, **statics)
+    served = SeriesPyFunc(trained_module("torch.nn:Identity", torch.zeros(1)), columns.to_dict(), "cpu")
+    table = rows(DAYS).assign(open=True, kind="a").assign(**values)
+    with pytest.raises(ColumnError, match=says):
+        served.predict(table)

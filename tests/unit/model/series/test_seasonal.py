@@ -124,9 +124,27 @@ def test_until_it_is_trained_the_network_forecasts_the_last_season_of_anything(
     found = module(past)
     for forecast in found.unbind(2) if quantiles else [found]:
         torch.testing.assert_close(forecast, want)
-    trained = module.train()(past)
-    torch.testing.assert_close(module.eval()(past), trained)
-    assert not torch.allclose(trained, found)
+    begun = module.train()(past)
+    assert not torch.allclose(begun, found)
+    torch.testing.assert_close(module.eval()(past), found)
+    network = module.module
+    assert isinstance(network, SeriesNetwork)
+    seasonal, layers = network.seasonal, network.layers
+    assert seasonal is not None
+    assert layers is not None
+    weights = [seasonal.season_changes, seasonal.value_changes, seasonal.slope_weight]
+    for learned in (*weights, *network.linear.parameters(), *layers[-1].parameters()):
+        with torch.no_grad():
+            learned.fill_(1e-6)
+            torch.testing.assert_close(module(past), begun.detach(), rtol=1e-4, atol=0)
+            learned.zero_()
+
+
+def test_a_model_that_was_saved_before_its_last_season_was_returned_scores_the_same() -> None:
+    module = SeriesModule(NETWORK, {"hidden": [3]}, 8, 2, season=4).eval()
+    parts = ("season_weights", "value_weights", "season_changes", "value_changes", "slope_weight")
+    layers = ("linear.weight", "linear.bias", "layers.0.weight", "layers.0.bias", "layers.3.weight", "layers.3.bias")
+    assert set(module.state_dict()) == {f"module.{name}" for name in (*(f"seasonal.{part}" for part in parts), *layers)}
 
 
 def test_a_context_has_two_horizons_or_three_seasons_as_far_as_half_of_a_series_goes() -> None:
