@@ -11,9 +11,9 @@ __all__ = ["ImageNetwork"]
 
 _GROUPS = 8
 _WIDTH = 32  # channels of the first stage; each further one has twice as many
-_MOST_PIXELS = 32  # of a side, at which the first stage works; larger images are halved before it
+_MOST_PIXELS = 32  # The first stage works at sides up to this; larger images are halved before it.
 _STAGES = 3
-_PARTS = 4  # of a side: the head sees the mean of each of 16 parts of an image, and so where something is
+_PARTS = 4  # The head sees the mean of each of 4 x 4 parts of an image, and so where something is.
 
 
 class ImageNetwork(nn.Module):

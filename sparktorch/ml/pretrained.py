@@ -59,7 +59,7 @@ _REFUSED = (
         "leave it out; the folder's preprocessor_config.json has the size",
     ),
 )
-_UNKNOWN_SIZE = (32, 32)  # of images, before the first are looked at
+_UNKNOWN_SIZE = (32, 32)  # The size of images before the first are looked at.
 _WITHOUT_FOLDER = (not_set("modelFolder", "pass the path of a local folder"),)
 
 

@@ -40,7 +40,7 @@ __all__ = ["Forecaster"]
 
 # The columns of windows, which are arrays; messages name them.
 _PAST, _FUTURE, _STATIC = "past values", "values known ahead", "static values"
-_MOST_CATEGORIES = 1000  # of a static column
+_MOST_CATEGORIES = 1000  # A static column has at most so many, its most frequent ones.
 _KEPT = ("context", "horizon", "quantiles", "pastCols", "futureCols", "staticCols")  # by training on
 _LEARNS_FROM = (
     *("labelCol", "pastCols", "futureCols", "staticCols", "validationIndicatorCol", "nullPolicy"),
@@ -54,7 +54,7 @@ class _Seen(NamedTuple):
     figures: dict[str, tuple[float, float]]  # mean and standard deviation by column
     order: tuple[str, str]  # SQL type and time zone
     season: int | None  # None where it is set, or the module is the user's
-    categories: list[list[Any] | None]  # by static column, None for one of numbers
+    categories: list[list[Any] | None]  # Those of each static column; a column of numbers has None.
 
 
 def _named(p: Values) -> list[str]:
@@ -220,7 +220,7 @@ class Forecaster(LearningEstimator, ForecasterParams):
         found = super()._chosen()
         if self._chose_context:
             found["settings"] = {"context": Values(self)["context"], **found.get("settings", {})}
-        if Values(self).trained is not None:  # whose loss is none of the last season
+        if Values(self).trained is not None:  # The first validation is that of the trained model.
             found["baseline"] = {}
         return found
 

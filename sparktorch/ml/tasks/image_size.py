@@ -15,7 +15,7 @@ from sparktorch.spark.column_names import ColumnNames
 __all__ = ["usual_size"]
 
 _LOOKED_AT = 32  # images
-_MOST_PIXELS = 128  # of a side
+_MOST_PIXELS = 128  # Sides are not made longer than this.
 
 
 def usual_size(dataset: DataFrame, column: str) -> tuple[int, int] | None:

@@ -73,7 +73,7 @@ class _Seen(NamedTuple):
     users: pa.StructArray
     items: pa.StructArray
     mean: float  # of the ratings
-    deviation: float = 1.0  # of the ratings, their standard one, 0 of equal ones
+    deviation: float = 1.0  # The standard deviation of the ratings; 0 if they are equal.
     group: str = ""  # the name of the column that tells apart what a user has chosen in training and in validation
     weight: str = ""  # the name of the column of weights
     rows: int = 0

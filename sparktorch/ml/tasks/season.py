@@ -22,7 +22,8 @@ __all__ = ["context_for", "learned_season", "longest_context"]
 _LOG = logging.getLogger(__name__)
 
 _SERIES, _WINDOWS, _ROWS = 16, 8, 2048  # some series, and the last windows of each, in no more rows if two fit in
-_LONGEST, _LEAST, _SEASONS, _HORIZONS = 1024, 8, 3, 2  # of a context: rows, and how many seasons and horizons it has
+# The most and the fewest rows of a context, and how many seasons and horizons it has.
+_LONGEST, _LEAST, _SEASONS, _HORIZONS = 1024, 8, 3, 2
 
 
 def longest_context(lengths: Sequence[tuple[int, int]], horizon: int) -> int:
