@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import BertForSequenceClassification
 
 from sparktorch import Forecaster, Ranker, Recommender, TabularClassifier, TextClassifier, TorchClassifier
 from sparktorch.base.config import TrainConfig
@@ -31,8 +29,6 @@ from sparktorch.ml.tasks.automatic import (
     automatic_settings,
 )
 from sparktorch.ml.tasks.held_out import Sample, too_few, windows_held_out
-from sparktorch.train.huggingface.folder import has_new_weights
-from tests.support.tiny_transformers import bert, tokenizer_folder
 
 TASKS = (CHOICES, TABLES, SERIES, RATINGS, RANKING, TEXTS, IMAGES, NEW_TEXTS, NEW_IMAGES)
 ROWS = (1, 7, 50, 109, 2_000, 6_300, 44_000, 500_000, 10**7, 10**9)
@@ -202,19 +198,3 @@ def test_texts_train_a_few_epochs_and_their_rate_rises_over_a_tenth_of_the_steps
     assert (many.epochs, many.batch_size, many.warmup_steps) == (3, 16, 34)
     assert automatic_settings(100_000, TEXTS, validates=True).epochs == 3
     assert automatic_settings(1_800, TABLES, validates=True).warmup_steps is None
-
-
-def test_new_weights_train_at_another_rate_than_trained_ones(tmp_path: Path) -> None:
-    model: Any = BertForSequenceClassification(bert())
-    folder = str(tokenizer_folder(tmp_path / "folder", ["the", "day"], bert()))
-    model.save_pretrained(folder)
-    assert has_new_weights(folder)
-    new = TextClassifier(modelFolder=folder).completed()
-    for parameter in model.parameters():
-        parameter.data.add_(0.001)
-    model.save_pretrained(folder)
-    assert not has_new_weights(folder)
-    trained = TextClassifier(modelFolder=folder).completed()
-    assert (new.getLearningRate(), trained.getLearningRate()) == (NEW_TEXTS.learning_rate, TEXTS.learning_rate)
-    assert trained.getSchedulerInterval() == "step"
-    assert trained.getWarmupSteps() > 0

@@ -13,14 +13,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from sparktorch import TextClassifier
 from sparktorch.errors import ModuleError, SparkTorchError
-from sparktorch.train.huggingface.folder import opened, rebuildable
+from sparktorch.ml.tasks.automatic import NEW_TEXTS, TEXTS
+from sparktorch.train.huggingface.folder import has_new_weights, opened, rebuildable
 from sparktorch.train.recipe.dry_run import dry_run
 from sparktorch.train.recipe.recipe import Recipe
 
 transformers = pytest.importorskip("transformers")
 
-from tests.support.tiny_transformers import bert, dinov2, gpt2, llama, llava, mixtral, vit  # noqa: E402
+from tests.support.tiny_transformers import bert, dinov2, gpt2, llama, llava, mixtral, tokenizer_folder, vit  # noqa: E402
 
 CLASSIFIER = {"architectures": ["BertForSequenceClassification"]}
 HEAD = {"classifier.weight", "classifier.bias"}
@@ -200,3 +202,19 @@ def test_weights_that_are_not_those_of_the_model_are_refused(tmp_path: Path) -> 
     (other / "config.json").write_text(Path(folder, "config.json").read_text())
     with pytest.raises(ModuleError, match="are not those of BertForSequenceClassification"):
         recipe(str(other), True).build_module(0)
+
+
+def test_new_weights_train_at_another_rate_than_trained_ones(tmp_path: Path) -> None:
+    model: Any = transformers.BertForSequenceClassification(bert())
+    folder = str(tokenizer_folder(tmp_path / "folder", ["the", "day"], bert()))
+    model.save_pretrained(folder)
+    assert has_new_weights(folder)
+    new = TextClassifier(modelFolder=folder).completed()
+    for parameter in model.parameters():
+        parameter.data.add_(0.001)
+    model.save_pretrained(folder)
+    assert not has_new_weights(folder)
+    trained = TextClassifier(modelFolder=folder).completed()
+    assert (new.getLearningRate(), trained.getLearningRate()) == (NEW_TEXTS.learning_rate, TEXTS.learning_rate)
+    assert trained.getSchedulerInterval() == "step"
+    assert trained.getWarmupSteps() > 0
