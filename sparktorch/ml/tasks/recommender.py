@@ -72,12 +72,12 @@ class _Seen(NamedTuple):
 
     users: pa.StructArray
     items: pa.StructArray
-    mean: float  # of the ratings
+    mean: float  # The mean of the ratings.
     deviation: float = 1.0  # The standard deviation of the ratings; 0 if they are equal.
-    group: str = ""  # the name of the column that tells apart what a user has chosen in training and in validation
-    weight: str = ""  # the name of the column of weights
+    group: str = ""  # The column that tells apart what a user has chosen in training and in validation
+    weight: str = ""  # The column of weights.
     rows: int = 0
-    rare: int = 0  # rows of users and items that have too few to hold some out
+    rare: int = 0  # The rows of users and items that have too few to hold some out.
 
 
 class _Paired:
