@@ -43,7 +43,8 @@ def pictures(package: Path) -> tuple[np.ndarray, np.ndarray]:
     images, labels = [], []
     for label in range(10):
         (file,) = (package / "src").glob(f"*/{label}.json")
-        found = np.array(json.loads(file.read_text())["data"], np.float32).reshape(-1, 28, 28)
+        rows = [row for row in json.loads(file.read_text())["data"] if row]  # Two pictures of the package are empty.
+        found = np.array(rows, np.float32).reshape(-1, 28, 28)
         images.append((found * (255 if found.max() <= 1 else 1)).round().astype(np.uint8))
         labels.append(np.full(len(found), label))
     return np.concatenate(images), np.concatenate(labels)
