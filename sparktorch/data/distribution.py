@@ -16,7 +16,7 @@ _NO_COUNTS = np.empty(0, np.int64)
 
 
 class DistinctValues:
-    """The distinct values of a column with their counts, or `MOST_VALUES` of them if there are more.
+    """The distinct values of a column with their counts, or so many of them if there are more.
 
     Those of the smallest hashes are kept: a value that is among these for all rows is among these for any part of the
     rows, too. So the counts are those of all rows, and the choice does not depend on how the rows are divided.
@@ -27,20 +27,22 @@ class DistinctValues:
         hashes: Their hashes, which are not negative, int64.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = MOST_VALUES) -> None:
+        """Makes an empty one, which keeps at most so many values."""
+        self._most = most
         self.values, self.counts, self.hashes = _NO_VALUES, _NO_COUNTS, _NO_COUNTS
 
     def add(self, values: npt.NDArray[np.float64]) -> None:
         """Adds finite values of further rows."""
         values, counts = np.unique(values + 0.0, return_counts=True)  # -0.0 is 0.0
         hashes = _hashes(values)
-        if len(values) > MOST_VALUES:
-            chosen = np.sort(np.argpartition(hashes, MOST_VALUES)[:MOST_VALUES])
+        if len(values) > self._most:
+            chosen = np.sort(np.argpartition(hashes, self._most)[: self._most])
             values, counts, hashes = values[chosen], counts[chosen], hashes[chosen]
         values, places = np.unique(np.concatenate([self.values, values]), return_inverse=True)
         counts = np.bincount(places, np.concatenate([self.counts, counts]), len(values)).astype(np.int64)
         hashes = _hashes(values)
-        chosen = np.argsort(hashes, kind="stable")[:MOST_VALUES]
+        chosen = np.argsort(hashes, kind="stable")[: self._most]
         self.values, self.counts, self.hashes = values[chosen], counts[chosen], hashes[chosen]
 
 
@@ -50,16 +52,22 @@ class Distribution:
 
     Of a column with more distinct values than are kept, all weights are the same: its frequent values need not be among
     these, and would outweigh the others if they are.
+
+    Attributes:
+        values: The distinct values, finite and ascending.
+        weights: The number of rows that have each, or 1 of each where values were left out.
+        whole: Whether these are all of the column's values.
     """
 
     values: tuple[float, ...] = ()
     weights: tuple[int, ...] = ()
+    whole: bool = True
 
     @classmethod
-    def of(cls, counts: Mapping[float, int]) -> Distribution:
-        """Returns that of the values of a column by their counts, as `DistinctValues` has chosen them."""
-        values = tuple(sorted(counts))
-        return cls(values, tuple(counts[value] if len(values) < MOST_VALUES else 1 for value in values))
+    def of(cls, counts: Mapping[float, int], most: int = MOST_VALUES) -> Distribution:
+        """Returns that of the values of a column by their counts, as `DistinctValues` has chosen at most so many."""
+        values, whole = tuple(sorted(counts)), len(counts) < most
+        return cls(values, tuple(counts[value] if whole else 1 for value in values), whole)
 
     def quantiles(self, shares: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Returns the smallest value up to which there are at least those shares of the weights."""

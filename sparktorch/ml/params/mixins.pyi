@@ -1052,9 +1052,9 @@ class RankerParams(EstimatorParams):
         idCol: str | None = None,
         categoricalCols: list[str] | None = None,
         numericCols: list[str] | None = None,
-        minCount: int | None = None,
-        maxCategories: int = 1000,
-        maxIntegerCategories: int = 32,
+        minCount: int = 2,
+        maxCategories: int = 10000,
+        maxIntegerCategories: int = 4000,
         loss: str | Callable[..., Any] = "listnet",
         lossParams: dict[str, Any] | None = None,
         trainingStep: str | Callable[..., Any] | None = None,
@@ -1150,9 +1150,9 @@ class RankerParams(EstimatorParams):
             idCol: A column that identifies a row, used in place of its contents to order the training.
             categoricalCols: The columns of categories, among them dates and timestamps, of which parts are taken; by default those of strings, booleans, dates and timestamps.
             numericCols: The columns of numbers; by default those of numbers that categoricalCols does not name.
-            minCount: The fewest training rows of a category; a rarer one is unknown; without it, a 500th of the rows, and 30 at most.
+            minCount: The fewest training rows of a category; a rarer one is unknown.
             maxCategories: The most categories of a column, its most frequent ones.
-            maxIntegerCategories: Columns of integers of at most so many distinct values, and at most 511, are categories, too, if neither categoricalCols nor numericCols is set: each value that 30 training rows have, or minCount, or of a range of at most 32 all its integers; 0 for none.
+            maxIntegerCategories: Columns of integers of at most so many distinct values, and at most half as many as rows, are categories, too, if neither categoricalCols nor numericCols is set: each value that minCount training rows have, or of a range of at most 32 all its integers; 0 for none.
             loss: 'listnet', 'ranknet' or 'lambdarank', or a callable (scores, labels, sizes) -> loss per group, or its import path.
             lossParams: Keyword arguments of the loss class.
             trainingStep: A callable (module, batch) -> loss, or (loss, metrics), or its import path, in place of loss.
@@ -1241,7 +1241,7 @@ class RankerParams(EstimatorParams):
     minCount: Param[int]
     def getMinCount(self) -> int: ...
     def setMinCount(self, value: int) -> Self:
-        """Sets the value of `minCount`: the fewest training rows of a category; a rarer one is unknown; without it, a 500th of the rows, and 30 at most."""
+        """Sets the value of `minCount`: the fewest training rows of a category; a rarer one is unknown."""
     maxCategories: Param[int]
     def getMaxCategories(self) -> int: ...
     def setMaxCategories(self, value: int) -> Self:
@@ -1249,7 +1249,7 @@ class RankerParams(EstimatorParams):
     maxIntegerCategories: Param[int]
     def getMaxIntegerCategories(self) -> int: ...
     def setMaxIntegerCategories(self, value: int) -> Self:
-        """Sets the value of `maxIntegerCategories`: columns of integers of at most so many distinct values, and at most 511, are categories, too, if neither categoricalCols nor numericCols is set: each value that 30 training rows have, or minCount, or of a range of at most 32 all its integers; 0 for none."""
+        """Sets the value of `maxIntegerCategories`: columns of integers of at most so many distinct values, and at most half as many as rows, are categories, too, if neither categoricalCols nor numericCols is set: each value that minCount training rows have, or of a range of at most 32 all its integers; 0 for none."""
     learningRate: Param[float | str]  # type: ignore[assignment]
     def getLearningRate(self) -> float | str: ...  # type: ignore[override]
     def setLearningRate(self, value: float | str) -> Self:
@@ -1750,9 +1750,9 @@ class TabularClassifierParams(ClassifierParams):
         *,
         categoricalCols: list[str] | None = None,
         numericCols: list[str] | None = None,
-        minCount: int | None = None,
-        maxCategories: int = 1000,
-        maxIntegerCategories: int = 32,
+        minCount: int = 2,
+        maxCategories: int = 10000,
+        maxIntegerCategories: int = 4000,
         module: Any = None,
         moduleParams: dict[str, Any] | None = None,
         inputCols: list[str] | None = None,
@@ -1842,9 +1842,9 @@ class TabularClassifierParams(ClassifierParams):
         Args:
             categoricalCols: The columns of categories, among them dates and timestamps, of which parts are taken; by default those of strings, booleans, dates and timestamps.
             numericCols: The columns of numbers; by default those of numbers that categoricalCols does not name.
-            minCount: The fewest training rows of a category; a rarer one is unknown; without it, a 500th of the rows, and 30 at most.
+            minCount: The fewest training rows of a category; a rarer one is unknown.
             maxCategories: The most categories of a column, its most frequent ones.
-            maxIntegerCategories: Columns of integers of at most so many distinct values, and at most 511, are categories, too, if neither categoricalCols nor numericCols is set: each value that 30 training rows have, or minCount, or of a range of at most 32 all its integers; 0 for none.
+            maxIntegerCategories: Columns of integers of at most so many distinct values, and at most half as many as rows, are categories, too, if neither categoricalCols nor numericCols is set: each value that minCount training rows have, or of a range of at most 32 all its integers; 0 for none.
             module: The nn.Module class or factory, its import path 'package.module:Name', an instance, a fitted model to go on from, or a model of Hugging Face's as a local folder or a configuration.
             moduleParams: Keyword arguments of the module's factory; entries to replace in the configuration of a folder.
             inputCols: The input columns, in the order of the arguments of forward, in place of featuresCol.
@@ -1940,7 +1940,7 @@ class TabularClassifierParams(ClassifierParams):
     minCount: Param[int]
     def getMinCount(self) -> int: ...
     def setMinCount(self, value: int) -> Self:
-        """Sets the value of `minCount`: the fewest training rows of a category; a rarer one is unknown; without it, a 500th of the rows, and 30 at most."""
+        """Sets the value of `minCount`: the fewest training rows of a category; a rarer one is unknown."""
     maxCategories: Param[int]
     def getMaxCategories(self) -> int: ...
     def setMaxCategories(self, value: int) -> Self:
@@ -1948,7 +1948,7 @@ class TabularClassifierParams(ClassifierParams):
     maxIntegerCategories: Param[int]
     def getMaxIntegerCategories(self) -> int: ...
     def setMaxIntegerCategories(self, value: int) -> Self:
-        """Sets the value of `maxIntegerCategories`: columns of integers of at most so many distinct values, and at most 511, are categories, too, if neither categoricalCols nor numericCols is set: each value that 30 training rows have, or minCount, or of a range of at most 32 all its integers; 0 for none."""
+        """Sets the value of `maxIntegerCategories`: columns of integers of at most so many distinct values, and at most half as many as rows, are categories, too, if neither categoricalCols nor numericCols is set: each value that minCount training rows have, or of a range of at most 32 all its integers; 0 for none."""
     validationFraction: Param[float]
     def getValidationFraction(self) -> float: ...
     def setValidationFraction(self, value: float) -> Self:
@@ -1982,9 +1982,9 @@ class TabularRegressorParams(RegressorParams):
         *,
         categoricalCols: list[str] | None = None,
         numericCols: list[str] | None = None,
-        minCount: int | None = None,
-        maxCategories: int = 1000,
-        maxIntegerCategories: int = 32,
+        minCount: int = 2,
+        maxCategories: int = 10000,
+        maxIntegerCategories: int = 4000,
         module: Any = None,
         moduleParams: dict[str, Any] | None = None,
         inputCols: list[str] | None = None,
@@ -2071,9 +2071,9 @@ class TabularRegressorParams(RegressorParams):
         Args:
             categoricalCols: The columns of categories, among them dates and timestamps, of which parts are taken; by default those of strings, booleans, dates and timestamps.
             numericCols: The columns of numbers; by default those of numbers that categoricalCols does not name.
-            minCount: The fewest training rows of a category; a rarer one is unknown; without it, a 500th of the rows, and 30 at most.
+            minCount: The fewest training rows of a category; a rarer one is unknown.
             maxCategories: The most categories of a column, its most frequent ones.
-            maxIntegerCategories: Columns of integers of at most so many distinct values, and at most 511, are categories, too, if neither categoricalCols nor numericCols is set: each value that 30 training rows have, or minCount, or of a range of at most 32 all its integers; 0 for none.
+            maxIntegerCategories: Columns of integers of at most so many distinct values, and at most half as many as rows, are categories, too, if neither categoricalCols nor numericCols is set: each value that minCount training rows have, or of a range of at most 32 all its integers; 0 for none.
             module: The nn.Module class or factory, its import path 'package.module:Name', an instance, a fitted model to go on from, or a model of Hugging Face's as a local folder or a configuration.
             moduleParams: Keyword arguments of the module's factory; entries to replace in the configuration of a folder.
             inputCols: The input columns, in the order of the arguments of forward, in place of featuresCol.
@@ -2166,7 +2166,7 @@ class TabularRegressorParams(RegressorParams):
     minCount: Param[int]
     def getMinCount(self) -> int: ...
     def setMinCount(self, value: int) -> Self:
-        """Sets the value of `minCount`: the fewest training rows of a category; a rarer one is unknown; without it, a 500th of the rows, and 30 at most."""
+        """Sets the value of `minCount`: the fewest training rows of a category; a rarer one is unknown."""
     maxCategories: Param[int]
     def getMaxCategories(self) -> int: ...
     def setMaxCategories(self, value: int) -> Self:
@@ -2174,7 +2174,7 @@ class TabularRegressorParams(RegressorParams):
     maxIntegerCategories: Param[int]
     def getMaxIntegerCategories(self) -> int: ...
     def setMaxIntegerCategories(self, value: int) -> Self:
-        """Sets the value of `maxIntegerCategories`: columns of integers of at most so many distinct values, and at most 511, are categories, too, if neither categoricalCols nor numericCols is set: each value that 30 training rows have, or minCount, or of a range of at most 32 all its integers; 0 for none."""
+        """Sets the value of `maxIntegerCategories`: columns of integers of at most so many distinct values, and at most half as many as rows, are categories, too, if neither categoricalCols nor numericCols is set: each value that minCount training rows have, or of a range of at most 32 all its integers; 0 for none."""
     validationFraction: Param[float]
     def getValidationFraction(self) -> float: ...
     def setValidationFraction(self, value: float) -> Self:

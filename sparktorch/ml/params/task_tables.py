@@ -39,14 +39,12 @@ TABLE = (
       "strings, booleans, dates and timestamps", compared=True),
     P("numericCols", "list[str]", None,
       "the columns of numbers; by default those of numbers that categoricalCols does not name", compared=True),
-    P("minCount", "int", None,
-      "the fewest training rows of a category; a rarer one is unknown; without it, a 500th of the rows, and 30 at most",
-      compared=True),
-    P("maxCategories", "int", 1000, "the most categories of a column, its most frequent ones", compared=True),
-    P("maxIntegerCategories", "int", 32,
-      "columns of integers of at most so many distinct values, and at most 511, are categories, too, if neither "
-      "categoricalCols nor numericCols is set: each value that 30 training rows have, or minCount, or of a range of at "
-      "most 32 all its integers; 0 for none", compared="unless default"),
+    P("minCount", "int", 2, "the fewest training rows of a category; a rarer one is unknown", compared=True),
+    P("maxCategories", "int", 10_000, "the most categories of a column, its most frequent ones", compared=True),
+    P("maxIntegerCategories", "int", 4000,
+      "columns of integers of at most so many distinct values, and at most half as many as rows, are categories, too, "
+      "if neither categoricalCols nor numericCols is set: each value that minCount training rows have, or of a range "
+      "of at most 32 all its integers; 0 for none", compared="unless default"),
 )
 
 PAIR = (

@@ -89,6 +89,9 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
             that._setDefault(**{name: settings[name]})
         if "scheduler" in automatic and settings["scheduler"] is not None:
             that._setDefault(schedulerInterval="step", warmupSteps=chosen.warmup_steps)
+        # A parameter server, whose workers do not wait for each other, has no one average.
+        if "epochs" in automatic and p["strategy"] != "parameterServer":
+            that._setDefault(emaDecay=chosen.ema_decay)
         return that
 
     def _settings(self, *, held_out: bool) -> AutomaticSettings:
@@ -98,7 +101,7 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
             return fixed_settings(self._task_settings)
         task = self._task_settings
         if p.brings_its_training:  # A LightningModule has schedules of its own.
-            task = replace(task, scheduler=None, warmup=0.0)
+            task = replace(task, scheduler=None, warmup=0.0, ema_decay=None)
         return automatic_settings(
             _MANY_ROWS if self._sample is None else self._sample.trained,
             task,

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F
 
-from sparktorch.data.distribution import MOST_VALUES, DistinctValues, Distribution
+from sparktorch.data.distribution import DistinctValues, Distribution
 from sparktorch.data.tables import as_doubles
 from sparktorch.distributed.root_cause import missing_module
 
@@ -50,20 +50,21 @@ def categories_and_figures(
     limited: int,
     most: int,
     labels: int,
-    distributed: int = 0,
+    distinct: Sequence[int] = (),
 ) -> tuple[list[dict[str, int]], list[Figures]]:
     """Returns the values of each column of strings with their numbers of rows, and the figures of columns of numbers.
 
     Frequent values come first. Of the first `limited` texts, it returns at most `most` values; of the others, which are
-    labels, at most `labels`. Of the first `distributed` numbers, which are numbers, dates or timestamps, the figures
-    have the distribution. It does not depend on how rows are divided into partitions and batches.
+    labels, at most `labels`. Of the first numbers, which are numbers, dates or timestamps, the figures have the
+    distribution, of at most as many values as `distinct` has for each. It does not depend on how rows are divided into
+    partitions and batches.
 
     Raises:
         ClusterError: The executors' Python lacks a module, such as this one.
     """
     places = range(len(texts) + len(numbers))
     named = [column.alias(f"c{place}") for place, column in zip(places, (*texts, *numbers), strict=True)]
-    summed = rows.select(*named).mapInArrow(partial(_of_batches, texts=len(texts), distributed=distributed), _DDL)
+    summed = rows.select(*named).mapInArrow(partial(_of_batches, texts=len(texts), distinct=list(distinct)), _DDL)
     of_batches = F.when(F.col("value").isNull(), F.struct("rows", "mean", "squares"))
     groups = summed.groupBy("place", "value").agg(
         F.sum("rows").alias("rows"),
@@ -75,7 +76,10 @@ def categories_and_figures(
     )
     order = Window.partitionBy("place").orderBy("hash", F.desc("rows"), "value")
     ranked = groups.withColumn("rank", F.row_number().over(order))
-    count = F.when(F.col("place") < limited, most).when(F.col("hash").isNull(), labels).otherwise(MOST_VALUES)
+    count = F.when(F.col("place") < limited, most).when(F.col("hash").isNull(), labels)
+    for values_kept in {*distinct}:
+        columns = [len(places) + column for column, kept in enumerate(distinct) if kept == values_kept]
+        count = count.when(F.col("place").isin(columns), values_kept)
     kept = F.col("rank") <= count
     squares = F.aggregate("batches", F.lit(0.0), _with_batch).alias("squares")
     try:
@@ -98,7 +102,9 @@ def categories_and_figures(
             figures[place - len(texts)] = Figures(row["rows"], row["mean"], deviation, *rest)
         else:
             counts[place - len(places)][float(row["value"])] = row["rows"]
-    return values, [of._replace(distribution=Distribution.of(count)) for of, count in zip(figures, counts, strict=True)]
+    for column, of_column in enumerate(distinct):
+        figures[column] = figures[column]._replace(distribution=Distribution.of(counts[column], of_column))
+    return values, figures
 
 
 def _with_batch(squares: Column, batch: Column) -> Column:
@@ -107,12 +113,12 @@ def _with_batch(squares: Column, batch: Column) -> Column:
     return squares + batch["squares"] + batch["rows"] * apart * apart
 
 
-def _of_batches(batches: Iterator[pa.RecordBatch], texts: int, distributed: int) -> Iterator[pa.RecordBatch]:
+def _of_batches(batches: Iterator[pa.RecordBatch], texts: int, distinct: Sequence[int]) -> Iterator[pa.RecordBatch]:
     """Yields the counts of each batch's texts, the figures of its numbers, and at the end their distinct values.
 
     These are rows for each value, batch or column, not for each cell.
     """
-    distinct = [DistinctValues() for _ in range(distributed)]
+    distinct_values = [DistinctValues(most) for most in distinct]
     columns = 0
     for batch in batches:
         columns = batch.num_columns
@@ -123,8 +129,8 @@ def _of_batches(batches: Iterator[pa.RecordBatch], texts: int, distributed: int)
         for place, column in enumerate(batch.columns[texts:], texts):
             values = as_doubles(column)
             values = values[np.isfinite(values)]  # neither null nor NaN
-            if place - texts < distributed:
-                distinct[place - texts].add(values)
+            if place - texts < len(distinct_values):
+                distinct_values[place - texts].add(values)
             if len(values):
                 mean = values.mean()
                 squares = np.square(values - mean).sum()
@@ -132,7 +138,7 @@ def _of_batches(batches: Iterator[pa.RecordBatch], texts: int, distributed: int)
         if found:
             arrays = [pa.array(of, kind) for of, kind in zip(zip(*found, strict=True), _SCHEMA.types, strict=True)]
             yield pa.RecordBatch.from_arrays(arrays, schema=_SCHEMA)
-    for place, of in enumerate(distinct, columns):
+    for place, of in enumerate(distinct_values, columns):
         yield _batch(place, pa.array(of.values).cast(pa.string()), pa.array(of.counts), pa.array(of.hashes))
 
 

@@ -46,9 +46,12 @@ _LEARNS_FROM = (*_ROLES, *(spec.name for spec in TABLE), "inputCols")
 _DRAWN = re.compile(r"_[0-9a-f]{12}_rand$")  # by which Spark's CrossValidator and TrainValidationSplit mark rows
 _MOST_LABELS = 100_000  # what comes to the driver, and an output for each
 _BOUND = 3.0  # Scaled numbers come near it and do not exceed it, as in RealMLP.
-# A category of fewer rows would be learned by heart: it needs one row in so many, and not more than so many rows.
-_ROWS_OF_RARE = 500
-_MOST_RARE = 30
+# The weight, in units of the loss of a row, of the squared vector of a category, and of a number that is one as well:
+# the number itself says most of it already. Both were chosen on the development tables of the benchmark.
+_CATEGORY_PENALTY = 0.3
+_NUMBER_PENALTY = 9.0
+_WEIGHT_DECAY = 0.01  # that of AdamW by default
+_FEWEST_ROWS_OF_CODE = 2  # on average, or a column of integers is measured, not coded
 _FEW_INTEGERS = 32  # the longest range of integers that are categories even if no row has them
 _LARGEST_CODE = 2.0**53  # Larger integers are learned of as doubles, which are not exact.
 _TIMES = (T.DateType, T.TimestampType, T.TimestampNTZType)
@@ -110,7 +113,42 @@ class TabularEstimator(LearningEstimator):
         built = isinstance(made_by, nn.Module | TorchModelBase)
         takes = () if built else inspect.signature(made_by).parameters
         params = {name: value for name, value in self._network.items() if name in takes} | self.getModuleParams()
-        return that._set(inputCols=self._seen.inputs, preprocess=self._seen.table, moduleParams=params)
+        that._set(inputCols=self._seen.inputs, preprocess=self._seen.table, moduleParams=params)
+        return that._set(**self._optimizer(self._seen)) if made_by is TableNetwork else that
+
+    def _optimizer(self, seen: _Seen) -> dict[str, Any]:
+        """Returns the optimizer, which pulls the vectors of categories towards zero, unless the user has set one.
+
+        A penalty on these vectors is added to the loss of all rows. A category of many rows outweighs it; a rare one
+        stays near zero, which is an average category, as a random effect of a mixed model does. Adam adds such a
+        penalty to gradients, as "coupled" weight decay; all other parameters have the decoupled one of AdamW.
+        """
+        p = Values(self)
+        rows = seen.rows if self._sample is None else self._sample.trained
+        rows //= p.workers[1] if p.strategy.own_batches else 1
+        if not (rows and seen.table.cardinalities) or any(map(p.is_set, ("optimizer", "parameterGroups", "freeze"))):
+            return {}
+        columns = enumerate(seen.table.known)
+        penalties = {f"embeddings.{index}.*": _NUMBER_PENALTY for index, name in columns if name in seen.table.numbers}
+        if len(penalties) < len(seen.table.known):
+            penalties["embeddings.*"] = _CATEGORY_PENALTY
+        unit = self._unit_of_loss(seen)
+        groups = [
+            {"params": [pattern], "weight_decay": 2 * penalty * unit / rows, "decoupled_weight_decay": False}
+            for pattern, penalty in penalties.items()
+        ]
+        options = {"weight_decay": _WEIGHT_DECAY, "decoupled_weight_decay": True, **p["optimizerParams"]}
+        return {"optimizer": "Adam", "optimizerParams": options, "parameterGroups": groups}
+
+    def _unit_of_loss(self, seen: _Seen) -> float:
+        """Returns what the loss of a row is about when the label's mean is predicted: 1 of a classifier."""
+        trained = Values(self).trained
+        scales = seen.scales or (trained.params.get("scales", ()) if trained is not None else ())
+        deviations = [deviation or 1.0 for _, deviation in scales]
+        if self._task != "regression" or not deviations:
+            return 1.0
+        power = 2 if Values(self)["loss"] == "MSELoss" else 1  # Other losses grow about as the absolute error does.
+        return sum(deviation**power for deviation in deviations) / len(deviations)
 
     def _learn(self, dataset: DataFrame) -> _Seen:
         trained = Values(self).trained
@@ -164,6 +202,12 @@ def _seen_in(dataset: DataFrame, estimator: TabularEstimator) -> _Seen:
     numbers = [names.column(name).cast("double") for name in numeric] + [names.column(name) for name in times]
     predicted_numbers = [names.column(name).cast("double") for name in labelled]
     validates = names.column(p["validationIndicatorCol"]) if p["validationIndicatorCol"] else F.lit(False)
+
+    def distinct_of(name: str) -> int:
+        """Returns how many values of a column of numbers are looked at."""
+        whole = isinstance(names.type_of(name), T.IntegralType)
+        return max(MOST_VALUES, p["maxIntegerCategories"] + 1) if whole else MOST_VALUES
+
     # Labels are those of all rows where the estimator holds some of them out itself.
     automatic = bool(estimator._marks)
     texts = [
@@ -181,21 +225,20 @@ def _seen_in(dataset: DataFrame, estimator: TabularEstimator) -> _Seen:
             *(F.when(marks, F.lit(1.0)) for marks in (~validates, validates)),
         ],
         limited=len(categorical),
-        distributed=len(numeric) + len(times),
+        distinct=[distinct_of(name) for name in (*numeric, *times)],
         most=p["maxCategories"],
         labels=_MOST_LABELS + 1,
     )
     *found, trained_rows, held_out = found
     rows = trained_rows.rows
     check_rows(rows + held_out.rows * automatic)
-    least = p["minCount"] or min(max(1, rows // _ROWS_OF_RARE), _MOST_RARE)
-    categories = {
-        name: [_VALUES.get(kept_as(names.type_of(name)), int)(value) for value, count in of.items() if count >= least]
-        for name, of in zip(categorical, values, strict=False)
-    }
+    categories = {}
+    for name, counts in zip(categorical, values, strict=False):
+        value_of = _VALUES.get(kept_as(names.type_of(name)), int)
+        categories[name] = [value_of(text) for text, count in counts.items() if count >= p["minCount"]]
     of_numbers = dict(zip((*numeric, *times), found, strict=False))
     if p["categoricalCols"] is None and p["numericCols"] is None:
-        categories |= _coded(of_numbers, names, p["maxIntegerCategories"], p["minCount"] or _MOST_RARE)
+        categories |= _coded(of_numbers, names, p["maxIntegerCategories"], p["minCount"])
     scales = [[_rounded(of.mean), _rounded(of.deviation)] for of in found[len(of_numbers) :]]
     missing = [name for name in numeric if 0 < of_numbers[name].rows < rows and name not in categories]
     constants = [name for name, of in of_numbers.items() if of.smallest == of.largest and name not in missing]
@@ -244,7 +287,7 @@ def _coded(figures: Mapping[str, Figures], names: ColumnNames, most: int, least:
     """Returns the whole numbers of columns that are categories, too: months and codes, but also identifiers.
 
     Of a range of a few numbers, all are categories; of at most `most` distinct ones, those that `least` rows have. None
-    are in a column with a number beyond 2**53, which doubles do not tell apart.
+    are in a column whose numbers hardly repeat, or with one beyond 2**53, which doubles do not tell apart.
     """
     found = {}
     for name, of in figures.items():
@@ -255,8 +298,8 @@ def _coded(figures: Mapping[str, Figures], names: ColumnNames, most: int, least:
         values, counts = of.distribution.values, of.distribution.weights
         codes: Sequence[int] = range(int(of.smallest), int(of.largest) + 1)
         if len(codes) > min(most, _FEW_INTEGERS):
-            few = len(values) <= min(most, MOST_VALUES - 1)  # Of more, the counts are not known.
-            pairs = zip(values, counts, strict=True) if few else ()
+            repeated = of.distribution.whole and len(values) <= min(most, of.rows // _FEWEST_ROWS_OF_CODE)
+            pairs = zip(values, counts, strict=True) if repeated else ()
             codes = [int(value) for value, count in pairs if count >= least]
         if len(codes) > 2:
             found[name] = list(codes)

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 from pyspark.sql import types as T
 
-from sparktorch import Ranker, RankingModel, TabularRegressor
+from sparktorch import Ranker, RankingModel, TabularClassifier, TabularRegressor
 from sparktorch.data.distribution import Distribution
 from sparktorch.data.tables import TableColumns, TableNetwork
 from sparktorch.errors import ColumnError, ConfigError
+from sparktorch.ml.fit.values import Values
 from sparktorch.ml.tasks.column_statistics import Figures
 from sparktorch.ml.tasks.tabular import _check_numbers_to_predict, _coded, _Seen
 from sparktorch.model.trained_module import TrainedModule
@@ -39,6 +40,75 @@ def test_integers_beyond_2_to_the_53_are_numbers_alone_and_a_hash_column_does_no
     }
     kinds = names(**dict.fromkeys(columns, T.LongType()))
     assert _coded(columns, kinds, 500, 30) == {"wide": [-(10**15), 0, 10**15], "month": list(range(1, 13))}
+
+
+def test_integers_that_repeat_are_categories_and_numbers_that_hardly_do_are_measured() -> None:
+    columns = {
+        "identifier": [3] * 1000,
+        "price": [1] * 1000,
+        "code": [1, 2, 50, 50],
+    }
+    figures_of = {}
+    for name, counts in columns.items():
+        values = {float(100 * value): count for value, count in enumerate(counts)}
+        figures_of[name] = Figures(sum(counts), 0.0, 1.0, 0.0, max(values), Distribution.of(values, most=4_000))
+    kinds = names(**dict.fromkeys(columns, T.LongType()))
+    identifiers = {"identifier": [100 * value for value in range(1000)]}
+    assert _coded(figures_of, kinds, 4_000, 2) == {**identifiers, "code": [100, 200, 300]}
+    assert _coded(figures_of, kinds, 999, 2) == {"code": [100, 200, 300]}
+    assert _coded(figures_of, kinds, 0, 2) == {}
+
+
+def seen(rows: int = 1000, deviation: float = 1.0) -> _Seen:
+    """Returns what was learned of a text, of a month, which is a number, too, and of the parts of a date."""
+    categories = {"text": ["a", "b"], "month": list(range(1, 13))}
+    table = TableColumns(categories, {"day": ["weekday"]}, {"month": [6.0, 3.0], "day": [0.0, 1.0]})
+    return _Seen(table, ["text", "month", "day"], 2, [], [[0.0, deviation]], [[0.0, 1.0]] * 2, rows=rows)
+
+
+def test_vectors_of_categories_are_pulled_to_zero_more_where_rows_are_few_and_where_there_is_a_number_too() -> None:
+    def decays(rows: int, deviation: float = 1.0, kind: Any = TabularRegressor, **params: Any) -> dict[str, float]:
+        estimator = kind(epochs=1, **params)
+        estimator._seen = seen(rows, deviation)
+        groups = Values(estimator.completed())["parameterGroups"]
+        assert all(group["decoupled_weight_decay"] is False for group in groups)
+        return {group["params"][0]: group["weight_decay"] for group in groups}
+
+    def times(factor: float, decays: dict[str, float]) -> Any:
+        return pytest.approx({name: factor * decay for name, decay in decays.items()})
+
+    few = decays(1_000)
+    assert list(few) == ["embeddings.1.*", "embeddings.*"]  # The first group that matches a name holds.
+    assert few["embeddings.1.*"] > few["embeddings.*"] > 0
+    assert few == times(100, decays(100_000))
+    assert decays(1_000, deviation=10.0) == times(100, few)
+    assert decays(1_000, deviation=10.0, loss="L1Loss") == times(10, few)
+    assert decays(1_000, deviation=10.0, kind=TabularClassifier) == times(1, few)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"optimizer": "AdamW"},
+        {"parameterGroups": [{"params": "*", "lr": 0.1}]},
+        {"freeze": ["embeddings.*"]},
+        LINEAR,
+    ],
+)
+def test_an_optimizer_groups_frozen_parameters_and_a_module_of_the_users_stay_as_they_are(params: Any) -> None:
+    regressor = TabularRegressor(epochs=1, **params)
+    regressor._seen = seen()
+    p = Values(regressor.completed())
+    assert p["optimizer"] == "AdamW"
+    assert p["parameterGroups"] == params.get("parameterGroups", [])
+
+
+@pytest.mark.parametrize(("params", "decay"), [({}, 0.01), ({"optimizerParams": {"weight_decay": 0.1}}, 0.1)])
+def test_other_weights_have_the_decay_of_adamw_or_that_of_the_user(params: Any, decay: float) -> None:
+    regressor = TabularRegressor(epochs=1, **params)
+    regressor._seen = seen()
+    options = {"weight_decay": decay, "decoupled_weight_decay": True}
+    assert Values(regressor.completed())["optimizerParams"] == options
 
 
 class Unhashable:
