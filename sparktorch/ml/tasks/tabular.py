@@ -48,8 +48,8 @@ _MOST_LABELS = 100_000  # what comes to the driver, and an output for each
 _BOUND = 3.0  # Scaled numbers come near it and do not exceed it, as in RealMLP.
 # The weight, in units of the loss of a row, of the squared vector of a category, and of a number that is one as well:
 # the number itself says most of it already. Both were chosen on the development tables of the benchmark.
-_CATEGORY_PENALTY = 0.3
-_NUMBER_PENALTY = 9.0
+_CATEGORY_PENALTY = 1.0
+_NUMBER_PENALTY = 30.0
 _WEIGHT_DECAY = 0.01  # that of AdamW by default
 _FEWEST_ROWS_OF_CODE = 2  # on average, or a column of integers is measured, not coded
 _FEW_INTEGERS = 32  # the longest range of integers that are categories even if no row has them
