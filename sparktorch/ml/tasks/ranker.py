@@ -10,7 +10,7 @@ from pyspark.sql import functions as F
 
 from sparktorch.base.config import one_of
 from sparktorch.data.ranking import LOSSES, measured
-from sparktorch.data.tables import TableColumns, TableNetwork
+from sparktorch.data.tables import TableColumns
 from sparktorch.errors import Refusal, refuse, shortens
 from sparktorch.ml.fit.values import NAMED_GROUPS, Values
 from sparktorch.ml.params.mixins import RankerParams, RankingModelParams
@@ -18,7 +18,7 @@ from sparktorch.ml.regression import ValueModel
 from sparktorch.ml.scoring.ranking import RankingSummary, evaluate_ranker
 from sparktorch.ml.tasks.automatic import RANKING
 from sparktorch.ml.tasks.held_out import in_share, marked
-from sparktorch.ml.tasks.tabular import TabularEstimator, TabularModel
+from sparktorch.ml.tasks.tabular import TABLE_NETWORK, TabularEstimator, TabularModel
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.frame.groups import check_group
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Ranker", "RankingModel"]
 
-_PATH = f"{TableNetwork.__module__}:{TableNetwork.__qualname__}"
 _MEMBERS = (
     Refusal(
         "loss",
@@ -101,7 +100,7 @@ class Ranker(TabularEstimator, RankerParams):
         if p.trained is not None:
             return isinstance(p.trained.preprocess, TableColumns)
         made = p["preprocess"] is not None and self._seen is None
-        return p["module"] in (None, TableNetwork, _PATH) and not (made or p.is_set("featuresCol"))
+        return p["module"] in (None, *TABLE_NETWORK) and not (made or p.is_set("featuresCol"))
 
     def completed(self) -> Self:
         """Returns a copy with the Params that follow from the rows, once they were seen: inputs and network."""
@@ -165,4 +164,4 @@ def _is_own(loss: Any) -> bool:
 
 def _members(trained: TrainedModule) -> int:
     """Returns the number of members of a fitted network for tables; 1 of any other module."""
-    return int(trained.params.get("members", 1)) if trained.source in (TableNetwork, _PATH) else 1
+    return int(trained.params.get("members", 1)) if trained.source in TABLE_NETWORK else 1

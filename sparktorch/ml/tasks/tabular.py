@@ -35,12 +35,13 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = [
-    *("TabularClassificationModel", "TabularClassifier", "TabularEstimator", "TabularModel", "TabularRegressionModel"),
-    "TabularRegressor",
+    *("TABLE_NETWORK", "TabularClassificationModel", "TabularClassifier", "TabularEstimator", "TabularModel"),
+    *("TabularRegressionModel", "TabularRegressor"),
 ]
 
 logger = logging.getLogger(__name__)
 
+TABLE_NETWORK = (TableNetwork, f"{TableNetwork.__module__}:{TableNetwork.__qualname__}")  # as `module` names it
 _ROLES = ("labelCol", "labelCols", "weightCol", "validationIndicatorCol", "idCol", "groupCol")
 _LEARNS_FROM = (*_ROLES, *(spec.name for spec in TABLE), "inputCols")
 _DRAWN = re.compile(r"_[0-9a-f]{12}_rand$")  # by which Spark's CrossValidator and TrainValidationSplit mark rows
@@ -114,7 +115,7 @@ class TabularEstimator(LearningEstimator):
         takes = () if built else inspect.signature(made_by).parameters
         params = {name: value for name, value in self._network.items() if name in takes} | self.getModuleParams()
         that._set(inputCols=self._seen.inputs, preprocess=self._seen.table, moduleParams=params)
-        return that._set(**self._optimizer(self._seen)) if made_by is TableNetwork else that
+        return that._set(**self._optimizer(self._seen)) if Values(that).source in TABLE_NETWORK else that
 
     def _optimizer(self, seen: _Seen) -> dict[str, Any]:
         """Returns the optimizer, which pulls the vectors of categories towards zero, unless the user has set one.

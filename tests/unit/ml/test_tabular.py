@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 from pyspark.sql import types as T
 
-from sparktorch import Ranker, RankingModel, TabularClassifier, TabularRegressor
+from sparktorch import Ranker, RankingModel, TabularClassifier, TabularRegressionModel, TabularRegressor
 from sparktorch.data.distribution import Distribution
 from sparktorch.data.tables import TableColumns, TableNetwork
 from sparktorch.errors import ColumnError, ConfigError
 from sparktorch.ml.fit.values import Values
 from sparktorch.ml.tasks.column_statistics import Figures
+from sparktorch.ml.tasks.held_out import Sample
 from sparktorch.ml.tasks.tabular import _check_numbers_to_predict, _coded, _Seen
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.column_names import ColumnNames
@@ -101,6 +102,19 @@ def test_an_optimizer_groups_frozen_parameters_and_a_module_of_the_users_stay_as
     p = Values(regressor.completed())
     assert p["optimizer"] == "AdamW"
     assert p["parameterGroups"] == params.get("parameterGroups", [])
+
+
+@pytest.mark.parametrize("source", [TableNetwork, PATH])
+def test_a_fitted_network_for_tables_keeps_its_penalty_where_the_rows_are_counted(source: Any) -> None:
+    params = {"cardinalities": [4], "numbers": 0, "outputs": 1, "scales": [[0.0, 10.0]]}
+    made: dict[str, Any] = {"source": source, "params": params, "preprocess": seen().table, "weights": b""}
+    fitted = TabularRegressionModel()._with(TrainedModule(inputs=(), outputs=(), task="regression", **made), None)
+    regressor = TabularRegressor(module=fitted)
+    regressor._seen = seen(rows=0)._replace(scales=[])  # It goes on with what the model knows.
+    regressor._sample = Sample(trained=1_000)
+    groups, anew = Values(regressor.completed())["parameterGroups"], TabularRegressor(epochs=1)
+    anew._seen = seen(1_000, deviation=10.0)
+    assert groups == Values(anew.completed())["parameterGroups"]
 
 
 @pytest.mark.parametrize(("params", "decay"), [({}, 0.01), ({"optimizerParams": {"weight_decay": 0.1}}, 0.1)])
