@@ -92,12 +92,12 @@ def _made_by(makers: Iterable[Callable[..., Any]], result: Mapping[str, Any]) ->
 
 
 def rows_of_mails(result: Mapping[str, Any]) -> list[Row]:
-    """Returns a row of each number of mails, of the samples of `benchmarks.texts`: means of errors."""
+    """Returns a row of each number of mails, of the medians of `benchmarks.texts`."""
     sides: dict[str, dict[str, float]] = {}
-    for name, values in result["samples"].items():
+    for name, error in result["medians"].items():
         data, _, side = name.removesuffix(", error").partition(": ")
         if name.endswith(", error"):
-            sides.setdefault(data, {})[side] = statistics.mean(values)
+            sides.setdefault(data, {})[side] = error
     return rows_of(quality("TextClassifier", dict.fromkeys(sides, "share that is wrong"), sides))
 
 
