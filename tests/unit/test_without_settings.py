@@ -40,6 +40,12 @@ def test_each_data_set_on_which_nothing_was_chosen_has_a_line_with_the_best_of_t
     ]
 
 
+def test_mails_have_a_line_for_each_number_of_labels(folder: Path) -> None:
+    medians = {"200 mails: TextClassifier, error": 0.05, "200 mails: TF-IDF, error": 0.1, "200 mails: TF-IDF, s": 17.0}
+    (folder / "texts.json").write_text(json.dumps({"benchmark": "texts", **FACTS, "medians": medians}))
+    assert "| texts | 200 mails | share that is wrong | 0.05 | 0.1 | TF-IDF | 0.500 |" in whole_table(folder)
+
+
 def test_the_summary_counts_where_ours_is_the_best(folder: Path) -> None:
     lines = summary_table(folder).splitlines()
     assert lines[2:4] == [
