@@ -120,8 +120,15 @@ def test_a_table_trains_as_tensors_made_by_hand_and_scores_wherever_the_model_go
     kinds = "id long, categories array<long>, numbers array<float>, label double, held_out boolean"
     assert network["members"] > 1
     network |= {"cardinalities": [5, 4, 14, 9, 26], "numbers": 5, "outputs": 2, "edges": edges}
+    penalty = {"weight_decay": 2 / int((~table["held_out"]).sum()), "decoupled_weight_decay": False}
     expected = TorchClassifier(
-        module=TableNetwork, moduleParams=network, inputCols=["categories", "numbers"], **shared
+        module=TableNetwork,
+        moduleParams=network,
+        inputCols=["categories", "numbers"],
+        optimizer="Adam",
+        optimizerParams={"weight_decay": 0.01, "decoupled_weight_decay": True},
+        parameterGroups=[{"params": "embeddings.*", **penalty}],
+        **shared,
     ).fit(spark.createDataFrame(rows, kinds))
     for found, wanted in zip(model.module.parameters(), expected.module.parameters(), strict=True):
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
