@@ -111,6 +111,13 @@ def test_of_many_series_each_holds_out_the_fewer_windows() -> None:
     assert [windows_held_out(155, window, 0.1, most)[1] for most in (1.0, 0.05, 1e-9)] == [12, 6, 1]
 
 
+def test_few_windows_train_random_weights_for_all_steps_and_the_seasonal_network_for_few() -> None:
+    named = {"orderCol": "day", "labelCol": "sold", "context": 3, "horizon": 2}
+    for params, epochs in (({}, 1), ({"module": "torch.nn:Linear"}, 500)):
+        forecaster = Forecaster(**named, **params)
+        assert automatic_settings(50, forecaster._task_settings, validates=False).epochs == epochs
+
+
 def test_few_samples_are_all_trained() -> None:
     assert too_few(49, 10, TABLES)
     assert too_few(1_000, 0, TABLES)
