@@ -133,7 +133,7 @@ class Forecaster(LearningEstimator, ForecasterParams):
 
     @property
     def _validates_untrained(self) -> bool:
-        """Whether best weights are kept, of a network that forecasts the last season before it is trained."""
+        """Whether best weights are kept, of a network that has a forecast to start from."""
         p = Values(self)
         params = p["moduleParams"] if p.trained is None else p.trained.params
         default = params.get("module") in (SeriesNetwork, import_path(SeriesNetwork))
