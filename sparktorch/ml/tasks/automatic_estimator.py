@@ -238,12 +238,20 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
         if self._marks:
             said.append(f"{sample.held_out:,} are held out by {sample.chosen_by}")
         elif patience is None:
-            least = self._task_settings.least_trained
-            why = f"fewer than {least}" if sample.trained < least else "many are equal: an idCol would tell them apart"
-            said.append(f"none are held out ({why})" if Values(self)["validationFraction"] else "none are held out")
+            why = f" ({self._why_none_are_held_out})" if Values(self)["validationFraction"] else ""
+            said.append(f"none are held out{why}")
         if patience is not None:
             said.append(f"the training ends after {patience} validations without a better one")
         return ", ".join(said)
+
+    @property
+    def _why_none_are_held_out(self) -> str:
+        """Returns why a training that could hold samples out did not."""
+        assert self._sample is not None
+        least = self._task_settings.least_trained
+        return (
+            f"fewer than {least}" if self._sample.trained < least else "many are equal: an idCol would tell them apart"
+        )
 
     def _search_space(self) -> dict[str, list[Any]]:
         rate = Values(self.completed())["learningRate"]

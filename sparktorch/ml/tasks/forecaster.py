@@ -19,12 +19,12 @@ from sparktorch.data.table_layers import UNTRAINED
 from sparktorch.errors import ColumnError, ConfigError, Refusal, counted, refuse
 from sparktorch.ml.fit.values import Values
 from sparktorch.ml.params.mixins import ForecasterParams
-from sparktorch.ml.tasks.automatic import SERIES
+from sparktorch.ml.tasks.automatic import SERIES, TaskSettings
 from sparktorch.ml.tasks.column_statistics import categories_and_figures
 from sparktorch.ml.tasks.forecasting_model import COMPARED, WINDOWS, ForecastingModel, check_categories, check_series
 from sparktorch.ml.tasks.held_out import MOST_HELD_OUT, windows_held_out
 from sparktorch.ml.tasks.learning import LearningEstimator
-from sparktorch.ml.tasks.season import context_for, learned_season, longest_context
+from sparktorch.ml.tasks.season import context_for, learned_start, longest_context
 from sparktorch.model.series.module import SeriesModule, SeriesNetwork
 from sparktorch.model.series.training import QuantileLoss, SeriesStep
 from sparktorch.spark.column_names import ColumnNames
@@ -53,7 +53,8 @@ class _Seen(NamedTuple):
 
     figures: dict[str, tuple[float, float]]  # mean and standard deviation by column
     order: tuple[str, str]  # SQL type and time zone
-    season: int | None  # None where it is set, or the module is the user's
+    season: int | None  # None where the module is the user's
+    start: dict[str, float]  # arguments of the network
     categories: list[list[Any] | None]  # Those of each static column; a column of numbers has None.
 
 
@@ -117,7 +118,6 @@ class Forecaster(LearningEstimator, ForecasterParams):
 
     _task = "generic"
     _model_class = ForecastingModel
-    _task_settings = SERIES
     _unit = "windows"
     _chosen_by = "time, the last ones of each series"
     _learns_from = _LEARNS_FROM
@@ -126,8 +126,14 @@ class Forecaster(LearningEstimator, ForecasterParams):
     _chose_context = False
 
     @property
+    def _task_settings(self) -> TaskSettings:
+        p = Values(self)
+        starts = p.trained is not None or _starts_from_season(p)
+        return SERIES if starts else replace(SERIES, rows_per_epoch=None)  # Random weights need their steps.
+
+    @property
     def _validates_untrained(self) -> bool:
-        """Whether best weights are kept, of a network that forecasts the last season before it is trained."""
+        """Whether best weights are kept, of a network that has a forecast to start from."""
         p = Values(self)
         params = p["moduleParams"] if p.trained is None else p.trained.params
         default = params.get("module") in (SeriesNetwork, import_path(SeriesNetwork))
@@ -164,13 +170,15 @@ class Forecaster(LearningEstimator, ForecasterParams):
         if p.trained is not None:
             return that._set(**found)
         module, season = p["module"] or SeriesNetwork, p["season"]
-        if _learns_season(p):
-            season = 1 if self._seen is None else self._seen.season
+        settings = p["moduleParams"]
+        if _starts_from_season(p):
+            learned_season, start = (1, {}) if self._seen is None else (self._seen.season, self._seen.start)
+            season, settings = season or learned_season, {**start, **settings}
         figures = {of: [seen.get(name, (0.0, 1.0)) for name in p[f"{of}Cols"]] for of in ("past", "future", "static")}
         categories = [] if self._seen is None else self._seen.categories
         params = {
             "module": import_path(module) or module,
-            "params": p["moduleParams"],
+            "params": settings,
             "context": self._window().context,
             "horizon": p["horizon"],
             "scaling": scaling,
@@ -197,9 +205,9 @@ class Forecaster(LearningEstimator, ForecasterParams):
         texts = _check(dataset, names, p)
         zone = setting(dataset.sparkSession, "spark.sql.session.timeZone")
         figures = _figures(dataset, names, p, [name for name in _named(p) if name not in texts])
-        season = learned_season(dataset, names, p, p["context"]) if _learns_season(p) else None
+        season, start = learned_start(dataset, names, p, p["context"]) if _starts_from_season(p) else (None, {})
         order = (names.type_of(p["orderCol"]).simpleString(), zone)
-        return _Seen(figures, order, season, _categories(dataset, names, p, texts))
+        return _Seen(figures, order, season, start, _categories(dataset, names, p, texts))
 
     def _looked_at(self, dataset: DataFrame) -> tuple[Self, DataFrame]:
         """Chooses the context where none is set, and then learns of the rows."""
@@ -211,8 +219,8 @@ class Forecaster(LearningEstimator, ForecasterParams):
             that = self.copy()
             that._chose_context = True
             longest, season = longest_context(self._lengths(dataset), p["horizon"]), p["season"] or 1
-            if _learns_season(p):
-                season = learned_season(dataset, names, p, longest)
+            if p["season"] is None and _starts_from_season(p):
+                season, _ = learned_start(dataset, names, p, longest)
             that._set(context=context_for(longest, p["horizon"], season))
         return super(Forecaster, that)._looked_at(dataset)
 
@@ -238,8 +246,8 @@ class Forecaster(LearningEstimator, ForecasterParams):
         _check(dataset, names, p)
         lengths = self._lengths(dataset)
         windows = sum(windows_held_out(length, window, 0.0)[0] * series for length, series in lengths)
-        share = min(share, MOST_HELD_OUT / max(1, windows))
-        found = [(windows_held_out(length, window, share), series) for length, series in lengths]
+        most = MOST_HELD_OUT / max(1, windows)
+        found = [(windows_held_out(length, window, share, most), series) for length, series in lengths]
         marks = pa.table(
             {
                 "length": pa.array([length for length, _ in lengths], pa.int64()),
@@ -257,6 +265,10 @@ class Forecaster(LearningEstimator, ForecasterParams):
         rows = rows.join(known, length, "left").withColumn(self._marks, F.col(place) <= F.col(self._marks))
         counts = [sum(found[at] * series for found, series in found) for at in (0, 1)]
         return rows.drop(place, length), (counts[0], counts[1])
+
+    @property
+    def _why_none_are_held_out(self) -> str:
+        return "a series has too few windows"
 
     def _count(self, rows: DataFrame) -> tuple[int, int]:
         marks = Values(self)["validationIndicatorCol"]
@@ -307,10 +319,10 @@ def _check_kept(p: Values, trained: TrainedModule) -> None:
             raise ConfigError(what, hint="set the same, or train a module of its own", param=name)
 
 
-def _learns_season(p: Values) -> bool:
-    """Whether the season is learned: the network starts from it, and it is not set."""
+def _starts_from_season(p: Values) -> bool:
+    """Whether the module is the network that starts from a seasonal forecast."""
     module = p["module"]
-    return p["season"] is None and (module is None or module is SeriesNetwork or module == import_path(SeriesNetwork))
+    return module is None or module is SeriesNetwork or module == import_path(SeriesNetwork)
 
 
 def _inputs(p: Values) -> dict[str, list[str]]:

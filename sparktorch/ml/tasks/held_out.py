@@ -50,16 +50,19 @@ def too_few(trained: int, held_out: int, task: TaskSettings) -> bool:
     return trained < task.least_trained or not task.least_held_out <= held_out <= trained
 
 
-def windows_held_out(rows: int, window: Window, share: float) -> tuple[int, int, int]:
+def windows_held_out(rows: int, window: Window, share: float, most: float = 1.0) -> tuple[int, int, int]:
     """Returns of a series how many windows train and are held out, and how many of its last rows are marked for that.
 
     No row that is forecast in a window which is held out is forecast in one that trains: windows between them do
-    neither. At least half of the windows of a series train: one is held out where the share would leave fewer, and none
-    where one would.
+    neither. Fewer windows than a horizon has rows forecast much the same rows, and say too little of others: where the
+    share has no more, or would leave less than half of the windows to train, none are held out. `most` is the largest
+    share, whatever that says.
     """
     windows = max(0, (rows - window.rows) // window.step + 1)
-    for held_out in (max(1, int(windows * share)), 1) if share and windows else ():
-        trained = windows - held_out + 1 - -(-window.horizon // window.step)
+    alike = -(-window.horizon // window.step)
+    for wanted in (int(windows * share), alike) if windows * share >= alike else ():
+        held_out = max(1, min(wanted, int(windows * most)))
+        trained = windows - held_out + 1 - alike
         if 2 * trained >= windows:
             return trained, held_out, (held_out - 1) * window.step + window.horizon
     return windows, 0, 0

@@ -1,4 +1,4 @@
-"""The season of the series in a DataFrame, found in some of them, and the context that follows from it."""
+"""The season of the series in a DataFrame, found in some of them, and the context and the start that follow from it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pyspark.sql import functions as F
 
 from sparktorch.errors import counted
 from sparktorch.ml.fit.values import Values
-from sparktorch.model.series.seasonal import season_of
+from sparktorch.model.series.seasonal import season_of, start_of
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.compat import table_of
 
-__all__ = ["context_for", "learned_season", "longest_context"]
+__all__ = ["context_for", "learned_start", "longest_context"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -45,10 +45,11 @@ def context_for(longest: int, horizon: int, season: int) -> int:
     return max(2, min(longest, max(_HORIZONS * horizon, _LEAST)), seasons * season)
 
 
-def learned_season(dataset: DataFrame, names: ColumnNames, p: Values, context: int) -> int:
-    """Returns the season of some series, chosen by a hash: that from which their last rows are forecast best.
+def learned_start(dataset: DataFrame, names: ColumnNames, p: Values, context: int) -> tuple[int, dict[str, float]]:
+    """Returns the season of some series, if it is not set, and the start from which their last rows are forecast best.
 
-    The rows that train count. What the driver gets of them is bounded, whatever the DataFrame has.
+    A hash chooses the series. The rows that train count. What the driver gets of them is bounded, whatever the
+    DataFrame has.
     """
     length = context + p["horizon"]
     trains = ~names.column(p["validationIndicatorCol"]) if p["validationIndicatorCol"] else F.lit(True)
@@ -60,10 +61,12 @@ def learned_season(dataset: DataFrame, names: ColumnNames, p: Values, context: i
     rows = rows.where(F.abs("value") < float("inf"))
     most = max(2 * length, min(_WINDOWS * length, _ROWS))
     parts = _last_of_some(rows, length, most) if p["groupCol"] else _last(rows, most)
-    season = season_of(parts, context, p["horizon"])
-    where = f"in {counted(len(parts), 'series', 'series')}; set `season` if you know it"
-    _LOG.info("%s, %s", "no season was found" if season == 1 else f"a season of {season} rows was found", where)
-    return season
+    season = p["season"]
+    if season is None:
+        season = season_of(parts, context, p["horizon"])
+        where = f"in {counted(len(parts), 'series', 'series')}; set `season` if you know it"
+        _LOG.info("%s, %s", "no season was found" if season == 1 else f"a season of {season} rows was found", where)
+    return season, start_of(parts, context, p["horizon"], season)
 
 
 def _last(rows: DataFrame, most: int) -> list[npt.NDArray[Any]]:

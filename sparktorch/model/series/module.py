@@ -171,6 +171,8 @@ class SeriesNetwork(nn.Module):
         hidden: Sequence[int] = (128,),
         dropout: float = 0.0,
         season: int | None = None,
+        smoothing: float | None = None,
+        slope: float = 0.0,
     ) -> None:
         """Makes the layers.
 
@@ -185,6 +187,8 @@ class SeriesNetwork(nn.Module):
             dropout: Probability with which a hidden value is left out in training.
             season: Rows of a season, 1 if there is none; without it, the network starts from random weights, as those
                 of earlier versions did.
+            smoothing: As for `SeasonalForecast`.
+            slope: As for `SeasonalForecast`.
         """
         super().__init__()
         self.shape = (horizon, len(quantiles)) if quantiles else (horizon,)
@@ -194,7 +198,7 @@ class SeriesNetwork(nn.Module):
         self.layers = perceptron(width, hidden, outputs, dropout) if hidden else None
         self.seasonal = None
         if season is not None:
-            self.seasonal = SeasonalForecast(context, horizon, season)
+            self.seasonal = SeasonalForecast(context, horizon, season, smoothing, slope)
             self.linear = _Correction(context, outputs)
             if self.layers is not None:
                 self.layers[-1] = _Correction(hidden[-1], outputs)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
 
-__all__ = ["SeasonalForecast", "season_of"]
+__all__ = ["SeasonalForecast", "season_of", "start_of"]
 
 _SMOOTHING = 0.5  # the share of the newest value in the level, before training
-_BETTER = 0.95  # an error in relation to that of a shorter season
+_SMOOTHINGS, _SLOPES = (0.1, 0.3, 0.5, 0.7, 0.9), (0.0, 0.5, 1.0)  # those from which a start is chosen
+_BETTER = 0.9  # an error in relation to that of a shorter season
 _LONGEST = 1024  # rows of a season that is tried
 _WINDOWS, _VALUES = 32, 1e8  # of each series, on which seasons are tried; and those of all trials, about a second's
 
@@ -26,22 +28,28 @@ class SeasonalForecast(nn.Module):
     averaged over its seasons. The level is that of exponential smoothing of what is left without the profile, as in the
     method of Winters ("Forecasting Sales by Exponentially Weighted Moving Averages", Management Science 1960). So
     before training, a context that repeats itself is continued by its last season, as the seasonal naive forecast does.
-    Training changes the weight of each season in the profile, of each value in the level, and of the slope, which
-    begins at 0: few weights, which a single short series can teach.
+    Training changes the weight of each season in the profile, of each value in the level, and of the slope: few
+    weights, which a single short series can teach.
     """
 
     season_weights: torch.Tensor
     value_weights: torch.Tensor
 
-    def __init__(self, context: int, horizon: int, season: int) -> None:
+    def __init__(
+        self, context: int, horizon: int, season: int, smoothing: float | None = None, slope: float = 0.0
+    ) -> None:
         """Makes the weights.
 
         Args:
             context: Rows that are known.
             horizon: Rows to be forecast.
             season: Rows of a season. If it is 1, or more than the context, there is no profile.
+            smoothing: The share of the newest value in the level before training. Without it, that is a half, and the
+                last season is forecast until anything is learned.
+            slope: The part of the context's slope by which a forecast goes on before training.
         """
         super().__init__()
+        self.smoothing, self.slope = smoothing, slope
         self.horizon, self.season = horizon, season if season <= context else 1
         self.seasons = context // self.season
         self.register_buffer("season_weights", torch.empty(self.seasons))
@@ -54,7 +62,8 @@ class SeasonalForecast(nn.Module):
     def reset_parameters(self) -> None:
         """Sets the weights from before training. Their changes are 0, so that weight decay leads back to these."""
         values = len(self.value_changes)
-        smoothed = (1 - _SMOOTHING) ** torch.arange(values - 1, -1, -1, dtype=torch.float32)
+        smoothing = _SMOOTHING if self.smoothing is None else self.smoothing
+        smoothed = (1 - smoothing) ** torch.arange(values - 1, -1, -1, dtype=torch.float32)
         with torch.no_grad():
             self.season_weights.fill_(1 / self.seasons)
             self.value_weights.copy_(smoothed / smoothed.sum())
@@ -64,10 +73,11 @@ class SeasonalForecast(nn.Module):
     def forward(self, past: torch.Tensor, correction: torch.Tensor | None = None) -> torch.Tensor:
         """Returns the forecast, of shape `(samples, horizon)`, of a context of shape `(samples, context)`.
 
-        With what layers beside it add, of shape `(samples, horizon, ...)`, it returns the sum; outside of training,
-        the last season again as long as nothing was learned. So the validation before the first step measures the
-        seasonal naive forecast, and a training that is never better returns it. The weights say whether anything was
-        learned, which are the same in all ranks: a buffer of a rank without windows would not change.
+        With what layers beside it add, of shape `(samples, horizon, ...)`, it returns the sum. Outside of training and
+        without `smoothing`, that is the last season again as long as nothing was learned: the validation before the
+        first step measures the seasonal naive forecast, and a training that is never better returns it. The weights say
+        whether anything was learned, which are the same in all ranks: a buffer of a rank without windows would not
+        change.
         """
         last = past[:, -1:]
         rows = (past - last)[:, -len(self.value_changes) :].reshape(past.shape[0], self.seasons, self.season)
@@ -78,13 +88,13 @@ class SeasonalForecast(nn.Module):
         profile = (deviations * (self.season_weights + self.season_changes).view(1, -1, 1)).sum(1)
         rest = (rows - profile.unsqueeze(1)).flatten(1)
         level = rest @ (self.value_weights + self.value_changes)
-        trend = slope * (steps[: self.horizon] + 1) * self.slope_weight
+        trend = slope * (steps[: self.horizon] + 1) * (self.slope + self.slope_weight)
         forecast = self._repeated(profile) + trend + level.unsqueeze(1) + last
         if correction is None:
             return forecast
         more = [1] * (correction.dim() - 2)
         found = correction + forecast.view(*forecast.shape, *more)
-        if self.training:
+        if self.training or self.smoothing is not None:
             return found
         learned = torch.cat([self.season_changes, self.value_changes, self.slope_weight]).any()
         learned = (learned | correction.flatten(1).any(1)).view(-1, 1, *more)
@@ -98,21 +108,42 @@ class SeasonalForecast(nn.Module):
 def season_of(series: Sequence[Floats], context: int, horizon: int) -> int:
     """Returns the season, in rows and no longer than the context, from which some series are forecast best; 1 if none.
 
-    Every length is tried: that whose forecasts before training have the least error is the season. A longer one must
-    be better by a twentieth, as multiples of a season are as good. The same rows give the same season.
+    Every length is tried, with the slope of the context and without: that whose forecasts before training have the
+    least error is the season. A longer one must be better by a tenth, as multiples of a season are as good. The same
+    rows give the same season.
     """
-    long = [values for values in series if len(values) >= context + horizon and np.ptp(values) > 0]
-    if not long:
-        return 1
     longest = min(context, _LONGEST)
-    count = max(1, min(_WINDOWS, int(_VALUES / (longest * context * len(long)))))
-    windows = torch.from_numpy(np.concatenate([_scaled_windows(values, context, horizon, count) for values in long]))
+    windows = _windows_of(series, context, horizon, 2 * longest)
+    if windows is None:
+        return 1
     best, least = 1, np.inf
     for season in range(1, longest + 1):
-        error = _error(windows, context, season)
+        error = min(_error(windows, context, season, {"smoothing": _SMOOTHING, "slope": slope}) for slope in (0.0, 1.0))
         if error < _BETTER * least:
             best, least = season, error
     return best
+
+
+def start_of(series: Sequence[Floats], context: int, horizon: int, season: int) -> dict[str, float]:
+    """Returns the `smoothing` and the `slope` from which some series are forecast best; none if their last season is.
+
+    There are fifteen pairs, so that few windows choose as well as many. The same rows give the same start.
+    """
+    starts: list[dict[str, float]] = [{}]
+    starts += [{"smoothing": smoothing, "slope": slope} for smoothing in _SMOOTHINGS for slope in _SLOPES]
+    windows = _windows_of(series, context, horizon, len(starts))
+    if windows is None:
+        return {}
+    return min(starts, key=lambda start: _error(windows, context, season, start))
+
+
+def _windows_of(series: Sequence[Floats], context: int, horizon: int, trials: int) -> torch.Tensor | None:
+    """Returns some windows of the series, the fewer the more trials there are; `None` if no series has one."""
+    long = [values for values in series if len(values) >= context + horizon and np.ptp(values) > 0]
+    if not long:
+        return None
+    count = max(1, min(_WINDOWS, int(_VALUES / (trials * context * len(long)))))
+    return torch.from_numpy(np.concatenate([_scaled_windows(values, context, horizon, count) for values in long]))
 
 
 def _scaled_windows(values: Floats, context: int, horizon: int, count: int) -> Floats:
@@ -123,8 +154,10 @@ def _scaled_windows(values: Floats, context: int, horizon: int, count: int) -> F
     return found
 
 
-def _error(windows: torch.Tensor, context: int, season: int) -> float:
+def _error(windows: torch.Tensor, context: int, season: int, start: Mapping[str, Any]) -> float:
     """Returns the mean absolute error of the forecasts before training, rounded: sums differ in their last digits."""
-    forecast = SeasonalForecast(context, windows.shape[1] - context, season).double()
+    horizon = windows.shape[1] - context
+    forecast = SeasonalForecast(context, horizon, season, **start).double().eval()
     with torch.no_grad():
-        return float(f"{float((forecast(windows[:, :context]) - windows[:, context:]).abs().mean()):.8g}")
+        found = forecast(windows[:, :context], torch.zeros(len(windows), horizon))
+        return float(f"{float((found - windows[:, context:]).abs().mean()):.8g}")

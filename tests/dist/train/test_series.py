@@ -67,7 +67,9 @@ def table(*, gaps: bool) -> Table:
 def test_ranks_train_on_windows_what_one_process_trains(quantiles: list[float], gaps: bool) -> None:
     rows = table(gaps=gaps)
     step = SeriesStep(QuantileLoss, {"quantiles": quantiles}) if quantiles else SeriesStep("HuberLoss")
-    recipe = Recipe(module=SeriesModule, module_params={**PARAMS, "quantiles": quantiles}, training_step=step)
+    start = {"hidden": [9], **({"smoothing": 0.3, "slope": 0.5} if quantiles else {})}
+    params = {**PARAMS, "params": start, "quantiles": quantiles}
+    recipe = Recipe(module=SeriesModule, module_params=params, training_step=step)
     job = train_job(rows, recipe, TrainConfig(task="generic", batch_size=16, epochs=3, seed=5))
     want, (alone,) = train_on([rows.batches()], job)
     state, metas = train_on([part.batches(size=11) for part in rows.parts(3)], job)

@@ -139,6 +139,34 @@ def test_the_network_starts_from_the_season_of_the_rows_that_train_unless_one_is
         Forecaster(**SUNSPOTS, season=0).fit(sunspots)
 
 
+@pytest.mark.parametrize("season", [None, 12])
+def test_one_short_series_with_trend_and_season_is_forecast_far_better_than_by_its_last_season(
+    spark: SparkSession, season: int | None
+) -> None:
+    time = np.arange(84)
+    sold = (100 + 2.0 * time) * (1 + 0.2 * np.sin(time * np.pi / 6)) + np.random.default_rng(5).normal(size=84)
+    rows = spark.createDataFrame(
+        [(int(t), float(v)) for t, v in zip(time, sold, strict=True)], "month int, sold double"
+    )
+    named = {"orderCol": "month", "labelCol": "sold", "horizon": 12, "season": season, "progress": False}
+    model = Forecaster(**named).fit(rows.where("month < 72").repartition(3))
+    found = [row["prediction"] for row in rows_of(model.forecast(rows.where("month < 72")))]
+    assert np.abs(found - sold[72:]).mean() < 0.5 * np.abs(sold[60:72] - sold[72:]).mean()
+
+
+def test_the_start_is_learned_of_the_rows_that_train_and_set_by_module_params(spark: SparkSession) -> None:
+    rows = spark.createDataFrame([(day, float(day if day < 60 else 60)) for day in range(90)], "day int, sold double")
+    named = {"orderCol": "day", "labelCol": "sold", "context": 6, "horizon": 3, "epochs": 1, "progress": False}
+
+    def slope(forecaster: Forecaster, rows: DataFrame) -> float:
+        return float(forecaster.fit(rows).module.module.seasonal.slope)  # type: ignore[union-attr]
+
+    marked = rows.withColumn("late", F.col("day") >= 60)
+    assert slope(Forecaster(**named, validationIndicatorCol="late"), marked) == 1.0
+    assert slope(Forecaster(**named), rows.where("day >= 60")) == 0.0
+    assert slope(Forecaster(**named, moduleParams={"slope": 0.25}), rows) == 0.25
+
+
 def test_a_backtest_measures_what_numpy_measures(model: ForecastingModel, past: DataFrame) -> None:
     found = model.backtest(past, origins=3, stride=4, season=7)
     rows, module = [], model.module
@@ -348,7 +376,7 @@ def test_a_context_that_is_not_set_follows_from_season_horizon_and_lengths(
     assert Forecaster(**of_spots).fit(sunspots).getContext() == 33
 
 
-@pytest.mark.parametrize("rows", [1, 4, 6, 8, 13, 30])
+@pytest.mark.parametrize("rows", [1, 4, 6, 8, 13, 30, 90])
 def test_a_short_series_has_a_model_that_forecasts_numbers_or_is_refused_in_a_sentence(
     spark: SparkSession, rows: int
 ) -> None:
@@ -362,7 +390,8 @@ def test_a_short_series_has_a_model_that_forecasts_numbers_or_is_refused_in_a_se
     found = [row["prediction"] for row in rows_of(model.forecast(sold))]
     assert len(found) == 4
     assert np.isfinite(found).all()
-    if rows == 30:
+    if rows >= 30:
         assert np.allclose(found, [5, 6, 7, 5], atol=0.05)
+    if rows == 90:
         assert model.summary.baseline == {"val_loss": 0.0}
         assert model.summary.best == {"epoch": 0, "val_loss": 0.0}

@@ -52,7 +52,7 @@ def test_a_training_has_the_fewest_steps_before_patience_may_end_it(task: TaskSe
     [
         (CHOICES, {50: 150, 2_000: 16, 20_000: 16, 1_000_000: 16}),
         (TABLES, {50: 200, 2_000: 7, 20_000: 6, 1_000_000: 1}),
-        (SERIES, {50: 13, 2_000: 1, 20_000: 1, 1_000_000: 1}),
+        (SERIES, {50: 1, 500: 10, 2_000: 16, 20_000: 13, 1_000_000: 1}),
         (RATINGS, {50: 50, 2_000: 12, 20_000: 12, 1_000_000: 12}),
         (RANKING, {50: 100, 2_000: 7, 20_000: 3, 1_000_000: 1}),
         (TEXTS, {50: 25, 2_000: 3, 20_000: 3, 1_000_000: 3}),
@@ -96,6 +96,26 @@ def test_windows_are_held_out_as_ranks_find_them_and_share_no_forecast_row(rows:
     assert trained == sum(horizon[-1] < rows - marked for horizon in horizons)
     assert held_out == sum(horizon[0] >= rows - marked for horizon in horizons) * (marked > 0)
     assert 2 * trained >= len(horizons)
+
+
+@pytest.mark.parametrize(("windows", "share", "held_out"), [(119, 0.1, 0), (120, 0.1, 12), (60, 0.5, 12), (30, 0.5, 0)])
+def test_fewer_windows_than_a_horizon_has_rows_are_not_held_out_as_they_forecast_the_same(
+    windows: int, share: float, held_out: int
+) -> None:
+    window = Window(context=24, horizon=12)
+    assert windows_held_out(windows + 35, window, share)[1] == held_out
+
+
+def test_of_many_series_each_holds_out_the_fewer_windows() -> None:
+    window = Window(context=24, horizon=12)
+    assert [windows_held_out(155, window, 0.1, most)[1] for most in (1.0, 0.05, 1e-9)] == [12, 6, 1]
+
+
+def test_few_windows_train_random_weights_for_all_steps_and_the_seasonal_network_for_few() -> None:
+    named = {"orderCol": "day", "labelCol": "sold", "context": 3, "horizon": 2}
+    for params, epochs in (({}, 1), ({"module": "torch.nn:Linear"}, 500)):
+        forecaster = Forecaster(**named, **params)
+        assert automatic_settings(50, forecaster._task_settings, validates=False).epochs == epochs
 
 
 def test_few_samples_are_all_trained() -> None:

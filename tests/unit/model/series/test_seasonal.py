@@ -11,7 +11,7 @@ import torch
 from sparktorch.base.deferred import deferred
 from sparktorch.ml.tasks.season import context_for, longest_context
 from sparktorch.model.series.module import SeriesModule, SeriesNetwork
-from sparktorch.model.series.seasonal import SeasonalForecast, season_of
+from sparktorch.model.series.seasonal import SeasonalForecast, season_of, start_of
 
 NETWORK = "sparktorch.model.series.module:SeriesNetwork"
 WAVE = torch.tensor([3.0, -1.0, 7.0, 0.5])  # a season
@@ -49,6 +49,21 @@ def test_before_training_the_profile_is_that_of_the_mean_season_and_the_level_is
         weights = 0.5 ** np.arange(11, -1, -1)
         want = rest @ weights / weights.sum() + profile[[0, 1, 2, 3, 0]]
         np.testing.assert_allclose(forecast, want, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("smoothing", "slope"), [(0.1, 0.0), (0.9, 0.5)])
+def test_a_start_says_how_much_of_the_level_is_the_newest_value_and_how_far_the_slope_goes_on(
+    smoothing: float, slope: float
+) -> None:
+    past = torch.rand(3, 8, generator=torch.Generator().manual_seed(1))
+    found = SeriesNetwork(8, 5, season=4, smoothing=smoothing, slope=slope).eval()(past.unsqueeze(2))
+    seasons = past.reshape(3, 2, 4)
+    rises = (seasons[:, 1].mean(1) - seasons[:, 0].mean(1)) / 4
+    rows = seasons - seasons.mean(2, keepdim=True) - rises.view(3, 1, 1) * (torch.arange(4) - 1.5)
+    rest = (seasons - rows.mean(1, keepdim=True)).flatten(1)
+    weights = (1 - smoothing) ** torch.arange(7, -1, -1)
+    want = (rest @ weights / weights.sum()).unsqueeze(1) + rows.mean(1)[:, [0, 1, 2, 3, 0]]
+    torch.testing.assert_close(found, want + slope * rises.unsqueeze(1) * torch.arange(1, 6))
 
 
 @pytest.mark.parametrize("season", [1, 9])
@@ -103,6 +118,43 @@ def series(kind: str, rows: int = 240) -> np.ndarray[Any, np.dtype[np.float64]]:
 def test_the_season_is_that_from_which_the_series_are_forecast_best(kind: str, season: int) -> None:
     assert season_of([series(kind)], 36, 12) == season
     assert season_of([series("constant"), series(kind, 200) * 1e6, series(kind, 20)], 36, 12) == season
+
+
+def test_a_season_is_told_from_a_trend_that_is_larger() -> None:
+    time = np.arange(72)
+    rising = 3.0 * time + 10 * np.sin(time * np.pi / 6) + np.random.default_rng(3).normal(size=72)
+    assert season_of([rising], 24, 12) == 12
+
+
+@pytest.mark.parametrize(
+    ("values", "start"),
+    [
+        (series("trend"), {"slope": 1.0}),
+        (series("walk"), {"smoothing": 0.9, "slope": 0.0}),
+        (series("noise"), {"smoothing": 0.1, "slope": 0.0}),
+        (np.tile([3.0, -1.0, 7.0, 0.5], 30), {}),
+        (series("constant"), {}),
+        (series("noise", 20), {}),
+    ],
+    ids=["trend", "walk", "noise", "repeated", "constant", "short"],
+)
+def test_the_start_is_that_from_which_the_series_are_forecast_best_and_none_if_their_last_season_is(
+    values: np.ndarray[Any, Any], start: dict[str, float]
+) -> None:
+    found = start_of([values], 24, 12, 4)
+    assert found.keys() == (start and {"smoothing": 0.5, "slope": 0.0}).keys()
+    assert start.items() <= found.items()
+
+
+def test_one_short_series_with_trend_and_season_is_forecast_by_its_start_far_better_than_by_its_last_season() -> None:
+    time = np.arange(84)
+    values = (100 + 2.0 * time) * (1 + 0.2 * np.sin(time * np.pi / 6)) + np.random.default_rng(5).normal(size=84)
+    before, after = values[:72], values[72:]
+    assert season_of([before], 24, 12) == 12
+    network = SeriesNetwork(24, 12, season=12, **start_of([before], 24, 12, 12)).double().eval()
+    with torch.no_grad():
+        found = network(torch.from_numpy(before[-24:]).view(1, 24, 1))[0].numpy()
+    assert np.abs(found - after).mean() < 0.5 * np.abs(before[-12:] - after).mean()
 
 
 def test_a_season_is_no_longer_than_the_context_and_short_series_have_none() -> None:
