@@ -64,9 +64,9 @@ class Distribution:
     whole: bool = True
 
     @classmethod
-    def of(cls, counts: Mapping[float, int], most: int = MOST_VALUES) -> Distribution:
-        """Returns that of the values of a column by their counts, as `DistinctValues` has chosen at most so many."""
-        values, whole = tuple(sorted(counts)), len(counts) < most
+    def of(cls, counts: Mapping[float, int], *, whole: bool = True) -> Distribution:
+        """Returns that of the values of a column by their counts; `whole` if `DistinctValues` has left none out."""
+        values = tuple(sorted(counts))
         return cls(values, tuple(counts[value] if whole else 1 for value in values), whole)
 
     def quantiles(self, shares: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -100,6 +100,16 @@ class Values:
         return 1 if self.strategy.own_batches else self.workers[1]
 
     @property
+    def rows_are_divided_by(self) -> int:
+        """Number of models that divide the rows among them: 1 unless each worker trains one on its share alone."""
+        return self.workers[1] if self.strategy.own_batches and not self.makes_validation else 1
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether workers do not wait for each other, so that no two of them have the same weights."""
+        return self["strategy"] == "parameterServer" and (self["strategyParams"] or {}).get("staleness") != 0
+
+    @property
     def share(self) -> float:
         """Rows of a worker in a batch."""
         return float(self["batchSize"] / self.sharing)

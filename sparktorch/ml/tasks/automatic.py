@@ -41,7 +41,6 @@ class TaskSettings:
             steps, however few they are.
         least_trained: The fewest samples that train where some are held out.
         least_held_out: The fewest samples that are held out, if any are.
-        ema_decay: The decay of the average of the weights that is validated and returned; `None` for none.
     """
 
     learning_rate: float = 1e-3
@@ -63,7 +62,6 @@ class TaskSettings:
     rows_per_epoch: int | None = None
     least_trained: int = 50
     least_held_out: int = 5
-    ema_decay: float | None = None
 
 
 TABLES = TaskSettings(
@@ -74,7 +72,6 @@ TABLES = TaskSettings(
     most_epochs=80,
     least_epochs=6,
     rows_in_all=1_000_000,
-    ema_decay=0.99,
 )
 # The network of series starts from a seasonal forecast, which is better than what a few windows teach.
 SERIES = TaskSettings(largest_batch=256, least_steps=1_000, rows_per_epoch=50, least_trained=10, least_held_out=1)
@@ -179,7 +176,6 @@ class AutomaticSettings:
     patience: int | None
     validation_interval: int
     validation_unit: str
-    ema_decay: float | None = None
 
     @property
     def params(self) -> dict[str, Any]:
@@ -250,7 +246,6 @@ def automatic_settings(
         patience=patience if validates else None,
         validation_interval=interval if validates else 1,
         validation_unit=unit if validates else "epoch",
-        ema_decay=task.ema_decay,
     )
 
 

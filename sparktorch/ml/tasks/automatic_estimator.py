@@ -89,9 +89,6 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
             that._setDefault(**{name: settings[name]})
         if "scheduler" in automatic and settings["scheduler"] is not None:
             that._setDefault(schedulerInterval="step", warmupSteps=chosen.warmup_steps)
-        # A parameter server, whose workers do not wait for each other, has no one average.
-        if "epochs" in automatic and p["strategy"] != "parameterServer":
-            that._setDefault(emaDecay=chosen.ema_decay)
         return that
 
     def _settings(self, *, held_out: bool) -> AutomaticSettings:
@@ -101,7 +98,7 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
             return fixed_settings(self._task_settings)
         task = self._task_settings
         if p.brings_its_training:  # A LightningModule has schedules of its own.
-            task = replace(task, scheduler=None, warmup=0.0, ema_decay=None)
+            task = replace(task, scheduler=None, warmup=0.0)
         return automatic_settings(
             _MANY_ROWS if self._sample is None else self._sample.trained,
             task,
@@ -109,7 +106,7 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
             validates=p.validated and not p.brings_its_training,
             batch_size=None if _is_auto(p["batchSize"]) else p["batchSize"],
             least_batch=p.sharing,
-            workers=p.workers[1] if p.strategy.own_batches else 1,
+            workers=p.rows_are_divided_by,
         )
 
     @property
@@ -142,7 +139,7 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
         translate(self, self._task)  # refuses Params before there is a job
         with naming_params(self):
             that, rows = self._looked_at(dataset)
-        if that._sample is not None:
+        if that._sample is not None and (that._marks or _is_auto(Values(self)["epochs"])):
             _LOG.info("%s: %s", type(self).__name__, that._in_words())
         return that, that._arranged(rows)
 

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F
 
-from sparktorch.data.distribution import DistinctValues, Distribution
+from sparktorch.data.distribution import MOST_VALUES, DistinctValues, Distribution
 from sparktorch.data.tables import as_doubles
 from sparktorch.distributed.root_cause import missing_module
 
@@ -74,12 +74,15 @@ def categories_and_figures(
         F.max("largest").alias("largest"),
         F.min("hash").alias("hash"),
     )
-    order = Window.partitionBy("place").orderBy("hash", F.desc("rows"), "value")
-    ranked = groups.withColumn("rank", F.row_number().over(order))
+    of_place = Window.partitionBy("place")
+    order = of_place.orderBy("hash", F.desc("rows"), "value")
+    ranked = groups.withColumns({"rank": F.row_number().over(order), "size": F.count(F.lit(1)).over(of_place)})
     count = F.when(F.col("place") < limited, most).when(F.col("hash").isNull(), labels)
     for values_kept in {*distinct}:
         columns = [len(places) + column for column, kept in enumerate(distinct) if kept == values_kept]
-        count = count.when(F.col("place").isin(columns), values_kept)
+        # Of a column with more values, only the distribution is taken, for which fewer are enough.
+        fitting = F.when(F.col("size") < values_kept, values_kept).otherwise(MOST_VALUES)
+        count = count.when(F.col("place").isin(columns), fitting)
     kept = F.col("rank") <= count
     squares = F.aggregate("batches", F.lit(0.0), _with_batch).alias("squares")
     try:
@@ -92,6 +95,7 @@ def categories_and_figures(
     values: list[dict[str, int]] = [{} for _ in texts]
     figures = [Figures() for _ in numbers]
     counts: list[dict[float, int]] = [{} for _ in numbers]
+    sizes = [0] * len(numbers)
     for row in sorted(found, key=lambda row: (row["place"], row["rank"])):
         place, rest = row["place"], (row["smallest"], row["largest"])
         if place < len(texts):
@@ -102,8 +106,10 @@ def categories_and_figures(
             figures[place - len(texts)] = Figures(row["rows"], row["mean"], deviation, *rest)
         else:
             counts[place - len(places)][float(row["value"])] = row["rows"]
-    for column, of_column in enumerate(distinct):
-        figures[column] = figures[column]._replace(distribution=Distribution.of(counts[column], of_column))
+            sizes[place - len(places)] = row["size"]
+    for column, most_values in enumerate(distinct):
+        distribution = Distribution.of(counts[column], whole=sizes[column] < most_values)
+        figures[column] = figures[column]._replace(distribution=distribution)
     return values, figures
 
 

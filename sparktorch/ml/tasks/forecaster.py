@@ -44,8 +44,10 @@ _MOST_CATEGORIES = 1000  # A static column has at most so many, its most frequen
 _KEPT = ("context", "horizon", "quantiles", "pastCols", "futureCols", "staticCols")  # by training on
 _LEARNS_FROM = (
     *("labelCol", "pastCols", "futureCols", "staticCols", "validationIndicatorCol", "nullPolicy"),
-    *("context", "horizon"),
+    *("context", "horizon", "season"),
 )
+# The Params that ask for validation rows.
+_VALIDATING = ("validationFraction", "earlyStoppingPatience", "earlyStoppingMetric", "metrics")
 
 
 class _Seen(NamedTuple):
@@ -247,7 +249,8 @@ class Forecaster(LearningEstimator, ForecasterParams):
         lengths = self._lengths(dataset)
         windows = sum(windows_held_out(length, window, 0.0)[0] * series for length, series in lengths)
         most = MOST_HELD_OUT / max(1, windows)
-        found = [(windows_held_out(length, window, share, most), series) for length, series in lengths]
+        asked = p.follows_loss or any(map(p.is_set, _VALIDATING))
+        found = [(windows_held_out(length, window, share, most, few=asked), series) for length, series in lengths]
         marks = pa.table(
             {
                 "length": pa.array([length for length, _ in lengths], pa.int64()),

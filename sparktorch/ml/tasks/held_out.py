@@ -50,17 +50,20 @@ def too_few(trained: int, held_out: int, task: TaskSettings) -> bool:
     return trained < task.least_trained or not task.least_held_out <= held_out <= trained
 
 
-def windows_held_out(rows: int, window: Window, share: float, most: float = 1.0) -> tuple[int, int, int]:
+def windows_held_out(
+    rows: int, window: Window, share: float, most: float = 1.0, *, few: bool = False
+) -> tuple[int, int, int]:
     """Returns of a series how many windows train and are held out, and how many of its last rows are marked for that.
 
     No row that is forecast in a window which is held out is forecast in one that trains: windows between them do
     neither. Fewer windows than a horizon has rows forecast much the same rows, and say too little of others: where the
-    share has no more, or would leave less than half of the windows to train, none are held out. `most` is the largest
-    share, whatever that says.
+    share has no more, or would leave less than half of the windows to train, none are held out; with `few`, as where a
+    user asks for validation, one is enough. `most` is the largest share, whatever that says.
     """
     windows = max(0, (rows - window.rows) // window.step + 1)
     alike = -(-window.horizon // window.step)
-    for wanted in (int(windows * share), alike) if windows * share >= alike else ():
+    wanted_counts = (int(windows * share), alike) if windows * share >= alike else ()
+    for wanted in (*wanted_counts, int(windows * share), 1) if few and share and windows else wanted_counts:
         held_out = max(1, min(wanted, int(windows * most)))
         trained = windows - held_out + 1 - alike
         if 2 * trained >= windows:

@@ -91,6 +91,7 @@ class Ranker(TabularEstimator, RankerParams):
     _task_settings = RANKING
     _unit = "groups"
     _searched = {"optimizerParams.weight_decay": [0.1, 1.0]}
+    _ema_decay = None
     _hint_of_labels = "labels are grades, and the larger one is the better"
 
     @property
@@ -110,6 +111,10 @@ class Ranker(TabularEstimator, RankerParams):
     @property
     def _learns(self) -> bool:
         return self._takes_table or self._needs_count
+
+    @property
+    def _needs_count(self) -> bool:
+        return self._takes_table or super()._needs_count  # The penalty on categories is one of groups.
 
     @property
     def _has_learned(self) -> bool:

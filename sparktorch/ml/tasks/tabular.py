@@ -52,6 +52,10 @@ _BOUND = 3.0  # Scaled numbers come near it and do not exceed it, as in RealMLP.
 _CATEGORY_PENALTY = 1.0
 _NUMBER_PENALTY = 30.0
 _WEIGHT_DECAY = 0.01  # that of AdamW by default
+_EMA_DECAY = 0.99
+_MOST_CODED = 100  # Of more columns, integers that repeat are measurements, such as pixels.
+# The Params that the penalty would not suit: one of the optimizer's, and what clips the gradients of the loss alone.
+_WITHOUT_PENALTY = ("optimizer", "parameterGroups", "freeze", "gradientClipNorm", "gradientClipValue")
 _FEWEST_ROWS_OF_CODE = 2  # on average, or a column of integers is measured, not coded
 _FEW_INTEGERS = 32  # the longest range of integers that are categories even if no row has them
 _LARGEST_CODE = 2.0**53  # Larger integers are learned of as doubles, which are not exact.
@@ -91,6 +95,7 @@ class TabularEstimator(LearningEstimator):
     }
     _searched_rates = (0.3, 2.0)
     _hint_of_labels = "TabularClassifier learns classes, such as texts"
+    _ema_decay: float | None = _EMA_DECAY
     _seen: _Seen | None = None
 
     @property
@@ -115,7 +120,12 @@ class TabularEstimator(LearningEstimator):
         takes = () if built else inspect.signature(made_by).parameters
         params = {name: value for name, value in self._network.items() if name in takes} | self.getModuleParams()
         that._set(inputCols=self._seen.inputs, preprocess=self._seen.table, moduleParams=params)
-        return that._set(**self._optimizer(self._seen)) if Values(that).source in TABLE_NETWORK else that
+        if Values(that).source in TABLE_NETWORK:
+            that._set(**self._optimizer(self._seen))
+            # Fewer steps than automatic epochs take would leave the average near the first weights.
+            if Values(self)["epochs"] == "auto" and not Values(self).is_asynchronous:
+                that._setDefault(emaDecay=self._ema_decay)
+        return that
 
     def _optimizer(self, seen: _Seen) -> dict[str, Any]:
         """Returns the optimizer, which pulls the vectors of categories towards zero, unless the user has set one.
@@ -126,8 +136,8 @@ class TabularEstimator(LearningEstimator):
         """
         p = Values(self)
         rows = seen.rows if self._sample is None else self._sample.trained
-        rows //= p.workers[1] if p.strategy.own_batches else 1
-        if not (rows and seen.table.cardinalities) or any(map(p.is_set, ("optimizer", "parameterGroups", "freeze"))):
+        rows //= p.rows_are_divided_by
+        if not (rows and seen.table.cardinalities) or any(map(p.is_set, _WITHOUT_PENALTY)):
             return {}
         columns = enumerate(seen.table.known)
         penalties = {f"embeddings.{index}.*": _NUMBER_PENALTY for index, name in columns if name in seen.table.numbers}
@@ -142,19 +152,22 @@ class TabularEstimator(LearningEstimator):
         return {"optimizer": "Adam", "optimizerParams": options, "parameterGroups": groups}
 
     def _unit_of_loss(self, seen: _Seen) -> float:
-        """Returns what the loss of a row is about when the label's mean is predicted: 1 of a classifier."""
+        """Returns about what the loss of a row is when the label's mean is predicted; 1 of classes and of grades."""
         trained = Values(self).trained
         scales = seen.scales or (trained.params.get("scales", ()) if trained is not None else ())
         deviations = [deviation or 1.0 for _, deviation in scales]
-        if self._task != "regression" or not deviations:
+        if self._task != "regression" or self._grades or not deviations:
             return 1.0
-        power = 2 if Values(self)["loss"] == "MSELoss" else 1  # Other losses grow about as the absolute error does.
+        loss = Values(self)["loss"]
+        squared = loss in ("MSELoss", "torch.nn:MSELoss", nn.MSELoss) or isinstance(loss, nn.MSELoss)
+        power = 2 if squared else 1  # Other losses grow about as the absolute error does.
         return sum(deviation**power for deviation in deviations) / len(deviations)
 
     def _learn(self, dataset: DataFrame) -> _Seen:
         trained = Values(self).trained
         if trained is not None and isinstance(trained.preprocess, TableColumns):  # it goes on with what it knows
-            return _Seen(trained.preprocess, [spec.column for spec in trained.inputs], 0, list(trained.labels), [], [])
+            inputs, (rows, held_out) = [spec.column for spec in trained.inputs], self._count(dataset)
+            return _Seen(trained.preprocess, inputs, 0, list(trained.labels), [], [], rows, held_out)
         return _seen_in(self._without_dropped(dataset), self)
 
     def _count(self, rows: DataFrame) -> tuple[int, int]:
@@ -204,11 +217,11 @@ def _seen_in(dataset: DataFrame, estimator: TabularEstimator) -> _Seen:
     predicted_numbers = [names.column(name).cast("double") for name in labelled]
     validates = names.column(p["validationIndicatorCol"]) if p["validationIndicatorCol"] else F.lit(False)
 
-    def distinct_of(name: str) -> int:
-        """Returns how many values of a column of numbers are looked at."""
-        whole = isinstance(names.type_of(name), T.IntegralType)
-        return max(MOST_VALUES, p["maxIntegerCategories"] + 1) if whole else MOST_VALUES
-
+    integers = [name for name in numeric if isinstance(names.type_of(name), T.IntegralType)]
+    coded = p["categoricalCols"] is None and p["numericCols"] is None
+    most_codes = (
+        max(MOST_VALUES, p["maxIntegerCategories"] + 1) if coded and len(integers) <= _MOST_CODED else MOST_VALUES
+    )
     # Labels are those of all rows where the estimator holds some of them out itself.
     automatic = bool(estimator._marks)
     texts = [
@@ -226,7 +239,7 @@ def _seen_in(dataset: DataFrame, estimator: TabularEstimator) -> _Seen:
             *(F.when(marks, F.lit(1.0)) for marks in (~validates, validates)),
         ],
         limited=len(categorical),
-        distinct=[distinct_of(name) for name in (*numeric, *times)],
+        distinct=[max(MOST_VALUES, most_codes * (name in integers)) for name in (*numeric, *times)],
         most=p["maxCategories"],
         labels=_MOST_LABELS + 1,
     )
@@ -238,7 +251,7 @@ def _seen_in(dataset: DataFrame, estimator: TabularEstimator) -> _Seen:
         value_of = _VALUES.get(kept_as(names.type_of(name)), int)
         categories[name] = [value_of(text) for text, count in counts.items() if count >= p["minCount"]]
     of_numbers = dict(zip((*numeric, *times), found, strict=False))
-    if p["categoricalCols"] is None and p["numericCols"] is None:
+    if coded:
         categories |= _coded(of_numbers, names, p["maxIntegerCategories"], p["minCount"])
     scales = [[_rounded(of.mean), _rounded(of.deviation)] for of in found[len(of_numbers) :]]
     missing = [name for name in numeric if 0 < of_numbers[name].rows < rows and name not in categories]
@@ -287,20 +300,21 @@ def _warn_of_constants(seen: _Seen) -> None:
 def _coded(figures: Mapping[str, Figures], names: ColumnNames, most: int, least: int) -> dict[str, list[int]]:
     """Returns the whole numbers of columns that are categories, too: months and codes, but also identifiers.
 
-    Of a range of a few numbers, all are categories; of at most `most` distinct ones, those that `least` rows have. None
-    are in a column whose numbers hardly repeat, or with one beyond 2**53, which doubles do not tell apart.
+    Of a range of a few numbers, all are categories; of at most `most` distinct ones, those that `least` rows have,
+    unless the table has very many such columns. None are in a column whose numbers hardly repeat, or with one beyond
+    2**53, which doubles do not tell apart.
     """
     found = {}
-    for name, of in figures.items():
-        if not (most and isinstance(names.type_of(name), T.IntegralType)):
-            continue
+    integers = {name: of for name, of in figures.items() if isinstance(names.type_of(name), T.IntegralType)}
+    for name, of in integers.items() if most else ():
         if max(-of.smallest, of.largest) >= _LARGEST_CODE:
             continue
         values, counts = of.distribution.values, of.distribution.weights
         codes: Sequence[int] = range(int(of.smallest), int(of.largest) + 1)
         if len(codes) > min(most, _FEW_INTEGERS):
             repeated = of.distribution.whole and len(values) <= min(most, of.rows // _FEWEST_ROWS_OF_CODE)
-            pairs = zip(values, counts, strict=True) if repeated else ()
+            codes_alone = len(values) <= _FEW_INTEGERS or len(integers) <= _MOST_CODED
+            pairs = zip(values, counts, strict=True) if repeated and codes_alone else ()
             codes = [int(value) for value, count in pairs if count >= least]
         if len(codes) > 2:
             found[name] = list(codes)

@@ -85,12 +85,15 @@ def test_a_batch_is_the_users_and_has_a_row_for_each_worker() -> None:
     assert automatic_settings(100, TABLES, validates=True, least_batch=48).batch_size == 64
 
 
+@pytest.mark.parametrize("few", [False, True])
 @pytest.mark.parametrize("rows", [0, 35, 36, 60, 109, 144, 1_000])
 @pytest.mark.parametrize("step", [1, 3, 20])
 @pytest.mark.parametrize("share", [0.1, 0.4])
-def test_windows_are_held_out_as_ranks_find_them_and_share_no_forecast_row(rows: int, step: int, share: float) -> None:
+def test_windows_are_held_out_as_ranks_find_them_and_share_no_forecast_row(
+    rows: int, step: int, share: float, few: bool
+) -> None:
     window = Window(context=24, horizon=12, step=step)
-    trained, held_out, marked = windows_held_out(rows, window, share)
+    trained, held_out, marked = windows_held_out(rows, window, share, few=few)
     ends = range(rows, window.rows - 1, -step)
     horizons = [range(end - window.horizon, end) for end in ends]
     assert trained == sum(horizon[-1] < rows - marked for horizon in horizons)
@@ -104,6 +107,11 @@ def test_fewer_windows_than_a_horizon_has_rows_are_not_held_out_as_they_forecast
 ) -> None:
     window = Window(context=24, horizon=12)
     assert windows_held_out(windows + 35, window, share)[1] == held_out
+
+
+@pytest.mark.parametrize(("windows", "share", "held_out"), [(37, 0.1, 3), (37, 0.9, 1), (22, 0.1, 1), (20, 0.1, 0)])
+def test_few_windows_are_held_out_where_a_user_asks_for_validation(windows: int, share: float, held_out: int) -> None:
+    assert windows_held_out(windows + 35, Window(context=24, horizon=12), share, few=True)[1] == held_out
 
 
 def test_of_many_series_each_holds_out_the_fewer_windows() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from pyspark.sql import types as T
+from torch import nn
 
 from sparktorch import Ranker, RankingModel, TabularClassifier, TabularRegressionModel, TabularRegressor
 from sparktorch.data.distribution import Distribution
@@ -52,7 +53,7 @@ def test_integers_that_repeat_are_categories_and_numbers_that_hardly_do_are_meas
     figures_of = {}
     for name, counts in columns.items():
         values = {float(100 * value): count for value, count in enumerate(counts)}
-        figures_of[name] = Figures(sum(counts), 0.0, 1.0, 0.0, max(values), Distribution.of(values, most=4_000))
+        figures_of[name] = Figures(sum(counts), 0.0, 1.0, 0.0, max(values), Distribution.of(values))
     kinds = names(**dict.fromkeys(columns, T.LongType()))
     identifiers = {"identifier": [100 * value for value in range(1000)]}
     assert _coded(figures_of, kinds, 4_000, 2) == {**identifiers, "code": [100, 200, 300]}
@@ -93,10 +94,14 @@ def test_vectors_of_categories_are_pulled_to_zero_more_where_rows_are_few_and_wh
         {"optimizer": "AdamW"},
         {"parameterGroups": [{"params": "*", "lr": 0.1}]},
         {"freeze": ["embeddings.*"]},
+        {"gradientClipNorm": 1.0},  # It would clip the gradients of the loss, and not those of the penalty.
+        {"gradientClipValue": 1.0},
         LINEAR,
     ],
 )
-def test_an_optimizer_groups_frozen_parameters_and_a_module_of_the_users_stay_as_they_are(params: Any) -> None:
+def test_an_optimizer_groups_frozen_or_clipped_parameters_and_a_module_of_the_users_stay_as_they_are(
+    params: Any,
+) -> None:
     regressor = TabularRegressor(epochs=1, **params)
     regressor._seen = seen()
     p = Values(regressor.completed())
@@ -115,6 +120,58 @@ def test_a_fitted_network_for_tables_keeps_its_penalty_where_the_rows_are_counte
     groups, anew = Values(regressor.completed())["parameterGroups"], TabularRegressor(epochs=1)
     anew._seen = seen(1_000, deviation=10.0)
     assert groups == Values(anew.completed())["parameterGroups"]
+
+
+def decay_of(estimator: Any, of: _Seen, sample: Sample | None = None) -> float:
+    """Returns the weight decay of texts."""
+    estimator._seen, estimator._sample = of, sample
+    return float(Values(estimator.completed())["parameterGroups"][-1]["weight_decay"])
+
+
+def test_the_penalty_is_one_of_the_rows_of_each_model() -> None:
+    alone = decay_of(TabularRegressor(epochs=1, numWorkers=4, strategy="independent"), seen(1_000))
+    folds = {"strategy": "independent", "strategyParams": {"folds": True}}
+    assert alone == decay_of(TabularRegressor(epochs=1), seen(250))
+    assert decay_of(TabularRegressor(epochs=1, numWorkers=4, **folds), seen(1_000)) == pytest.approx(alone / 4)
+
+
+def test_the_penalty_of_a_ranker_is_one_of_its_groups_whatever_the_size_of_grades() -> None:
+    for params in ({}, {"epochs": 1}):
+        assert Ranker(groupCol="query", **params)._needs_count
+        ranker = Ranker(groupCol="query", **params)
+        assert decay_of(ranker, seen(1_000, deviation=100.0), Sample(trained=50)) == 2 / 50
+
+
+@pytest.mark.parametrize("loss", ["torch.nn:MSELoss", nn.MSELoss, nn.MSELoss()])
+def test_the_penalty_knows_squared_errors_by_any_name(loss: Any) -> None:
+    assert decay_of(TabularRegressor(epochs=1, loss=loss), seen(deviation=10.0)) == decay_of(
+        TabularRegressor(epochs=1), seen(deviation=10.0)
+    )
+
+
+@pytest.mark.parametrize(
+    ("estimator", "decay"),
+    [
+        (TabularRegressor(), 0.99),
+        (TabularRegressor(emaDecay=0.9), 0.9),
+        (TabularRegressor(epochs=3), None),
+        (TabularRegressor(**LINEAR), None),
+        (TabularRegressor(strategy="parameterServer"), None),
+        (TabularRegressor(strategy="parameterServer", strategyParams={"staleness": 0}), 0.99),
+        (Ranker(groupCol="query"), None),
+    ],
+)
+def test_weights_are_averaged_in_automatic_trainings_of_the_network_for_tables(estimator: Any, decay: Any) -> None:
+    estimator._seen, estimator._sample = seen(), Sample(trained=900, held_out=100)
+    assert Values(estimator.completed())["emaDecay"] == decay
+
+
+def test_pixels_are_no_categories_but_codes_of_few_values_are() -> None:
+    columns = {f"pixel{index}": figures(*range(0, 256)) for index in range(101)} | {"code": figures(0, 100, 200)}
+    kinds = names(**dict.fromkeys(columns, T.LongType()))
+    assert _coded(columns, kinds, 4_000, 2) == {"code": [0, 100, 200]}
+    del columns["pixel0"], columns["pixel1"]
+    assert len(_coded(columns, kinds, 4_000, 2)) == 100
 
 
 @pytest.mark.parametrize(("params", "decay"), [({}, 0.01), ({"optimizerParams": {"weight_decay": 0.1}}, 0.1)])
