@@ -445,7 +445,7 @@ class Recommender(_Paired, LearningEstimator, RecommenderParams):
         weight, marks = F.lit(1.0), p["validationIndicatorCol"]
         if p["ratingCol"]:
             rating = names.column(p["ratingCol"]).cast("double")
-            weight = F.when(rating.isNotNull(), F.when(rating > 0, 1 + p["alpha"] * rating).otherwise(0.0))
+            weight = F.when(rating.isNotNull(), F.when(rating > 0, 1 + p["alpha"] * F.log1p(rating)).otherwise(0.0))
         if not self._ranks_all:
             return dataset.withColumn(self._weight, weight)
         # A row that is left out counts for nothing in the weight of its user, whose other rows train.
