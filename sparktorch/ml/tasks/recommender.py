@@ -515,7 +515,7 @@ def _wants_sparse(p: Values, rows: int, drawn: int) -> bool:
     reached = p["batchSize"] * (2 + drawn)
     clips = p["gradientClipNorm"] is not None or p["gradientClipValue"] is not None
     plain = p["optimizer"] in ("Adagrad", "SGD") and not p["optimizerParams"]
-    return rows > _FEW * reached and plain and not clips and not p.strategy.divides_parameters
+    return rows > max(_SMALL, _FEW * reached) and plain and not clips and not p.strategy.divides_parameters
 
 
 def _complete(names: ColumnNames, columns: Sequence[str]) -> Column:

@@ -187,14 +187,14 @@ def test_features_score_users_and_items_that_the_fit_did_not_have(spark: SparkSe
 
 
 def cross_entropy(model: RecommenderModel, chosen: DataFrame) -> float:
-    """Returns the mean cross-entropy of choices among all items, weighted by 1 + the rating."""
+    """Returns the mean cross-entropy of choices among all items, weighted by 1 + log(1 + the rating)."""
     users, items = (
         factors.orderBy("id").toPandas().set_index("id") for factors in (model.userFactors, model.itemFactors)
     )
     rows = chosen.toPandas()
     scores = np.stack(users["features"][rows["who"]]) @ np.stack(items["features"]).T
     target = scores[np.arange(len(rows)), items.index.get_indexer(rows["item"])]
-    return float(np.average(np.log(np.exp(scores).sum(1)) - target, weights=1 + rows["stars"]))
+    return float(np.average(np.log(np.exp(scores).sum(1)) - target, weights=1 + np.log1p(rows["stars"])))
 
 
 def test_choices_are_trained_user_by_user_whatever_part_of_them_is_held_out(rows: DataFrame) -> None:
