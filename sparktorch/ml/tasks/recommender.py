@@ -48,6 +48,7 @@ _LEAST_OF_EACH = 3  # rows of a user, and of an item, from which on some are hel
 _MOST_RANKED = 20_000  # items, among which the cross-entropy is that of all
 _DRAWN = 64  # other items of each row, where they are more
 _FEW = 4  # rows of a table for each that a step reaches, from which on sparse gradients are the faster ones
+_SMALL = 5_000  # The rows of tables up to which several workers add up dense gradients faster.
 _WHOLE_USERS = ("numNegatives", "strategy", "split")  # The Params that say whether a sample is a user.
 # The Params that ask for validation rows.
 _VALIDATING = ("validationFraction", "earlyStoppingPatience", "earlyStoppingMetric", "metrics")
