@@ -23,6 +23,8 @@ __all__ = ["Known", "PairLoss", "Pairs", "Towers"]
 
 Int64 = npt.NDArray[np.int64]
 
+_USUAL_ROWS = 20  # The rows of a user whose vector has the whole penalty, where all its rows are in one sample.
+
 
 class Known:
     """Users, or items, of which a table has the id in its first column, and features, numbers, in the others.
@@ -223,7 +225,8 @@ class Towers(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the cross-entropy of each row's item among all items, and the squares as `forward`.
 
-        All items are scored once for each run of rows of a user.
+        All items are scored once for each run of rows of a user. The more rows a user has, the less its squares count
+        in each: in all of them together, they count as the square root of their number.
         """
         _, run, counts = torch.unique_consecutive(user, return_inverse=True, return_counts=True)
         firsts = counts.cumsum(0) - counts
@@ -232,7 +235,8 @@ class Towers(nn.Module):
         chosen = self.item_vectors(item, item_features)
         every = torch.addmm(them[:, -1], us[:, :-1], them[:, :-1].T).logsumexp(1)
         scores = (us[run, :-1] * chosen[:, :-1]).sum(1) + chosen[:, -1]
-        return every[run] - scores, us.square().sum(1)[run] + chosen.square().sum(1)
+        own = us.square().sum(1) * (_USUAL_ROWS / counts).sqrt()
+        return every[run] - scores, own[run] + chosen.square().sum(1)
 
 
 def _vectors(
@@ -265,7 +269,7 @@ class PairLoss:
         items: Number of items to choose from; `None` for the squared error.
         penalty: Factor of the sum of squares of a row's vectors.
         scale: The factor of products and biases, whose square makes the penalty one of the unit of squared errors.
-        alpha: What a unit of the rating adds to the weight of a row in its group.
+        alpha: What a unit of `log(1 + rating)` adds to the weight of a row in its group.
         catalogue: Features of all items, float32 of shape `(items, features)`.
     """
 
@@ -297,7 +301,7 @@ class PairLoss:
     def _of_groups(self, losses: torch.Tensor, sizes: torch.Tensor, ratings: torch.Tensor | None) -> torch.Tensor:
         """Returns the mean of each group, weighted as `confidence`."""
         group = torch.arange(len(sizes)).repeat_interleave(sizes).to(losses.device)
-        weights = torch.ones_like(losses) if ratings is None else (1 + self.alpha * ratings) * (ratings > 0)
+        weights = torch.ones_like(losses) if ratings is None else (1 + self.alpha * ratings.log1p()) * (ratings > 0)
         both = torch.stack([losses * weights, weights], 1)
         total, weight = losses.new_zeros(len(sizes), 2).index_add(0, group, both).unbind(1)
         return total / weight.clamp(min=torch.finfo(weight.dtype).tiny)

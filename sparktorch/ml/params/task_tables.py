@@ -68,8 +68,8 @@ FACTORS = (
     P("implicitPrefs", "bool", False,
       "whether rows are what users chose, and not what they thought of it: items are ranked, not rated", compared=True),
     P("alpha", "float", 1.0,
-      "with implicitPrefs, what a unit of the rating adds to the weight 1 of a row; a row whose rating is 0 does not "
-      "count (>= 0)", compared="unless default"),
+      "with implicitPrefs, what a unit of log(1 + rating) adds to the weight 1 of a row; a row whose rating is 0 does "
+      "not count (>= 0)", compared="unless default"),
     P("numNegatives", "int", None,
       "with implicitPrefs, the number of other items that each row's is compared with, drawn anew in each epoch (> 0); "
       "without it, all items, or 64 where there are more than 20,000", compared=True),

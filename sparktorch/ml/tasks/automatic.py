@@ -79,12 +79,13 @@ RATINGS = TaskSettings(
     learning_rate=0.1,
     usual_rate=0.1,
     scheduler="CosineAnnealingLR",
-    steps_per_epoch=64,
+    largest_batch=2048,
+    steps_per_epoch=32,
     most_patience=3,
     least_patience=3,
     least_steps=100,
-    most_epochs=12,
-    unwatched_epochs=12,
+    most_epochs=8,
+    unwatched_epochs=8,
 )
 # A sample is a user with all that it has chosen, whose items all others are compared with.
 CHOICES = TaskSettings(

@@ -48,6 +48,7 @@ _LEAST_OF_EACH = 3  # rows of a user, and of an item, from which on some are hel
 _MOST_RANKED = 20_000  # items, among which the cross-entropy is that of all
 _DRAWN = 64  # other items of each row, where they are more
 _FEW = 4  # rows of a table for each that a step reaches, from which on sparse gradients are the faster ones
+_SMALL = 5_000  # The rows of tables up to which several workers add up dense gradients faster.
 _WHOLE_USERS = ("numNegatives", "strategy", "split")  # The Params that say whether a sample is a user.
 # The Params that ask for validation rows.
 _VALIDATING = ("validationFraction", "earlyStoppingPatience", "earlyStoppingMetric", "metrics")
@@ -445,7 +446,7 @@ class Recommender(_Paired, LearningEstimator, RecommenderParams):
         weight, marks = F.lit(1.0), p["validationIndicatorCol"]
         if p["ratingCol"]:
             rating = names.column(p["ratingCol"]).cast("double")
-            weight = F.when(rating.isNotNull(), F.when(rating > 0, 1 + p["alpha"] * rating).otherwise(0.0))
+            weight = F.when(rating.isNotNull(), F.when(rating > 0, 1 + p["alpha"] * F.log1p(rating)).otherwise(0.0))
         if not self._ranks_all:
             return dataset.withColumn(self._weight, weight)
         # A row that is left out counts for nothing in the weight of its user, whose other rows train.
@@ -515,7 +516,7 @@ def _wants_sparse(p: Values, rows: int, drawn: int) -> bool:
     reached = p["batchSize"] * (2 + drawn)
     clips = p["gradientClipNorm"] is not None or p["gradientClipValue"] is not None
     plain = p["optimizer"] in ("Adagrad", "SGD") and not p["optimizerParams"]
-    return rows > _FEW * reached and plain and not clips and not p.strategy.divides_parameters
+    return rows > max(_SMALL, _FEW * reached) and plain and not clips and not p.strategy.divides_parameters
 
 
 def _complete(names: ColumnNames, columns: Sequence[str]) -> Column:

@@ -148,7 +148,7 @@ def choices(*, features: bool) -> Table:
     user, held_out = table.arrays[input_name(0)], table.arrays[VALIDATION]
     group = mix_words(user, held_out.astype(np.int64)).view(np.int64)
     rating = np.random.default_rng(4).integers(0, 4, len(table)).astype(np.float32)
-    weight = (1 + ALPHA * rating) * (rating > 0)
+    weight = (1 + ALPHA * np.log1p(rating)) * (rating > 0)
     _, place = np.unique(group, return_inverse=True)
     arrays = {
         **table.arrays,
@@ -173,9 +173,11 @@ def ranking_losses(module: Towers, rows: Table, catalogue: torch.Tensor) -> tupl
     scores = own @ theirs[:, :-1].T + theirs[:, -1]
     losses = torch.nn.functional.cross_entropy(scores, found["item"], reduction="none")
     if module.training:
-        losses = losses + PENALTY * ((own**2).sum(1) + (theirs[found["item"]] ** 2).sum(1))
+        often = torch.bincount(found["user"])[found["user"]]
+        squares = (own**2).sum(1) * (20 / often) ** 0.5 + (theirs[found["item"]] ** 2).sum(1)
+        losses = losses + PENALTY * squares
     rating = torch.from_numpy(rows.arrays[LABEL])
-    return losses, (1 + ALPHA * rating) * (rating > 0)
+    return losses, (1 + ALPHA * rating.log1p()) * (rating > 0)
 
 
 def plain_ranking(table: Table, params: dict[str, Any], catalogue: Any) -> tuple[dict[str, torch.Tensor], list[float]]:

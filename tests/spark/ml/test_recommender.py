@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -186,14 +187,14 @@ def test_features_score_users_and_items_that_the_fit_did_not_have(spark: SparkSe
 
 
 def cross_entropy(model: RecommenderModel, chosen: DataFrame) -> float:
-    """Returns the mean cross-entropy of choices among all items, weighted by 1 + the rating."""
+    """Returns the mean cross-entropy of choices among all items, weighted by 1 + log(1 + the rating)."""
     users, items = (
         factors.orderBy("id").toPandas().set_index("id") for factors in (model.userFactors, model.itemFactors)
     )
     rows = chosen.toPandas()
     scores = np.stack(users["features"][rows["who"]]) @ np.stack(items["features"]).T
     target = scores[np.arange(len(rows)), items.index.get_indexer(rows["item"])]
-    return float(np.average(np.log(np.exp(scores).sum(1)) - target, weights=1 + rows["stars"]))
+    return float(np.average(np.log(np.exp(scores).sum(1)) - target, weights=1 + np.log1p(rows["stars"])))
 
 
 def test_choices_are_trained_user_by_user_whatever_part_of_them_is_held_out(rows: DataFrame) -> None:
@@ -221,13 +222,15 @@ def test_choices_below_zero_are_refused_also_among_marked_rows(rows: DataFrame) 
 
 def test_a_row_that_is_dropped_counts_for_nothing_in_the_weight_of_its_user(spark: SparkSession) -> None:
     nan, inf = float("nan"), float("inf")
-    pairs = [("a", 1, 3.0, 1.0), ("a", 2, nan, 1.0), ("a", 3, inf, 1.0), ("a", 4, None, 1.0), ("a", None, 7.0, 1.0)]
-    pairs += [("a", 5, 7.0, nan), ("a", 6, 7.0, None), ("b", 1, 1.0, 1.0), ("b", 2, 0.0, 1.0)]
+    less, more = math.exp(1.0) - 1, math.exp(3.0) - 1  # They weigh 3 and 7.
+    pairs = [("a", 1, more, 1.0), ("a", 2, nan, 1.0), ("a", 3, inf, 1.0), ("a", 4, None, 1.0), ("a", None, 7.0, 1.0)]
+    pairs += [("a", 5, 7.0, nan), ("a", 6, 7.0, None), ("b", 1, less, 1.0), ("b", 2, 0.0, 1.0)]
     some = spark.createDataFrame(pairs, "user string, item int, rating double, age double")
     estimator = Recommender(implicitPrefs=True, alpha=2.0, userFeatures=["age"], nullPolicy="drop")
     learned, arranged = estimator._learned(some)
     assert learned.completed().getWeightCol() == "_weight"
-    assert {tuple(row) for row in arranged.select("user", "_weight").collect()} == {("a", 7.0), ("b", 3.0)}
+    weights = {row["user"]: row["_weight"] for row in arranged.select("user", "_weight").collect()}
+    assert weights == pytest.approx({"a": 7.0, "b": 3.0})
 
 
 def test_a_rating_that_is_no_number_is_refused_by_its_column_where_items_are_drawn(rows: DataFrame) -> None:
@@ -235,7 +238,7 @@ def test_a_rating_that_is_no_number_is_refused_by_its_column_where_items_are_dra
     positive = rows.where("stars > 0")
     _, arranged = estimator._learned(positive)
     weights = arranged.select("stars").toPandas()["stars"]
-    np.testing.assert_allclose(sorted(weights), sorted(1 + positive.toPandas()["stars"]), rtol=1e-6)
+    np.testing.assert_allclose(sorted(weights), sorted(1 + np.log1p(positive.toPandas()["stars"])), rtol=1e-6)
     for unfit in (None, float("nan")):
         some = positive.withColumn("stars", F.when(F.col("item") < 7, F.col("stars")).otherwise(F.lit(unfit)))
         with pytest.raises(ColumnError, match="'stars'"):

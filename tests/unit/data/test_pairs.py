@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections import Counter
 from dataclasses import replace
@@ -25,6 +26,7 @@ def structs(**columns: Any) -> pa.StructArray:
     return pa.StructArray.from_arrays([pa.array(values) for values in columns.values()], names=list(columns))
 
 
+NO_FEATURES = np.zeros((50, 0), np.float32)
 PAIRS = Pairs("who", "what", structs(who=["ann", "bob", "Ünal"]), structs(what=[3, 7, 1 << 40, -2, 9]))
 
 
@@ -117,14 +119,24 @@ def test_a_user_has_the_weighted_mean_cross_entropy_of_its_items_among_all() -> 
     towers = Towers(3, 50, 4, user_bias=False, ranks_all=True).eval()
     torch.nn.init.normal_(towers.items.weight)
     user, item = torch.tensor([2, 2, 2, 0, 0]), torch.tensor([7, 0, 49, 7, 3])
-    ratings, sizes = torch.tensor([1.0, 3.0, 0.0, 0.0, 2.0]), torch.tensor([3, 2])
+    ratings, sizes = torch.tensor([math.e - 1, math.e**3 - 1, 0.0, 0.0, 2.0]), torch.tensor([3, 2])
     scores = towers(user, torch.arange(50).expand(5, -1))
     losses = torch.nn.functional.cross_entropy(scores, item, reduction="none")
-    step = PairLoss(50, 0.3, alpha=2.0, catalogue=np.zeros((50, 0), np.float32))
+    step = PairLoss(50, 0.3, alpha=2.0, catalogue=NO_FEATURES)
     found = step(towers, Batch((user, item), ratings, None, 2, sizes=sizes))
     torch.testing.assert_close(found, torch.stack([(3 * losses[0] + 7 * losses[1]) / 10, losses[4]]))
     alike = step(towers, Batch((user, item), None, None, 2, sizes=sizes))
     torch.testing.assert_close(alike, torch.stack([losses[:3].mean(), losses[3:].mean()]))
+
+
+def test_the_squares_of_a_user_count_as_the_square_root_of_the_number_of_its_items() -> None:
+    torch.manual_seed(0)
+    towers, step = Towers(2, 50, 4, user_bias=False, ranks_all=True), PairLoss(50, 0.3, catalogue=NO_FEATURES)
+    torch.nn.init.zeros_(towers.items.weight)
+    user, sizes = torch.tensor([0] * 20 + [1] * 5), torch.tensor([20, 5])
+    losses = step(towers, Batch((user, torch.arange(25)), None, None, 2, sizes=sizes)) - math.log(50)
+    squares = towers.users.weight[:, :-1].square().sum(1)
+    torch.testing.assert_close(losses, 0.3 * squares * torch.tensor([1.0, 2.0]))
 
 
 def test_scores_and_penalty_are_in_the_unit_of_the_ratings() -> None:

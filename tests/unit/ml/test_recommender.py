@@ -29,7 +29,7 @@ def known(count: int) -> pa.StructArray:
         ({"optimizerParams": {"weight_decay": 0.1}}, False),
         ({"gradientClipNorm": 1.0}, False),
         ({"strategy": "zero3"}, False),
-        ({"batchSize": 600}, False),
+        ({"batchSize": 1200}, False),
         ({"implicitPrefs": True}, True),
         ({"implicitPrefs": True, "numNegatives": 64}, False),
         ({"implicitPrefs": True, "numNegatives": 2}, True),
@@ -38,8 +38,14 @@ def known(count: int) -> pa.StructArray:
 )
 def test_gradients_of_tables_are_sparse_where_that_is_faster_and_possible(params: dict[str, Any], sparse: bool) -> None:
     estimator = Recommender(**{"batchSize": 100, **params})
-    estimator._seen = _Seen(known(3_000), known(1_000), 3.5)
+    estimator._seen = _Seen(known(6_000), known(2_000), 3.5)
     assert estimator.completed().getModuleParams()["sparse"] is sparse
+
+
+def test_gradients_of_small_tables_are_dense() -> None:
+    estimator = Recommender(batchSize=100)
+    estimator._seen = _Seen(known(4_000), known(1_000), 3.5)
+    assert estimator.completed().getModuleParams()["sparse"] is False
 
 
 def test_the_loss_estimates_a_choice_among_all_items_or_squares_the_error() -> None:
