@@ -248,6 +248,11 @@ class Forecaster(LearningEstimator, ForecasterParams):
         _check(dataset, names, p)
         lengths = self._lengths(dataset)
         windows = sum(windows_held_out(length, window, 0.0)[0] * series for length, series in lengths)
+        if lengths and not windows:
+            longest = counted(max(length for length, _ in lengths), "row", "rows")
+            what = f"no group has {window.rows} rows, those of a window; the longest has {longest}"
+            hint = f"a window has context + horizon rows, {window.context} + {window.horizon}: set a smaller one"
+            raise ColumnError(what, hint=hint, code="ST-NO-ROWS")
         most = MOST_HELD_OUT / max(1, windows)
         asked = p.follows_loss or any(map(p.is_set, _VALIDATING))
         found = [(windows_held_out(length, window, share, most, few=asked), series) for length, series in lengths]
