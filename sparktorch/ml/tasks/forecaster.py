@@ -24,7 +24,7 @@ from sparktorch.ml.tasks.column_statistics import categories_and_figures
 from sparktorch.ml.tasks.forecasting_model import COMPARED, WINDOWS, ForecastingModel, check_categories, check_series
 from sparktorch.ml.tasks.held_out import MOST_HELD_OUT, windows_held_out
 from sparktorch.ml.tasks.learning import LearningEstimator
-from sparktorch.ml.tasks.season import context_for, learned_start, longest_context
+from sparktorch.ml.tasks.season import context_for, learned_start, longest_context, middle_length
 from sparktorch.model.series.module import SeriesModule, SeriesNetwork
 from sparktorch.model.series.training import QuantileLoss, SeriesStep
 from sparktorch.spark.column_names import ColumnNames
@@ -220,10 +220,10 @@ class Forecaster(LearningEstimator, ForecasterParams):
             _check(dataset, names, p)
             that = self.copy()
             that._chose_context = True
-            longest, season = longest_context(self._lengths(dataset), p["horizon"]), p["season"] or 1
+            rows, season = middle_length(self._lengths(dataset)), p["season"] or 1
             if p["season"] is None and _starts_from_season(p):
-                season, _ = learned_start(dataset, names, p, longest)
-            that._set(context=context_for(longest, p["horizon"], season))
+                season, _ = learned_start(dataset, names, p, longest_context(rows, p["horizon"]))
+            that._set(context=context_for(rows, p["horizon"], season))
         return super(Forecaster, that)._looked_at(dataset)
 
     def _chosen(self) -> dict[str, Any]:

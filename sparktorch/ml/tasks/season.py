@@ -17,7 +17,7 @@ from sparktorch.model.series.seasonal import season_of, start_of
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.compat import table_of
 
-__all__ = ["context_for", "learned_start", "longest_context"]
+__all__ = ["context_for", "learned_start", "longest_context", "middle_length"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -26,22 +26,31 @@ _SERIES, _WINDOWS, _ROWS = 16, 8, 2048  # some series, and the last windows of e
 _LONGEST, _LEAST, _SEASONS, _HORIZONS = 1024, 8, 3, 2
 
 
-def longest_context(lengths: Sequence[tuple[int, int]], horizon: int) -> int:
-    """Returns the longest context from which series are learned: half of what the middle one has beside a horizon.
-
-    `lengths` are numbers of rows, each with the number of series that have it.
-    """
+def middle_length(lengths: Sequence[tuple[int, int]]) -> int:
+    """Returns the rows of the middle series; `lengths` are numbers of rows, each with how many series have it."""
     passed, series = 0, sum(count for _, count in lengths)
     for length, count in sorted(lengths):
         passed += count
         if 2 * passed >= series:
-            return min(_LONGEST, max(2, (length - horizon) // 2))
-    return _LEAST
+            return length
+    return 0
 
 
-def context_for(longest: int, horizon: int, season: int) -> int:
-    """Returns the rows of a context: two horizons, or three seasons if these are more, as far as they fit in."""
+def longest_context(rows: int, horizon: int) -> int:
+    """Returns the longest context in which a season is looked for: half of the rows that a series has but a horizon."""
+    return min(_LONGEST, max(2, (rows - horizon) // 2))
+
+
+def context_for(rows: int, horizon: int, season: int) -> int:
+    """Returns the rows of a context for series of so many rows: two horizons, or three seasons if these are more.
+
+    These are no more than half of what a series has before a horizon, but for two seasons, which show a slope, where
+    they leave a window.
+    """
+    longest = longest_context(rows, horizon)
     seasons = min(_SEASONS, longest // season) if season > 1 else 0
+    if 1 < season <= min(_LONGEST, rows - horizon) // 2:
+        seasons = max(seasons, 2)
     return max(2, min(longest, max(_HORIZONS * horizon, _LEAST)), seasons * season)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sparktorch.base.deferred import deferred
-from sparktorch.ml.tasks.season import context_for, longest_context
+from sparktorch.ml.tasks.season import context_for, longest_context, middle_length
 from sparktorch.model.series.module import SeriesModule, SeriesNetwork
 from sparktorch.model.series.seasonal import SeasonalForecast, season_of, start_of
 
@@ -200,11 +200,15 @@ def test_a_model_that_was_saved_before_its_last_season_was_returned_scores_the_s
 
 
 def test_a_context_has_two_horizons_or_three_seasons_as_far_as_half_of_a_series_goes() -> None:
-    assert longest_context([(365, 32)], 14) == 175
-    assert longest_context([(20, 3), (3000, 4)], 24) == 1024
-    assert longest_context([(20, 3), (3000, 2)], 4) == 8
-    assert longest_context([(9, 1)], 12) == longest_context([(4, 1)], 1) == 2
-    assert [context_for(175, 14, season) for season in (1, 7, 30, 80, 180)] == [28, 28, 90, 160, 28]
-    assert context_for(30, 12, 12) == 24
-    assert context_for(2, 12, 1) == 2
-    assert context_for(175, 1, 1) == 8
+    assert middle_length([(20, 3), (3000, 4)]) == 3000
+    assert middle_length([(20, 3), (3000, 2)]) == 20
+    assert [longest_context(rows, 24) for rows in (374, 3000, 28, 9)] == [175, 1024, 2, 2]
+    assert [context_for(364, 14, season) for season in (1, 7, 30, 80, 180)] == [28, 28, 90, 160, 28]
+    assert context_for(72, 12, 12) == 24
+    assert context_for(6, 12, 1) == 2
+    assert context_for(351, 1, 1) == 8
+
+
+def test_a_context_has_two_seasons_where_they_leave_a_window_as_these_show_a_slope() -> None:
+    assert [context_for(rows, 12, 12) for rows in (35, 36, 48, 60)] == [11, 24, 24, 24]
+    assert context_for(2 * 1024, 12, 600) == 24
