@@ -211,4 +211,4 @@ def test_a_context_has_two_horizons_or_three_seasons_as_far_as_half_of_a_series_
 
 def test_a_context_has_two_seasons_where_they_leave_a_window_as_these_show_a_slope() -> None:
     assert [context_for(rows, 12, 12) for rows in (35, 36, 48, 60)] == [11, 24, 24, 24]
-    assert context_for(2 * 1024, 12, 600) == 24
+    assert context_for(2 * 1024, 12, 600) == 600  # two would be more than 1,024 rows
