@@ -239,7 +239,7 @@ def test_ratings_hold_out_rows_of_users_and_items_with_several(spark: SparkSessi
     assert 80 < held_out.count() < 160
     assert len(learned._seen.users) == 110
     model = Recommender(progress=False, regParam=0.01).fit(ratings)
-    assert model.summary.settings["earlyStoppingPatience"] < model.summary.settings["epochs"] == 12
+    assert model.summary.settings["earlyStoppingPatience"] < model.summary.settings["epochs"] == 8
     assert model.summary.best["val_loss"] < 0.9
 
 
