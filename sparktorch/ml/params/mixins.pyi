@@ -2301,7 +2301,7 @@ class RecommenderParams(GenericParams):
             rank: The number of elements of a user's and of an item's vector (> 0).
             regParam: Factor of the sum of squares of both vectors of a row, which is added to its loss; of ratings, in units of their deviation (>= 0).
             implicitPrefs: Whether rows are what users chose, and not what they thought of it: items are ranked, not rated.
-            alpha: With implicitPrefs, what a unit of the rating adds to the weight 1 of a row; a row whose rating is 0 does not count (>= 0).
+            alpha: With implicitPrefs, what a unit of log(1 + rating) adds to the weight 1 of a row; a row whose rating is 0 does not count (>= 0).
             numNegatives: With implicitPrefs, the number of other items that each row's is compared with, drawn anew in each epoch (> 0); without it, all items, or 64 where there are more than 20,000.
             coldStartStrategy: What transform does with pairs of a user or an item that the fit did not have: 'nan' predicts NaN, 'drop' leaves them out.
             moduleParams: Keyword arguments of the module's factory; entries to replace in the configuration of a folder.
@@ -2412,7 +2412,7 @@ class RecommenderParams(GenericParams):
     alpha: Param[float]
     def getAlpha(self) -> float: ...
     def setAlpha(self, value: float) -> Self:
-        """Sets the value of `alpha`: with implicitPrefs, what a unit of the rating adds to the weight 1 of a row; a row whose rating is 0 does not count (>= 0)."""
+        """Sets the value of `alpha`: with implicitPrefs, what a unit of log(1 + rating) adds to the weight 1 of a row; a row whose rating is 0 does not count (>= 0)."""
     numNegatives: Param[int]
     def getNumNegatives(self) -> int: ...
     def setNumNegatives(self, value: int) -> Self:
