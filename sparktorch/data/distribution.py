@@ -16,7 +16,7 @@ _NO_COUNTS = np.empty(0, np.int64)
 
 
 class DistinctValues:
-    """The distinct values of a column with their counts, or so many of them if there are more.
+    """The distinct values of a column with their counts, or `most` of them if there are more.
 
     Those of the smallest hashes are kept: a value that is among these for all rows is among these for any part of the
     rows, too. So the counts are those of all rows, and the choice does not depend on how the rows are divided.
@@ -28,7 +28,7 @@ class DistinctValues:
     """
 
     def __init__(self, most: int = MOST_VALUES) -> None:
-        """Makes an empty one, which keeps at most so many values."""
+        """Begins without values; `most` is the number that it keeps."""
         self._most = most
         self.values, self.counts, self.hashes = _NO_VALUES, _NO_COUNTS, _NO_COUNTS
 

@@ -23,7 +23,7 @@ __all__ = ["Known", "PairLoss", "Pairs", "Towers"]
 
 Int64 = npt.NDArray[np.int64]
 
-_USUAL_ROWS = 20  # The rows of a user whose vector has the whole penalty, where all its rows are in one sample.
+_USUAL_ROWS = 20  # A user of so many rows has the whole penalty in each, where its rows are one sample.
 
 
 class Known:
@@ -235,8 +235,8 @@ class Towers(nn.Module):
         chosen = self.item_vectors(item, item_features)
         every = torch.addmm(them[:, -1], us[:, :-1], them[:, :-1].T).logsumexp(1)
         scores = (us[run, :-1] * chosen[:, :-1]).sum(1) + chosen[:, -1]
-        own = us.square().sum(1) * (_USUAL_ROWS / counts).sqrt()
-        return every[run] - scores, own[run] + chosen.square().sum(1)
+        user_squares = us.square().sum(1) * (_USUAL_ROWS / counts).sqrt()
+        return every[run] - scores, user_squares[run] + chosen.square().sum(1)
 
 
 def _vectors(

@@ -106,8 +106,9 @@ class Values:
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether workers do not wait for each other, so that no two of them have the same weights."""
-        return self["strategy"] == "parameterServer" and (self["strategyParams"] or {}).get("staleness") != 0
+        """Whether workers of the strategy take steps without waiting for each other."""
+        strategy, options = strategy_for(self["strategy"], self["strategyParams"])
+        return strategy.asynchronous(options)
 
     @property
     def share(self) -> float:

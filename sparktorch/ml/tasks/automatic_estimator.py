@@ -41,6 +41,8 @@ __all__ = ["AutomaticEstimator"]
 
 _LOG = logging.getLogger(__name__)
 _MADE_OF = {"moduleParams": "module", "optimizerParams": "optimizer"}  # the Param that a dict Param belongs to
+# These Params need validation rows where they are set.
+_VALIDATING = ("validationFraction", "earlyStoppingPatience", "earlyStoppingMetric", "metrics")
 _NAMES = ("scheduler", "validationUnit")  # These Params take text other than "auto", too.
 _MANY_ROWS = 1 << 20  # for which settings are checked before the rows are counted
 
@@ -118,6 +120,12 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
         if p.brings_its_training and not p.is_set("validationFraction"):  # it may have no validation_step
             return False
         return _is_auto(p["epochs"]) or p.is_set("validationFraction")
+
+    @property
+    def _asks_for_validation(self) -> bool:
+        """Whether a Param that the user has set needs validation rows."""
+        p = Values(self)
+        return any(p.is_set(name) and p[name] not in (None, "auto") for name in _VALIDATING) or p.follows_loss
 
     @property
     def _needs_count(self) -> bool:

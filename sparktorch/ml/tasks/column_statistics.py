@@ -76,17 +76,15 @@ def categories_and_figures(
     )
     of_place = Window.partitionBy("place")
     order = of_place.orderBy("hash", F.desc("rows"), "value")
-    ranked = groups.withColumns({"rank": F.row_number().over(order), "size": F.count(F.lit(1)).over(of_place)})
-    count = F.when(F.col("place") < limited, most).when(F.col("hash").isNull(), labels)
-    for values_kept in {*distinct}:
-        columns = [len(places) + column for column, kept in enumerate(distinct) if kept == values_kept]
-        # Of a column with more values, only the distribution is taken, for which fewer are enough.
-        fitting = F.when(F.col("size") < values_kept, values_kept).otherwise(MOST_VALUES)
-        count = count.when(F.col("place").isin(columns), fitting)
-    kept = F.col("rank") <= count
+    ranked = groups.withColumn("rank", F.row_number().over(order))
+    largest = F.get(F.array(*map(F.lit, distinct)), F.col("place") - len(places)) if distinct else F.lit(0)
+    count = F.when(F.col("place") < limited, most).when(F.col("hash").isNull(), labels).otherwise(largest)
+    few = ranked.where(F.col("rank") <= count).withColumn("size", F.count(F.lit(1)).over(of_place))
+    # Of a column that has left values out, only the distribution is taken, for which fewer are enough.
+    kept = F.col("hash").isNull() | (F.col("size") < largest) | (F.col("rank") <= MOST_VALUES)
     squares = F.aggregate("batches", F.lit(0.0), _with_batch).alias("squares")
     try:
-        found = ranked.where(kept).select("*", squares).drop("batches").collect()
+        found = few.where(kept).select("*", squares).drop("batches").collect()
     except Exception as error:
         missing = missing_module(str(error))
         if missing is None:

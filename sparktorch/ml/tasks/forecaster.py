@@ -24,7 +24,7 @@ from sparktorch.ml.tasks.column_statistics import categories_and_figures
 from sparktorch.ml.tasks.forecasting_model import COMPARED, WINDOWS, ForecastingModel, check_categories, check_series
 from sparktorch.ml.tasks.held_out import MOST_HELD_OUT, windows_held_out
 from sparktorch.ml.tasks.learning import LearningEstimator
-from sparktorch.ml.tasks.season import context_for, learned_start, longest_context, middle_length
+from sparktorch.ml.tasks.season import context_for, learned_season, learned_start, longest_context, middle_length
 from sparktorch.model.series.module import SeriesModule, SeriesNetwork
 from sparktorch.model.series.training import QuantileLoss, SeriesStep
 from sparktorch.spark.column_names import ColumnNames
@@ -46,8 +46,6 @@ _LEARNS_FROM = (
     *("labelCol", "pastCols", "futureCols", "staticCols", "validationIndicatorCol", "nullPolicy"),
     *("context", "horizon", "season"),
 )
-# The Params that ask for validation rows.
-_VALIDATING = ("validationFraction", "earlyStoppingPatience", "earlyStoppingMetric", "metrics")
 
 
 class _Seen(NamedTuple):
@@ -174,8 +172,8 @@ class Forecaster(LearningEstimator, ForecasterParams):
         module, season = p["module"] or SeriesNetwork, p["season"]
         settings = p["moduleParams"]
         if _starts_from_season(p):
-            learned_season, start = (1, {}) if self._seen is None else (self._seen.season, self._seen.start)
-            season, settings = season or learned_season, {**start, **settings}
+            best_season, start = (1, {}) if self._seen is None else (self._seen.season, self._seen.start)
+            season, settings = season or best_season, {**start, **settings}
         figures = {of: [seen.get(name, (0.0, 1.0)) for name in p[f"{of}Cols"]] for of in ("past", "future", "static")}
         categories = [] if self._seen is None else self._seen.categories
         params = {
@@ -222,7 +220,7 @@ class Forecaster(LearningEstimator, ForecasterParams):
             that._chose_context = True
             rows, season = middle_length(self._lengths(dataset)), p["season"] or 1
             if p["season"] is None and _starts_from_season(p):
-                season, _ = learned_start(dataset, names, p, longest_context(rows, p["horizon"]))
+                season = learned_season(dataset, names, p, longest_context(rows, p["horizon"]))
             that._set(context=context_for(rows, p["horizon"], season))
         return super(Forecaster, that)._looked_at(dataset)
 
@@ -254,8 +252,8 @@ class Forecaster(LearningEstimator, ForecasterParams):
             hint = f"a window has context + horizon rows, {window.context} + {window.horizon}: set a smaller one"
             raise ColumnError(what, hint=hint, code="ST-NO-ROWS")
         most = MOST_HELD_OUT / max(1, windows)
-        asked = p.follows_loss or any(map(p.is_set, _VALIDATING))
-        found = [(windows_held_out(length, window, share, most, few=asked), series) for length, series in lengths]
+        few = self._asks_for_validation
+        found = [(windows_held_out(length, window, share, most, few=few), series) for length, series in lengths]
         marks = pa.table(
             {
                 "length": pa.array([length for length, _ in lengths], pa.int64()),

@@ -62,9 +62,11 @@ def windows_held_out(
     """
     windows = max(0, (rows - window.rows) // window.step + 1)
     alike = -(-window.horizon // window.step)
-    wanted_counts = (int(windows * share), alike) if windows * share >= alike else ()
-    for wanted in (*wanted_counts, int(windows * share), 1) if few and share and windows else wanted_counts:
-        held_out = max(1, min(wanted, int(windows * most)))
+    tried = [int(windows * share), alike] if windows * share >= alike else []
+    if few and share and windows:
+        tried += [int(windows * share), 1]
+    for count in tried:
+        held_out = max(1, min(count, int(windows * most)))
         trained = windows - held_out + 1 - alike
         if 2 * trained >= windows:
             return trained, held_out, (held_out - 1) * window.step + window.horizon

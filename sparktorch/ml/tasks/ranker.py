@@ -91,7 +91,7 @@ class Ranker(TabularEstimator, RankerParams):
     _task_settings = RANKING
     _unit = "groups"
     _searched = {"optimizerParams.weight_decay": [0.1, 1.0]}
-    _ema_decay = None
+    _ema_decay = None  # No set of groups has shown that an average is better.
     _hint_of_labels = "labels are grades, and the larger one is the better"
 
     @property

@@ -48,10 +48,8 @@ _LEAST_OF_EACH = 3  # rows of a user, and of an item, from which on some are hel
 _MOST_RANKED = 20_000  # items, among which the cross-entropy is that of all
 _DRAWN = 64  # other items of each row, where they are more
 _FEW = 4  # rows of a table for each that a step reaches, from which on sparse gradients are the faster ones
-_SMALL = 5_000  # The rows of tables up to which several workers add up dense gradients faster.
+_SMALL = 5_000  # Workers add up the gradients of tables of fewer rows faster if they are dense.
 _WHOLE_USERS = ("numNegatives", "strategy", "split")  # The Params that say whether a sample is a user.
-# The Params that ask for validation rows.
-_VALIDATING = ("validationFraction", "earlyStoppingPatience", "earlyStoppingMetric", "metrics")
 _REFUSED = (
     Refusal(
         "ratingCol",
@@ -75,7 +73,7 @@ class _Seen(NamedTuple):
     items: pa.StructArray
     mean: float  # The mean of the ratings.
     deviation: float = 1.0  # The standard deviation of the ratings; 0 if they are equal.
-    group: str = ""  # The column that tells apart what a user has chosen in training and in validation
+    group: str = ""  # The column that tells apart what a user has chosen in training and in validation.
     weight: str = ""  # The column of weights.
     rows: int = 0
     rare: int = 0  # The rows of users and items that have too few to hold some out.
@@ -322,9 +320,7 @@ class Recommender(_Paired, LearningEstimator, RecommenderParams):
     @property
     def _holds_out(self) -> bool:
         """Whether a fit is to mark rows; with implicit preferences only if asked, as more epochs do not harm there."""
-        p = Values(self)
-        asked = any(p.is_set(name) and p[name] not in (None, "auto") for name in _VALIDATING) or p.follows_loss
-        return super()._holds_out and (not p["implicitPrefs"] or asked)
+        return super()._holds_out and (not self.getImplicitPrefs() or self._asks_for_validation)
 
     def _holding_out(self) -> Self:
         """Returns a copy that holds out rows, of choices too: their loss in training does not tell which is better."""

@@ -17,7 +17,7 @@ from sparktorch.model.series.seasonal import season_of, start_of
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.compat import table_of
 
-__all__ = ["context_for", "learned_start", "longest_context", "middle_length"]
+__all__ = ["context_for", "learned_season", "learned_start", "longest_context", "middle_length"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -54,11 +54,29 @@ def context_for(rows: int, horizon: int, season: int) -> int:
     return max(2, min(longest, max(_HORIZONS * horizon, _LEAST)), seasons * season)
 
 
-def learned_start(dataset: DataFrame, names: ColumnNames, p: Values, context: int) -> tuple[int, dict[str, float]]:
-    """Returns the season of some series, if it is not set, and the start from which their last rows are forecast best.
+def learned_season(dataset: DataFrame, names: ColumnNames, p: Values, context: int) -> int:
+    """Returns the season from which the last rows of some series are forecast best."""
+    return _season_of(_last_values(dataset, names, p, context), context, p["horizon"])
 
-    A hash chooses the series. The rows that train count. What the driver gets of them is bounded, whatever the
-    DataFrame has.
+
+def learned_start(dataset: DataFrame, names: ColumnNames, p: Values, context: int) -> tuple[int, dict[str, float]]:
+    """Returns the season, that of the Param if it is set, and the start from which the last rows are forecast best."""
+    values = _last_values(dataset, names, p, context)
+    season = p["season"] or _season_of(values, context, p["horizon"])
+    return season, start_of(values, context, p["horizon"], season)
+
+
+def _season_of(values: Sequence[npt.NDArray[Any]], context: int, horizon: int) -> int:
+    season = season_of(values, context, horizon)
+    where = f"in {counted(len(values), 'series', 'series')}; set `season` if you know it"
+    _LOG.info("%s, %s", "no season was found" if season == 1 else f"a season of {season} rows was found", where)
+    return season
+
+
+def _last_values(dataset: DataFrame, names: ColumnNames, p: Values, context: int) -> list[npt.NDArray[Any]]:
+    """Returns the last values of some series, which a hash chooses, of the rows that train.
+
+    What the driver gets of them is bounded, whatever the DataFrame has.
     """
     length = context + p["horizon"]
     trains = ~names.column(p["validationIndicatorCol"]) if p["validationIndicatorCol"] else F.lit(True)
@@ -69,13 +87,7 @@ def learned_start(dataset: DataFrame, names: ColumnNames, p: Values, context: in
     )
     rows = rows.where(F.abs("value") < float("inf"))
     most = max(2 * length, min(_WINDOWS * length, _ROWS))
-    parts = _last_of_some(rows, length, most) if p["groupCol"] else _last(rows, most)
-    season = p["season"]
-    if season is None:
-        season = season_of(parts, context, p["horizon"])
-        where = f"in {counted(len(parts), 'series', 'series')}; set `season` if you know it"
-        _LOG.info("%s, %s", "no season was found" if season == 1 else f"a season of {season} rows was found", where)
-    return season, start_of(parts, context, p["horizon"], season)
+    return _last_of_some(rows, length, most) if p["groupCol"] else _last(rows, most)
 
 
 def _last(rows: DataFrame, most: int) -> list[npt.NDArray[Any]]:

@@ -13,7 +13,7 @@ from pyspark.sql import functions as F
 from pyspark.sql import types as T
 from torch import nn
 
-from sparktorch.base.imports import load_object
+from sparktorch.base.imports import import_path, load_object
 from sparktorch.data.distribution import MOST_VALUES
 from sparktorch.data.tables import BINS, TableColumns, TableNetwork, network_settings, scaled_edges
 from sparktorch.errors import ColumnError
@@ -41,7 +41,8 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-TABLE_NETWORK = (TableNetwork, f"{TableNetwork.__module__}:{TableNetwork.__qualname__}")  # as `module` names it
+# A `module` names the network for tables by its class, and that of a loaded model by its path.
+TABLE_NETWORK = (TableNetwork, import_path(TableNetwork))
 _ROLES = ("labelCol", "labelCols", "weightCol", "validationIndicatorCol", "idCol", "groupCol")
 _LEARNS_FROM = (*_ROLES, *(spec.name for spec in TABLE), "inputCols")
 _DRAWN = re.compile(r"_[0-9a-f]{12}_rand$")  # by which Spark's CrossValidator and TrainValidationSplit mark rows
@@ -51,12 +52,11 @@ _BOUND = 3.0  # Scaled numbers come near it and do not exceed it, as in RealMLP.
 # the number itself says most of it already. Both were chosen on the development tables of the benchmark.
 _CATEGORY_PENALTY = 1.0
 _NUMBER_PENALTY = 30.0
-_WEIGHT_DECAY = 0.01  # that of AdamW by default
-_EMA_DECAY = 0.99
-_MOST_CODED = 100  # Of more columns, integers that repeat are measurements, such as pixels.
+_WEIGHT_DECAY = 0.01  # AdamW has this one by default.
+_MOST_CODED = 100  # In a table of more columns of integers, those that repeat are measurements, such as pixels.
 # The Params that the penalty would not suit: one of the optimizer's, and what clips the gradients of the loss alone.
 _WITHOUT_PENALTY = ("optimizer", "parameterGroups", "freeze", "gradientClipNorm", "gradientClipValue")
-_FEWEST_ROWS_OF_CODE = 2  # on average, or a column of integers is measured, not coded
+_FEWEST_ROWS_OF_CODE = 2  # A column of integers whose values have fewer rows on average is measured, not coded.
 _FEW_INTEGERS = 32  # the longest range of integers that are categories even if no row has them
 _LARGEST_CODE = 2.0**53  # Larger integers are learned of as doubles, which are not exact.
 _TIMES = (T.DateType, T.TimestampType, T.TimestampNTZType)
@@ -95,7 +95,7 @@ class TabularEstimator(LearningEstimator):
     }
     _searched_rates = (0.3, 2.0)
     _hint_of_labels = "TabularClassifier learns classes, such as texts"
-    _ema_decay: float | None = _EMA_DECAY
+    _ema_decay: float | None = 0.99
     _seen: _Seen | None = None
 
     @property
@@ -139,14 +139,15 @@ class TabularEstimator(LearningEstimator):
         rows //= p.rows_are_divided_by
         if not (rows and seen.table.cardinalities) or any(map(p.is_set, _WITHOUT_PENALTY)):
             return {}
-        columns = enumerate(seen.table.known)
-        penalties = {f"embeddings.{index}.*": _NUMBER_PENALTY for index, name in columns if name in seen.table.numbers}
-        if len(penalties) < len(seen.table.known):
-            penalties["embeddings.*"] = _CATEGORY_PENALTY
+        columns = seen.table.known
+        of_numbers = [f"embeddings.{index}.*" for index, name in enumerate(columns) if name in seen.table.numbers]
+        of_others = ["embeddings.*"] if len(of_numbers) < len(columns) else []  # The first group that matches holds.
         unit = self._unit_of_loss(seen)
+        # The gradient of a square is twice the weight.
         groups = [
-            {"params": [pattern], "weight_decay": 2 * penalty * unit / rows, "decoupled_weight_decay": False}
-            for pattern, penalty in penalties.items()
+            {"params": patterns, "weight_decay": 2 * penalty * unit / rows, "decoupled_weight_decay": False}
+            for patterns, penalty in ((of_numbers, _NUMBER_PENALTY), (of_others, _CATEGORY_PENALTY))
+            if patterns
         ]
         options = {"weight_decay": _WEIGHT_DECAY, "decoupled_weight_decay": True, **p["optimizerParams"]}
         return {"optimizer": "Adam", "optimizerParams": options, "parameterGroups": groups}
@@ -158,16 +159,17 @@ class TabularEstimator(LearningEstimator):
         deviations = [deviation or 1.0 for _, deviation in scales]
         if self._task != "regression" or self._grades or not deviations:
             return 1.0
-        loss = Values(self)["loss"]
-        squared = loss in ("MSELoss", "torch.nn:MSELoss", nn.MSELoss) or isinstance(loss, nn.MSELoss)
-        power = 2 if squared else 1  # Other losses grow about as the absolute error does.
+        power = 2 if _is_squared_error(Values(self)["loss"]) else 1  # Others grow about as the absolute error does.
         return sum(deviation**power for deviation in deviations) / len(deviations)
+
+    @property
+    def _needs_count(self) -> bool:
+        return super()._needs_count or Values(self).trained is not None  # Nothing else counts rows where it goes on.
 
     def _learn(self, dataset: DataFrame) -> _Seen:
         trained = Values(self).trained
         if trained is not None and isinstance(trained.preprocess, TableColumns):  # it goes on with what it knows
-            inputs, (rows, held_out) = [spec.column for spec in trained.inputs], self._count(dataset)
-            return _Seen(trained.preprocess, inputs, 0, list(trained.labels), [], [], rows, held_out)
+            return _Seen(trained.preprocess, [spec.column for spec in trained.inputs], 0, list(trained.labels), [], [])
         return _seen_in(self._without_dropped(dataset), self)
 
     def _count(self, rows: DataFrame) -> tuple[int, int]:
@@ -177,7 +179,7 @@ class TabularEstimator(LearningEstimator):
     def _chosen(self) -> dict[str, Any]:
         found, p, scales = super()._chosen(), Values(self), [] if self._seen is None else self._seen.scales
         weighed = p["weightCol"] or p["trainingStep"] is not None
-        if scales and p.validated and self._task == "regression" and p["loss"] == "MSELoss" and not weighed:
+        if scales and p.validated and self._task == "regression" and _is_squared_error(p["loss"]) and not weighed:
             found["baseline"] = {"val_loss": sum(deviation**2 for _, deviation in scales) / len(scales)}
         return found
 
@@ -217,11 +219,9 @@ def _seen_in(dataset: DataFrame, estimator: TabularEstimator) -> _Seen:
     predicted_numbers = [names.column(name).cast("double") for name in labelled]
     validates = names.column(p["validationIndicatorCol"]) if p["validationIndicatorCol"] else F.lit(False)
 
-    integers = [name for name in numeric if isinstance(names.type_of(name), T.IntegralType)]
+    integers = {name for name in numeric if isinstance(names.type_of(name), T.IntegralType)}
     coded = p["categoricalCols"] is None and p["numericCols"] is None
-    most_codes = (
-        max(MOST_VALUES, p["maxIntegerCategories"] + 1) if coded and len(integers) <= _MOST_CODED else MOST_VALUES
-    )
+    most_codes = p["maxIntegerCategories"] + 1 if coded and len(integers) <= _MOST_CODED else 0
     # Labels are those of all rows where the estimator holds some of them out itself.
     automatic = bool(estimator._marks)
     texts = [
@@ -239,7 +239,7 @@ def _seen_in(dataset: DataFrame, estimator: TabularEstimator) -> _Seen:
             *(F.when(marks, F.lit(1.0)) for marks in (~validates, validates)),
         ],
         limited=len(categorical),
-        distinct=[max(MOST_VALUES, most_codes * (name in integers)) for name in (*numeric, *times)],
+        distinct=[max(MOST_VALUES, most_codes) if name in integers else MOST_VALUES for name in (*numeric, *times)],
         most=p["maxCategories"],
         labels=_MOST_LABELS + 1,
     )
@@ -313,8 +313,8 @@ def _coded(figures: Mapping[str, Figures], names: ColumnNames, most: int, least:
         codes: Sequence[int] = range(int(of.smallest), int(of.largest) + 1)
         if len(codes) > min(most, _FEW_INTEGERS):
             repeated = of.distribution.whole and len(values) <= min(most, of.rows // _FEWEST_ROWS_OF_CODE)
-            codes_alone = len(values) <= _FEW_INTEGERS or len(integers) <= _MOST_CODED
-            pairs = zip(values, counts, strict=True) if repeated and codes_alone else ()
+            measured = len(values) > _FEW_INTEGERS and len(integers) > _MOST_CODED
+            pairs = zip(values, counts, strict=True) if repeated and not measured else ()
             codes = [int(value) for value, count in pairs if count >= least]
         if len(codes) > 2:
             found[name] = list(codes)
@@ -409,6 +409,11 @@ def _by_column(names: ColumnNames, of: Iterable[str]) -> dict[str, str]:
 
 def _without(some: Mapping[str, str], others: Mapping[str, str]) -> list[str]:
     return [name for column, name in some.items() if column not in others]
+
+
+def _is_squared_error(loss: Any) -> bool:
+    """Whether a loss is torch's `MSELoss`, by whatever name."""
+    return isinstance(loss, nn.MSELoss) or loss in ("MSELoss", "torch.nn:MSELoss", nn.MSELoss)
 
 
 def _is_number(kind: T.DataType) -> bool:

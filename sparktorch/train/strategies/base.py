@@ -82,6 +82,8 @@ class Kind:
         needs_group: Whether, with some options, even a single rank needs a process group.
         makes_validation: Whether, with some options, it chooses the validation rows itself.
         resumable: Whether a checkpoint can hold all of its state.
+        asynchronous: Whether, with some options, ranks take steps without waiting for each other, so that no two have
+            the same weights.
         own_batches: Whether each rank trains a model of its own, on batches of its own.
         divides_parameters: Whether a rank keeps its share of the parameters only, and has `shares`. Then a forward pass
             is a collective: all ranks need the same number of passes, and none can fail alone.
@@ -97,6 +99,7 @@ class Kind:
     check: Callable[[Job], None] = lambda job: None
     needs_group: Callable[[Any], bool] = lambda options: False
     makes_validation: Callable[[Any], bool] = lambda options: False
+    asynchronous: Callable[[Any], bool] = lambda options: False
     resumable: bool = True
     own_batches: bool = False
     divides_parameters: bool = False

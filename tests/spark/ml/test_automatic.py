@@ -25,7 +25,7 @@ from sparktorch import (
     TorchTuner,
 )
 from sparktorch.errors import ColumnError, ConfigError, SparkTorchError
-from sparktorch.ml.tasks.held_out import in_share
+from sparktorch.ml.tasks.held_out import Sample, in_share
 
 LINEAR = {"module": "torch.nn:Linear", "moduleParams": {"in_features": 1, "out_features": 1}}
 SMALL: dict[str, Any] = {"moduleParams": {"hidden": [8]}, "progress": False}
@@ -223,6 +223,10 @@ def test_series_hold_out_their_last_windows(spark: SparkSession) -> None:
     assert model.evaluate(sales.where("shop < 9"), season=7).meanAbsoluteScaledError < 1.0
     alone = Forecaster(**named).fit(sales.where("shop = 1 and day < 30"))
     assert (alone.summary.rows, alone.summary.validationRows) == (10, 0)
+    asking = Forecaster(**named, earlyStoppingPatience=3)._learned(sales.where("shop = 1 and day < 40"))[0]
+    assert asking._sample == Sample(trained=12, held_out=2, chosen_by=forecaster._chosen_by)
+    seasons = [Forecaster(**named, season=season)._learned(sales.where("shop = 1"))[0] for season in (3, 7)]
+    assert seasons[0]._differing(seasons[1]) == ["season"]  # The start of one is not that of the other.
     with pytest.raises(ColumnError, match="no group has 21 rows"):
         Forecaster(**named).fit(sales.where("shop = 1 and day < 20"))
 

@@ -20,6 +20,7 @@ from torch import nn
 
 from sparktorch import Forecaster, ForecastingModel
 from sparktorch.errors import ColumnError, ConfigError
+from sparktorch.model.series.module import SeriesNetwork
 from sparktorch.tracking import save_model
 from tests.support.mlflow import QUIET
 from tests.support.programs import ROOT
@@ -159,7 +160,10 @@ def test_the_start_is_learned_of_the_rows_that_train_and_set_by_module_params(sp
     named = {"orderCol": "day", "labelCol": "sold", "context": 6, "horizon": 3, "epochs": 1, "progress": False}
 
     def slope(forecaster: Forecaster, rows: DataFrame) -> float:
-        return float(forecaster.fit(rows).module.module.seasonal.slope)  # type: ignore[union-attr]
+        network = forecaster.fit(rows).module.module
+        assert isinstance(network, SeriesNetwork)
+        assert network.seasonal is not None
+        return network.seasonal.slope
 
     marked = rows.withColumn("late", F.col("day") >= 60)
     assert slope(Forecaster(**named, validationIndicatorCol="late"), marked) == 1.0
@@ -383,7 +387,8 @@ def test_a_short_series_has_a_model_that_forecasts_numbers_or_is_refused_in_a_se
     sold = spark.createDataFrame([(day, 5.0 + day % 3) for day in range(rows)], "day int, sold double")
     forecaster = Forecaster(orderCol="day", labelCol="sold", horizon=4, progress=False)
     if rows < 6:
-        with pytest.raises(ColumnError, match="no group has 6 rows"):
+        # The driver says what the ranks cannot: how many rows the longest series has.
+        with pytest.raises(ColumnError, match=f"no group has 6 rows, those of a window; the longest has {rows} row"):
             forecaster.fit(sold)
         return
     model = forecaster.fit(sold)

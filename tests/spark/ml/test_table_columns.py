@@ -22,6 +22,7 @@ from sparktorch.ml.scoring.column_metadata import labels_of
 from sparktorch.spark.column_names import ColumnNames
 
 QUICK: dict[str, Any] = {"batchSize": 50, "learningRate": 0.01, "progress": False}
+NUMBERS_ALONE: dict[str, Any] = {"maxIntegerCategories": 0}
 ROWS = 400
 
 
@@ -60,6 +61,22 @@ def test_integers_of_few_values_are_numbers_and_categories_unless_columns_are_na
         ({"numericCols": ["month"]}, {}),
     ):
         assert TabularClassifier(epochs=1, **params, **QUICK).fit(months).categories == expected
+
+
+def test_integers_of_too_many_values_are_numbers_alone_with_the_bins_of_fewer(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    rows = np.arange(20_000)
+    table = pd.DataFrame({"many": rows % 6000, "some": rows % 3000, "label": rows / 7.0})
+    table.to_parquet(str(tmp_path / "rows.parquet"))
+    raw = spark.read.parquet(str(tmp_path / "rows.parquet"))
+    seen, numbers = (TabularRegressor(**params, **QUICK)._learned(raw)[0]._seen for params in ({}, NUMBERS_ALONE))
+    assert seen is not None
+    assert numbers is not None
+    assert {name: sorted(codes) for name, codes in seen.table.categories.items()} == {"some": list(range(3000))}
+    assert not numbers.table.categories
+    assert seen.edges[0] == numbers.edges[0]
+    assert seen.edges[1] != numbers.edges[1]  # All of its values are known.
 
 
 def test_a_label_that_only_validation_rows_have_is_told(months: DataFrame) -> None:

@@ -191,7 +191,8 @@ def test_a_model_that_goes_on_counts_the_rows_for_the_penalty_of_its_categories(
     anew = TabularClassifier(labelCol="arrival", epochs=1, **QUICK)
     again = TabularClassifier(labelCol="arrival", epochs=1, module=anew.fit(raw), **QUICK)
     penalties = [one._learned(raw)[0].completed().getParameterGroups() for one in (anew, again)]
-    assert penalties[0] == penalties[1] != []
+    assert [group["weight_decay"] for group in penalties[0]] == [2 / ROWS]
+    assert penalties[0] == penalties[1]
 
 
 def test_what_is_learned_of_a_table_does_not_depend_on_its_partitions(spark: SparkSession) -> None:

@@ -80,7 +80,7 @@ def test_vectors_of_categories_are_pulled_to_zero_more_where_rows_are_few_and_wh
         return pytest.approx({name: factor * decay for name, decay in decays.items()})
 
     few = decays(1_000)
-    assert list(few) == ["embeddings.1.*", "embeddings.*"]  # The first group that matches a name holds.
+    assert list(few) == ["embeddings.1.*", "embeddings.*"]
     assert few["embeddings.1.*"] > few["embeddings.*"] > 0
     assert few == times(100, decays(100_000))
     assert decays(1_000, deviation=10.0) == times(100, few)

@@ -22,6 +22,7 @@ from sparktorch.train.recipe.recipe import Recipe
 
 transformers = pytest.importorskip("transformers")
 
+# This imports transformers, which the older stack does not have.
 from tests.support.tiny_transformers import bert, dinov2, gpt2, llama, llava, mixtral, tokenizer_folder, vit  # noqa: E402
 
 CLASSIFIER = {"architectures": ["BertForSequenceClassification"]}

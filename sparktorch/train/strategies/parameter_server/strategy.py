@@ -243,6 +243,10 @@ class _Exchange:
             line.shut()
 
 
+def _is_asynchronous(options: ParameterServerOptions) -> bool:
+    return options.staleness != 0
+
+
 # Settings that need all ranks in step.
 _IN_STEP: tuple[tuple[str, Callable[[Job], object], str], ...] = (
     ("precision 'fp16'", lambda job: job.config.precision == "fp16", "a worker skips a step whose gradient overflows"),
@@ -250,12 +254,12 @@ _IN_STEP: tuple[tuple[str, Callable[[Job], object], str], ...] = (
     ("syncBatchNorm", lambda job: job.config.sync_batch_norm, "workers wait for each other in forward passes"),
     (
         "deterministic",
-        lambda job: job.config.deterministic and job.options.staleness != 0,
+        lambda job: job.config.deterministic and _is_asynchronous(job.options),
         "updates come in another order each time",
     ),
     (
         "emaDecay",
-        lambda job: job.config.ema_decay is not None and job.options.staleness != 0,
+        lambda job: job.config.ema_decay is not None and _is_asynchronous(job.options),
         "each worker sees other weights",
     ),
 )
@@ -275,6 +279,7 @@ KIND = Kind(
             for setting, when, reason in _IN_STEP
         ),
     ),
+    asynchronous=_is_asynchronous,
     resumable=False,
     waits_for_device=True,
 )
