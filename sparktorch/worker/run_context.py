@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from datetime import timedelta
 from typing import Any, overload
 
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from sparktorch.base.batch import Batch
 from sparktorch.base.config import TrainConfig
 from sparktorch.base.world import World
 from sparktorch.distributed.client import Client
@@ -112,7 +113,8 @@ class RunContext(Collectives):
                     batch = next(batches)
                     self.continue_generators()
                     self._epoch, self._step, self._loss = epoch, step + 1, None
-                    yield global_batch(batch, step, float(scales[step]), self._note)
+                    with self._shared_rows(batch) as shared:
+                        yield global_batch(shared, step, float(scales[step]), self._note)
                     self._show(epoch, step)
             finally:  # a loop that leaves early goes on with the next epoch, after a resume, too
                 self._epoch, self._step = epoch + 1, 0
@@ -133,13 +135,15 @@ class RunContext(Collectives):
         with closing(rows.shard.validation(size, batches=count)) as batches:
             for step, batch in enumerate(batches):
                 self._client.moved()
-                yield global_batch(batch, step, 1 / max(batch.rows, 1), lambda loss: None)
+                with self._shared_rows(batch) as shared:
+                    yield global_batch(shared, step, 1 / max(shared.rows, 1), lambda loss: None)
 
     @property
     def dataset(self) -> RankRows:
         """This rank's training rows as a `torch.utils.data.Dataset`.
 
         Ranks have different numbers of rows: a DDP module wants as many batches in every rank, which `loader` gives.
+        So do modules whose layers are divided, which want the same rows in all ranks that share them.
 
         Raises:
             ConfigError: The run has no DataFrame.
@@ -296,6 +300,12 @@ class RunContext(Collectives):
         self._saves, self._reports = manifest.step, main["reports"]
         self._epoch, self._step = manifest.epoch, manifest.step_in_epoch
 
+    def _shared_rows(self, batch: Batch) -> AbstractContextManager[Batch]:
+        """Returns a context of a batch with the rows of all ranks that share layers of a wrapped module."""
+        sharing = (strategy for strategy in self._strategies.values() if strategy.ranks_of_rows > 1)
+        strategy = next(sharing, None)
+        return nullcontext(batch) if strategy is None else strategy.shared_rows(batch)
+
     @property
     def _divisor(self) -> int:
         return next((sync.divisor for sync in self._syncs.values()), self.world_size)
@@ -353,7 +363,8 @@ class RunContext(Collectives):
         if not self.world.is_main or (now < self._next_progress and step + 1 < self.steps):
             return
         self._next_progress = now + _PROGRESS_SECONDS
-        loss = None if self._loss is None else float(self._loss) / self._divisor * self.world_size
+        # The factor of a loss has the number of ranks with other rows, of which this is one.
+        loss = None if self._loss is None else float(self._loss)
         place = {"epoch": epoch + 1, "epochs": self._config.epochs, "step": step + 1}
         self._client.progress(**place, steps=self.steps, loss=loss)
 

@@ -60,14 +60,18 @@ def test_a_strategy_trains_what_it_trains_on_cpus(strategy: str) -> None:
 class Attending(nn.Module):
     """Attention with dropout, and scores of words of which each row's loss is computed within the module."""
 
+    plan = {"q": "colwise", "k": "colwise", "v": "colwise", "out": "rowwise", "head": "colwise_gather_output"}
+
     def __init__(self, dropout: float) -> None:
         super().__init__()
-        self.first, self.head = nn.Linear(6, 4 * 8), nn.Linear(8, 12)
-        self.attention = nn.MultiheadAttention(8, 2, dropout, batch_first=True)
+        self.first, self.head, self.drop = nn.Linear(6, 4 * 8), nn.Linear(8, 12), nn.Dropout(dropout)
+        self.q, self.k, self.v, self.out = (nn.Linear(8, 8) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         places = self.first(x).view(-1, 4, 8)
-        scores = self.head(self.attention(places, places, places, need_weights=False)[0])
+        q, k, v = (part(places).unflatten(2, (-1, 4)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        attended = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        scores = self.head(self.out(self.drop(attended)))
         return (scores.logsumexp(-1) - scores[..., 0]).mean(1)
 
 
@@ -103,36 +107,15 @@ def test_a_plan_is_compared_on_the_device_of_a_rank() -> None:
         trained(wrong, ranks=2)
 
 
-class Sequences(nn.Module):
-    """Layers whose positions two ranks have not equally many of."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True)
-        self.first, self.encoder = nn.Linear(6, 3 * 8), nn.TransformerEncoder(layer, 1, nn.LayerNorm(8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.encoder(self.first(x).view(-1, 3, 8))[..., 0].sum(1)
-        return out
-
-
-@pytest.mark.parametrize(
-    ("module", "params", "options"),
-    [
-        (Attending, {"dropout": 0.0}, {"plan": {"attention": "heads", "head": "colwise_own_rows"}}),
-        (Attending, {"dropout": 0.5}, {"plan": {"attention": "heads", "head": "colwise_own_rows"}}),
-        (Sequences, {}, {"sequence": True}),
-    ],
-)
-def test_attention_scores_and_sequences_that_are_divided_train_as_on_cpus_and_wait_for_nothing(
-    module: type[nn.Module], params: dict[str, Any], options: dict[str, Any]
-) -> None:
-    recipe = {"module": module, "module_params": params, "optimizer": "SGD"}
-    job = job_of(validated=True, strategy="mesh", strategy_params={"tensor": 2, **options}, recipe=recipe)
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_attention_and_scores_that_are_divided_train_as_on_cpus_and_wait_for_nothing(dropout: float) -> None:
+    recipe = {"module": Attending, "module_params": {"dropout": dropout}, "optimizer": "SGD"}
+    params = {"tensor": 2, "plan": Attending.plan}
+    job = job_of(validated=True, strategy="mesh", strategy_params=params, recipe=recipe)
     state, metas = trained(job, ranks=2)
     assert not waits_in_steps(metas)
     assert all(value.isfinite().all() for value in state.values())
-    if not params.get("dropout"):  # devices draw other numbers
+    if not dropout:  # devices draw other numbers
         close(state, trained(job, ranks=2, device="cpu")[0])
 
 

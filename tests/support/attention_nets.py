@@ -1,4 +1,4 @@
-"""Networks of torch's transformer layers, of a row of five numbers."""
+"""Networks with attention, of a row of five numbers."""
 
 from __future__ import annotations
 
@@ -47,43 +47,20 @@ class Encoder(nn.Module):
         return [Unit(enter, self.first), *map(deeper, self.encoder.layers), Unit(last, self.last)]
 
 
-class Translator(nn.Module):
-    """Encoder and decoder, positions first, with a causal mask and attention to fewer positions; one number a row."""
+class Heads(nn.Module):
+    """Attention whose queries, keys and values have a linear layer each; a row has four positions, and one number."""
 
-    def __init__(self) -> None:
+    plan = {"q": "colwise", "k": "colwise", "v": "colwise", "out": "rowwise"}
+
+    def __init__(self, width: int = 8, head: int = 2) -> None:
         super().__init__()
-        self.source, self.target = nn.Linear(5, 3 * 8), nn.Linear(5, 4 * 8)
-        self.encoder = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0)
-        self.decoder = nn.TransformerDecoderLayer(8, 2, 12, dropout=0.0)
-        self.last = nn.Linear(8, 1)
+        self.head = head
+        self.first, self.last = nn.Linear(5, 4 * width), nn.Linear(width, 1)
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        source = self.source(x).unflatten(1, (3, 8)).transpose(0, 1)
-        target = self.target(x).unflatten(1, (4, 8)).transpose(0, 1)
-        mask = torch.ones(4, 4, dtype=torch.bool, device=x.device).triu(1)
-        found = self.decoder(target, self.encoder(source), tgt_mask=mask, tgt_is_causal=True)
-        out: torch.Tensor = self.last(found.mean(0)).squeeze(-1)
-        return out
-
-
-class Sequences(nn.Module):
-    """A stack with a norm behind it, and a decoder layer; four ranks have two, two, one and none of the positions."""
-
-    def __init__(
-        self, dropout: float = 0.0, *, norm_first: bool = False, layers: int = 2, feedforward: int = 12
-    ) -> None:
-        super().__init__()
-        kind = {"dropout": dropout, "batch_first": True, "norm_first": norm_first}
-        self.first, self.last = nn.Linear(5, 5 * 8), nn.Linear(8, 1)
-        layer = nn.TransformerEncoderLayer(8, 4, feedforward, **kind)
-        self.encoder = nn.TransformerEncoder(layer, layers, nn.LayerNorm(8), enable_nested_tensor=False)
-        self.decoder = nn.TransformerDecoderLayer(8, 4, feedforward, **kind)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        positions = self.first(x).unflatten(1, (5, 8))
-        padding = torch.arange(5, device=x.device) >= 4 + (x[:, :1] > 0)
-        mask = torch.ones(3, 3, dtype=torch.bool, device=x.device).triu(1)
-        memory = self.encoder(src=positions, src_key_padding_mask=padding)
-        found = self.decoder(positions[:, :3], memory, tgt_mask=mask, memory_key_padding_mask=padding)
-        out: torch.Tensor = self.last(found.mean(1)).squeeze(-1)
+        positions = self.first(x).unflatten(1, (4, -1))
+        q, k, v = (part(positions).unflatten(2, (-1, self.head)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        attended = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        out: torch.Tensor = self.last((positions + self.out(attended)).mean(1)).squeeze(-1)
         return out

@@ -30,7 +30,7 @@ from sparktorch.base.devices import download
 from sparktorch.errors import PersistenceError
 from sparktorch.train.checkpoint.directory import CLAIM, Directory, Lease, claim_in
 from sparktorch.train.checkpoint.tensors import Needs, fetch_tensors, foreign, storable
-from sparktorch.train.sharding.dtensor import first_copy, local_parts
+from sparktorch.train.sharding.dtensor import first_copy, local_part
 
 __all__ = ["CheckpointStore", "Manifest", "Share", "read_tensors", "snapshot"]
 
@@ -66,15 +66,13 @@ def snapshot(tensors: Mapping[str, torch.Tensor], rest: dict[str, Any], saves: C
     """
     started = time.perf_counter()
     own = {
-        name: [(part.detach(), offset or [0]) for part, offset in local_parts(value) if part.numel()]
+        name: local_part(value)
         for name, value in tensors.items()
         if (first_copy(value) if hasattr(value, "to_local") else saves(name))
     }
-    files = []
-    for number in range(max(map(len, own.values()), default=0)):
-        parts = {name: found[number] for name, found in own.items() if number < len(found)}
-        copies = download({name: part for name, (part, _) in parts.items()}, copy=True)
-        files.append({n: (copies[n].reshape(part.shape or (1,)).contiguous(), at) for n, (part, at) in parts.items()})
+    copies = download({name: part.detach() for name, (part, _) in own.items() if part.numel()}, copy=True)
+    file = {name: (copy.reshape(copy.shape or (1,)).contiguous(), own[name][1] or [0]) for name, copy in copies.items()}
+    files = [file] if file else []
     content = io.BytesIO()
     torch.save({name: storable(value, name) for name, value in rest.items()}, content)
     return Share(files, content.getvalue(), time.perf_counter() - started)

@@ -16,7 +16,7 @@ from torch import nn
 from sparktorch.base.state_dict import WRAPPER, extra_states
 from sparktorch.errors import PersistenceError
 from sparktorch.train.checkpoint.directory import Directory
-from sparktorch.train.sharding.dtensor import local_parts
+from sparktorch.train.sharding.dtensor import local_part
 
 __all__ = [
     *("OPTIMIZER", "Needs", "create_optimizer_state", "fetch_tensors", "foreign", "forget_optimizer_state"),
@@ -88,13 +88,14 @@ def load_extra_state(module: nn.Module, values: Mapping[str, torch.Tensor]) -> N
 
 def needed_parts(wanted: Mapping[str, torch.Tensor]) -> Needs:
     """Returns a function that tells whether a saved part of a tensor overlaps this rank's part of a wanted one."""
-    parts = {name: local_parts(tensor) for name, tensor in wanted.items()}
+    parts = {name: local_part(tensor) for name, tensor in wanted.items()}
 
     def needs(name: str, first: list[int], shape: list[int]) -> bool:
-        own = (  # a scalar has no axis here, but one in the file
-            zip(begin, part.shape, first, shape, strict=False) for part, begin in parts.get(name, ())
-        )
-        return any(all(a < d + n and d < a + m for a, m, d, n in axes) for axes in own)
+        if name not in parts:
+            return False
+        part, begin = parts[name]
+        axes = zip(begin, part.shape, first, shape, strict=False)  # a scalar has no axis here, but one in the file
+        return all(a < d + n and d < a + m for a, m, d, n in axes)
 
     return needs
 
@@ -283,21 +284,22 @@ def _readable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _InPlaces(torch.Tensor):
-    """A sharded tensor by the places of this rank's parts, for which `torch.distributed.checkpoint` asks."""
+    """A sharded tensor by the place of this rank's part, for which `torch.distributed.checkpoint` asks."""
 
-    parts: dict[tuple[int, ...], torch.Tensor]
+    part: torch.Tensor
+    offset: list[int]
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> _InPlaces:
-        """Returns one of the shape of a `DTensor`, whose parts are views of its shard."""
+        """Returns one of the shape of a `DTensor`, whose part is its shard."""
         made = torch.empty((), dtype=tensor.dtype).expand(tensor.shape).as_subclass(cls)
-        made.parts = {tuple(offset): part for part, offset in local_parts(tensor)}
+        made.part, made.offset = local_part(tensor)
         return made
 
     def __create_chunk_list__(self) -> list[Any]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-        return [ChunkStorageMetadata(torch.Size(offset), part.shape) for offset, part in self.parts.items()]
+        return [ChunkStorageMetadata(torch.Size(self.offset), self.part.shape)]
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        return self.parts[tuple(index.offset)]
+        return self.part

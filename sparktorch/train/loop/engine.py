@@ -100,7 +100,7 @@ class Engine:
         together = self.kind.divides_parameters
         self.split = Split(config, world, steps=steps, min_rows=self.min_rows, together=together)
         # Models of transformers ignore what the attention mask hides.
-        self._masks = model_in(plain) is not None and not self.strategy.exchanges_rows
+        self._masks = model_in(plain) is not None and self.strategy.ranks_of_rows == 1
         if config.channels_last:
             plain.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             plain.register_forward_pre_hook(_laid_out, with_kwargs=True)
@@ -295,15 +295,15 @@ class Engine:
 
     def _backward(self, batch: Batch, scale: float) -> tuple[torch.Tensor, Sums]:
         """Accumulates the gradients of a batch; returns its loss sum and metric sums."""
-        batch = self.strategy.together(batch)
         if self._presence is not None:
             self._presence.rows = batch.rows > 0
         few = batch.rows < self.min_rows and self._presence is None
         buffers = [buffer.clone() for buffer in self.module.buffers()] if few and self._own_buffers else []
-        found = self._pass(batch, scale)
+        with self.strategy.shared_rows(batch) as shared:
+            loss, metrics = self._pass(shared, scale)
         if buffers:  # statistics of placeholder rows, or of one row twice
             self._restore(buffers)
-        return found
+        return loss / self.strategy.ranks_of_rows, metrics  # which all have computed
 
     def _pass(self, batch: Batch, scale: float) -> tuple[torch.Tensor, Sums]:
         if self.kind.runs_passes:

@@ -129,16 +129,16 @@ class Validation:
         engine = self._engine
         with closing(self._shard.validation(self._size, batches=self._batches)) as batches:
             for held in self._reporter.moving(batches):
-                batch = engine.strategy.together(held)
                 loss: torch.Tensor | None = None
-                if engine.training_step is None:
-                    output = engine.forward(module, batch)
-                else:
-                    with _calls(module, listen=self._shows_output and self._listens) as calls:
-                        loss, sums = engine.evaluated(module, batch)
-                    means.add(sums)
-                    output = self._output(module, batch, calls)
-                if not batch.rows:
+                with engine.strategy.shared_rows(held) as batch:
+                    if engine.training_step is None:
+                        output = engine.forward(module, batch)
+                    else:
+                        with _calls(module, listen=self._shows_output and self._listens) as calls:
+                            loss, sums = engine.evaluated(module, batch)
+                        means.add(sums)
+                        output = self._output(module, batch, calls)
+                if not batch.rows or not engine.strategy.reports_rows:
                     continue
                 label = batch.label
                 if output is not None:
@@ -295,13 +295,13 @@ def check_loss(engine: Engine, config: TrainConfig, world: World, dataset: RankD
         engine.module.eval()
         while group < groups:
             first = group * size % batch.rows
-            rows = batch.slice(first, min(first + size, batch.rows))
-            losses = _losses(engine, config, module, rows)
-            whole = next(losses)
-            if group == 0:  # passes may be collectives, of which every rank takes as many
-                scalar = isinstance(whole, torch.Tensor) and not whole.dim()
-                groups = int(max_over_ranks(torch.tensor(-(-min(batch.rows, _ROWS) // size) * scalar), world))
-            found = [whole, *losses] if groups else []
+            with engine.strategy.shared_rows(batch.slice(first, min(first + size, batch.rows))) as rows:
+                losses = _losses(engine, config, module, rows)
+                whole = next(losses)
+                if group == 0:  # passes may be collectives, of which every rank takes as many
+                    scalar = isinstance(whole, torch.Tensor) and not whole.dim()
+                    groups = int(max_over_ranks(torch.tensor(-(-min(batch.rows, _ROWS) // size) * scalar), world))
+                found = [whole, *losses] if groups else []
             if found and rows.rows > 1:
                 check_mean(found, (rows.rows // 2, rows.rows - rows.rows // 2), **named, rough=rough)
             group += 1
@@ -314,15 +314,15 @@ def check_loss(engine: Engine, config: TrainConfig, world: World, dataset: RankD
 
 def _losses(engine: Engine, config: TrainConfig, module: nn.Module, batch: Batch) -> Iterator[Any]:
     """Yields what the user's code computes for rows, twice, and for their halves; a loss on the same output."""
-    strategy, step, half = engine.strategy, engine.training_step, batch.rows // 2
+    step, half = engine.training_step, batch.rows // 2
     spans = [(0, batch.rows), (0, batch.rows), (0, half or 1), (half, batch.rows)]
     if engine.loss is not None:
-        output, label = align(config.task, engine.forward(module, strategy.together(batch)), batch.label)
+        output, label = align(config.task, engine.forward(module, batch), batch.label)
         for start, end in spans:
             yield engine.loss.per_row(rows_of(output, start, end), None if label is None else label[start:end])
         return
     assert step is not None
     for start, end in spans:
         with autocast(batch.inputs[0].device, config.precision):
-            loss, _ = step.per_row(strategy.shown(module), strategy.together(batch.slice(start, end)))
+            loss, _ = step.per_row(engine.strategy.shown(module), batch.slice(start, end))
         yield loss

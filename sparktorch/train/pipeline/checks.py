@@ -16,13 +16,11 @@ from sparktorch.base.batch import Batch
 from sparktorch.errors import ModuleError, line_of_user, refusing
 from sparktorch.train.numerics.determinism import untouched_generators
 from sparktorch.train.pipeline.cut import HOW, Cut, bare
-from sparktorch.train.recipe.loss import Sums
+from sparktorch.train.recipe.loss import Step
 from sparktorch.train.sharding.arguments import Arguments
-from sparktorch.train.tensor_parallel.comparison import as_before, emptied, filled
+from sparktorch.train.sharding.comparison import as_before, emptied, filled, is_fake, results_of
 
 __all__ = ["MicroLosses", "arguments_of", "check_equal", "check_rows", "check_step", "stand_in"]
-
-Step = Callable[[nn.Module, Batch], tuple[torch.Tensor, Sums]]
 
 _TOLERANCE = 1e-4
 _SHARD = "use strategyParams.shard instead of pipeline"
@@ -46,13 +44,6 @@ def check_rows(values: Iterable[Any], rows: int, what: str = "the module returns
             )
 
 
-def _is_fake(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether a tensor has no values."""
-    from torch._subclasses import FakeTensor
-
-    return any(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in tensors)
-
-
 def check_equal(cut: Cut, given: Arguments, module: nn.Module) -> None:
     """Compares the stages, one after another, with the module: outputs and, in training, gradients, under one seed.
 
@@ -62,14 +53,18 @@ def check_equal(cut: Cut, given: Arguments, module: nn.Module) -> None:
     Raises:
         ModuleError: They differ, or the forward pass changes a buffer, or returns no row for each row.
     """
-    fake, device = _is_fake((*module.parameters(), *given.tensors)), given.tensors[0].device
+    fake = is_fake((*module.parameters(), *given.tensors))
     zeros = [] if fake else filled(module)
-    trained = [p for p in module.parameters() if p.requires_grad]
+
+    def whole() -> Any:
+        returned = given.call_again(module)
+        check_rows(pytree.tree_leaves(returned), given.rows)
+        return returned
+
     try:
         with as_before(module) as before:
             module.train()
-            with untouched_generators(device):
-                expected = _whole(given, module, given.tensors)
+            expected = results_of(module, whole)
             changed = [name for name, b in module.named_buffers() if not fake and not torch.equal(b, before[name])]
             if changed:
                 raise _differs(
@@ -77,13 +72,8 @@ def check_equal(cut: Cut, given: Arguments, module: nn.Module) -> None:
                     "computes on a micro-batch and its padding at a time",
                     f"leave it as it is in training, or {_SHARD}",
                 )
-            check_rows(expected, given.rows)
-            with untouched_generators(device):
-                found = _composed(cut, given, module, given.tensors)
-            alike = [t.shape for t in found] == [t.shape for t in expected]
-            if alike and not fake:
-                alike = _close(expected, found) and _close(_gradients(expected, trained), _gradients(found, trained))
-            if not alike:
+            staged = results_of(module, lambda: _composed(cut, given, module, given.tensors))
+            if expected.difference(staged, _tolerance(module)):
                 raise _differs(f"{_stages(module)} compute something else than it: other outputs or gradients")
             if not fake:
                 _check_evaluation(cut, given, module)
@@ -97,16 +87,19 @@ def _check_evaluation(cut: Cut, given: Arguments, module: nn.Module) -> None:
     module.eval()
     first = [tensor[:1] for tensor in given.tensors]
     other = [_another(row) for row in first]
-    with untouched_generators(first[0].device):
-        try:
-            both = [torch.cat(pair) for pair in zip(first, other, strict=True)]
-            together, again = _whole(given, module, both), _whole(given, module, both)
-        except Exception:  # of the second row
-            return
-        apart = zip(_composed(cut, given, module, first), _composed(cut, given, module, other), strict=True)
-        found = [torch.cat(pair) for pair in apart]
-    draws = any(not torch.equal(one, two) for one, two in zip(together, again, strict=True))
-    if not draws and not _close(together, found):
+
+    def both() -> Any:
+        return given.call(module, *(torch.cat(pair) for pair in zip(first, other, strict=True)))
+
+    def apart() -> list[torch.Tensor]:
+        composed = (_composed(cut, given, module, row) for row in (first, other))
+        return [torch.cat(pair) for pair in zip(*composed, strict=True)]
+
+    try:
+        together = results_of(module, both)
+    except Exception:  # of the second row
+        return
+    if not together.drawn and together.difference(results_of(module, apart), _tolerance(module)):
         raise _differs(
             f"{type(module).__name__} computes another output of a row beside another one, or in evaluation something "
             "else than its stages, and a pipeline computes on a micro-batch at a time",
@@ -119,12 +112,6 @@ def _another(row: torch.Tensor) -> torch.Tensor:
     if row.is_floating_point():
         return row / 2 + 0.25
     return row.flip(-1) if row.dim() > 1 and row.dtype is not torch.bool else row
-
-
-def _whole(given: Arguments, module: nn.Module, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns the tensors in what the module returns."""
-    leaves = pytree.tree_leaves(given.call(module, *map(torch.clone, tensors)))
-    return [value for value in leaves if isinstance(value, torch.Tensor)]
 
 
 def _composed(cut: Cut, given: Arguments, module: nn.Module, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -141,13 +128,6 @@ def _composed(cut: Cut, given: Arguments, module: nn.Module, tensors: Sequence[t
     return list(passed)
 
 
-def _gradients(outputs: Sequence[torch.Tensor], trained: Sequence[nn.Parameter]) -> list[torch.Tensor]:
-    """Returns the gradients of the outputs' squares; zeros where there are none."""
-    losses = [output.float().square().sum() for output in outputs if output.requires_grad]
-    found = torch.autograd.grad(losses, trained, allow_unused=True) if losses else [None] * len(trained)
-    return [torch.zeros_like(p) if g is None else g for p, g in zip(trained, found, strict=True)]
-
-
 def _stages(module: nn.Module) -> str:
     return f"the stages of {type(module).__name__}, one after another,"
 
@@ -156,15 +136,10 @@ def _differs(what: str, hint: str = HOW) -> ModuleError:
     return ModuleError(what, hint=hint, param="module", code="ST-PIPELINE")
 
 
-def _close(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
-    """Whether tensors are equal up to a part of the largest number in each."""
-    for a, b in zip(one, other, strict=True):
-        rounding = 8 * torch.finfo(a.dtype).eps if a.is_floating_point() else 0.0
-        tolerance = max(_TOLERANCE, rounding)
-        a, b = a.detach().double().nan_to_num(), b.detach().double().nan_to_num()
-        if a.shape != b.shape or (a.numel() and (a - b).abs().max() > tolerance * a.abs().max().clamp(min=1e-6)):
-            return False
-    return True
+def _tolerance(module: nn.Module) -> float:
+    """Returns how far numbers may differ by rounding, relative to the largest one."""
+    floats = {p.dtype for p in module.parameters() if p.is_floating_point()}
+    return max([_TOLERANCE, *(8 * torch.finfo(dtype).eps for dtype in floats)])
 
 
 def _refused(what: str, hint: str = _ONE_CALL) -> ModuleError:
@@ -224,7 +199,7 @@ def check_step(step: Step, module: nn.Module, batch: Batch) -> Arguments | None:
         check_rows(given.tensors, len(batch.inputs[0]), "the training step calls the module with", "trainingStep")
         output = given.call(module, *map(torch.clone, given.tensors))  # it may change them in place
         check_rows(pytree.tree_leaves(output), given.rows)
-        values = not _is_fake(given.tensors)
+        values = not is_fake(given.tensors)
         found = MicroLosses(step, module, batch, given, compare=values)(output, 0, given.rows)
     if values and not torch.allclose(expected.sum(), found.sum(), rtol=1e-3, equal_nan=True):
         raise _refused("computes another loss where a pipeline stands for its module")

@@ -27,7 +27,6 @@ from sparktorch.base.config import Precision, TrainConfig
 from sparktorch.base.world import World
 from sparktorch.errors import ConfigError, SparkTorchError
 from sparktorch.train.checkpoint.tensors import create_optimizer_state, own_optimizer
-from sparktorch.train.huggingface.models import arguments
 from sparktorch.train.loop.engine import Engine
 from sparktorch.train.pipeline.cut import Cut
 from sparktorch.train.plan.table import Need, Plan
@@ -37,8 +36,7 @@ from sparktorch.train.sharding.units import ShardingOptions, recomputed
 from sparktorch.train.strategies.fsdp import units
 from sparktorch.train.strategies.mesh_options import MeshOptions
 from sparktorch.train.strategies.registry import check_module, check_strategy, check_workers, strategy_for
-from sparktorch.train.tensor_parallel.sequence import is_below, outermost
-from sparktorch.train.tensor_parallel.styles import DIVIDED, HEADS, OWN_ROWS, SUMMED, check_plan
+from sparktorch.train.tensor_parallel.styles import DIVIDED, SUMMED, check_plan
 
 __all__ = ["plan"]
 
@@ -47,7 +45,7 @@ _log = logging.getLogger(__name__)
 _SIZES = (2, 4, 8)
 _SHARED = ("ddp", "zero1", "zero2", "zero3")
 # Where ranks that share a layer exchange its values: inputs backward, outputs forward.
-_ENDS = {"rowwise": "out", "colwise": "in", "colwise_gather_output": "in out", OWN_ROWS: "in", HEADS: "in out"}
+_ENDS = {"rowwise": "out", "colwise": "in", "colwise_gather_output": "in out"}
 
 
 def plan(recipe: Recipe, config: TrainConfig, workers: int, first: Batch, *, memory: int | None = None) -> Plan:
@@ -64,7 +62,8 @@ def plan(recipe: Recipe, config: TrainConfig, workers: int, first: Batch, *, mem
     measured = _Measured(recipe, config, workers, first)
     tried: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in _SHARED] + _meshes(workers)
     own = (config.strategy, dict(config.strategy_params))
-    if own not in tried and own[0] in (*_SHARED, "mesh"):
+    by_function = isinstance(own[1].get("plan"), str)  # nothing is known of what it divides
+    if own not in tried and own[0] in (*_SHARED, "mesh") and not by_function:
         tried.append(own)
     needs = tuple(measured.need(name, options) for name, options in tried)
     return Plan(needs=needs, workers=workers, rows=measured.rows, parameters=measured.count, memory=memory)
@@ -135,7 +134,7 @@ class _Measured:
         sizes = (1, 1, 1 if copies else self._workers, 1)
         _, pipeline, shard, tensor = known.sizes(self._workers) if strategy == "mesh" else sizes
         data = self._workers // (pipeline * shard * tensor)
-        styles = check_plan(self._module, known.plan, tensor, staged=pipeline > 1) if tensor > 1 else {}
+        styles = check_plan(self._module, known.plan, tensor) if tensor > 1 else {}
         of_worker = {parameter: parameter.nbytes for parameter in self._parameters.values()}  # before it is sharded
         for name, style in styles.items():
             for kind, parameter in self._module.get_submodule(name).named_parameters(recurse=False):
@@ -165,8 +164,6 @@ class _Measured:
         exchanged = sum(
             self._kept[f"{name}:{end}"] for name, style in styles.items() for end in _ENDS.get(style, "").split()
         )
-        # Own rows of an output go from one worker to another, instead of being summed up or gathered for all.
-        exchanged += sum(self._kept[f"{name}:out"] // tensor for name, style in styles.items() if style == OWN_ROWS)
         sent += self._share * tensor * 2 * _gathered(exchanged, tensor)
         # Until the last pass of a step has reduced them, a worker has whole gradients.
         whole = bool(gathered) and (self._passes > 1 or pipeline > 1)
@@ -204,9 +201,7 @@ class _Measured:
         of_ranks: list[dict[nn.Parameter, int]] = [{} for _ in range(options.stages // options.stages_per_rank)]
         for name, parameter in self._parameters.items():
             of_ranks[cut.stage_of[name] % len(of_ranks)][parameter] = sizes[parameter]
-        args, kwargs = arguments(self._first, self._module)
-        kwargs.pop("labels", None)
-        given, values, passed = Arguments.of(args, kwargs), list[torch.Tensor](), 0
+        given, values, passed = Arguments.of_batch(self._first, self._module), list[torch.Tensor](), 0
         for number in range(options.stages):
             stage = cut.stage(number)
             stage.given, passed = given, max(passed, _size(values))
@@ -218,16 +213,11 @@ class _Measured:
     ) -> int:
         """Returns the bytes of the activations and inputs of a worker, which has the rows of all that share them.
 
-        What is between a layer with a divided output and one with a divided input is divided, too, and so is what is
-        within attention, and within layers whose sequences are divided. Of a pipeline, a worker has an equal part of
-        the activations, of as many micro-batches as its schedule keeps. Units that compute theirs again keep their
-        inputs, and the largest one at a time its activations.
+        What is between a layer with a divided output and one with a divided input is divided, too. Of a pipeline, a
+        worker has an equal part of the activations, of as many micro-batches as its schedule keeps. Units that compute
+        theirs again keep their inputs, and the largest one at a time its activations.
         """
-        if tensor > 1 and options.sequence:
-            divided = sum(self._kept[f"{name}:within"] for name in outermost(self._module))
-        else:
-            begins = [name for name, style in styles.items() if style in ("colwise", OWN_ROWS, HEADS)]
-            divided = sum(self._kept[f"{name}:begun"] for name in begins)
+        divided = sum(self._kept[f"{name}:begun"] for name, style in styles.items() if style == "colwise")
         kept = tensor * (self._kept[""] - divided) + divided
         weights = 0 if options.param_dtype else self._once // (tensor * pipeline)  # as autocast has them
         in_flight = options.count if pipeline > 1 and options.schedule == "gpipe" else pipeline
@@ -249,8 +239,8 @@ class _Measured:
 
     def _again(self, scope: str, wrapped: Sequence[str]) -> tuple[float, float]:
         """Returns what a part keeps of a row whose units compute theirs again, and the most that one of them does."""
-        below = [name for name in wrapped if name != scope and is_below(name, [scope])]
-        units = [name for name in below if not is_below(name, [each for each in below if each != name])]
+        below = [name for name in wrapped if name != scope and _is_below(name, [scope])]
+        units = [name for name in below if not _is_below(name, [each for each in below if each != name])]
         whole = self._kept[f"{scope}:within" if scope else ""]
         kept = whole - sum(self._kept[f"{name}:within"] - self._kept[f"{name}:more"] for name in units)
         return kept, max([0.0, *(sum(self._again(name, wrapped)) for name in units)])
@@ -261,8 +251,7 @@ class _Activations:
 
     `found` has bytes: all of them as "". `NAME:in` and `NAME:out` are those of a part's inputs and output,
     `NAME:within` what is kept while it computes, but for its inputs, and `NAME:more` those of its inputs that are not
-    kept. `NAME:begun` is what a linear layer or attention begins: within attention, and from the output of a linear
-    layer on until the next one.
+    kept. `NAME:begun` is what a linear layer begins: from its output on until the next one.
     """
 
     def __init__(self, engine: Engine, batch: Batch) -> None:
@@ -289,8 +278,7 @@ class _Activations:
             self._seen.add(storage)
             self._tensors.append(tensor)
             names = {f"{name}:within" for name, inputs in self._open if storage not in inputs}
-            attention = next((name for name, inputs in self._open if name == self._begun and storage in inputs), None)
-            for name in {"", *names, *([f"{self._begun}:begun"] if attention is None else [])}:
+            for name in {"", *names, f"{self._begun}:begun"}:
                 self.found[name] += tensor.untyped_storage().nbytes()
         return tensor
 
@@ -298,18 +286,21 @@ class _Activations:
         given = {id(t): t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}.values()
         self.found[f"{name}:in"] += sum(tensor.nbytes for tensor in given if tensor.requires_grad)
         self._open.append((name, {_storage(tensor): tensor.nbytes for tensor in given if tensor.requires_grad}))
-        if isinstance(part, nn.MultiheadAttention):
-            self._begun = name
 
     def _leave(self, name: str, part: nn.Module, args: Any, output: Any) -> None:
         _, inputs = self._open.pop()
         if self.found[f"{name}:within"]:  # it would keep its inputs if it computed this again
             self.found[f"{name}:more"] += sum(size for storage, size in inputs.items() if storage not in self._seen)
         if isinstance(part, DIVIDED):
-            attention = isinstance(part, nn.MultiheadAttention)
-            self._begun = "" if attention else name
-            returned = output[:1] if attention else pytree.tree_leaves(output)
-            self.found[f"{name}:out"] += sum(each.nbytes for each in returned if isinstance(each, torch.Tensor))
+            self._begun = name
+            self.found[f"{name}:out"] += sum(
+                t.nbytes for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor)
+            )
+
+
+def _is_below(name: str, parts: Iterable[str]) -> bool:
+    """Whether a part of a module is one of some, or within one."""
+    return any(not part or name == part or name.startswith(f"{part}.") for part in parts)
 
 
 def _storage(tensor: torch.Tensor) -> int | None:

@@ -28,7 +28,7 @@ from sparktorch.train.recipe.lookup import building, look_up, name_of, parameter
 from sparktorch.train.recipe.task import align, each_tensor, prediction
 
 __all__ = [
-    *("GroupsLossStep", "Loss", "Means", "Sums", "TrainingStep"),
+    *("GroupsLossStep", "Loss", "Means", "Step", "Sums", "TrainingStep"),
     *("check_mean", "full_precision", "mean_of", "step_scales", "weigh"),
 ]
 
@@ -36,6 +36,8 @@ _ROWWISE = "return one loss per row: a tensor of shape (rows,)"
 _NOISE = 1e-6  # of sums in float32 that cancel
 
 Sums = Mapping[str, tuple[torch.Tensor | float, torch.Tensor | float]]  # weighted sums, and sums of weights
+# What computes the sum of the weighted losses of a batch, and sums of metrics, with a module that it is given.
+Step = Callable[[nn.Module, Batch], tuple[torch.Tensor, Sums]]
 
 
 def step_scales(weights: torch.Tensor, divisor: int) -> npt.NDArray[np.float64]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+
+from sparktorch.base.batch import Batch
+from sparktorch.train.huggingface.models import arguments
 
 __all__ = ["Arguments"]
 
@@ -28,6 +31,13 @@ class Arguments:
         return cls(
             values, spec, [i for i, value in enumerate(values) if isinstance(value, torch.Tensor) and value.dim()]
         )
+
+    @classmethod
+    def of_batch(cls, batch: Batch, module: nn.Module) -> Arguments:
+        """Takes those of a call with a batch, without labels: a model of transformers would compute a loss, too."""
+        args, kwargs = arguments(batch, module)
+        kwargs.pop("labels", None)
+        return cls.of(args, kwargs)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -51,6 +61,14 @@ class Arguments:
             values[place] = tensor
         args, kwargs = pytree.tree_unflatten(values, self.spec)
         return args, kwargs
+
+    def to(self, device: torch.device) -> Arguments:
+        """Returns arguments whose tensors lie on a device."""
+        return replace(self, values=[v.to(device) if isinstance(v, torch.Tensor) else v for v in self.values])
+
+    def call_again(self, module: nn.Module) -> Any:
+        """Calls a module with copies of the tensors, which it may change in place."""
+        return self.call(module, *map(torch.clone, self.tensors))
 
     def call(self, module: nn.Module, *tensors: torch.Tensor) -> Any:
         """Calls a module with other tensors in place of these."""

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from sparktorch.base.quiet import quiet
 
 __all__ = [
-    *("PIPELINE", "TENSOR", "divide_gradients", "first_copy", "gradients_by_copies", "local", "local_parts"),
+    *("PIPELINE", "TENSOR", "divide_gradients", "first_copy", "gradients_by_copies", "local", "local_part"),
     *("mesh_of_training", "part_of", "sharded_like", "step_on_both", "unadvised", "undivided", "unviewed", "whole"),
 ]
 
@@ -169,11 +169,8 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the whole tensor. For a sharded one this is a collective, which every rank must call."""
-    if not hasattr(tensor, "full_tensor"):
-        return tensor
-    divided, ranks, blocks = _in_order_of_ranks(tensor)
-    found: torch.Tensor = divided.full_tensor()
-    return found if blocks == 1 else found.view(ranks, blocks, -1, *found.shape[1:]).transpose(0, 1).flatten(0, 2)
+    complete: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return complete
 
 
 def step_on_both(optimizer: torch.optim.Optimizer) -> None:
@@ -195,45 +192,13 @@ def unadvised() -> AbstractContextManager[None]:
     return quiet("torch.distributed.tensor._redistribute", logging.ERROR)
 
 
-def local_parts(tensor: torch.Tensor) -> list[tuple[torch.Tensor, list[int]]]:
-    """Returns this rank's shard of a tensor, and its offset along each axis of the whole tensor.
-
-    Of a packed tensor, the shard's rows are in several places: there is a part for each.
-    """
+def local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+    """Returns this rank's shard of a tensor, and its offset along each axis of the whole tensor."""
     part = local(tensor)
     if part is tensor:
-        return [(tensor, [0] * tensor.dim())]
+        return tensor, [0] * tensor.dim()
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    divided, ranks, blocks = _in_order_of_ranks(tensor)
-    _, offset = compute_local_shape_and_global_offset(divided.shape, divided.device_mesh, divided.placements)
-    if blocks == 1:
-        return [(part, list(offset))]
-    height = len(tensor) // (ranks * blocks)  # of what a rank has of a block
-    found, first, end = [], offset[0], offset[0] + len(part)
-    while first < end:
-        (rank, block), below = divmod(first // height, blocks), first % height
-        count = min(height - below, end - first)
-        start = first - offset[0]
-        found.append((part[start : start + count], [(block * ranks + rank) * height + below, *offset[1:]]))
-        first += count
-    return found
-
-
-def _in_order_of_ranks(tensor: torch.Tensor) -> tuple[Any, int, int]:
-    """Returns a `DTensor` with rows in the order of the ranks, the number of ranks, and of blocks, which packing makes.
-
-    It is the tensor itself, with one block, if it is not packed.
-    """
-    from torch.distributed.tensor import DTensor, Shard
-    from torch.distributed.tensor.placement_types import _StridedShard
-
     divided: Any = tensor
-    mesh, placements = divided.device_mesh, dict(zip(_plain(divided.device_mesh), divided.placements, strict=True))
-    # Torch's operators make a plain _StridedShard of a Packed, which no other tensor has along this dimension.
-    if not isinstance(packed := placements.get(TENSOR), _StridedShard):
-        return divided, 1, 1
-    placements[TENSOR] = Shard(0)
-    shape, stride, order = divided.shape, divided.stride(), list(placements.values())
-    ordered = DTensor.from_local(divided.to_local(), mesh, order, run_check=False, shape=shape, stride=stride)
-    return ordered, mesh.size(list(placements).index(TENSOR)), abs(int(packed.split_factor))
+    _, offset = compute_local_shape_and_global_offset(divided.shape, divided.device_mesh, divided.placements)
+    return part, list(offset)

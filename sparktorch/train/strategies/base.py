@@ -18,15 +18,14 @@ from sparktorch.base.devices import download
 from sparktorch.base.imports import load_object
 from sparktorch.base.world import World
 from sparktorch.errors import Refusal
-from sparktorch.train.recipe.loss import Sums
+from sparktorch.train.recipe.loss import Step, Sums
 from sparktorch.train.recipe.recipe import Recipe
 
 __all__ = [
-    *("GradientSync", "GradientsOfRows", "Job", "Kind", "OwnState", "Start", "Step", "Strategy", "broadcast"),
+    *("GradientSync", "GradientsOfRows", "Job", "Kind", "OwnState", "Start", "Strategy", "broadcast"),
     "needs_optimizer_class",
 ]
 
-Step = Callable[[nn.Module, Batch], tuple[torch.Tensor, Sums]]
 O = TypeVar("O")  # noqa: E741 - the options of a strategy
 
 
@@ -266,25 +265,32 @@ class Strategy(ABC, Generic[O]):
         return recipe.build_optimizer(module)
 
     @property
-    def exchanges_rows(self) -> bool:
-        """Whether ranks exchange the inputs of a forward pass, which then should have the same shapes in all ranks."""
-        return False
+    def ranks_of_rows(self) -> int:
+        """Number of ranks that compute on the same rows, and so compute the same loss."""
+        return 1
 
-    def together(self, batch: Batch) -> Batch:
-        """Returns a batch as the ranks that compute on its rows together need it. A collective of these, if any."""
-        return batch
+    @property
+    def reports_rows(self) -> bool:
+        """Whether this rank reports what is computed of its rows: one of the ranks that compute on the same does."""
+        return True
+
+    def shared_rows(self, batch: Batch) -> AbstractContextManager[Batch]:
+        """Returns a context of a pass on a batch, which yields it with the rows of all ranks that compute on the same.
+
+        These ranks draw the same numbers in it. It is a collective of them, if there are several.
+        """
+        return nullcontext(batch)
 
     def run_pass(
         self, module: nn.Module, batch: Batch, step: Step, scale: float, autocast: AbstractContextManager[Any]
     ) -> tuple[torch.Tensor, Sums]:
-        """Runs forward and backward of a micro-batch of this rank's rows, for strategies that run passes.
+        """Runs forward and backward of a micro-batch from `shared_rows`, for strategies that run passes.
 
         `step` calls a module with a batch, `scale` is a factor of the loss, and `autocast` the context of a forward
         pass.
 
         Returns:
-            This rank's part of the sum of the weighted losses of all ranks, without the factor, a scalar tensor; and
-            the sums of metrics.
+            The sum of the weighted losses of the batch, without the factor, a scalar tensor; and the sums of metrics.
         """
         raise NotImplementedError
 

@@ -9,11 +9,11 @@ parameters without the network between hosts, which carries 1/`shard` of the gra
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,10 +22,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from sparktorch.base.batch import Batch
 from sparktorch.base.devices import is_host
+from sparktorch.base.imports import load_object
 from sparktorch.distributed.process_group import KEEPS_ORDER, subgroup
-from sparktorch.errors import ConfigError, Refusal
-from sparktorch.train.huggingface.models import MODEL_LOSS, arguments, gets_row_labels, without_caches
+from sparktorch.errors import ConfigError, ModuleError, Refusal
+from sparktorch.train.huggingface.models import MODEL_LOSS, gets_row_labels, without_caches
 from sparktorch.train.recipe.recipe import Recipe
+from sparktorch.train.sharding.arguments import Arguments
+from sparktorch.train.sharding.comparison import Comparison
 from sparktorch.train.sharding.dtensor import (
     divide_gradients,
     gradients_by_copies,
@@ -34,19 +37,17 @@ from sparktorch.train.sharding.dtensor import (
     part_of,
     step_on_both,
     undivided,
+    unviewed,
 )
 from sparktorch.train.sharding.layout import groups_along, layout
+from sparktorch.train.sharding.shared_rows import compare_first_call, shared_rows
 from sparktorch.train.sharding.units import check_optimizer, check_parts
 from sparktorch.train.strategies.base import GradientSync, Job, Start
 from sparktorch.train.strategies.fsdp import ZERO3, ShardedGradients, Zero3, check_sharding, needs_group
 from sparktorch.train.strategies.mesh_options import MeshOptions, Sizes
-from sparktorch.train.tensor_parallel.comparison import Comparison, check_gradients
-from sparktorch.train.tensor_parallel.row_exchange import RowExchange, check_parts_within
-from sparktorch.train.tensor_parallel.styles import OWN_ROWS, SUMMED, check_plan, left_whole, shard_layers
+from sparktorch.train.tensor_parallel.styles import SUMMED, check_plan, left_whole, shard_layers
 
 __all__ = ["MESH", "Mesh", "MeshOptions", "check_mesh", "styles_of"]
-
-C = TypeVar("C")
 
 _log = logging.getLogger(__name__)
 
@@ -55,7 +56,6 @@ class Mesh(Zero3[MeshOptions]):
     """As `zero3` within each group of `shard` ranks; between groups, gradients are averaged."""
 
     _summed: Sequence[nn.Module] = ()  # parts whose gradients ranks that share layers compute in parts
-    _compared = False  # whether the divided module was compared with the undivided one
     _whole: nn.Module | None = None  # has the shapes of all parameters where this rank has those of some layers only
 
     @cached_property
@@ -108,20 +108,25 @@ class Mesh(Zero3[MeshOptions]):
     @cached_property
     def _sharing(self) -> dist.ProcessGroup:
         """The ranks that compute on the same rows."""
-        return self._layers
+        if self._sizes.pipeline == 1:
+            return self._layers
+        return subgroup(self._world, self._layout.movedim(2, 1).reshape(-1, self.ranks_of_rows).tolist())
 
     @property
-    def exchanges_rows(self) -> bool:
-        """Whether ranks exchange the inputs of a forward pass."""
-        return self._sizes.tensor > 1
+    def ranks_of_rows(self) -> int:
+        """Number of ranks that compute on the same rows, and so compute the same loss."""
+        return self._options.ranks_of_rows
 
-    def together(self, batch: Batch) -> Batch:
-        """Returns a batch whose padded inputs are as long as the longest of the ranks that compute on its rows."""
-        if not (self.exchanges_rows and batch.pads):
-            return batch
-        longest = torch.tensor([batch.inputs[place].shape[1] for place in batch.pads])
-        dist.all_reduce(longest, dist.ReduceOp.MAX, group=None if self._options.stacked > 1 else self._sharing)
-        return batch.padded(dict(zip(batch.pads, longest.tolist(), strict=True)))
+    @property
+    def reports_rows(self) -> bool:
+        """Whether this rank reports what is computed of its rows: the first of those that compute on the same does."""
+        return self.ranks_of_rows == 1 or self._sharing.rank() == 0
+
+    def shared_rows(self, batch: Batch) -> AbstractContextManager[Batch]:
+        """Returns a context of a pass on the rows of all ranks that compute on the same."""
+        if self.ranks_of_rows == 1:
+            return super().shared_rows(batch)
+        return shared_rows(batch, self._sharing, self._device)
 
     @classmethod
     def shards(cls, options: MeshOptions, workers: int) -> bool:
@@ -129,8 +134,7 @@ class Mesh(Zero3[MeshOptions]):
 
         What is not divided by `tensor` is a plain tensor then, beside `DTensor`s.
         """
-        together = (options.pipeline or 1) * (options.tensor or 1)
-        return super().shards(options, workers) and (together != workers or needs_group(options))
+        return super().shards(options, workers) and (options.ranks_of_rows != workers or needs_group(options))
 
     @property
     def _wraps(self) -> bool:
@@ -147,30 +151,28 @@ class Mesh(Zero3[MeshOptions]):
 
     def prepare(self, module: nn.Module, start: Start) -> nn.Module:
         """Divides layers, and shards what is left of each rank's parameters, in place."""
-        if self.exchanges_rows:
-            exchange = RowExchange(self._sharing, self._device)
-            group = self._sharing
-            comparison = self._undivided(
-                module, start, lambda args, kwargs: Comparison(module, args, kwargs, group, exchange, self._device)
-            )
-            exchange.attach(module, self._divide_layers(module, self._styles(module), start))
-            self._compared = comparison is not None and comparison.check(
-                module.to(self._device), partial(self._complete, module)
-            )
+        if self._sizes.tensor > 1:
+            given = self._first_row(module, start)
+            comparison = None if given is None else Comparison(module, given, self._layers, self._device)
+            self._divide_layers(module, self._styles(module), start)
+            if comparison is not None:
+                comparison.check(module.to(self._device), partial(self._complete, module))
+            if self._in_users_loop:
+                compare_first_call(module, self._layers)
         return super().prepare(module, start)
 
-    def _undivided(self, module: nn.Module, start: Start, compare: Callable[[Any, Any], C]) -> C | None:
-        """Calls `compare` with a row of each rank before layers are divided; returns `None` if nothing is compared.
+    def _first_row(self, module: nn.Module, start: Start) -> Arguments | None:
+        """Returns what a module is called with for one row, the same in the ranks that compute on the same rows.
 
-        One group of ranks compares for all: that of rank 0, and only if values and rows are known.
+        It is `None` where nothing is compared: one group of ranks compares for all, that of rank 0, and only if values
+        and rows are known, and the device may hold a rank's part of the module at once.
         """
-        if self._sizes.tensor == 1 or start.example is None or any(p.is_meta for p in module.parameters()):
+        offloads = self._options.cpu_offload and not is_host(self._device)
+        if self._sizes.tensor == 1 or offloads or start.example is None or any(p.is_meta for p in module.parameters()):
             return None
-        if self._options.cpu_offload and not is_host(self._device):  # the device may not hold its part at once
-            return None
-        args, kwargs = arguments(self.together(start.example().slice(0, 1)), without_caches(module))
-        kwargs.pop("labels", None)  # with which a model of transformers computes a loss, too
-        return compare(args, kwargs) if 0 in dist.get_process_group_ranks(self._sharing) else None
+        with self.shared_rows(start.example()) as batch:
+            given = Arguments.of_batch(batch.slice(0, 1), without_caches(module))
+        return given if 0 in dist.get_process_group_ranks(self._sharing) else None
 
     def _styles(self, module: nn.Module) -> dict[str, str]:
         """Returns the style of each layer that is divided, and warns of those that could be but for their sizes."""
@@ -182,22 +184,23 @@ class Mesh(Zero3[MeshOptions]):
             _log.warning("strategyParams.tensor is %d: %r, %s, stays whole%s", size, *whole[0], others)
         return styles_of(module, self._options)
 
-    def _divide_layers(self, module: nn.Module, styles: Mapping[str, str], start: Start) -> list[nn.Module]:
-        """Divides those layers that this rank has, in place; returns those whose columns are exchanged for rows."""
+    def _divide_layers(self, module: nn.Module, styles: Mapping[str, str], start: Start) -> None:
+        """Divides those layers that this rank has, in place."""
+        if isinstance(self._options.plan, str):
+            _divided_by_function(self._options.plan, module, part_of(self._ranks, "tensor"))
+            return
         parts = {name: module.get_submodule(name) for name in styles}
-        own = {name: style for name, style in styles.items() if next(parts[name].parameters(), None) is not None}
-        if own:
-            ways = {"sequence": self._options.sequence, "recompute_allgather": self._options.recompute_allgather}
-            shard_layers(module, part_of(self._ranks, "tensor"), own, start.materialise, **ways)
-        self._summed = [parts[name] for name, style in own.items() if style == SUMMED]
-        return [parts[name] for name, style in own.items() if style == OWN_ROWS]
+        present = {name: style for name, style in styles.items() if next(parts[name].parameters(), None) is not None}
+        if present:
+            shard_layers(module, part_of(self._ranks, "tensor"), present, start.materialise)
+        self._summed = [parts[name] for name, style in present.items() if style == SUMMED]
 
     def optimizer(self, recipe: Recipe, module: nn.Module) -> torch.optim.Optimizer:
         """Builds the optimizer of this rank's shards, which may lie on several meshes, or beside plain tensors."""
         built = recipe.build_optimizer(module, self._whole)
         if len({hasattr(parameter, "to_local") for parameter in module.parameters()}) > 1:
             step_on_both(built)
-        if self.exchanges_rows and isinstance(built, torch.optim.ASGD):
+        if self.ranks_of_rows > 1 and isinstance(built, torch.optim.ASGD):
             for group in built.param_groups:
                 group["foreach"] = False  # its kernels take those of one mesh only
         return built
@@ -251,12 +254,8 @@ class _DividedGradients(ShardedGradients):
         self._mesh, self._module, self.completes = mesh, module, bool(mesh._summed)
 
     def complete(self) -> None:
-        """Completes them, and compares those of what is not divided, where the divided module was not compared."""
-        mesh = self._mesh
-        mesh._complete(self._module)
-        if not mesh._compared:
-            mesh._compared = True
-            check_gradients(self._module, mesh._layers)
+        """Completes them."""
+        self._mesh._complete(self._module)
 
 
 def styles_of(module: nn.Module, options: MeshOptions) -> dict[str, str]:
@@ -265,7 +264,25 @@ def styles_of(module: nn.Module, options: MeshOptions) -> dict[str, str]:
     if size == 1:
         return {}
     check_parts(module, staged=False)
-    return check_plan(module, options.plan, size, staged=options.stacked > 1, sequence=options.sequence)
+    if isinstance(options.plan, str):
+        load_object(options.plan)
+        return {}
+    return check_plan(module, options.plan, size)
+
+
+def _divided_by_function(path: str, module: nn.Module, mesh: DeviceMesh) -> None:
+    """Lets a user's function divide a module among the ranks of a mesh of one dimension; refuses other modules."""
+    returned = load_object(path)(module, mesh)
+    if returned is not module:
+        raise ModuleError(
+            f"strategyParams.plan: {path} returned a {type(returned).__name__} that is not the module which it got",
+            hint="divide the module in place, as parallelize_module does, and return it",
+            param="strategyParams",
+            code="ST-TENSOR-PARALLEL",
+        )
+    for part in module.modules():
+        if any(hasattr(parameter, "to_local") for parameter in part.parameters(recurse=False)):
+            part.register_forward_hook(unviewed, with_kwargs=True)
 
 
 def check_mesh(job: Job) -> None:
@@ -274,12 +291,11 @@ def check_mesh(job: Job) -> None:
     options, module = job.options, job.module
     if module is None and job.workers is not None:
         options.sizes(job.workers)
-    if module is None or job.batch is None or (options.tensor or 1) * options.stacked == 1:
+    if module is None or job.batch is None or options.ranks_of_rows == 1:
         return
-    if job.recipe.training_step == MODEL_LOSS and gets_row_labels(module):
+    if options.stacked > 1 and job.recipe.training_step == MODEL_LOSS and gets_row_labels(module):
         raise ConfigError(
-            f"{type(module).__name__} computes the loss of its rows, which with strategyParams.tensor or pipeline "
-            "are those of several ranks",
+            f"{type(module).__name__} computes the loss of its rows, which a pipeline computes of micro-batches",
             hint="set loss, such as 'CrossEntropyLoss'",
             param="loss",
             code="ST-MESH",
@@ -287,9 +303,6 @@ def check_mesh(job: Job) -> None:
     if (options.tensor or 1) > 1:
         check_optimizer(job.recipe, module)
         styles_of(module, options)
-        step = job.recipe.build_training_step()
-        if step is not None and options.stacked == 1:
-            check_parts_within(step, module, job.batch)
 
 
 MESH = replace(
@@ -299,17 +312,17 @@ MESH = replace(
     check=check_mesh,
     refusals=(
         Refusal(
-            "compile",
-            lambda job: job.options.sequence and job.config.compile,
-            "compile does not compile layers between which strategyParams.sequence divides sequences",
-            "leave compile or sequence out",
+            "strategyParams",
+            lambda job: isinstance(job.options.plan, str) and job.config.model_folder,
+            "strategyParams.plan is a function, which wants a module with values, and with modelDir no worker has one",
+            "give a plan by patterns of names, or leave modelDir out",
             "ST-MESH",
         ),
         Refusal(
             "strategyParams",
-            lambda job: (job.options.tensor or 1) * job.options.stacked > 1 and job.recipe.steps_itself,
-            "a LightningModule computes in steps of its own, in which ranks that share layers or rows cannot exchange "
-            "them",
+            lambda job: job.options.ranks_of_rows > 1 and job.recipe.steps_itself,
+            "a LightningModule computes in steps of its own, and strategyParams.tensor and pipeline compute on the "
+            "rows of several workers",
             "pass its network as module, with a loss, or use strategyParams.shard instead of tensor and pipeline",
             "ST-MESH",
         ),

@@ -9,9 +9,9 @@ from typing import Literal, NamedTuple
 from sparktorch.base.config import at_least, one_of
 from sparktorch.errors import ConfigError, Refusal, refuse
 from sparktorch.train.sharding.units import ShardingOptions
-from sparktorch.train.tensor_parallel.styles import OWN_ROWS, STYLES
+from sparktorch.train.tensor_parallel.styles import STYLES
 
-__all__ = ["MeshOptions", "Sizes"]
+__all__ = ["MeshOptions", "Sizes", "refuse_former"]
 
 
 class Sizes(NamedTuple):
@@ -21,6 +21,18 @@ class Sizes(NamedTuple):
     pipeline: int
     shard: int
     tensor: int
+
+
+# Options and styles of earlier versions, and what to use instead of them.
+_NO_LONGER = {
+    **dict.fromkeys(
+        ("sequence", "recompute_allgather"),
+        "leave it out; activation_checkpointing and a smaller microBatchSize save memory of activations",
+    ),
+    "heads": "write attention with an nn.Linear each for queries, keys and values ('colwise') and for the output "
+    "('rowwise'), or use strategy='zero3'",
+    "colwise_own_rows": "use 'colwise_gather_output', and a smaller microBatchSize if the scores are too large",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +53,9 @@ class MeshOptions(ShardingOptions):
         schedule: "1f1b" runs the backward pass of a micro-batch as soon as it can; "gpipe" runs all forward passes
             first, and keeps the activations of all micro-batches.
         plan: How layers are divided, by globs of their names: "colwise", "rowwise", "colwise_gather_output" or
-            "colwise_own_rows", and attention by "heads"; empty for the plan that is known of the module. The output of
-            a "colwise" layer is divided, as a "rowwise" one takes it.
-        sequence: Whether each of the ranks that share layers has a part of the sequences between these layers, in
-            torch's transformer layers.
-        recompute_allgather: Whether a layer that takes all of such a sequence gathers it again backward, instead of
-            keeping it.
+            "sum_gradients"; empty for the plan that is known of the module. The output of a "colwise" layer is divided,
+            as a "rowwise" one takes it. Or the import path of a function `(module, mesh) -> module`, which divides the
+            module in place with torch's functions, such as `parallelize_module`.
     """
 
     data: int | None = None
@@ -57,15 +66,14 @@ class MeshOptions(ShardingOptions):
     split: list[str] = field(default_factory=list)
     micro_batches: int | None = None
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
-    plan: dict[str, str] = field(default_factory=dict)
-    sequence: bool = False
-    recompute_allgather: bool = True
+    plan: dict[str, str] | str = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, value in self._given().items():
             at_least(f"strategyParams.{name}", value, 1)
-        for pattern, style in self.plan.items():
+        for pattern, style in {} if isinstance(self.plan, str) else self.plan.items():
+            refuse_former(style, f"strategyParams.plan[{pattern!r}] is {style!r}, which")
             one_of(f"strategyParams.plan[{pattern!r}]", style, STYLES)
         one_of("strategyParams.schedule", self.schedule, ("1f1b", "gpipe"))
         at_least("strategyParams.stages_per_rank", self.stages_per_rank, 1)
@@ -77,6 +85,11 @@ class MeshOptions(ShardingOptions):
     def stacked(self) -> int:
         """Number of ranks that have the layers one after another."""
         return self.pipeline or 1
+
+    @property
+    def ranks_of_rows(self) -> int:
+        """Number of ranks that compute on the same rows."""
+        return (self.tensor or 1) * self.stacked
 
     @property
     def stages(self) -> int:
@@ -104,7 +117,7 @@ class MeshOptions(ShardingOptions):
             ConfigError: They do not multiply to the number of workers.
         """
         tensor, pipeline = self.tensor or 1, self.stacked
-        left = workers // (tensor * pipeline)
+        left = workers // self.ranks_of_rows
         data = self.data or left // (self.shard or 1)
         shard = self.shard or left // data if data else 0
         if data * shard * tensor * pipeline == workers:
@@ -123,22 +136,25 @@ class MeshOptions(ShardingOptions):
         return {name: value for name in Sizes._fields if (value := getattr(self, name)) is not None}
 
 
+def refuse_former(name: str, what: str) -> None:
+    """Refuses an option or style of earlier versions with a `ConfigError`, which says what to use instead."""
+    if name in _NO_LONGER:
+        raise ConfigError(
+            f"{what} is no longer there", hint=_NO_LONGER[name], param="strategyParams", code="ST-TENSOR-PARALLEL"
+        )
+
+
 # Options that do not fit each other: when, what is wrong, and what to do.
 _CLASHES: Sequence[tuple[Callable[[MeshOptions], object], str, str]] = (
     (
-        lambda p: not (p.sequence or p.recompute_allgather),
-        "strategyParams.recompute_allgather is False, and has no effect without strategyParams.sequence",
-        "set sequence to True, or leave recompute_allgather out",
-    ),
-    (
-        lambda p: p.sequence and (p.stacked > 1 or p.plan),
-        "strategyParams.sequence does not work with strategyParams.pipeline or plan",
-        "leave sequence out, or these",
-    ),
-    (
-        lambda p: (p.sequence or p.plan) and (p.tensor or 1) == 1,
-        "strategyParams has sequence or plan, for layers that workers share, and there are no tensor ranks",
+        lambda p: p.plan and (p.tensor or 1) == 1,
+        "strategyParams has plan, for layers that workers share, and there are no tensor ranks",
         "set strategyParams.tensor to the number of workers that share a layer",
+    ),
+    (
+        lambda p: isinstance(p.plan, str) and p.stacked > 1,
+        "strategyParams.plan is a function, and strategyParams.pipeline divides a module before the function gets it",
+        "give a plan by patterns of names",
     ),
     (
         lambda p: not p._given(),
@@ -149,11 +165,6 @@ _CLASHES: Sequence[tuple[Callable[[MeshOptions], object], str, str]] = (
         lambda p: p.stacked == 1 and (p.split or p.micro_batches or p.stages_per_rank > 1),
         "strategyParams has options of a pipeline, and no pipeline ranks",
         "set strategyParams.pipeline to the number of workers that have the layers one after another",
-    ),
-    (
-        lambda p: p.stacked > 1 and OWN_ROWS in p.plan.values(),
-        f"strategyParams.plan has {OWN_ROWS!r}, and the last stage of a pipeline computes the loss of all rows",
-        "use 'colwise_gather_output' there",
     ),
     (
         lambda p: p.stages_per_rank > 1 and p.schedule == "gpipe",

@@ -19,21 +19,19 @@ from torch import nn
 
 from sparktorch.base.batch import Batch
 from sparktorch.base.devices import is_host, seed
-from sparktorch.distributed.process_group import subgroup, sum_over_ranks
+from sparktorch.distributed.process_group import sum_over_ranks
 from sparktorch.errors import Refusal
 from sparktorch.train.checkpoint.tensors import OPTIMIZER
-from sparktorch.train.huggingface.models import arguments
 from sparktorch.train.pipeline.checks import MicroLosses, arguments_of, check_equal, check_rows, check_step, stand_in
 from sparktorch.train.pipeline.cut import Cut, Stage
 from sparktorch.train.pipeline.pipe import Pipe, as_bytes
-from sparktorch.train.recipe.loss import Sums
+from sparktorch.train.recipe.loss import Step, Sums
 from sparktorch.train.sharding.arguments import Arguments
+from sparktorch.train.sharding.comparison import Comparison, in_evaluation, moved
 from sparktorch.train.sharding.dtensor import PIPELINE, part_of, unadvised, whole
 from sparktorch.train.sharding.units import check_checkpointing, check_parts, units
-from sparktorch.train.strategies.base import Job, Start, Step
+from sparktorch.train.strategies.base import Job, Start
 from sparktorch.train.strategies.mesh import MESH, Mesh, check_mesh, styles_of
-from sparktorch.train.tensor_parallel.comparison import Comparison, in_evaluation, moved
-from sparktorch.train.tensor_parallel.row_exchange import RowExchange
 
 __all__ = ["KIND"]
 
@@ -43,19 +41,11 @@ _log = logging.getLogger(__name__)
 class PipelineMesh(Mesh):
     """A mesh with the dimension `pipeline`: the engine's module is a `Pipe`; a rank has parameters of some stages."""
 
-    exchanges_rows = True
     _reshard_after_forward = False
     _compares_calls = False
     _compared_step = False
     _pipe: Pipe
     _cut: Cut
-    _exchange: RowExchange
-
-    @cached_property
-    def _sharing(self) -> dist.ProcessGroup:
-        """The ranks that compute on the same rows."""
-        lists = self._layout.movedim(2, 1).reshape(-1, self._sizes.pipeline * self._sizes.tensor).tolist()
-        return subgroup(self._world, lists)
 
     @cached_property
     def _stacked(self) -> dist.ProcessGroup:
@@ -69,14 +59,12 @@ class PipelineMesh(Mesh):
         group = self._stacked
         own = {number: cut.stage(number) for number in range(group.rank(), options.stages, group.size())}
         aliases = cut.aliases(own.values())
-        comparisons = self._undivided(module, start, lambda *given: self._comparisons(module, cut, own, *given)) or {}
+        given = self._first_row(module, start)
+        comparisons = {} if given is None else self._comparisons(cut, own, given.to(self._device))
         cut.keep(own)
         self._divide_layers(module, styles, start)
-        compared = [
+        for stage, comparison in comparisons.items():
             comparison.check(stage.to(self._device), partial(self._complete, module))
-            for stage, comparison in comparisons.items()
-        ]
-        self._compared = bool(compared) and all(compared)
         for stage in own.values():
             present = {type(part).__name__ for part in stage.modules()}
             classes = [name for name in options.wrap_classes if name in present]
@@ -90,32 +78,25 @@ class PipelineMesh(Mesh):
         self._cut, self._whole = cut, cut.outline
         copies = self._sharing.size() < self._world.world_size
         self._pipe = Pipe(module, own, group, self._device, options.schedule, options.count, copies=copies)
-        self._exchange = RowExchange(self._sharing, self._device)
-        self._exchange.attach(self._pipe)
         return self._pipe
 
-    def _comparisons(
-        self, module: nn.Module, cut: Cut, own: dict[int, Stage], args: Any, kwargs: Any
-    ) -> dict[Stage, Comparison]:
-        """Returns what this rank's stages compute of a row of each rank before their layers are divided.
+    def _comparisons(self, cut: Cut, own: dict[int, Stage], given: Arguments) -> dict[Stage, Comparison]:
+        """Returns what this rank's stages compute of a row before their layers are divided.
 
         The first rank of those with the same rows calls all stages, one after another on its device, and the first rank
         of those that share a stage's layers once more with gradients. Nothing is compared if it cannot.
         """
-        exchange, found = RowExchange(self._sharing, self._device), dict[Stage, Comparison]()
-        given = Arguments.of(*exchange.before(module, args, kwargs))
-        exchange.restore()
         inputs = {str(place): tensor for place, tensor in enumerate(given.tensors)}
         stages = {number: own.get(number) or cut.stage(number) for number in range(self._options.stages)}
         for stage in stages.values():
             stage.given = given
         sent: list[Any] = [self._passed_on(stages, inputs) if self._sharing.rank() == 0 else None]
         dist.broadcast_object_list(sent, group=self._sharing, group_src=0)
-        for number, passed in sent[0].items():
-            if number in own:
-                received = [tensor.to(self._device) for tensor in passed]
-                found[own[number]] = Comparison(own[number], received, inputs, self._layers, device=self._device)
-        return found
+        return {
+            own[number]: Comparison(own[number], Arguments.of(passed, inputs), self._layers, self._device)
+            for number, passed in sent[0].items()
+            if number in own
+        }
 
     def _passed_on(
         self, stages: dict[int, Stage], inputs: dict[str, torch.Tensor]
@@ -134,6 +115,14 @@ class PipelineMesh(Mesh):
             return {}
         return passed
 
+    def shared_rows(self, batch: Batch) -> AbstractContextManager[Batch]:
+        """Returns a context of a pass on the rows of all ranks of a pipeline, padded as those of its copies are."""
+        if batch.pads:
+            longest = torch.tensor([batch.inputs[place].shape[1] for place in batch.pads])
+            dist.all_reduce(longest, dist.ReduceOp.MAX)
+            batch = batch.padded(dict(zip(batch.pads, longest.tolist(), strict=True)))
+        return super().shared_rows(batch)
+
     def shown(self, module: nn.Module) -> nn.Module:
         """Returns what stands for the pipeline: it has the methods of the user's module, and no parts."""
         return stand_in(self._pipe.module, module.__call__)
@@ -143,26 +132,14 @@ class PipelineMesh(Mesh):
     ) -> tuple[torch.Tensor, Sums]:
         """Runs the rows of all ranks that share them through the pipeline."""
         pipe = self._pipe
-        own = arguments_of(step, pipe.module, batch)
-        ones = torch.ones(len(batch.inputs[0]), device=self._device)
-        weights = [ones if each is None else each for each in (batch.weight, batch.loss_weight)]
-        self._exchange.flags = (batch.weight is not None) + 2 * (batch.loss_weight is not None)
-        sent = (own.values, list(batch.inputs), batch.label, weights)
-        (values, inputs, label, weights), _ = self._exchange.before(module, sent, {})
         # Stages drop other activations, and ranks that share a layer the same.
         seed(torch.initial_seed() + self._stacked.rank(), self._device)
-        given = replace(own, values=values)
-        # A rank without rows has weights of zero for its placeholders, and others may have none.
-        weight, loss_weight = (each if self._exchange.flags & bit else None for bit, each in enumerate(weights, 1))
-        every = replace(batch, inputs=tuple(inputs), label=label, weight=weight, loss_weight=loss_weight)
-        every = replace(every, lengths={}, tokens=None)  # which are known of this rank's own rows only
-        losses = MicroLosses(step, pipe.module, every, given, compare=not self._compared_step)
+        # Lengths and tokens are left out, by which a micro-batch would be cut to its longest row.
+        batch = replace(batch, lengths={}, tokens=None)
+        given = arguments_of(step, pipe.module, batch).to(self._device)
+        losses = MicroLosses(step, pipe.module, batch, given, compare=not self._compared_step)
         self._compared_step = True
-        try:
-            total = pipe.train_rows(given, losses, scale, autocast)
-        finally:
-            self._exchange.restore()
-        return total / self._sharing.size(), losses.metrics
+        return pipe.train_rows(given, losses, scale, autocast), losses.metrics
 
     def metrics(self) -> dict[str, float]:
         """Returns the share of the time that ranks of a pipeline were idle, and that of equal stages by formula."""
@@ -226,11 +203,7 @@ def _check(job: Job) -> None:
     cut = Cut(module, options.stages, options.split, styles_of(module, options))
     step = job.recipe.build_training_step()
     given = None if step is None else check_step(step, module, batch)
-    if given is None:
-        args, kwargs = arguments(batch, module)
-        kwargs.pop("labels", None)  # with which a model of transformers computes a loss, too
-        given = Arguments.of(args, kwargs)
-    check_equal(cut, given, module)
+    check_equal(cut, given or Arguments.of_batch(batch, module), module)
     parts = nn.ModuleList(cut.stage(number) for number in range(options.stages))
     check_checkpointing(options, f"{type(module).__name__} in stages", units(parts, options, module))
 

@@ -16,7 +16,7 @@ from sparktorch.errors import ConfigError, ModuleError, Refusal, refuse
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies import ddp, fsdp, independent, local_sgd, mesh, pipeline_mesh
 from sparktorch.train.strategies.base import Job, Kind, Strategy
-from sparktorch.train.strategies.mesh_options import MeshOptions
+from sparktorch.train.strategies.mesh_options import MeshOptions, refuse_former
 from sparktorch.train.strategies.parameter_server import strategy as parameter_server
 
 __all__ = [
@@ -67,6 +67,8 @@ def strategy_for(name: str, params: Mapping[str, Any]) -> tuple[Kind, Any]:
             param="strategyParams",
             code="ST-UNKNOWN-NAME",
         )
+    for option in unknown:
+        refuse_former(option, f"strategyParams.{option}")
     options = from_dict(kind.options, params, where="strategyParams")
     staged = isinstance(options, MeshOptions) and (options.pipeline or 1) > 1
     return pipeline_mesh.KIND if staged else kind, options

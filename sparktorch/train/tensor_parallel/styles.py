@@ -1,8 +1,7 @@
 """Tensor parallelism: each rank of a group has a part of every divided layer, and all compute on the same rows.
 
 Shoeybi et al. 2019, Megatron-LM (https://arxiv.org/abs/1909.08053), section 3. Torch's `parallelize_module` divides the
-layers, `nn.Linear` and `nn.Embedding`; `divided_layers.py` divides `nn.MultiheadAttention`, and `sequence.py` what is
-between layers.
+layers, `nn.Linear` and `nn.Embedding`.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -21,20 +19,21 @@ from torch.nn import functional as F
 
 from sparktorch.errors import ConfigError, nearest
 from sparktorch.train.sharding.dtensor import local, unviewed
-from sparktorch.train.tensor_parallel.divided_layers import POSITIONS, PROJECTION, shard_columns, shard_heads
-from sparktorch.train.tensor_parallel.sequence import LAYERS, linear_layers, norms_of, shard_sequence
 
-__all__ = ["DIVIDED", "HEADS", "OWN_ROWS", "STYLES", "SUMMED", "check_plan", "left_whole", "shard_layers"]
+__all__ = ["DIVIDED", "STYLES", "SUMMED", "check_plan", "left_whole", "shard_layers"]
 
 SUMMED = "sum_gradients"
-HEADS = "heads"
-OWN_ROWS = "colwise_own_rows"
 _GATHERED = "colwise_gather_output"
-STYLES = ("colwise", "rowwise", _GATHERED, OWN_ROWS, HEADS, SUMMED)
+STYLES = ("colwise", "rowwise", _GATHERED, SUMMED)
 _PARAM = "strategyParams"
 _EXAMPLE = "strategyParams={'plan': {'layers.*.fc1': 'colwise', 'layers.*.fc2': 'rowwise'}}"
-_LINEAR = (nn.Linear, nn.Embedding)
-DIVIDED = (*_LINEAR, nn.MultiheadAttention)
+DIVIDED = (nn.Linear, nn.Embedding)
+_TRANSFORMER_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+# The reason why torch's own attention cannot be divided by heads, and what to use instead.
+_PACKED = (
+    "an nn.MultiheadAttention, whose queries, keys and values are one parameter: write attention with an nn.Linear for "
+    "each of them, or use strategy='zero3'"
+)
 _ELEMENTWISE = (
     *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.Softplus, nn.Hardswish),
     *(nn.Tanh, nn.Sigmoid, nn.LogSigmoid, nn.Hardtanh, nn.Hardsigmoid, nn.Softsign, nn.Dropout, nn.Identity),
@@ -46,53 +45,33 @@ _WITHOUT_PARTNER = ("embedding_rowwise", "colwise_rep", _GATHERED)
 
 
 def shard_layers(
-    module: nn.Module,
-    mesh: DeviceMesh,
-    styles: Mapping[str, str],
-    materialise: Callable[[nn.Module], None],
-    *,
-    sequence: bool = False,
-    recompute_allgather: bool = True,
+    module: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str], materialise: Callable[[nn.Module], None]
 ) -> None:
     """Divides layers of a module among the ranks of a mesh of one dimension, in place.
 
-    All have the same parameters; `materialise` gives a layer its values first. With `sequence`, ranks have parts of the
-    sequences between layers, which those that take all gather again backward if `recompute_allgather`. What
-    "sum_gradients" and "colwise_own_rows" need besides is left to the caller: to sum gradients over these ranks, and to
-    exchange columns for rows.
+    All have the same parameters; `materialise` gives a layer its values first. Of "sum_gradients", the caller sums the
+    gradients over these ranks.
     """
-    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
     parts: dict[str, Any] = dict(module.named_modules(remove_duplicate=False))
-    by_positions = set(linear_layers(module)) if sequence else set()
     of_torch: dict[str, ParallelStyle] = {
         "colwise": ColwiseParallel(),
-        OWN_ROWS: ColwiseParallel(),
         _GATHERED: ColwiseParallel(output_layouts=Replicate()),
         "rowwise": RowwiseParallel(),
     }
-    scattering = RowwiseParallel(output_layouts=Shard(POSITIONS), use_local_output=False)
     for name, kind in styles.items():
         part = parts[name]
         if kind == SUMMED:
             continue
         materialise(part)
-        if kind == HEADS:
-            shard_heads(part, mesh, recompute_allgather=recompute_allgather)
-            continue
-        if kind == "colwise" and name in by_positions:
-            shard_columns(part, mesh, recompute_allgather=recompute_allgather)
-        else:
-            style = scattering if name in by_positions else of_torch[kind]
-            if kind == "rowwise" and isinstance(part, nn.Embedding):
-                style = RowwiseParallel(input_layouts=Replicate())
-            parallelize_module(part, mesh, style, src_data_rank=None)  # all ranks have the same parameters
+        of_table = kind == "rowwise" and isinstance(part, nn.Embedding)
+        style = RowwiseParallel(input_layouts=Replicate()) if of_table else of_torch[kind]
+        parallelize_module(part, mesh, style, src_data_rank=None)  # all ranks have the same parameters
         if isinstance(part, nn.Embedding):
             part.register_forward_pre_hook(_check_index)
         part.register_forward_hook(unviewed, with_kwargs=True)
-    if sequence:
-        shard_sequence(module, mesh)
     for part in parts.values():
         if isinstance(part, nn.TransformerEncoder):
             part.use_nested_tensor = False  # it makes nested tensors for kernels that take whole layers
@@ -105,24 +84,18 @@ def _check_index(part: Any, inputs: Any) -> None:
     torch._assert_async(known, f"an index is not one of the {part.num_embeddings} rows of an nn.Embedding")
 
 
-def check_plan(
-    module: nn.Module, plan: Mapping[str, str], size: int, *, staged: bool = False, sequence: bool = False
-) -> dict[str, str]:
+def check_plan(module: nn.Module, plan: Mapping[str, str], size: int) -> dict[str, str]:
     """Returns the style of each layer that is divided among `size` ranks, by its name.
 
     Without a plan, that is the one that a transformers model brings, or the layers that are known to belong together:
-    attention and feed-forward layers of `nn.TransformerEncoderLayer` and `nn.TransformerDecoderLayer`, and pairs of
-    `nn.Linear` in an `nn.Sequential` with nothing but activations between them. Of these, those that cannot be divided
-    stay whole. A `staged` module is one of a pipeline, whose last stage computes the loss of all rows; with `sequence`,
-    gradients of norms are summed. A `ConfigError` says that a pattern matches no layer, or one that cannot be divided,
-    or that nothing is known of the module.
+    feed-forward layers of `nn.TransformerEncoderLayer` and `nn.TransformerDecoderLayer`, and pairs of `nn.Linear` in an
+    `nn.Sequential` with nothing but activations between them. Of these, those that cannot be divided stay whole. A
+    `ConfigError` says that a pattern matches no layer, or one that cannot be divided, or that nothing is known of the
+    module.
     """
-    found = _matched(module, plan, size) if plan else _own_plan(module, size, staged=staged)
+    found = _matched(module, plan, size) if plan else _own_plan(module, size)
     if found is None:
         found, _ = _known(module, size)
-    found |= {f"{name}.{PROJECTION}": "rowwise" for name, style in found.items() if style == HEADS}
-    if sequence:
-        found |= dict.fromkeys(norms_of(module, found, partial(_obstacle, module, size)), SUMMED)
     if not found:
         layers = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)][:4]
         raise ConfigError(
@@ -138,7 +111,7 @@ def check_plan(
 
 def left_whole(module: nn.Module, size: int) -> list[tuple[str, str]]:
     """Returns the layers that `check_plan` does not divide without a plan, though it knows their kind, and why."""
-    return [] if _own_plan(module, size, staged=False) is not None else _known(module, size)[1]
+    return [] if _own_plan(module, size) is not None else _known(module, size)[1]
 
 
 def _known(module: nn.Module, size: int) -> tuple[dict[str, str], list[tuple[str, str]]]:
@@ -149,6 +122,7 @@ def _known(module: nn.Module, size: int) -> tuple[dict[str, str], list[tuple[str
         reasons = [(name, reason) for name, style in pair if (reason := _obstacle(module, size, name, style))]
         found |= {} if reasons else dict(pair)
         whole += reasons[:1]
+    whole += [(name, _PACKED) for name, part in module.named_modules() if isinstance(part, nn.MultiheadAttention)]
     return found, whole
 
 
@@ -180,19 +154,15 @@ def _matched(module: nn.Module, plan: Mapping[str, str], size: int) -> dict[str,
 def _obstacle(module: nn.Module, size: int, name: str, style: str) -> str:
     """Returns why a layer cannot be divided; empty if it can."""
     part: Any = module.get_submodule(name)
-    if any(_tied(module, below) for below in (part.modules() if style == HEADS else [part])):
+    if _tied(module, part):
         return "whose weights are tied to those of another part"  # gradients would be summed once for each
     if style == SUMMED:
         return "" if list(part.parameters(recurse=False)) else "which has no parameters of its own"
-    kinds = {HEADS: (nn.MultiheadAttention,), OWN_ROWS: (nn.Linear,)}.get(style, _LINEAR)
-    if type(part) not in kinds:  # a subclass may compute something else
-        only = " and ".join(f"nn.{kind.__name__}" for kind in kinds)
-        own = f"{type(part).__module__}.{type(part).__qualname__}"
-        return f"a {own}, and {style!r} divides only {only}, no subclass"
-    if style == HEADS:
-        if part.bias_k is not None or part.add_zero_attn:
-            return "with add_bias_kv or add_zero_attn, whose keys and values belong to no input"
-        return f"whose {part.num_heads} heads are not divisible by {size}" if part.num_heads % size else ""
+    if isinstance(part, nn.MultiheadAttention):
+        return _PACKED
+    if type(part) not in DIVIDED:  # a subclass may compute something else
+        kind = f"{type(part).__module__}.{type(part).__qualname__}"
+        return f"a {kind}, and {style!r} divides only nn.Linear and nn.Embedding, no subclass"
     if {n for n, _ in part.named_parameters()} - {"weight", "bias"} or list(part.buffers()):
         return "which has other parameters or buffers than those of its class"
     if isinstance(part, nn.Embedding) and (part.max_norm is not None or part.scale_grad_by_freq):
@@ -203,11 +173,8 @@ def _obstacle(module: nn.Module, size: int, name: str, style: str) -> str:
     return "" if divides else f"whose {tuple(part.weight.shape)} weights are not divisible by {size} under {style!r}"
 
 
-def _own_plan(module: Any, size: int, *, staged: bool) -> dict[str, str] | None:
-    """Returns the plan that a transformers model brings; `None` if it has none.
-
-    The logits of a language model are the output of its last layer, or that of elementwise functions behind it.
-    """
+def _own_plan(module: Any, size: int) -> dict[str, str] | None:
+    """Returns the plan that a transformers model brings; `None` if it has none."""
     plan = getattr(module, "_tp_plan", None)
     if not plan or not isinstance(plan, Mapping):
         return None
@@ -221,18 +188,15 @@ def _own_plan(module: Any, size: int, *, staged: bool) -> dict[str, str] | None:
                 param=_PARAM,
                 code="ST-TENSOR-PARALLEL",
             )
-    language_model = type(module).__name__.endswith("ForCausalLM")
     found: dict[str, str] = {}
     for pattern, style in plan.items():
         for name, part in module.named_modules():
             if not fnmatchcase(name, pattern) or _tied(module, part):
                 continue
-            own = _OF_TRANSFORMERS.get(style, style or "nothing")
-            if own == _GATHERED and language_model and not staged and part is module.get_output_embeddings():
-                own = OWN_ROWS
-            reason = _obstacle(module, size, name, own) if own in STYLES else f"by {style!r}, which is not supported"
+            ours = _OF_TRANSFORMERS.get(style, style or "nothing")
+            reason = _obstacle(module, size, name, ours) if ours in STYLES else f"by {style!r}, which is not supported"
             if not reason:
-                found[name] = own
+                found[name] = ours
             elif style not in _WITHOUT_PARTNER:  # a vocabulary of any size is held whole
                 raise ConfigError(
                     f"the plan of {type(module).__name__} divides {name!r}, {reason}",
@@ -252,10 +216,7 @@ def _known_pairs(module: nn.Module) -> Iterable[list[tuple[str, str]]]:
     """Yields the layers of torch's own modules that belong together, with their styles."""
     for path, part in module.named_modules():
         prefix = f"{path}." if path else ""
-        if type(part) in LAYERS:
-            for name, child in part.named_children():
-                if isinstance(child, nn.MultiheadAttention):
-                    yield [(f"{prefix}{name}", HEADS)]
+        if type(part) in _TRANSFORMER_LAYERS:
             activation = part.activation
             if activation in _ACTIVATIONS or isinstance(activation, _ELEMENTWISE):
                 yield [(f"{prefix}linear1", "colwise"), (f"{prefix}linear2", "rowwise")]

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -16,11 +15,11 @@ from sparktorch.base.batch import Batch
 from sparktorch.base.config import TrainConfig
 from sparktorch.base.world import World
 from sparktorch.errors import ModuleError
+from sparktorch.train.sharding.arguments import Arguments
+from sparktorch.train.sharding.comparison import Comparison
 from sparktorch.train.sharding.dtensor import divide_gradients
 from sparktorch.train.strategies.base import Start
 from sparktorch.train.strategies.registry import build_strategy
-from sparktorch.train.tensor_parallel.comparison import Comparison
-from sparktorch.train.tensor_parallel.row_exchange import RowExchange
 from sparktorch.train.tensor_parallel.styles import check_plan, shard_layers
 from tests.support.nets import Gated
 from tests.support.ranks import in_group, of_two_ranks
@@ -111,13 +110,12 @@ def compared(world: World) -> dict[str, str]:
     for name, (make, plan, _) in CASES.items():
         torch.manual_seed(0)
         module = make()
-        x = torch.randn(2, 5).to(next(module.parameters()).dtype) * (world.rank + 1)
+        x = torch.randn(1, 5).to(next(module.parameters()).dtype)
         before = {name: value.clone() for name, value in module.state_dict().items()}
-        exchange, generators = RowExchange(group, torch.device("cpu")), torch.get_rng_state()
-        comparison = Comparison(module, (x,), {}, group, exchange)
+        generators = torch.get_rng_state()
+        comparison = Comparison(module, Arguments.of((x,), {}), group, torch.device("cpu"))
         assert torch.equal(torch.get_rng_state(), generators)
         shard_layers(module, mesh, check_plan(module, plan, 2), lambda part: None)
-        exchange.attach(module)
         said[name] = ""
         try:
             comparison.check(module, partial(divide_gradients, module))
@@ -157,20 +155,5 @@ def calls_before_the_first_step(world: World) -> list[tuple[bool, int]]:
     return module.calls
 
 
-def test_one_rank_alone_calls_the_undivided_module_and_one_group_compares_a_row_of_each() -> None:
-    assert in_group(4, calls_before_the_first_step) == [[(False, 2), (True, 2)], [(True, 2)], [], []]
-
-
-def steps_without_a_comparison(world: World) -> None:
-    """Takes a first step with a parameter that sees a part of the columns in each rank."""
-    config = TrainConfig(strategy="mesh", strategy_params={"tensor": 2, "plan": PAIR})
-    strategy = build_strategy(config, world)  # no rows are known, as in loops of users
-    torch.manual_seed(0)
-    module = strategy.prepare(Gated(), Start())
-    module(torch.randn(4, 5)).square().sum().backward()
-    with pytest.raises(ModuleError, match=r"(?s)'act.weight' differs between ranks.*add 'act': 'sum_gradients'"):
-        strategy.gradients(module).complete()
-
-
-def test_without_a_comparison_the_first_step_compares_the_gradients_of_ranks_that_share_layers() -> None:
-    in_group(2, steps_without_a_comparison)
+def test_one_rank_alone_calls_the_undivided_module_and_one_group_compares_a_row() -> None:
+    assert in_group(4, calls_before_the_first_step) == [[(False, 1), (True, 1)], [(True, 1)], [], []]

@@ -1,4 +1,4 @@
-"""A model on a mesh trains as one process does: in copies, shards, parts of layers and of positions, and in stages."""
+"""A model on a mesh trains as one process does: in copies, shards, parts of layers, and in stages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sparktorch.train.strategies.fsdp import ShardingOptions, Zero3
 from sparktorch.train.strategies.mesh import Mesh, MeshOptions
 from sparktorch.train.strategies.registry import build_strategy, workers_for
 from sparktorch.worker import TrainJob
-from tests.support.attention_nets import Encoder, Sequences, Translator
+from tests.support.attention_nets import Encoder, Heads
 from tests.support.nets import Chain, Paired, Tower
 from tests.support.ranks import control_server, in_group, run_ranks, train_on
 from tests.support.resume import OwnSteps, timeless
@@ -44,13 +44,8 @@ from tests.support.strategies import (
 )
 
 LANDING = pytest.mark.landing
-# A bias of the keys has no gradient but rounding, of which Adam would make steps with its own `eps`.
-STEADY: dict[str, Any] = {"optimizer": "AdamW", "optimizer_params": {"eps": 1e-2}, "learning_rate": 0.01}
-# torch looks up once how an operator divides each shape, which takes longer than to compute: there are few of them.
-SMALL = partial(Sequences, layers=1, feedforward=8)
-POSITIONS = {"sequence": True, "min_parameters": 200}
 WHOLE = {"accumulation_steps": 1}
-HEADS = {"tensor": 2, "min_parameters": 200}
+HEADS = {"tensor": 2, "plan": Heads.plan}
 
 
 @dataclass(frozen=True)
@@ -75,23 +70,16 @@ MESHES = {
     "layers": Case(2, {"tensor": 2}),
     "layers in four parts, of which some do not divide": Case(4, {"tensor": 4}),
     "copies of shards of layers": Case(8, {"data": 2, "shard": 2, "tensor": 2}),
-    "heads": Case(2, HEADS, Encoder, STEEP, WHOLE),
-    "uneven shards of heads": Case(4, {**HEADS, "shard": 2}, partial(Encoder, 6, 2, layers=1), STEEP, FEW_STEPS),
-    "encoder and decoder": Case(2, HEADS, Translator, STEEP, FEW_STEPS),
-    "positions": Case(2, {**POSITIONS, "tensor": 2, "activation_checkpointing": True}, SMALL, STEADY, WHOLE),
-    "shards of positions": Case(
-        4, {**POSITIONS, "shard": 2, "tensor": 2}, partial(SMALL, norm_first=True), STEADY, WHOLE
-    ),
+    "heads": Case(2, HEADS, Heads, STEEP, WHOLE),
+    "uneven shards of heads": Case(4, {**HEADS, "shard": 2}, partial(Heads, 12), STEEP, FEW_STEPS),
+    "feed-forward layers of torch's": Case(2, {"tensor": 2}, Encoder, STEEP, FEW_STEPS),
     "two stages": Case(2, {"pipeline": 2}),
 }
 DEAR = {
-    "positions in four parts": Case(
-        4, {**POSITIONS, "tensor": 4}, SMALL, STEADY, {**FEW_STEPS, "accumulation_steps": 2}
-    ),
     "all forward passes first": Case(2, {"pipeline": 2, "schedule": "gpipe", "micro_batches": 3}),
     "two stages of each rank": Case(2, {"pipeline": 2, "stages_per_rank": 2, "micro_batches": 4}),
     "stages of shards of layers": Case(8, {"pipeline": 2, "shard": 2, "tensor": 2, "micro_batches": 2}),
-    "stages of heads": Case(4, {**HEADS, "pipeline": 2, "micro_batches": 2}, Encoder, STEEP, FEW_STEPS),
+    "stages of torch's layers": Case(4, {"tensor": 2, "pipeline": 2, "micro_batches": 2}, Encoder, STEEP, FEW_STEPS),
 }
 
 
@@ -99,7 +87,7 @@ DEAR = {
 def test_ranks_train_what_one_plain_loop_trains_and_end_with_the_same_bits(name: str, tmp_path: Path) -> None:
     case = {**MESHES, **DEAR}[name]
     staged = "pipeline" in case.sizes
-    whole = case.module in (Tower, Paired) and not staged  # no rank has all of stages or of packed weights at once
+    whole = case.module in (Tower, Paired) and not staged  # no rank has all of the stages at once
     callbacks = {"callbacks": [Weights(tmp_path)]} if whole else {}
     found = trained(job_for(recipe={**case.made, **callbacks}, sizes=case.sizes, **case.config), case.ranks)
     close(found, plain(case.made, **case.config))
@@ -115,10 +103,9 @@ def test_ranks_train_what_one_plain_loop_trains_and_end_with_the_same_bits(name:
     "case",
     [
         Case(4, {"tensor": 2}),
-        pytest.param(Case(2, {**POSITIONS, "tensor": 2}, SMALL, STEADY, FEW_STEPS), marks=LANDING),
         pytest.param(Case(4, {"pipeline": 2, "data": 2, "micro_batches": 2}), marks=LANDING),
     ],
-    ids=["layers", "positions", "stages"],
+    ids=["layers", "stages"],
 )
 def test_ranks_without_rows_take_part_and_change_nothing(case: Case) -> None:
     job = job_for(recipe=case.made, sizes=case.sizes, **case.config)
@@ -146,7 +133,6 @@ STAGES = {"pipeline": 4, "micro_batches": 4}
         *(
             pytest.param(case, marks=LANDING)
             for case in (
-                Case(2, {**POSITIONS, "tensor": 2}, SMALL, STEADY, {**FEW_STEPS, "clip_norm": 0.05}),
                 Case(4, {"pipeline": 2, "shard": 2, "micro_batches": 2}, Paired, GROUPED, AVERAGED),
                 Case(4, STAGES, Paired, GROUPED, {**FEW_STEPS, "clip_norm": 0.05, "clip_value": 0.01}),
             )
@@ -174,7 +160,7 @@ def die(job: TrainJob, ranks: int) -> None:
     assert any(rank.exitcode == -signal.SIGKILL for rank in ended), [rank.error for rank in ended]
 
 
-HEADS_SAVED = Case(4, {}, partial(Encoder, layers=1), STEEP, {**FEW_STEPS, "ema_decay": 0.5})
+HEADS_SAVED = Case(4, {}, Heads, STEEP, {**FEW_STEPS, "ema_decay": 0.5})
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from dataclasses import dataclass
+import logging
 from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 from sparktorch.base.world import World
 from sparktorch.errors import ModuleError
@@ -21,7 +30,7 @@ from tests.dist.train import test_huggingface as texts
 from tests.support.nets import Bags, Gated, Paired
 from tests.support.ranks import in_group, of_two_ranks
 from tests.support.strategies import FEW_STEPS, SGD, alike, close, job_for, plain, trained
-from tests.support.tiny_transformers import causal, llama, qwen, shortened
+from tests.support.tiny_transformers import causal, llama, masked, qwen, shortened
 
 PAIR = {"fc1": "colwise", "fc2": "rowwise"}
 
@@ -39,6 +48,14 @@ def test_a_model_of_transformers_is_divided_by_its_own_plan(shard: int, model: A
     alike(trained(job, 2 * shard, table=table), trained(texts.job_for(table, model, epochs=1), table=table))
 
 
+@pytest.mark.parametrize("kind", ["LlamaForSequenceClassification"])
+def test_a_model_computes_its_own_loss_of_the_rows_of_all_ranks_that_share_its_layers(kind: str) -> None:
+    table = texts.sentences(masked, labelled=True)
+    config = {"micro_batch_size": 7, "epochs": 1}
+    job = texts.job_for(table, llama(kind), strategy="mesh", strategy_params={"tensor": 2}, **config)
+    alike(trained(job, 2, table=table), trained(texts.job_for(table, llama(kind), epochs=1), table=table))
+
+
 def test_ranks_whose_texts_are_padded_to_another_length_are_told_to_pad_them_alike() -> None:
     table = texts.sentences(shortened, labelled=False)
     job = texts.job_for(table, llama(), strategy="mesh", strategy_params={"tensor": 2}, batch_size=6)
@@ -47,7 +64,7 @@ def test_ranks_whose_texts_are_padded_to_another_length_are_told_to_pad_them_ali
 
 
 class InPlace(nn.Module):
-    """Layers whose activation works in place, and attention whose parts are never called."""
+    """Layers whose activation works in place, and a layer of torch's, whose attention stays whole."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +105,6 @@ DESCENT: dict[str, Any] = {**SGD, "learning_rate": 0.1}
     [
         (Gated, {"plan": {**PAIR, "act": "sum_gradients"}}),
         (InPlace, {}),
-        (InPlace, {"sequence": True}),
         (Shifted, {"plan": {"table": "rowwise"}}),
     ],
 )
@@ -97,6 +113,46 @@ def test_parameters_between_divided_layers_and_changes_in_place_train_as_in_one_
 ) -> None:
     recipe = {**DESCENT, "module": module}
     close(trained(job_for(recipe=recipe, sizes={"tensor": 2, **options}, **FEW_STEPS), 2), plain(recipe, **FEW_STEPS))
+
+
+def divided_by_hand(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Divides layers, and a norm between them by positions, with torch's own styles."""
+    styles: dict[str, ParallelStyle] = {
+        "first.0": ColwiseParallel(),
+        "first.2": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+        "norm": SequenceParallel(),
+        "last": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate(), use_local_output=True),
+    }
+    return parallelize_module(module, mesh, styles, src_data_rank=None)
+
+
+def exchanged(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    return copy.deepcopy(module)
+
+
+class Normed(nn.Module):
+    """Layers over four positions with a norm behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.norm, self.last = nn.Linear(5, 4 * 6), nn.LayerNorm(6), nn.Linear(6, 1)
+        self.first = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(self.norm(self.first(self.enter(x).unflatten(1, (4, 6))))).mean(1).squeeze(-1)
+        return out
+
+
+@pytest.mark.parametrize("shard", [1, 2])
+def test_a_function_divides_a_module_with_torchs_own_styles_as_one_plain_loop_trains(shard: int) -> None:
+    recipe, sizes = {"module": Normed}, {"tensor": 2, "shard": shard, "plan": f"{__name__}:divided_by_hand"}
+    close(trained(job_for(recipe=recipe, sizes=sizes, **FEW_STEPS), 2 * shard), plain(recipe, **FEW_STEPS))
+
+
+def test_a_function_that_returns_another_module_is_refused() -> None:
+    sizes = {"tensor": 2, "plan": f"{__name__}:exchanged"}
+    with pytest.raises(ModuleError, match="returned a Normed that is not the module which it got"):
+        trained(job_for(recipe={"module": Normed}, sizes=sizes, **FEW_STEPS), 2)
 
 
 @pytest.mark.parametrize(
@@ -126,57 +182,40 @@ def test_attention_is_gathered_as_a_whole_under_zero3() -> None:
     close(trained(job, 2), plain(recipe, **FEW_STEPS))
 
 
-@dataclass
-class Output:
-    value: torch.Tensor
-
-
-class Odd(nn.Module):
-    """Returns what is asked for, of a divided layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1))
-
-    def forward(self, x: torch.Tensor, scale: Any = 1.0, *, kind: str = "plain") -> Any:
-        if kind == "failing":
-            raise ValueError("as asked")
-        out = self.net(x) * scale
-        if kind == "complex":
-            return torch.complex(out, out)
-        return Output(out) if kind == "dataclass" else {"twice": 2 * out, "rows": out} if kind == "dict" else out
-
-
 def calls(world: World) -> None:
-    """Does with a wrapped module what own loops do, in one of two ranks."""
+    """Calls a wrapped module with the same rows in both ranks, and then with others."""
     config = job_for(sizes={"tensor": 2}).config
     torch.manual_seed(0)
-    odd = Odd()
-    module = build_strategy(config, world).prepare(copy.deepcopy(odd), Start())
-    x = torch.randn(2 + world.rank, 5).requires_grad_()
+    whole_module = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1))
+    x = torch.randn(3, 5).requires_grad_()
+    module = build_strategy(config, world, in_users_loop=True).prepare(copy.deepcopy(whole_module), Start())
     module(x).sum().backward()
-    (expected,) = torch.autograd.grad(odd(x).sum(), x)
+    (expected,) = torch.autograd.grad(whole_module(x).sum(), x)
     assert torch.allclose(cast(torch.Tensor, x.grad), expected, atol=1e-6)
-    module.zero_grad()
-    outputs = module(x.detach(), kind="dict")
-    outputs["rows" if world.rank else "twice"].sum().backward()  # each rank uses another one
-    assert module(x.detach(), kind="complex").requires_grad
-    before = torch.get_rng_state()
-    with contextlib.suppress(ValueError):
-        module(x.detach(), kind="failing")
-    torch.randint(2**31, ())  # the one draw of an exchange
-    after = torch.get_rng_state()
-    torch.set_rng_state(before)
-    torch.randint(2**31, ()), torch.randint(2**31, ())
-    assert torch.equal(after, torch.get_rng_state())
-    with pytest.raises(ModuleError, match="type Output"):
-        module(x.detach(), kind="dataclass")
-    with pytest.raises(ModuleError, match="with other numbers"):
-        module(x.detach(), torch.tensor(float(world.rank)))
+    module = build_strategy(config, world, in_users_loop=True).prepare(copy.deepcopy(whole_module), Start())
+    with pytest.raises(ModuleError, match=r"(?s)call the module with other rows.*take batches from context\.loader"):
+        module(x.detach() + world.rank)
 
 
-def test_own_loops_get_gradients_of_inputs_and_differing_calls_are_refused_in_all_ranks() -> None:
+def test_own_loops_get_gradients_of_inputs_and_calls_with_other_rows_are_refused_in_all_ranks() -> None:
     in_group(2, calls)
+
+
+def told(world: World) -> list[str]:
+    """Returns what a rank logs where it divides a layer of torch's."""
+    lines: list[str] = []
+    handler = logging.Handler()  # in a rank, where no fixture of pytest's listens
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("sparktorch").addHandler(handler)
+    config = job_for(sizes={"tensor": 2}).config
+    build_strategy(config, world).prepare(nn.TransformerEncoderLayer(12, 2, 8), Start())
+    return lines
+
+
+def test_attention_of_torchs_stays_whole_unasked_which_is_told_once() -> None:
+    first, second = in_group(2, told)
+    assert ["'self_attn', an nn.MultiheadAttention" in line for line in first] == [True]
+    assert second == []
 
 
 def beyond(world: World) -> None:
