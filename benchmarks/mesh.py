@@ -2,9 +2,10 @@
 
 Spawned Gloo ranks without Spark, one torch thread each, in groups that sparktorch opens; the sides take turns, each in
 processes of its own. By hand, ranks that share layers draw the same rows from tensors in memory, where those of
-sparktorch exchange their rows: both sides compute on as many. Stages begin with the same layers, and pass on as many
-micro-batches by the same schedule, 1F1B. Encoders are `torch.nn`'s here, and by hand ones of linear layers, which
-`parallelize_module` can divide. Where parameters are sharded, an encoder's layers are gathered by themselves.
+sparktorch give each other their rows: both sides compute on as many. Stages begin with the same layers, and pass on as
+many micro-batches by the same schedule, 1F1B. Encoders are of linear layers, which `parallelize_module` divides; the
+function that calls it by hand is sparktorch's `plan`. Where parameters are sharded, an encoder's layers are gathered by
+themselves.
 """
 
 from __future__ import annotations
@@ -23,19 +24,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
     PrepareModuleInput,
-    PrepareModuleOutput,
     RowwiseParallel,
-    SequenceParallel,
     parallelize_module,
 )
 
 from benchmarks.common import Goal, arguments, interleave, machine, report, workspace
-from benchmarks.nets import Encoder, EncoderByHand, EncoderLayerByHand, Mlp
+from benchmarks.nets import Encoder, EncoderLayer, Mlp
 from benchmarks.ranks import Place, Ranks, arrays_of, fit
 from sparktorch.base.config import TrainConfig
 from sparktorch.base.world import World
@@ -59,15 +58,11 @@ class Case:
         ranks: Number of ranks.
         sizes: Of the dimensions data, pipeline, shard and tensor.
         encoder: Whether the model is an encoder, not an MLP.
-        sequence: Whether sequences are divided between layers.
-        again: Whether our layers gather them again backward; by hand, they keep them.
     """
 
     ranks: int
     sizes: Sizes
     encoder: bool = False
-    sequence: bool = False
-    again: bool = False
 
     @property
     def batch(self) -> int:
@@ -85,10 +80,6 @@ CASES = {
     "2 ranks, encoder, shard": Case(2, (1, 1, 2, 1), encoder=True),
     "2 ranks, tensor": Case(2, (1, 1, 1, 2)),
     "2 ranks, encoder, tensor": Case(2, (1, 1, 1, 2), encoder=True),
-    "2 ranks, encoder, tensor and sequence": Case(2, (1, 1, 1, 2), encoder=True, sequence=True),
-    "2 ranks, encoder, tensor and sequence, gathered again": Case(
-        2, (1, 1, 1, 2), encoder=True, sequence=True, again=True
-    ),
     "2 ranks, pipeline": Case(2, (1, 2, 1, 1)),
     "4 ranks, data x shard": Case(4, (2, 1, 2, 1)),
     "4 ranks, data x tensor": Case(4, (2, 1, 1, 2)),
@@ -96,10 +87,9 @@ CASES = {
     "4 ranks, shard x tensor": Case(4, (1, 1, 2, 2)),
     "4 ranks, pipeline": Case(4, (1, 4, 1, 1)),
     "4 ranks, encoder, tensor": Case(4, (1, 1, 1, 4), encoder=True),
-    "4 ranks, encoder, tensor and sequence": Case(4, (1, 1, 1, 4), encoder=True, sequence=True),
 }
 MICRO_BATCHES = 4  # for each stage
-GOALS = {f"{name}: mesh / by hand": Goal(1.05) for name, case in CASES.items() if not case.again}
+GOALS = {f"{name}: mesh / by hand": Goal(1.05) for name in CASES}
 
 
 def starts(stages: int) -> list[int]:
@@ -116,8 +106,7 @@ def ours(place: Place, case: Case, epochs: int) -> float:
         options |= {"micro_batches": MICRO_BATCHES * stages, "split": split}
     if case.encoder:
         options["min_parameters"] = ENCODER_LAYER
-    if case.sequence:
-        options |= {"sequence": True, "recompute_allgather": case.again}
+        options |= {"plan": "benchmarks.mesh:divided_encoder"} if options["tensor"] > 1 else {}
     config = TrainConfig(
         task="regression",
         batch_size=case.batch * place.world.world_size,
@@ -148,16 +137,16 @@ def loop_by_hand(world: World, case: Case, epochs: int) -> float:
     arrays = arrays_of(sampler, case.batch * STEPS * together, case.inputs)
     features, label = torch.tensor(arrays[input_name(0)]), torch.tensor(arrays[LABEL])
     torch.manual_seed(0)
-    module: nn.Module = EncoderByHand() if case.encoder else Mlp(WIDTH, LAYERS)
+    module: nn.Module = Encoder() if case.encoder else Mlp(WIDTH, LAYERS)
     if tensor > 1:
-        styles = encoder_styles(case.sequence) if case.encoder else mlp_styles(module)
+        styles = encoder_styles() if case.encoder else mlp_styles(module)
         parallelize_module(module, mesh["layer"], styles, src_data_rank=None)
     if stages > 1:
         layers = list(module.layers)  # type: ignore[arg-type]
         own, ends = mesh.get_local_rank("stage"), [*starts(stages), len(layers)]
         module = nn.Sequential(*layers[ends[own] : ends[own + 1]], *([nn.Flatten(0)] if own == stages - 1 else []))
     if sizes[0] * sizes[2] > 1:
-        unit = EncoderLayerByHand if case.encoder else nn.Linear
+        unit = EncoderLayer if case.encoder else nn.Linear
         for part in module.modules():
             if isinstance(part, unit) and getattr(part, "out_features", WIDTH) > 1:
                 fully_shard(part, mesh=mesh["copy", "part"], reshard_after_forward=stages == 1)
@@ -177,35 +166,29 @@ def loop_by_hand(world: World, case: Case, epochs: int) -> float:
     return statistics.fmean(took[1:]) / STEPS
 
 
+def divided_encoder(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Divides an encoder's layers: the function that sparktorch is given as its plan."""
+    return parallelize_module(module, mesh, encoder_styles(), src_data_rank=None)
+
+
 def mlp_styles(module: nn.Module) -> dict[str, ParallelStyle]:
     """Returns how each linear layer is divided."""
     linear = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
     return {name: RowwiseParallel() if i % 2 else ColwiseParallel() for i, name in enumerate(linear)}
 
 
-def encoder_styles(sequence: bool) -> dict[str, ParallelStyle]:
-    """Returns how each part of `EncoderByHand` is divided, after torch's tutorial of tensor parallelism.
-
-    Between layers there are `DTensor`s if sequences are divided.
-    """
+def encoder_styles() -> dict[str, ParallelStyle]:
+    """Returns how each part of `Encoder` is divided, after torch's tutorial of tensor parallelism."""
     styles: dict[str, ParallelStyle] = {}
-    for i in range(Encoder.layers):
-        between = RowwiseParallel(output_layouts=Shard(1), use_local_output=False) if sequence else RowwiseParallel()
+    for i in range(Encoder.depth):
         blocks = {"attention": (("q", "k", "v"), "out"), "network": (("first",), "last")}
         for block, (columns, rows) in blocks.items():
             styles |= {f"layers.{i}.{block}.{name}": ColwiseParallel() for name in columns}
-            styles[f"layers.{i}.{block}.{rows}"] = between
+            styles[f"layers.{i}.{block}.{rows}"] = RowwiseParallel()
             # Once for each block, so that the gradients of its input are summed once.
             styles[f"layers.{i}.{block}"] = PrepareModuleInput(
-                input_layouts=(Shard(1) if sequence else Replicate(),), desired_input_layouts=(Replicate(),)
+                input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),)
             )
-            if sequence:
-                styles[f"layers.{i}.{block}_norm"] = SequenceParallel()
-    if sequence:
-        styles["layers.0"] = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),))
-        styles[f"layers.{Encoder.layers - 1}"] = PrepareModuleOutput(
-            output_layouts=(Shard(1),), desired_output_layouts=(Replicate(),)
-        )
     return styles
 
 
@@ -274,22 +257,10 @@ def main() -> None:
         """Returns the median over rounds, in each of which both sides had their turn."""
         return statistics.median(map(operator.truediv, samples[one], samples[other]))
 
-    def of_cases(one: str, other: str) -> float:
-        """Returns the ratio of the medians of two cases, which were measured one after the other."""
-        return statistics.median(samples[one]) / statistics.median(samples[other])
-
     report(
         "mesh",
         samples={f"{name}, ms a step": values for name, values in samples.items()},
-        ratios={
-            **{f"{name}: mesh / by hand": ratio(f"{name}: mesh", f"{name}: by hand") for name in CASES},
-            **{
-                f"{name}, with / without sequence: {kind}": of_cases(f"{name} and sequence: {kind}", f"{name}: {kind}")
-                for name in CASES
-                if f"{name} and sequence" in CASES
-                for kind in ("mesh", "by hand")
-            },
-        },
+        ratios={f"{name}: mesh / by hand": ratio(f"{name}: mesh", f"{name}: by hand") for name in CASES},
         goals=GOALS,
         facts=machine("torch"),
         path=options.json,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-__all__ = ["Encoder", "EncoderByHand", "EncoderLayerByHand", "Mlp"]
+__all__ = ["Encoder", "EncoderLayer", "Mlp"]
 
 
 class Mlp(nn.Module):
@@ -30,43 +30,24 @@ class Mlp(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Four of `torch.nn`'s encoder layers of 256 over 64 positions; one number a row, shape `(rows,)`."""
+    """Four encoder layers of 256 over 64 positions, of linear layers; one number a row, shape `(rows,)`."""
 
-    positions, width, heads, layers = 64, 256, 8, 4
+    positions, width, heads, depth = 64, 256, 8, 4
     inputs = positions * width
 
     def __init__(self) -> None:
         super().__init__()
-        layer = nn.TransformerEncoderLayer(
-            self.width, self.heads, 4 * self.width, dropout=0.0, batch_first=True, norm_first=True
-        )
-        self.encoder = nn.TransformerEncoder(layer, Encoder.layers, enable_nested_tensor=False)
+        self.layers = nn.Sequential(*(EncoderLayer(self.width, self.width // self.heads) for _ in range(self.depth)))
         self.head = nn.Linear(self.width, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Maps `(rows, 64 * 256)` to `(rows,)`."""
-        out: torch.Tensor = self.head(self.encoder(x.unflatten(1, (-1, self.width))).mean(1)).squeeze(-1)
+        out: torch.Tensor = self.head(self.layers(x.unflatten(1, (-1, self.width))).mean(1)).squeeze(-1)
         return out
 
 
-class EncoderByHand(nn.Module):
-    """The same function with linear layers of attention apart, as who divides it by hand writes it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            *(EncoderLayerByHand(Encoder.width, Encoder.width // Encoder.heads) for _ in range(Encoder.layers))
-        )
-        self.head = nn.Linear(Encoder.width, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Maps `(rows, 64 * 256)` to `(rows,)`."""
-        out: torch.Tensor = self.head(self.layers(x.unflatten(1, (-1, Encoder.width))).mean(1)).squeeze(-1)
-        return out
-
-
-class EncoderLayerByHand(nn.Module):
-    """A layer of `EncoderByHand`."""
+class EncoderLayer(nn.Module):
+    """A layer of `Encoder`."""
 
     def __init__(self, width: int, head: int) -> None:
         super().__init__()

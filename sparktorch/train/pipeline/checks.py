@@ -18,7 +18,7 @@ from sparktorch.train.numerics.determinism import untouched_generators
 from sparktorch.train.pipeline.cut import HOW, Cut, bare
 from sparktorch.train.recipe.loss import Step
 from sparktorch.train.sharding.arguments import Arguments
-from sparktorch.train.sharding.comparison import as_before, emptied, filled, is_fake, results_of
+from sparktorch.train.sharding.comparison import as_before, emptied, filled, is_fake, results_of, tolerance_of
 
 __all__ = ["MicroLosses", "arguments_of", "check_equal", "check_rows", "check_step", "stand_in"]
 
@@ -73,7 +73,7 @@ def check_equal(cut: Cut, given: Arguments, module: nn.Module) -> None:
                     f"leave it as it is in training, or {_SHARD}",
                 )
             staged = results_of(module, lambda: _composed(cut, given, module, given.tensors))
-            if expected.difference(staged, _tolerance(module)):
+            if expected.difference(staged, tolerance_of(module, _TOLERANCE)):
                 raise _differs(f"{_stages(module)} compute something else than it: other outputs or gradients")
             if not fake:
                 _check_evaluation(cut, given, module)
@@ -99,7 +99,7 @@ def _check_evaluation(cut: Cut, given: Arguments, module: nn.Module) -> None:
         together = results_of(module, both)
     except Exception:  # of the second row
         return
-    if not together.drawn and together.difference(results_of(module, apart), _tolerance(module)):
+    if not together.drawn and together.difference(results_of(module, apart), tolerance_of(module, _TOLERANCE)):
         raise _differs(
             f"{type(module).__name__} computes another output of a row beside another one, or in evaluation something "
             "else than its stages, and a pipeline computes on a micro-batch at a time",
@@ -134,12 +134,6 @@ def _stages(module: nn.Module) -> str:
 
 def _differs(what: str, hint: str = HOW) -> ModuleError:
     return ModuleError(what, hint=hint, param="module", code="ST-PIPELINE")
-
-
-def _tolerance(module: nn.Module) -> float:
-    """Returns how far numbers may differ by rounding, relative to the largest one."""
-    floats = {p.dtype for p in module.parameters() if p.is_floating_point()}
-    return max([_TOLERANCE, *(8 * torch.finfo(dtype).eps for dtype in floats)])
 
 
 def _refused(what: str, hint: str = _ONE_CALL) -> ModuleError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -29,7 +28,6 @@ HOW = (
 )
 _PARAM = "strategyParams"
 _PLAN = "base_model_pp_plan"  # of configurations of transformers
-_STACKS = (nn.TransformerEncoder, nn.TransformerDecoder)
 
 
 class Outline(nn.Module):
@@ -263,10 +261,6 @@ def _units_of(module: Any) -> tuple[Sequence[Sequence[nn.Module]], Callable[...,
         raise ModuleError(f"{type(module).__name__} {what}", hint=HOW, param="module", code="ST-PIPELINE")
     if type(module).forward is nn.Sequential.forward:
         return [[part] for part in _flat(module)], _chained
-    if isinstance(module, _STACKS):
-        *layers, last = ([layer] for layer in module.layers)
-        units = [*layers, [*last, *([module.norm] if module.norm else [])]]
-        return units, _Within(module, module, units)
     base = getattr(module, "base_model", None) if is_model(module) else None
     plan = getattr(getattr(base, "config", None), _PLAN, None)
     if plan:
@@ -331,10 +325,6 @@ class _Within:
         base.training, module.training = self._base.training, self._module.training
         if not stage.is_first:
             (self._received,) = received
-            if isinstance(base, _STACKS):  # which take values themselves
-                bound = inspect.signature(base.forward).bind(*args, **kwargs)
-                bound.arguments[next(iter(bound.arguments))] = self._received
-                args, kwargs = bound.args, bound.kwargs
         found = (module if stage.is_last else base).forward(*args, **kwargs)
         self._received = None
         return found if stage.is_last else getattr(found, "last_hidden_state", found)
@@ -356,10 +346,6 @@ class _Within:
             return stub
 
         made = bare(owner)
-        if isinstance(owner, _STACKS):
-            made.layers = nn.ModuleList(now[layer] for layer in owner.layers if layer in now)
-            made.norm = None if owner.norm is None else now.get(owner.norm)
-            return made
         for name, buffer in owner.named_buffers(recurse=False):
             made.register_buffer(name, buffer)
         for name, part in owner.named_children():

@@ -23,7 +23,10 @@ from sparktorch.train.numerics.determinism import seed_all, untouched_generators
 from sparktorch.train.sharding.arguments import Arguments
 from sparktorch.train.sharding.dtensor import TENSOR, local, undivided
 
-__all__ = ["Comparison", "Results", "as_before", "emptied", "filled", "in_evaluation", "is_fake", "moved", "results_of"]
+__all__ = [
+    *("Comparison", "Results", "as_before", "emptied", "filled", "in_evaluation", "is_fake", "moved", "results_of"),
+    "tolerance_of",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -92,8 +95,7 @@ class Comparison:
         an accelerator, nothing is compared.
         """
         self._given, self._group = given.to(device), group
-        floats = {p.dtype for p in module.parameters() if p.is_floating_point()}
-        self._tolerance = max([_TOLERANCE, *(8 * torch.finfo(dtype).eps for dtype in floats)])
+        self._tolerance = tolerance_of(module, _TOLERANCE)
         self._zeros = filled(module)
         try:
             sent: list[Any] = [self._undivided(module, device) if group.rank() == 0 else None]
@@ -151,6 +153,12 @@ class Comparison:
                 norms[name] = float(own[name])
             parameter.grad = None
         return norms
+
+
+def tolerance_of(module: nn.Module, least: float) -> float:
+    """Returns how far numbers may differ by rounding in the dtypes of a module, relative to the largest one."""
+    floats = {p.dtype for p in module.parameters() if p.is_floating_point()}
+    return max([least, *(8 * torch.finfo(dtype).eps for dtype in floats)])
 
 
 def _close(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:

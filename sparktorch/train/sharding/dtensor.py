@@ -81,12 +81,16 @@ def _memory(tensor: torch.Tensor) -> int | None:
 
 
 def divide_gradients(module: nn.Module) -> None:
-    """Leaves this rank its rows of gradients that torch computes whole: those of a table of which it has some rows."""
+    """Divides gradients as their parameters are, which torch leaves otherwise.
+
+    Those of a table of which each rank has some rows are whole, and of a norm of which each computes some positions, a
+    part of the sum.
+    """
     for parameter in module.parameters():
         gradient: Any = parameter.grad
-        own: Any = parameter
-        if hasattr(gradient, "to_local") and all(of.is_replicate() for of in gradient.placements):
-            parameter.grad = gradient.redistribute(own.device_mesh, own.placements)
+        divided: Any = parameter
+        if hasattr(gradient, "to_local") and gradient.placements != divided.placements:
+            parameter.grad = gradient.redistribute(divided.device_mesh, divided.placements)
 
 
 def first_copy(tensor: torch.Tensor) -> bool:

@@ -251,7 +251,8 @@ class _DividedGradients(ShardedGradients):
 
     def __init__(self, mesh: Mesh, module: nn.Module, root: nn.Module | None, divisor: int) -> None:
         super().__init__(root, divisor, mesh._calls)
-        self._mesh, self._module, self.completes = mesh, module, bool(mesh._summed)
+        self._mesh, self._module = mesh, module
+        self.completes = bool(mesh._summed) or isinstance(mesh._options.plan, str)
 
     def complete(self) -> None:
         """Completes them."""

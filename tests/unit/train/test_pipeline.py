@@ -25,22 +25,11 @@ TOKENS = torch.tensor([[3, 4, 5, 6, 0], [7, 8, 9, 3, 4]])
 TEXT = Arguments.of((), {"input_ids": TOKENS, "attention_mask": TOKENS.sign()})
 
 
-def stack(kind: Any = nn.TransformerEncoderLayer, whole: Any = nn.TransformerEncoder) -> nn.Module:
-    made: nn.Module = whole(kind(8, 2, 12, dropout=0.3, batch_first=True), 3, nn.LayerNorm(8))
-    return made
-
-
 def gemma() -> GemmaConfig:
     """Of a model that multiplies what its table returns."""
     values = {**llama(num_hidden_layers=3).to_dict(), "tie_word_embeddings": False}
     del values["model_type"], values["architectures"]
     return GemmaConfig(**values)
-
-
-POSITIONS = Arguments.of(
-    (torch.randn(2, 5, 8),), {"src_key_padding_mask": torch.arange(5).expand(2, 5) >= torch.tensor([[3], [5]])}
-)
-BOTH = Arguments.of((torch.randn(2, 5, 8), torch.randn(2, 3, 8)), {})
 
 
 @pytest.mark.parametrize(
@@ -50,8 +39,6 @@ BOTH = Arguments.of((torch.randn(2, 5, 8), torch.randn(2, 3, 8)), {})
         (partial(Paired, dropout=0.5), ROWS, 4),
         (partial(Chain, skips=True, dropout=0.5), ROWS, 4),
         (Keeping, ROWS, 2),
-        (stack, POSITIONS, 3),
-        (partial(stack, nn.TransformerDecoderLayer, nn.TransformerDecoder), BOTH, 2),
         (partial(AutoModelForCausalLM.from_config, llama(num_hidden_layers=3)), TEXT, 4),
         (partial(AutoModelForSequenceClassification.from_config, llama()), TEXT, 2),
         (partial(AutoModel.from_config, qwen()), TEXT, 2),
