@@ -32,8 +32,7 @@ from sparktorch.train.pipeline.cut import Cut
 from sparktorch.train.plan.table import Need, Plan
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.sharding.arguments import Arguments
-from sparktorch.train.sharding.units import ShardingOptions, recomputed
-from sparktorch.train.strategies.fsdp import units
+from sparktorch.train.sharding.units import ShardingOptions, recomputed, units
 from sparktorch.train.strategies.mesh_options import MeshOptions
 from sparktorch.train.strategies.registry import check_module, check_strategy, check_workers, strategy_for
 from sparktorch.train.tensor_parallel.styles import DIVIDED, SUMMED, check_plan

@@ -17,13 +17,13 @@ from sparktorch.base.config import TrainConfig
 from sparktorch.base.devices import download
 from sparktorch.base.imports import load_object
 from sparktorch.base.world import World
-from sparktorch.errors import Refusal
+from sparktorch.errors import ConfigError
 from sparktorch.train.recipe.loss import Step, Sums
 from sparktorch.train.recipe.recipe import Recipe
 
 __all__ = [
     *("GradientSync", "GradientsOfRows", "Job", "Kind", "OwnState", "Start", "Strategy", "broadcast"),
-    "needs_optimizer_class",
+    "check_optimizer_class",
 ]
 
 O = TypeVar("O")  # noqa: E741 - the options of a strategy
@@ -39,7 +39,7 @@ class Job:
         options: The options of the strategy.
         kind: The strategy.
         workers: Number of workers.
-        device: The device of the ranks, for `Kind.on_device`.
+        device: The device of the ranks, for `Kind.check_device`.
         module: The module, in the dry run.
         batch: A few rows, with which the module can be called.
     """
@@ -67,6 +67,10 @@ class Job:
         return optimizer if isinstance(optimizer, str | type) else None
 
 
+def _refuse_nothing(job: Job) -> None:
+    """Takes every job."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Kind:
     """A strategy, as it is known before there are ranks: an entry of the registry.
@@ -74,8 +78,8 @@ class Kind:
     Attributes:
         options: A dataclass of its options, `strategyParams`.
         rank: The class of its object in each rank.
-        refusals: What it refuses of config, recipe and options.
-        on_device: What it refuses of them and the device of the ranks.
+        check_settings: Refuses config, recipe and options that it does not support with a `ConfigError`.
+        check_device: Refuses those that do not suit the device of the ranks.
         check: Refuses what depends on more: it is called when the number of workers is known, and the module, with a
             `Job` of these. Raises a `ConfigError`, or a `ModuleError`.
         needs_group: Whether, with some options, even a single rank needs a process group.
@@ -93,9 +97,9 @@ class Kind:
 
     options: type[Any]
     rank: type[Strategy[Any]]
-    refusals: tuple[Refusal, ...] = ()
-    on_device: tuple[Refusal, ...] = ()
-    check: Callable[[Job], None] = lambda job: None
+    check_settings: Callable[[Job], None] = _refuse_nothing
+    check_device: Callable[[Job], None] = _refuse_nothing
+    check: Callable[[Job], None] = _refuse_nothing
     needs_group: Callable[[Any], bool] = lambda options: False
     makes_validation: Callable[[Any], bool] = lambda options: False
     asynchronous: Callable[[Any], bool] = lambda options: False
@@ -107,15 +111,15 @@ class Kind:
     waits_for_device: bool = False
 
 
-def needs_optimizer_class(each: str) -> Refusal:
-    """Returns the refusal of functions that make an optimizer, by a strategy that builds one for `each`."""
-    return Refusal(
-        "optimizer",
-        lambda job: job.optimizer is None,
-        f"strategy {{p.config.strategy!r}} builds an optimizer for each {each}, and optimizer is no class",
-        "name a class in torch.optim, or pass the class itself with optimizerParams",
-        "ST-STRATEGY",
-    )
+def check_optimizer_class(job: Job, part: str) -> None:
+    """Refuses a function that makes an optimizer, for a strategy that builds one for each `part`."""
+    if job.optimizer is None:
+        raise ConfigError(
+            f"strategy {job.config.strategy!r} builds an optimizer for each {part}, and optimizer is no class",
+            hint="name a class in torch.optim, or pass the class itself with optimizerParams",
+            param="optimizer",
+            code="ST-STRATEGY",
+        )
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparktorch.base.config import at_least, one_of
 from sparktorch.base.devices import backend_of, is_host
-from sparktorch.errors import ModuleError, Refusal
+from sparktorch.errors import ConfigError, ModuleError
 from sparktorch.train.recipe.recipe import Recipe, makes_sparse_gradients
-from sparktorch.train.strategies.base import GradientSync, Job, Kind, OwnState, Start, Strategy, needs_optimizer_class
+from sparktorch.train.strategies.base import GradientSync, Job, Kind, OwnState, Start, Strategy, check_optimizer_class
 from sparktorch.train.strategies.ddp_gradients import DDPGradients, call_instead, parameters_with_sparse_gradients
 
 __all__ = ["DDP", "KIND", "ZERO1", "DDPOptions"]
@@ -262,28 +262,31 @@ def _narrow_all_reduce(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.fut
     return future
 
 
-KIND = Kind(
-    options=DDPOptions,
-    rank=DDP,
-    same_weights=True,
-    refusals=(
-        Refusal(  # torch records the graph in the first backward pass, which must reduce gradients
-            "strategyParams",
-            lambda job: job.options.static_graph and job.in_micro_batches,
+def _check_settings(job: Job) -> None:
+    # torch records the graph in the first backward pass, which must reduce gradients.
+    if job.options.static_graph and job.in_micro_batches:
+        raise ConfigError(
             "strategyParams.static_graph does not go together with micro-batches",
-            "leave out static_graph, or accumulationSteps and microBatchSize",
-            "ST-STRATEGY",
-        ),
-    ),
-    on_device=(
-        Refusal(
-            "strategyParams",
-            lambda job: job.options.bucket_cap_mb is not None and _in_one_bucket(job.options, job.device),
+            hint="leave out static_graph, or accumulationSteps and microBatchSize",
+            param="strategyParams",
+            code="ST-STRATEGY",
+        )
+
+
+def _check_zero1_settings(job: Job) -> None:
+    check_optimizer_class(job, "worker's share")
+    _check_settings(job)
+
+
+def _check_device(job: Job) -> None:
+    if job.options.bucket_cap_mb is not None and _in_one_bucket(job.options, job.device):
+        raise ConfigError(
             "strategyParams.bucket_cap_mb has no effect: on CPUs, 'powerSGD' sends all gradients in one bucket",
-            "leave it out, or compress by 'fp16' or 'bf16'",
-        ),
-    ),
-)
-ZERO1 = replace(
-    KIND, rank=Zero1, check=_check_dtypes, refusals=(needs_optimizer_class("worker's share"), *KIND.refusals)
-)
+            hint="leave it out, or compress by 'fp16' or 'bf16'",
+            param="strategyParams",
+            code="ST-CLASH",
+        )
+
+
+KIND = Kind(options=DDPOptions, rank=DDP, same_weights=True, check_settings=_check_settings, check_device=_check_device)
+ZERO1 = replace(KIND, rank=Zero1, check=_check_dtypes, check_settings=_check_zero1_settings)

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from sparktorch.base.devices import download, is_host
 from sparktorch.base.host_memory import available_bytes, given_back
 from sparktorch.distributed.process_group import attach
-from sparktorch.errors import Refusal
+from sparktorch.errors import ConfigError
 from sparktorch.train.huggingface.models import without_caches
 from sparktorch.train.sharding.dtensor import gradients_by_copies, mesh_of_training, unadvised, unviewed, whole
 from sparktorch.train.sharding.same_units import SameCalls, SameParameters
@@ -40,7 +40,10 @@ from sparktorch.train.strategies.base import GradientSync, Job, Kind, Start, Str
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-__all__ = ["ZERO2", "ZERO3", "ShardedGradients", "ShardingOptions", "Zero3", "check_sharding", "needs_group", "units"]
+__all__ = [
+    *("ZERO2", "ZERO3", "ShardedGradients", "ShardingOptions", "Zero3", "check_sharded_settings", "check_sharding"),
+    "needs_group",
+]
 
 S = TypeVar("S", bound="ShardingOptions")
 
@@ -279,43 +282,50 @@ def check_sharding(job: Job) -> None:
         check_optimizer(job.recipe, job.module)
 
 
+def check_sharded_settings(job: Job) -> None:
+    """Refuses settings that do not go together with gradients and parameters of which a rank has parts."""
+    config, strategy = job.config, job.config.strategy
+    if config.channels_last:
+        raise ConfigError(
+            f"channelsLast lays out weights in a way that strategy {strategy!r} cannot divide",
+            hint="leave it out, or use strategy='zero1'",
+            param="channelsLast",
+            code="ST-STRATEGY",
+        )
+    if config.micro_batch_size == "auto":
+        raise ConfigError(
+            f"microBatchSize is 'auto', and under strategy {strategy!r} workers wait within a step for one that has no "
+            "memory for it",
+            hint="set microBatchSize to a number, or use strategy='zero1' or 'ddp'",
+            param="microBatchSize",
+            code="ST-STRATEGY",
+        )
+    if config.precision == "fp16":  # Its scaler would see this rank's shards only.
+        raise ConfigError(
+            f"precision 'fp16' scales the loss, and strategy {strategy!r} divides the gradients",
+            hint="set precision='bf16', or strategyParams={'param_dtype': 'bf16', 'reduce_dtype': 'fp32'}",
+            param="precision",
+            code="ST-STRATEGY",
+        )
+
+
+def _check_device(job: Job) -> None:
+    if job.options.cpu_offload and is_host(job.device):
+        raise ConfigError(
+            "strategyParams.cpu_offload is set, and not every worker has a GPU to offload",
+            hint="leave it out, or start as many workers as there are GPUs",
+            param="strategyParams",
+            code="ST-CLASH",
+        )
+
+
 ZERO3 = Kind(
     options=ShardingOptions,
     rank=Zero3,
+    check_settings=check_sharded_settings,
+    check_device=_check_device,
     check=check_sharding,
     needs_group=needs_group,
     divides_parameters=True,
-    on_device=(
-        Refusal(
-            "strategyParams",
-            lambda job: job.options.cpu_offload and is_host(job.device),
-            "strategyParams.cpu_offload is set, and not every worker has a GPU to offload",
-            "leave it out, or start as many workers as there are GPUs",
-        ),
-    ),
-    refusals=(
-        Refusal(
-            "channelsLast",
-            lambda job: job.config.channels_last,
-            "channelsLast lays out weights in a way that strategy {p.config.strategy!r} cannot divide",
-            "leave it out, or use strategy='zero1'",
-            "ST-STRATEGY",
-        ),
-        Refusal(
-            "microBatchSize",
-            lambda job: job.config.micro_batch_size == "auto",
-            "microBatchSize is 'auto', and under strategy {p.config.strategy!r} workers wait within a step for one "
-            "that has no memory for it",
-            "set microBatchSize to a number, or use strategy='zero1' or 'ddp'",
-            "ST-STRATEGY",
-        ),
-        Refusal(  # its scaler sees this rank's shards only
-            "precision",
-            lambda job: job.config.precision == "fp16",
-            "precision 'fp16' scales the loss, and strategy {p.config.strategy!r} divides the gradients",
-            "set precision='bf16', or strategyParams={{'param_dtype': 'bf16', 'reduce_dtype': 'fp32'}}",
-            "ST-STRATEGY",
-        ),
-    ),
 )
 ZERO2 = replace(ZERO3, rank=Zero2)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from sparktorch.errors import Refusal
-from sparktorch.train.strategies.base import Kind, Start, Strategy
+from sparktorch.errors import ConfigError
+from sparktorch.train.strategies.base import Job, Kind, Start, Strategy
 
 __all__ = ["KIND"]
 
@@ -32,18 +32,20 @@ class Independent(Strategy[IndependentOptions]):
         return module.to(self._device)
 
 
+def _check_settings(job: Job) -> None:
+    if job.config.sync_batch_norm:
+        raise ConfigError(
+            f"strategy {job.config.strategy!r} trains a model for each worker, and syncBatchNorm joins them",
+            hint="leave it out",
+            param="syncBatchNorm",
+            code="ST-STRATEGY",
+        )
+
+
 KIND = Kind(
     options=IndependentOptions,
     rank=Independent,
-    refusals=(
-        Refusal(
-            "syncBatchNorm",
-            lambda job: job.config.sync_batch_norm,
-            "strategy {p.config.strategy!r} trains a model for each worker, and syncBatchNorm joins them",
-            "leave it out",
-            "ST-STRATEGY",
-        ),
-    ),
+    check_settings=_check_settings,
     makes_validation=lambda options: options.folds,
     resumable=False,
     own_batches=True,

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from sparktorch.base.config import at_least
-from sparktorch.errors import Refusal
-from sparktorch.train.strategies.base import GradientsOfRows, GradientSync, Kind, Start, Strategy, broadcast
+from sparktorch.errors import ConfigError
+from sparktorch.train.strategies.base import GradientsOfRows, GradientSync, Job, Kind, Start, Strategy, broadcast
 
 __all__ = ["KIND", "LocalSGD", "LocalSGDOptions"]
 
@@ -138,17 +138,14 @@ def _average(tensors: list[torch.Tensor]) -> None:
             tensor.copy_(mean.view_as(tensor))
 
 
-KIND = Kind(
-    options=LocalSGDOptions,
-    rank=LocalSGD,
-    refusals=(
-        Refusal(
-            "syncBatchNorm",
-            lambda job: job.config.sync_batch_norm,
-            "strategy {p.config.strategy!r} lets workers train alone, and syncBatchNorm joins them in every step",
-            "leave syncBatchNorm out",
-            "ST-STRATEGY",
-        ),
-    ),
-    resumable=False,
-)
+def _check_settings(job: Job) -> None:
+    if job.config.sync_batch_norm:
+        raise ConfigError(
+            f"strategy {job.config.strategy!r} lets workers train alone, and syncBatchNorm joins them in every step",
+            hint="leave syncBatchNorm out",
+            param="syncBatchNorm",
+            code="ST-STRATEGY",
+        )
+
+
+KIND = Kind(options=LocalSGDOptions, rank=LocalSGD, check_settings=_check_settings, resumable=False)

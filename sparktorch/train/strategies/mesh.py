@@ -24,7 +24,7 @@ from sparktorch.base.batch import Batch
 from sparktorch.base.devices import is_host
 from sparktorch.base.imports import load_object
 from sparktorch.distributed.process_group import KEEPS_ORDER, subgroup
-from sparktorch.errors import ConfigError, ModuleError, Refusal
+from sparktorch.errors import ConfigError, ModuleError
 from sparktorch.train.huggingface.models import MODEL_LOSS, gets_row_labels, without_caches
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.sharding.arguments import Arguments
@@ -43,11 +43,18 @@ from sparktorch.train.sharding.layout import groups_along, layout
 from sparktorch.train.sharding.shared_rows import compare_first_call, shared_rows
 from sparktorch.train.sharding.units import check_optimizer, check_parts
 from sparktorch.train.strategies.base import GradientSync, Job, Start
-from sparktorch.train.strategies.fsdp import ZERO3, ShardedGradients, Zero3, check_sharding, needs_group
+from sparktorch.train.strategies.fsdp import (
+    ZERO3,
+    ShardedGradients,
+    Zero3,
+    check_sharded_settings,
+    check_sharding,
+    needs_group,
+)
 from sparktorch.train.strategies.mesh_options import MeshOptions, Sizes
 from sparktorch.train.tensor_parallel.styles import SUMMED, check_plan, left_whole, shard_layers
 
-__all__ = ["MESH", "Mesh", "MeshOptions", "check_mesh", "styles_of"]
+__all__ = ["MESH", "Mesh", "MeshOptions", "check_mesh", "check_mesh_settings", "styles_of"]
 
 _log = logging.getLogger(__name__)
 
@@ -306,27 +313,24 @@ def check_mesh(job: Job) -> None:
         styles_of(module, options)
 
 
-MESH = replace(
-    ZERO3,
-    options=MeshOptions,
-    rank=Mesh,
-    check=check_mesh,
-    refusals=(
-        Refusal(
-            "strategyParams",
-            lambda job: isinstance(job.options.plan, str) and job.config.model_folder,
+def check_mesh_settings(job: Job) -> None:
+    """Refuses settings that `zero3` does, and those that do not suit ranks which compute on the same rows."""
+    check_sharded_settings(job)
+    if isinstance(job.options.plan, str) and job.config.model_folder:
+        raise ConfigError(
             "strategyParams.plan is a function, which wants a module with values, and with modelDir no worker has one",
-            "give a plan by patterns of names, or leave modelDir out",
-            "ST-MESH",
-        ),
-        Refusal(
-            "strategyParams",
-            lambda job: job.options.ranks_of_rows > 1 and job.recipe.steps_itself,
+            hint="give a plan by patterns of names, or leave modelDir out",
+            param="strategyParams",
+            code="ST-MESH",
+        )
+    if job.options.ranks_of_rows > 1 and job.recipe.steps_itself:
+        raise ConfigError(
             "a LightningModule computes in steps of its own, and strategyParams.tensor and pipeline compute on the "
             "rows of several workers",
-            "pass its network as module, with a loss, or use strategyParams.shard instead of tensor and pipeline",
-            "ST-MESH",
-        ),
-        *ZERO3.refusals,
-    ),
-)
+            hint="pass its network as module, with a loss, or use strategyParams.shard instead of tensor and pipeline",
+            param="strategyParams",
+            code="ST-MESH",
+        )
+
+
+MESH = replace(ZERO3, options=MeshOptions, rank=Mesh, check_settings=check_mesh_settings, check=check_mesh)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from sparktorch.base.config import at_least, one_of
-from sparktorch.errors import ConfigError, Refusal, refuse
+from sparktorch.errors import ConfigError
 from sparktorch.train.sharding.units import ShardingOptions
 from sparktorch.train.tensor_parallel.styles import STYLES
 
@@ -79,7 +78,52 @@ class MeshOptions(ShardingOptions):
         at_least("strategyParams.stages_per_rank", self.stages_per_rank, 1)
         if self.micro_batches is not None:
             at_least("strategyParams.micro_batches", self.micro_batches, 1)
-        refuse(_REFUSALS, self)
+        self._check_each_other()
+
+    def _check_each_other(self) -> None:
+        """Refuses options that do not fit each other."""
+        if not self._given():
+            raise _clash(
+                "strategy 'mesh' has no dimension",
+                "strategyParams={'shard': n} divides the model among n workers, as many as a host has GPUs",
+            )
+        if self.plan and (self.tensor or 1) == 1:
+            raise _clash(
+                "strategyParams has plan, for layers that workers share, and there are no tensor ranks",
+                "set strategyParams.tensor to the number of workers that share a layer",
+            )
+        if self.stacked > 1:
+            self._check_pipeline()
+        elif self.split or self.micro_batches or self.stages_per_rank > 1:
+            raise _clash(
+                "strategyParams has options of a pipeline, and no pipeline ranks",
+                "set strategyParams.pipeline to the number of workers that have the layers one after another",
+            )
+
+    def _check_pipeline(self) -> None:
+        interleaved, ranks = self.stages_per_rank > 1, self.stacked
+        if isinstance(self.plan, str):
+            raise _clash(
+                "strategyParams.plan is a function, and strategyParams.pipeline divides a module before the function "
+                "gets it",
+                "give a plan by patterns of names",
+            )
+        if interleaved and self.schedule == "gpipe":
+            raise _clash(
+                "strategyParams.schedule is 'gpipe', and several stages of a rank take turns by '1f1b'",
+                "leave schedule or stages_per_rank out",
+            )
+        if self.count < ranks and (self.schedule == "1f1b" or interleaved):
+            raise _clash(
+                f"strategyParams.micro_batches is {self.count}, and schedule '1f1b' keeps {ranks} ranks busy with at "
+                f"least {ranks}",
+                "set it to more, or schedule to 'gpipe'",
+            )
+        if interleaved and self.count % (self.count // ranks):
+            raise _clash(
+                f"strategyParams.micro_batches is {self.count}, and {ranks} ranks with several stages take turns",
+                f"set it to a multiple of {ranks}",
+            )
 
     @property
     def stacked(self) -> int:
@@ -136,51 +180,13 @@ class MeshOptions(ShardingOptions):
         return {name: value for name in Sizes._fields if (value := getattr(self, name)) is not None}
 
 
+def _clash(what: str, hint: str) -> ConfigError:
+    return ConfigError(what, hint=hint, param="strategyParams", code="ST-MESH")
+
+
 def refuse_former(name: str, what: str) -> None:
     """Refuses an option or style of earlier versions with a `ConfigError`, which says what to use instead."""
     if name in _NO_LONGER:
         raise ConfigError(
             f"{what} is no longer there", hint=_NO_LONGER[name], param="strategyParams", code="ST-TENSOR-PARALLEL"
         )
-
-
-# Options that do not fit each other: when, what is wrong, and what to do.
-_CLASHES: Sequence[tuple[Callable[[MeshOptions], object], str, str]] = (
-    (
-        lambda p: p.plan and (p.tensor or 1) == 1,
-        "strategyParams has plan, for layers that workers share, and there are no tensor ranks",
-        "set strategyParams.tensor to the number of workers that share a layer",
-    ),
-    (
-        lambda p: isinstance(p.plan, str) and p.stacked > 1,
-        "strategyParams.plan is a function, and strategyParams.pipeline divides a module before the function gets it",
-        "give a plan by patterns of names",
-    ),
-    (
-        lambda p: not p._given(),
-        "strategy 'mesh' has no dimension",
-        "strategyParams={{'shard': n}} divides the model among n workers, as many as a host has GPUs",
-    ),
-    (
-        lambda p: p.stacked == 1 and (p.split or p.micro_batches or p.stages_per_rank > 1),
-        "strategyParams has options of a pipeline, and no pipeline ranks",
-        "set strategyParams.pipeline to the number of workers that have the layers one after another",
-    ),
-    (
-        lambda p: p.stages_per_rank > 1 and p.schedule == "gpipe",
-        "strategyParams.schedule is 'gpipe', and several stages of a rank take turns by '1f1b'",
-        "leave schedule or stages_per_rank out",
-    ),
-    (
-        lambda p: p.stacked > 1 and p.count < p.stacked and (p.schedule == "1f1b" or p.stages_per_rank > 1),
-        "strategyParams.micro_batches is {p.count}, and schedule '1f1b' keeps {p.stacked} ranks busy with at least "
-        "{p.stacked}",
-        "set it to more, or schedule to 'gpipe'",
-    ),
-    (
-        lambda p: p.stages_per_rank > 1 and p.count % (p.count // p.stacked),
-        "strategyParams.micro_batches is {p.count}, and {p.stacked} ranks with several stages take turns",
-        "set it to a multiple of {p.stacked}",
-    ),
-)
-_REFUSALS = tuple(Refusal("strategyParams", *clash, "ST-MESH") for clash in _CLASHES)

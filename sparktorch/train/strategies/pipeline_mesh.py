@@ -20,7 +20,7 @@ from torch import nn
 from sparktorch.base.batch import Batch
 from sparktorch.base.devices import is_host, seed
 from sparktorch.distributed.process_group import sum_over_ranks
-from sparktorch.errors import Refusal
+from sparktorch.errors import ConfigError
 from sparktorch.train.checkpoint.tensors import OPTIMIZER
 from sparktorch.train.pipeline.checks import MicroLosses, arguments_of, check_equal, check_rows, check_step, stand_in
 from sparktorch.train.pipeline.cut import Cut, Stage
@@ -31,7 +31,7 @@ from sparktorch.train.sharding.comparison import Comparison, in_evaluation, move
 from sparktorch.train.sharding.dtensor import PIPELINE, part_of, unadvised, whole
 from sparktorch.train.sharding.units import check_checkpointing, check_parts, units
 from sparktorch.train.strategies.base import Job, Start
-from sparktorch.train.strategies.mesh import MESH, Mesh, check_mesh, styles_of
+from sparktorch.train.strategies.mesh import MESH, Mesh, check_mesh, check_mesh_settings, styles_of
 
 __all__ = ["KIND"]
 
@@ -208,26 +208,23 @@ def _check(job: Job) -> None:
     check_checkpointing(options, f"{type(module).__name__} in stages", units(parts, options, module))
 
 
-KIND = replace(
-    MESH,
-    rank=PipelineMesh,
-    check=_check,
-    runs_passes=True,
-    refusals=(
-        Refusal(
-            "compile",
-            lambda job: job.config.compile,
+def _check_settings(job: Job) -> None:
+    """Refuses settings that other meshes do, and those that stages of a module cannot have."""
+    if job.config.compile:
+        raise ConfigError(
             "compile is set, and strategyParams.pipeline calls the stages of the module, not the module",
-            "leave compile out",
-            "ST-MESH",
-        ),
-        Refusal(
-            "strategyParams",
-            lambda job: job.options.param_dtype,
+            hint="leave compile out",
+            param="compile",
+            code="ST-MESH",
+        )
+    if job.options.param_dtype:
+        raise ConfigError(
             "strategyParams.param_dtype is set, and stages of a pipeline pass on values in the dtypes of the module",
-            "set precision='bf16', which leaves parameters as they are, or leave it out",
-            "ST-MESH",
-        ),
-        *MESH.refusals,
-    ),
-)
+            hint="set precision='bf16', which leaves parameters as they are, or leave it out",
+            param="strategyParams",
+            code="ST-MESH",
+        )
+    check_mesh_settings(job)
+
+
+KIND = replace(MESH, rank=PipelineMesh, check_settings=_check_settings, check=_check, runs_passes=True)

@@ -12,7 +12,7 @@ from sparktorch.base.batch import Batch
 from sparktorch.base.config import TrainConfig, from_dict, one_of
 from sparktorch.base.state_dict import check_returned
 from sparktorch.base.world import World
-from sparktorch.errors import ConfigError, ModuleError, Refusal, refuse
+from sparktorch.errors import ConfigError, ModuleError
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies import ddp, fsdp, independent, local_sgd, mesh, pipeline_mesh
 from sparktorch.train.strategies.base import Job, Kind, Strategy
@@ -34,16 +34,6 @@ STRATEGIES: dict[str, Kind] = {
     "parameterServer": parameter_server.KIND,
     "independent": independent.KIND,
 }
-
-_OF_ALL = (
-    Refusal(
-        "modelDir",
-        lambda job: job.config.model_folder and not job.kind.divides_parameters,
-        "modelDir is set, and under strategy {p.config.strategy!r} each worker holds the whole model",
-        "set strategy='zero2', 'zero3' or 'mesh'; or leave modelDir out",
-        "ST-MODEL-DIR",
-    ),
-)
 
 
 def strategy_type(name: str) -> Kind:
@@ -94,7 +84,14 @@ def _job(config: TrainConfig, recipe: Recipe | None = None, **known: Any) -> Job
 def check_strategy(config: TrainConfig, recipe: Recipe) -> None:
     """Refuses unknown options of the strategy, and settings that it does not support, with a `ConfigError`."""
     job = _job(config, recipe)
-    refuse((*job.kind.refusals, *_OF_ALL), job)
+    job.kind.check_settings(job)
+    if config.model_folder and not job.kind.divides_parameters:
+        raise ConfigError(
+            f"modelDir is set, and under strategy {config.strategy!r} each worker holds the whole model",
+            hint="set strategy='zero2', 'zero3' or 'mesh'; or leave modelDir out",
+            param="modelDir",
+            code="ST-MODEL-DIR",
+        )
 
 
 def check_workers(config: TrainConfig, workers: int) -> None:
@@ -106,28 +103,26 @@ def check_workers(config: TrainConfig, workers: int) -> None:
 def check_device(config: TrainConfig, device: str) -> None:
     """Refuses options of the strategy that do not suit the device of the workers with a `ConfigError`."""
     job = _job(config, device=device)
-    refuse(job.kind.on_device, job)
+    job.kind.check_device(job)
 
 
 def check_loop(config: TrainConfig) -> None:
     """Refuses strategies and options that do not suit a loop of the user's own with a `ConfigError`."""
-    refuse(_IN_OWN_LOOP, _job(config))
-
-
-_IN_OWN_LOOP = (
-    Refusal(
-        "strategy",
-        lambda job: job.kind.own_batches,
-        "strategy {p.config.strategy!r} trains a model in each worker, and a function has a loop of its own",
-        "leave strategy out, and do not wrap the module: then each worker trains its own",
-    ),
-    Refusal(
-        "strategyParams",
-        lambda job: job.kind.runs_passes,
-        "strategyParams.pipeline runs forward and backward passes itself, which a loop of your own does too",
-        "use strategyParams.shard, or fit an estimator",
-    ),
-)
+    job = _job(config)
+    if job.kind.own_batches:
+        raise ConfigError(
+            f"strategy {config.strategy!r} trains a model in each worker, and a function has a loop of its own",
+            hint="leave strategy out, and do not wrap the module: then each worker trains its own",
+            param="strategy",
+            code="ST-CLASH",
+        )
+    if job.kind.runs_passes:
+        raise ConfigError(
+            "strategyParams.pipeline runs forward and backward passes itself, which a loop of your own does too",
+            hint="use strategyParams.shard, or fit an estimator",
+            param="strategyParams",
+            code="ST-CLASH",
+        )
 
 
 def check_module(config: TrainConfig, recipe: Recipe, workers: int, module: nn.Module, batch: Batch) -> None:

@@ -21,7 +21,7 @@ from sparktorch.base.config import at_least
 from sparktorch.base.devices import is_host, wait_for
 from sparktorch.base.world import World
 from sparktorch.distributed.process_group import attach, sum_over_ranks
-from sparktorch.errors import Refusal
+from sparktorch.errors import ConfigError
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.base import (
     GradientsOfRows,
@@ -31,7 +31,7 @@ from sparktorch.train.strategies.base import (
     Start,
     Strategy,
     broadcast,
-    needs_optimizer_class,
+    check_optimizer_class,
 )
 from sparktorch.train.strategies.parameter_server.server import (
     Connection,
@@ -247,38 +247,35 @@ def _is_asynchronous(options: ParameterServerOptions) -> bool:
     return options.staleness != 0
 
 
-# Settings that need all ranks in step.
-_IN_STEP: tuple[tuple[str, Callable[[Job], object], str], ...] = (
-    ("precision 'fp16'", lambda job: job.config.precision == "fp16", "a worker skips a step whose gradient overflows"),
-    ("nonFiniteLoss 'skip'", lambda job: job.config.non_finite == "skip", "workers leave out the same steps"),
-    ("syncBatchNorm", lambda job: job.config.sync_batch_norm, "workers wait for each other in forward passes"),
-    (
-        "deterministic",
-        lambda job: job.config.deterministic and _is_asynchronous(job.options),
-        "updates come in another order each time",
-    ),
-    (
-        "emaDecay",
-        lambda job: job.config.ema_decay is not None and _is_asynchronous(job.options),
-        "each worker sees other weights",
-    ),
-)
+def _check_settings(job: Job) -> None:
+    """Refuses settings that need all ranks in step."""
+    check_optimizer_class(job, "server")
+    config, asynchronous = job.config, _is_asynchronous(job.options)
+    if config.precision == "fp16":
+        raise _clash("precision", "precision 'fp16'", "a worker skips a step whose gradient overflows")
+    if config.non_finite == "skip":
+        raise _clash("nonFiniteLoss", "nonFiniteLoss 'skip'", "workers leave out the same steps")
+    if config.sync_batch_norm:
+        raise _clash("syncBatchNorm", "syncBatchNorm", "workers wait for each other in forward passes")
+    if config.deterministic and asynchronous:
+        raise _clash("deterministic", "deterministic", "updates come in another order each time")
+    if config.ema_decay is not None and asynchronous:
+        raise _clash("emaDecay", "emaDecay", "each worker sees other weights")
+
+
+def _clash(param: str, setting: str, reason: str) -> ConfigError:
+    return ConfigError(
+        f"{setting} does not go together with strategy 'parameterServer': {reason}",
+        hint="use another strategy; deterministic and emaDecay go together with strategyParams={'staleness': 0}",
+        param=param,
+        code="ST-STRATEGY",
+    )
+
+
 KIND = Kind(
     options=ParameterServerOptions,
     rank=ParameterServer,
-    refusals=(
-        needs_optimizer_class("server"),
-        *(
-            Refusal(
-                setting.split()[0],
-                when,
-                f"{setting} does not go together with strategy 'parameterServer': {reason}",
-                "use another strategy; deterministic and emaDecay go together with strategyParams={{'staleness': 0}}",
-                "ST-STRATEGY",
-            )
-            for setting, when, reason in _IN_STEP
-        ),
-    ),
+    check_settings=_check_settings,
     asynchronous=_is_asynchronous,
     resumable=False,
     waits_for_device=True,
