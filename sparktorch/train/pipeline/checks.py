@@ -18,7 +18,7 @@ from sparktorch.train.numerics.determinism import untouched_generators
 from sparktorch.train.pipeline.cut import HOW, Cut, bare
 from sparktorch.train.recipe.loss import Step
 from sparktorch.train.sharding.arguments import Arguments
-from sparktorch.train.sharding.comparison import as_before, emptied, filled, is_fake, results_of, tolerance_of
+from sparktorch.train.tensor_parallel.comparison import as_before, emptied, filled, is_fake, results_of, tolerance_of
 
 __all__ = ["MicroLosses", "arguments_of", "check_equal", "check_rows", "check_step", "stand_in"]
 

@@ -28,7 +28,6 @@ from sparktorch.errors import ConfigError, ModuleError
 from sparktorch.train.huggingface.models import MODEL_LOSS, gets_row_labels, without_caches
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.sharding.arguments import Arguments
-from sparktorch.train.sharding.comparison import Comparison
 from sparktorch.train.sharding.dtensor import (
     divide_gradients,
     gradients_by_copies,
@@ -40,7 +39,6 @@ from sparktorch.train.sharding.dtensor import (
     unviewed,
 )
 from sparktorch.train.sharding.layout import groups_along, layout
-from sparktorch.train.sharding.shared_rows import compare_first_call, shared_rows
 from sparktorch.train.sharding.units import check_optimizer, check_parts
 from sparktorch.train.strategies.base import GradientSync, Job, Start
 from sparktorch.train.strategies.fsdp import (
@@ -52,6 +50,8 @@ from sparktorch.train.strategies.fsdp import (
     needs_group,
 )
 from sparktorch.train.strategies.mesh_options import MeshOptions, Sizes
+from sparktorch.train.tensor_parallel.comparison import Comparison
+from sparktorch.train.tensor_parallel.shared_rows import compare_first_call, shared_rows
 from sparktorch.train.tensor_parallel.styles import SUMMED, check_plan, left_whole, shard_layers
 
 __all__ = ["MESH", "Mesh", "MeshOptions", "check_mesh", "check_mesh_settings", "styles_of"]

@@ -27,11 +27,11 @@ from sparktorch.train.pipeline.cut import Cut, Stage
 from sparktorch.train.pipeline.pipe import Pipe, as_bytes
 from sparktorch.train.recipe.loss import Step, Sums
 from sparktorch.train.sharding.arguments import Arguments
-from sparktorch.train.sharding.comparison import Comparison, in_evaluation, moved
 from sparktorch.train.sharding.dtensor import PIPELINE, part_of, unadvised, whole
 from sparktorch.train.sharding.units import check_checkpointing, check_parts, units
 from sparktorch.train.strategies.base import Job, Start
 from sparktorch.train.strategies.mesh import MESH, Mesh, check_mesh, check_mesh_settings, styles_of
+from sparktorch.train.tensor_parallel.comparison import Comparison, in_evaluation, moved
 
 __all__ = ["KIND"]
 

@@ -16,10 +16,10 @@ from sparktorch.base.config import TrainConfig
 from sparktorch.base.world import World
 from sparktorch.errors import ModuleError
 from sparktorch.train.sharding.arguments import Arguments
-from sparktorch.train.sharding.comparison import Comparison
 from sparktorch.train.sharding.dtensor import divide_gradients
 from sparktorch.train.strategies.base import Start
 from sparktorch.train.strategies.registry import build_strategy
+from sparktorch.train.tensor_parallel.comparison import Comparison
 from sparktorch.train.tensor_parallel.styles import check_plan, shard_layers
 from tests.support.nets import Gated
 from tests.support.ranks import in_group, of_two_ranks

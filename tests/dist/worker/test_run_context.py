@@ -73,10 +73,19 @@ def test_gradients_that_a_collective_averages_are_those_of_the_global_batch_in_e
         close(found, expected)
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero3", "mesh", "localSGD", "parameterServer"])
-def test_a_wrapped_loop_trains_as_the_estimator_does_under_each_strategy(strategy: str) -> None:
-    options = {"parameterServer": {"staleness": 0}, "mesh": {"shard": 2}}
-    config: dict[str, Any] = {"strategy": strategy, "strategy_params": options.get(strategy, {})}
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        ("zero1", {}),
+        ("zero3", {}),
+        ("mesh", {"shard": 2}),
+        ("mesh", {"tensor": 2}),
+        ("localSGD", {}),
+        ("parameterServer", {"staleness": 0}),
+    ],
+)
+def test_a_wrapped_loop_trains_as_the_estimator_does_under_each_strategy(strategy: str, options: Any) -> None:
+    config: dict[str, Any] = {"strategy": strategy, "strategy_params": options}
     parts = [part.batches() for part in WEIGHTED.parts(2)]
     close(run_on(parts, job(WEIGHTED, loops.wrapped, config=config))[0], trained(WEIGHTED, 2, **config))
 
