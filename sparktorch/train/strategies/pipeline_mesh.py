@@ -132,11 +132,11 @@ class PipelineMesh(Mesh):
     ) -> tuple[torch.Tensor, Sums]:
         """Runs the rows of all ranks that share them through the pipeline."""
         pipe = self._pipe
-        # Stages drop other activations, and ranks that share a layer the same.
-        seed(torch.initial_seed() + self._stacked.rank(), self._device)
         # Lengths and tokens are left out, by which a micro-batch would be cut to its longest row.
         batch = replace(batch, lengths={}, tokens=None)
         given = arguments_of(step, pipe.module, batch).to(self._device)
+        # From here on, stages drop other activations, and ranks that share a layer the same.
+        seed(torch.initial_seed() + self._stacked.rank(), self._device)
         losses = MicroLosses(step, pipe.module, batch, given, compare=not self._compared_step)
         self._compared_step = True
         return pipe.train_rows(given, losses, scale, autocast), losses.metrics

@@ -144,13 +144,14 @@ class Comparison:
 
     def _norms(self, module: nn.Module) -> dict[str, float]:
         """Returns the norms of the gradients of all ranks' parts by name, and drops the gradients; a collective."""
-        own = {n: torch.linalg.vector_norm(local(p.grad)) for n, p in module.named_parameters() if p.grad is not None}
-        squares = torch.stack([own[name].float().square() for name in sorted(own)])
-        dist.all_reduce(squares, group=self._group)  # of parts; others have no need of it
-        norms = dict(zip(sorted(own), squares.sqrt().tolist(), strict=True))
-        for name, parameter in module.named_parameters():
-            if name in own and undivided(parameter, TENSOR):
-                norms[name] = float(own[name])
+        gradients = {name: local(p.grad) for name, p in module.named_parameters() if p.grad is not None}
+        parts = torch.stack([torch.linalg.vector_norm(gradient).float() for gradient in gradients.values()])
+        squares = parts.square()
+        dist.all_reduce(squares, group=self._group)
+        norms = {}
+        for name, part, whole in zip(gradients, parts.tolist(), squares.sqrt().tolist(), strict=True):
+            norms[name] = part if undivided(module.get_parameter(name), TENSOR) else whole
+        for parameter in module.parameters():
             parameter.grad = None
         return norms
 

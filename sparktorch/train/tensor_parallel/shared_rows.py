@@ -49,9 +49,9 @@ def _of_all(batch: Batch, group: dist.ProcessGroup) -> tuple[Batch, int]:
     counts = [batch.rows, len(real.inputs[0]), batch.shown, len(batch.inputs[0])]
     facts = [*counts, *weighted, _form(batch), int(torch.randint(2**31, ()))]
     # One exchange of small numbers precedes those of rows, for their sizes and for refusals that all ranks raise.
-    own = torch.tensor([*facts, *(batch.inputs[place].shape[1] for place in batch.pads)])
-    met = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(met, own, group=group)
+    sent = torch.tensor([*facts, *(batch.inputs[place].shape[1] for place in batch.pads)])
+    met = [torch.empty_like(sent) for _ in range(group.size())]
+    dist.all_gather(met, sent, group=group)
     samples, rows, all_samples, all_rows, weights, loss_weights, forms, numbers, *lengths = torch.stack(met).T.tolist()
     if -1 in forms:
         raise ModuleError(
@@ -124,13 +124,13 @@ def compare_first_call(module: nn.Module, group: dist.ProcessGroup) -> None:
     def compare(_: nn.Module, args: Any, kwargs: Any) -> None:
         hook.remove()
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        own = torch.tensor(0)
+        checksum = torch.tensor(0)
         for tensor in tensors:
             content = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-            own.fill_(zlib.crc32(content, int(own)))
-        met = [torch.empty_like(own) for _ in range(group.size())]
-        dist.all_gather(met, own, group=group)
-        if len({int(each) for each in met}) > 1:
+            checksum.fill_(zlib.crc32(content, int(checksum)))
+        met = [torch.empty_like(checksum) for _ in range(group.size())]
+        dist.all_gather(met, checksum, group=group)
+        if len(set(map(int, met))) > 1:
             raise ModuleError(
                 "ranks that share layers call the module with other rows",
                 hint="take batches from context.loader and context.validation, which have the rows of all of them, or "
