@@ -137,8 +137,8 @@ def two_steps(world: World, strategy: str) -> dict[str, int]:
     for _ in range(2):
         optimizer.zero_grad()
         if kind.runs_passes:
-            with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
-                shared.run_pass(module, batch, loss_of, 1.0, nullcontext())
+            with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack), shared.shared_rows(batch) as rows:
+                shared.run_pass(module, rows, loss_of, 1.0, nullcontext())
             parameters = sum(local(p).nbytes for p in plain.parameters())
         else:
             loss, _ = loss_of(module, batch)
