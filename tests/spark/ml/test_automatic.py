@@ -25,7 +25,7 @@ from sparktorch import (
     TorchTuner,
 )
 from sparktorch.errors import ColumnError, ConfigError, SparkTorchError
-from sparktorch.ml.tasks.held_out import Sample, in_share
+from sparktorch.tasks.shared.held_out import Sample, in_share
 
 LINEAR = {"module": "torch.nn:Linear", "moduleParams": {"in_features": 1, "out_features": 1}}
 SMALL: dict[str, Any] = {"moduleParams": {"hidden": [8]}, "progress": False}

@@ -13,7 +13,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 from sparktorch import ImageClassificationModel, ImageClassifier, TextClassifier
 from sparktorch.errors import ColumnError, ConfigError
-from sparktorch.ml.tasks.image_size import usual_size
+from sparktorch.tasks.images.image_size import usual_size
 from tests.support.tiny_transformers import bert, tokenizer_folder
 
 WORDS = ["the", "day", "was", "fine", "grim", "long"]

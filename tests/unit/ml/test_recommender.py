@@ -8,12 +8,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from sparktorch.data.pairs import PairLoss
 from sparktorch.errors import ConfigError
-from sparktorch.ml.tasks.automatic import CHOICES, automatic_settings
-from sparktorch.ml.tasks.held_out import MOST_HELD_OUT, Sample
-from sparktorch.ml.tasks.recommender import Recommender, _moments, _Seen
-from sparktorch.spark.recommend import Vectors
+from sparktorch.tasks.recommender.estimator import CHOICES, Recommender, _moments, _Seen
+from sparktorch.tasks.recommender.lists import Vectors
+from sparktorch.tasks.recommender.network import PairLoss
+from sparktorch.tasks.shared.held_out import MOST_HELD_OUT, Sample
+from sparktorch.tasks.shared.settings import automatic_settings
 
 
 def known(count: int) -> pa.StructArray:
@@ -175,7 +175,7 @@ def test_users_hold_out_no_more_pairs_than_samples_may_be_and_all_of_them_train(
 def test_vectors_beyond_the_elements_of_an_array_are_in_several_chunks(
     most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sparktorch.spark.recommend._MOST_ELEMENTS", most)
+    monkeypatch.setattr("sparktorch.tasks.recommender.lists._MOST_ELEMENTS", most)
     values = np.arange(10, dtype=np.float32).reshape(5, 2)
     table = Vectors(known(5), values).table()
     assert table["features"].to_pylist() == values.tolist()

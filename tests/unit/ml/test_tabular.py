@@ -10,16 +10,17 @@ from torch import nn
 
 from sparktorch import Ranker, RankingModel, TabularClassifier, TabularRegressionModel, TabularRegressor
 from sparktorch.data.distribution import Distribution
-from sparktorch.data.tables import TableColumns, TableNetwork
 from sparktorch.errors import ColumnError, ConfigError
 from sparktorch.ml.fit.values import Values
-from sparktorch.ml.tasks.column_statistics import Figures
-from sparktorch.ml.tasks.held_out import Sample
-from sparktorch.ml.tasks.tabular import _check_numbers_to_predict, _coded, _Seen
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.column_names import ColumnNames
+from sparktorch.tasks.shared.column_statistics import Figures
+from sparktorch.tasks.shared.held_out import Sample
+from sparktorch.tasks.tables.estimator import _check_numbers_to_predict, _coded, _Seen
+from sparktorch.tasks.tables.network import TableNetwork
+from sparktorch.tasks.tables.preprocess import TableColumns
 
-PATH = "sparktorch.data.tables:TableNetwork"
+PATH = "sparktorch.tasks.tables.network:TableNetwork"
 LINEAR: dict[str, Any] = {"module": "torch.nn:Linear", "moduleParams": {"in_features": 1, "out_features": 1}}
 
 
