@@ -91,7 +91,7 @@ class ImageClassifier(FolderClassifier, ImageClassifierParams):
             what = f"inputShapes names {min(others)!r}, and the column of images is {column!r}"
             hint = f"set inputShapes={{{column!r}: [channels, height, width]}}, or imageCol"
             raise ConfigError(what, hint=hint, param="inputShapes", code="ST-SHAPE")
-        size = self._seen.size if self._seen is not None else None
+        size = self._learned.size if self._learned is not None else None
         shape = self.getInputShapes().get(column, [3, *(size or _UNKNOWN_SIZE)])
         if len(shape) != 3 or shape[0] not in (1, 3, 4):
             what, hint = (

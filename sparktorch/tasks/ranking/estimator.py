@@ -117,7 +117,7 @@ class Ranker(TabularEstimator, RankerParams):
         p = Values(self)
         if p.trained is not None:
             return isinstance(p.trained.preprocess, TableColumns)
-        made = p["preprocess"] is not None and self._seen is None
+        made = p["preprocess"] is not None and self._learned is None
         network = p["module"] is None or is_object(p["module"], TableNetwork)
         return network and not (made or p.is_set("featuresCol"))
 
@@ -136,7 +136,7 @@ class Ranker(TabularEstimator, RankerParams):
 
     @property
     def _has_learned(self) -> bool:
-        return self._seen is not None or self._sample is not None
+        return self._learned is not None or self._sample is not None
 
     def _look_at(self, rows: DataFrame) -> None:
         if self._takes_table:

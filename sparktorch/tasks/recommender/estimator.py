@@ -82,7 +82,7 @@ _REFUSED = (
 )
 
 
-class _Seen(NamedTuple):
+class LearnedPairs(NamedTuple):
     """What an estimator has learned of rows."""
 
     users: pa.StructArray
@@ -124,7 +124,7 @@ class Recommender(Paired, LearningEstimator, RecommenderParams):
     )
     _searched = {"rank": [8, 16, 64, 128], "regParam": [0.03, 0.07, 0.2]}
     _searched_rates = (0.5, 2.0)
-    _seen: _Seen | None = None
+    _learned: LearnedPairs | None = None
 
     @property
     def _task_settings(self) -> TaskSettings:
@@ -143,7 +143,7 @@ class Recommender(Paired, LearningEstimator, RecommenderParams):
     def _drawn(self) -> int:
         """Number of other items that are drawn for each row; 0 for none, where all are compared."""
         p = Values(self)
-        many = self._seen is not None and len(self._seen.items) > _MOST_RANKED
+        many = self._learned is not None and len(self._learned.items) > _MOST_RANKED
         kept = p["strategy"] == "mesh" or p["split"] == "keep"  # users cannot stay whole
         # A rank that trains a model of its own would have no row of the users that another one has.
         divided = kept or p.strategy.own_batches
@@ -153,11 +153,11 @@ class Recommender(Paired, LearningEstimator, RecommenderParams):
     @property
     def _weight(self) -> str:
         """The column of weights; that of a row is in the place of its rating, whose name an error then has."""
-        assert self._seen is not None
-        return self._seen.weight if self._ranks_all else Values(self)["ratingCol"] or self._seen.weight
+        assert self._learned is not None
+        return self._learned.weight if self._ranks_all else Values(self)["ratingCol"] or self._learned.weight
 
     def _group(self) -> str | None:
-        return self._seen.group if self._seen is not None and self._ranks_all else None
+        return self._learned.group if self._learned is not None and self._ranks_all else None
 
     @property
     def _holds_out(self) -> bool:
@@ -188,7 +188,7 @@ class Recommender(Paired, LearningEstimator, RecommenderParams):
 
     def _differing(self, other: Any) -> list[str]:
         ours = self.copy()
-        ours._seen = other._seen
+        ours._learned = other._learned
         same = _WHOLE_USERS if ours._ranks_all == other._ranks_all else ()
         ignored = same if self.getImplicitPrefs() else (*_WHOLE_USERS, "alpha")
         return [name for name in super()._differing(other) if name not in ignored]
@@ -203,7 +203,7 @@ class Recommender(Paired, LearningEstimator, RecommenderParams):
         if p["numNegatives"] is not None:
             at_least("numNegatives", p["numNegatives"], 1)
         one_of("coldStartStrategy", p["coldStartStrategy"], ("nan", "drop"))
-        implicit, rating, seen = p["implicitPrefs"], p["ratingCol"], self._seen
+        implicit, rating, seen = p["implicitPrefs"], p["ratingCol"], self._learned
         items = len(seen.items) if seen is not None else 1
         ranks_all = that._ranks_all and seen is not None
         that._set(
@@ -237,7 +237,7 @@ class Recommender(Paired, LearningEstimator, RecommenderParams):
         pairs = Pairs(p["userCol"], p["itemCol"], seen.users, seen.items, self._drawn, p["seed"])
         return that._set(preprocess=pairs, moduleParams=told | self.getModuleParams())
 
-    def _learn(self, dataset: DataFrame) -> _Seen:
+    def _learn(self, dataset: DataFrame) -> LearnedPairs:
         """Returns what two jobs learn of the rows that train."""
         p, names = Values(self), ColumnNames.of(dataset)
         rating = p["ratingCol"]
@@ -274,11 +274,11 @@ class Recommender(Paired, LearningEstimator, RecommenderParams):
         weight = free_name(names, "_weight") if p["implicitPrefs"] else ""
         if least == most:  # What rounding leaves of equal ratings is no deviation.
             deviation = 0.0
-        return _Seen(users, items, mean, deviation, group, weight, count, rare)
+        return LearnedPairs(users, items, mean, deviation, group, weight, count, rare)
 
     def _arranged(self, dataset: DataFrame) -> DataFrame:
         """Returns the rows of implicit preferences with the weight of each, or of all that a user has chosen."""
-        p, names, seen = Values(self), ColumnNames.of(dataset), self._seen
+        p, names, seen = Values(self), ColumnNames.of(dataset), self._learned
         if seen is None or not p["implicitPrefs"]:
             return dataset
         weight, marks = F.lit(1.0), p["validationIndicatorCol"]
@@ -297,7 +297,7 @@ class Recommender(Paired, LearningEstimator, RecommenderParams):
 
     def _chosen(self) -> dict[str, Any]:
         """Returns what was chosen, and the loss of the mean rating where rows validate."""
-        found, seen, p = super()._chosen(), self._seen, Values(self)
+        found, seen, p = super()._chosen(), self._learned, Values(self)
         if seen is not None and p.validated and not p["implicitPrefs"]:
             found["baseline"] = {"val_loss": seen.deviation**2}
         return found
@@ -319,11 +319,11 @@ class Recommender(Paired, LearningEstimator, RecommenderParams):
 
     def _count(self, rows: DataFrame) -> tuple[int, int]:
         """Returns how many rows train and are held out, of the latter about as many as a hash holds out."""
-        assert self._seen is not None
+        assert self._learned is not None
         if not self._marks:
-            return len(self._seen.users) if self._ranks_all else self._seen.rows, 0
-        held_out, users = self._pairs_held_out, len(self._seen.users)
-        return (users, min(users, held_out)) if self._ranks_all else (self._seen.rows - held_out, held_out)
+            return len(self._learned.users) if self._ranks_all else self._learned.rows, 0
+        held_out, users = self._pairs_held_out, len(self._learned.users)
+        return (users, min(users, held_out)) if self._ranks_all else (self._learned.rows - held_out, held_out)
 
     def _capped(self, trained: int, held_out: int) -> tuple[float, int]:
         """Returns both, where a sample is a user by the pairs that are held out: all users train."""
@@ -333,8 +333,8 @@ class Recommender(Paired, LearningEstimator, RecommenderParams):
 
     @property
     def _pairs_held_out(self) -> int:
-        assert self._seen is not None
-        return round(max(0, self._seen.rows - self._seen.rare) * self.getValidationFraction())
+        assert self._learned is not None
+        return round(max(0, self._learned.rows - self._learned.rare) * self.getValidationFraction())
 
     def _model(self, *made: Any) -> RecommenderModel:
         """Returns the model, which scores a pair at a time."""

@@ -51,7 +51,7 @@ _LEARNS_FROM = (
 )
 
 
-class _Seen(NamedTuple):
+class LearnedSeries(NamedTuple):
     """What an estimator has learned of rows."""
 
     figures: dict[str, tuple[float, float]]  # mean and standard deviation by column
@@ -125,7 +125,7 @@ class Forecaster(LearningEstimator, ForecasterParams):
     _chosen_by = "time, the last ones of each series"
     _learns_from = _LEARNS_FROM
     _searched = {"moduleParams.hidden": [[64], [256]], "moduleParams.dropout": [0.1, 0.25]}
-    _seen: _Seen | None = None
+    _learned: LearnedSeries | None = None
     _chose_context = False
 
     @property
@@ -157,7 +157,7 @@ class Forecaster(LearningEstimator, ForecasterParams):
         scaling = None if p["scaling"] == "none" else "window"
         inputs = [name for name, of in _inputs(p).items() if of]
         found: dict[str, Any] = {"inputCols": inputs}
-        seen = {} if self._seen is None else self._seen.figures
+        seen = {} if self._learned is None else self._learned.figures
         _, deviation = seen.get(p["labelCol"], (0.0, 1.0))
         if p.trained is not None:
             _check_kept(p, p.trained)
@@ -175,10 +175,10 @@ class Forecaster(LearningEstimator, ForecasterParams):
         module, season = p["module"] or SeriesNetwork, p["season"]
         settings = p["moduleParams"]
         if _starts_from_season(p):
-            best_season, start = (1, {}) if self._seen is None else (self._seen.season, self._seen.start)
+            best_season, start = (1, {}) if self._learned is None else (self._learned.season, self._learned.start)
             season, settings = season or best_season, {**start, **settings}
         figures = {of: [seen.get(name, (0.0, 1.0)) for name in p[f"{of}Cols"]] for of in ("past", "future", "static")}
-        categories = [] if self._seen is None else self._seen.categories
+        categories = [] if self._learned is None else self._learned.categories
         params = {
             "module": import_path(module) or module,
             "params": settings,
@@ -196,11 +196,11 @@ class Forecaster(LearningEstimator, ForecasterParams):
     def _window(self) -> Window:
         p = Values(self)
         known = (1,) if p["futureCols"] else ()
-        even = None if self._seen is None else self._seen.order
+        even = None if self._learned is None else self._learned.order
         context = p["context"] or max(2, p["horizon"])  # it is chosen once the rows are known
         return Window(context=context, horizon=p["horizon"], step=p["step"], known=known, even=even)
 
-    def _learn(self, dataset: DataFrame) -> _Seen:
+    def _learn(self, dataset: DataFrame) -> LearnedSeries:
         p, names = Values(self), ColumnNames.of(dataset)
         if repeated := names.repeated([*(p[name] for name in ("groupCol", "orderCol") if p[name]), *_named(p)]):
             hint = "name it once: the target's past and what is known ahead are seen in the context, too"
@@ -210,7 +210,7 @@ class Forecaster(LearningEstimator, ForecasterParams):
         figures = _figures(dataset, names, p, [name for name in _named(p) if name not in texts])
         season, start = learned_start(dataset, names, p, p["context"]) if _starts_from_season(p) else (None, {})
         order = (names.type_of(p["orderCol"]).simpleString(), zone)
-        return _Seen(figures, order, season, start, _categories(dataset, names, p, texts))
+        return LearnedSeries(figures, order, season, start, _categories(dataset, names, p, texts))
 
     def _looked_at(self, dataset: DataFrame) -> tuple[Self, DataFrame]:
         """Chooses the context where none is set, and then learns of the rows."""
@@ -296,8 +296,8 @@ class Forecaster(LearningEstimator, ForecasterParams):
         """Returns the columns that tell windows apart, and an array for each input."""
         p, names = Values(self), ColumnNames.of(dataset)
         roles = [p[name] for name in ("groupCol", "orderCol", "weightCol", "validationIndicatorCol") if p[name]]
-        assert self._seen is not None
-        known = dict(zip(p["staticCols"], self._seen.categories, strict=True))
+        assert self._learned is not None
+        known = dict(zip(p["staticCols"], self._learned.categories, strict=True))
         arrays = {
             name: F.array(*[_input(names.column(column), known.get(column)).cast("float") for column in of])
             for name, of in _inputs(p).items()

@@ -50,8 +50,8 @@ _MANY_ROWS = 1 << 20  # for which settings are checked before the rows are count
 class AutomaticEstimator(TorchEstimatorBase[Any]):
     """An estimator that chooses settings by the number of its samples, and holds out some of them.
 
-    `fit`, `prepare` and `plan` call `_learned`, which marks and counts them. From then on, `completed` returns a copy
-    in which each Param that is "auto" has a number for its default.
+    `fit`, `prepare` and `plan` call `_learn_from`, which marks and counts them. From then on, `completed` returns a
+    copy in which each Param that is "auto" has a number for its default.
 
     Attributes:
         _task_settings: The constants of the task, a class attribute of most.
@@ -141,7 +141,7 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
         that = self.copy()
         return that._set(validationFraction=Values(self)["validationFraction"]) if self._holds_out else that
 
-    def _learned(self, dataset: DataFrame) -> tuple[Self, DataFrame]:
+    def _learn_from(self, dataset: DataFrame) -> tuple[Self, DataFrame]:
         if not self._learns or self._has_learned:
             return self, dataset
         translate(self, self._task)  # refuses Params before there is a job
@@ -319,7 +319,7 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
         differ = any(one._holds_out != learning._holds_out for one in copies)
         if differ or any(param.name in changes for params in paramMaps for param in params):
             return Estimator.fitMultiple(self, dataset, paramMaps)
-        estimator, rows = learning._learned(dataframe_of(dataset, "fit"))
+        estimator, rows = learning._learn_from(dataframe_of(dataset, "fit"))
         return super(AutomaticEstimator, self._knowing(estimator)).fitMultiple(rows, paramMaps)
 
 

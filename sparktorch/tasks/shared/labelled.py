@@ -43,7 +43,7 @@ class LabelledEstimator(LearningEstimator):
     """A classifier of which `numLabels` need not be set."""
 
     _learns_from: tuple[str, ...] = ("validationIndicatorCol", "labelCol", "numLabels")
-    _seen: LearnedOfLabels | None = None
+    _learned: LearnedOfLabels | None = None
 
     @property
     def _learns(self) -> bool:
@@ -52,7 +52,7 @@ class LabelledEstimator(LearningEstimator):
     @property
     def _classes(self) -> int:
         """The number of classes: that of `numLabels`, or of the rows; 0 before they are learned of."""
-        classes: int = Values(self)["numLabels"] or (self._seen.classes if self._seen is not None else 0)
+        classes: int = Values(self)["numLabels"] or (self._learned.classes if self._learned is not None else 0)
         return classes
 
     def completed(self) -> Self:
@@ -97,4 +97,4 @@ class LabelledEstimator(LearningEstimator):
         return LearnedOfLabels(trained, held_out, classes)
 
     def _count(self, rows: DataFrame) -> tuple[int, int]:
-        return (self._seen.rows, self._seen.held_out) if self._seen is not None else super()._count(rows)
+        return (self._learned.rows, self._learned.held_out) if self._learned is not None else super()._count(rows)

@@ -26,10 +26,10 @@ class LearningEstimator(AutomaticEstimator):
     """An estimator whose `_learn` returns what it learns of rows, and whose `completed` sets what follows from that.
 
     Attributes:
-        _seen: What was learned; `None` before.
+        _learned: What was learned; `None` before.
     """
 
-    _seen: Any = None
+    _learned: Any = None
 
     @property
     def _learns(self) -> bool:
@@ -37,16 +37,16 @@ class LearningEstimator(AutomaticEstimator):
 
     @property
     def _has_learned(self) -> bool:
-        return self._seen is not None
+        return self._learned is not None
 
     def _learn(self, dataset: DataFrame) -> Any:
         raise NotImplementedError
 
     def _look_at(self, rows: DataFrame) -> None:
-        self._seen = self._learn(rows)
+        self._learned = self._learn(rows)
 
     def _knowing(self, other: Any) -> Self:
         that = super()._knowing(other)
         if that is not self:
-            that._seen = getattr(other, "_seen", None)
+            that._learned = getattr(other, "_learned", None)
         return that
