@@ -69,13 +69,13 @@ def params_class(name: str, table: Sequence[ParamSpec], doc: str, *bases: type[P
     It leaves out those that its bases declare with the same type.
     """
     known = {spec for base in bases for spec in dir(base)}
-    types_of = {name: kind for base in bases for name, kind in getattr(base, "_types", {}).items()}
+    types_of = {spec.name: spec.type for base in bases for spec in getattr(base, "_table", ())}
     own = [
         spec for spec in table if f"set{spec.accessor}" not in known or types_of.get(spec.name, spec.type) != spec.type
     ]
     shared = [spec.shared for spec in own if spec.shared is not None]
     members: dict[str, Any] = {"__doc__": doc, "__module__": "sparktorch.ml.params.mixins"}
-    members["_types"] = types_of | {spec.name: spec.type for spec in table}
+    members["_table"] = tuple(table)
     for spec in own:
         if spec.shared is None:
             members[spec.name] = Param(Params._dummy(), spec.name, spec.doc, _converter(spec.type))
