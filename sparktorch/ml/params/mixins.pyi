@@ -17,13 +17,13 @@ class _ModuleArguments(TypedDict, total=False):
 
 class _ModuleParamsArguments(TypedDict, total=False):
     moduleParams: dict[str, Any] | None
-    """Keyword arguments of the module's factory; entries to replace in the configuration of a folder."""
+    """Keyword arguments of the module's class or factory; for a folder of Hugging Face's, entries that replace those of its configuration."""
 
 class _FeaturesColArguments(TypedDict, total=False):
     featuresCol: str
     """The input column. The default is 'features'."""
     assembleInputs: bool
-    """Whether all the scalar columns of inputCols become one tensor, (rows, columns), in place of the first of them. The default is False."""
+    """Whether all the scalar columns of inputCols become one tensor of shape (rows, columns), which forward gets in place of the first of them. The default is False."""
     inputLayouts: dict[str, str] | None
     """What forward gets, by input column: 'dense' (the default), 'padded' or 'jagged' for arrays of unequal length, 'sparse_csr' for ML vectors, 'raw' for bytes of a tensor, 'image' for JPEG and PNG files."""
     inputDtypes: dict[str, str] | None
@@ -33,9 +33,9 @@ class _FeaturesColArguments(TypedDict, total=False):
     padValues: dict[str, float] | None
     """What rows are padded with, by padded input column; 0 by default."""
     preprocess: str | Callable[..., Any] | None
-    """A callable (columns, *, epoch, generator), or its import path, that makes a dict of the arguments of forward of a dict of the input columns, in the ranks and in scoring."""
+    """A callable (columns, *, epoch, generator), or its import path, which gets a dict of the input columns and returns a dict of the arguments of forward, in training and in scoring."""
     fillValue: float
-    """What stands for nulls and NaN in the inputs under nullPolicy 'fill', in scoring too. The default is 0.0."""
+    """The number that replaces nulls and NaN in the inputs with nullPolicy 'fill', in scoring too. The default is 0.0."""
 
 class _InputColsArguments(TypedDict, total=False):
     inputCols: list[str] | None
@@ -43,15 +43,15 @@ class _InputColsArguments(TypedDict, total=False):
 
 class _InputShapesArguments(TypedDict, total=False):
     inputShapes: dict[str, list[int]] | None
-    """One row's shape by input column, such as {'image': [28, 28, 1]}; by default that of the first row."""
+    """The shape of one row by input column, such as {'image': [28, 28, 1]}; by default that of the first row."""
 
 class _NullPolicyArguments(TypedDict, total=False):
     nullPolicy: str
-    """What fit does with rows that hold a null or NaN: 'error', 'drop' the row, or 'fill' in fillValue. The default is 'error'."""
+    """What fit does with rows that hold a null or NaN: 'error', 'drop' the row, or 'fill' the gap with fillValue. The default is 'error'."""
     validationIndicatorCol: str | None
     """A boolean column, true for the rows that validate and do not train."""
     split: str
-    """'key' sends each row to a worker by its contents, and the training depends on nothing else; 'keep' makes a worker of each partition as it is, without a shuffle. The default is 'key'."""
+    """'key' sends each row to a worker by its contents, and the training depends on nothing else; 'keep' gives each partition as it is to one worker, without a shuffle. The default is 'key'."""
     storage: str
     """Where a worker keeps its rows: in 'memory', on 'disk' in Spark's local directories, or 'auto': in memory as far as memoryBudget goes, and else on disk. The default is 'memory'."""
     memoryBudget: int
@@ -59,17 +59,17 @@ class _NullPolicyArguments(TypedDict, total=False):
     shuffle: bool
     """Whether every epoch draws its batches anew. The default is True."""
     shuffleBlock: int | None
-    """Shuffle in blocks of this many neighbours (by key), so that a block is one disk read; an epoch trains a block within as many steps; 1, as with storage 'memory', shuffles single rows; 32 if it is not set otherwise (> 0)."""
+    """The number of neighbours (by key) that are shuffled as one block, which is one disk read; an epoch trains the rows of a block within as many steps; 1 shuffles single rows; the default is 1 with storage 'memory', and else 32 (> 0)."""
     seed: int
     """Seed of the initial weights, the sampling and each worker's generators. The default is 0."""
     strategy: str
-    """How the workers share the work: 'ddp'; 'zero1', 'zero2' and 'zero3' divide optimizer state, gradients and parameters among them, 'mesh' within groups of them, and layers; 'localSGD', 'parameterServer', 'independent'. The default is 'ddp'."""
+    """How the workers share the work: 'ddp'; 'zero1', 'zero2' and 'zero3', which divide optimizer state, gradients and parameters among them; 'mesh', which divides these within groups of workers, and layers as well; 'localSGD', 'parameterServer' or 'independent'. The default is 'ddp'."""
     strategyParams: dict[str, Any] | None
     """Options of the strategy, as docs/strategies.md lists them."""
     numWorkers: int | tuple[int, int]
-    """Number of barrier tasks, the world size (> 0); or the fewest and the most: a fit then begins with the slots that are free, goes on with fewer after a loss and takes more when there are some; without checkpointDir, it begins once those have come that the session's settings promise, and takes no more. The default is 1."""
+    """The number of barrier tasks, the world size (> 0); or (fewest, most): a fit then begins with the slots that are free, goes on with fewer after a worker is lost, and takes more when slots become free; without checkpointDir, it waits for the slots that the session's settings promise, and takes no more later. The default is 1."""
     device: str
-    """'auto', 'cpu' or a type of accelerator, such as 'cuda', for training and for scoring; auto takes one per task where there are any. The default is 'auto'."""
+    """'auto', 'cpu' or a type of accelerator, such as 'cuda', for training and for scoring; 'auto' takes one accelerator per task where there are any. The default is 'auto'."""
     rendezvous: str
     """Who hosts the store at which workers meet: 'auto', 'driver' or 'rank0'. The default is 'auto'."""
     preflight: str
@@ -81,17 +81,17 @@ class _NullPolicyArguments(TypedDict, total=False):
     maxRestarts: int
     """How often a training that loses a worker is started again, from its last checkpoint if it has one (>= 0). The default is 0."""
     minWorkers: int | None
-    """The fewest workers, where numWorkers is the most: the same as numWorkers=(minWorkers, numWorkers) (> 0)."""
+    """The fewest workers, where numWorkers is the most; numWorkers=(fewest, most) says the same, and is preferred (> 0)."""
     growAfter: float
-    """Seconds of training before a fit that has fewer workers than the most stops to take more (> 0). The default is 60.0."""
+    """The seconds that a fit trains with fewer workers than the most before it stops to take more (> 0). The default is 60.0."""
     startTimeout: float
     """Seconds that a fit waits for executors that are to come, and for slots which other jobs hold (> 0). The default is 3600.0."""
     stallTimeout: float
-    """Seconds that a worker may stand still, or start after the first one, before the fit ends with its name, its place and its Python stack (> 0). The default is 600.0."""
+    """The seconds that a worker may stand still, or start after the first one, before the fit ends with an error that has its rank, its host and its Python stack (> 0). The default is 600.0."""
     driverTimeout: float
     """Seconds without a sign of life from the driver after which a worker ends by itself (> 0). The default is 30.0."""
     logLevel: str
-    """From which level on the driver shows what workers log; what they print counts as 'INFO'. The default is 'WARNING'."""
+    """The level from which on the driver shows what workers log; what they print counts as 'INFO'. The default is 'WARNING'."""
     progress: bool
     """Whether fit shows a progress bar on the driver. The default is True."""
     mlflowExperiment: str | None
@@ -101,7 +101,7 @@ class _NullPolicyArguments(TypedDict, total=False):
 
 class _LabelColArguments(TypedDict, total=False):
     labelCol: str
-    """The label column; an empty name for a loss without labels. The default is 'label'."""
+    """The label column; an empty name says that the loss takes no labels. The default is 'label'."""
     lossParams: dict[str, Any] | None
     """Keyword arguments of the loss class."""
     trainingStep: str | Callable[..., Any] | None
@@ -117,23 +117,23 @@ class _PredictionColArguments(TypedDict, total=False):
     predictionCol: str
     """The output column; an empty name leaves it out. The default is 'prediction'."""
     outputLayers: dict[str, str] | None
-    """Further output columns, each with what a layer of the module returns, array<float>: names of layers by column, such as {'embedding': 'layers.1'}."""
+    """Further output columns, array<float>, of what layers of the module return: the name of a layer by column, such as {'embedding': 'layers.1'}."""
     optimizerParams: dict[str, Any] | None
     """Keyword arguments of the optimizer besides the learning rate."""
     parameterGroups: list[dict[str, Any]] | None
-    """Optimizer settings of some parameters: dicts with 'params', glob patterns of names, and what differs for them, such as lr or weight_decay; the first that matches a name holds."""
+    """Dicts with 'params', glob patterns of the names of parameters, and the optimizer settings of these that differ, such as lr or weight_decay; the first dict that matches a name holds."""
     freeze: list[str] | None
-    """Glob patterns of the names of parameters that are not trained; '!pattern' takes some out again."""
+    """Glob patterns of the names of parameters that are not trained; '!pattern' excepts those that it matches."""
     schedulerParams: dict[str, Any] | None
-    """Keyword arguments of the scheduler; T_max and total_steps are known without them."""
+    """Keyword arguments of the scheduler; T_max and total_steps need not be among them."""
     schedulerInterval: str
     """Whether the scheduler steps after each 'step' or each 'epoch'. The default is 'epoch'."""
     warmupSteps: int | None
     """Steps over which the learning rate rises linearly to what the scheduler says (>= 0)."""
     referenceBatchSize: int | None
-    """The batch size that learningRate was chosen for: scales it to batchSize, with a warm-up (> 0)."""
+    """The batch size for which learningRate was chosen: the rate is scaled to batchSize, with a warm-up (> 0)."""
     accumulationSteps: int
-    """Parts into which a worker splits its rows of a step, their gradients added up (> 0). The default is 1."""
+    """The parts into which a worker splits its rows of a step; their gradients are added up (> 0). The default is 1."""
     microBatchSize: int | str | None
     """The most rows a worker takes through the module at a time, in place of accumulationSteps (> 0); 'auto' finds how many the devices of all workers have memory for."""
     gradientClipNorm: float | None
@@ -153,31 +153,31 @@ class _PredictionColArguments(TypedDict, total=False):
     nonFiniteLoss: str
     """What happens at a loss that is NaN or infinite: 'error', or 'skip' the step. The default is 'error'."""
     deterministic: bool
-    """Whether two runs on the same machines give the same bits; operations that cannot are errors. The default is False."""
+    """Whether two runs on the same machines give the same bits; operations that cannot do so are errors. The default is False."""
     metrics: dict[str, Any] | None
     """Further validation metrics by name: the name of a class in torchmetrics, {'name': ..., and its parameters}, a factory or an instance."""
     validationBatchSize: int | None
     """Validation rows that a worker takes through the module at a time; without it, as many as training takes, and 4096 at most (> 0)."""
     earlyStoppingMetric: str
-    """The metric of a validation by which it is better than another. The default is 'val_loss'."""
+    """The metric that says which of two validations is better. The default is 'val_loss'."""
     earlyStoppingMode: str
-    """Whether the best value of that metric is the smallest, 'min', or the largest, 'max'; 'auto' goes by its name, such as val_mae or val_f1, and refuses a name that does not say. The default is 'auto'."""
+    """Whether the best value of earlyStoppingMetric is the smallest, 'min', or the largest, 'max'; 'auto' goes by its name, such as val_mae or val_f1, and refuses a name that does not say. The default is 'auto'."""
     earlyStoppingMinDelta: float
-    """A validation is better only if by more than this (>= 0). The default is 0.0."""
+    """The difference that a validation must exceed to be better (>= 0). The default is 0.0."""
     maxMinutes: float | None
-    """Minutes of training after which it ends with the next validation or, without validation rows, the next epoch; those before a restart or a checkpoint do not count (> 0)."""
+    """The minutes of training after which it ends, with the next validation or, without validation rows, the next epoch; those before a restart or a checkpoint do not count (> 0)."""
     callbacks: list[Any] | None
     """Callback instances, whose hooks run in the workers and on the driver."""
     dryRun: str
     """Where module and loss are tried on the first row before the job starts: on the 'driver', or in a 'worker' for modules that need an accelerator, or more memory than the driver has. The default is 'driver'."""
     modelDir: str | None
-    """Folder, mounted on all hosts, in which the workers write the model, each fit's in a folder of its own there: neither the driver nor a worker ever holds all of it; for strategies that divide parameters, 'zero2', 'zero3' and 'mesh'."""
+    """A folder, mounted on all hosts, into which the workers write the model, that of each fit in a folder of its own, so that neither the driver nor a worker ever holds all of it; for strategies that divide parameters: 'zero2', 'zero3' and 'mesh'."""
     checkpointInterval: int
     """Epochs or steps from one checkpoint to the next (> 0). The default is 1."""
     checkpointUnit: str
     """What checkpointInterval counts: 'epoch' or 'step'. The default is 'epoch'."""
     handleInvalid: str
-    """What transform does with a row whose inputs are null or hold a null: 'error', 'keep' it with null results, or 'skip' it, as one that holds NaN or infinity. The default is 'error'."""
+    """What transform does with a row whose inputs are null or hold a null: 'error', 'keep' it with null results, or 'skip' it, and then also a row that holds NaN or infinity. The default is 'error'."""
     predictBatchSize: int | str
     """The most rows that go through the module at a time when scoring (> 0); 'auto' begins with 2048, and halves them where the device has no memory for them. The default is 2048."""
     predictPrecision: str
@@ -199,11 +199,11 @@ class _LearningRateArguments(TypedDict, total=False):
     scheduler: str | Callable[..., Any] | None
     """A class in torch.optim.lr_scheduler by name, an import path, or a factory (optimizer, **params)."""
     validationInterval: int
-    """Epochs or steps from one validation to the next; the last is always validated (> 0). The default is 1."""
+    """The epochs or steps from one validation to the next; the last one of the training is always validated (> 0). The default is 1."""
     validationUnit: str
     """What validationInterval counts: 'epoch' or 'step'. The default is 'epoch'."""
     earlyStoppingPatience: int | None
-    """Validations in a row without a better one after which training ends; the model has the weights of the best (> 0)."""
+    """The number of validations in a row without a better one, after which training ends; the model has the weights of the best (> 0)."""
 
 class _BatchSizeArguments(TypedDict, total=False):
     batchSize: int
@@ -219,7 +219,7 @@ class _GenericArguments(_ModuleArguments, _ModuleParamsArguments, _FeaturesColAr
     orderCol: str | None
     """A column that orders the rows of a group: whole numbers, dates or timestamps."""
     loss: str | Callable[..., Any] | None
-    """A class in torch.nn by name, an import path, or a callable (output, label) -> loss per row; models of Hugging Face's have one of their own, where it is not set."""
+    """A class in torch.nn by name, an import path, or a callable (output, label) -> loss per row; where it is not set, a model of Hugging Face's computes its own."""
 
 class _ProbabilityColArguments(TypedDict, total=False):
     probabilityCol: str
@@ -229,16 +229,16 @@ class _ProbabilityColArguments(TypedDict, total=False):
     thresholds: list[float] | None
     """One threshold per class: the class with the largest probability / threshold is predicted."""
     loss: str | Callable[..., Any]
-    """A class in torch.nn by name, an import path, or a callable (output, label) -> loss per row; models of Hugging Face's have one of their own, where it is not set. The default is 'CrossEntropyLoss'."""
+    """A class in torch.nn by name, an import path, or a callable (output, label) -> loss per row; where it is not set, a model of Hugging Face's computes its own. The default is 'CrossEntropyLoss'."""
     classWeights: str | list[float] | None
-    """One weight per class, which rows' weights are multiplied by, or 'balanced' for rows / (classes * rows of the class)."""
+    """One weight per class, by which the weights of its rows are multiplied, or 'balanced' for rows / (classes * rows of the class)."""
 
 class _ClassifierArguments(_ModuleArguments, _ModuleParamsArguments, _FeaturesColArguments, _InputColsArguments, _InputShapesArguments, _NullPolicyArguments, _LabelColArguments, _PredictionColArguments, _WeightColArguments, _IdColArguments, _LearningRateArguments, _BatchSizeArguments, _ProbabilityColArguments, total=False):
     ...
 
 class _RegressorAndTabularRegressorArguments(TypedDict, total=False):
     loss: str | Callable[..., Any]
-    """A class in torch.nn by name, an import path, or a callable (output, label) -> loss per row; models of Hugging Face's have one of their own, where it is not set. The default is 'MSELoss'."""
+    """A class in torch.nn by name, an import path, or a callable (output, label) -> loss per row; where it is not set, a model of Hugging Face's computes its own. The default is 'MSELoss'."""
 
 class _RegressorArguments(_ModuleArguments, _ModuleParamsArguments, _FeaturesColArguments, _InputColsArguments, _InputShapesArguments, _NullPolicyArguments, _LabelColArguments, _LabelColsArguments, _PredictionColArguments, _WeightColArguments, _IdColArguments, _LearningRateArguments, _BatchSizeArguments, _RegressorAndTabularRegressorArguments, total=False):
     ...
@@ -255,11 +255,11 @@ class _ValidationFractionArguments(TypedDict, total=False):
     epochs: int | str
     """Passes over the training rows (> 0); 'auto' chooses by the number of rows. The default is 'auto'."""
     validationInterval: int | str
-    """Epochs or steps from one validation to the next; the last is always validated (> 0); 'auto' chooses by the number of rows. The default is 'auto'."""
+    """The epochs or steps from one validation to the next; the last one of the training is always validated (> 0); 'auto' chooses by the number of rows. The default is 'auto'."""
     validationUnit: str
     """What validationInterval counts: 'epoch' or 'step'; 'auto' chooses by the number of rows. The default is 'auto'."""
     earlyStoppingPatience: int | str
-    """Validations in a row without a better one after which training ends; the model has the weights of the best (> 0); 'auto' chooses by the number of rows. The default is 'auto'."""
+    """The number of validations in a row without a better one, after which training ends; the model has the weights of the best (> 0); 'auto' chooses by the number of rows. The default is 'auto'."""
 
 class _CategoricalColsArguments(TypedDict, total=False):
     categoricalCols: list[str] | None
@@ -351,7 +351,7 @@ class _ForecasterArguments(_ModuleArguments, _ModuleParamsArguments, _NullPolicy
     season: int | None
     """Rows of a season, from which the network by default starts; found in some series, unless it is set; 1 for none."""
     loss: str | Callable[..., Any]
-    """A class in torch.nn by name, an import path, or a callable (output, label) -> loss per row; models of Hugging Face's have one of their own, where it is not set. The default is 'L1Loss'."""
+    """A class in torch.nn by name, an import path, or a callable (output, label) -> loss per row; where it is not set, a model of Hugging Face's computes its own. The default is 'L1Loss'."""
 
 class _RunArguments(_FeaturesColArguments, _InputColsArguments, _InputShapesArguments, _NullPolicyArguments, _LabelColsArguments, _WeightColArguments, _IdColArguments, _BatchSizeArguments, total=False):
     labelCol: str
@@ -362,15 +362,15 @@ class _FeaturesColParams(HasFeaturesCol, HasInputCols):
     def setInputCols(self, value: list[str]) -> Self: """Sets the value of `inputCols`: the input columns, in the order of the arguments of forward, in place of featuresCol."""
     device: Param[str]
     def getDevice(self) -> str: ...
-    def setDevice(self, value: str) -> Self: """Sets the value of `device`: 'auto', 'cpu' or a type of accelerator, such as 'cuda', for training and for scoring; auto takes one per task where there are any."""
+    def setDevice(self, value: str) -> Self: """Sets the value of `device`: 'auto', 'cpu' or a type of accelerator, such as 'cuda', for training and for scoring; 'auto' takes one accelerator per task where there are any."""
 
 class _EstimatorAndRunParams(HasValidationIndicatorCol, HasSeed):
     assembleInputs: Param[bool]
     def getAssembleInputs(self) -> bool: ...
-    def setAssembleInputs(self, value: bool) -> Self: """Sets the value of `assembleInputs`: whether all the scalar columns of inputCols become one tensor, (rows, columns), in place of the first of them."""
+    def setAssembleInputs(self, value: bool) -> Self: """Sets the value of `assembleInputs`: whether all the scalar columns of inputCols become one tensor of shape (rows, columns), which forward gets in place of the first of them."""
     inputShapes: Param[dict[str, list[int]]]
     def getInputShapes(self) -> dict[str, list[int]]: ...
-    def setInputShapes(self, value: dict[str, list[int]]) -> Self: """Sets the value of `inputShapes`: one row's shape by input column, such as {'image': [28, 28, 1]}; by default that of the first row."""
+    def setInputShapes(self, value: dict[str, list[int]]) -> Self: """Sets the value of `inputShapes`: the shape of one row by input column, such as {'image': [28, 28, 1]}; by default that of the first row."""
     inputLayouts: Param[dict[str, str]]
     def getInputLayouts(self) -> dict[str, str]: ...
     def setInputLayouts(self, value: dict[str, str]) -> Self: """Sets the value of `inputLayouts`: what forward gets, by input column: 'dense' (the default), 'padded' or 'jagged' for arrays of unequal length, 'sparse_csr' for ML vectors, 'raw' for bytes of a tensor, 'image' for JPEG and PNG files."""
@@ -385,13 +385,13 @@ class _EstimatorAndRunParams(HasValidationIndicatorCol, HasSeed):
     def setPadValues(self, value: dict[str, float]) -> Self: """Sets the value of `padValues`: what rows are padded with, by padded input column; 0 by default."""
     preprocess: Param[str | Callable[..., Any]]
     def getPreprocess(self) -> str | Callable[..., Any]: ...
-    def setPreprocess(self, value: str | Callable[..., Any]) -> Self: """Sets the value of `preprocess`: a callable (columns, *, epoch, generator), or its import path, that makes a dict of the arguments of forward of a dict of the input columns, in the ranks and in scoring."""
+    def setPreprocess(self, value: str | Callable[..., Any]) -> Self: """Sets the value of `preprocess`: a callable (columns, *, epoch, generator), or its import path, which gets a dict of the input columns and returns a dict of the arguments of forward, in training and in scoring."""
     nullPolicy: Param[str]
     def getNullPolicy(self) -> str: ...
-    def setNullPolicy(self, value: str) -> Self: """Sets the value of `nullPolicy`: what fit does with rows that hold a null or NaN: 'error', 'drop' the row, or 'fill' in fillValue."""
+    def setNullPolicy(self, value: str) -> Self: """Sets the value of `nullPolicy`: what fit does with rows that hold a null or NaN: 'error', 'drop' the row, or 'fill' the gap with fillValue."""
     fillValue: Param[float]
     def getFillValue(self) -> float: ...
-    def setFillValue(self, value: float) -> Self: """Sets the value of `fillValue`: what stands for nulls and NaN in the inputs under nullPolicy 'fill', in scoring too."""
+    def setFillValue(self, value: float) -> Self: """Sets the value of `fillValue`: the number that replaces nulls and NaN in the inputs with nullPolicy 'fill', in scoring too."""
     def setValidationIndicatorCol(self, value: str) -> Self: """Sets the value of `validationIndicatorCol`: a boolean column, true for the rows that validate and do not train."""
     idCol: Param[str]
     def getIdCol(self) -> str: ...
@@ -404,7 +404,7 @@ class _EstimatorAndRunParams(HasValidationIndicatorCol, HasSeed):
     def setEpochs(self, value: int) -> Self: """Sets the value of `epochs`: passes over the training rows (> 0)."""
     split: Param[str]
     def getSplit(self) -> str: ...
-    def setSplit(self, value: str) -> Self: """Sets the value of `split`: 'key' sends each row to a worker by its contents, and the training depends on nothing else; 'keep' makes a worker of each partition as it is, without a shuffle."""
+    def setSplit(self, value: str) -> Self: """Sets the value of `split`: 'key' sends each row to a worker by its contents, and the training depends on nothing else; 'keep' gives each partition as it is to one worker, without a shuffle."""
     storage: Param[str]
     def getStorage(self) -> str: ...
     def setStorage(self, value: str) -> Self: """Sets the value of `storage`: where a worker keeps its rows: in 'memory', on 'disk' in Spark's local directories, or 'auto': in memory as far as memoryBudget goes, and else on disk."""
@@ -416,17 +416,17 @@ class _EstimatorAndRunParams(HasValidationIndicatorCol, HasSeed):
     def setShuffle(self, value: bool) -> Self: """Sets the value of `shuffle`: whether every epoch draws its batches anew."""
     shuffleBlock: Param[int]
     def getShuffleBlock(self) -> int: ...
-    def setShuffleBlock(self, value: int) -> Self: """Sets the value of `shuffleBlock`: shuffle in blocks of this many neighbours (by key), so that a block is one disk read; an epoch trains a block within as many steps; 1, as with storage 'memory', shuffles single rows; 32 if it is not set otherwise (> 0)."""
+    def setShuffleBlock(self, value: int) -> Self: """Sets the value of `shuffleBlock`: the number of neighbours (by key) that are shuffled as one block, which is one disk read; an epoch trains the rows of a block within as many steps; 1 shuffles single rows; the default is 1 with storage 'memory', and else 32 (> 0)."""
     def setSeed(self, value: int) -> Self: """Sets the value of `seed`: seed of the initial weights, the sampling and each worker's generators."""
     strategy: Param[str]
     def getStrategy(self) -> str: ...
-    def setStrategy(self, value: str) -> Self: """Sets the value of `strategy`: how the workers share the work: 'ddp'; 'zero1', 'zero2' and 'zero3' divide optimizer state, gradients and parameters among them, 'mesh' within groups of them, and layers; 'localSGD', 'parameterServer', 'independent'."""
+    def setStrategy(self, value: str) -> Self: """Sets the value of `strategy`: how the workers share the work: 'ddp'; 'zero1', 'zero2' and 'zero3', which divide optimizer state, gradients and parameters among them; 'mesh', which divides these within groups of workers, and layers as well; 'localSGD', 'parameterServer' or 'independent'."""
     strategyParams: Param[dict[str, Any]]
     def getStrategyParams(self) -> dict[str, Any]: ...
     def setStrategyParams(self, value: dict[str, Any]) -> Self: """Sets the value of `strategyParams`: options of the strategy, as docs/strategies.md lists them."""
     numWorkers: Param[int | tuple[int, int]]
     def getNumWorkers(self) -> int | tuple[int, int]: ...
-    def setNumWorkers(self, value: int | tuple[int, int]) -> Self: """Sets the value of `numWorkers`: number of barrier tasks, the world size (> 0); or the fewest and the most: a fit then begins with the slots that are free, goes on with fewer after a loss and takes more when there are some; without checkpointDir, it begins once those have come that the session's settings promise, and takes no more."""
+    def setNumWorkers(self, value: int | tuple[int, int]) -> Self: """Sets the value of `numWorkers`: the number of barrier tasks, the world size (> 0); or (fewest, most): a fit then begins with the slots that are free, goes on with fewer after a worker is lost, and takes more when slots become free; without checkpointDir, it waits for the slots that the session's settings promise, and takes no more later."""
     rendezvous: Param[str]
     def getRendezvous(self) -> str: ...
     def setRendezvous(self, value: str) -> Self: """Sets the value of `rendezvous`: who hosts the store at which workers meet: 'auto', 'driver' or 'rank0'."""
@@ -444,22 +444,22 @@ class _EstimatorAndRunParams(HasValidationIndicatorCol, HasSeed):
     def setMaxRestarts(self, value: int) -> Self: """Sets the value of `maxRestarts`: how often a training that loses a worker is started again, from its last checkpoint if it has one (>= 0)."""
     minWorkers: Param[int]
     def getMinWorkers(self) -> int: ...
-    def setMinWorkers(self, value: int) -> Self: """Sets the value of `minWorkers`: the fewest workers, where numWorkers is the most: the same as numWorkers=(minWorkers, numWorkers) (> 0)."""
+    def setMinWorkers(self, value: int) -> Self: """Sets the value of `minWorkers`: the fewest workers, where numWorkers is the most; numWorkers=(fewest, most) says the same, and is preferred (> 0)."""
     growAfter: Param[float]
     def getGrowAfter(self) -> float: ...
-    def setGrowAfter(self, value: float) -> Self: """Sets the value of `growAfter`: seconds of training before a fit that has fewer workers than the most stops to take more (> 0)."""
+    def setGrowAfter(self, value: float) -> Self: """Sets the value of `growAfter`: the seconds that a fit trains with fewer workers than the most before it stops to take more (> 0)."""
     startTimeout: Param[float]
     def getStartTimeout(self) -> float: ...
     def setStartTimeout(self, value: float) -> Self: """Sets the value of `startTimeout`: seconds that a fit waits for executors that are to come, and for slots which other jobs hold (> 0)."""
     stallTimeout: Param[float]
     def getStallTimeout(self) -> float: ...
-    def setStallTimeout(self, value: float) -> Self: """Sets the value of `stallTimeout`: seconds that a worker may stand still, or start after the first one, before the fit ends with its name, its place and its Python stack (> 0)."""
+    def setStallTimeout(self, value: float) -> Self: """Sets the value of `stallTimeout`: the seconds that a worker may stand still, or start after the first one, before the fit ends with an error that has its rank, its host and its Python stack (> 0)."""
     driverTimeout: Param[float]
     def getDriverTimeout(self) -> float: ...
     def setDriverTimeout(self, value: float) -> Self: """Sets the value of `driverTimeout`: seconds without a sign of life from the driver after which a worker ends by itself (> 0)."""
     logLevel: Param[str]
     def getLogLevel(self) -> str: ...
-    def setLogLevel(self, value: str) -> Self: """Sets the value of `logLevel`: from which level on the driver shows what workers log; what they print counts as 'INFO'."""
+    def setLogLevel(self, value: str) -> Self: """Sets the value of `logLevel`: the level from which on the driver shows what workers log; what they print counts as 'INFO'."""
     progress: Param[bool]
     def getProgress(self) -> bool: ...
     def setProgress(self, value: bool) -> Self: """Sets the value of `progress`: whether fit shows a progress bar on the driver."""
@@ -471,16 +471,16 @@ class _EstimatorAndRunParams(HasValidationIndicatorCol, HasSeed):
     def setMlflowRunName(self, value: str) -> Self: """Sets the value of `mlflowRunName`: name of the MLflow run that each fit starts for itself, nested where a run is active."""
 
 class _LabelColParams(HasLabelCol):
-    def setLabelCol(self, value: str) -> Self: """Sets the value of `labelCol`: the label column; an empty name for a loss without labels."""
+    def setLabelCol(self, value: str) -> Self: """Sets the value of `labelCol`: the label column; an empty name says that the loss takes no labels."""
 
 class _EstimatorAndModelParams(HasPredictionCol):
     def setPredictionCol(self, value: str) -> Self: """Sets the value of `predictionCol`: the output column; an empty name leaves it out."""
     outputLayers: Param[dict[str, str]]
     def getOutputLayers(self) -> dict[str, str]: ...
-    def setOutputLayers(self, value: dict[str, str]) -> Self: """Sets the value of `outputLayers`: further output columns, each with what a layer of the module returns, array<float>: names of layers by column, such as {'embedding': 'layers.1'}."""
+    def setOutputLayers(self, value: dict[str, str]) -> Self: """Sets the value of `outputLayers`: further output columns, array<float>, of what layers of the module return: the name of a layer by column, such as {'embedding': 'layers.1'}."""
     handleInvalid: Param[str]
     def getHandleInvalid(self) -> str: ...
-    def setHandleInvalid(self, value: str) -> Self: """Sets the value of `handleInvalid`: what transform does with a row whose inputs are null or hold a null: 'error', 'keep' it with null results, or 'skip' it, as one that holds NaN or infinity."""
+    def setHandleInvalid(self, value: str) -> Self: """Sets the value of `handleInvalid`: what transform does with a row whose inputs are null or hold a null: 'error', 'keep' it with null results, or 'skip' it, and then also a row that holds NaN or infinity."""
     predictBatchSize: Param[int | str]
     def getPredictBatchSize(self) -> int | str: ...
     def setPredictBatchSize(self, value: int | str) -> Self: """Sets the value of `predictBatchSize`: the most rows that go through the module at a time when scoring (> 0); 'auto' begins with 2048, and halves them where the device has no memory for them."""
@@ -501,10 +501,10 @@ class EstimatorParams(_FeaturesColParams, _EstimatorAndRunParams, _LabelColParam
     def setModule(self, value: Any) -> Self: """Sets the value of `module`: the nn.Module class or factory, its import path 'package.module:Name', an instance, a fitted model to go on from, or a model of Hugging Face's as a local folder or a configuration."""
     moduleParams: Param[dict[str, Any]]
     def getModuleParams(self) -> dict[str, Any]: ...
-    def setModuleParams(self, value: dict[str, Any]) -> Self: """Sets the value of `moduleParams`: keyword arguments of the module's factory; entries to replace in the configuration of a folder."""
+    def setModuleParams(self, value: dict[str, Any]) -> Self: """Sets the value of `moduleParams`: keyword arguments of the module's class or factory; for a folder of Hugging Face's, entries that replace those of its configuration."""
     loss: Param[str | Callable[..., Any]]
     def getLoss(self) -> str | Callable[..., Any]: ...
-    def setLoss(self, value: str | Callable[..., Any]) -> Self: """Sets the value of `loss`: a class in torch.nn by name, an import path, or a callable (output, label) -> loss per row; models of Hugging Face's have one of their own, where it is not set."""
+    def setLoss(self, value: str | Callable[..., Any]) -> Self: """Sets the value of `loss`: a class in torch.nn by name, an import path, or a callable (output, label) -> loss per row; where it is not set, a model of Hugging Face's computes its own."""
     lossParams: Param[dict[str, Any]]
     def getLossParams(self) -> dict[str, Any]: ...
     def setLossParams(self, value: dict[str, Any]) -> Self: """Sets the value of `lossParams`: keyword arguments of the loss class."""
@@ -522,16 +522,16 @@ class EstimatorParams(_FeaturesColParams, _EstimatorAndRunParams, _LabelColParam
     def setLearningRate(self, value: float) -> Self: """Sets the value of `learningRate`: learning rate (> 0)."""
     parameterGroups: Param[list[dict[str, Any]]]
     def getParameterGroups(self) -> list[dict[str, Any]]: ...
-    def setParameterGroups(self, value: list[dict[str, Any]]) -> Self: """Sets the value of `parameterGroups`: optimizer settings of some parameters: dicts with 'params', glob patterns of names, and what differs for them, such as lr or weight_decay; the first that matches a name holds."""
+    def setParameterGroups(self, value: list[dict[str, Any]]) -> Self: """Sets the value of `parameterGroups`: dicts with 'params', glob patterns of the names of parameters, and the optimizer settings of these that differ, such as lr or weight_decay; the first dict that matches a name holds."""
     freeze: Param[list[str]]
     def getFreeze(self) -> list[str]: ...
-    def setFreeze(self, value: list[str]) -> Self: """Sets the value of `freeze`: glob patterns of the names of parameters that are not trained; '!pattern' takes some out again."""
+    def setFreeze(self, value: list[str]) -> Self: """Sets the value of `freeze`: glob patterns of the names of parameters that are not trained; '!pattern' excepts those that it matches."""
     scheduler: Param[str | Callable[..., Any]]
     def getScheduler(self) -> str | Callable[..., Any]: ...
     def setScheduler(self, value: str | Callable[..., Any]) -> Self: """Sets the value of `scheduler`: a class in torch.optim.lr_scheduler by name, an import path, or a factory (optimizer, **params)."""
     schedulerParams: Param[dict[str, Any]]
     def getSchedulerParams(self) -> dict[str, Any]: ...
-    def setSchedulerParams(self, value: dict[str, Any]) -> Self: """Sets the value of `schedulerParams`: keyword arguments of the scheduler; T_max and total_steps are known without them."""
+    def setSchedulerParams(self, value: dict[str, Any]) -> Self: """Sets the value of `schedulerParams`: keyword arguments of the scheduler; T_max and total_steps need not be among them."""
     schedulerInterval: Param[str]
     def getSchedulerInterval(self) -> str: ...
     def setSchedulerInterval(self, value: str) -> Self: """Sets the value of `schedulerInterval`: whether the scheduler steps after each 'step' or each 'epoch'."""
@@ -540,10 +540,10 @@ class EstimatorParams(_FeaturesColParams, _EstimatorAndRunParams, _LabelColParam
     def setWarmupSteps(self, value: int) -> Self: """Sets the value of `warmupSteps`: steps over which the learning rate rises linearly to what the scheduler says (>= 0)."""
     referenceBatchSize: Param[int]
     def getReferenceBatchSize(self) -> int: ...
-    def setReferenceBatchSize(self, value: int) -> Self: """Sets the value of `referenceBatchSize`: the batch size that learningRate was chosen for: scales it to batchSize, with a warm-up (> 0)."""
+    def setReferenceBatchSize(self, value: int) -> Self: """Sets the value of `referenceBatchSize`: the batch size for which learningRate was chosen: the rate is scaled to batchSize, with a warm-up (> 0)."""
     accumulationSteps: Param[int]
     def getAccumulationSteps(self) -> int: ...
-    def setAccumulationSteps(self, value: int) -> Self: """Sets the value of `accumulationSteps`: parts into which a worker splits its rows of a step, their gradients added up (> 0)."""
+    def setAccumulationSteps(self, value: int) -> Self: """Sets the value of `accumulationSteps`: the parts into which a worker splits its rows of a step; their gradients are added up (> 0)."""
     microBatchSize: Param[int | str]
     def getMicroBatchSize(self) -> int | str: ...
     def setMicroBatchSize(self, value: int | str) -> Self: """Sets the value of `microBatchSize`: the most rows a worker takes through the module at a time, in place of accumulationSteps (> 0); 'auto' finds how many the devices of all workers have memory for."""
@@ -573,10 +573,10 @@ class EstimatorParams(_FeaturesColParams, _EstimatorAndRunParams, _LabelColParam
     def setNonFiniteLoss(self, value: str) -> Self: """Sets the value of `nonFiniteLoss`: what happens at a loss that is NaN or infinite: 'error', or 'skip' the step."""
     deterministic: Param[bool]
     def getDeterministic(self) -> bool: ...
-    def setDeterministic(self, value: bool) -> Self: """Sets the value of `deterministic`: whether two runs on the same machines give the same bits; operations that cannot are errors."""
+    def setDeterministic(self, value: bool) -> Self: """Sets the value of `deterministic`: whether two runs on the same machines give the same bits; operations that cannot do so are errors."""
     validationInterval: Param[int]
     def getValidationInterval(self) -> int: ...
-    def setValidationInterval(self, value: int) -> Self: """Sets the value of `validationInterval`: epochs or steps from one validation to the next; the last is always validated (> 0)."""
+    def setValidationInterval(self, value: int) -> Self: """Sets the value of `validationInterval`: the epochs or steps from one validation to the next; the last one of the training is always validated (> 0)."""
     validationUnit: Param[str]
     def getValidationUnit(self) -> str: ...
     def setValidationUnit(self, value: str) -> Self: """Sets the value of `validationUnit`: what validationInterval counts: 'epoch' or 'step'."""
@@ -588,19 +588,19 @@ class EstimatorParams(_FeaturesColParams, _EstimatorAndRunParams, _LabelColParam
     def setValidationBatchSize(self, value: int) -> Self: """Sets the value of `validationBatchSize`: validation rows that a worker takes through the module at a time; without it, as many as training takes, and 4096 at most (> 0)."""
     earlyStoppingPatience: Param[int]
     def getEarlyStoppingPatience(self) -> int: ...
-    def setEarlyStoppingPatience(self, value: int) -> Self: """Sets the value of `earlyStoppingPatience`: validations in a row without a better one after which training ends; the model has the weights of the best (> 0)."""
+    def setEarlyStoppingPatience(self, value: int) -> Self: """Sets the value of `earlyStoppingPatience`: the number of validations in a row without a better one, after which training ends; the model has the weights of the best (> 0)."""
     earlyStoppingMetric: Param[str]
     def getEarlyStoppingMetric(self) -> str: ...
-    def setEarlyStoppingMetric(self, value: str) -> Self: """Sets the value of `earlyStoppingMetric`: the metric of a validation by which it is better than another."""
+    def setEarlyStoppingMetric(self, value: str) -> Self: """Sets the value of `earlyStoppingMetric`: the metric that says which of two validations is better."""
     earlyStoppingMode: Param[str]
     def getEarlyStoppingMode(self) -> str: ...
-    def setEarlyStoppingMode(self, value: str) -> Self: """Sets the value of `earlyStoppingMode`: whether the best value of that metric is the smallest, 'min', or the largest, 'max'; 'auto' goes by its name, such as val_mae or val_f1, and refuses a name that does not say."""
+    def setEarlyStoppingMode(self, value: str) -> Self: """Sets the value of `earlyStoppingMode`: whether the best value of earlyStoppingMetric is the smallest, 'min', or the largest, 'max'; 'auto' goes by its name, such as val_mae or val_f1, and refuses a name that does not say."""
     earlyStoppingMinDelta: Param[float]
     def getEarlyStoppingMinDelta(self) -> float: ...
-    def setEarlyStoppingMinDelta(self, value: float) -> Self: """Sets the value of `earlyStoppingMinDelta`: a validation is better only if by more than this (>= 0)."""
+    def setEarlyStoppingMinDelta(self, value: float) -> Self: """Sets the value of `earlyStoppingMinDelta`: the difference that a validation must exceed to be better (>= 0)."""
     maxMinutes: Param[float]
     def getMaxMinutes(self) -> float: ...
-    def setMaxMinutes(self, value: float) -> Self: """Sets the value of `maxMinutes`: minutes of training after which it ends with the next validation or, without validation rows, the next epoch; those before a restart or a checkpoint do not count (> 0)."""
+    def setMaxMinutes(self, value: float) -> Self: """Sets the value of `maxMinutes`: the minutes of training after which it ends, with the next validation or, without validation rows, the next epoch; those before a restart or a checkpoint do not count (> 0)."""
     callbacks: Param[list[Any]]
     def getCallbacks(self) -> list[Any]: ...
     def setCallbacks(self, value: list[Any]) -> Self: """Sets the value of `callbacks`: Callback instances, whose hooks run in the workers and on the driver."""
@@ -609,7 +609,7 @@ class EstimatorParams(_FeaturesColParams, _EstimatorAndRunParams, _LabelColParam
     def setDryRun(self, value: str) -> Self: """Sets the value of `dryRun`: where module and loss are tried on the first row before the job starts: on the 'driver', or in a 'worker' for modules that need an accelerator, or more memory than the driver has."""
     modelDir: Param[str]
     def getModelDir(self) -> str: ...
-    def setModelDir(self, value: str) -> Self: """Sets the value of `modelDir`: folder, mounted on all hosts, in which the workers write the model, each fit's in a folder of its own there: neither the driver nor a worker ever holds all of it; for strategies that divide parameters, 'zero2', 'zero3' and 'mesh'."""
+    def setModelDir(self, value: str) -> Self: """Sets the value of `modelDir`: a folder, mounted on all hosts, into which the workers write the model, that of each fit in a folder of its own, so that neither the driver nor a worker ever holds all of it; for strategies that divide parameters: 'zero2', 'zero3' and 'mesh'."""
     checkpointInterval: Param[int]
     def getCheckpointInterval(self) -> int: ...
     def setCheckpointInterval(self, value: int) -> Self: """Sets the value of `checkpointInterval`: epochs or steps from one checkpoint to the next (> 0)."""
@@ -650,7 +650,7 @@ class ClassifierParams(_ClassifierAndClassificationModelParams, EstimatorParams)
         """Sets Params by name; `None` leaves one at its default."""
     classWeights: Param[str | list[float]]
     def getClassWeights(self) -> str | list[float]: ...
-    def setClassWeights(self, value: str | list[float]) -> Self: """Sets the value of `classWeights`: one weight per class, which rows' weights are multiplied by, or 'balanced' for rows / (classes * rows of the class)."""
+    def setClassWeights(self, value: str | list[float]) -> Self: """Sets the value of `classWeights`: one weight per class, by which the weights of its rows are multiplied, or 'balanced' for rows / (classes * rows of the class)."""
 
 class RegressorParams(_LabelColsParams, EstimatorParams):
     """The Params of `TorchRegressor`."""
@@ -694,10 +694,10 @@ class _ValidationFractionParams(EstimatorParams):
     def setEpochs(self, value: int | str) -> Self: """Sets the value of `epochs`: passes over the training rows (> 0); 'auto' chooses by the number of rows."""
     validationInterval: Param[int | str]  # type: ignore[assignment]
     def getValidationInterval(self) -> int | str: ...  # type: ignore[override]
-    def setValidationInterval(self, value: int | str) -> Self: """Sets the value of `validationInterval`: epochs or steps from one validation to the next; the last is always validated (> 0); 'auto' chooses by the number of rows."""
+    def setValidationInterval(self, value: int | str) -> Self: """Sets the value of `validationInterval`: the epochs or steps from one validation to the next; the last one of the training is always validated (> 0); 'auto' chooses by the number of rows."""
     earlyStoppingPatience: Param[int | str]  # type: ignore[assignment]
     def getEarlyStoppingPatience(self) -> int | str: ...  # type: ignore[override]
-    def setEarlyStoppingPatience(self, value: int | str) -> Self: """Sets the value of `earlyStoppingPatience`: validations in a row without a better one after which training ends; the model has the weights of the best (> 0); 'auto' chooses by the number of rows."""
+    def setEarlyStoppingPatience(self, value: int | str) -> Self: """Sets the value of `earlyStoppingPatience`: the number of validations in a row without a better one, after which training ends; the model has the weights of the best (> 0); 'auto' chooses by the number of rows."""
 
 class _CategoricalColsParams(Params):
     categoricalCols: Param[list[str]]
