@@ -245,7 +245,7 @@ class _RegressorArguments(_ModuleArguments, _ModuleParamsArguments, _FeaturesCol
 
 class _ValidationFractionArguments(TypedDict, total=False):
     validationFraction: float
-    """The share of rows that validate and do not train, where epochs is 'auto' or this is set, and validationIndicatorCol is not: by a hash of the row, of a ranker whole groups, of series their last windows; 0 for none, and 50,000 rows at most (>= 0, < 1). The default is 0.1."""
+    """The share of rows that validate and do not train, 50,000 rows at most, where epochs is 'auto' or this is set, and validationIndicatorCol is not; a hash of the row chooses them, a ranker holds out whole groups, and a forecaster the last windows of series; 0 holds out none (>= 0, < 1). The default is 0.1."""
     learningRate: float | str
     """Learning rate (> 0); 'auto' chooses by the number of rows. The default is 'auto'."""
     scheduler: str | Callable[..., Any]
@@ -263,15 +263,15 @@ class _ValidationFractionArguments(TypedDict, total=False):
 
 class _CategoricalColsArguments(TypedDict, total=False):
     categoricalCols: list[str] | None
-    """The columns of categories, among them dates and timestamps, of which parts are taken; by default those of strings, booleans, dates and timestamps."""
+    """The columns of categories; dates and timestamps among them become categories of their parts, such as the month; by default the columns of strings, booleans, dates and timestamps."""
     numericCols: list[str] | None
     """The columns of numbers; by default those of numbers that categoricalCols does not name."""
     minCount: int
-    """The fewest training rows of a category; a rarer one is unknown. The default is 2."""
+    """The fewest training rows of a category; a rarer one counts as unknown. The default is 2."""
     maxCategories: int
-    """The most categories of a column, its most frequent ones. The default is 10000."""
+    """The most categories of a column, its most frequent ones; the others count as unknown. The default is 10000."""
     maxIntegerCategories: int
-    """Columns of integers of at most so many distinct values, and at most half as many as rows, are categories, too, if neither categoricalCols nor numericCols is set: each value that minCount training rows have, or of a range of at most 32 all its integers; 0 for none. The default is 4000."""
+    """The most distinct values of a column of integers that is taken as categories, too, if neither categoricalCols nor numericCols is set, and the values have two rows each on average; its categories are the values that minCount training rows have, or all integers of a range of at most 32; 0 takes no such column. The default is 4000."""
 
 class _RankerArguments(_ModuleArguments, _ModuleParamsArguments, _FeaturesColArguments, _InputColsArguments, _InputShapesArguments, _NullPolicyArguments, _LabelColArguments, _PredictionColArguments, _WeightColArguments, _IdColArguments, _ValidationFractionArguments, _CategoricalColsArguments, total=False):
     groupCol: str | None
@@ -281,15 +281,15 @@ class _RankerArguments(_ModuleArguments, _ModuleParamsArguments, _FeaturesColArg
 
 class _TextClassifierAndImageClassifierArguments(TypedDict, total=False):
     modelFolder: str | None
-    """A local folder with a model of Hugging Face's and its tokenizer or image processor, at the same path on each machine; of images, without one, the network is a small new one."""
+    """A local folder with a model of Hugging Face's and its tokenizer or image processor, at the same path on each machine; an image classifier without one trains a small new network."""
     numLabels: int | None
-    """The number of classes; without it, that of the folder's configuration or, if they are more, of the labels (> 1)."""
+    """The number of classes; by default that of the folder's configuration or, if it is larger, of the labels (> 1)."""
 
 class _TextClassifierArguments(_NullPolicyArguments, _LabelColArguments, _PredictionColArguments, _WeightColArguments, _IdColArguments, _ProbabilityColArguments, _ValidationFractionArguments, _TextClassifierAndImageClassifierArguments, total=False):
     textCol: str
     """The column of text. The default is 'text'."""
     maxLength: int
-    """The number of tokens after which a row is cut off (> 0); of a model that takes fewer, the default is that number, and a larger value is refused. The default is 128."""
+    """The number of tokens after which a row is cut off (> 0); for a model that takes fewer, the default is that number, and a larger value is refused. The default is 128."""
 
 class _ImageClassifierArguments(_InputShapesArguments, _NullPolicyArguments, _LabelColArguments, _PredictionColArguments, _WeightColArguments, _IdColArguments, _ProbabilityColArguments, _ValidationFractionArguments, _TextClassifierAndImageClassifierArguments, total=False):
     imageCol: str
@@ -311,19 +311,19 @@ class _RecommenderArguments(_ModuleParamsArguments, _NullPolicyArguments, _Predi
     itemFeatures: list[str] | None
     """Columns of numbers that describe the item of a row."""
     ratingCol: str
-    """The column of ratings; with implicitPrefs, how often it was chosen (>= 0), and an empty name is for once. The default is 'rating'."""
+    """The column of ratings; with implicitPrefs, of how often the item was chosen (>= 0), where an empty name means once. The default is 'rating'."""
     rank: int
     """The number of elements of a user's and of an item's vector (> 0). The default is 32."""
     regParam: float
-    """Factor of the sum of squares of both vectors of a row, which is added to its loss; of ratings, in units of their deviation (>= 0). The default is 0.1."""
+    """The factor of the sum of squares of both vectors of a row, which is added to the loss of the row; with ratings, both are in units of their standard deviation (>= 0). The default is 0.1."""
     implicitPrefs: bool
     """Whether rows are what users chose, and not what they thought of it: items are ranked, not rated. The default is False."""
     alpha: float
     """With implicitPrefs, what a unit of log(1 + rating) adds to the weight 1 of a row; a row whose rating is 0 does not count (>= 0). The default is 1.0."""
     numNegatives: int | None
-    """With implicitPrefs, the number of other items that each row's is compared with, drawn anew in each epoch (> 0); without it, all items, or 64 where there are more than 20,000."""
+    """With implicitPrefs, the number of other items with which that of a row is compared, drawn anew in each epoch (> 0); by default all items, or 64 where there are more than 20,000."""
     coldStartStrategy: str
-    """What transform does with pairs of a user or an item that the fit did not have: 'nan' predicts NaN, 'drop' leaves them out. The default is 'nan'."""
+    """What transform does with pairs whose user or item the fit did not have: 'nan' predicts NaN, 'drop' leaves them out. The default is 'nan'."""
     optimizer: str | Callable[..., Any]
     """A class in torch.optim by name, an import path, or a factory (parameters, lr, **params). The default is 'Adagrad'."""
 
@@ -333,7 +333,7 @@ class _ForecasterArguments(_ModuleArguments, _ModuleParamsArguments, _NullPolicy
     orderCol: str | None
     """The column that orders the rows of a series in even steps: whole numbers, dates or timestamps."""
     context: int | None
-    """Rows of a series that a forecast is made from (> 1); without it, fit takes two horizons, or three seasons if these are more, as far as half of a series goes."""
+    """The rows of a series from which a forecast is made (> 1); by default two horizons, or three seasons if these are more, as far as half of a series goes."""
     horizon: int | None
     """Rows of a forecast (> 0)."""
     pastCols: list[str] | None
@@ -345,11 +345,11 @@ class _ForecasterArguments(_ModuleArguments, _ModuleParamsArguments, _NullPolicy
     quantiles: list[float] | None
     """Quantiles to forecast, ascending, such as [0.1, 0.5, 0.9], in place of one value (> 0, < 1)."""
     step: int
-    """Rows from the beginning of a window that is trained to that of the next (> 0). The default is 1."""
+    """The rows from the beginning of one training window to that of the next (> 0). The default is 1."""
     scaling: str
-    """'window' gives the module each window's target less the mean of its context, in units of its standard deviation, 'none' the target as it is. The default is 'window'."""
+    """'window' gives the module the target of each window less the mean of its context, in units of its standard deviation; 'none' gives it the target as it is. The default is 'window'."""
     season: int | None
-    """Rows of a season, from which the network by default starts; found in some series, unless it is set; 1 for none."""
+    """The rows of a season, whose profile the default network continues; by default fit finds it in some of the series; 1 says that there is none."""
     loss: str | Callable[..., Any]
     """A class in torch.nn by name, an import path, or a callable (output, label) -> loss per row; where it is not set, a model of Hugging Face's computes its own. The default is 'L1Loss'."""
 
@@ -682,7 +682,7 @@ class _RankerAndRankingModelParams(Params):
 class _ValidationFractionParams(EstimatorParams):
     validationFraction: Param[float]
     def getValidationFraction(self) -> float: ...
-    def setValidationFraction(self, value: float) -> Self: """Sets the value of `validationFraction`: the share of rows that validate and do not train, where epochs is 'auto' or this is set, and validationIndicatorCol is not: by a hash of the row, of a ranker whole groups, of series their last windows; 0 for none, and 50,000 rows at most (>= 0, < 1)."""
+    def setValidationFraction(self, value: float) -> Self: """Sets the value of `validationFraction`: the share of rows that validate and do not train, 50,000 rows at most, where epochs is 'auto' or this is set, and validationIndicatorCol is not; a hash of the row chooses them, a ranker holds out whole groups, and a forecaster the last windows of series; 0 holds out none (>= 0, < 1)."""
     learningRate: Param[float | str]  # type: ignore[assignment]
     def getLearningRate(self) -> float | str: ...  # type: ignore[override]
     def setLearningRate(self, value: float | str) -> Self: """Sets the value of `learningRate`: learning rate (> 0); 'auto' chooses by the number of rows."""
@@ -702,19 +702,19 @@ class _ValidationFractionParams(EstimatorParams):
 class _CategoricalColsParams(Params):
     categoricalCols: Param[list[str]]
     def getCategoricalCols(self) -> list[str]: ...
-    def setCategoricalCols(self, value: list[str]) -> Self: """Sets the value of `categoricalCols`: the columns of categories, among them dates and timestamps, of which parts are taken; by default those of strings, booleans, dates and timestamps."""
+    def setCategoricalCols(self, value: list[str]) -> Self: """Sets the value of `categoricalCols`: the columns of categories; dates and timestamps among them become categories of their parts, such as the month; by default the columns of strings, booleans, dates and timestamps."""
     numericCols: Param[list[str]]
     def getNumericCols(self) -> list[str]: ...
     def setNumericCols(self, value: list[str]) -> Self: """Sets the value of `numericCols`: the columns of numbers; by default those of numbers that categoricalCols does not name."""
     minCount: Param[int]
     def getMinCount(self) -> int: ...
-    def setMinCount(self, value: int) -> Self: """Sets the value of `minCount`: the fewest training rows of a category; a rarer one is unknown."""
+    def setMinCount(self, value: int) -> Self: """Sets the value of `minCount`: the fewest training rows of a category; a rarer one counts as unknown."""
     maxCategories: Param[int]
     def getMaxCategories(self) -> int: ...
-    def setMaxCategories(self, value: int) -> Self: """Sets the value of `maxCategories`: the most categories of a column, its most frequent ones."""
+    def setMaxCategories(self, value: int) -> Self: """Sets the value of `maxCategories`: the most categories of a column, its most frequent ones; the others count as unknown."""
     maxIntegerCategories: Param[int]
     def getMaxIntegerCategories(self) -> int: ...
-    def setMaxIntegerCategories(self, value: int) -> Self: """Sets the value of `maxIntegerCategories`: columns of integers of at most so many distinct values, and at most half as many as rows, are categories, too, if neither categoricalCols nor numericCols is set: each value that minCount training rows have, or of a range of at most 32 all its integers; 0 for none."""
+    def setMaxIntegerCategories(self, value: int) -> Self: """Sets the value of `maxIntegerCategories`: the most distinct values of a column of integers that is taken as categories, too, if neither categoricalCols nor numericCols is set, and the values have two rows each on average; its categories are the values that minCount training rows have, or all integers of a range of at most 32; 0 takes no such column."""
 
 class RankerParams(_RankerAndRankingModelParams, _ValidationFractionParams, _CategoricalColsParams, EstimatorParams):
     """The Params of `Ranker`."""
@@ -728,12 +728,12 @@ class RankingModelParams(_RankerAndRankingModelParams, RegressionModelParams):
 class _ModelFolderParams(Params):
     modelFolder: Param[str]
     def getModelFolder(self) -> str: ...
-    def setModelFolder(self, value: str) -> Self: """Sets the value of `modelFolder`: a local folder with a model of Hugging Face's and its tokenizer or image processor, at the same path on each machine; of images, without one, the network is a small new one."""
+    def setModelFolder(self, value: str) -> Self: """Sets the value of `modelFolder`: a local folder with a model of Hugging Face's and its tokenizer or image processor, at the same path on each machine; an image classifier without one trains a small new network."""
 
 class _TextClassifierAndImageClassifierParams(Params):
     numLabels: Param[int]
     def getNumLabels(self) -> int: ...
-    def setNumLabels(self, value: int) -> Self: """Sets the value of `numLabels`: the number of classes; without it, that of the folder's configuration or, if they are more, of the labels (> 1)."""
+    def setNumLabels(self, value: int) -> Self: """Sets the value of `numLabels`: the number of classes; by default that of the folder's configuration or, if it is larger, of the labels (> 1)."""
 
 class _TextClassifierAndTextClassificationModelParams(Params):
     textCol: Param[str]
@@ -746,7 +746,7 @@ class TextClassifierParams(_ValidationFractionParams, _ModelFolderParams, _TextC
         """Sets Params by name; `None` leaves one at its default."""
     maxLength: Param[int]
     def getMaxLength(self) -> int: ...
-    def setMaxLength(self, value: int) -> Self: """Sets the value of `maxLength`: the number of tokens after which a row is cut off (> 0); of a model that takes fewer, the default is that number, and a larger value is refused."""
+    def setMaxLength(self, value: int) -> Self: """Sets the value of `maxLength`: the number of tokens after which a row is cut off (> 0); for a model that takes fewer, the default is that number, and a larger value is refused."""
 
 class _ImageClassifierAndImageClassificationModelParams(Params):
     imageCol: Param[str]
@@ -791,7 +791,7 @@ class _RecommenderAndRecommenderModelParams(Params):
     def setItemFeatures(self, value: list[str]) -> Self: """Sets the value of `itemFeatures`: columns of numbers that describe the item of a row."""
     coldStartStrategy: Param[str]
     def getColdStartStrategy(self) -> str: ...
-    def setColdStartStrategy(self, value: str) -> Self: """Sets the value of `coldStartStrategy`: what transform does with pairs of a user or an item that the fit did not have: 'nan' predicts NaN, 'drop' leaves them out."""
+    def setColdStartStrategy(self, value: str) -> Self: """Sets the value of `coldStartStrategy`: what transform does with pairs whose user or item the fit did not have: 'nan' predicts NaN, 'drop' leaves them out."""
 
 class RecommenderParams(_ValidationFractionParams, _RecommenderAndRecommenderModelParams, GenericParams):
     """The Params of `Recommender`."""
@@ -799,13 +799,13 @@ class RecommenderParams(_ValidationFractionParams, _RecommenderAndRecommenderMod
         """Sets Params by name; `None` leaves one at its default."""
     ratingCol: Param[str]
     def getRatingCol(self) -> str: ...
-    def setRatingCol(self, value: str) -> Self: """Sets the value of `ratingCol`: the column of ratings; with implicitPrefs, how often it was chosen (>= 0), and an empty name is for once."""
+    def setRatingCol(self, value: str) -> Self: """Sets the value of `ratingCol`: the column of ratings; with implicitPrefs, of how often the item was chosen (>= 0), where an empty name means once."""
     rank: Param[int]
     def getRank(self) -> int: ...
     def setRank(self, value: int) -> Self: """Sets the value of `rank`: the number of elements of a user's and of an item's vector (> 0)."""
     regParam: Param[float]
     def getRegParam(self) -> float: ...
-    def setRegParam(self, value: float) -> Self: """Sets the value of `regParam`: factor of the sum of squares of both vectors of a row, which is added to its loss; of ratings, in units of their deviation (>= 0)."""
+    def setRegParam(self, value: float) -> Self: """Sets the value of `regParam`: the factor of the sum of squares of both vectors of a row, which is added to the loss of the row; with ratings, both are in units of their standard deviation (>= 0)."""
     implicitPrefs: Param[bool]
     def getImplicitPrefs(self) -> bool: ...
     def setImplicitPrefs(self, value: bool) -> Self: """Sets the value of `implicitPrefs`: whether rows are what users chose, and not what they thought of it: items are ranked, not rated."""
@@ -814,7 +814,7 @@ class RecommenderParams(_ValidationFractionParams, _RecommenderAndRecommenderMod
     def setAlpha(self, value: float) -> Self: """Sets the value of `alpha`: with implicitPrefs, what a unit of log(1 + rating) adds to the weight 1 of a row; a row whose rating is 0 does not count (>= 0)."""
     numNegatives: Param[int]
     def getNumNegatives(self) -> int: ...
-    def setNumNegatives(self, value: int) -> Self: """Sets the value of `numNegatives`: with implicitPrefs, the number of other items that each row's is compared with, drawn anew in each epoch (> 0); without it, all items, or 64 where there are more than 20,000."""
+    def setNumNegatives(self, value: int) -> Self: """Sets the value of `numNegatives`: with implicitPrefs, the number of other items with which that of a row is compared, drawn anew in each epoch (> 0); by default all items, or 64 where there are more than 20,000."""
 
 class RecommenderModelParams(_RecommenderAndRecommenderModelParams, ModelParams):
     """The Params of `RecommenderModel`."""
@@ -829,7 +829,7 @@ class _ForecasterAndForecastingModelParams(Params):
     def setOrderCol(self, value: str) -> Self: """Sets the value of `orderCol`: the column that orders the rows of a series in even steps: whole numbers, dates or timestamps."""
     context: Param[int]
     def getContext(self) -> int: ...
-    def setContext(self, value: int) -> Self: """Sets the value of `context`: rows of a series that a forecast is made from (> 1); without it, fit takes two horizons, or three seasons if these are more, as far as half of a series goes."""
+    def setContext(self, value: int) -> Self: """Sets the value of `context`: the rows of a series from which a forecast is made (> 1); by default two horizons, or three seasons if these are more, as far as half of a series goes."""
     horizon: Param[int]
     def getHorizon(self) -> int: ...
     def setHorizon(self, value: int) -> Self: """Sets the value of `horizon`: rows of a forecast (> 0)."""
@@ -852,13 +852,13 @@ class ForecasterParams(_ValidationFractionParams, _ForecasterAndForecastingModel
         """Sets Params by name; `None` leaves one at its default."""
     step: Param[int]
     def getStep(self) -> int: ...
-    def setStep(self, value: int) -> Self: """Sets the value of `step`: rows from the beginning of a window that is trained to that of the next (> 0)."""
+    def setStep(self, value: int) -> Self: """Sets the value of `step`: the rows from the beginning of one training window to that of the next (> 0)."""
     scaling: Param[str]
     def getScaling(self) -> str: ...
-    def setScaling(self, value: str) -> Self: """Sets the value of `scaling`: 'window' gives the module each window's target less the mean of its context, in units of its standard deviation, 'none' the target as it is."""
+    def setScaling(self, value: str) -> Self: """Sets the value of `scaling`: 'window' gives the module the target of each window less the mean of its context, in units of its standard deviation; 'none' gives it the target as it is."""
     season: Param[int]
     def getSeason(self) -> int: ...
-    def setSeason(self, value: int) -> Self: """Sets the value of `season`: rows of a season, from which the network by default starts; found in some series, unless it is set; 1 for none."""
+    def setSeason(self, value: int) -> Self: """Sets the value of `season`: the rows of a season, whose profile the default network continues; by default fit finds it in some of the series; 1 says that there is none."""
 
 class ForecastingModelParams(_LabelColParams, _ForecasterAndForecastingModelParams, ModelParams):
     """The Params of `ForecastingModel`."""
