@@ -96,16 +96,16 @@ def _divided(
         for spec in table:
             owners.setdefault(written(spec), []).append(name)
     parts: dict[tuple[str, ...], list[ParamSpec]] = {}
-    for text, names in owners.items():
-        parts.setdefault(tuple(names), []).append(specs[text])
+    for text, several in owners.items():
+        parts.setdefault(tuple(several), []).append(specs[text])
     private = {}
     for names, part in parts.items():
         if len(names) > 1:
             both = "And".join(name.removeprefix("_").removesuffix(suffix) for name in names)
             private[names] = f"_{both if len(names) == 2 else part[0].accessor}{suffix}"
     for name in tables:
-        yield from ((part, [], parts[names]) for names, part in private.items() if names[0] == name)
-        yield name, [part for names, part in private.items() if name in names], parts.get((name,), [])
+        yield from ((base, [], parts[names]) for names, base in private.items() if names[0] == name)
+        yield name, [base for names, base in private.items() if name in names], parts.get((name,), [])
 
 
 def _takes_params(name: str) -> bool:
@@ -161,9 +161,9 @@ def page() -> str:
     loss = {"TorchClassifier": classes.CLASSIFIER, "TorchRegressor": classes.REGRESSOR}
     only = {name: kinds for name, kinds in _only().items() if len(kinds) < 3}
     models = {spec.name for table in (classes.GENERIC_MODEL, classes.CLASSIFICATION_MODEL) for spec in table}
-    for subject, found in SUBJECTS.items():
+    for subject, subject_tables in SUBJECTS.items():
         lines += ["", f"## {subject}", "", "| Param | default | marks | meaning |", "|---|---|---|---|"]
-        for spec in (spec for table in found for spec in table):
+        for spec in (spec for table in subject_tables for spec in table):
             default = "" if spec.default is None else f"`{spec.default!r}`"
             if spec.name == "loss":
                 default = ", ".join(f"`{_default(table)!r}` ({name})" for name, table in loss.items())

@@ -54,9 +54,9 @@ REFUSED = {
     "ForecastingModelParams().setEpochs(3)": 'has no attribute "setEpochs"',
 }
 TAKEN = {
-    name: [*inspect.signature(getattr(mixins, name).__init__).parameters][1:]
-    for name in mixins.__all__
-    if name not in ("EstimatorParams", "ModelParams")
+    name: [*inspect.signature(kind.__init__).parameters][1:]
+    for name, kind in vars(mixins).items()
+    if hasattr(kind, "_table") and "__init__" in vars(kind)
 }
 
 
