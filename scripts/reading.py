@@ -19,7 +19,9 @@ PACKAGE, TESTS = ROOT / "sparktorch", ROOT / "tests"
 STUB = PACKAGE / "ml" / "params" / "mixins.pyi"
 
 # These say nothing of what a thing is: a row index, a fitted model, weights, columns.
-VAGUE = frozenset("found place places own known given each told shown kept together that them".split())
+VAGUE = {
+    *("found", "place", "places", "own", "known", "given", "each", "told", "shown", "kept", "together", "that", "them"),
+}
 FRAGMENT = re.compile(r"(of|which|that|whose|where|in|on|by|from|with|to|at|as|than|so|it|they|these|those|what|who)\b")
 ORDERING = frozenset({"sorted", "max", "min", "sort"})
 

@@ -209,7 +209,7 @@ def _rows(dataset: DataFrame, columns: SeriesColumns, backtest: Backtest | None)
     """
     names = ColumnNames.of(dataset)
     check_series(dataset.sparkSession, names, columns.group, columns.order, columns.numbers)
-    check_categories(names, columns.known)
+    check_categories(names, columns.vocabulary)
     double = T.DoubleType()
     added: list[tuple[str, T.DataType]] = [
         (columns.prediction, double),
@@ -223,7 +223,7 @@ def _rows(dataset: DataFrame, columns: SeriesColumns, backtest: Backtest | None)
     fields = [T.StructField(name, names.type_of(name)) for name in columns.keys]
     numbers = {name: names.column(name).cast("double") for name in columns.numbers}
     read = [*map(names.column, columns.keys), *(numbers.get(name, names.column(name)) for name in columns.inputs)]
-    rows = dataset.select(*(column.alias(input_name(place)) for place, column in enumerate(read)))
+    rows = dataset.select(*(column.alias(input_name(index)) for index, column in enumerate(read)))
     return rows, T.StructType([*fields, *(T.StructField(name, kind) for name, kind in added)])
 
 
@@ -242,13 +242,13 @@ def check_series(
     check_numbers(names, numbers)
 
 
-def check_categories(names: ColumnNames, known: Mapping[str, Sequence[Any]]) -> None:
+def check_categories(names: ColumnNames, vocabulary: Mapping[str, Sequence[Any]]) -> None:
     """Refuses columns of another type than that of their known categories."""
-    for name, categories in known.items():
-        kind, wanted = names.type_of(name), "boolean" if isinstance(next(iter(categories), ""), bool) else "string"
-        if kind.typeName() not in (wanted, "varchar", "char"):
-            what = f"column {name!r} is {kind.simpleString()}, and the fit has learned the categories of {wanted}s"
-            raise ColumnError(what, hint=f"cast it to {wanted}", column=name)
+    for name, categories in vocabulary.items():
+        kind, learned = names.type_of(name), "boolean" if isinstance(next(iter(categories), ""), bool) else "string"
+        if kind.typeName() not in (learned, "varchar", "char"):
+            what = f"column {name!r} is {kind.simpleString()}, and the fit has learned the categories of {learned}s"
+            raise ColumnError(what, hint=f"cast it to {learned}", column=name)
 
 
 def _check_zone(zone: str) -> None:

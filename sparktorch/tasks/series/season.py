@@ -104,6 +104,6 @@ def _last_of_some(rows: DataFrame, least: int, most: int) -> list[npt.NDArray[An
     of_some = rows.join(F.broadcast(some), "series")
     latest = of_some.select(F.xxhash64("series").alias("of"), back.alias("back"), "value").where(F.col("back") <= most)
     table = table_of(latest)
-    of, places, values = (table[name].to_numpy() for name in ("of", "back", "value"))
-    order = np.lexsort((-places, of))
+    of, indices, values = (table[name].to_numpy() for name in ("of", "back", "value"))
+    order = np.lexsort((-indices, of))
     return np.split(values[order], np.flatnonzero(np.diff(of[order])) + 1)

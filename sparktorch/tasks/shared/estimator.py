@@ -76,22 +76,22 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
 
     def completed(self) -> Self:
         """Returns the estimator, or a copy with a number for each Param that is "auto"."""
-        that, p = super().completed(), Values(self)
+        estimator, p = super().completed(), Values(self)
         _check_values(p)
         automatic = [name for name in AUTOMATIC if _is_auto(p[name])]
         if not (automatic or self._holds_out):
-            return that
-        that = that.copy()
+            return estimator
+        estimator = estimator.copy()
         if self._holds_out:  # the rows are not known yet
-            that._set(validationIndicatorCol=self._marks or "_held_out")
-        chosen = that._settings(held_out=self._holds_out or bool(self._marks))
+            estimator._set(validationIndicatorCol=self._marks or "_held_out")
+        chosen = estimator._settings(held_out=self._holds_out or bool(self._marks))
         settings = chosen.params
         for name in automatic:
-            that.clear(that.getParam(name))
-            that._setDefault(**{name: settings[name]})
+            estimator.clear(estimator.getParam(name))
+            estimator._setDefault(**{name: settings[name]})
         if "scheduler" in automatic and settings["scheduler"] is not None:
-            that._setDefault(schedulerInterval="step", warmupSteps=chosen.warmup_steps)
-        return that
+            estimator._setDefault(schedulerInterval="step", warmupSteps=chosen.warmup_steps)
+        return estimator
 
     def _settings(self, *, held_out: bool) -> AutomaticSettings:
         """Returns what "auto" stands for; `held_out` says whether the estimator holds out rows itself."""
@@ -138,18 +138,18 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
 
     def _holding_out(self) -> Self:
         """Returns a copy that holds out rows whatever its epochs are, if the estimator does."""
-        that = self.copy()
-        return that._set(validationFraction=Values(self)["validationFraction"]) if self._holds_out else that
+        estimator = self.copy()
+        return estimator._set(validationFraction=Values(self)["validationFraction"]) if self._holds_out else estimator
 
     def _learn_from(self, dataset: DataFrame) -> tuple[Self, DataFrame]:
         if not self._learns or self._has_learned:
             return self, dataset
         translate(self, self._task)  # refuses Params before there is a job
         with naming_params(self):
-            that, rows = self._looked_at(dataset)
-        if that._sample is not None and (that._marks or _is_auto(Values(self)["epochs"])):
-            _LOG.info("%s: %s", type(self).__name__, that._in_words())
-        return that, that._arranged(rows)
+            estimator, rows = self._looked_at(dataset)
+        if estimator._sample is not None and (estimator._marks or _is_auto(Values(self)["epochs"])):
+            _LOG.info("%s: %s", type(self).__name__, estimator._in_words())
+        return estimator, estimator._arranged(rows)
 
     @property
     def _has_learned(self) -> bool:
@@ -161,25 +161,25 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
         Where these would be too few, it learns of the rows once more, and holds none out.
         """
         names, share = ColumnNames.of(dataset), float(Values(self)["validationFraction"]) * self._holds_out
-        that, rows, counts = self.copy(), dataset, None
+        estimator, rows, counts = self.copy(), dataset, None
         if share:
-            that._marks = free_name(names)
-            rows, counts = that._marked(dataset, names, share)
-            that._set(validationIndicatorCol=that._marks)
-        that._look_at(rows)
+            estimator._marks = free_name(names)
+            rows, counts = estimator._marked(dataset, names, share)
+            estimator._set(validationIndicatorCol=estimator._marks)
+        estimator._look_at(rows)
         if not self._needs_count:
-            return that, rows
-        trained, held_out = counts or that._count(rows)
+            return estimator, rows
+        trained, held_out = counts or estimator._count(rows)
         if share and too_few(trained, held_out, self._task_settings):
-            that, rows = self.copy(), dataset
-            that._look_at(rows)
-            trained, held_out = that._count(rows)
+            estimator, rows = self.copy(), dataset
+            estimator._look_at(rows)
+            trained, held_out = estimator._count(rows)
         elif share and counts is None and held_out > MOST_HELD_OUT:
-            factor, trained = that._capped(trained, held_out)
-            rows, held_out = that._marked(dataset, names, share * factor)[0], MOST_HELD_OUT
-        chosen_by = that._chosen_by if that._marks else ""
-        that._sample = Sample(trained=trained, held_out=held_out, chosen_by=chosen_by)
-        return that, rows
+            factor, trained = estimator._capped(trained, held_out)
+            rows, held_out = estimator._marked(dataset, names, share * factor)[0], MOST_HELD_OUT
+        chosen_by = estimator._chosen_by if estimator._marks else ""
+        estimator._sample = Sample(trained=trained, held_out=held_out, chosen_by=chosen_by)
+        return estimator, rows
 
     @property
     def _chosen_by(self) -> str:
@@ -277,22 +277,22 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
         sample, p = self._sample, Values(self)
         if sample is None:
             return {}
-        found: dict[str, Any] = {"settings": {name: _plain(p[name]) for name in AUTOMATIC}}
+        fields: dict[str, Any] = {"settings": {name: _plain(p[name]) for name in AUTOMATIC}}
         if sample.chosen_by:
-            found["heldOut"] = {"unit": self._unit, "by": sample.chosen_by}
-        return found
+            fields["heldOut"] = {"unit": self._unit, "by": sample.chosen_by}
+        return fields
 
     def _knowing(self, other: Any) -> Self:
         """Returns a copy with what another estimator has learned of the same rows, if it has."""
         if not isinstance(other, AutomaticEstimator) or not other._has_learned or self._has_learned:
             return self
-        that = self.copy()
-        that._sample, that._marks = other._sample, other._marks
-        if that._marks and not self.isSet("validationIndicatorCol"):
-            that._set(validationIndicatorCol=that._marks)
-        if differing := that._differing(other):
+        estimator = self.copy()
+        estimator._sample, estimator._marks = other._sample, other._marks
+        if estimator._marks and not self.isSet("validationIndicatorCol"):
+            estimator._set(validationIndicatorCol=estimator._marks)
+        if differing := estimator._differing(other):
             raise needs_other_rows(differing)
-        return that
+        return estimator
 
     def _differing(self, other: Any) -> list[str]:
         """Returns the Params in which it differs from another estimator, and that say what is learned of the rows."""
@@ -301,8 +301,8 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
         return [name for name in compared if ours[name] != theirs[name]]
 
     def _fit_on(self, source: Source, judge: Callable[[dict[str, Any]], bool] | None = None) -> Any:
-        that = self._knowing(getattr(source, "estimator", None))
-        return super(AutomaticEstimator, that)._fit_on(source, judge)
+        estimator = self._knowing(getattr(source, "estimator", None))
+        return super(AutomaticEstimator, estimator)._fit_on(source, judge)
 
     def fitMultiple(
         self, dataset: DataFrame | PreparedData, paramMaps: Sequence[ParamMap]

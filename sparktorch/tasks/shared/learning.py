@@ -46,7 +46,7 @@ class LearningEstimator(AutomaticEstimator):
         self._learned = self._learn(rows)
 
     def _knowing(self, other: Any) -> Self:
-        that = super()._knowing(other)
-        if that is not self:
-            that._learned = getattr(other, "_learned", None)
-        return that
+        estimator = super()._knowing(other)
+        if estimator is not self:
+            estimator._learned = getattr(other, "_learned", None)
+        return estimator
