@@ -140,7 +140,7 @@ class Ranker(TabularEstimator, RankerParams):
 
     def _look_at(self, rows: DataFrame) -> None:
         if self._takes_table:
-            check_group(ColumnNames.of(rows), self.getGroupCol())  # before there is a job
+            check_group(ColumnNames.of(rows), self.getGroupCol())  # It refuses the column before there is a job.
             super()._look_at(rows)
 
     @property

@@ -16,7 +16,7 @@ from sparktorch.spark.column_names import ColumnNames
 
 __all__ = ["RankingSummary", "evaluate_ranker"]
 
-_SHOWN = 10  # rows of a group whose NDCG is computed unasked
+_SHOWN = 10  # The NDCG of so many rows of a group is computed unasked.
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

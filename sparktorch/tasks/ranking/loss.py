@@ -73,7 +73,9 @@ def lambdarank(scores: torch.Tensor, labels: torch.Tensor, sizes: torch.Tensor) 
     group_of_row = _group_of_rows(sizes)
     better, worse, group = _pairs(labels, sizes)
     discount = _discounts(_positions(sizes), scores.dtype)
-    ideal = _sums(labels[_ranked(labels, group_of_row)] * discount, group_of_row, sizes).clamp(min=torch.finfo(scores.dtype).tiny)
+    ideal = _sums(labels[_ranked(labels, group_of_row)] * discount, group_of_row, sizes).clamp(
+        min=torch.finfo(scores.dtype).tiny
+    )
     discount_of_row = torch.empty_like(discount)
     discount_of_row[_ranked(scores.detach(), group_of_row)] = discount
     change = (labels[better] - labels[worse]) * (discount_of_row[better] - discount_of_row[worse]).abs() / ideal[group]

@@ -33,9 +33,7 @@ def ranking_metrics(lists: DataFrame, user: str, item: str, k: int) -> RankingMe
 
     A `ColumnError` says that there are no rows, each of which is one of `user`.
     """
-    hits = F.transform(
-        F.col("recommendations"), lambda entry: F.array_contains("relevant", entry[item])
-    )
+    hits = F.transform(F.col("recommendations"), lambda entry: F.array_contains("relevant", entry[item]))
     right = _sum(F.transform(hits, lambda hit: hit.cast("double")))
     gains = F.transform(hits, lambda hit, position: F.when(hit, _gain(position)).otherwise(0.0))
     last = F.least(F.size("relevant"), F.lit(k)) - 1

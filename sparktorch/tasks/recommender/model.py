@@ -89,7 +89,7 @@ class RecommenderModel(Paired, TorchModelBase, RecommenderModelParams):
                 raise ConfigError("features are empty, or of several lengths", param=param)
             tables.append(structs(fetched.select(["id"]), [name]))
             vectors = torch.tensor(lists.flatten().to_numpy()).view(len(lists), -1)
-            weights.append(torch.nn.functional.pad(vectors, (0, 1)))  # biases are 0
+            weights.append(torch.nn.functional.pad(vectors, (0, 1)))  # Such vectors have no biases.
         users, items = weights
         trained = TrainedModule(
             source=f"{Towers.__module__}:{Towers.__qualname__}",

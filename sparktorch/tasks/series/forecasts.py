@@ -20,7 +20,7 @@ from sparktorch.tasks.shared.columns import category_indices
 
 __all__ = ["Backtest", "SeriesColumns", "columns_of_quantiles", "forecast", "series_in"]
 
-_WINDOWS, _VALUES = 2048, 1 << 22  # scored at a time, at most
+_WINDOWS, _VALUES = 2048, 1 << 22  # At most so many are scored at a time.
 
 Floats = npt.NDArray[np.float64]
 

@@ -37,7 +37,7 @@ __all__ = ["COMPARED", "WINDOWS", "ForecastingModel", "check_categories", "check
 
 _ORDERS = (T.ByteType, T.ShortType, T.IntegerType, T.LongType, T.DateType, T.TimestampType, T.TimestampNTZType)
 
-COMPARED = ("cutoff", "step", "label", "naive", "scale")  # the columns that `evaluate` adds
+COMPARED = ("cutoff", "step", "label", "naive", "scale")  # `evaluate` adds these columns.
 
 WINDOWS = (
     not_set("orderCol", "name the column of the rows' times"),

@@ -18,9 +18,9 @@ from sparktorch.tasks.shared.layers import UNTRAINED, CategoryEmbedding, percept
 
 __all__ = ["SeriesModule", "SeriesNetwork", "scale_of"]
 
-_PACE = 0.1  # saved models have weights for it
+_PACE = 0.1  # The weights of saved models are for this factor.
 
-Figures = Sequence[Sequence[float]]  # mean and standard deviation of each column
+Figures = Sequence[Sequence[float]]  # Each column has its mean and standard deviation.
 
 
 class SeriesModule(nn.Module):

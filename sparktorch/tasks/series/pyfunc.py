@@ -87,7 +87,7 @@ def _ordering(order: pd.Series[Any], name: str) -> pd.Series[Any]:
             order = pd.to_datetime(order)
         elif kind == "period":
             order = order.dt.to_timestamp()
-        elif kind == "floating":  # integers, as JSON and missing values leave them
+        elif kind == "floating":  # JSON and missing values make such numbers of integers.
             order = order.astype("Int64")
     except (TypeError, ValueError) as error:
         why = error

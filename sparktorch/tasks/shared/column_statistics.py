@@ -28,7 +28,9 @@ _SCHEMA = pa.schema(
         ("hash", pa.int64()),
     ]
 )
-_DDL = "position int, value string, rows bigint, mean double, squares double, smallest double, largest double, hash bigint"
+_DDL = (
+    "position int, value string, rows bigint, mean double, squares double, smallest double, largest double, hash bigint"
+)
 
 
 class Figures(NamedTuple):
@@ -99,7 +101,7 @@ def categories_and_figures(
         if position < len(texts):
             values[position][row["value"]] = row["rows"]
         elif position < len(positions):
-            varies = rest[0] < rest[1]  # what rounding leaves of equal numbers is no deviation
+            varies = rest[0] < rest[1]  # What rounding leaves of equal numbers is no deviation.
             deviation = math.sqrt(row["squares"] / row["rows"]) if varies else 0.0
             figures[position - len(texts)] = Figures(row["rows"], row["mean"], deviation, *rest)
         else:
@@ -132,7 +134,7 @@ def _of_batches(batches: Iterator[pa.RecordBatch], texts: int, distinct: Sequenc
         figures = []
         for position, column in enumerate(batch.columns[texts:], texts):
             values = as_doubles(column)
-            values = values[np.isfinite(values)]  # neither null nor NaN
+            values = values[np.isfinite(values)]  # Nulls are NaN here.
             if position - texts < len(distinct_values):
                 distinct_values[position - texts].add(values)
             if len(values):

@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 __all__ = ["AutomaticEstimator"]
 
 _LOG = logging.getLogger(__name__)
-_MADE_OF = {"moduleParams": "module", "optimizerParams": "optimizer"}  # the Param that a dict Param belongs to
+_MADE_OF = {"moduleParams": "module", "optimizerParams": "optimizer"}  # These dict Params are arguments of the others.
 # These Params need validation rows where they are set.
 _VALIDATING = ("validationFraction", "earlyStoppingPatience", "earlyStoppingMetric", "metrics")
 _NAMES = ("scheduler", "validationUnit")  # These Params take text other than "auto", too.
-_MANY_ROWS = 1 << 20  # for which settings are checked before the rows are counted
+_MANY_ROWS = 1 << 20  # Settings are checked for so many before the rows are counted.
 
 
 class AutomaticEstimator(TorchEstimatorBase[Any]):
@@ -82,7 +82,7 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
         if not (automatic or self._holds_out):
             return estimator
         estimator = estimator.copy()
-        if self._holds_out:  # the rows are not known yet
+        if self._holds_out:  # The column of marks has no name yet.
             estimator._set(validationIndicatorCol=self._marks or "_held_out")
         chosen = estimator._settings(held_out=self._holds_out or bool(self._marks))
         settings = chosen.params
@@ -117,7 +117,7 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
         p = Values(self)
         if self._sample is not None or self._marks or p.validated or not p["validationFraction"]:
             return False
-        if p.brings_its_training and not p.is_set("validationFraction"):  # it may have no validation_step
+        if p.brings_its_training and not p.is_set("validationFraction"):  # It may have no validation_step.
             return False
         return _is_auto(p["epochs"]) or p.is_set("validationFraction")
 
@@ -144,7 +144,7 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
     def _learn_from(self, dataset: DataFrame) -> tuple[Self, DataFrame]:
         if not self._learns or self._has_learned:
             return self, dataset
-        translate(self, self._task)  # refuses Params before there is a job
+        translate(self, self._task)  # It refuses Params before there is a job.
         with naming_params(self):
             estimator, rows = self._looked_at(dataset)
         if estimator._sample is not None and (estimator._marks or _is_auto(Values(self)["epochs"])):

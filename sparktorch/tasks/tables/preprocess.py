@@ -16,7 +16,7 @@ from sparktorch.tasks.shared.columns import FIRST_CATEGORY, as_doubles, category
 
 __all__ = ["BINS", "TableColumns", "scaled_edges"]
 
-BINS = 48  # the most of a column of numbers
+BINS = 48  # A column of numbers has so many at most.
 _LEAST_WIDTH = 1e-5  # Narrower bins are left out.
 # Parts of a time, and the categories of each. Dates have no hour.
 _PARTS: dict[str, tuple[Any, list[int]]] = {
@@ -49,7 +49,7 @@ class TableColumns:
 
     @property
     def vocabulary(self) -> dict[str, list[Any]]:
-        """The categories of each column of the tensor `categories`, by index from 2 on; a time's part is `time.part`."""
+        """The categories of each column of the tensor `categories`, from index 2 on; a time's part is `time.part`."""
         parts = {f"{name}.{part}": _PARTS[part][1] for name, parts in self.times.items() for part in parts}
         return {name: list(values) for name, values in {**self.categories, **parts}.items()}
 
