@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -273,23 +273,40 @@ class Forecaster(LearningEstimator, ForecasterParams):
         most = MOST_HELD_OUT / max(1, windows)
         few = self._asks_for_validation
         held_out = [(windows_held_out(length, window, share, most, few=few), series) for length, series in lengths]
+        trained = sum(windows_of[0] * series for windows_of, series in held_out)
+        validated = sum(windows_of[1] * series for windows_of, series in held_out)
+        last_rows = {length: windows_of[2] for (windows_of, _), (length, _) in zip(held_out, lengths, strict=True)}
+        if p["groupCol"]:
+            return self._last_of_series(dataset, names, last_rows), (trained, validated)
+        return self._last_rows(dataset, names, next(iter(last_rows.values()), 0)), (trained, validated)
+
+    def _last_rows(self, dataset: DataFrame, names: ColumnNames, count: int) -> DataFrame:
+        """Marks the last rows of one series, without a window function, which would warn that it has no partitions."""
+        order, first = names.column(self.getOrderCol()), f"{self._marks}_first"
+        if not count:
+            return dataset.withColumn(self._marks, F.lit(False))
+        last = dataset.select(order.alias(first)).orderBy(F.desc(first)).limit(count).agg(F.min(first).alias(first))
+        marked = dataset.crossJoin(F.broadcast(last))
+        return marked.withColumn(self._marks, F.coalesce(order >= F.col(first), F.lit(False))).drop(first)
+
+    def _last_of_series(self, dataset: DataFrame, names: ColumnNames, last_rows: Mapping[int, int]) -> DataFrame:
+        """Marks the last rows of each series; how many follows from the number of its rows."""
         marks = pa.table(
             {
-                "length": pa.array([length for length, _ in lengths], pa.int64()),
-                "marks": pa.array([count for (_, _, count), _ in held_out], pa.int64()),
+                "length": pa.array(list(last_rows), pa.int64()),
+                "marks": pa.array(list(last_rows.values()), pa.int64()),
             }
         )
-        series = Rows.partitionBy(names.column(p["groupCol"]) if p["groupCol"] else F.lit(0))
-        position, length = f"{self._marks}_place", f"{self._marks}_length"
+        series = Rows.partitionBy(names.column(self.getGroupCol()))
+        position, length = f"{self._marks}_position", f"{self._marks}_length"
         rows = dataset.select(
             "*",
-            F.row_number().over(series.orderBy(names.column(p["orderCol"]).desc())).alias(position),
+            F.row_number().over(series.orderBy(names.column(self.getOrderCol()).desc())).alias(position),
             F.count(F.lit(1)).over(series).alias(length),
         )
         marks_by_length = F.broadcast(frame_of_rows(dataset.sparkSession, marks).toDF(length, self._marks))
         rows = rows.join(marks_by_length, length, "left").withColumn(self._marks, F.col(position) <= F.col(self._marks))
-        counts = [sum(held_out[at] * series for held_out, series in held_out) for at in (0, 1)]
-        return rows.drop(position, length), (counts[0], counts[1])
+        return rows.drop(position, length)
 
     @property
     def _why_none_are_held_out(self) -> str:
