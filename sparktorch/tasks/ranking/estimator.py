@@ -138,10 +138,10 @@ class Ranker(TabularEstimator, RankerParams):
     def _has_learned(self) -> bool:
         return self._learned is not None or self._sample is not None
 
-    def _look_at(self, rows: DataFrame) -> None:
+    def _learn_rows(self, rows: DataFrame) -> None:
         if self._takes_table:
             check_group(ColumnNames.of(rows), self.getGroupCol())  # It refuses the column before there is a job.
-            super()._look_at(rows)
+            super()._learn_rows(rows)
 
     @property
     def _network(self) -> dict[str, Any]:
@@ -149,17 +149,19 @@ class Ranker(TabularEstimator, RankerParams):
         del settings["scales"]  # Scores have no unit.
         return settings | ({"members": 1} if _is_own(self.getLoss()) else {})
 
-    def _needed(self, names: ColumnNames) -> Sequence[str]:
+    def _required_columns(self, names: ColumnNames) -> Sequence[str]:
         p = Values(self)
         with_nulls = self._takes_table or getattr(p["preprocess"], "takes_nulls", False)
         inputs = [] if with_nulls else p["inputCols"] or [self.getFeaturesCol()]
-        return [*inputs, *super()._needed(names), self.getGroupCol()]
+        return [*inputs, *super()._required_columns(names), self.getGroupCol()]
 
     @property
     def _chosen_by(self) -> str:
         return f"a hash of {self.getGroupCol()!r}"
 
-    def _marked(self, dataset: DataFrame, names: ColumnNames, share: float) -> tuple[DataFrame, tuple[int, int] | None]:
+    def _mark_held_out(
+        self, dataset: DataFrame, names: ColumnNames, share: float
+    ) -> tuple[DataFrame, tuple[int, int] | None]:
         check_group(names, self.getGroupCol())
         return marked(dataset, in_share([names.column(self.getGroupCol())], share), self._marks), None
 

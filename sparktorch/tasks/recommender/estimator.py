@@ -290,7 +290,7 @@ class Recommender(Paired, LearningEstimator, RecommenderParams):
             deviation = 0.0
         return LearnedPairs(users, items, mean, deviation, group, weight, count, rare)
 
-    def _arranged(self, dataset: DataFrame) -> DataFrame:
+    def _training_rows(self, dataset: DataFrame) -> DataFrame:
         """Returns the rows of implicit preferences with the weight of each, or of all that a user has chosen."""
         p, names, learned = Values(self), ColumnNames.of(dataset), self._learned
         if learned is None or not p["implicitPrefs"]:
@@ -320,12 +320,14 @@ class Recommender(Paired, LearningEstimator, RecommenderParams):
     def _chosen_by(self) -> str:
         return f"{super()._chosen_by}, but of users and items with less than {_LEAST_OF_EACH} rows none"
 
-    def _contents(self, names: ColumnNames) -> Sequence[str]:
+    def _distinguishing_columns(self, names: ColumnNames) -> Sequence[str]:
         rating = Values(self)["ratingCol"]
         return [*self.getInputCols(), *([rating] if rating else [])]
 
-    def _marked(self, dataset: DataFrame, names: ColumnNames, share: float) -> tuple[DataFrame, tuple[int, int] | None]:
-        rows, counts = super()._marked(dataset, names, share)
+    def _mark_held_out(
+        self, dataset: DataFrame, names: ColumnNames, share: float
+    ) -> tuple[DataFrame, tuple[int, int] | None]:
+        rows, counts = super()._mark_held_out(dataset, names, share)
         for name in self.getInputCols()[:2]:
             often = F.count(F.lit(1)).over(Window.partitionBy(names.column(name))) >= _LEAST_OF_EACH
             rows = rows.withColumn(self._marks, F.col(self._marks) & often)

@@ -228,7 +228,7 @@ class Forecaster(LearningEstimator, ForecasterParams):
         order = (names.type_of(p["orderCol"]).simpleString(), zone)
         return LearnedSeries(figures, order, season, start, _categories(dataset, names, p, texts))
 
-    def _looked_at(self, dataset: DataFrame) -> tuple[Self, DataFrame]:
+    def _learn_and_hold_out(self, dataset: DataFrame) -> tuple[Self, DataFrame]:
         """Chooses the context where none is set, and then learns of the rows."""
         p, estimator, names = Values(self), self, ColumnNames.of(dataset)
         if p["context"] is None and p.trained is not None:
@@ -241,7 +241,7 @@ class Forecaster(LearningEstimator, ForecasterParams):
             if p["season"] is None and _starts_from_season(p):
                 season = learned_season(dataset, names, p, longest_context(rows, p["horizon"]))
             estimator._set(context=context_for(rows, p["horizon"], season))
-        return super(Forecaster, estimator)._looked_at(dataset)
+        return super(Forecaster, estimator)._learn_and_hold_out(dataset)
 
     def _chosen(self) -> dict[str, Any]:
         fields = super()._chosen()
@@ -259,7 +259,9 @@ class Forecaster(LearningEstimator, ForecasterParams):
             estimator._chose_context = other._chose_context
         return super(Forecaster, estimator)._knowing(other)
 
-    def _marked(self, dataset: DataFrame, names: ColumnNames, share: float) -> tuple[DataFrame, tuple[int, int] | None]:
+    def _mark_held_out(
+        self, dataset: DataFrame, names: ColumnNames, share: float
+    ) -> tuple[DataFrame, tuple[int, int] | None]:
         """Marks the last rows of each series, and counts its windows."""
         p, window = Values(self), self._window()
         _check(dataset, names, p)
@@ -325,7 +327,7 @@ class Forecaster(LearningEstimator, ForecasterParams):
         lengths = rows.groupBy(key.alias("series")).agg(F.count(F.lit(1)).alias("length"))
         return [tuple(row) for row in lengths.groupBy("length").agg(F.count(F.lit(1))).collect()]
 
-    def _arranged(self, dataset: DataFrame) -> DataFrame:
+    def _training_rows(self, dataset: DataFrame) -> DataFrame:
         """Returns the columns that tell windows apart, and an array for each input."""
         p, names = Values(self), ColumnNames.of(dataset)
         roles = [p[name] for name in ("groupCol", "orderCol", "weightCol", "validationIndicatorCol") if p[name]]

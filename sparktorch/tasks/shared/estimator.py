@@ -146,16 +146,16 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
             return self, dataset
         translate(self, self._task)  # It refuses Params before there is a job.
         with naming_params(self):
-            estimator, rows = self._looked_at(dataset)
+            estimator, rows = self._learn_and_hold_out(dataset)
         if estimator._sample is not None and (estimator._marks or _is_auto(Values(self)["epochs"])):
-            _LOG.info("%s: %s", type(self).__name__, estimator._in_words())
-        return estimator, estimator._arranged(rows)
+            _LOG.info("%s: %s", type(self).__name__, estimator._description())
+        return estimator, estimator._training_rows(rows)
 
     @property
     def _has_learned(self) -> bool:
         return self._sample is not None
 
-    def _looked_at(self, dataset: DataFrame) -> tuple[Self, DataFrame]:
+    def _learn_and_hold_out(self, dataset: DataFrame) -> tuple[Self, DataFrame]:
         """Returns a copy with what it has learned of the rows, and the rows with the mark of those that are held out.
 
         Where these would be too few, it learns of the rows once more, and holds none out.
@@ -164,19 +164,19 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
         estimator, rows, counts = self.copy(), dataset, None
         if share:
             estimator._marks = free_name(names)
-            rows, counts = estimator._marked(dataset, names, share)
+            rows, counts = estimator._mark_held_out(dataset, names, share)
             estimator._set(validationIndicatorCol=estimator._marks)
-        estimator._look_at(rows)
+        estimator._learn_rows(rows)
         if not self._needs_count:
             return estimator, rows
         trained, held_out = counts or estimator._count(rows)
         if share and too_few(trained, held_out, self._task_settings):
             estimator, rows = self.copy(), dataset
-            estimator._look_at(rows)
+            estimator._learn_rows(rows)
             trained, held_out = estimator._count(rows)
         elif share and counts is None and held_out > MOST_HELD_OUT:
             factor, trained = estimator._capped(trained, held_out)
-            rows, held_out = estimator._marked(dataset, names, share * factor)[0], MOST_HELD_OUT
+            rows, held_out = estimator._mark_held_out(dataset, names, share * factor)[0], MOST_HELD_OUT
         chosen_by = estimator._chosen_by if estimator._marks else ""
         estimator._sample = Sample(trained=trained, held_out=held_out, chosen_by=chosen_by)
         return estimator, rows
@@ -186,13 +186,15 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
         key = Values(self)["idCol"]
         return f"a hash of {key!r}" if key else "a hash of their contents"
 
-    def _marked(self, dataset: DataFrame, names: ColumnNames, share: float) -> tuple[DataFrame, tuple[int, int] | None]:
+    def _mark_held_out(
+        self, dataset: DataFrame, names: ColumnNames, share: float
+    ) -> tuple[DataFrame, tuple[int, int] | None]:
         """Returns the rows with a share of them marked in `_marks`, and how many train and are held out, if known."""
         p = Values(self)
-        columns = hashable(names, [p["idCol"]] if p["idCol"] else self._contents(names))
+        columns = hashable(names, [p["idCol"]] if p["idCol"] else self._distinguishing_columns(names))
         return marked(dataset, in_share(columns, share), self._marks), None
 
-    def _contents(self, names: ColumnNames) -> Sequence[str]:
+    def _distinguishing_columns(self, names: ColumnNames) -> Sequence[str]:
         """Returns the columns that tell rows apart: inputs and label."""
         p = Values(self)
         return [
@@ -200,18 +202,19 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
             *(p["labelCols"] or [p["labelCol"]] * bool(p["labelCol"])),
         ]
 
-    def _needed(self, names: ColumnNames) -> Sequence[str]:
+    def _required_columns(self, names: ColumnNames) -> Sequence[str]:
         """Returns the columns in which a null drops the row from a training under `nullPolicy` "drop"."""
-        return self._contents(names)
+        return self._distinguishing_columns(names)
 
     def _without_dropped(self, rows: DataFrame) -> DataFrame:
         """Returns the rows without those that the fit will drop; it does not look into arrays and vectors."""
         p = Values(self)
         if p["nullPolicy"] != "drop":
             return rows
-        return without_nulls(rows, [*self._needed(ColumnNames.of(rows)), *([p["weightCol"]] if p["weightCol"] else [])])
+        required = list(self._required_columns(ColumnNames.of(rows)))
+        return without_nulls(rows, [*required, p["weightCol"]] if p["weightCol"] else required)
 
-    def _look_at(self, rows: DataFrame) -> None:
+    def _learn_rows(self, rows: DataFrame) -> None:
         """Learns of rows, in those that do."""
 
     def _count(self, rows: DataFrame) -> tuple[int, int]:
@@ -226,11 +229,11 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
         """Returns the part of the share that holds out `MOST_HELD_OUT` samples, and how many train then."""
         return MOST_HELD_OUT / held_out, trained + held_out - MOST_HELD_OUT
 
-    def _arranged(self, dataset: DataFrame) -> DataFrame:
+    def _training_rows(self, dataset: DataFrame) -> DataFrame:
         """Returns the rows as they are trained, once they were learned of."""
         return dataset
 
-    def _in_words(self) -> str:
+    def _description(self) -> str:
         """Returns what was chosen, in a line."""
         assert self._sample is not None
         p, sample = Values(self.completed()), self._sample
@@ -262,9 +265,9 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
         rate = Values(self.completed())["learningRate"]
         rates = {"learningRate": [float(f"{rate * factor:.3g}") for factor in self._searched_rates]}
         searched = {**rates, **self._searched}
-        return {name: [None, *choices] for name, choices in searched.items() if not self._is_settled(name)}
+        return {name: [None, *choices] for name, choices in searched.items() if not self._is_decided(name)}
 
-    def _is_settled(self, name: str) -> bool:
+    def _is_decided(self, name: str) -> bool:
         """Whether the user has decided on a Param, or on an entry of a dict Param or what it belongs to."""
         p, (param, _, entry) = Values(self), name.partition(".")
         if p.brings_its_training and param != "moduleParams":

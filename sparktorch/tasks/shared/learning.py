@@ -42,7 +42,7 @@ class LearningEstimator(AutomaticEstimator):
     def _learn(self, dataset: DataFrame) -> Any:
         raise NotImplementedError
 
-    def _look_at(self, rows: DataFrame) -> None:
+    def _learn_rows(self, rows: DataFrame) -> None:
         self._learned = self._learn(rows)
 
     def _knowing(self, other: Any) -> Self:

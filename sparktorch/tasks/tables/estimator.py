@@ -162,15 +162,15 @@ class TabularEstimator(LearningEstimator):
             fields["baseline"] = {"val_loss": sum(deviation**2 for _, deviation in scales) / len(scales)}
         return fields
 
-    def _contents(self, names: ColumnNames) -> Sequence[str]:
+    def _distinguishing_columns(self, names: ColumnNames) -> Sequence[str]:
         p = Values(self)
         inputs = p["inputCols"] or [name for name in names.schema.names if not DRAWN.search(name)]
-        return [*inputs, *self._needed(names)]
+        return [*inputs, *self._required_columns(names)]
 
-    def _needed(self, names: ColumnNames) -> Sequence[str]:
+    def _required_columns(self, names: ColumnNames) -> Sequence[str]:
         return Values(self)["labelCols"] or [self.getLabelCol()]
 
-    def _arranged(self, dataset: DataFrame) -> DataFrame:
+    def _training_rows(self, dataset: DataFrame) -> DataFrame:
         """Returns the rows with a label of strings or booleans as the index of its class; -1 if it is none of these."""
         if self._learned is None:
             return dataset
