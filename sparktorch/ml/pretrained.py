@@ -12,9 +12,10 @@ from pyspark.sql import DataFrame
 from sparktorch.base.config import at_least
 from sparktorch.base.imports import transformers
 from sparktorch.data.image_network import ImageNetwork
-from sparktorch.errors import ConfigError, ModuleError, Refusal, refuse
+from sparktorch.errors import ConfigError, ModuleError
 from sparktorch.ml.classification import TorchClassificationModel, TorchClassifier
-from sparktorch.ml.fit.values import Values, not_set
+from sparktorch.ml.fit.refusals import check_set
+from sparktorch.ml.fit.values import Values
 from sparktorch.ml.params.mixins import (
     ImageClassificationModelParams,
     ImageClassifierParams,
@@ -36,36 +37,38 @@ __all__ = [
     "TextClassifier",
 ]
 
-_REFUSED = (
-    *(
-        Refusal(
-            name,
-            lambda p, name=name: p.is_set(name) and (name == "inputCols" or not _is_completed(p)),  # type: ignore[misc]
-            f"{name} is set, which the estimator chooses itself",
-            "leave it out, or use TorchClassifier",
-        )
-        for name in ("module", "moduleParams", "preprocess", "inputCols")
-    ),
-    Refusal(
-        "nullPolicy",
-        lambda p: p["nullPolicy"] == "fill",
-        "nullPolicy is 'fill', and fillValue stands for no text and for no image",
-        "'drop' leaves out rows without one; or replace them before fit",
-    ),
-    Refusal(
-        "inputShapes",
-        lambda p: p.is_set("inputShapes") and p["modelFolder"] is not None,
-        "inputShapes is set, and what is in modelFolder says the size of its inputs",
-        "leave it out; the folder's preprocessor_config.json has the size",
-    ),
-)
 _UNKNOWN_SIZE = (32, 32)  # The size of images before the first are looked at.
-_WITHOUT_FOLDER = (not_set("modelFolder", "pass the path of a local folder"),)
 
 
 def _is_completed(p: Values) -> bool:
     """Whether the Params that an estimator chooses itself are those that it has chosen."""
     return isinstance(p["preprocess"], FromFolder) or p["module"] is ImageNetwork
+
+
+def _check_params(p: Values) -> None:
+    """Refuses Params that the estimator chooses itself, and what stands for no text and for no image."""
+    for name in ("module", "moduleParams", "preprocess", "inputCols"):
+        if p.is_set(name) and (name == "inputCols" or not _is_completed(p)):
+            raise ConfigError(
+                f"{name} is set, which the estimator chooses itself",
+                hint="leave it out, or use TorchClassifier",
+                param=name,
+                code="ST-CLASH",
+            )
+    if p["nullPolicy"] == "fill":
+        raise ConfigError(
+            "nullPolicy is 'fill', and fillValue stands for no text and for no image",
+            hint="'drop' leaves out rows without one; or replace them before fit",
+            param="nullPolicy",
+            code="ST-CLASH",
+        )
+    if p.is_set("inputShapes") and p["modelFolder"] is not None:
+        raise ConfigError(
+            "inputShapes is set, and what is in modelFolder says the size of its inputs",
+            hint="leave it out; the folder's preprocessor_config.json has the size",
+            param="inputShapes",
+            code="ST-CLASH",
+        )
 
 
 class _OneColumn:
@@ -116,7 +119,9 @@ class _FromFolderClassifier(_OneColumn, LabelledEstimator, TorchClassifier):
             ConfigError: `modelFolder` is not set, or a Param is set that it replaces.
             ModuleError: There is no such folder, or no model in it.
         """
-        refuse((*_REFUSED, *_WITHOUT_FOLDER), Values(self))
+        p = Values(self)
+        _check_params(p)
+        check_set(p, "modelFolder", "pass the path of a local folder")
         folder = os.path.abspath(str(self.getOrDefault("modelFolder")))
         classes = self._classes
         if not self.isDefined("numLabels"):
@@ -217,7 +222,7 @@ class ImageClassifier(_FromFolderClassifier, ImageClassifierParams):
         """Returns a copy with the Params that follow from the folder or, without one, from the rows."""
         if self.isDefined("modelFolder"):
             return super().completed()
-        refuse(_REFUSED, Values(self))
+        _check_params(Values(self))
         column = self.getFeaturesCol()
         if others := {*self.getInputShapes()} - {column}:
             what = f"inputShapes names {min(others)!r}, and the column of images is {column!r}"

@@ -16,10 +16,11 @@ from sparktorch.base.imports import load_object
 from sparktorch.data.columns import Groups, InputOptions
 from sparktorch.data.preprocess import check_signature
 from sparktorch.distributed.monitor import Timeouts
-from sparktorch.errors import ConfigError, refuse
+from sparktorch.errors import ConfigError
 from sparktorch.ml.fit.checks import check_best_metric, check_job, check_params, check_ships
 from sparktorch.ml.fit.identity import described
-from sparktorch.ml.fit.values import MODEL_FOLDER, NAMED_GROUPS, RESTARTS, WHOLE_GROUPS, Values
+from sparktorch.ml.fit.refusals import check_model_folder, check_named_groups, check_restarts, check_whole_groups
+from sparktorch.ml.fit.values import Values
 from sparktorch.ml.params.classes import CLASSIFIER, GENERIC, RUN
 from sparktorch.ml.params.declare import ParamSpec, input_names
 from sparktorch.ml.params.mixins import EstimatorParams, RunParams
@@ -137,10 +138,10 @@ def translate(estimator: EstimatorParams, task: Task) -> Request[TrainJob]:
     check_best_metric(config, recipe)
     check_strategy(config, recipe)
     check_workers(config, p.workers[1])
-    refuse(RESTARTS, p)
+    check_restarts(p)
     if p["modelDir"] is None:
         return request
-    refuse(MODEL_FOLDER, p)
+    check_model_folder(p)
     started = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
     folder = os.path.join(p["modelDir"], f"model-{started}-{secrets.token_hex(4)}")  # a new one for each fit
     return request.with_job(config=replace(config, model_folder=folder))
@@ -154,7 +155,7 @@ def translate_run(params: RunParams, function: Any) -> Request[RankJob]:
     request = _request(params, p, table, RankJob(**_job(p, "generic", table, function=named)))
     check_loop(request.job.config)
     check_workers(request.job.config, p.workers[1])
-    refuse(RESTARTS, p)
+    check_restarts(p)
     return request
 
 
@@ -267,7 +268,8 @@ def _groups(estimator: Any, p: Values) -> Groups | None:
     if not isinstance(estimator, RunParams):
         group, window, grades = group or estimator._group(), estimator._window(), estimator._grades
     if group is None and window is None:
-        refuse(NAMED_GROUPS if grades else (), p)
+        if grades:
+            check_named_groups(p)
         return None
     if p["split"] == "keep":
         hint = "leave split out: rows of a group are sent to the same worker"
@@ -300,7 +302,7 @@ def _loss(p: Values) -> dict[str, Any]:
 
 def _loss_of_groups(estimator: Any, p: Values) -> dict[str, Any]:
     """Returns the recipe's arguments for a loss of whole groups, or a training step that has one."""
-    refuse(WHOLE_GROUPS, p)
+    check_whole_groups(p)
     if p["trainingStep"] is not None:
         return {"loss": None}
     loss, metrics = estimator._loss_of_groups()

@@ -16,12 +16,18 @@ from sparktorch.base.config import one_of
 from sparktorch.base.imports import import_path
 from sparktorch.data.columns import Window
 from sparktorch.data.table_layers import UNTRAINED
-from sparktorch.errors import ColumnError, ConfigError, Refusal, counted, refuse
+from sparktorch.errors import ColumnError, ConfigError, counted
 from sparktorch.ml.fit.values import Values
 from sparktorch.ml.params.mixins import ForecasterParams
 from sparktorch.ml.tasks.automatic import SERIES, TaskSettings
 from sparktorch.ml.tasks.column_statistics import categories_and_figures
-from sparktorch.ml.tasks.forecasting_model import COMPARED, WINDOWS, ForecastingModel, check_categories, check_series
+from sparktorch.ml.tasks.forecasting_model import (
+    COMPARED,
+    ForecastingModel,
+    check_categories,
+    check_series,
+    check_windows,
+)
 from sparktorch.ml.tasks.held_out import MOST_HELD_OUT, windows_held_out
 from sparktorch.ml.tasks.learning import LearningEstimator
 from sparktorch.ml.tasks.season import context_for, learned_season, learned_start, longest_context, middle_length
@@ -61,33 +67,6 @@ class _Seen(NamedTuple):
 def _named(p: Values) -> list[str]:
     """Returns the columns of numbers and categories."""
     return [p["labelCol"], *p["pastCols"], *p["futureCols"], *p["staticCols"]]
-
-
-_TRAINING = (
-    *WINDOWS,
-    Refusal("step", lambda p: p["step"] < 1, "step is {p[step]}", "set it to 1 or more"),
-    Refusal(
-        "season", lambda p: p["season"] is not None and p["season"] < 1, "season is {p[season]}", "set 1 for no season"
-    ),
-    Refusal(
-        "loss",
-        lambda p: p["quantiles"] and (p.is_set("loss") or p.is_set("lossParams")),
-        "loss is set, and quantiles have a loss of their own",
-        "leave one of them out",
-    ),
-    Refusal(
-        "nullPolicy",
-        lambda p: p["nullPolicy"] == "fill",
-        "nullPolicy is 'fill', and what stands for a null depends on its series",
-        "fill in what you know before fit, or set nullPolicy='drop', which leaves out windows with nulls",
-    ),
-    Refusal(
-        "module",
-        lambda p: p.brings_its_training,
-        "module is a LightningModule, whose training_step takes batches of its own",
-        "pass its network, which is called as forward(past, ...)",
-    ),
-)
 
 
 class Forecaster(LearningEstimator, ForecasterParams):
@@ -144,7 +123,8 @@ class Forecaster(LearningEstimator, ForecasterParams):
         that, p = super().completed(), Values(self)
         if p["module"] is SeriesModule:
             return that
-        refuse(_TRAINING, p)
+        check_windows(p)
+        _check_training(p)
         one_of("scaling", p["scaling"], ("window", "none"))
         if taken := next((name for name in (p["groupCol"], p["orderCol"]) if str(name).lower() in COMPARED), None):
             hint = f"rename it: {', '.join(COMPARED)} are the columns that evaluate and backtest add"
@@ -313,6 +293,35 @@ class Forecaster(LearningEstimator, ForecasterParams):
         length = [window.context + (place in window.known) * window.horizon for place in range(len(trained.inputs))]
         inputs = [replace(spec, shape=(rows, *spec.shape)) for rows, spec in zip(length, trained.inputs, strict=True)]
         return model._with(replace(trained, inputs=tuple(inputs)), model._summary)
+
+
+def _check_training(p: Values) -> None:
+    """Refuses Params with which no windows can be trained on."""
+    if p["step"] < 1:
+        raise ConfigError(f"step is {p['step']}", hint="set it to 1 or more", param="step", code="ST-CLASH")
+    if p["season"] is not None and p["season"] < 1:
+        raise ConfigError(f"season is {p['season']}", hint="set 1 for no season", param="season", code="ST-CLASH")
+    if p["quantiles"] and (p.is_set("loss") or p.is_set("lossParams")):
+        raise ConfigError(
+            "loss is set, and quantiles have a loss of their own",
+            hint="leave one of them out",
+            param="loss",
+            code="ST-CLASH",
+        )
+    if p["nullPolicy"] == "fill":
+        raise ConfigError(
+            "nullPolicy is 'fill', and what stands for a null depends on its series",
+            hint="fill in what you know before fit, or set nullPolicy='drop', which leaves out windows with nulls",
+            param="nullPolicy",
+            code="ST-CLASH",
+        )
+    if p.brings_its_training:
+        raise ConfigError(
+            "module is a LightningModule, whose training_step takes batches of its own",
+            hint="pass its network, which is called as forward(past, ...)",
+            param="module",
+            code="ST-CLASH",
+        )
 
 
 def _check_kept(p: Values, trained: TrainedModule) -> None:

@@ -19,7 +19,7 @@ from sparktorch.base.config import at_least, one_of
 from sparktorch.base.state_dict import pack_state
 from sparktorch.data.columns import TensorSpec, input_name
 from sparktorch.data.pairs import Known, PairLoss, Pairs, Towers
-from sparktorch.errors import ColumnError, ConfigError, Refusal, refuse
+from sparktorch.errors import ColumnError, ConfigError
 from sparktorch.ml.fit.checks import naming_params
 from sparktorch.ml.fit.values import Values
 from sparktorch.ml.model import TorchModelBase
@@ -50,20 +50,6 @@ _DRAWN = 64  # other items of each row, where they are more
 _FEW = 4  # rows of a table for each that a step reaches, from which on sparse gradients are the faster ones
 _SMALL = 5_000  # Workers add up the gradients of tables of fewer rows faster if they are dense.
 _WHOLE_USERS = ("numNegatives", "strategy", "split")  # The Params that say whether a sample is a user.
-_REFUSED = (
-    Refusal(
-        "ratingCol",
-        lambda p: not (p["ratingCol"] or p["implicitPrefs"]),
-        "ratingCol is '', and without implicitPrefs the ratings are what is learned",
-        "name the column, or set implicitPrefs=True",
-    ),
-    Refusal(
-        "nullPolicy",
-        lambda p: p["nullPolicy"] == "fill",
-        "nullPolicy is 'fill', and no number stands for a user",
-        "set nullPolicy='drop', or fill features before",
-    ),
-)
 
 
 class _Seen(NamedTuple):
@@ -355,7 +341,7 @@ class Recommender(_Paired, LearningEstimator, RecommenderParams):
         """Returns a copy with the Params that follow from others and, once they were seen, from the rows."""
         that = super().completed().copy()
         p = Values(that)
-        refuse(_REFUSED, p)
+        _check_params(p)
         for name, least in (("rank", 1), ("regParam", 0), ("alpha", 0)):
             at_least(name, p[name], least)
         if p["numNegatives"] is not None:
@@ -505,6 +491,24 @@ class Recommender(_Paired, LearningEstimator, RecommenderParams):
         pairs = replace(trained.preprocess, negatives=0)
         scoring = replace(trained, preprocess=pairs, arguments=arguments, outputs=(OutputSpec("", ()),))
         return model._with(scoring, model._summary)
+
+
+def _check_params(p: Values) -> None:
+    """Refuses ratings without a column of them, and a number in place of a user."""
+    if not (p["ratingCol"] or p["implicitPrefs"]):
+        raise ConfigError(
+            "ratingCol is '', and without implicitPrefs the ratings are what is learned",
+            hint="name the column, or set implicitPrefs=True",
+            param="ratingCol",
+            code="ST-CLASH",
+        )
+    if p["nullPolicy"] == "fill":
+        raise ConfigError(
+            "nullPolicy is 'fill', and no number stands for a user",
+            hint="set nullPolicy='drop', or fill features before",
+            param="nullPolicy",
+            code="ST-CLASH",
+        )
 
 
 def _wants_sparse(p: Values, rows: int, drawn: int) -> bool:
