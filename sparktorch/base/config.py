@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from numbers import Real
 from typing import Any, Literal, TypeVar
 
@@ -244,7 +244,8 @@ class StorageConfig:
 
 def at_least(param: str, value: float, least: float) -> None:
     """Refuses a number that is not finite, or not at least `least`."""
-    _check_bound(param, value, lambda: value >= least, f"at least {least}")
+    if not (_is_finite(value) and value >= least):
+        raise _out_of_range(param, value, f"at least {least}")
 
 
 def rows_or_auto(param: str, value: int | str) -> None:
@@ -257,14 +258,18 @@ def rows_or_auto(param: str, value: int | str) -> None:
 
 def above(param: str, value: float, bound: float) -> None:
     """Refuses a number that is not finite, or not above `bound`."""
-    _check_bound(param, value, lambda: value > bound, f"above {bound}")
+    if not (_is_finite(value) and value > bound):
+        raise _out_of_range(param, value, f"above {bound}")
 
 
-def _check_bound(param: str, value: float, within: Callable[[], bool], bound: str) -> None:
-    number = isinstance(value, Real)
-    if not (number and within() and math.isfinite(value)):
-        kind = "" if number else "a number "
-        raise ConfigError(f"{param} must be {kind}{bound}, got {value}", param=param, code="ST-VALUE")
+def _is_finite(value: object) -> bool:
+    return isinstance(value, Real) and math.isfinite(value)
+
+
+def _out_of_range(param: str, value: object, bound: str) -> ConfigError:
+    """Returns the refusal of a value that is no number within a bound."""
+    kind = "" if isinstance(value, Real) else "a number "
+    return ConfigError(f"{param} must be {kind}{bound}, got {value}", param=param, code="ST-VALUE")
 
 
 def one_of(param: str, value: str, valid: tuple[str, ...]) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from sparktorch.base.config import TrainConfig
+from sparktorch.base.no_op import never, no_op
 from sparktorch.base.world import World
 from sparktorch.distributed.client import Client
 from sparktorch.distributed.collectives import Collectives
@@ -133,7 +134,7 @@ class RunContext(Collectives):
         with closing(rows.shard.validation(size, batches=count)) as batches:
             for step, batch in enumerate(batches):
                 self._client.moved()
-                yield global_batch(batch, step, 1 / max(batch.rows, 1), lambda loss: None)
+                yield global_batch(batch, step, 1 / max(batch.rows, 1), no_op)
 
     @property
     def dataset(self) -> RankRows:
@@ -256,7 +257,7 @@ class RunContext(Collectives):
             "reports": self._reports,
             "generators": generators_state(self.device),
         }
-        share = snapshot({}, rest, lambda name: False)
+        share = snapshot({}, rest, never)
         self._checkpointer.save(Position(self._saves, self._epoch, self._step), share, None)
         if self._client.pause.stops_after(self._saves) and self._checkpointer.is_complete():
             raise Paused

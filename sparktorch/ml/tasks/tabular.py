@@ -60,9 +60,15 @@ _FEWEST_ROWS_OF_CODE = 2  # A column of integers whose values have fewer rows on
 _FEW_INTEGERS = 32  # the longest range of integers that are categories even if no row has them
 _LARGEST_CODE = 2.0**53  # Larger integers are learned of as doubles, which are not exact.
 _TIMES = (T.DateType, T.TimestampType, T.TimestampNTZType)
+
+
+def _is_true(text: str) -> bool:
+    return text == "true"
+
+
 _VALUES: dict[str | None, Callable[[str], Any]] = {
     "string": str,
-    "boolean": lambda text: text == "true",
+    "boolean": _is_true,
     "float": float,
     "double": float,
 }

@@ -200,18 +200,11 @@ class TorchTuner(Estimator[TorchTunerModel]):
     def _study(self, estimator: Any, space: Space, metric: str, direction: str) -> Any:
         """Returns the study of the search, the one that its storage holds if there is one of that name."""
         module = optuna()
-        known = space.distributions and "epochs" not in space.distributions
-        most: Any = estimator.getEpochs() if known else "auto"
-        pruners = {
-            None: module.pruners.NopPruner,
-            "asha": module.pruners.SuccessiveHalvingPruner,
-            "hyperband": lambda: module.pruners.HyperbandPruner(max_resource=most),
-        }
         with optuna_quiet():
             study = module.create_study(
                 storage=self.storage,
                 sampler=self.sampler or module.samplers.TPESampler(seed=estimator.getSeed()),
-                pruner=pruners[self.pruner]() if self.pruner in pruners else self.pruner,
+                pruner=self._optuna_pruner(estimator, space),
                 study_name=self.studyName,
                 direction=direction,
                 load_if_exists=True,
@@ -222,6 +215,18 @@ class TorchTuner(Estimator[TorchTunerModel]):
             with optuna_quiet():
                 study.enqueue_trial(space.defaults, user_attrs={DEFAULT: True}, skip_if_exists=True)
         return study
+
+    def _optuna_pruner(self, estimator: Any, space: Space) -> Any:
+        """Returns the pruner, which is told the last epoch of all trials unless they choose it."""
+        pruners = optuna().pruners
+        if self.pruner is None:
+            return pruners.NopPruner()
+        if self.pruner == "asha":
+            return pruners.SuccessiveHalvingPruner()
+        if self.pruner == "hyperband":
+            fixed = space.distributions and "epochs" not in space.distributions
+            return pruners.HyperbandPruner(max_resource=estimator.getEpochs() if fixed else "auto")
+        return self.pruner
 
     def _result(
         self, dataset: DataFrame, base: Any, space: Space, study: Any, search: Search, learned: Any
