@@ -296,7 +296,7 @@ RESULT = (
     P("modelDir", "str", None,
       "folder, mounted on all hosts, in which the workers write the model, each fit's in a folder of its own there: "
       "neither the driver nor a worker ever holds all of it; for strategies that divide parameters, 'zero2', 'zero3' "
-      "and 'mesh'", field="config.model_folder", compared=False),
+      "and 'mesh'", compared=False),
 )
 
 CHECKPOINTS = (
