@@ -296,7 +296,7 @@ RESULT = (
     P("modelDir", "str", None,
       "a folder, mounted on all hosts, into which the workers write the model, that of each fit in a folder of its "
       "own, so that neither the driver nor a worker ever holds all of it; for strategies that divide parameters: "
-      "'zero2', 'zero3' and 'mesh'", field="config.model_folder", compared=False),
+      "'zero2', 'zero3' and 'mesh'", compared=False),
 )
 
 CHECKPOINTS = (

@@ -15,7 +15,7 @@ from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F
 
 from sparktorch.base.config import at_least, one_of
-from sparktorch.errors import ColumnError, ConfigError, Refusal, refuse
+from sparktorch.errors import ColumnError, ConfigError
 from sparktorch.ml.fit.values import Values
 from sparktorch.ml.params.mixins import RecommenderParams
 from sparktorch.ml.scoring.column_metadata import check_numbers
@@ -66,20 +66,6 @@ _DRAWN = 64  # Of more items, so many others are drawn for each row.
 _FEW = 4  # Sparse gradients are the faster ones of tables with more rows than this for each that a step reaches.
 _SMALL = 5_000  # Workers add up the gradients of tables of fewer rows faster if they are dense.
 _WHOLE_USERS = ("numNegatives", "strategy", "split")  # The Params that say whether a sample is a user.
-_REFUSED = (
-    Refusal(
-        "ratingCol",
-        lambda p: not (p["ratingCol"] or p["implicitPrefs"]),
-        "ratingCol is '', and without implicitPrefs the ratings are what is learned",
-        "name the column, or set implicitPrefs=True",
-    ),
-    Refusal(
-        "nullPolicy",
-        lambda p: p["nullPolicy"] == "fill",
-        "nullPolicy is 'fill', and no number stands for a user",
-        "set nullPolicy='drop', or fill features before",
-    ),
-)
 
 
 class LearnedPairs(NamedTuple):
@@ -208,7 +194,7 @@ class Recommender(Paired, LearningEstimator, RecommenderParams):
         """Returns a copy with the Params that follow from others and, once they were seen, from the rows."""
         estimator = super().completed().copy()
         p = Values(estimator)
-        refuse(_REFUSED, p)
+        _check_params(p)
         for name, least in (("rank", 1), ("regParam", 0), ("alpha", 0)):
             at_least(name, p[name], least)
         if p["numNegatives"] is not None:
@@ -363,6 +349,24 @@ class Recommender(Paired, LearningEstimator, RecommenderParams):
         pairs = replace(trained.preprocess, negatives=0)
         scoring = replace(trained, preprocess=pairs, arguments=arguments, outputs=(OutputSpec("", ()),))
         return model._with(scoring, model._summary)
+
+
+def _check_params(p: Values) -> None:
+    """Refuses ratings without a column of them, and a number in place of a user."""
+    if not (p["ratingCol"] or p["implicitPrefs"]):
+        raise ConfigError(
+            "ratingCol is '', and without implicitPrefs the ratings are what is learned",
+            hint="name the column, or set implicitPrefs=True",
+            param="ratingCol",
+            code="ST-CLASH",
+        )
+    if p["nullPolicy"] == "fill":
+        raise ConfigError(
+            "nullPolicy is 'fill', and no number stands for a user",
+            hint="set nullPolicy='drop', or fill features before",
+            param="nullPolicy",
+            code="ST-CLASH",
+        )
 
 
 def _wants_sparse(p: Values, rows: int, drawn: int) -> bool:

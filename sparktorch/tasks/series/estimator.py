@@ -15,14 +15,14 @@ from pyspark.sql import types as T
 from sparktorch.base.config import one_of
 from sparktorch.base.imports import import_path, is_object
 from sparktorch.data.columns import Window
-from sparktorch.errors import ColumnError, ConfigError, Refusal, counted, refuse
+from sparktorch.errors import ColumnError, ConfigError, counted
 from sparktorch.ml.fit.values import Values
 from sparktorch.ml.params.mixins import ForecasterParams
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.compat import frame_of_rows
 from sparktorch.spark.session import setting
 from sparktorch.tasks.series.loss import QuantileLoss, SeriesStep
-from sparktorch.tasks.series.model import COMPARED, WINDOWS, ForecastingModel, check_categories, check_series
+from sparktorch.tasks.series.model import COMPARED, ForecastingModel, check_categories, check_series, check_windows
 from sparktorch.tasks.series.network import SeriesModule, SeriesNetwork
 from sparktorch.tasks.series.season import context_for, learned_season, learned_start, longest_context, middle_length
 from sparktorch.tasks.shared.column_statistics import categories_and_figures
@@ -73,33 +73,6 @@ class LearnedSeries(NamedTuple):
 def _named(p: Values) -> list[str]:
     """Returns the columns of numbers and categories."""
     return [p["labelCol"], *p["pastCols"], *p["futureCols"], *p["staticCols"]]
-
-
-_TRAINING = (
-    *WINDOWS,
-    Refusal("step", lambda p: p["step"] < 1, "step is {p[step]}", "set it to 1 or more"),
-    Refusal(
-        "season", lambda p: p["season"] is not None and p["season"] < 1, "season is {p[season]}", "set 1 for no season"
-    ),
-    Refusal(
-        "loss",
-        lambda p: p["quantiles"] and (p.is_set("loss") or p.is_set("lossParams")),
-        "loss is set, and quantiles have a loss of their own",
-        "leave one of them out",
-    ),
-    Refusal(
-        "nullPolicy",
-        lambda p: p["nullPolicy"] == "fill",
-        "nullPolicy is 'fill', and what stands for a null depends on its series",
-        "fill in what you know before fit, or set nullPolicy='drop', which leaves out windows with nulls",
-    ),
-    Refusal(
-        "module",
-        lambda p: p.brings_its_training,
-        "module is a LightningModule, whose training_step takes batches of its own",
-        "pass its network, which is called as forward(past, ...)",
-    ),
-)
 
 
 class Forecaster(LearningEstimator, ForecasterParams):
@@ -156,7 +129,8 @@ class Forecaster(LearningEstimator, ForecasterParams):
         estimator, p = super().completed(), Values(self)
         if p["module"] is SeriesModule:
             return estimator
-        refuse(_TRAINING, p)
+        check_windows(p)
+        _check_training(p)
         one_of("scaling", p["scaling"], ("window", "none"))
         if taken := next((name for name in (p["groupCol"], p["orderCol"]) if str(name).lower() in COMPARED), None):
             hint = f"rename it: {', '.join(COMPARED)} are the columns that evaluate and backtest add"
@@ -351,6 +325,35 @@ class Forecaster(LearningEstimator, ForecasterParams):
         length = [window.context + (index in window.known) * window.horizon for index in range(len(trained.inputs))]
         inputs = [replace(spec, shape=(rows, *spec.shape)) for rows, spec in zip(length, trained.inputs, strict=True)]
         return model._with(replace(trained, inputs=tuple(inputs)), model._summary)
+
+
+def _check_training(p: Values) -> None:
+    """Refuses Params with which no windows can be trained on."""
+    if p["step"] < 1:
+        raise ConfigError(f"step is {p['step']}", hint="set it to 1 or more", param="step", code="ST-CLASH")
+    if p["season"] is not None and p["season"] < 1:
+        raise ConfigError(f"season is {p['season']}", hint="set 1 for no season", param="season", code="ST-CLASH")
+    if p["quantiles"] and (p.is_set("loss") or p.is_set("lossParams")):
+        raise ConfigError(
+            "loss is set, and quantiles have a loss of their own",
+            hint="leave one of them out",
+            param="loss",
+            code="ST-CLASH",
+        )
+    if p["nullPolicy"] == "fill":
+        raise ConfigError(
+            "nullPolicy is 'fill', and what stands for a null depends on its series",
+            hint="fill in what you know before fit, or set nullPolicy='drop', which leaves out windows with nulls",
+            param="nullPolicy",
+            code="ST-CLASH",
+        )
+    if p.brings_its_training:
+        raise ConfigError(
+            "module is a LightningModule, whose training_step takes batches of its own",
+            hint="pass its network, which is called as forward(past, ...)",
+            param="module",
+            code="ST-CLASH",
+        )
 
 
 def _check_kept(p: Values, trained: TrainedModule) -> None:

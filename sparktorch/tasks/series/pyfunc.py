@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from sparktorch.data.convert.values import read_time
 from sparktorch.errors import ColumnError
-from sparktorch.model.scorer import Scorer
+from sparktorch.model.scorer import Scorer, Scoring
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.tasks.series.forecasts import SeriesColumns, columns_of_quantiles, forecast
 from sparktorch.tracking.pyfunc import check_columns
@@ -27,7 +27,7 @@ class SeriesPyFunc:
     def __init__(self, trained: TrainedModule, columns: dict[str, Any], device: str) -> None:
         """Builds the module; `columns` is as from `SeriesColumns.to_dict`."""
         self._columns = SeriesColumns(**columns)
-        self._scorer = Scorer(trained, device=device, batch_size="auto")
+        self._scorer = Scorer(trained, Scoring(batch_size="auto"), device=device)
 
     def predict(self, model_input: pd.DataFrame, params: dict[str, Any] | None = None) -> pd.DataFrame:
         """Forecasts the rows after the last one of each series that has a target.
