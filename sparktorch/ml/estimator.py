@@ -126,7 +126,7 @@ class TorchEstimatorBase(Shown, Estimator[M], EstimatorParams, MLReadable[Any], 
             if columns.validation is not None and not any(meta["validation_rows"] for meta, _ in results):
                 message = "column %r marks no row for validation: there are no metrics of validation"
                 _LOG.warning(message, columns.validation)
-            # One rank has sent the weights; its facts are those of the model.
+            # Ranks that do not send the weights have an empty payload.
             main, weights = next((meta, unpacked_weights(payload)) for meta, payload in results if payload)
             labels = estimator._labels(source.dataset, trial.classes)
             model = estimator._model(request.job, trial, weights, summary, labels, main.pop("seed"))
