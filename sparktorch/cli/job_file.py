@@ -238,7 +238,7 @@ class JobConfig:
         return self.data.split(self.data.load(spark), self._group)
 
     def to_score(self) -> DataSection | None:
-        """Returns the section that names the rows to score, `None` for those held out; a `ConfigError` refuses none."""
+        """Returns the section that names the rows to score, `None` for those held out, or raises a `ConfigError`."""
         if self.scoring.data is None and not self.data.holdout:
             raise ConfigError(
                 "no rows are named to score: data.holdout is 0, and score.data is not set",

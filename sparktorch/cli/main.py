@@ -29,14 +29,16 @@ _STATUS = (
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
-    whole = argparse.ArgumentParser(prog="sparktorch", description="sparktorch, from the command line", epilog=_STATUS)
-    whole.add_argument("--version", action="version", version=f"sparktorch {sparktorch.__version__}")
-    commands = whole.add_subparsers(required=True, metavar="COMMAND")
+    main_parser = argparse.ArgumentParser(
+        prog="sparktorch", description="sparktorch, from the command line", epilog=_STATUS
+    )
+    main_parser.add_argument("--version", action="version", version=f"sparktorch {sparktorch.__version__}")
+    commands = main_parser.add_subparsers(required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         subparser = commands.add_parser(name, help=command.HELP, description=command.__doc__)
         command.add_arguments(subparser)
         subparser.set_defaults(run=command.run)
-    return whole
+    return main_parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -44,11 +44,11 @@ def trained_from(
     estimator: EstimatorParams, task: Task, dataset: DataFrame, weights: Weights | None, labels: Sequence[str]
 ) -> TrainedModule:
     """Returns the module that an estimator names, tried on the first row; see `TorchModelBase.fromModule`."""
-    taken = input_columns(estimator)
+    settings = input_columns(estimator)
     # A row with nulls does not show its shapes, so the first row without nulls is tried.
-    options = replace(taken["options"], drop=taken["options"].fill is None)
+    options = replace(settings["options"], drop=settings["options"].fill is None)
     with naming_params(estimator, fits=False):
-        frame, rows = first_inputs(prepare(dataset, task, label=None, **{**taken, "options": options}))
+        frame, rows = first_inputs(prepare(dataset, task, label=None, **{**settings, "options": options}))
     columns, arguments = frame.columns, arguments_of(rows)
     preprocess = columns.preprocess
     takes = columns.inputs if preprocess is None else arguments
@@ -75,13 +75,13 @@ def _check_evaluates(program: nn.Module, takes: Any) -> None:
         inputs = example_inputs(takes)
         with torch.no_grad():
             whole = pytree.tree_leaves(program(*inputs))
-            again = pytree.tree_leaves(program(*inputs))
+            repeated = pytree.tree_leaves(program(*inputs))
             part = pytree.tree_leaves(program(*(tensor[:-1] for tensor in inputs)))
     except Exception:  # The program does not take the columns; the trial on the first row says so.
         return
     try:
         torch.testing.assert_close([tensor[: len(tensor) - 1] for tensor in whole], part, equal_nan=True)
-        torch.testing.assert_close(whole, again, equal_nan=True)
+        torch.testing.assert_close(whole, repeated, equal_nan=True)
     except AssertionError as error:
         what = "the program's rows depend on each other or on chance, as those of a module in training mode"
         hint = "call module.eval() before it is exported or traced"

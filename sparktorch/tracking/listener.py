@@ -7,7 +7,6 @@ import logging
 import platform
 import re
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -20,7 +19,16 @@ from sparktorch.errors import redacted
 from sparktorch.ml.scoring import figures
 from sparktorch.spark.session import java_version, setting
 from sparktorch.tracking.async_logger import Outbox, Sample
-from sparktorch.tracking.runs import FIT_TAG, ActiveRun, Autologging, Target, active_run, autologging, choose
+from sparktorch.tracking.runs import (
+    FIT_TAG,
+    ActiveRun,
+    Autologging,
+    Target,
+    active_run,
+    autologging,
+    choose,
+    milliseconds,
+)
 from sparktorch.tracking.signature import column_type
 
 if TYPE_CHECKING:
@@ -156,7 +164,7 @@ class MLflowListener:
         return client
 
     def _log(self, values: dict[str, float], step: int) -> None:
-        now = _milliseconds()
+        now = milliseconds()
         self._outbox.metrics(Sample(self._named(name), value, now, step) for name, value in values.items())
 
     def _named(self, name: str) -> str:
@@ -178,12 +186,8 @@ class MLflowListener:
         self._system.finish()
         self._outbox.send(partial(_log_environment, self._environment))
         if self._target.creates_run:  # The caller ends a run that it has started.
-            self._outbox.send(partial(_end_run, status, _milliseconds()))
+            self._outbox.send(partial(_end_run, status, milliseconds()))
         self._outbox.close()
-
-
-def _milliseconds() -> int:
-    return int(time.time() * 1000)
 
 
 def _log_params(values: dict[str, str], client: MlflowClient, run_id: str) -> None:

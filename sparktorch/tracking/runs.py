@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
     from pyspark.ml.param import Params
 
-__all__ = ["FIT_TAG", "ActiveRun", "Autologging", "Target", "active_run", "autologging", "choose"]
+__all__ = ["FIT_TAG", "ActiveRun", "Autologging", "Target", "active_run", "autologging", "choose", "milliseconds"]
 
 FIT_TAG = "sparktorch.estimator"
 _ID_TAG = "sparktorch.fit"
@@ -44,6 +44,15 @@ class Autologging(NamedTuple):
     extra_tags: dict[str, str] | None = None
 
 
+def _new_id() -> str:
+    return uuid.uuid4().hex
+
+
+def milliseconds() -> int:
+    """Returns the time now in milliseconds since 1970, as MLflow counts it."""
+    return int(time.time() * 1000)
+
+
 @dataclass(kw_only=True)
 class Target:
     """The run of one fit.
@@ -66,8 +75,8 @@ class Target:
     elsewhere: bool = False
     asked: bool = False
     tags: dict[str, str] = field(default_factory=dict)
-    _id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    _started: int = field(default_factory=lambda: int(time.time() * 1000))
+    _id: str = field(default_factory=_new_id)
+    _started: int = field(default_factory=milliseconds)
     _requested: bool = False
 
     @property

@@ -90,8 +90,8 @@ def importance_of(
     shuffled = partial(_variants, names=schema.names, columns=len(inputs), repeats=repeats, seed=seed)
     variants = rows.mapInArrow(shuffled, schema)
     named = model.copy({model.inputCols: renamed})
-    also = (quoted(variant).alias("variant"), score.alias("score"))
-    with compared(named, named.transform, variants, *also, persisted=False) as (_, scored):
+    more = (quoted(variant).alias("variant"), score.alias("score"))
+    with compared(named, named.transform, variants, *more, persisted=False) as (_, scored):
         complete = scored.where("label is not null and prediction is not null")
         origin = _some_label(dataset.select(label.cast("double"))) if metric == "r2" else 0.0
         classes = getattr(model, "numClasses", None)  # A regressor has none.
