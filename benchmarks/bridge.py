@@ -88,9 +88,9 @@ class Sides:
 
     def run(self) -> float:
         """The script's body, called by `run`."""
-        found: list[dict[str, float]] = []
-        wall = seconds(lambda: found.extend(sparktorch.run(script, args=self._details, **QUIET)))
-        self._note("loop per step in run, ms", found[0])
+        results: list[dict[str, float]] = []
+        wall = seconds(lambda: results.extend(sparktorch.run(script, args=self._details, **QUIET)))
+        self._note("loop per step in run, ms", results[0])
         return wall
 
     def torchrun(self) -> float:
@@ -128,8 +128,8 @@ class Sides:
         """The rows as an RDD of rows."""
         return seconds(lambda: self._rows.rdd.mapPartitions(lambda rows: [sum(1 for _ in rows)]).sum())
 
-    def _note(self, name: str, found: dict[str, float]) -> None:
-        self.noted.setdefault(name, []).append(1000 * found["loop"] / found["steps"])
+    def _note(self, name: str, result: dict[str, float]) -> None:
+        self.noted.setdefault(name, []).append(1000 * result["loop"] / result["steps"])
 
 
 QUIET: dict[str, Any] = {"numWorkers": RANKS, "device": "cpu", "progress": False}

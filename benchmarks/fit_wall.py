@@ -108,9 +108,9 @@ class Sides:
     def torchrun(self) -> float:
         """The hand-written script under `torchrun`."""
         wall, out = run_process(self._torchrun)
-        found = json.loads(out.splitlines()[-1])
-        self._note("loop per step by hand, ms", 1000 * found["loop"] / found["steps"])
-        self._note("loss by hand", found["loss"])
+        result = json.loads(out.splitlines()[-1])
+        self._note("loop per step by hand, ms", 1000 * result["loop"] / result["steps"])
+        self._note("loss by hand", result["loss"])
         return wall
 
     def distributor(self) -> float:

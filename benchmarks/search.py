@@ -68,11 +68,13 @@ class Sides:
         self, tool: type[CrossValidator], kind: type[TorchRegressor], *, workers: int = RANKS, parallelism: int = 1
     ) -> float:
         """A whole search by cross-validation."""
-        one = estimator(batch=BATCH, epochs=EPOCHS).setParams(numWorkers=workers)
-        own = kind(**{param.name: value for param, value in one.extractParamMap().items() if one.isSet(param)})
+        usual = estimator(batch=BATCH, epochs=EPOCHS).setParams(numWorkers=workers)
+        regressor = kind(
+            **{param.name: value for param, value in usual.extractParamMap().items() if usual.isSet(param)}
+        )
         search = tool(
-            estimator=own,
-            estimatorParamMaps=[{own.learningRate: rate} for rate in RATES],
+            estimator=regressor,
+            estimatorParamMaps=[{regressor.learningRate: rate} for rate in RATES],
             evaluator=RegressionEvaluator(),
             numFolds=FOLDS,
             parallelism=parallelism,
@@ -82,18 +84,17 @@ class Sides:
 
     def tuner(self, *, epochs: int = EPOCHS, pruner: str | None = None) -> float:
         """A search of 16 trials."""
-        one = self._validated(epochs=epochs)
-        found: list[Any] = []
+        models: list[Any] = []
         search = TorchTuner(
-            estimator=one,
+            estimator=self._validated(epochs=epochs),
             space={"learningRate": FloatDistribution(1e-4, 1e-1, log=True)},
             trials=TRIALS,
             workersPerTrial=1,
             sampler=optuna.samplers.RandomSampler(seed=3),
             pruner=pruner,
         )
-        wall = seconds(lambda: found.append(search.fit(self._data)))
-        self._note("epochs", float(found[0].trials["epochs"].sum()))
+        wall = seconds(lambda: models.append(search.fit(self._data)))
+        self._note("epochs", float(models[0].trials["epochs"].sum()))
         return wall
 
     def pruned(self) -> float:
@@ -167,8 +168,8 @@ def trial(data: str, rate: float) -> None:
             loss.backward()
             optimizer.step()
         with torch.no_grad():
-            found = criterion(module(features[:held]).squeeze(-1), label[:held])
-    print(json.dumps({"loss": float(found)}), flush=True)
+            held_loss = criterion(module(features[:held]).squeeze(-1), label[:held])
+    print(json.dumps({"loss": float(held_loss)}), flush=True)
 
 
 def main() -> None:

@@ -68,7 +68,7 @@ def main() -> None:
             table = load(make)
             if len(table.rows) > most:
                 table = table._replace(rows=table.rows.sample(most, random_state=0).reset_index(drop=True))
-            if not kinds:  # the first fit of a session is a cold one
+            if not kinds:  # The first fit of a session is a cold one.
                 few: Any = TunedSides(table._replace(name="warm", rows=table.rows.head(1000)), 0, spark, work)
                 few.default()
             kinds[table.name] = "1 - AUC" if table.classes else "RMSE"
