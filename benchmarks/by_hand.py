@@ -79,7 +79,7 @@ def train_in_group(data: str, out: str, epochs: int, batch: int) -> dict[str, fl
 
 
 def nothing() -> None:
-    """A training function that does nothing."""
+    """Does nothing, in place of training."""
 
 
 def _writable(column: pa.Array) -> torch.Tensor:

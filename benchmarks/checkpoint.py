@@ -39,7 +39,7 @@ class Turn:
 
 
 def train(context: RankContext, epochs: int, steps: int, folder: str | None) -> Turn:
-    """A turn in one rank; saves each epoch if there is a folder."""
+    """Takes a turn in one rank; saves each epoch if there is a folder."""
     recipe = Recipe(module=Mlp, module_params={"width": WIDTH, "layers": LAYERS})
     config = TrainConfig(task="regression", batch_size=BATCH * context.world.world_size, epochs=epochs)
     checkpoint = CheckpointConfig(directory=folder, owner=folder) if folder else None
@@ -59,7 +59,7 @@ class Turns:
         self.megabytes = 0.0
 
     def take(self, *, saving: bool) -> float:
-        """A turn in all ranks."""
+        """Takes a turn in all ranks."""
         folder = mkdtemp(dir=self._work) if saving else None
         turns = self._ranks(train, self._epochs, self._steps, folder)
         if folder:

@@ -145,7 +145,7 @@ def _commit() -> str:
 
 @contextlib.contextmanager
 def workspace() -> Iterator[Path]:
-    """A temporary directory; inside, every process started can import this checkout and talks over loopback."""
+    """Yields a temporary directory; processes of the block import this checkout, and talk over loopback."""
     inherited = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
     os.environ |= {
         "PYTHONPATH": os.pathsep.join([str(ROOT), *inherited]),
@@ -163,7 +163,7 @@ def workspace() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def session(work: Path, *, cores: int = 2, master: str = "", **settings: str) -> Iterator[SparkSession]:
-    """A session on loopback, without UI or progress bars, its files under `work`.
+    """Yields a session on loopback, without UI or progress bars, with its files under `work`.
 
     Args:
         work: From `workspace`.

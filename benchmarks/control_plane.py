@@ -303,7 +303,7 @@ class Simulation:
 
     @contextmanager
     def job(self, size: int, *, waits: bool = False) -> Iterator[Job]:
-        """A job whose ranks have all begun, or wait for what never comes."""
+        """Starts a job whose ranks have all begun, or wait for a message that never comes."""
         of_driver, *crowds = self._pipes
         of_driver.send(size)
         job = Job(size, crowds, of_driver)
@@ -316,7 +316,7 @@ class Simulation:
         of_driver.send(("end", None))
 
     def close(self) -> None:
-        """Ends them."""
+        """Ends the processes."""
         for pipe, process in zip(self._pipes, self._processes, strict=True):
             pipe.close()
             process.join(10)

@@ -85,7 +85,7 @@ class Kills:
 
     @contextlib.contextmanager
     def going_on(self) -> Iterator[None]:
-        """Context in which they happen."""
+        """Kills ranks until the block ends."""
         thread = threading.Thread(target=self._run, daemon=True)
         thread.start()
         try:

@@ -33,7 +33,7 @@ class Log:
         (folder / f"pid-{rank}").write_text(str(os.getpid()))
 
     def step(self, number: int) -> None:
-        """Called after a step, by its number from 1."""
+        """Notes that a step, by its number from 1, has ended."""
         time.sleep(max(0.0, self._begun + self._seconds - time.monotonic()))
         self._begun = time.monotonic()
         if self._rank == 0:

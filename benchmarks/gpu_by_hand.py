@@ -29,7 +29,7 @@ HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def convolution(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Sequential:
-    """A convolution and its batch normalisation."""
+    """Returns a convolution and its batch normalisation."""
     kernel = nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, bias=False)
     return nn.Sequential(kernel, nn.BatchNorm2d(outputs))
 

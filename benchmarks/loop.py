@@ -77,7 +77,7 @@ class Turn:
 
 
 def ours(context: RankContext, case: Case, epochs: int, strategy: str) -> Turn:
-    """A turn of the training loop."""
+    """Takes a turn of the training loop."""
     recipe = Recipe(module=Mlp, module_params={"width": case.width, "layers": case.layers}, learning_rate=LEARNING_RATE)
     config = TrainConfig(
         task="regression", batch_size=case.batch * context.world.world_size, epochs=epochs, strategy=strategy
@@ -88,13 +88,13 @@ def ours(context: RankContext, case: Case, epochs: int, strategy: str) -> Turn:
 
 
 def by_hand(context: RankContext, case: Case, epochs: int, *, calm: bool) -> Turn:
-    """A turn of the loop by hand; `calm` in a group that sparktorch opens."""
+    """Takes a turn of the loop by hand, and in a group that sparktorch opens if `calm`."""
     with process_group(context.world, context.store(), timeout=TIMEOUT) if calm else context.plain_group():
         return loop_by_hand(context.world, case, epochs)
 
 
 def loop_by_hand(world: World, case: Case, epochs: int) -> Turn:
-    """The loop by hand. Its module is gone before the group is, which torch may otherwise wait for, for ever."""
+    """Runs the loop by hand; the module is gone before the group is, or torch may wait for it for ever."""
     arrays = arrays_of(world, case.batch * case.steps, Mlp.inputs)
     features, label = torch.tensor(arrays[input_name(0)]), torch.tensor(arrays[LABEL])
     torch.manual_seed(0)
@@ -166,7 +166,7 @@ class Feeds:
         self._loader = DataLoader(TensorDataset(*self._tensors), batch_size=SHARD_BATCH, shuffle=True)
 
     def shard(self) -> float:
-        """The shard: the order of a new epoch, the weight of each of its steps, and its batches."""
+        """Takes a new epoch of the shard: its order, the weight of each of its steps, and its batches."""
 
         def epoch() -> None:
             self._epoch += 1
@@ -176,7 +176,7 @@ class Feeds:
         return 1000 * seconds(epoch)
 
     def loader(self) -> float:
-        """`DataLoader(TensorDataset)`, which puts its batches together row by row."""
+        """Takes an epoch of `DataLoader(TensorDataset)`, which puts its batches together row by row."""
 
         def epoch() -> None:
             assert sum(len(label) for _, label in self._loader) == SHARD_ROWS
@@ -184,7 +184,7 @@ class Feeds:
         return 1000 * seconds(epoch)
 
     def index(self) -> float:
-        """`randperm` and `index_select`, as by hand."""
+        """Takes an epoch by `randperm` and `index_select`, as by hand."""
 
         def epoch() -> None:
             for index in torch.randperm(SHARD_ROWS).split(SHARD_BATCH):

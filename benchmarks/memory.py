@@ -114,7 +114,7 @@ class _Held:
 
 
 def loss_of(module: nn.Module, batch: Batch) -> tuple[torch.Tensor, dict[str, Any]]:
-    """The sum of the outputs."""
+    """Returns the sum of the outputs."""
     return module(*batch.inputs).sum(), {}
 
 

@@ -138,7 +138,7 @@ def by_hand(context: RankContext, case: Case, epochs: int) -> float:
 
 
 def loop_by_hand(world: World, case: Case, epochs: int) -> float:
-    """The loop; its module is gone before the group is."""
+    """Runs the loop; its module is gone before the group is."""
     _, stages, _, tensor = sizes = case.sizes
     # torch caches the groups of equal meshes.
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("copy", "stage", "part", "layer"))

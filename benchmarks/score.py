@@ -111,7 +111,7 @@ class Raw:
     @classmethod
     @torch.inference_mode()
     def score(cls, _: int) -> float:
-        """Scores them and returns the sum of what comes out."""
+        """Scores the rows, and returns the sum of the predictions."""
         return float(torch.cat([cls.module(rows) for rows in cls.batches]).sum())
 
     @classmethod
@@ -138,7 +138,7 @@ def fitted(module: type[nn.Module] | str, rows: DataFrame, batch: int, **params:
 
 
 def floor_udf() -> Any:
-    """An Arrow UDF that takes the batches and gives a constant: what Spark costs."""
+    """Returns an Arrow UDF that takes the batches and gives a constant: its seconds are Spark's."""
 
     def drain(batches: Iterator[pa.Array]) -> Iterator[pa.Array]:
         for batch in batches:
@@ -149,7 +149,7 @@ def floor_udf() -> Any:
 
 
 def batch_udf(module: nn.Module, path: Path) -> Any:
-    """`predict_batch_udf`, as its documentation shows it."""
+    """Returns `predict_batch_udf`, as its documentation shows it."""
     torch.save(module.state_dict(), path)
 
     def make_predict() -> Callable[[npt.NDArray[Any]], npt.NDArray[Any]]:
@@ -169,7 +169,7 @@ def batch_udf(module: nn.Module, path: Path) -> Any:
 
 
 def mlflow_udf(spark: SparkSession, model: TorchRegressionModel, work: Path) -> Any:
-    """`mlflow.pyfunc.spark_udf` of the model, logged to a store of its own."""
+    """Returns `mlflow.pyfunc.spark_udf` of the model, logged to a store of its own."""
     import mlflow  # Processes that import this file for its ResNet do not need it.
 
     from sparktorch.tracking import log_model
@@ -182,7 +182,7 @@ def mlflow_udf(spark: SparkSession, model: TorchRegressionModel, work: Path) -> 
 
 
 def row_udf(module: nn.Module) -> Any:
-    """A Python UDF that calls the module for every row."""
+    """Returns a Python UDF that calls the module for every row."""
 
     def predict(features: list[float]) -> float:
         with torch.inference_mode():

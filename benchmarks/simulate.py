@@ -50,7 +50,7 @@ class Point:
 
 
 def images(megabytes: float, *, batch: int, per_second: float, fused: float, backward: float | None = None) -> Work:
-    """A step on images: two thirds of it are the backward pass where that is not known."""
+    """Returns a step on images: two thirds of it are the backward pass where that is not known."""
     seconds = batch / per_second
     backward = backward or seconds * 2 / 3
     return Work(seconds - backward, backward, 0.0, evenly(megabytes * 1e6, fused * 1e6, backward))

@@ -117,7 +117,7 @@ def partitions(ranks: int) -> list[list[pa.RecordBatch]]:
 
 
 def run_rank(pipe: Connection, rendezvous: Rendezvous, world: World, job: TrainJob, batches: Any) -> None:
-    """The body of a rank's process; sends the history."""
+    """Runs the body of a rank's process; sends the history."""
     client = Client(partial(connect, rendezvous.host, rendezvous.port, rendezvous.prefix), world)
     with client.beating():
         pipe.send(train_partition(batches, world=world, job=job, client=client).meta.get("history"))

@@ -28,11 +28,11 @@ class TunedSides(Sides):
     """The default settings and a search; each returns its seconds and its error."""
 
     def default(self) -> tuple[float, float]:
-        """A fit without settings."""
+        """Fits without settings."""
         return self._spark(self._ours(), self._raw)
 
     def tuned(self, trials: int) -> tuple[float, float]:
-        """A search without a space, of trials side by side."""
+        """Searches without a space, with trials side by side."""
         estimator = self._ours().setParams(numWorkers=1)
         return self._spark(TorchTuner(estimator=estimator, trials=trials), self._raw)
 

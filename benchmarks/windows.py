@@ -66,13 +66,13 @@ class Sides:
         self.counts: set[int] = set()
 
     def cut(self) -> float:
-        """Ranks get rows, and cut windows."""
+        """Lets ranks get rows, and cut windows."""
         names = {"groupCol": "meter", "orderCol": "hour", "labelCol": "load"}
         forecaster = Forecaster(**names, **OF_BOTH, context=CONTEXT, horizon=HORIZON, moduleParams={"hidden": []})
         return self._fit(CUT, forecaster, self._rows)
 
     def written(self) -> float:
-        """Ranks get windows."""
+        """Lets ranks get windows."""
         network = {"module": "sparktorch.tasks.series.network:SeriesNetwork", "params": {"hidden": []}}
         estimator = TorchEstimator(
             module=SeriesModule,
