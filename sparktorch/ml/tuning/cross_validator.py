@@ -126,11 +126,12 @@ class TorchCrossValidator(CrossValidator):
         models: list[list[Any]] = [[None] * len(maps) for _ in range(folds)]
         fits, weight = folds * len(maps) + 1, weight_of(evaluator, carried)
         lock, over = Lock(), Event()
-        ended: list[FoldedRows] = []  # The groups that are done, in the order in which they ended.
+        ended: list[FoldedRows] = []  # Each group is appended when it has no fit left.
         with ExitStack() as stack:
-            # This stack discards the models that a failed search does not return.
+            # This stack discards the models that a failed search does not return; `over` is set before it closes.
             unreturned = stack.enter_context(ExitStack())
             stack.callback(over.set)
+            # All groups share one set of contents, so that they notice if they have read other rows than each other.
             rows_of_group = partial(
                 FoldedRows, self, estimators[0], dataset, carried=carried, weight=weight, contents=set()
             )
@@ -143,7 +144,8 @@ class TorchCrossValidator(CrossValidator):
                 model = rows.fit(estimators[index], without=fold, title=title)
                 models[fold][index] = model if self.getCollectSubModels() else None
                 with ExitStack() as scored_once:
-                    (unreturned if self.getCollectSubModels() else scored_once).callback(discard, model)
+                    owner = unreturned if self.getCollectSubModels() else scored_once
+                    owner.callback(discard, model)
                     # After an error in another thread, the stack was closed before this model was on it.
                     if over.is_set():
                         unreturned.close()

@@ -70,7 +70,7 @@ class FoldedRows(PreparedData):
         data = _with_folds(dataset, name, self._folds, validator.getSeed(), validator.getFoldCol())
         super().__init__(estimator, estimator._task, data, idle_timeout=_IDLE_SECONDS)
         self._more_columns = {"fold": name, "carried": carried}
-        self._task_of: Callable[..., Any] | None = None  # If set, ranks run this, which scores, and do not train.
+        self._scoring_task: Callable[..., Any] | None = None  # If it is set, ranks score in place of training.
         self._last: tuple[DataFrame, Request[TrainJob], FitReport] | None = None
 
     def fit(self, estimator: Any, *, without: int | None, title: str) -> Any:
@@ -108,7 +108,7 @@ class FoldedRows(PreparedData):
         with self._lock:
             assert self._last is not None
             data, request, report = self._last
-            self._task_of = partial(task, weight=wire_weight, limit=MOST_BYTES // request.launch.world_size)
+            self._scoring_task = partial(task, weight=wire_weight, limit=MOST_BYTES // request.launch.world_size)
 
             def attempt(request: Request[TrainJob]) -> Results:
                 return self.attempt(data, request, report)
@@ -116,7 +116,7 @@ class FoldedRows(PreparedData):
             try:
                 scores = with_restarts(data.sparkSession, request, attempt, report.attempts)
             finally:
-                self._task_of = None
+                self._scoring_task = None
         if any(meta["beyond"] for meta, _ in scores):
             raise NotInOnePass(f"the scores of a fold take more than {MOST_BYTES >> 20:,} MiB")
         tables = [pa.ipc.open_stream(io.BytesIO(payload)).read_all() for _, payload in scores if payload]
@@ -124,10 +124,10 @@ class FoldedRows(PreparedData):
         return pa.concat_tables(tables).rename_columns(names if weight is None else [*names, weight])
 
     def _run(self, job: TrainJob, report: FitReport) -> Results:
-        if self._task_of is None:
+        if self._scoring_task is None:
             return super()._run(job, report)
         assert self._pool is not None
-        return self._pool.run(self._task_of)
+        return self._pool.run(self._scoring_task)
 
     def _look_at(self, facts: list[dict[str, Any]], read_with: TrainJob) -> None:
         content = _content(facts)
