@@ -101,7 +101,7 @@ def importance_of(
     unshuffled = by_variant.pop(_UNSHUFFLED)
     _check(unshuffled, model, metric)
     shuffled_metrics = np.array([by_variant[number]["metric"] for number in sorted(by_variant)]).reshape(-1, repeats)
-    # A larger error is worse; of other metrics, a smaller value.
+    # A larger error is worse; for other metrics, a smaller value is.
     sign = -1.0 if metric.endswith("Error") else 1.0
     drops = sign * (unshuffled["metric"] - shuffled_metrics)
     table = pd.DataFrame({"column": inputs, "importance": drops.mean(1), "deviation": drops.std(1)})
