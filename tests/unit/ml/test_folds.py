@@ -100,7 +100,7 @@ def validated(monkeypatch: pytest.MonkeyPatch) -> Any:
         validator = TorchCrossValidator(parallelism=2)
         validator._set(**given)
         monkeypatch.setattr(cross_validator, "FoldedRows", lambda *_, **__: next(made))
-        monkeypatch.setattr(validator, "_groups", lambda *_: len(groups))
+        monkeypatch.setattr(validator, "_group_count", lambda *_: len(groups))
         validator._in_one_pass(MagicMock(), [MagicMock()])
 
     metrics = MagicMock()
