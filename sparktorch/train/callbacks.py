@@ -185,9 +185,8 @@ class Callbacks:
         numbers = shared() if world.world_size > 1 else {}
         # One collective finds out whether any rank has asked, and the largest and the smallest of each number: the
         # smallest is the largest of the negative ones, with the other sign.
-        values = torch.tensor(
-            [asked, *numbers.values(), *(-number for number in numbers.values())], dtype=torch.float64
-        )
+        negative = [-number for number in numbers.values()]
+        values = torch.tensor([asked, *numbers.values(), *negative], dtype=torch.float64)
         any_asked, *bounds = max_over_ranks(values, world).tolist()
         largest, negative_smallest = bounds[: len(numbers)], bounds[len(numbers) :]
         for what, high, negative_low in zip(numbers, largest, negative_smallest, strict=True):
