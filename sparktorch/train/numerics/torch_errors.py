@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
@@ -18,21 +19,53 @@ _FULL = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAIL
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error, or one that it was raised from, says that a device has no memory left.
+    """Returns whether an error, or one that it was raised from, says that a device has no memory left.
 
     Libraries under torch have no class of their own for it; torch.compile wraps errors.
     """
     return any(
-        isinstance(one, torch.OutOfMemoryError)
-        or (isinstance(one, RuntimeError) and any(sign in str(one) for sign in _FULL))
-        for one in causes(error)
+        isinstance(cause, torch.OutOfMemoryError)
+        or (isinstance(cause, RuntimeError) and any(sign in str(cause) for sign in _FULL))
+        for cause in causes(error)
     )
 
 
-# By which Param causes it and a part of torch's text: what is raised and said, with torch's first line, and a hint.
-_EXPLAINED: tuple[tuple[Callable[[TrainConfig], object], Sequence[str], type[SparkTorchError], str, str, str], ...] = (
-    (
-        lambda config: config.strategy in _SHARDED,
+def _is_sharded(config: TrainConfig) -> bool:
+    return config.strategy in _SHARDED
+
+
+def _is_compiled(config: TrainConfig) -> bool:
+    return config.compile
+
+
+def _is_deterministic(config: TrainConfig) -> bool:
+    return config.deterministic
+
+
+@dataclass(frozen=True)
+class _Explanation:
+    """The error to raise for one of torch's that a Param has caused.
+
+    Attributes:
+        applies: Returns whether the Param has the value that causes the error.
+        signs: Parts of the text of torch's error, of which it has one.
+        kind: The class of the error to raise.
+        what: Its text, in which the first line of torch's text replaces `{}`.
+        hint: Its hint.
+        param: The Param.
+    """
+
+    applies: Callable[[TrainConfig], bool]
+    signs: Sequence[str]
+    kind: type[SparkTorchError]
+    what: str
+    hint: str
+    param: str
+
+
+_EXPLANATIONS = (
+    _Explanation(
+        _is_sharded,
         ("mixed torch.Tensor and DTensor",),
         ModuleError,
         "something computes with parameters of the module outside of its forward pass, where a rank has a part of each:"
@@ -41,24 +74,24 @@ _EXPLAINED: tuple[tuple[Callable[[TrainConfig], object], Sequence[str], type[Spa
         "penalty on weights, set weight_decay of the optimizer; or use strategy='zero1'",
         "trainingStep",
     ),
-    (
-        lambda config: config.compile,
+    _Explanation(
+        _is_compiled,
         ("InvalidCxxCompiler", "No working C++ compiler", "Failed to find C compiler"),
         ClusterError,
         "compile=True needs a C++ compiler on every worker, and this one has none",
         "install g++ where the executors run, name it in the environment variable CXX, or leave compile out",
         "compile",
     ),
-    (
-        lambda config: config.deterministic,
+    _Explanation(
+        _is_deterministic,
         ("CUBLAS_WORKSPACE_CONFIG",),
         ClusterError,
         "deterministic=True, but this Python worker has used cuBLAS before without a workspace of its own",
         "set spark.executorEnv.CUBLAS_WORKSPACE_CONFIG to :4096:8",
         "deterministic",
     ),
-    (
-        lambda config: config.deterministic,
+    _Explanation(
+        _is_deterministic,
         ("use_deterministic_algorithms(True)",),
         ModuleError,
         "deterministic=True, but {}",
@@ -75,13 +108,14 @@ def explained(config: TrainConfig) -> Iterator[None]:
         yield
     except Exception as error:
         text, trace = str(error), "".join(traceback.format_exception(error))
-        first = text.partition("\n")[0].partition(". ")[0]
+        first_line = text.partition("\n")[0].partition(". ")[0]
         if is_out_of_memory(error):
             what, hint = f"the memory of the device is full: {text.splitlines()[0]}", _less_memory(config)
             raise ClusterError(what, hint=hint, trace=trace, code="ST-OUT-OF-MEMORY") from error
-        for caused, signs, kind, what, hint, param in _EXPLAINED:
-            if caused(config) and any(sign in text for sign in signs):
-                raise kind(what.format(first), hint=hint, param=param, trace=trace) from error
+        for explanation in _EXPLANATIONS:
+            if explanation.applies(config) and any(sign in text for sign in explanation.signs):
+                what = explanation.what.format(first_line)
+                raise explanation.kind(what, hint=explanation.hint, param=explanation.param, trace=trace) from error
         raise
 
 
