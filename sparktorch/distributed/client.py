@@ -106,10 +106,9 @@ class Client:
         Inside it, the process exits when the driver is gone or has cancelled the fit.
         """
         stop = threading.Event()
-        every = beat_seconds(self._world.world_size)
         heart = Heart(
             *(self.beat, self.pause.answer, self._world.rank, self._heart_store, self._open_store),
-            every=every,
+            interval=beat_seconds(self._world.world_size),
             patience=self._patience,
         )
         thread = threading.Thread(target=heart.run, args=(stop,), name="sparktorch-heart", daemon=True)
@@ -301,8 +300,8 @@ class Client:
         deadline = time.monotonic() + _ANSWER_SECONDS
         with suppress(RuntimeError):  # The store may be gone.
             while time.monotonic() < deadline:
-                word = self.store.peek("driver")
-                if word is not None and json.loads(word)["cause"]:
+                message = self.store.peek("driver")
+                if message is not None and json.loads(message)["cause"]:
                     return True
                 time.sleep(pause)
         return False

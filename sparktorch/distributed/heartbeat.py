@@ -93,19 +93,19 @@ class Heart:
         store: SealedStore,
         open_store: OpenStore,
         *,
-        every: float,
+        interval: float,
         patience: float,
     ) -> None:
         """Takes a function that sends a heartbeat, and one that answers the driver when it asks for a pause.
 
-        Both get a connection: `store`, and, when that is broken, one that `open_store` opens. `every` is the time
+        Both get a connection: `store`, and, when that is broken, one that `open_store` opens. `interval` is the time
         between two heartbeats, and `patience` the time for which those of the driver may stay away, in seconds.
         """
         self._send, self._pause, self._rank, self._open_store = beat, pause, rank, open_store
         self._store = store
         self._patience = patience
-        self._every = min(every, patience / 4)
-        self._leaving = max(_LEAVING_SECONDS, 2 * every)  # A rank that waits looks as often as it beats.
+        self._interval = min(interval, patience / 4)
+        self._leaving = max(_LEAVING_SECONDS, 2 * interval)  # A rank that waits looks as often as it beats.
         self._owner = threading.get_ident()
         self._driver: bytes | None = None
         self._heard = 0
@@ -121,10 +121,10 @@ class Heart:
         # Checks are counted, not the time of the clock: the process may have been suspended.
         heard, silent = self._heard, 0.0
         while silent < self._patience and not self._over.is_set():
-            if stop.wait(self._every):
+            if stop.wait(self._interval):
                 beats.join(_LEAVING_SECONDS)
                 return
-            silent = silent + self._every if self._heard == heard else 0.0
+            silent = silent + self._interval if self._heard == heard else 0.0
             heard = self._heard
         if not stop.wait(self._leaving):
             silence = f"has not been heard of for driverTimeout ({self._patience:g} s)"
@@ -137,7 +137,7 @@ class Heart:
         store: SealedStore | None = self._store
         self._store.set_timeout(timedelta(seconds=self._patience))
         while store is not None:
-            last = stop.wait(self._every)
+            last = stop.wait(self._interval)
             try:
                 self._send(store)
                 if self._is_cancelled(store, last=last) or last:
@@ -163,15 +163,15 @@ class Heart:
 
         If a rank hosts the store there is none, and any answer counts.
         """
-        word = store.peek("driver")
-        if word is None and self._driver is not None:
+        message = store.peek("driver")
+        if message is None and self._driver is not None:
             return True  # This is the store of a later attempt, at the same port.
-        if word is None or word != self._driver:
+        if message is None or message != self._driver:
             self._heard += 1
-        self._driver = word
+        self._driver = message
         request: dict[str, Any] = {"cancelled": False, "pause": False, "stacks": []}
-        if word is not None:
-            request = json.loads(word)
+        if message is not None:
+            request = json.loads(message)
         if request["pause"] or last:
             self._pause(store)
         if self._rank in request["stacks"]:
@@ -240,11 +240,11 @@ def waited_for(pulses: Mapping[int, Pulse[dict[str, Any]]]) -> list[int]:
     A rank that has started more collectives than another one waits for that one.
     """
     begun = [pulse.record["collectives"] for pulse in pulses.values()]
-    least = min((count for count in begun if count is not None), default=None)
+    fewest = min((count for count in begun if count is not None), default=None)
     return [
         rank
         for rank, pulse in pulses.items()
-        if not pulse.record["waiting"] and (least is None or pulse.record["collectives"] in (least, None))
+        if not pulse.record["waiting"] and (fewest is None or pulse.record["collectives"] in (fewest, None))
     ]
 
 

@@ -77,7 +77,7 @@ class RootCause:
         self._watch = watch
         self._kills = out_of_memory_kills()
 
-    def of_ended(self, error: Exception | None) -> SparkTorchError | None:
+    def explain_ended(self, error: Exception | None) -> SparkTorchError | None:
         """Returns the error that `fit` raises for a job that has ended, with an exception or without one.
 
         Ranks end without raising once the driver knows what one of them has reported.
@@ -85,9 +85,9 @@ class RootCause:
         server = self._watch.server
         if error is None and (server is None or server.first_failure()[0] is None):
             return None
-        return _located(self.of(error or RuntimeError("the ranks have ended without results")))
+        return _located(self.explain(error or RuntimeError("the ranks have ended without results")))
 
-    def of(self, error: Exception) -> SparkTorchError:
+    def explain(self, error: Exception) -> SparkTorchError:
         """Returns the error that `fit` raises for an exception of Spark.
 
         Errors that ranks report because a peer is lost are consequences: the lost peer is the root cause.
@@ -179,8 +179,10 @@ class RootCause:
 
     def _out_of_memory(self, server: ControlServer, host: str) -> bool:
         """Returns whether the out-of-memory killer ran on a host, as seen by this process or reported by its ranks."""
-        here = out_of_memory_kills() - self._kills if host == server.rendezvous.host else 0
-        return here + server.out_of_memory_kills(host) > 0
+        kills = server.out_of_memory_kills(host)
+        if host == server.rendezvous.host:
+            kills += out_of_memory_kills() - self._kills
+        return kills > 0
 
 
 def _located(error: SparkTorchError) -> SparkTorchError:

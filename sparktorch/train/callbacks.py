@@ -123,8 +123,8 @@ class Callbacks:
         """Finds the hooks that are overridden and that run in this rank."""
         self._context = context
         self._all = callbacks
-        here = [callback for callback in callbacks if callback.ranks == "all" or context.world.is_main]
-        self._hooks = {name: [callback for callback in here if _overridden(callback, name)] for name in _HOOKS}
+        in_this_rank = [callback for callback in callbacks if callback.ranks == "all" or context.world.is_main]
+        self._hooks = {hook: [callback for callback in in_this_rank if _overridden(callback, hook)] for hook in _HOOKS}
 
     def call(self, hook: str, *arguments: Any) -> None:
         """Calls a hook of every callback, in their order; an exception becomes a `RankError` that names the hook."""
@@ -197,15 +197,16 @@ class Callbacks:
     def _differing(self, what: str) -> ConfigError:
         """Returns the error of ranks between which `what` differs."""
         callbacks = [callback for callback in self._all if any(_overridden(callback, hook) for hook in _HOOKS)]
-        alone = [type(callback).__qualname__ for callback in callbacks if callback.ranks == "main"]
-        everywhere = [type(callback).__qualname__ for callback in callbacks if callback.ranks == "all"]
-        everywhere = everywhere or ([] if alone else ["the module"])
-        which = f"hooks of {', '.join(everywhere)} have changed them in some ranks only"
-        if alone:
-            which = f"hooks of {', '.join(alone)} run in rank 0 alone"
-            which += f", those of {', '.join(everywhere)} in all ranks" if everywhere else ""
+        in_main = [type(callback).__qualname__ for callback in callbacks if callback.ranks == "main"]
+        in_all = [type(callback).__qualname__ for callback in callbacks if callback.ranks == "all"]
+        if in_main:
+            reason = f"hooks of {', '.join(in_main)} run in rank 0 alone"
+            if in_all:
+                reason += f", those of {', '.join(in_all)} in all ranks"
+        else:
+            reason = f"hooks of {', '.join(in_all) or 'the module'} have changed them in some ranks only"
         return ConfigError(
-            f"after epoch {self._context.epoch}, the {what} differ between the ranks: {which}",
+            f"after epoch {self._context.epoch}, the {what} differ between the ranks: {reason}",
             hint='what changes the training runs in all ranks, and does the same in each: set ranks = "all" in the '
             "class of the callback",
             param="callbacks",

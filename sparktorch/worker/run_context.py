@@ -101,7 +101,7 @@ class RunContext(Collectives):
             ConfigError: The run has no DataFrame.
             ColumnError: All rows have the weight 0.
         """
-        shard = self._held().shard
+        shard = self._rows_of_run().shard
         first = self._first.pop(epoch, 0)
         self._client.enter("running", epoch=epoch + 1, step=first)
         self._check_same_point("loader")
@@ -132,7 +132,7 @@ class RunContext(Collectives):
         Raises:
             ConfigError: The run has no DataFrame.
         """
-        rows = self._held()
+        rows = self._rows_of_run()
         count = -(-rows.validation_rows // size)
         with closing(rows.shard.validation(size, batches=count)) as batches:
             for step, batch in enumerate(batches):
@@ -148,7 +148,7 @@ class RunContext(Collectives):
         Raises:
             ConfigError: The run has no DataFrame.
         """
-        return RankRows(self._held().shard)
+        return RankRows(self._rows_of_run().shard)
 
     @overload
     def wrap(self, module: nn.Module) -> nn.Module: ...
@@ -314,7 +314,7 @@ class RunContext(Collectives):
         if self.world_size > 1 and dist.is_initialized():
             self._compare(f"{name} after {self._saves} saves", wait=_LONG if name == "return" else None)
 
-    def _held(self) -> HeldRows:
+    def _rows_of_run(self) -> HeldRows:
         if self._rows is None:
             raise ConfigError(
                 "the run has no rows", hint="pass a DataFrame: sparktorch.run(function, df, inputCols=...)"

@@ -133,7 +133,7 @@ class RankPool(BarrierJob):
                 self.end()
                 raise lost
             if not server.ended(range(size)):
-                raise causes.of(RuntimeError("a task of the pool failed"))
+                raise causes.explain(RuntimeError("a task of the pool failed"))
             return server.results(size)
 
     def close(self) -> None:

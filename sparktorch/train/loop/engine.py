@@ -152,7 +152,7 @@ class Engine:
         passes = self._gradients(batch, scale, step)
         losses = [loss for loss, _ in passes]
         loss_sum: torch.Tensor = sum(losses[1:], losses[0])
-        self.sync.complete()  # It may be a collective. From here on, the gradients are those of the global batch.
+        self.sync.complete()  # This may be a collective. From here on, the gradients of the step are complete.
         self.trained.drop_unused_gradients(self.optimizer)
         self.gradient_norm = None
         if skips and not all_finite(loss_sum, self.module, self._world):
@@ -183,7 +183,7 @@ class Engine:
         The reducer sums gradients in its final order only after a few passes. A resumed training that is not warmed up
         would sum them in another order than an uninterrupted one, and differ in the last bits.
         """
-        batch, *_ = micro_batches(batch, self.split.least(batch.rows), min_rows=self.min_rows)
+        batch, *_ = micro_batches(batch, self.split.safe_count(batch.rows), min_rows=self.min_rows)
         with untouched_generators(torch.device(self._world.device)), self.hooks.rehearsal():
             buffers = [buffer.clone() for buffer in self.module.buffers()]
             state = self.strategy.own_state.state_dict()

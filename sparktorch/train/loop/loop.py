@@ -101,6 +101,7 @@ def train(
                     del batch, loss  # Validation, and what follows the epoch, can use their memory.
                     engine.hooks.end_step(run.context.step)
                     callbacks.call("on_step_end")
+                    # Patience, a pause or the clock ends the epoch early, in all ranks after the same step.
                     if run.validates_now and run.validate_within(epoch, step):
                         break
                     if run.save_within(current):
@@ -108,7 +109,6 @@ def train(
                     if run.out_of_time:
                         break
             run.cut = run.out_of_time and progress.counters.taken < steps
-            # The sums over ranks in the record are a collective: all ranks have left the loop after the same step.
             record = run.record(current)
             if epoch + 1 == config.epochs or run.validates_after(epoch):
                 run.validate()
@@ -183,7 +183,7 @@ class _Run:
         self._state = TrainingState(config, world, engine, self._weights.average, self.callbacks, self.progress)
         self._waited, self._seconds = 0.0, 0.0
         self._next_progress = 0.0
-        # The minutes count from here: a checkpoint keeps neither of these.
+        # The minutes count from here, even if the training resumes: a checkpoint keeps neither of the two.
         self._began, self.out_of_time = time.perf_counter(), False
         # Whether time was over within the last epoch.
         self.cut = False
@@ -200,27 +200,27 @@ class _Run:
     def start(self) -> int:
         """Tries the loss, warms up for checkpoints, loads the one to resume from; returns the first epoch, from 0."""
         manifest = None if self._checkpointer is None else self._checkpointer.start
+        epoch, steps_taken = 0, 0
+        if manifest is not None:
+            epoch, steps_taken = manifest.epoch, manifest.step
         if self._checkpointer is not None:
-            self._client.pause.begin(1 + (0 if manifest is None else manifest.step))
-        if manifest is None:
-            self.engine.hooks.begin_fit(0, 0)
-        else:
-            self.engine.hooks.begin_fit(manifest.epoch, manifest.step)
+            self._client.pause.begin(steps_taken + 1)
+        self.engine.hooks.begin_fit(epoch, steps_taken)
         with self._client.working("trying the loss"):
             check_loss(self.engine, self._config, self._world, self._dataset)
         if self._checkpointer is None:
-            return 0
+            return epoch
         with closing(self._dataset.epoch(0, min_rows=self.engine.min_rows)) as batches:
             self.engine.warm_up(next(batches))
         self._state.check()  # A state that no checkpoint can hold is an error now instead of hours later.
         if manifest is None:
-            return 0
+            return epoch
         self._state.load(self._checkpointer.store, manifest)
-        self.context.step = manifest.step
+        self.context.step = steps_taken
         if self._world.is_main:
             for record in self.progress.history:  # A driver that was restarted does not know these epochs.
                 self._client.epoch_done(record["epoch"], record)
-        return manifest.epoch
+        return epoch
 
     @contextmanager
     def begin(self, epoch: int) -> Iterator[tuple[_Epoch, Iterator[tuple[int, Batch]]]]:

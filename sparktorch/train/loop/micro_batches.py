@@ -61,7 +61,7 @@ class Split:
             self._rows, self._varies = dataset.step_rows(epoch), dataset.varies
             self._plan(first)
 
-    def least(self, rows: int) -> int:
+    def safe_count(self, rows: int) -> int:
         """Returns the number of micro-batches of which the first surely fits, for a pass whose result is not used."""
         if self.searches:
             return max(1, rows // self._min_rows)
