@@ -203,9 +203,12 @@ class Pulses(dict[int, Pulse[R]]):
         if last is None:
             self[rank] = Pulse(now, now, record)
             return
-        is_same = last.record == record
-        has_moved = not is_same if self._moves is None else self._moves(last.record) != self._moves(record)
-        self[rank] = Pulse(last.beat if is_same else now, now if has_moved else last.moved, record)
+        pulse = Pulse(last.beat, last.moved, record)
+        if last.record != record:
+            pulse.beat = now
+            if self._moves is None or self._moves(last.record) != self._moves(record):
+                pulse.moved = now
+        self[rank] = pulse
 
     def silence(self, rank: int) -> float:
         """Returns the seconds since a rank's heartbeat last changed."""

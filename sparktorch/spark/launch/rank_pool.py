@@ -129,7 +129,7 @@ class RankPool(BarrierJob):
                 # A rank that died before it took the task has no heartbeat there.
                 missing = None in server.beats(size)
                 ended = self._job.error or RuntimeError("the barrier job of the pool has ended")
-                lost = (self._causes if missing else causes).of(ended)
+                lost = (self._causes if missing else causes).explain(ended)
                 self.end()
                 raise lost
             if not server.ended(range(size)):

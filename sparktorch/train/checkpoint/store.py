@@ -219,10 +219,6 @@ class CheckpointStore:
         """Removes this attempt's files of a checkpoint that will not be completed."""
         self.directory.remove(_folder(step, self._attempt))
 
-    def steps(self) -> list[int]:
-        """Returns the steps that have folders, latest first."""
-        return sorted({step for step, _ in self._folders()}, reverse=True)
-
     def _folders(self) -> list[tuple[int, str]]:
         """Returns step and attempt of every folder, latest step first."""
         matches = (_NAME.fullmatch(name) for name in self.directory.names())
