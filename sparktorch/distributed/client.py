@@ -282,7 +282,7 @@ class Client:
         secondary = isinstance(error, PeerFailure | Cancelled) or is_communication(error)
         report = {"secondary": secondary, "order": order, "out_of_memory_kills": out_of_memory_kills() - self._kills}
         self._set(self.store, f"error/{self._world.rank}", {**form, **report})
-        self.store.claim("halt", "failed")
+        self.store.claim("halt", "failed")  # Ranks that wait for this one see it, and end: see `_check_peers`.
         if not isinstance(error, Cancelled):
             with suppress(RuntimeError, ClusterError):  # The store may be gone; the failure is already reported.
                 self._tell_who_is_silent(first=order == 1, look=secondary)

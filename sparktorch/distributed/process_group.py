@@ -59,6 +59,7 @@ _NCCL_HINTS = {
 # traceback may keep alive, does not.
 _last_groups: list[dist.ProcessGroup | None] = []
 
+# What `attach` enters here is left just before the process group closes.
 _attached = ExitStack()
 # The timeout of the group that `process_group` opened last: groups within it wait as long.
 _timeout: timedelta | None = None

@@ -148,9 +148,14 @@ class HeldRows:
             best = _best(client.agree("outcome", {"loss": loss}))
         if self.world.rank != best:
             return RankResult(meta)
-        meta |= {"history": outcome.history, "confusion": outcome.confusion, "out_of_time": outcome.out_of_time}
-        meta |= {"steps_per_epoch": plan.steps, "fingerprint": self.fingerprint}
-        meta |= {"seed": job.recipe.module_seed(config.seed)}
+        meta |= {
+            "history": outcome.history,
+            "confusion": outcome.confusion,
+            "out_of_time": outcome.out_of_time,
+            "steps_per_epoch": plan.steps,
+            "fingerprint": self.fingerprint,
+            "seed": job.recipe.module_seed(config.seed),
+        }
         return RankResult(meta, packed_weights(outcome.state))
 
     @contextmanager
@@ -168,6 +173,7 @@ class HeldRows:
         clock = _Clock()
         self.team, self.config, self.plan = assign_positions(self.shard, self.world, job, peers, client)
         strategy, options = strategy_for(self.config.strategy, self.config.strategy_params)
+        # With collective forward passes, every rank validates in as many batches as the one with the most rows.
         self.validation_rows = max(peer["validation"] for peer in peers)
         if strategy.own_batches:  # Which rank's epochs count is only known at the end.
             client.publish(progress=self.world.is_main, epochs=False)

@@ -105,6 +105,7 @@ class RunContext(Collectives):
         first = self._first.pop(epoch, 0)
         self._client.enter("running", epoch=epoch + 1, step=first)
         self._check_same_point("loader")
+        # Each rank scales its losses by the weights of the whole batches.
         weights = sum_over_ranks(shard.step_weights(epoch), self.world)
         scales = step_scales(weights, self._divisor)
         self._diverge()

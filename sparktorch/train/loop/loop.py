@@ -93,11 +93,11 @@ def train(
         epoch = run.start()
         run.validate_untrained()
         while epoch < config.epochs and not (progress.ended or run.out_of_time):
-            with run.begin(epoch) as (current, batches):
+            with run.begin_epoch(epoch) as (current, batches):
                 for step, batch in batches:
-                    loss = engine.step(batch, float(current.scales[step]), step, measured=run.measures(step))
-                    run.count(step, batch.rows, loss)
-                    run.show(current, step, loss)
+                    loss = engine.step(batch, float(current.scales[step]), step, measured=run.measures_norm(step))
+                    run.count_step(step, batch.rows, loss)
+                    run.show_progress(current, step, loss)
                     del batch, loss  # Validation, and what follows the epoch, can use their memory.
                     engine.hooks.end_step(run.context.step)
                     callbacks.call("on_step_end")
@@ -109,22 +109,22 @@ def train(
                     if run.out_of_time:
                         break
             run.cut = run.out_of_time and progress.counters.taken < steps
-            record = run.record(current)
+            record = run.epoch_record(current)
             if epoch + 1 == config.epochs or run.validates_after(epoch):
                 run.validate()
-            run.note_validations(record)
+            run.add_validations_to(record)
             engine.end_epoch(record, validated=run.validation is not None)
             callbacks.add_to(record)
             # All ranks see the same losses and stop requests, so they stop after the same epoch.
             asked = callbacks.ask_to_stop(engine.hooks.asked, partial(shared_numbers, engine))
             if asked:
                 run.validate()
-                run.note_validations(record)
+                run.add_validations_to(record)
             progress.end_epoch(record)
             if world.is_main:
                 client.epoch_done(epoch + 1, record)
             progress.ended = asked or progress.best.out_of_patience or client.told_to_stop(epoch + 1)
-            run.looks_at_clock(due=run.validation is None or run.validates_after(epoch))
+            run.check_clock(due=run.validation is None or run.validates_after(epoch))
             epoch += 1
             run.save(Position(run.context.step, epoch))
             if run.pauses and epoch < config.epochs and not (progress.ended or run.out_of_time):
@@ -223,7 +223,7 @@ class _Run:
         return epoch
 
     @contextmanager
-    def begin(self, epoch: int) -> Iterator[tuple[_Epoch, Iterator[tuple[int, Batch]]]]:
+    def begin_epoch(self, epoch: int) -> Iterator[tuple[_Epoch, Iterator[tuple[int, Batch]]]]:
         """Context for the remaining steps of an epoch; yields the epoch, and its steps with this rank's batches."""
         # A resumed epoch has counters of the steps that it has taken already.
         counters, engine = self.progress.counters, self.engine
@@ -258,11 +258,11 @@ class _Run:
             # While it is suspended, a generator keeps its variables. Popped, the batch is the caller's alone to free.
             yield step, batch.pop()
 
-    def measures(self, step: int) -> bool:
+    def measures_norm(self, step: int) -> bool:
         """Returns whether to measure this step's gradient norm even if that needs an extra pass over the gradients."""
         return self.context.step % _NORM_STEPS == 0 or step + 1 == self._steps
 
-    def count(self, step: int, rows: int, loss: torch.Tensor | None) -> None:
+    def count_step(self, step: int, rows: int, loss: torch.Tensor | None) -> None:
         """Adds a step to the epoch counters; `loss` is `None` for a skipped step."""
         counters, engine = self.progress.counters, self.engine
         positions, elements = engine.padding
@@ -277,11 +277,11 @@ class _Run:
         counters.losses[step] = loss
         if counters.norms is not None and engine.gradient_norm is not None:
             counters.norms[step] = engine.gradient_norm
-        self._look_back()
+        self._look_back()  # Every few dozen steps, this is a collective.
         if self._weights.average is not None:
             self._weights.average.update()
 
-    def show(self, epoch: _Epoch, step: int, loss: torch.Tensor | None) -> None:
+    def show_progress(self, epoch: _Epoch, step: int, loss: torch.Tensor | None) -> None:
         """Publishes the progress at most a few times a second, because reading the loss waits for the device."""
         now = time.perf_counter()
         if loss is None or now < self._next_progress:
@@ -313,7 +313,7 @@ class _Run:
         config = self._config
         return config.validation_unit == "epoch" and (epoch + 1) % config.validation_interval == 0
 
-    def looks_at_clock(self, *, due: bool = True) -> bool:
+    def check_clock(self, *, due: bool = True) -> bool:
         """Returns whether the minutes of the training are over, by the clock of rank 0.
 
         It is a collective of all ranks, unless no look at the clock is `due`.
@@ -336,6 +336,7 @@ class _Run:
         with self._weights.averaged(), self.engine.strategy.evaluating(self.engine.module) as module:
             metrics, counts = self.validation.run(module)
         progress.counters.validations.append({"step": self.context.step, **metrics})
+        # Copying the best weights may be a collective. All ranks have the same metrics, so all copy or none does.
         if progress.best.offer(metrics, self._weights.copied):
             progress.confusion = counts
         self.callbacks.call("on_validation_end", dict(metrics))  # It is a copy, so that callbacks change no record.
@@ -358,12 +359,12 @@ class _Run:
         self.validate()
         if self.progress.best.out_of_patience:
             return True
-        self.looks_at_clock()
+        self.check_clock()
         self._client.enter("training", epoch=epoch + 1, step=step + 1)
         self.engine.training_mode()
         return False
 
-    def note_validations(self, record: dict[str, Any]) -> None:
+    def add_validations_to(self, record: dict[str, Any]) -> None:
         """Adds the epoch's last validation to its record, and all of them if they run by step."""
         validations = self.progress.counters.validations
         if validations:
@@ -371,7 +372,7 @@ class _Run:
         if self.validation is not None and self._config.validation_unit == "step":
             record["validations"] = validations
 
-    def record(self, epoch: _Epoch) -> dict[str, Any]:
+    def epoch_record(self, epoch: _Epoch) -> dict[str, Any]:
         """Returns the record of the epoch's training, the same on every rank except for what depends on time."""
         counters, engine, world = self.progress.counters, self.engine, self._world
         sums = sum_over_ranks(counters.sums(), world)
