@@ -163,8 +163,8 @@ class Client:
     def agree(self, topic: str, value: dict[str, Any]) -> list[dict[str, Any]]:
         """Exchanges one JSON object with every rank; returns the objects in rank order; raises as `collect` does.
 
-        Rank 0 gathers them, and writes them down once for all others: if every rank read those of every other rank, the
-        driver's store would answer as many requests as the square of their number.
+        Rank 0 gathers them, and writes them down once for all others: if each rank read one from each other rank, the
+        store would send as many values as the square of their number.
         """
         self.post(topic, value)
         key = f"{topic}/all"

@@ -108,7 +108,9 @@ class Monitor:
         now = time.monotonic()
         if now >= self._next_look:
             self._next_look = now + self._look_seconds
-            self._note(self._listen(self.server), now)
+            for rank, beat in enumerate(self._listen(self.server)):
+                if beat is not None:
+                    self._pulses.note(rank, beat, at=now)
             if len(self._pulses) < self.world_size:
                 self._look_for_missing(now)
             else:
@@ -160,11 +162,6 @@ class Monitor:
             _LOG.warning("rank %d on %s: %s", warning["rank"], warning["host"], warning["text"])
         _show([line for line in server.new_lines(beats) if line[1] >= self._log_level])
         return beats
-
-    def _note(self, beats: list[dict[str, Any] | None], now: float) -> None:
-        for rank, beat in enumerate(beats):
-            if beat is not None:
-                self._pulses.note(rank, beat, at=now)
 
     def _look_for_missing(self, now: float) -> None:
         """Warns of ranks that have not started, and raises after the timeout."""

@@ -76,7 +76,16 @@ class HeldRows:
         # rows arrive.
         threading.Thread(target=_import_dynamo, daemon=True).start()
         client.enter("loading")
-        self.shard = shard = _read(batches, world, job, client)
+        self.shard = shard = read_shard(
+            client.moving(batches),
+            job.columns,
+            placeholder=job.placeholder,
+            storage=_row_storage(job.storage, world),
+            budget=job.storage.budget * 10**6,
+            by_key=job.by_key,
+            by_length=job.config.micro_batch_size is not None or job.config.accumulation_steps > 1,
+            moved=client.moved,
+        )
         with ExitStack() as undo:
             undo.callback(self.close)
             clock.lap("load")
@@ -265,20 +274,6 @@ def find_checkpoint(job: RankJob, identity: Mapping[str, Any], world: World, cli
         client,
         fixed=job.fixed_epochs,
         best_delta=job.config.best_delta,
-    )
-
-
-def _read(batches: Iterable[pa.RecordBatch], world: World, job: RankJob, client: Client) -> Shard:
-    """Returns this rank's rows, checked."""
-    return read_shard(
-        client.moving(batches),
-        job.columns,
-        placeholder=job.placeholder,
-        storage=_row_storage(job.storage, world),
-        budget=job.storage.budget * 10**6,
-        by_key=job.by_key,
-        by_length=job.config.micro_batch_size is not None or job.config.accumulation_steps > 1,
-        moved=client.moved,
     )
 
 

@@ -60,7 +60,8 @@ def assign_positions(
         )
     team, rows, first = world, sum(counts), sum(counts[: world.rank])
     if independent:
-        team, rows, first = _alone(world), counts[world.rank], 0
+        # The rank trains by itself.
+        team, rows, first = replace(world, rank=0, world_size=1, local_rank=0), counts[world.rank], 0
         if not strategy.makes_validation(options):  # Models of folds differ in their rows alone, not in their seeds.
             config = replace(config, seed=config.seed + world.rank)
     plan = SamplingPlan(
@@ -81,8 +82,3 @@ def _weigh_classes(shard: Shard, weights: Sequence[float] | str | None, classes:
         sums_by_rank = [sums] if client is None else [peer["sums"] for peer in client.agree("classes", {"sums": sums})]
         weights = balanced([sum(of_class) for of_class in zip(*sums_by_rank, strict=True)])
     shard.weigh_classes(weights)
-
-
-def _alone(world: World) -> World:
-    """Returns the world of a rank that trains by itself."""
-    return replace(world, rank=0, world_size=1, local_rank=0)
