@@ -26,7 +26,7 @@ def planned(split: Split, rows: list[int], *, varies: bool = False) -> list[bool
 
 def split_of(*, min_rows: int = 1) -> Split:
     config = TrainConfig(batch_size=32, micro_batch_size="auto")
-    return Split(config, WORLD, steps=len(ROWS), min_rows=min_rows, together=False)
+    return Split(config, WORLD, steps=len(ROWS), min_rows=min_rows, same_count=False)
 
 
 def steps(tried: list[bool]) -> list[int]:
