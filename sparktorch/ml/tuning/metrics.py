@@ -27,7 +27,7 @@ from sparktorch.ml.tuning.folded_rows import MOST_BYTES, FoldedRows
 from sparktorch.spark.compat import frame_of_rows, inheriting, to_vector
 from sparktorch.spark.session import slots
 
-__all__ = ["Metrics", "columns_of", "metric_of", "results_for", "weight_of"]
+__all__ = ["FoldMetrics", "columns_of", "metric_of", "results_for", "weight_of"]
 
 _LOG = logging.getLogger(__name__)
 _PATIENCE = 30.0  # seconds without a metric, after which the ranks free their slots
@@ -186,7 +186,7 @@ _COMPUTED: dict[type[Evaluator], Callable[[Any, pa.Table, Floats, Floats], float
 }
 
 
-class Metrics:
+class FoldMetrics:
     """Metrics: computed at once, or by the evaluator, in threads, whose jobs may have to wait for the ranks' slots."""
 
     def __init__(
@@ -201,7 +201,7 @@ class Metrics:
         self._bytes: dict[Future[float], int] = {}
         self._lock = threading.Lock()
 
-    def __enter__(self) -> Metrics:
+    def __enter__(self) -> FoldMetrics:
         return self
 
     def __exit__(self, *_: object) -> None:

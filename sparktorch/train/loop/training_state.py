@@ -103,7 +103,7 @@ class TrainingState:
             "asked": self._callbacks.asked(engine.own.asked),
             "module": engine.own.state_dict(),
             "means": engine.means.state_dict(),
-            "micro_batch_size": engine.split.size if engine.split.searches else None,
+            "micro_batch_size": engine.micro_batches.size if engine.micro_batches.searches else None,
             "generators": generators_state(self._device),
             **self._progress.state(),
         }
@@ -130,8 +130,8 @@ class TrainingState:
         load_optimizer_values(engine.unwrapped, engine.optimizer, values)
         engine.schedule.load_state_dict(main["schedule"])
         engine.scaler.load_state_dict(main["scaler"])
-        if engine.split.searches:
-            engine.split.size = main.get("micro_batch_size") or engine.split.size
+        if engine.micro_batches.searches:
+            engine.micro_batches.size = main.get("micro_batch_size") or engine.micro_batches.size
         mine = [rests[old] for old in range(rank, manifest.world_size, size)]
         self._progress.merge(main, mine, best)
         self._callbacks.load_state_dict(own["callbacks"])
