@@ -18,7 +18,7 @@ from sparktorch.base.no_op import no_op
 from sparktorch.base.world import World
 from sparktorch.errors import ModuleError
 from sparktorch.train.huggingface.models import call, model_in
-from sparktorch.train.loop.micro_batches import Split
+from sparktorch.train.loop.micro_batches import MicroBatches
 from sparktorch.train.numerics.determinism import generators_state, set_generators_state, untouched_generators
 from sparktorch.train.numerics.non_finite import LossWatch, all_finite
 from sparktorch.train.numerics.sync_batchnorm import Presence, has_batch_norm, synchronise
@@ -54,7 +54,7 @@ class Engine:
         training_step: The user's training step, `None` if the recipe has a loss instead.
         watch: Raises on losses that are not finite; `None` if their steps are skipped.
         min_rows: Minimum rows of a batch in training.
-        split: The micro-batches of each step.
+        micro_batches: How many micro-batches each step has, and of which size.
         means: Means of the training step's metrics over the steps since they were cleared.
         padding: Positions in the padded inputs of this rank's last step, and how many of them hold data.
         gradient_norm: Gradient norm of the last step before clipping, a scalar tensor; `None` if it was not measured.
@@ -101,7 +101,7 @@ class Engine:
             )
         # A forward pass through divided parameters is a collective, of which all ranks need as many.
         same_count = self.kind.divides_parameters
-        self.split = Split(config, world, steps=steps, min_rows=self.min_rows, same_count=same_count)
+        self.micro_batches = MicroBatches(config, world, steps=steps, min_rows=self.min_rows, same_count=same_count)
         # Models of transformers ignore what the attention mask hides, so padding can be cut off each micro-batch.
         self._masks = model_in(unwrapped) is not None and not self.strategy.exchanges_rows
         if config.channels_last:
@@ -184,7 +184,7 @@ class Engine:
         The reducer sums gradients in its final order only after a few passes. A resumed training that is not warmed up
         would sum them in another order than an uninterrupted one, and differ in the last bits.
         """
-        batch, *_ = micro_batches(batch, self.split.safe_count(batch.rows), min_rows=self.min_rows)
+        batch, *_ = micro_batches(batch, self.micro_batches.safe_count(batch.rows), min_rows=self.min_rows)
         with untouched_generators(torch.device(self._world.device)), self.hooks.rehearsal():
             buffers = [buffer.clone() for buffer in self.module.buffers()]
             state = self.strategy.own_state.state_dict()
@@ -240,7 +240,7 @@ class Engine:
 
     def _split(self, batch: Batch, step: int) -> list[Batch]:
         """Returns the micro-batches of a step."""
-        parts = micro_batches(batch, self.split.parts[step], min_rows=self.min_rows)
+        parts = micro_batches(batch, self.micro_batches.parts[step], min_rows=self.min_rows)
         if self._masks:
             parts = [part.trimmed() for part in parts]
         self.padding = padding(parts)
@@ -248,7 +248,7 @@ class Engine:
 
     def _gradients(self, batch: Batch, scale: float, step: int) -> list[tuple[torch.Tensor, Sums]]:
         """Computes the gradients of a step over all ranks; returns the loss and metric sums of each micro-batch."""
-        if self.split.tried[step]:
+        if self.micro_batches.tried[step]:
             return self._try(batch, scale, step)
         # The backward pass of the last micro-batch reduces the gradients of all of them.
         *first, last = self._split(batch, step)
@@ -281,12 +281,12 @@ class Engine:
             try:
                 passes = self._accumulate(self._split(batch, step), scale)
             except Exception as error:
-                if self.split.smallest(step) or not is_out_of_memory(error):
+                if self.micro_batches.smallest(step) or not is_out_of_memory(error):
                     raise
                 # The frames of the failed pass hold its activations, which the next try needs room for.
                 traceback.clear_frames(error.__traceback__)
                 full = True
-            if self.split.fits(step, full=full):
+            if self.micro_batches.fits(step, full=full):
                 self.sync.reduce(rows=batch.rows > 0)
                 return passes
             self._zero_grad()

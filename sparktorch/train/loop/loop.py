@@ -235,7 +235,7 @@ class _Run:
             self.callbacks.call("on_epoch_start")
         weights = sum_over_ranks(self._dataset.step_weights(epoch), self._world)
         scales = step_scales(weights, engine.sync.divisor)
-        engine.split.begin(self._dataset, epoch, counters.taken)
+        engine.micro_batches.begin(self._dataset, epoch, counters.taken)
         # The time that this start of the training spends in steps is summed up, without that of validation.
         waited_before, entered = counters.waited, time.perf_counter() - counters.validating
         self._next_progress = 0.0
@@ -385,8 +385,8 @@ class _Run:
         )
         if self._config.validation_unit == "step":
             record["steps"] = counters.taken
-        if engine.split.searches:
-            record["micro_batch_size"] = engine.split.size
+        if engine.micro_batches.searches:
+            record["micro_batch_size"] = engine.micro_batches.size
         if engine.training_step is not None:
             record |= engine.means.over_ranks(world)
         if self._config.non_finite == "skip":

@@ -11,14 +11,14 @@ from sparktorch.base.config import TrainConfig
 from sparktorch.base.world import World
 from sparktorch.distributed.process_group import max_over_ranks
 
-__all__ = ["Split"]
+__all__ = ["MicroBatches"]
 
 _LOG = logging.getLogger(__name__)
 # So many steps prove nothing for later ones: the optimizer makes its state, and allocators settle.
 _SETTLING = 4
 
 
-class Split:
+class MicroBatches:
     """The micro-batches of each step of an epoch.
 
     With `"auto"`, the size begins at the whole batch, and all ranks make it smaller together where one of them has no

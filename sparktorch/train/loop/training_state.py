@@ -105,7 +105,7 @@ class TrainingState:
             "asked": self._callbacks.asked(engine.hooks.asked),
             "module": engine.hooks.state_dict(),
             "means": engine.means.state_dict(),
-            "micro_batch_size": engine.split.size if engine.split.searches else None,
+            "micro_batch_size": engine.micro_batches.size if engine.micro_batches.searches else None,
             "generators": generators_state(self._device),
             **self._progress.state(),
         }
@@ -136,8 +136,8 @@ class TrainingState:
         load_optimizer_values(engine.unwrapped, engine.optimizer, values)
         engine.schedule.load_state_dict(main["schedule"])
         engine.scaler.load_state_dict(main["scaler"])
-        if engine.split.searches:
-            engine.split.size = main.get("micro_batch_size") or engine.split.size
+        if engine.micro_batches.searches:
+            engine.micro_batches.size = main.get("micro_batch_size") or engine.micro_batches.size
         # What ranks sum up goes on in one of them: each old rank's sums go to one new rank.
         summed_here = [rests[old] for old in range(rank, manifest.world_size, size)]
         self._progress.merge(main, summed_here, best)

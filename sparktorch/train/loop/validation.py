@@ -79,7 +79,7 @@ class Validation:
     @property
     def _size(self) -> int:
         """The most rows of a forward pass; "auto" may have found a smaller size since the last validation."""
-        return rows_at_a_time(self._config, self._world.world_size, self._engine.split.size)
+        return rows_at_a_time(self._config, self._world.world_size, self._engine.micro_batches.size)
 
     @torch.no_grad()
     def run(self, module: nn.Module) -> tuple[dict[str, float], torch.Tensor | None]:
