@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from numbers import Real
 from typing import Any, Literal, TypeVar
 
@@ -25,11 +25,13 @@ __all__ = [
 ]
 
 Task = Literal["classification", "regression", "generic"]
-Device = str  # "auto", "cpu", or a type of accelerator, such as "cuda"
+Device = str  # It is "auto", "cpu", or a type of accelerator, such as "cuda".
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 Invalid = Literal["error", "keep", "skip"]
 
-INITIAL_WEIGHTS = "initialWeights"  # in `CheckpointConfig.job`: a training may resume with others, as it has its own
+# `CheckpointConfig.job` names the initial weights by this key. A training that resumes may be given others, because it
+# goes on from its own.
+INITIAL_WEIGHTS = "initialWeights"
 
 _PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 _TASKS = ("classification", "regression", "generic")
@@ -173,7 +175,8 @@ class TrainConfig:
         """Returns the metric of a validation that says how good it is, negated if larger is better; `None` without."""
         if self.best_metric not in metrics:
             return None
-        return float(metrics[self.best_metric]) * (1 if self.mode() == "min" else -1)
+        value = float(metrics[self.best_metric])
+        return value if self.mode() == "min" else -value
 
     def mode(self) -> Literal["min", "max"]:
         """Returns whether the smallest value of the best metric is the best; refuses a name that does not say."""
@@ -245,7 +248,8 @@ class StorageConfig:
 
 def at_least(param: str, value: float, least: float) -> None:
     """Refuses a number that is not finite, or not at least `least`."""
-    _check_bound(param, value, lambda: value >= least, f"at least {least}")
+    if not isinstance(value, Real) or not value >= least or not math.isfinite(value):
+        raise _out_of_bounds(param, value, f"at least {least}")
 
 
 def rows_or_auto(param: str, value: int | str) -> None:
@@ -258,14 +262,13 @@ def rows_or_auto(param: str, value: int | str) -> None:
 
 def above(param: str, value: float, bound: float) -> None:
     """Refuses a number that is not finite, or not above `bound`."""
-    _check_bound(param, value, lambda: value > bound, f"above {bound}")
+    if not isinstance(value, Real) or not value > bound or not math.isfinite(value):
+        raise _out_of_bounds(param, value, f"above {bound}")
 
 
-def _check_bound(param: str, value: float, within: Callable[[], bool], bound: str) -> None:
-    number = isinstance(value, Real)
-    if not (number and within() and math.isfinite(value)):
-        kind = "" if number else "a number "
-        raise ConfigError(f"{param} must be {kind}{bound}, got {value}", param=param, code="ST-VALUE")
+def _out_of_bounds(param: str, value: object, bound: str) -> ConfigError:
+    kind = "" if isinstance(value, Real) else "a number "
+    return ConfigError(f"{param} must be {kind}{bound}, got {value}", param=param, code="ST-VALUE")
 
 
 def one_of(param: str, value: str, valid: tuple[str, ...]) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 
 from sparktorch.base.config import Invalid, Precision, one_of
 from sparktorch.base.imports import load_object
-from sparktorch.base.redact import shown
+from sparktorch.base.redact import display_text
 from sparktorch.base.weights_folder import WeightsFolder
 from sparktorch.data.columns import TensorSpec, places_of
 from sparktorch.errors import ConfigError, PersistenceError, shortens
@@ -80,7 +80,7 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
         if self._trained is None:
             return html.block(type(self).__name__, self.uid)
         sizes = {name: html.number(size) for name, size in html.sizes(self).items()}
-        about = {"module": shown(self._trained.source), **sizes, **html.settings(self)}
+        about = {"module": display_text(self._trained.source), **sizes, **html.settings(self)}
         course = self._summary._repr_html_() if self._summary is not None else ""
         return html.block(type(self).__name__, self.uid, html.pairs(about), course)
 

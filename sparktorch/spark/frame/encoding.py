@@ -17,7 +17,7 @@ from pyspark.sql import types as T
 from sparktorch.data.columns import DType, InputOptions, Layout, TensorSpec, input_name
 from sparktorch.data.convert.sql_types import NUMBERS
 from sparktorch.data.fields.kinds import KINDS, kind_of
-from sparktorch.errors import ColumnError, ConfigError, told
+from sparktorch.errors import ColumnError, ConfigError, failure_text
 from sparktorch.spark.column_names import ColumnNames, quoted_name
 from sparktorch.spark.compat import for_pandas
 from sparktorch.spark.frame.kinds import (
@@ -224,7 +224,7 @@ def exact(columns: ColumnNames, spec: TensorSpec, wire: Column) -> Column:
         hint="leave identifiers out of the inputs; where rounding is fine, cast it to double",
         column=_NAME,
     )
-    refused = F.raise_error(F.replace(F.lit(told(error)), F.lit(_NAME), found))
+    refused = F.raise_error(F.replace(F.lit(failure_text(error)), F.lit(_NAME), found))
     return F.when(most <= _FLOAT_EXACT, wire).otherwise(refused).alias(spec.name)
 
 

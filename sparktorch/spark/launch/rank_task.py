@@ -25,7 +25,7 @@ from sparktorch.distributed.client import Client, PeerFailure
 from sparktorch.distributed.log_capture import LogCapture
 from sparktorch.distributed.process_group import hang_up
 from sparktorch.distributed.store import UNREACHED_HINT, Rendezvous, connect, host_store
-from sparktorch.errors import JVM_MEMORY_HINT, ClusterError, RankError, RankLostError, SparkTorchError, told
+from sparktorch.errors import JVM_MEMORY_HINT, ClusterError, RankError, RankLostError, SparkTorchError, failure_text
 from sparktorch.spark.launch.gpus import choose_device
 from sparktorch.spark.shipping import Sent
 
@@ -169,7 +169,7 @@ def _unreached(error: BaseException, rendezvous: Rendezvous, world: World) -> Ra
 
 def _marked(failure: SparkTorchError) -> RankError:
     """Returns the failure as an exception that carries it in its message, for `failure_in` on the driver."""
-    return RankError(failure.what, **failure.where, code=failure.code, trace=told(failure))
+    return RankError(failure.what, **failure.where, code=failure.code, trace=failure_text(failure))
 
 
 def _chunks(rank: int, result: Result) -> Iterator[pa.RecordBatch]:

@@ -126,7 +126,7 @@ def test_a_rank_without_samples_joins_steps_with_placeholders(
     shard = shard_of(table, plan=SamplingPlan(rows=2, batch_size=1))
     whole = next(shard.epoch(0, min_rows=2)).complete()
     assert shard.rows == 0
-    assert (whole.shown, whole.inputs[0].shape[-1]) == (2, 5)
+    assert (whole.sample_count, whole.inputs[0].shape[-1]) == (2, 5)
     assert whole.label is not None
     assert whole.weight is not None
     assert whole.weight.tolist() == [0, 0]
@@ -140,7 +140,7 @@ def test_a_batch_that_is_filled_up_has_label_and_sizes_of_real_groups_first() ->
     assert batch.sizes is not None
     assert batch.label is not None
     real = int(batch.sizes[0])
-    assert (batch.rows, batch.shown, len(batch.label), batch.sizes[1:].tolist()) == (1, 3, real, [real, real])
+    assert (batch.rows, batch.sample_count, len(batch.label), batch.sizes[1:].tolist()) == (1, 3, real, [real, real])
     whole = batch.complete()
     assert whole.weight.tolist()[1:] == [0, 0]  # type: ignore[union-attr]
     for tensor in (whole.inputs[0], whole.label):  # the others are the same group again
