@@ -18,7 +18,7 @@ from sparktorch.base.config import Invalid, Precision, one_of
 from sparktorch.base.imports import load_object
 from sparktorch.base.redact import display_text
 from sparktorch.base.weights_folder import WeightsFolder
-from sparktorch.data.columns import TensorSpec, places_of
+from sparktorch.data.columns import TensorSpec, positions_of
 from sparktorch.errors import ConfigError, PersistenceError, shortens
 from sparktorch.ml.fit.checks import check_layers, check_outputs, check_scoring, naming_params
 from sparktorch.ml.fit.prepared_data import make_room
@@ -268,7 +268,7 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
         count = sum(len(spec.sources) or 1 for spec in specs)
         if len(names) != count:
             raise ConfigError(f"the model takes {count} input columns, got {names}", param="inputCols")
-        rest = iter([names[place] for place in places_of(specs)])
+        rest = iter([names[place] for place in positions_of(specs)])
         found = []
         for spec in specs:
             sources = tuple(islice(rest, len(spec.sources)))

@@ -21,7 +21,7 @@ from pyspark.sql.pandas.functions import PandasUDFType, pandas_udf
 from pyspark.sql.pandas.types import from_arrow_schema
 
 from sparktorch.base.quiet import quiet
-from sparktorch.data.columns import TensorSpec, places_of
+from sparktorch.data.columns import TensorSpec, positions_of
 from sparktorch.data.convert.values import has_instants, has_times, values_as
 from sparktorch.data.fields.kinds import kind_of
 from sparktorch.errors import ColumnError, ConfigError
@@ -284,7 +284,7 @@ def from_pandas(batch: Any, inputs: Sequence[TensorSpec], *, for_sql: bool = Fal
 def _in_order(batch: Any, inputs: Sequence[TensorSpec]) -> tuple[Any, ...]:
     """Returns the columns of a batch spec by spec: one per spec, or the user's columns, in the order that SQL gives."""
     columns = batch if isinstance(batch, tuple) else (batch,)
-    places = places_of(inputs)
+    places = positions_of(inputs)
     if len(columns) == len(places):
         return tuple(columns[place] for place in places)
     if len(columns) == len(inputs):

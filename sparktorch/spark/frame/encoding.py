@@ -73,7 +73,7 @@ def _spec(columns: ColumnNames, name: str, wire: str, options: InputOptions) -> 
     kind = columns.type_of(name)
     encoding = encoding_of(kind)
     free = encoding is None or encoding.free
-    sql = kept_as(kind) if options.as_they_are and free and not options.given_for(name) else None
+    sql = kept_as(kind) if options.as_they_are and free and not options.params_of(name) else None
     if sql is not None:
         return _as_it_is(kind, sql, name, wire, options)
     if encoding is None or (encoding.asks and name not in options.layouts):
@@ -135,7 +135,7 @@ def kept_as(kind: T.DataType) -> str | None:
 def _packed(columns: ColumnNames, names: list[str], wire: str, options: InputOptions) -> TensorSpec:
     """Returns the spec of scalar columns packed into one array."""
     for name in names:
-        if given := options.given_for(name):
+        if given := options.params_of(name):
             raise ConfigError(
                 f"{given[0]} names {name!r}, which assembleInputs packs together with the other scalar columns",
                 hint=f"leave {given[0]} out: one column that is cast to double makes all of them floats",

@@ -198,7 +198,7 @@ class Forecaster(LearningEstimator, ForecasterParams):
         known = (1,) if p["futureCols"] else ()
         even = None if self._learned is None else self._learned.order
         context = p["context"] or max(2, p["horizon"])  # it is chosen once the rows are known
-        return Window(context=context, horizon=p["horizon"], step=p["step"], known=known, even=even)
+        return Window(context=context, horizon=p["horizon"], step=p["step"], known_ahead=known, even=even)
 
     def _learn(self, dataset: DataFrame) -> LearnedSeries:
         p, names = Values(self), ColumnNames.of(dataset)
@@ -313,7 +313,9 @@ class Forecaster(LearningEstimator, ForecasterParams):
         """Returns the model, whose inputs are windows, not rows."""
         model: ForecastingModel = super()._model(*fitted)
         trained, window = model.trained, self._window()
-        length = [window.context + (place in window.known) * window.horizon for place in range(len(trained.inputs))]
+        length = [
+            window.context + (place in window.known_ahead) * window.horizon for place in range(len(trained.inputs))
+        ]
         inputs = [replace(spec, shape=(rows, *spec.shape)) for rows, spec in zip(length, trained.inputs, strict=True)]
         return model._with(replace(trained, inputs=tuple(inputs)), model._summary)
 
