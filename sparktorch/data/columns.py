@@ -101,7 +101,7 @@ class TensorSpec:
 
     @property
     def width(self) -> int:
-        """Number of elements in one row; of ragged rows, in one element."""
+        """Number of values in one row; where rows are ragged, in one element of a row."""
         return math.prod(self.shape)
 
     @property

@@ -64,7 +64,7 @@ class Rows:
 
     @property
     def item_bytes(self) -> float:
-        """Size of what an index numbers, on average, in bytes."""
+        """Average size in bytes of a row, or of a sample where an index has numbers of samples."""
         return self.bytes / self.count
 
     def load(self, numbers: Numbers | range, *, inputs: bool = True) -> Rows:
@@ -206,7 +206,7 @@ class SampledRows(Rows):
 
     @property
     def item_bytes(self) -> float:
-        """Size of a sample, on average."""
+        """Average size of a sample in bytes."""
         return super().item_bytes * float(self._samples.sizes.mean())
 
     def load(self, numbers: Numbers | range, *, inputs: bool = True) -> Rows:

@@ -175,7 +175,7 @@ class SamplingPlan:
         return [(first, last) for first, last in pieces if first < last]
 
     def _steps_of_turned(self, lo: int, hi: int, epoch: int) -> Numbers:
-        """`steps_of` for positions already shifted by the epoch's offset, `0 <= lo < hi <= rows`."""
+        """Returns `steps_of` for positions that are shifted by the epoch's offset already, `0 <= lo < hi <= rows`."""
         n, strata = self.rows, min(self.batch_size, self.rows)
         base, bits = np.uint64(mix_scalar(self.seed, epoch, 0)), self._stratum_bits
         first, last = lo * strata // n, (hi - 1) * strata // n + 1
@@ -253,7 +253,7 @@ class RankOrder:
         return self._ordered(number, slice(None))
 
     def _ordered(self, number: int, strata: slice | npt.NDArray[np.bool_]) -> tuple[Int64, Int64]:
-        """`window`, for some strata only."""
+        """Returns what `window` does, for some strata only."""
         block, start, end = self._plan.block, self._start[strata], self._end[strata]
         whole = (end - start) // block
         at = np.where(number < whole, self._blocks[strata, number], whole) if number < self._blocks.shape[1] else whole

@@ -30,7 +30,7 @@ from sparktorch.data.preprocess import Function, Preprocess
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.frame.encoding import NUMERIC, column_of, exact, is_numeric, plan_inputs
 from sparktorch.spark.frame.first_row import first_row, measured
-from sparktorch.spark.frame.groups import placed
+from sparktorch.spark.frame.groups import group_columns
 from sparktorch.spark.frame.nested import hashed
 from sparktorch.spark.frame.refusals import no_boolean, no_label, no_number
 
@@ -112,8 +112,8 @@ def prepare(
         wire.append(F.xxhash64(names.column(key)).alias(KEY))
     if fold is not None:
         wire.append(names.column(fold).alias(FOLD))
-    wire += placed(names, groups, specs)
-    wire += [names.column(name).cast("double").alias(carried_name(place)) for place, name in enumerate(carried)]
+    wire += group_columns(names, groups, specs)
+    wire += [names.column(name).cast("double").alias(carried_name(position)) for position, name in enumerate(carried)]
     data = dataset.select(*wire)
     if key is None:
         data = _keyed(data, columns)
@@ -143,10 +143,10 @@ def _label(columns: ColumnNames, name: str | Sequence[str], task: Task) -> Tenso
     """
     classes, several = task == "classification", not isinstance(name, str)
     names = [name] if isinstance(name, str) else list(name)
-    for one in names:
-        kind = columns.type_of(one)
+    for label_name in names:
+        kind = columns.type_of(label_name)
         if not (isinstance(kind, NUMERIC) if classes or several else is_numeric(kind)):
-            raise no_number(kind, one) if several else no_label(kind, one, classes=classes)
+            raise no_number(kind, label_name) if several else no_label(kind, label_name, classes=classes)
     if classes:
         return TensorSpec(name=LABEL, column=names[0], dtype="float64")
     (spec,) = plan_inputs(columns, names, InputOptions(assemble=several))

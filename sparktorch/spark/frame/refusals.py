@@ -19,7 +19,7 @@ _TIME = (
     + _TABULAR
     + _PREPROCESS
 )
-# Hints for types without numbers: {0} is the column in SQL, {2} its name.
+# Types that are no numbers have these hints, in which {0} is the column in SQL, {2} its name.
 _INSTEAD: tuple[tuple[type[T.DataType], str], ...] = (
     (
         T.StringType,
@@ -104,8 +104,8 @@ def no_boolean(kind: T.DataType, name: str) -> ColumnError:
 
 def unsuitable(kind: T.DataType, name: str, why: str, hint: str, *, must: str = "") -> ColumnError:
     """Returns the error for a column whose type does not suit, and says `why`, or what it `must` be."""
-    found = f"must be {must}, but is {kind.simpleString()}" if must else f"is {kind.simpleString()}, {why}"
-    return ColumnError(f"column {name!r} {found}", hint=hint, column=name, code="ST-COLUMN-TYPE")
+    problem = f"must be {must}, but is {kind.simpleString()}" if must else f"is {kind.simpleString()}, {why}"
+    return ColumnError(f"column {name!r} {problem}", hint=hint, column=name, code="ST-COLUMN-TYPE")
 
 
 def _sql(name: str) -> str:
