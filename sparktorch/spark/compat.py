@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timezone
 from functools import reduce
@@ -84,7 +84,7 @@ def on_barrier(data: DataFrame | RDD[Any], function: Batches, schema: str, profi
             for batch in function(elements):
                 yield from zip(*batch.to_pydict().values(), strict=True)
 
-        def unchanged(elements: Iterator[Any]) -> Iterator[Any]:
+        def unchanged(elements: Iterable[Any]) -> Iterable[Any]:
             return elements
 
         source = data
