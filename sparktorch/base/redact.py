@@ -36,7 +36,8 @@ def display_text(value: Any, name: object = "") -> str:
     if isinstance(value, list):
         return f"[{', '.join(display_text(item, name) for item in value)}]"
     if type(value) is tuple:
-        return f"({', '.join(display_text(item, name) for item in value)}{',' * (len(value) == 1)})"
+        comma = "," if len(value) == 1 else ""
+        return f"({', '.join(display_text(item, name) for item in value)}{comma})"
     if isinstance(value, partial):
         named = (f"{key}={display_text(item, key)}" for key, item in value.keywords.items())
         return f"{display_text(value.func)}({', '.join([*map(display_text, value.args), *named])})"

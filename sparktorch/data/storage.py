@@ -49,6 +49,7 @@ class Runs:
         """Returns the runs of row numbers of shape `(rows,)`, in their order."""
         rows = rows.astype(np.int64, copy=False)
         cuts = np.flatnonzero(np.diff(rows) != 1) + 1
+        # The first run begins with the first row, if there is one.
         starts = rows[np.concatenate([np.zeros(min(1, len(rows)), np.int64), cuts])]
         return cls(starts, starts + np.diff(np.concatenate([[0], cuts, [len(rows)]]))[: len(starts)])
 
@@ -254,7 +255,10 @@ class _MemoryRows:
 
 
 class _FileRows:
-    """Rows in extents of a file, each twice as large as the one before."""
+    """Rows in extents of a file, each twice as large as the one before.
+
+    So extent `n` begins with byte `_FIRST_EXTENT * (2**n - 1)` of the rows, wherever it is in the file.
+    """
 
     def __init__(self, disk: _Disk, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
         self._disk, self._dtype, self._shape = disk, dtype, shape
@@ -296,6 +300,7 @@ class _FileRows:
         starts, stops = runs.starts * self._row, runs.stops * self._row
         starts, stops = starts[stops > starts], stops[stops > starts]
         while True:
+            # The exponent of a float is the number of bits, by which `_locate` finds the extent of one byte.
             number = np.frexp((starts // _FIRST_EXTENT + 1).astype(np.float64))[1].astype(np.int64) - 1
             ends = _FIRST_EXTENT * ((2 << number) - 1)
             beyond = np.flatnonzero(stops > ends)

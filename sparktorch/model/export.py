@@ -148,11 +148,11 @@ def example_inputs(
         shape = (rows, *padded, *spec.shape)
         dtype = getattr(torch, spec.dtype)
         noise = torch.Generator().manual_seed(rows)
-        arguments.append(
-            torch.randn(shape, generator=noise, dtype=dtype)
-            if dtype.is_floating_point
-            else torch.full(shape, dtype == torch.bool, dtype=dtype)
-        )
+        if dtype.is_floating_point:
+            arguments.append(torch.randn(shape, generator=noise, dtype=dtype))
+        else:
+            # Integers may be indices, so they are zero; a mask says that all positions hold data.
+            arguments.append(torch.full(shape, dtype == torch.bool, dtype=dtype))
         if padded:
             arguments.append(torch.arange(longest) <= torch.arange(rows)[:, None] % longest)
     return tuple(arguments)

@@ -226,7 +226,9 @@ class Scorer:
         if self._trained.task == "regression":
             like = torch.empty(len(output)) if output.dim() == 1 or output.shape[1] == 1 else output
             return {"prediction": align("regression", output, like)[0].cpu().double().numpy()}
-        named = output if isinstance(output, Mapping) else dict(enumerate(_tuple(output)))
+        if isinstance(output, torch.Tensor):
+            output = (output,)
+        named: Mapping[Any, torch.Tensor] = output if isinstance(output, Mapping) else dict(enumerate(output))
         single = len(self._trained.outputs) == 1
         return {"prediction" if single else str(name): tensor.float().cpu().numpy() for name, tensor in named.items()}
 
@@ -285,7 +287,3 @@ def _by_row(output: Any, layer: str, rows: int) -> Array:
         raise ModuleError(what, hint=hint, param="outputLayers")
     values: Array = output.reshape(rows, output[:1].numel() if rows else 0).float().cpu().numpy()
     return values
-
-
-def _tuple(output: Any) -> tuple[torch.Tensor, ...]:
-    return (output,) if isinstance(output, torch.Tensor) else tuple(output)

@@ -155,6 +155,7 @@ class Elements:
         device, bounds = self.values.device, torch.stack([self.starts[index], self.lengths[index]])
         count = int(bounds[1].sum())
         starts, lengths = upload(bounds, device)
+        # Without `output_size`, torch would wait for the device to count the elements.
         row = torch.repeat_interleave(torch.arange(len(index), device=device), lengths, output_size=count)
         position = torch.arange(count, device=device) - (lengths.cumsum(0) - lengths)[row]
         return starts[row] + position, row, position, lengths
@@ -289,7 +290,7 @@ class Vectors(Field):
         if pa.types.is_struct(column.type):
             rows = vector_rows(column, self._spec, first_row=first_row)
             self._values.append(rows.values, rows.lengths)
-            self._indices.append(rows.indices, rows.lengths * rows.sparse)
+            self._indices.append(rows.indices, np.where(rows.sparse, rows.lengths, 0))
             if digests is not None and rows.sparse.any():
                 digests.add_elements(self._spec.name, rows.values, rows.positions(), rows.lengths)
             elif digests is not None:
@@ -300,7 +301,7 @@ class Vectors(Field):
                 digests.add(self._spec.name, values)
             lengths = np.full(len(values), self._spec.width, np.int64)
             self._values.append(values.reshape(-1), lengths)
-            self._indices.append(np.empty(0, np.int32), 0 * lengths)
+            self._indices.append(np.empty(0, np.int32), np.zeros_like(lengths))
 
     def lengths(self, index: torch.Tensor) -> torch.Tensor:
         """Returns the number of stored values of each row, int64 of shape `(rows,)` on the CPU."""
@@ -341,7 +342,8 @@ class Ragged(Field):
         self._elements = ElementSpool(spec.dtype, storage, spec.shape)
         super().__init__(spec, rows=self._elements)
         self.padded = spec.layout == "padded"
-        self.arguments, self.uneven = 1 + self.padded, True
+        self.arguments = 2 if self.padded else 1
+        self.uneven = True
 
     def append(self, column: pa.Array, *, first_row: int = 0, digests: RowDigests | None = None) -> None:
         """Checks and stores the rows of a batch; see `Field.append`."""

@@ -100,17 +100,22 @@ class _Numbers(ColumnKind, kind="number"):
 
     def arrow(self, spec: TensorSpec) -> pa.DataType:
         kind = pa.from_numpy_dtype(spec.dtype)
-        for _ in range(len(spec.levels) + spec.ragged):
+        for _ in spec.levels:
             kind = pa.list_(kind)
-        return kind
+        return pa.list_(kind) if spec.ragged else kind
 
     def zeros(self, spec: TensorSpec) -> Any:
-        shape = () if spec.sources else (1, *spec.levels) if spec.ragged else spec.shape
+        shape = (1, *spec.levels) if spec.ragged else spec.shape
+        if spec.sources:
+            shape = ()
         zeros = np.zeros((2, *shape), spec.dtype)
         return zeros.tolist() if shape else zeros
 
     def measured(self, value: Any, spec: TensorSpec) -> tuple[int, ...]:
-        return _lengths(value, len(spec.levels) + spec.ragged)[spec.ragged :]
+        if spec.ragged:
+            # The first level is that of the rows, whose lengths differ.
+            return _lengths(value, 1 + len(spec.levels))[1:]
+        return _lengths(value, len(spec.levels))
 
     def digestible(self, spec: TensorSpec) -> bool:
         return not spec.ragged
@@ -156,7 +161,9 @@ class _Numbers(ColumnKind, kind="number"):
         if not missing.any():
             return _numbers_of(values, spec, name)
         present = [row for row, gone in zip(rows, missing, strict=True) if not gone]
-        shape = () if spec.sources else spec.shape if not present else np.shape(present[0])
+        shape = np.shape(present[0]) if present else spec.shape
+        if spec.sources:
+            shape = ()
         blank = np.zeros((0, *spec.levels) if spec.ragged else shape, spec.dtype)
         filled = pd.Series([blank if gone else row for row, gone in zip(rows, missing, strict=True)], dtype=object)
         return _numbers_of(filled, spec, name).take(pa.array(np.arange(len(rows)), mask=missing))

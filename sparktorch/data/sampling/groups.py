@@ -125,6 +125,7 @@ class GroupKeys(RowKeys):
         group, order, marks = self._group.finish(), self._order.finish(), self._marks.finish()
         rows: Numbers | range = range(self.count)
         if not self._in_order:
+            # Two stable sorts: by the order, and then by the group, which flipping its top bit reads as unsigned.
             sorted_rows = torch.from_numpy(order).sort(stable=True).indices
             sorted_rows = sorted_rows[(torch.from_numpy(group)[sorted_rows] ^ _TOP_BIT).sort(stable=True).indices]
             rows = sorted_rows.numpy().astype(np.int32 if self.count < 1 << 31 else np.int64)

@@ -91,6 +91,7 @@ def argsort(keys: UInt64) -> Int64:
 
 def by_step(steps: Numbers, count: int) -> tuple[Numbers, Int64]:
     """Returns the stable order that sorts `steps`, and where each of `count` steps ends in it, int64 `(count,)`."""
+    # Parts are sorted one by one; the indices of a part go behind those that the parts before have in each step.
     size = max(_CHUNK_ROWS, count)
     parts = [steps[start : start + size] for start in range(0, len(steps), size)]
     ends = np.cumsum(sum((np.bincount(part, minlength=count) for part in parts), np.zeros(count, np.int64)))

@@ -153,6 +153,7 @@ def _why_no_executor(spark: SparkSession) -> str:
 def check_result_size(spark: SparkSession, model_bytes: int) -> None:
     """Refuses a model that is larger, in bytes, than what the driver accepts as the result of a job."""
     size = re.fullmatch(r"(\d+)([kmgtp]?)b?", setting(spark, "spark.driver.maxResultSize", "1g").strip().lower())
+    # Each of the letters stands for 1024 of the one before.
     limit = int(size[1]) << 10 * " kmgtp".index(size[2] or " ") if size else 0
     if limit and model_bytes > limit:
         raise ClusterError(

@@ -87,7 +87,9 @@ def _spec(columns: ColumnNames, name: str, wire: str, options: InputOptions) -> 
         raise error
     _check_fill(name, options.fill, dtype, hint=f"or set inputDtypes={{{name!r}: 'float32'}}")
     ragged = layout in ("padded", "jagged")
-    levels = (0,) * (encoding.depth(kind) - ragged)
+    # Lengths that only the sample row shows are 0; the first level of ragged rows has no length.
+    depth = encoding.depth(kind)
+    levels = (0,) * (depth - 1 if ragged else depth)
     shape = tuple(options.shapes.get(name, levels))
     if name in options.shapes and len(levels) == 1:
         levels = (math.prod(shape),)
@@ -300,6 +302,8 @@ def _fits(kind: T.DataType, spec: TensorSpec) -> bool:
         return False
     if not kind_of(spec).numeric:
         return encoding.kind == spec.kind and spec.layout in encoding.layouts
-    depth = 0 if spec.sources else len(spec.levels) + spec.ragged
+    depth = len(spec.levels) + 1 if spec.ragged else len(spec.levels)
+    if spec.sources:
+        depth = 0
     ragged = not spec.ragged or spec.layout in encoding.layouts
     return KINDS[encoding.kind].numeric and encoding.depth(kind) == depth and ragged

@@ -49,7 +49,11 @@ def keep(data: DataFrame, parts: int) -> DataFrame:
 
     Counting partitions runs the shuffles that produce them, but reads no rows.
     """
-    partitions = _partitions(data)
+    if is_connect(data.sparkSession):
+        # Only on Connect: a Python worker that leaves rows unread ends, and the next one imports torch again.
+        partitions = len(data.mapInArrow(_one_row, "number int").collect())
+    else:
+        partitions = data.rdd.getNumPartitions()
     if partitions != parts:
         raise ConfigError(
             f"split='keep' makes a worker of each partition; the DataFrame has {partitions}, and numWorkers is {parts}",
@@ -65,14 +69,6 @@ def keep(data: DataFrame, parts: int) -> DataFrame:
 def moved_as_they_are(data: DataFrame, parts: int) -> DataFrame:
     """Shuffles the rows of each of `parts` partitions, in their order, to the partition of the same number."""
     return repartition_by_id(data.withColumn(_NUMBER, F.spark_partition_id()), parts, F.col(_NUMBER)).drop(_NUMBER)
-
-
-def _partitions(data: DataFrame) -> int:
-    """Returns the number of partitions."""
-    if not is_connect(data.sparkSession):
-        return data.rdd.getNumPartitions()
-    # Only on Connect: a Python worker that leaves rows unread ends, and the next one imports torch again.
-    return len(data.mapInArrow(_one_row, "number int").collect())
 
 
 def _one_row(_: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

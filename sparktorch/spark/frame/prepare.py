@@ -98,7 +98,8 @@ def prepare(
         grades=grades,
     )
     if weight is not None:
-        _require_number(names, weight)
+        if not isinstance(names.type_of(weight), NUMERIC):
+            raise no_number(names.type_of(weight), weight)
         columns = replace(columns, weight=TensorSpec(name=WEIGHT, column=weight, dtype="float32"))
     wire = [
         exact(names, spec, column_of(names, spec)) if spec in columns.inputs else column_of(names, spec)
@@ -151,9 +152,3 @@ def _label(columns: ColumnNames, name: str | Sequence[str], task: Task) -> Tenso
         return TensorSpec(name=LABEL, column=names[0], dtype="float64")
     (spec,) = plan_inputs(columns, names, InputOptions(assemble=several))
     return replace(spec, name=LABEL, dtype="float32" if task == "regression" else spec.dtype)
-
-
-def _require_number(columns: ColumnNames, name: str) -> None:
-    kind = columns.type_of(name)
-    if not isinstance(kind, NUMERIC):
-        raise no_number(kind, name)

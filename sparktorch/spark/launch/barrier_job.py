@@ -73,6 +73,7 @@ class BarrierJob:
     def __init__(self, data: DataFrame | RDD[Any], body: Body, launch: Launch, observer: Observer) -> None:
         """Opens the store; `wait` starts the job, in which `body` runs once per partition."""
         spark, self._launch, self._ended = session_of(data), launch, False
+        # Where something here raises, the stack closes the store; otherwise it stays open until `end`.
         with ExitStack() as stack:
             self._server = server = control_server(spark, launch)
             if server is not None:

@@ -159,6 +159,7 @@ def _meet_at_rank0(context: BarrierTaskContext, world: World) -> tuple[Rendezvou
         host = host_of(context.getTaskInfos()[0].address)
         store, port = host_store(host)
         offer = json.dumps([host, port, secrets.token_hex(16)])
+    # All ranks call allGather; those but the first offer nothing.
     host, port, prefix = json.loads(context.allGather(offer)[0])
     return Rendezvous(host, port, prefix), store
 
