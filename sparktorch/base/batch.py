@@ -86,7 +86,7 @@ class Batch:
         return sum(part.nbytes for tensor in self.tensors for part in components(tensor))
 
     def complete(self) -> Batch:
-        """Returns a batch with label and weight as long as its inputs; in given weights, added rows have zero."""
+        """Returns a batch whose label and weight are as long as its inputs; in weights, added rows have zero."""
         count, label, weight = self.sample_count, self.label, self.weight
         if 0 < self.rows < count:
             if label is not None:

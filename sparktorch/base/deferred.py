@@ -64,7 +64,7 @@ class Deferred:
 
     @torch.no_grad()
     def materialise(self, part: nn.Module) -> None:
-        """Gives those tensors of a part that have none their values, on the CPU; tied ones stay tied.
+        """Gives the tensors of a part that have no values their values, on the CPU; tied ones stay tied.
 
         A `ModuleError` names one that is neither saved nor set by `reset_parameters`.
         """
@@ -114,7 +114,7 @@ class Deferred:
             raise ModuleError(f"the saved weights {wrong[0]}", hint=hint, param="module")
 
     def check_reset(self) -> None:
-        """Raises a `ModuleError` if no method sets what is not saved; of what is large, if there is no method."""
+        """Raises a `ModuleError` if no method sets a tensor that is not saved; large modules only have to have one."""
         for path, slots in self._empty_slots.items():
             unsaved = any(self._saved_name(id(slot.tensor)) is None for slot in slots)
             small = sum(slot.tensor.numel() for slot in slots) < _SMALL

@@ -31,6 +31,7 @@ def _is_saved(dtype: torch.dtype) -> bool:
     from safetensors.torch import save
 
     try:
+        # A fake tensor, which has no data, could not be saved.
         with unset_fake_temporarily(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             save({"": torch.empty(1, dtype=dtype, device="cpu")})

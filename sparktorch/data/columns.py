@@ -158,7 +158,7 @@ class InputOptions:
         fill: Replacement for nulls and NaN; `None` for none.
         drop: Whether rows with a null, NaN or infinity are dropped.
         as_they_are: Whether columns without options here are passed unchanged to `preprocess`.
-        nulls: Whether their nulls are, too.
+        nulls: Whether nulls in such columns are passed unchanged, too.
     """
 
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)

@@ -201,6 +201,7 @@ def scorer_here(sent: Sent, scoring: Scoring, local: bool) -> Scorer:
     first task has run, is frozen: looking at all the objects of torch and pandas takes longer than many tasks.
     """
     context = TaskContext.get()
+    # torch would take all cores of the machine, which other tasks need, too.
     torch.set_num_threads(max(1, context.cpus()) if context else 1)
     device = device_of(context, scoring.device, local)
     key = (sent.key, scoring, device)

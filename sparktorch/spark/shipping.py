@@ -91,6 +91,7 @@ def send(spark: SparkSession, value: object, *, stream: bool = False) -> Sent:
         if id(value) not in sent:
             new = _send(spark, pickled(value))
             try:
+                # Once the value is gone, another may get its id; at exit there is nothing left to forget.
                 finalize(value, sent.pop, id(value), None).atexit = False
             except TypeError:  # Nothing can refer weakly to a tuple, for example.
                 return new

@@ -92,9 +92,9 @@ def zone_named(name: str) -> tzinfo:
 def values_as(kind: pa.DataType, values: Any, zone: tzinfo | None) -> pa.Array:
     """Converts values to a type that holds times or structs, one by one but for pandas' columns of times.
 
-    Times without a time zone are in `zone`; `None` is this process's, as which Spark's rows have them, whose NaN is no
-    null. Text is ISO 8601. A `ValueError` or `TypeError` refuses other text and numbers, which name neither a unit nor
-    a beginning, and times with a zone for a column whose times have none.
+    Times without a time zone are in `zone`. `None` stands for rows of Spark: their times are in the zone of this
+    process, and their NaN is no null. Text is ISO 8601. A `ValueError` or `TypeError` refuses other text and numbers,
+    which name neither a unit nor a beginning, and times with a zone for a column whose times have none.
     """
     dtype = getattr(values, "dtype", None)
     # Columns of times in pandas are converted at once.

@@ -125,8 +125,8 @@ class Shard(RankDataset):
         bytes: Size of the rows in bytes.
         storage: Where the rows are: "disk", "memory" or "device".
         folds: The folds of the rows; `None` if they have none.
-        groups: Numbers of `groups`, of those too `short` for a window, of the rows of the `largest`, of all `rows`, of
-            those `marked` for validation, and of the `gaps` between them; `None` without groups.
+        groups: Counts by name: `groups`, those too `short` for a window, rows of the `largest` one, all `rows`, rows
+            `marked` for validation, and `gaps` between rows; `None` without groups.
     """
 
     def __init__(

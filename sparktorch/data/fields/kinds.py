@@ -65,7 +65,7 @@ class ColumnKind(ABC):
         return False
 
     def parts(self, spec: TensorSpec) -> Collection[Collection[str]]:
-        """Returns sets of names: a mapping that has all of one is a row that is a struct; empty if rows are none."""
+        """Returns sets of names: a mapping that is a row has all of one set. There are none if rows are no structs."""
         return ()
 
     def as_fitted(self, column: pa.Array, spec: TensorSpec) -> pa.Array:

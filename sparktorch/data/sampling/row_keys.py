@@ -47,7 +47,9 @@ class RowKeys:
         keys = np.concatenate([np.array([self._last[1]], np.uint64), key])
         later = marks[1:] > marks[:-1]
         same = marks[1:] == marks[:-1]
-        return bool((later | (same & (keys[1:] >= keys[:-1]) if self._by_key else later | same)).all())
+        if self._by_key:
+            same &= keys[1:] >= keys[:-1]
+        return bool((later | same).all())
 
     def orders(self) -> tuple[Numbers | range, Numbers | range]:
         """Returns the row numbers of the training and of the validation rows, in the order of their positions.

@@ -1,4 +1,4 @@
-"""Makes the executor report: what a task finds out about its executor and what that can reach.
+"""Makes the executor report, in which a task says what its executor has and can reach.
 
 `answer` runs in tasks, and its code is pickled by value: it must not need this package or torch on the
 executors, since whether they are installed is part of the report. So it imports only the standard library, and

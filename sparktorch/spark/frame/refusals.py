@@ -52,10 +52,11 @@ def no_tensor(kind: T.DataType, name: str) -> ColumnError:
         element, depth = element.elementType, depth + 1
     if isinstance(kind, T.BinaryType):
         hint = f"set inputLayouts={{{name!r}: 'image'}} for JPEG or PNG, or 'raw' and inputDtypes for tensors"
-    elif depth and (cast := as_numbers(kind, sql)):
-        hint = f"{cast}; words or categories: {_PREPROCESS}"
     elif depth:
+        cast = as_numbers(kind, sql)
         hint = f"{_PREPROCESS}, or take a number of each element, transform({sql}, x -> ...)"
+        if cast:
+            hint = f"{cast}; words or categories: {_PREPROCESS}"
     elif isinstance(kind, T.UserDefinedType) and kind.module() == "pyspark.mllib.linalg":
         hint = f"it is a vector of spark.mllib: MLUtils.convertVectorColumnsToML(df, {name!r}) makes one of spark.ml"
     else:

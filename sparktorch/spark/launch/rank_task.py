@@ -111,6 +111,7 @@ class RankTask:
                 rows = unbroken(batches) if self.streamed else batches
                 result = body(rows, world=replace(world, device=device), client=client)
                 if hosted_by_rank0:
+                    # The store is in the process of rank 0, which waits here for the others.
                     client.leave()
             except StreamBrokenError:  # It is a consequence of another failure, and not reported.
                 raise
@@ -118,6 +119,7 @@ class RankTask:
                 failure = client.fail(error)
                 if hosted_by_rank0 or not _reusable(device, error) or not client.is_heard(error):
                     raise _marked(failure) from None
+                # The process lives on for other tasks: open connections would let peers wait for this rank.
                 hang_up(error)
                 # The driver knows the failure. Spark would log an exception, with Java's stack, for each rank.
                 return

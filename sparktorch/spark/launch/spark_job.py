@@ -48,6 +48,7 @@ class Job:
 
         def run() -> None:
             try:
+                # Spark tags the jobs that this thread starts, not those of the thread that made it.
                 tag_tasks(spark, self.tag)
                 # toArrow() would make one vector of all rows, which is limited to 2 GiB.
                 self.rows = collect()
