@@ -20,9 +20,10 @@ from sparktorch.ml.scoring.column_metadata import class_index, nominal, vector
 from sparktorch.ml.scoring.evaluation import ClassificationSummary, evaluate_classifier
 from sparktorch.ml.scoring.importance import importance_of
 from sparktorch.ml.scoring.output_fields import output_fields
+from sparktorch.ml.scoring.quality import accuracy
+from sparktorch.model.scorer import Scoring
 from sparktorch.spark.column_names import quoted
 from sparktorch.spark.rdd import dataframe_of
-from sparktorch.spark.scoring_udf import Scoring
 from sparktorch.train.recipe.task import classes_in
 
 if TYPE_CHECKING:
@@ -73,6 +74,9 @@ class TorchClassificationModel(TorchModelBase, ClassificationModelParams):
         """Returns the probabilities of one row, one per class; otherwise as `predict`."""
         return _dense(self._score_row(value, "probability"))
 
+    def _quality(self, scored: DataFrame, label: str) -> tuple[str, int, float]:
+        return accuracy(scored, self.getPredictionCol(), label, self.labels)
+
     @shortens
     def evaluate(self, dataset: DataFrame) -> ClassificationSummary:
         """Scores rows and compares with `labelCol`, weighted by `weightCol` if that is set.
@@ -102,7 +106,7 @@ class TorchClassificationModel(TorchModelBase, ClassificationModelParams):
             dataset: Rows with the inputs, `labelCol`, and `weightCol` if that is set; best not those of the training.
             metric: "accuracy"; or, of two classes, "areaUnderROC", which is the default then.
             repeats: How often each column is shuffled (> 0).
-            seed: Of the shuffling.
+            seed: The seed of the shuffling.
 
         Returns:
             `column`, `importance` (the mean of the drops) and `deviation`, the largest importance first.
@@ -122,11 +126,11 @@ class TorchClassificationModel(TorchModelBase, ClassificationModelParams):
 
     def _named(self) -> Self:
         """Returns a copy whose output columns all have names, or the model itself."""
-        columns = (self.rawPredictionCol, self.probabilityCol, self.predictionCol)
-        unnamed = {
-            param: f"{self.uid}_{param.name}".replace(".", "_") for param in columns if not self.getOrDefault(param)
+        params = (self.rawPredictionCol, self.probabilityCol, self.predictionCol)
+        missing = {
+            param: f"{self.uid}_{param.name}".replace(".", "_") for param in params if not self.getOrDefault(param)
         }
-        return self.copy(unnamed) if unnamed else self
+        return self.copy(missing) if missing else self
 
     def _scoring(self) -> Scoring:
         scoring = super()._scoring()

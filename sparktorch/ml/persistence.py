@@ -26,8 +26,9 @@ from pyspark.ml.wrapper import JavaWrapper
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
-from sparktorch.base.imports import MOVED, import_path, load_object
+from sparktorch.base.imports import import_path, load_object
 from sparktorch.base.json_values import is_json, tuples_made, tuples_marked
+from sparktorch.base.moved import MOVED
 from sparktorch.base.weights_folder import WeightsFolder
 from sparktorch.errors import PersistenceError
 from sparktorch.ml.fit.summary import TrainingSummary
@@ -65,14 +66,14 @@ class _Writer(MLWriter):
 
     @property
     def _allow_pickle(self) -> bool:
-        asked = self.optionMap.get("allowpickle")
-        return str(asked).lower() == "true" if asked else switched_on(self.sparkSession, FOR_ALL)
+        option = self.optionMap.get("allowpickle")
+        return str(option).lower() == "true" if option else switched_on(self.sparkSession, FOR_ALL)
 
     def save(self, path: str) -> None:
         """Saves to a path that Spark can write; fails if it exists, unless `overwrite()` was called.
 
-        What `overwrite()` replaces stays until the new one is complete, which is written beside it; on Connect, whose
-        client reaches no file system, Spark replaces `data` and then `metadata` under the path.
+        With `overwrite()`, the new files are written beside the old ones, which stay until the new ones are complete.
+        On Connect, whose client reaches no file system, Spark replaces `data` and then `metadata` under the path.
 
         Raises:
             PersistenceError: The path holds the model's weights, or the file system refuses to replace what is there.
@@ -135,13 +136,14 @@ class _Reader(MLReader[R]):
 
     @property
     def _allow_pickle(self) -> bool:
-        asked = self._option
-        return asked.lower() == "true" if asked else switched_on(self.sparkSession, FOR_ALL)
+        option = self._option
+        return option.lower() == "true" if option else switched_on(self.sparkSession, FOR_ALL)
 
     def _check_class(self, path: str) -> dict[str, Any]:
         metadata = DefaultParamsReader.loadMetadata(path, ml_session(self.sparkSession))
         expected = f"{self._cls.__module__}.{self._cls.__name__}"
-        if metadata["class"] != expected:
+        module, _, name = metadata["class"].rpartition(".")
+        if expected not in {f"{home}.{name}" for home in MOVED.get(module, (module,))}:
             raise PersistenceError(
                 f"{path} holds a {metadata['class']}",
                 hint=f"load it with that class, not {expected}",
@@ -207,7 +209,8 @@ def read_local(directory: Path, *, allow_pickle: bool, cls: type[Any] | None = N
     model._setDefault(**form.get("defaults", {}))
     model._set(**form["params"])
     course = TrainingSummary(**form["summary"]) if form["summary"] else None
-    return model._with(  # type: ignore[attr-defined]  # what all models share
+    # All models have `_with` by their common base, which imports this file.
+    return model._with(  # type: ignore[attr-defined]
         TrainedModule.load(directory, allow_pickle=allow_pickle, code=code), course
     )
 
@@ -221,7 +224,7 @@ class ModelWriter(_Writer):
             write_local(self._instance, Path(temporary), allow_pickle=self._allow_pickle)
             values = {param.name: value for param, value in self._instance._paramMap.items()}
             self._write_files(path, Path(temporary))
-            self._write_metadata(path, values, {})  # last: nothing loads without
+            self._write_metadata(path, values, {})  # The metadata comes last, because nothing loads without it.
 
 
 class ModelReader(_Reader[R]):
@@ -310,7 +313,7 @@ class EstimatorReader(_Reader[R]):
             with tempfile.TemporaryDirectory() as temporary:
                 read_files(self.sparkSession, path, Path(temporary))
                 with (Path(temporary) / _PICKLED).open("rb") as file:
-                    instance._set(**_Unpickler(file).load())
+                    instance._set(**pickle.load(file))
         loaded: R = instance
         return loaded
 
@@ -321,11 +324,3 @@ def _config(path: str, values: dict[str, Any]) -> Any:
     if not (isinstance(kind, type) and is_config(kind)):
         raise PersistenceError(f"{path} is no configuration of transformers, and loading does not call it")
     return kind.from_dict(values)  # type: ignore[attr-defined]
-
-
-class _Unpickler(pickle.Unpickler):
-    """Finds classes that have moved: pickled by this version, or by one whose modules had other names."""
-
-    def find_class(self, module_name: str, global_name: str) -> Any:
-        """Returns what a pickle names."""
-        return super().find_class(MOVED.get(module_name, module_name), global_name)

@@ -8,7 +8,6 @@ import os
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
@@ -17,11 +16,11 @@ from pyspark import TaskContext
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 
-from sparktorch.base.config import Device, Invalid, Precision
+from sparktorch.base.config import Device
 from sparktorch.base.devices import device_count, is_host, let_go
 from sparktorch.data.columns import TensorSpec
 from sparktorch.errors import ConfigError
-from sparktorch.model.scorer import Scorer, first_batch_size
+from sparktorch.model.scorer import Scorer, Scoring, first_batch_size
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.compat import arrow_udf, to_vector
 from sparktorch.spark.frame.nested import any_of, unfit
@@ -30,40 +29,20 @@ from sparktorch.spark.session import is_local, switched_on
 from sparktorch.spark.shipping import Sent, send
 
 __all__ = [
-    *("CHUNK_BYTES", "Scoring", "device_of", "rechunk", "result_column", "rows_for_udf", "scorer_here", "scoring_udf"),
+    *("CHUNK_BYTES", "device_of", "rechunk", "result_column", "rows_for_udf", "scorer_here", "scoring_udf"),
     *("found_in_python", "take_rows_in_sql", "without_invalid"),
 ]
 
 _LOG = logging.getLogger(__name__)
 
-# Whether Spark, from 4.2 on, passes the batches of a columnar source unchanged to Python UDFs.
+# From 4.2 on, Spark passes the batches of a columnar source unchanged to Python UDFs if this is true.
 _COLUMNAR = "spark.sql.execution.arrow.pythonUDF.columnarInput.enabled"
 _KEPT_SCORERS = 4
 _scorers: OrderedDict[tuple[str, Scoring, str], Scorer] = OrderedDict()
-_fresh: set[tuple[str, Scoring, str]] = set()  # of scorers that one task has used
+_fresh: set[tuple[str, Scoring, str]] = set()  # One task alone has used the scorers of these keys.
 
-# Most bytes of a chunk of rows in Arrow, unless a single row is larger.
+# A chunk of rows has at most so many bytes in Arrow, unless a single row is larger.
 CHUNK_BYTES = 64 << 20
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scoring:
-    """Options of scoring; those not explained here are as for `Scorer`, `invalid` as for `Scorer.score_arrow`.
-
-    Attributes:
-        device: "cpu"; or an accelerator's type, such as "cuda": the device that Spark assigned to the task, otherwise
-            one of the machine's; or "auto": the device that Spark assigned, in local mode otherwise one of the
-            machine's, otherwise the CPU.
-        layers: Pairs of the results and the layers of `Scorer`.
-    """
-
-    batch_size: int | str = 2048
-    device: Device = "auto"
-    precision: Precision = "fp32"
-    compiled: bool = False
-    invalid: Invalid = "error"
-    thresholds: tuple[float, ...] | None = None
-    layers: tuple[tuple[str, str], ...] = ()
 
 
 def scoring_udf(
@@ -87,7 +66,7 @@ def scoring_udf(
     def score(batches: Iterator[tuple[pa.Array, ...]]) -> Iterator[pa.Array]:
         scorer = scorer_here(sent, scoring, local)
         for chunk in rechunk(batches, first_batch_size(scoring.batch_size)):
-            scored = scorer.score_arrow(chunk, names, invalid=scoring.invalid)
+            scored = scorer.score_arrow(chunk, names)
             if any("large_list" in str(column.type) for column in scored):
                 raise ConfigError(
                     f"the results of {len(scored[0])} rows have more than 2^31 numbers, which no column of Spark's has",
@@ -144,8 +123,12 @@ def without_invalid(dataset: DataFrame, columns: Sequence[Column], specs: Sequen
     `columns` are expressions that encode the inputs.
     """
     kinds = [field.dataType for field in dataset.select(*columns).schema]
-    found = [unfit(spec, kind, c) for c, kind, spec in zip(columns, kinds, specs, strict=True) if not spec.takes_nulls]
-    return dataset.where(~any_of(found)) if found else dataset
+    conditions = [
+        unfit(spec, kind, column)
+        for column, kind, spec in zip(columns, kinds, specs, strict=True)
+        if not spec.takes_nulls
+    ]
+    return dataset.where(~any_of(conditions)) if conditions else dataset
 
 
 def found_in_python(specs: Sequence[TensorSpec]) -> bool:
@@ -197,36 +180,32 @@ def scorer_here(sent: Sent, scoring: Scoring, local: bool) -> Scorer:
     first task has run, is frozen: looking at all the objects of torch and pandas takes longer than many tasks.
     """
     context = TaskContext.get()
+    # torch would take all cores of the machine, which other tasks need, too.
     torch.set_num_threads(max(1, context.cpus()) if context else 1)
     device = device_of(context, scoring.device, local)
     key = (sent.key, scoring, device)
-    left = [known for known in _scorers if known[2] != device and not is_host(known[2])]
-    if left and not is_host(device):  # the old devices may belong to other tasks now
-        gc.unfreeze()  # otherwise modules in reference cycles are never freed
-        for other in left:
+    on_other_devices = [cached for cached in _scorers if cached[2] != device and not is_host(cached[2])]
+    # The devices of earlier tasks may belong to tasks of others now.
+    if on_other_devices and not is_host(device):
+        # A frozen module in a reference cycle would never be freed.
+        gc.unfreeze()
+        for other in on_other_devices:
             del _scorers[other]
             let_go(other[2])
     if key not in _scorers:
         trained, weights = sent.load().unpacked()
-        _scorers[key] = Scorer(
-            trained,
-            device=device,
-            batch_size=scoring.batch_size,
-            precision=scoring.precision,
-            compiled=scoring.compiled,
-            thresholds=scoring.thresholds,
-            layers=dict(scoring.layers),
-            weights=weights,
-        )
+        _scorers[key] = Scorer(trained, scoring, device=device, weights=weights)
         if len(_scorers) > _KEPT_SCORERS:
-            gone = weakref.ref(_scorers.popitem(last=False)[1]._plain)
-            if gone() is not None:  # in a reference cycle: only a collection frees it, and of what is not frozen
+            evicted = weakref.ref(_scorers.popitem(last=False)[1]._plain)
+            # A module in a reference cycle is freed by a collection only, and only if it is not frozen.
+            if evicted() is not None:
                 gc.unfreeze()
                 gc.collect()
         gc.freeze()
         _fresh.add(key)
     elif key in _fresh:
-        gc.freeze()  # what the first task has imported, as pandas, which Arrow does
+        # The first task may have imported much: Arrow imports pandas.
+        gc.freeze()
         _fresh.remove(key)
     _scorers.move_to_end(key)
     return _scorers[key]
@@ -242,5 +221,5 @@ def device_of(context: TaskContext | None, device: Device, local: bool) -> str:
     if device == "auto" and gpus is None and not local:
         return "cpu"
     count = 0 if device == "cpu" else device_count(None if device == "auto" else device)
-    own = os.getpid() % count if count else 0
-    return choose_device(device, gpus.addresses if gpus else [], local_rank=own, local_size=1)
+    index = os.getpid() % count if count else 0
+    return choose_device(device, gpus.addresses if gpus else [], local_rank=index, local_size=1)

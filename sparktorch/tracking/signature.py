@@ -5,30 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pandas as pd
 import pyarrow as pa
 
 from sparktorch.data.columns import TensorSpec, plain_names
 from sparktorch.data.convert.sql_types import arrow_type
 from sparktorch.data.fields.kinds import kind_of
-from sparktorch.model.series.forecasts import SeriesColumns, columns_of_quantiles
 
 if TYPE_CHECKING:
     from mlflow.models import ModelSignature
 
     from sparktorch.ml.model import TorchModelBase
 
-__all__ = ["column_type", "series_example", "series_signature", "signature_of", "type_of", "zeros_for"]
+__all__ = ["column_type", "signature_of", "type_of", "zeros_for"]
 
 
 def signature_of(stages: Sequence[TorchModelBase]) -> ModelSignature:
     """Returns inputs and outputs as columns.
 
-    `stages` are the models of a pipeline, or one alone; what a stage makes is no input. Inputs are of any type, except
-    bytes, which MLflow decodes from JSON: the pyfunc takes what `transform` takes, and checks it itself. MLflow's
-    tensors want a pandas index that has a 0, and one dtype; its numbers want their size; its times are read of whole
-    numbers as nanoseconds.
+    `stages` are the models of a pipeline, or a single model; the output of a stage is no input. Inputs have the type
+    `Any`, except bytes, which MLflow decodes from JSON: the pyfunc takes what `transform` takes, and checks it itself.
+    Other types of MLflow's refuse too much, or read it wrongly: tensors need a pandas index that has a 0, and one
+    dtype; numbers need the exact size; times are read from whole numbers as nanoseconds.
     """
     from mlflow import types
     from mlflow.models import ModelSignature
@@ -43,11 +41,12 @@ def signature_of(stages: Sequence[TorchModelBase]) -> ModelSignature:
 
 
 def _input_type(stage: TorchModelBase, spec: TensorSpec) -> Any:
-    """Returns MLflow's type of an input column: bytes, or any; any, too, where bytes may be null."""
+    """Returns MLflow's type of an input column: bytes if they are never null, else `Any`."""
     from mlflow.types.schema import AnyType, DataType
 
-    binary = pa.types.is_binary(kind_of(spec).arrow(spec))
-    return DataType.binary if binary and not spec.nulls and stage.getHandleInvalid() == "error" else AnyType()
+    if pa.types.is_binary(kind_of(spec).arrow(spec)) and not spec.nulls and stage.getHandleInvalid() == "error":
+        return DataType.binary
+    return AnyType()
 
 
 def zeros_for(stages: Sequence[TorchModelBase]) -> pd.DataFrame:
@@ -62,14 +61,15 @@ def type_of(sql: str) -> Any:
 
 def _columns_of(stages: Sequence[TorchModelBase]) -> Iterator[tuple[TorchModelBase, str, TensorSpec]]:
     """Yields the stage and name of each input column in a pandas frame, and the spec that it belongs to."""
-    known: set[str] = set()
+    # An input that an earlier stage takes or adds is not asked for again.
+    available: set[str] = set()
     for stage in stages:
-        found = {name: spec for spec in stage._inputs() for name in spec.sources or (spec.column,)}
-        for name, spec in zip(plain_names(list(found)), found.values(), strict=True):
-            if name not in known:
+        specs = {name: spec for spec in stage._inputs() for name in spec.sources or (spec.column,)}
+        for name, spec in zip(plain_names(list(specs)), specs.values(), strict=True):
+            if name not in available:
                 yield stage, name, spec
-            known.add(name)
-        known |= set(stage._fields()[1])
+            available.add(name)
+        available |= set(stage._fields()[1])
 
 
 def column_type(spec: TensorSpec) -> Any:
@@ -98,27 +98,3 @@ def _mlflow_type(kind: pa.DataType, *, wide: bool = False) -> Any:
     if kind not in kinds:
         raise ValueError(f"MLflow has no type for {kind}")
     return kinds[kind]
-
-
-def series_signature(columns: SeriesColumns) -> ModelSignature:
-    """Returns columns of any type, whose numbers may be null, and forecasts."""
-    from mlflow import types
-    from mlflow.models import ModelSignature
-    from mlflow.types.schema import AnyType
-
-    inputs = [types.ColSpec(AnyType(), name) for name in (*columns.keys, *columns.inputs)]
-    made = [types.ColSpec("double", name) for name in (columns.prediction, *columns_of_quantiles(columns))]
-    return ModelSignature(inputs=types.Schema([*inputs]), outputs=types.Schema([*inputs[: len(columns.keys)], *made]))
-
-
-def series_example(columns: SeriesColumns) -> pd.DataFrame:
-    """Returns the rows of one series of zeros and empty categories; training rows may be confidential."""
-    rows = columns.context + (columns.horizon if columns.future else 0)
-    found = pd.DataFrame({name: np.zeros(rows) for name in columns.numbers})
-    for name, categories in columns.known.items():
-        found[name] = False if True in categories or False in categories else ""
-    found.loc[columns.context :, columns.target] = np.nan
-    found.insert(0, columns.order, np.arange(rows))
-    if columns.group:
-        found.insert(0, columns.group, "0")
-    return found

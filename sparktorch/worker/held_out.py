@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -11,7 +10,7 @@ import pyarrow.compute as pc
 
 from sparktorch.data.convert.tensors import to_arrow
 from sparktorch.distributed.client import Client
-from sparktorch.model.scorer import Scorer, first_batch_size
+from sparktorch.model.scorer import Scorer, Scoring, first_batch_size
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.worker.held_rows import HeldRows
 from sparktorch.worker.job import RankResult
@@ -26,7 +25,7 @@ def score_fold(
     fold: int,
     trained: TrainedModule,
     results: Sequence[str],
-    scoring: dict[str, Any],
+    scoring: Scoring,
     weight: str | None = None,
     limit: int,
 ) -> RankResult:
@@ -38,21 +37,21 @@ def score_fold(
         fold: The fold.
         trained: The module, trained without the fold.
         results: Names of the results of `Scorer.score` to return.
-        scoring: Keyword arguments of `Scorer`: `batch_size`, `precision`, `compiled`, `thresholds`.
-        weight: Name of the carried column that weighs rows, or "" for none, if equal rows are sent as one; `None` if
-            each is sent.
+        scoring: How it scores, on the device of this rank.
+        weight: Name of the carried column that weighs rows, or "" if none does, to send equal rows as one; `None` sends
+            each row.
         limit: Most bytes to send.
 
     Returns:
-        Its payload is an Arrow stream with the carried columns and the results, one row per row of the fold, or those
-            that differ, with their weights last; it is empty if this rank has no row of the fold, or too many:
-            `beyond`.
+        A result whose payload is an Arrow stream with the carried columns and the results. It has a row for each row of
+            the fold or, with `weight`, for each row that differs from others, with the weights in the last column. The
+            payload is empty if this rank has no row of the fold, or too many, which `beyond` says.
     """
     client.enter("scoring")
     trained, weights = trained.unpacked()
-    scorer = Scorer(trained, device=rows.world.device, weights=weights, **scoring)
+    scorer = Scorer(trained, scoring, device=rows.world.device, weights=weights)
     carried = rows.carried(fold)
-    inputs = rows.inputs(fold, first_batch_size(scoring["batch_size"]))
+    inputs = rows.inputs(fold, first_batch_size(scoring.batch_size))
     parts, size = [], 0
     for part in client.moving(inputs):
         scored = scorer.score_tensors(part)
@@ -63,7 +62,8 @@ def score_fold(
     if not parts:
         return RankResult({"beyond": False})
     columns = {name: pa.array(values) for name, values in carried.items()}
-    columns |= {name: to_arrow(np.concatenate(of)) for name, of in zip(results, zip(*parts, strict=True), strict=True)}
+    for number, name in enumerate(results):
+        columns[name] = to_arrow(np.concatenate([part[number] for part in parts]))
     table = pa.table(columns)
     if weight is not None:
         table = _counted(table, weight)
@@ -79,7 +79,7 @@ def _counted(table: pa.Table, weight: str) -> pa.Table:
     """Returns each row that differs from others once, with the sum of its weights as the last column."""
     keys = [name for name in table.column_names if name != weight]
     weights = table[weight] if weight else pa.array(np.ones(table.num_rows))
-    if pc.any(pc.less(weights, 0)).as_py():  # for the evaluator to refuse
+    if pc.any(pc.less(weights, 0)).as_py():  # The evaluator refuses negative weights, which sums could hide.
         return table.select(keys).append_column("weight_sum", weights)
     table = table.select(keys).append_column("weight", weights)
     sums = table.group_by(keys, use_threads=False).aggregate([("weight", "sum")])

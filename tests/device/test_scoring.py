@@ -12,8 +12,9 @@ from torch import nn
 from sparktorch.base.state_dict import pack_state
 from sparktorch.base.world import World
 from sparktorch.data.columns import TensorSpec
+from sparktorch.data.convert.tensors import to_arrow
 from sparktorch.model.export import export_program
-from sparktorch.model.scorer import Scorer
+from sparktorch.model.scorer import Scorer, Scoring
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.train.recipe.dry_run import OutputSpec
 from tests.device.jobs import DEVICE
@@ -37,7 +38,9 @@ def _predicted(kind: str, device: str, batch_size: int | str, net: type[Net] = N
     )
     batch = KINDS[kind].parts(1)[0][0]
     Net.seen.clear()
-    found = Scorer(trained, device=device, batch_size=batch_size).score([batch[spec.name] for spec in columns.inputs])
+    found = Scorer(trained, Scoring(batch_size=batch_size), device=device).score(
+        [batch[spec.name] for spec in columns.inputs]
+    )
     assert Net.seen == {device}
     return found["prediction"]
 
@@ -80,7 +83,7 @@ def _scored_by_its_graph(world: World) -> list[Any]:
         task="regression",
     )
     rows = np.random.default_rng(0).normal(size=(7, 5, 3)).astype(np.float32)
-    scored = [Scorer(trained, device=device).score_arrays([rows])["prediction"] for device in ("cpu", world.device)]
+    scored = [Scorer(trained, device=device).score([to_arrow(rows)])["prediction"] for device in ("cpu", world.device)]
     built = trained.build().to(world.device)
     there = built(torch.from_numpy(rows).to(world.device)).detach()
     assert there.device.type == world.device.partition(":")[0]

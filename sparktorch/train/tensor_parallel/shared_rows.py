@@ -46,7 +46,7 @@ def _of_all(batch: Batch, group: dist.ProcessGroup) -> tuple[Batch, int]:
     """Returns the batch of all ranks, and a number that the first of them has drawn."""
     weighted = [int(weights is not None) for weights in (batch.weight, batch.loss_weight)]
     real = batch.slice(0, batch.rows)
-    counts = [batch.rows, len(real.inputs[0]), batch.shown, len(batch.inputs[0])]
+    counts = [batch.rows, len(real.inputs[0]), batch.sample_count, len(batch.inputs[0])]
     facts = [*counts, *weighted, _form(batch), int(torch.randint(2**31, ()))]
     # One exchange of small numbers precedes those of rows, for their sizes and for refusals that all ranks raise.
     sent = torch.tensor([*facts, *(batch.inputs[place].shape[1] for place in batch.pads)])
@@ -69,7 +69,7 @@ def _of_all(batch: Batch, group: dist.ProcessGroup) -> tuple[Batch, int]:
     if not total:  # every rank has placeholders only
         part, samples, rows = batch, all_samples, all_rows
     part = part.padded(dict(zip(batch.pads, map(max, lengths), strict=True)))
-    ones = torch.ones(part.shown, device=part.inputs[0].device)
+    ones = torch.ones(part.sample_count, device=part.inputs[0].device)
     if part.weight is None and any(weights):
         part = replace(part, weight=ones)
     if part.loss_weight is None and any(loss_weights):

@@ -56,7 +56,7 @@ def test_each_rank_gets_the_rows_of_all_padded_to_the_longest_and_all_draw_the_s
 def without_rows(world: World) -> list[Any]:
     """Shares rows of which rank 0 has none, and then none at all."""
     mine = part(world)
-    none = replace(mine, rows=0, weight=torch.zeros(mine.shown), loss_weight=torch.zeros(mine.shown))
+    none = replace(mine, rows=0, weight=torch.zeros(mine.sample_count), loss_weight=torch.zeros(mine.sample_count))
     with shared_rows(mine if world.rank else none, group(), HOST) as batch, shared_rows(none, group(), HOST) as nothing:
         assert batch.label is not None
         assert batch.loss_weight is not None
