@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import wraps
 from types import FrameType, TracebackType
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 __all__ = [
     "JVM_MEMORY_HINT",
@@ -27,7 +27,6 @@ __all__ = [
     "RankError",
     "RankLostError",
     "RankStalledError",
-    "Refusal",
     "SparkTorchError",
     "UnusedParameterError",
     "causes",
@@ -37,7 +36,6 @@ __all__ = [
     "line_of_user",
     "nearest",
     "redacted",
-    "refuse",
     "refusing",
     "shortened",
     "shortens",
@@ -129,36 +127,6 @@ class ConfigError(SparkTorchError, ValueError):
     """A Param or a configuration key has a value that cannot work."""
 
     code = "ST-SETTING"
-
-
-class Refusal(NamedTuple):
-    """A row of a table of settings that are refused.
-
-    Attributes:
-        param: The Param to blame.
-        when: Whether the settings, its argument, are refused.
-        what: What is wrong, a template of `str.format` in which `p` is the settings.
-        hint: What to do about it, such a template, too.
-        code: The kind of mistake: most rows are of settings that exclude each other.
-    """
-
-    param: str
-    when: Callable[[Any], object]
-    what: str
-    hint: str = ""
-    code: str = "ST-CLASH"
-
-
-def refuse(table: Iterable[Refusal], settings: Any) -> None:
-    """Refuses settings by the first row of a table that says so.
-
-    Raises:
-        ConfigError: A row refuses them; names its Param.
-    """
-    for row in table:
-        if row.when(settings):
-            what, hint = row.what.format(p=settings), row.hint.format(p=settings)
-            raise ConfigError(what, hint=hint, code=row.code, param=row.param)
 
 
 class ColumnError(SparkTorchError, ValueError):

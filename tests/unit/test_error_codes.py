@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from sparktorch import errors
-from sparktorch.errors import ConfigError, Refusal, SparkTorchError, refuse
+from sparktorch.errors import SparkTorchError
 from sparktorch.spark.checks import doctor, preflight
 from tests.support.programs import ROOT
 
@@ -21,7 +21,6 @@ BY_CLASS = {
     for name in errors.__all__
     if isinstance(kind := getattr(errors, name), type) and issubclass(kind, SparkTorchError)
 }
-CLASH = Refusal._field_defaults["code"]
 
 
 def calls() -> Iterator[tuple[str, ast.Call]]:
@@ -53,14 +52,13 @@ def texts() -> dict[str, list[str]]:
         named = {keyword.arg: keyword.value for keyword in call.keywords}
         if name == "finding_for" and len(call.args) > 4 and isinstance(call.args[0], ast.Constant):
             found[f"ST-{call.args[0].value.upper()}"] += [pattern(call.args[2]) or ".*"]
-        if name in (*BY_CLASS, "refusing", "Refusal") and call.args:
-            row = name == "Refusal"
-            node = call.args[4] if row and len(call.args) > 4 else named.get("code")
+        if name in (*BY_CLASS, "refusing") and call.args:
+            node = named.get("code")
             given = literal(node)
             if node is not None and given is None:  # that of another error, or of a check
                 continue
-            code = given or (CLASH if row else BY_CLASS.get(name, BY_CLASS["ModuleError"]))
-            text = pattern(call.args[2 if row else 0]) or ".*"
+            code = given or BY_CLASS.get(name, BY_CLASS["ModuleError"])
+            text = pattern(call.args[0]) or ".*"
             found[code].append(f"{text}: .*" if name == "refusing" else text)
     return found
 
@@ -81,9 +79,3 @@ def test_a_section_shows_what_the_code_says(code: str) -> None:
     assert block
     shown = [re.sub(r" \[[a-z]+=.*\]$", "", line) for line in block[1].split("\n")]
     assert any(re.fullmatch(text, line) for text in TEXTS[code] for line in shown)
-
-
-def test_a_refused_setting_has_the_code_of_its_row() -> None:
-    rows = (Refusal("epochs", lambda p: True, "epochs are {p}", code="ST-VALUE"),)
-    with pytest.raises(ConfigError, match=re.escape("[ST-VALUE]")):
-        refuse(rows, 0)

@@ -16,6 +16,7 @@ from sparktorch.base.batch import Batch
 from sparktorch.base.config import TrainConfig
 from sparktorch.base.devices import download
 from sparktorch.base.imports import load_object
+from sparktorch.base.no_op import never, no_op
 from sparktorch.base.world import World
 from sparktorch.errors import ConfigError
 from sparktorch.train.recipe.loss import Step, Sums
@@ -100,9 +101,9 @@ class Kind:
     check_settings: Callable[[Job], None] = _refuse_nothing
     check_device: Callable[[Job], None] = _refuse_nothing
     check: Callable[[Job], None] = _refuse_nothing
-    needs_group: Callable[[Any], bool] = lambda options: False
-    makes_validation: Callable[[Any], bool] = lambda options: False
-    asynchronous: Callable[[Any], bool] = lambda options: False
+    needs_group: Callable[[Any], bool] = never
+    makes_validation: Callable[[Any], bool] = never
+    asynchronous: Callable[[Any], bool] = never
     resumable: bool = True
     own_batches: bool = False
     divides_parameters: bool = False
@@ -132,7 +133,7 @@ class Start:
         example: Returns a batch of this rank; `None` where none is known, as in loops of users.
     """
 
-    materialise: Callable[[nn.Module], None] = lambda part: None
+    materialise: Callable[[nn.Module], None] = no_op
     example: Callable[[], Batch] | None = None
 
 

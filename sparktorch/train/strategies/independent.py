@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 
 from torch import nn
 
@@ -46,7 +47,7 @@ KIND = Kind(
     options=IndependentOptions,
     rank=Independent,
     check_settings=_check_settings,
-    makes_validation=lambda options: options.folds,
+    makes_validation=attrgetter("folds"),
     resumable=False,
     own_batches=True,
 )
