@@ -41,8 +41,9 @@ _INPUTS = (
 _ROLES = ("labelCol", "labelCols", "ratingCol", "weightCol", "validationIndicatorCol", "idCol", "groupCol", "orderCol")
 _OF_SERIES = ("pastCols", "futureCols", "staticCols")
 _COLUMNS = (*_INPUTS, *_ROLES, *_OF_SERIES)
-_INSTEAD = {"featuresCol": "inputCols", "labelCol": "labelCols"}  # the Param that takes the place of another
-_first: dict[tuple[str, str], dict[str, bytes]] = {}  # by application and module: the code of its first fit
+_INSTEAD = {"featuresCol": "inputCols", "labelCol": "labelCols"}  # The second Param takes the place of the first.
+# The code of modules as of their first fit is here by application and module.
+_first: dict[tuple[str, str], dict[str, bytes]] = {}
 _OUTPUTS = ("rawPredictionCol", "probabilityCol", "predictionCol")
 _VALID = {
     "logLevel": ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"),
@@ -148,9 +149,9 @@ def check_thresholds(instance: Params, classes: int | None) -> None:
         )
 
 
-def check_layers(wanted: Mapping[str, str], layers: Sequence[str] | None) -> None:
+def check_layers(output_layers: Mapping[str, str], layers: Sequence[str] | None) -> None:
     """Checks that a module has the layers of `outputLayers`; a graph has none, and `layers` is `None`."""
-    name = next((name for name in wanted.values() if name not in (layers or ())), None)
+    name = next((name for name in output_layers.values() if name not in (layers or ())), None)
     if name is not None:
         what, hint = f"the module has no layer {name!r}", nearest(name, layers or ())
         if layers is None:
@@ -165,7 +166,7 @@ def check_new_columns(estimator: EstimatorParams, dataset: DataFrame, outputs: i
     """
     p = Values(estimator)
     names = p["outputCols"] or [p[name] for name in _OUTPUTS]
-    if outputs > 1 and estimator.hasParam("outputCols") and not p["outputCols"]:  # the model asks for names
+    if outputs > 1 and estimator.hasParam("outputCols") and not p["outputCols"]:  # The model asks for names.
         names = []
     check_outputs(ColumnNames.of(dataset), [name for name in (*names, *estimator.getOutputLayers()) if name])
 
@@ -231,12 +232,12 @@ def naming_params(instance: Any, *, fits: bool = True) -> Iterator[None]:
         yield
     except ColumnError as error:
         p = Values(instance)
-        given = {name: p[name] for name in _COLUMNS if p[name] is not None}
-        read = [name for name in given if (fits or name in _INPUTS) and _INSTEAD.get(name) not in given]
+        columns = {name: p[name] for name in _COLUMNS if p[name] is not None}
+        read = [name for name in columns if (fits or name in _INPUTS) and _INSTEAD.get(name) not in columns]
         naming = [
             name
             for name in read
-            if error.where.get("column") in ([given[name]] if isinstance(given[name], str) else given[name])
+            if error.where.get("column") in ([columns[name]] if isinstance(columns[name], str) else columns[name])
         ]
         if len(naming) != 1:
             raise
@@ -249,11 +250,11 @@ def naming_params(instance: Any, *, fits: bool = True) -> Iterator[None]:
 def check_version(source: Any) -> None:
     """Refuses a class or function whose Python module was edited and imported again since its first fit."""
     try:
-        found = load_object(source) if isinstance(source, str) else source
-    except ModuleError:  # a folder, or what cannot be imported, as others say
+        factory = load_object(source) if isinstance(source, str) else source
+    except ModuleError:  # It is a folder, or cannot be imported, which other checks say.
         return
-    kind = type(found) if isinstance(found, nn.Module) else found
-    if import_path(kind) is None:  # is sent by value
+    kind = type(factory) if isinstance(factory, nn.Module) else factory
+    if import_path(kind) is None:  # Spark sends its code with each fit.
         return
     application = getattr(SparkContext._active_spark_context, "applicationId", "")
     code = _code_of(kind.__module__)
@@ -271,12 +272,12 @@ def check_version(source: Any) -> None:
 
 def _code_of(module: str) -> dict[str, bytes]:
     """Returns the code of a module's functions and methods by name, without line numbers."""
-    found = {}
+    codes = {}
     for value in list(vars(sys.modules[module]).values()):
         if getattr(value, "__module__", None) != module:
             continue
         for part in list(vars(value).values()) if isinstance(value, type) else [value]:
             code = getattr(part, "__code__", None)
             if isinstance(code, CodeType):
-                found[part.__qualname__] = marshal.dumps(code.replace(co_firstlineno=1, co_linetable=b""), 2)
-    return found
+                codes[part.__qualname__] = marshal.dumps(code.replace(co_firstlineno=1, co_linetable=b""), 2)
+    return codes

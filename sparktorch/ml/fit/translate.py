@@ -40,7 +40,7 @@ from sparktorch.worker import RankJob, TrainJob
 __all__ = ["Request", "config_of", "input_columns", "translate", "translate_run"]
 
 _EVERY = {spec.name: spec for spec in (*GENERIC, *CLASSIFIER)}
-_SHUFFLE_BLOCK = 32  # for storage on disk
+_SHUFFLE_BLOCK = 32  # Rows that may be on disk are shuffled in blocks of so many.
 
 
 # The Params behind the arguments of `spark.frame.prepare`.
@@ -123,10 +123,10 @@ class Request(Generic[J]):
 
 def translate(estimator: EstimatorParams, task: Task) -> Request[TrainJob]:
     """Checks the Params and translates them."""
-    estimator = estimator.completed()  # type: ignore[attr-defined]  # what all estimators have
+    estimator = estimator.completed()  # type: ignore[attr-defined]  # All estimators have it.
     p = Values(estimator)
     check_params(p)
-    task_training: TaskTraining = estimator._task_training()  # type: ignore[attr-defined]  # what all estimators have
+    task_training: TaskTraining = estimator._task_training()  # type: ignore[attr-defined]  # All estimators have it.
     groups = _groups(p, task_training)
     identity = {} if p["modelDir"] is None else {"modelDir": "set"}
     if groups is not None and groups.window is not None:
@@ -153,8 +153,9 @@ def translate_run(params: RunParams, function: Any) -> Request[RankJob]:
     """Checks the Params of `run` and translates them."""
     p, table = Values(params), {spec.name: spec for spec in RUN}
     check_job(p)
-    named = repr(function) if isinstance(function, str) else name_of(function)  # its code decides itself what resumes
-    job = RankJob(**_job(p, _config(p, "generic", table), table, function=named))
+    # A run resumes the checkpoint of a function of the same name, whose code decides itself what it goes on with.
+    name = repr(function) if isinstance(function, str) else name_of(function)
+    job = RankJob(**_job(p, _config(p, "generic", table), table, function=name))
     request = _request(params, p, table, job, groups=_groups(p, TaskTraining()), graded=False)
     check_loop(request.job.config)
     check_workers(request.job.config, p.workers[1])
@@ -254,21 +255,25 @@ def _config(p: Values, task: Task, table: Mapping[str, ParamSpec], **more: Any) 
 
 def _fields(p: Values, configuration: str, table: Mapping[str, ParamSpec] = _EVERY) -> dict[str, Any]:
     """Returns the Param values for one configuration class, by field."""
-    named = ((spec.field.partition("."), p[name]) for name, spec in table.items())
-    found = {field: value for (of, _, field), value in named if of == configuration}
-    return {field: tuple(value) if isinstance(value, list) else value for field, value in found.items()}
+    values = {}
+    for name, spec in table.items():
+        configuration_name, _, field = spec.field.partition(".")
+        if configuration_name == configuration:
+            value = p[name]
+            values[field] = tuple(value) if isinstance(value, list) else value
+    return values
 
 
 def _checkpoint(p: Values, table: Mapping[str, ParamSpec], identity: Mapping[str, str]) -> CheckpointConfig | None:
     if p["checkpointDir"] is None:
         return None
-    CheckpointStore(p["checkpointDir"])  # raises if the file system is unknown
-    compared = {  # what must be equal to resume
-        name: p[name]
-        for name, spec in table.items()
-        if spec.compared is True or (spec.compared and p[name] != spec.default)
-    } | {"shuffleBlock": _shuffle_block(p)}
-    if p.trained is not None:  # the model's uid is another in every process
+    CheckpointStore(p["checkpointDir"])  # It raises if the file system is unknown.
+    compared = {}  # A training resumes a checkpoint only if these are equal.
+    for name, spec in table.items():
+        if spec.compared is True or (spec.compared == "unless default" and p[name] != spec.default):
+            compared[name] = p[name]
+    compared["shuffleBlock"] = _shuffle_block(p)
+    if p.trained is not None:  # The model itself has a uid, which is another in every process.
         compared["module"] = p.trained
     job = {**described(compared), **identity}
     return CheckpointConfig(owner=secrets.token_hex(16), job=job, **_fields(p, "checkpoint", table))

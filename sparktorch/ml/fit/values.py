@@ -51,12 +51,12 @@ class Values:
     @property
     def file_in_the_way(self) -> str | None:
         """The file that stands where `modelDir` or a folder above it should."""
-        wanted = PurePath(self["modelDir"])
-        return next((str(path) for path in (wanted, *wanted.parents) if os.path.isfile(path)), None)
+        folder = PurePath(self["modelDir"])
+        return next((str(path) for path in (folder, *folder.parents) if os.path.isfile(path)), None)
 
     @property
     def strategy(self) -> Kind:
-        """What is known of the strategy."""
+        """The kind of strategy, with what holds for it whatever its options."""
         return strategy_type(self["strategy"])
 
     @cached_property
@@ -73,8 +73,8 @@ class Values:
     @property
     def workers(self) -> tuple[int, int]:
         """The fewest and the most workers."""
-        given, least = self["numWorkers"], self["minWorkers"]
-        return given if isinstance(given, tuple) else (given if least is None else least, given)
+        workers, least = self["numWorkers"], self["minWorkers"]
+        return workers if isinstance(workers, tuple) else (workers if least is None else least, workers)
 
     @property
     def sharing(self) -> int:
