@@ -25,7 +25,7 @@ from sparktorch.ml.fit.prepared_data import obstacle
 from sparktorch.ml.fit.translate import Request, translate
 from sparktorch.ml.fit.values import Values
 from sparktorch.ml.tuning.folded_rows import FoldedRows, NotInOnePass
-from sparktorch.ml.tuning.metrics import Metrics, columns_of, results_for, weight_of
+from sparktorch.ml.tuning.metrics import FoldMetrics, columns_of, results_for, weight_of
 from sparktorch.ml.tuning.search import side_by_side
 from sparktorch.ml.tuning.space import check_no_checkpoints
 from sparktorch.ml.tuning.tuned_model import discard
@@ -117,7 +117,9 @@ class TorchCrossValidator(CrossValidator):
             )
             group_count = self._group_count(requests[0].launch, fits - 1, dataset.sparkSession)
             groups = [stack.enter_context(rows_of_group()) for _ in range(group_count)]
-            metrics = stack.enter_context(Metrics(evaluator, groups, parallelism=self.getParallelism(), weight=weight))
+            metrics = stack.enter_context(
+                FoldMetrics(evaluator, groups, parallelism=self.getParallelism(), weight=weight)
+            )
 
             def fit(rows: FoldedRows, fold: int, index: int) -> None:
                 title = f"fit {fold * len(maps) + index + 1} of {fits}"

@@ -27,7 +27,7 @@ from sparktorch.ml.tuning.folded_rows import MOST_BYTES, FoldedRows
 from sparktorch.spark.compat import frame_of_rows, inheriting, to_vector
 from sparktorch.spark.session import slots
 
-__all__ = ["Metrics", "columns_of", "metric_of", "results_for", "weight_of"]
+__all__ = ["FoldMetrics", "columns_of", "metric_of", "results_for", "weight_of"]
 
 _LOG = logging.getLogger(__name__)
 _PATIENCE = 30.0  # After so many seconds without a metric, the ranks free their slots.
@@ -207,7 +207,7 @@ _COMPUTED: dict[type[Evaluator], Callable[[Any, pa.Table, Floats, Floats], float
 }
 
 
-class Metrics:
+class FoldMetrics:
     """The metrics of each fold and model.
 
     `metric_of` computes them at once. Where it does not, the evaluator does, in threads; its jobs may have to wait for
@@ -226,7 +226,7 @@ class Metrics:
         self._bytes: dict[Future[float], int] = {}
         self._lock = threading.Lock()
 
-    def __enter__(self) -> Metrics:
+    def __enter__(self) -> FoldMetrics:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -106,7 +106,7 @@ def validated(monkeypatch: pytest.MonkeyPatch) -> Any:
     metrics = MagicMock()
     metrics.return_value.__enter__.return_value.all.return_value = [[0.0], [0.0]]
     monkeypatch.setattr(TorchCrossValidator, "_carried", lambda *_: ())
-    for name, value in (("Metrics", metrics), ("weight_of", MagicMock()), ("results_for", MagicMock())):
+    for name, value in (("FoldMetrics", metrics), ("weight_of", MagicMock()), ("results_for", MagicMock())):
         monkeypatch.setattr(cross_validator, name, value)
     monkeypatch.setattr(cross_validator, "discard", discarded.append)
     monkeypatch.setattr(search, "inheriting", lambda spark, target: target)
