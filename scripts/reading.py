@@ -92,12 +92,12 @@ def measured() -> dict[str, list[str] | int]:
     for path in sorted(PACKAGE.rglob("*.py")):
         text = path.read_text()
         tree = ast.parse(text)
-        for name, places in (
+        for name, positions in (
             ("lambdas", lambdas(tree)),
             ("vague names", vague_names(tree)),
             ("fragments", fragments(text, tree)),
         ):
-            listed[name] += [f"{path.relative_to(ROOT)}:{line}: {what}" for line, what in sorted(places)]
+            listed[name] += [f"{path.relative_to(ROOT)}:{line}: {text}" for line, text in sorted(positions)]
     return {
         **listed,
         "lines of the package": lines(*PACKAGE.rglob("*.py")),
