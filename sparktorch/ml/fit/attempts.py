@@ -147,7 +147,7 @@ def with_restarts(
                 time.sleep(pause)
             except SparkTorchError as error:
                 # Ranks that fail before they train, right after the fit has grown, may have failed by growing.
-                if not workers_before_growth or outlook.asked:
+                if not workers_before_growth or outlook.ranks_train:
                     raise
                 log.end(error.what)
                 request = replace(request, workers=(request.workers[0], workers_before_growth))
@@ -211,12 +211,12 @@ class _Outlook:
 
     Attributes:
         reason: Why it had better end; empty as long as it had not.
-        asked: Whether its ranks have trained: before that, nobody asks.
+        ranks_train: Whether its ranks have begun to train: nobody asks before that.
     """
 
     def __init__(self, spark: SparkSession, request: Request[Any], earlier_tags: Sequence[str]) -> None:
         """Takes the request as the attempt runs it, and the tags of the attempts before."""
-        self.reason, self.asked, self._failed = "", False, False
+        self.reason, self.ranks_train, self._failed = "", False, False
         self._spark, self._request, self._earlier_tags = spark, request, tuple(earlier_tags)
         local = is_local(spark)
         self._may_leave = not local and switched_on(spark, "spark.decommission.enabled")
@@ -228,8 +228,8 @@ class _Outlook:
     def __call__(self, tag: str) -> bool:
         """Returns whether the ranks of the job with a tag, which train, are to save a checkpoint and end."""
         now = time.monotonic()
-        if not self.asked:
-            self.asked, self._grows_at = True, now + self._request.grow_after
+        if not self.ranks_train:
+            self.ranks_train, self._grows_at = True, now + self._request.grow_after
         if self.reason or now < self._looks_at or not (self._may_leave or self._may_grow):
             return bool(self.reason)
         self._looks_at = now + _LOOK_SECONDS

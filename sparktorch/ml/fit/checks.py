@@ -173,12 +173,12 @@ def check_new_columns(estimator: EstimatorParams, dataset: DataFrame, outputs: i
 
 def check_outputs(columns: ColumnNames, names: Sequence[str]) -> None:
     """Refuses output columns that the DataFrame has, and two that have the same name to Spark."""
-    taken = [name for name in names if columns.called(name)]
-    if taken:
+    existing = [name for name in names if columns.called(name)]
+    if existing:
         raise ColumnError(
-            f"the DataFrame already has a column {taken[0]!r}",
+            f"the DataFrame already has a column {existing[0]!r}",
             hint="drop it, or name the model's output columns otherwise",
-            column=taken[0],
+            column=existing[0],
             code="ST-COLUMN-TAKEN",
         )
     check_apart(names, columns)
@@ -241,10 +241,10 @@ def naming_params(instance: Any, *, fits: bool = True) -> Iterator[None]:
         ]
         if len(naming) != 1:
             raise
-        named = error.at(param=naming[0])
+        with_param = error.at(param=naming[0])
         if naming == ["featuresCol"] and not instance.isSet("featuresCol"):
-            named.hint = f"{error.hint}; featuresCol is not set: inputCols names other columns".removeprefix("; ")
-        raise named.with_traceback(error.__traceback__) from error.__cause__
+            with_param.hint = f"{error.hint}; featuresCol is not set: inputCols names other columns".removeprefix("; ")
+        raise with_param.with_traceback(error.__traceback__) from error.__cause__
 
 
 def check_version(source: Any) -> None:

@@ -181,8 +181,9 @@ def _preprocessed(preprocess: Preprocess, columns: list[tuple[Any, ...]]) -> dic
 
     A `ModuleError` says that it returns other tensors in training than in scoring.
     """
-    named = zip(preprocess.names, columns, strict=True)
-    kinds = (f"{name!r}: {' and '.join(type(part).__name__ for part in column)}" for name, column in named)
+    kinds = []
+    for name, column in zip(preprocess.names, columns, strict=True):
+        kinds.append(f"{name!r}: {' and '.join(type(part).__name__ for part in column)}")
     hint = f"the columns arrive as {', '.join(kinds)}"
     with refusing("preprocess failed on the first row", hint, param="preprocess", code="ST-PREPROCESS"):
         return replace(preprocess, arguments=tuple(preprocess(columns, 2)))(columns, 2, StepContext(0, 0))

@@ -39,17 +39,17 @@ class _Models(Iterator[tuple[int, Any]]):
     """The fitted models with their indices, in order; thread-safe. Garbage collection of it cancels the fits."""
 
     def __init__(self, work: _Work) -> None:
-        self._work, self._lock, self._taken = work, threading.Lock(), 0
+        self._work, self._lock, self._next_index = work, threading.Lock(), 0
         finalize(self, work.cancel).atexit = False
 
     def __next__(self) -> tuple[int, Any]:
         """Returns the next model once it is trained, or raises the error of its fit."""
         try:
             with self._lock:
-                index = self._taken
+                index = self._next_index
                 if index == self._work.count:
                     raise StopIteration
-                self._taken += 1
+                self._next_index += 1
                 self._work.begin()
             return index, self._work.result(index)
         except KeyboardInterrupt:
@@ -69,7 +69,7 @@ class _Work:
         self._spark = (dataset.dataset if isinstance(dataset, PreparedData) else dataset).sparkSession
         self._thread: threading.Thread | None = None
         self._held: PreparedData | None = None
-        self._tag, self._asked = new_tag(), set[int]()
+        self._tag, self._awaited = new_tag(), set[int]()
         self._cancelled, self._over = False, threading.Event()
 
     def begin(self) -> None:
@@ -81,12 +81,12 @@ class _Work:
 
     def result(self, index: int) -> Any:
         """Waits for a model, and forgets it."""
-        self._asked.add(index)
+        self._awaited.add(index)
         try:
             return self._futures[index].result()
         finally:
             self._futures[index] = Future()
-            self._asked.discard(index)
+            self._awaited.discard(index)
 
     def cancel(self) -> None:
         """Begins no other fit, and ends the current one, but on rows that the caller has prepared."""
@@ -105,7 +105,7 @@ class _Work:
                 self._over.wait(_AGAIN_SECONDS)
 
     def _fit_all(self) -> None:
-        left = set(range(self.count))
+        unfinished = set(range(self.count))
         tag_tasks(self._spark, self._tag)
         try:
             for group in self._groups():
@@ -113,9 +113,9 @@ class _Work:
                     for index in group:
                         self._wait_for_takers(source)
                         self._fit_one(index, source)
-                        left.discard(index)
+                        unfinished.discard(index)
         except BaseException as error:  # Rows could not be prepared, or let go; each fit has its errors itself.
-            for index in left:
+            for index in unfinished:
                 self._futures[index].set_exception(error)
         finally:
             self._over.set()
@@ -146,7 +146,7 @@ class _Work:
 
     def _bytes_ahead(self) -> int:
         """Returns the bytes of the models that nobody has taken; 0 if somebody waits for one that is not trained."""
-        if any(not self._futures[index].done() for index in list(self._asked)):
+        if any(not self._futures[index].done() for index in list(self._awaited)):
             return 0
         models = [future.result() for future in self._futures if future.done() and future.exception() is None]
         # Weights that are no bytes are in a folder, and take no memory here.

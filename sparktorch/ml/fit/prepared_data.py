@@ -288,9 +288,9 @@ class PreparedData:
                 hint="use another strategy in a search",
                 param="strategy",
             )
-        other = [name for name, value in request.rows.items() if value != self._needs[name]]
-        if other:
-            raise needs_other_rows(other)
+        differing = [name for name, value in request.rows.items() if value != self._needs[name]]
+        if differing:
+            raise needs_other_rows(differing)
 
     def _wait_for_more(self) -> None:
         """Starts the time after which ranks without work are ended."""

@@ -138,8 +138,8 @@ def translate(estimator: EstimatorParams, task: Task) -> Request[TrainJob]:
     recipe = _recipe(p, config, loss)
     train_job = TrainJob(recipe=recipe, **job)
     request = _request(estimator, p, _EVERY, train_job, groups=groups, graded=task_training.graded)
-    for what in ("loss", "optimizer", "scheduler"):
-        check_name(getattr(recipe, what), what)
+    for kind in ("loss", "optimizer", "scheduler"):
+        check_name(getattr(recipe, kind), kind)
     check_best_metric(config, recipe)
     check_strategy(config, recipe)
     check_workers(config, p.workers[1])
@@ -243,12 +243,12 @@ def _job(p: Values, config: TrainConfig, table: Mapping[str, ParamSpec], **ident
     }
 
 
-def _config(p: Values, task: Task, table: Mapping[str, ParamSpec], **more: Any) -> TrainConfig:
+def _config(p: Values, task: Task, table: Mapping[str, ParamSpec], **fields: Any) -> TrainConfig:
     return TrainConfig(
         task=task,
         shuffle_block=_shuffle_block(p),
         class_weights=_class_weights(p["classWeights"]),
-        **more,
+        **fields,
         **_fields(p, "config", table),
     )
 

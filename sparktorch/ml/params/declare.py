@@ -117,17 +117,17 @@ def with_constructor(kind: type[Params], table: Sequence[ParamSpec], *, argument
         self._setDefault(**{name: separate_copy(value) for name, value in defaults.items()})
         self._set(**{name: value for name, value in values.items() if value is not None})
 
-    taken = table if arguments else ()
-    names = [spec.name for spec in taken]
+    accepted = table if arguments else ()
+    names = [spec.name for spec in accepted]
     parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)]
-    for spec in taken:
+    for spec in accepted:
         keyword, default = inspect.Parameter.KEYWORD_ONLY, spec.shown_default
         parameters.append(inspect.Parameter(spec.name, keyword, default=default, annotation=optional(spec)))
     # Signatures are for `help`; the interpreter itself goes by `*positional` and `**values`.
     __init__.__signature__ = inspect.Signature(parameters, return_annotation="None")  # type: ignore[attr-defined]
-    __init__.__annotations__ = {**{spec.name: optional(spec) for spec in taken}, "return": None}
+    __init__.__annotations__ = {**{spec.name: optional(spec) for spec in accepted}, "return": None}
     __init__.__qualname__ = f"{kind.__name__}.__init__"
-    __init__.__doc__ = described(taken)
+    __init__.__doc__ = described(accepted)
     kind.__init__ = __init__  # type: ignore[method-assign]
     return kind
 
@@ -163,7 +163,7 @@ def _getter(spec: ParamSpec) -> Any:
 
     end = "." if spec.default is None else " or its default."
     get.__annotations__ = {"return": spec.type}
-    return _named(get, f"get{spec.accessor}", f"Gets the value of `{spec.name}`{end}")
+    return _with_name(get, f"get{spec.accessor}", f"Gets the value of `{spec.name}`{end}")
 
 
 def _setter(spec: ParamSpec) -> Any:
@@ -171,10 +171,10 @@ def _setter(spec: ParamSpec) -> Any:
         return self._set(**{spec.name: value})
 
     set_value.__annotations__ = {"value": spec.type}
-    return _named(set_value, f"set{spec.accessor}", f"Sets the value of `{spec.name}`: {spec.doc}.")
+    return _with_name(set_value, f"set{spec.accessor}", f"Sets the value of `{spec.name}`: {spec.doc}.")
 
 
-def _named(function: Any, name: str, doc: str) -> Any:
+def _with_name(function: Any, name: str, doc: str) -> Any:
     function.__name__ = function.__qualname__ = name
     function.__doc__ = doc
     return function
