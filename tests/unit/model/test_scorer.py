@@ -1,15 +1,16 @@
-"""Batches without room or without rows: predictBatchSize="auto", and rows that are all invalid."""
+"""Batches without room or without rows, and the options of scoring as files have them."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import pytest
 import torch
 
-from sparktorch.base.config import Task
+from sparktorch.base.config import Invalid, Task
 from sparktorch.data.convert.tensors import to_arrow
 from sparktorch.errors import ModuleError
 from sparktorch.model.scorer import Scorer, Scoring
@@ -113,3 +114,15 @@ def test_a_module_whose_batch_of_one_row_loses_its_rows_is_told(trained: Trained
     assert len(scorer.score([to_arrow(X[:2])])["prediction"]) == 2
     with pytest.raises(ModuleError, match=r"forward returned a scalar for 1 row(?s:.*)squeeze\(-1\)"):
         scorer.score([to_arrow(X[:1])])
+
+
+def test_what_results_depend_on_comes_back_from_the_json_of_a_saved_model() -> None:
+    scoring = Scoring(batch_size="auto", invalid="skip", thresholds=(0.2, 0.8), layers=(("pooled", "head.0"),))
+    assert Scoring.from_dict({"inputs": ["x"], **json.loads(json.dumps(scoring.to_dict()))}) == scoring
+
+
+@pytest.mark.parametrize(("form", "invalid"), [({"keep_null": True}, "keep"), ({"keep_null": False}, "error")])
+def test_models_of_older_versions_say_whether_a_row_with_a_null_gets_null_results(
+    form: dict[str, Any], invalid: str
+) -> None:
+    assert Scoring.from_dict({**form, "thresholds": None}) == Scoring(batch_size="auto", invalid=cast(Invalid, invalid))
