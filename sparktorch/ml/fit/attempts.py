@@ -172,8 +172,8 @@ def with_slots(
 ) -> Request[J]:
     """Returns the request for as many ranks as there are slots, after a while in which lost executors may come back.
 
-    The tags are those of the attempts before, whose last tasks do not count. If the last attempt has `paused`, the
-    fewest slots are waited for as long as `startTimeout` says. A `ClusterError` says that there are too few slots.
+    The tags are those of the attempts before, whose last tasks may still hold slots. If the last attempt has `paused`,
+    the fewest slots are waited for as long as `startTimeout` says. A `ClusterError` says that there are too few slots.
     """
     (least, most), profile, start = request.workers, request.launch.profile, request.launch.patience.start
     request = request.with_launch(tag=new_tag(), world_size=most)

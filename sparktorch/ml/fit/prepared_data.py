@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -26,11 +26,10 @@ from sparktorch.spark.frame.prepare import Frame, prepare
 from sparktorch.spark.launch.barrier_job import control_server
 from sparktorch.spark.launch.gpus import gpu_profile, on_cpus
 from sparktorch.spark.launch.rank_pool import RankPool, Results
-from sparktorch.spark.launch.rank_task import Body
 from sparktorch.spark.launch.spark_job import new_tag
 from sparktorch.spark.session import check_running, slots
 from sparktorch.train.strategies.registry import check_device, strategy_type
-from sparktorch.worker import RankJob, TrainJob, run_held, serve, train_held, train_partition
+from sparktorch.worker import RankJob, RankResult, TrainJob, run_held, serve, train_held, train_partition
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -313,7 +312,7 @@ class PreparedData:
 Source = FreshData | PreparedData
 
 
-def _in_ranks(pool: RankPool, report: FitReport, body: Body) -> Results:
+def _in_ranks(pool: RankPool, report: FitReport, body: Callable[..., RankResult]) -> Results:
     """Runs a body in ranks that hold rows."""
     return pool.run(partial(run_held, body=body), report)
 
