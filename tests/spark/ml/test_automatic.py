@@ -189,16 +189,6 @@ def test_rows_without_a_label_are_neither_counted_nor_learned_of_nor_evaluated_w
         model.copy({model.nullPolicy: "error"}).evaluate(rows)
 
 
-def test_a_text_is_no_number_to_predict_and_is_refused_before_any_job(customers: DataFrame) -> None:
-    tracker = customers.sparkSession.sparkContext.statusTracker()
-    before = len(tracker.getJobIdsForGroup(None))
-    with pytest.raises(
-        ColumnError, match=r"'gone' must be a number.* but is string(.|\n)*TabularClassifier(.|\n)*cast"
-    ):
-        TabularRegressor(labelCol="gone", **SMALL).fit(customers)
-    assert len(tracker.getJobIdsForGroup(None)) == before
-
-
 def test_few_rows_all_train_for_some_hundred_steps(customers: DataFrame) -> None:
     model = TabularRegressor(labelCol="months", **SMALL).fit(customers.limit(12).drop("gone").coalesce(1))
     assert (model.summary.rows, model.summary.validationRows, model.summary.heldOut) == (12, 0, {})

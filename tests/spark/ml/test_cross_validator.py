@@ -312,9 +312,7 @@ def test_searches_that_cannot_work_are_refused_before_any_job(rows: DataFrame, t
     ours, other = regressor(), classifier()
     evaluator = RegressionEvaluator(labelCol="target")
     for given, says in (
-        ({"estimatorParamMaps": []}, "param=estimatorParamMaps"),
         ({"numFolds": 1}, "param=numFolds"),
-        ({"evaluator": None}, "param=evaluator"),
         ({"estimatorParamMaps": rates(other)}, "which is no stage"),
         ({"estimatorParamMaps": [{ours.checkpointDir: str(tmp_path)}]}, "param=checkpointDir"),
         ({"estimatorParamMaps": rates(ours, 0.1, -1.0)}, "param=learningRate"),

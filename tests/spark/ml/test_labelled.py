@@ -12,7 +12,7 @@ from PIL import Image
 from pyspark.sql import DataFrame, SparkSession
 
 from sparktorch import ImageClassificationModel, ImageClassifier, TextClassifier
-from sparktorch.errors import ColumnError, ConfigError
+from sparktorch.errors import ColumnError
 from sparktorch.ml.tasks.image_size import usual_size
 from tests.support.tiny_transformers import bert, tokenizer_folder
 
@@ -107,11 +107,7 @@ def test_one_class_and_no_rows_are_refused_in_a_sentence(
         ImageClassifier(imageCol="text", progress=False).fit(rows)
 
 
-def test_labels_that_name_rows_and_sizes_that_are_none_are_refused(spark: SparkSession, folder: str) -> None:
+def test_labels_that_name_rows_are_refused(spark: SparkSession, folder: str) -> None:
     rows = texts(spark, 60, 2)
     with pytest.raises(ColumnError, match=r"(?s)labels up to 1,000,001, .*does labelCol name identifiers"):
         TextClassifier(modelFolder=folder, progress=False).fit(rows.selectExpr("text", "label + 1000000 AS label"))
-    with pytest.raises(ConfigError, match=r"inputShapes\['photo'\] is \[28, 28\]"):
-        ImageClassifier(imageCol="photo", inputShapes={"photo": [28, 28]}, progress=False).fit(rows)
-    with pytest.raises(ConfigError, match="what is in modelFolder says the size"):
-        ImageClassifier(modelFolder=folder, inputShapes={"image": [3, 8, 8]}, progress=False).fit(rows)

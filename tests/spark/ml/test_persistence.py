@@ -25,6 +25,7 @@ from sparktorch.errors import ConfigError, PersistenceError
 from sparktorch.ml import persistence as io
 from tests.spark.modules import MLP
 from tests.spark.scored import sorted_rows
+from tests.support.programs import run_python
 from tests.support.sessions import settings
 
 QUICK = {"batchSize": 128, "progress": False, "epochs": 1}
@@ -223,3 +224,13 @@ def test_an_instance_trains_from_its_own_weights_and_stays_as_it_was(frame: Data
         TorchRegressor.load(str(tmp_path / "estimator"))
     loaded = TorchRegressor.read().option("allowPickle", "true").load(str(tmp_path / "estimator"))
     assert torch.equal(loaded.getModule()[0].weight, instance[0].weight)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_model_of_more_than_2_gib_is_fitted_saved_loaded_and_scores(tmp_path: Path) -> None:
+    out = run_python(tmp_path, "-m", "tests.spark.programs.large", str(tmp_path / "model"), seconds=800)
+    result = json.loads(out.splitlines()[-1])
+    assert result["bytes"] > 2**31
+    assert result["error"] < 0.1
+    assert result["same"]

@@ -1,4 +1,4 @@
-"""Batches without room or without rows: predictBatchSize="auto", and rows that are all invalid."""
+"""Batches without room or without rows, rows that are all invalid, and the best of many scores."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from sparktorch.base.config import Task
 from sparktorch.data.convert.tensors import to_arrow
 from sparktorch.errors import ModuleError
 from sparktorch.model.scorer import Scorer
+from sparktorch.model.top_k import NOTHING, block_rows, top_k
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.tracking.pyfunc import PyFuncModel
 from sparktorch.train.recipe.dry_run import OutputSpec
@@ -113,3 +114,24 @@ def test_a_module_whose_batch_of_one_row_loses_its_rows_is_told(trained: Trained
     assert len(scorer.score_arrays([X[:2]])["prediction"]) == 2
     with pytest.raises(ModuleError, match=r"forward returned a scalar for 1 row(?s:.*)squeeze\(-1\)"):
         scorer.score_arrays([X[:1]])
+
+
+@pytest.mark.parametrize("columns", [1, 5, 63, 64, 65, 1_000])
+@pytest.mark.parametrize("k", [1, 10, 200])
+def test_lists_are_those_of_a_stable_sort_however_many_scores_are_equal(columns: int, k: int) -> None:
+    draw = torch.Generator().manual_seed(columns)
+    for scores in (
+        torch.randn(20, columns, generator=draw),
+        torch.randint(-2, 3, (20, columns), generator=draw).float() * -0.0,
+        torch.randint(-2, 3, (20, columns), generator=draw).float(),
+        torch.full((20, columns), NOTHING),
+    ):
+        expected = np.argsort(-scores.numpy(), axis=1, kind="stable")[:, :k]
+        found, places = top_k(scores, k)
+        np.testing.assert_array_equal(places, expected)
+        np.testing.assert_array_equal(found, np.take_along_axis(scores.numpy(), expected, 1))
+
+
+def test_a_block_has_a_row_at_least() -> None:
+    assert block_rows(10**9) == 1
+    assert block_rows(1_000) * 1_000 * 4 <= 2 << 20
