@@ -12,15 +12,13 @@ import torch
 from sklearn.utils.class_weight import compute_class_weight
 from torch import nn
 
-from sparktorch.base.config import TrainConfig
 from sparktorch.data.columns import LABEL, WEIGHT
-from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.worker import TrainJob
 from tests.support.frames import Table
-from tests.support.nets import Mlp, Score
 from tests.support.parts import Steps
-from tests.support.ranks import preload, train_job, train_on
+from tests.support.ranks import preload, train_on
 from tests.support.reference import balanced, plain_steps, plain_training, split_rows
+from tests.support.small import small_job
 
 preload("sklearn.utils.class_weight")
 
@@ -144,12 +142,8 @@ CASES = {
 
 
 def job_for(feature: Feature, strategy: str) -> TrainJob:
-    table, classes = feature.table, feature.table.columns.classes
-    recipe = {"module": Mlp if classes else Score, "loss": "CrossEntropyLoss" if classes else "MSELoss"}
-    config = {"batch_size": 64, "epochs": 3, "seed": 11, **feature.config}
-    task: Any = "classification" if classes else "regression"
-    options = TrainConfig(task=task, strategy=strategy, strategy_params=STRATEGIES[strategy], **config)
-    return train_job(table, Recipe(**{**recipe, **feature.recipe}), options)
+    options = {"strategy": strategy, "strategy_params": STRATEGIES[strategy]}
+    return small_job(feature.table, feature.recipe, **options, **feature.config)
 
 
 def partitions(table: Table, ranks: int) -> list[Any]:

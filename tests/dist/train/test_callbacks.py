@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ import pytest
 import torch
 
 from sparktorch import Callback
-from sparktorch.base.config import TrainConfig
 from sparktorch.errors import ConfigError, ModuleError, RankError
 from sparktorch.train.callbacks import FitContext
 from sparktorch.train.recipe.recipe import Recipe
@@ -19,7 +19,9 @@ from sparktorch.worker import TrainJob
 from tests.support.callbacks import Adds, Clamps, Diary, FailsIn, Freezes, Halves, Stops
 from tests.support.frames import Table
 from tests.support.nets import Paired, Score, Tower
-from tests.support.ranks import train_job, train_on
+from tests.support.ranks import train_on
+from tests.support.small import small_job
+from tests.support.small import trained as trained_by
 from tests.support.strategies import SGD, trained
 from tests.support.strategies import job_for as strategy_job
 
@@ -27,13 +29,10 @@ TABLE = Table.random(200, validated=True)
 
 
 def job_for(*callbacks: Callback, **config: Any) -> TrainJob:
-    values: dict[str, Any] = {"batch_size": 64, "epochs": 2, "seed": 3, **config}
-    return train_job(TABLE, Recipe(module=Score, callbacks=callbacks), TrainConfig(task="regression", **values))
+    return small_job(TABLE, {"callbacks": callbacks}, **{"epochs": 2, "seed": 3, **config})
 
 
-def train(job: TrainJob, ranks: int = 2) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
-    state, metas = train_on([part.batches() for part in TABLE.parts(ranks)], job)
-    return state, metas[0]["history"]
+train = partial(trained_by, TABLE)
 
 
 @pytest.mark.parametrize("ranks", ["main", "all"])

@@ -7,36 +7,25 @@ from typing import Any
 import pytest
 import torch
 
-from sparktorch.base.config import TrainConfig
-from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.worker import TrainJob
 from tests.support.frames import Table
 from tests.support.nets import Counting, Score
-from tests.support.ranks import train_job, train_on
 from tests.support.reference import plain_training, validated
+from tests.support.small import small_job, trained
 
-ROWS, BATCH, EPOCHS, SEED, RATE = 403, 64, 3, 11, 0.05
-STEPS = -(-ROWS // BATCH)
+ROWS, EPOCHS, STEPS, RATE = 403, 3, 7, 0.05
 TABLE = Table.random(ROWS, weighted=True)
 VALIDATED = Table.random(ROWS, weighted=True, validated=True)
 
 
 def job_for(table: Table = TABLE, *, recipe: dict[str, Any] | None = None, **config: Any) -> TrainJob:
-    values: dict[str, Any] = {"batch_size": BATCH, "epochs": EPOCHS, "seed": SEED, **config}
-    made: dict[str, Any] = {"module": Score, "optimizer": "SGD", "learning_rate": RATE, **(recipe or {})}
-    return train_job(
-        table, Recipe(optimizer_params={"momentum": 0.9}, **made), TrainConfig(task="regression", **values)
-    )
-
-
-def trained(job: TrainJob, table: Table = TABLE) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
-    state, metas = train_on([part.batches() for part in table.parts(2)], job)
-    return state, metas[0]["history"]
+    made = {"optimizer": "SGD", "learning_rate": RATE, "optimizer_params": {"momentum": 0.9}, **(recipe or {})}
+    return small_job(table, made, **config)
 
 
 def test_micro_batches_send_their_gradients_once_a_step() -> None:
     def counts(**split: int) -> tuple[int, int]:
-        state, _ = trained(job_for(recipe={"module": Counting}, **split))
+        state, _ = trained(TABLE, job_for(recipe={"module": Counting}, **split))
         return int(state["forwards"]), int(state["collectives"])
 
     forwards, collectives = counts()
@@ -47,7 +36,7 @@ def test_micro_batches_send_their_gradients_once_a_step() -> None:
 
 def test_bfloat16_trains_close_to_float32_and_keeps_its_weights_in_it() -> None:
     expected, _ = plain_training(TABLE, job_for())
-    state, history = trained(job_for(precision="bf16"))
+    state, history = trained(TABLE, job_for(precision="bf16"))
     assert all(value.dtype == torch.float32 for value in state.values())
     difference = max(float((state[name] - expected[name]).abs().max()) for name in expected)
     assert 1e-5 < difference < 0.1
@@ -55,13 +44,13 @@ def test_bfloat16_trains_close_to_float32_and_keeps_its_weights_in_it() -> None:
 
 
 def test_validation_runs_every_few_epochs_and_after_the_last() -> None:
-    _, history = trained(job_for(VALIDATED, epochs=5, validation_interval=2), VALIDATED)
+    _, history = trained(VALIDATED, job_for(VALIDATED, epochs=5, validation_interval=2))
     assert ["val_loss" in record for record in history] == [False, True, False, True, True]
 
 
 def test_early_stopping_keeps_the_average_of_the_best_validation() -> None:
     job = job_for(VALIDATED, recipe={"learning_rate": 0.4}, epochs=40, patience=2, ema_decay=0.5)
-    state, history = trained(job, VALIDATED)
+    state, history = trained(VALIDATED, job)
     losses = [record["val_loss"] for record in history]
     assert len(losses) == losses.index(min(losses)) + 1 + 2 < 40
     module = Score()

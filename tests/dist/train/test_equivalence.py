@@ -16,23 +16,16 @@ from sparktorch.data.columns import KEY, input_name
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.worker import TrainJob
 from tests.support.frames import WIDTH, Table
-from tests.support.nets import Logarithm, Mlp, Normalised, Score, Seen, Spare, mean_cross_entropy
+from tests.support.nets import Logarithm, Normalised, Seen, Spare, mean_cross_entropy
 from tests.support.ranks import train_job, train_on
+from tests.support.small import small_job
 
 ROWS, BATCH, EPOCHS, SEED = 1_001, 64, 3, 11
 TOLERANCE = {"atol": 1e-5, "rtol": 0.0}
 
 
 def job_for(table: Table, **config: Any) -> TrainJob:
-    classes = table.columns.classes
-    recipe = Recipe(
-        module=Mlp if classes else Score,
-        loss="CrossEntropyLoss" if classes else "MSELoss",
-        optimizer_params={"weight_decay": 0.05},
-        learning_rate=3e-3,
-    )
-    values: dict[str, Any] = {"batch_size": BATCH, "epochs": EPOCHS, "seed": SEED, **config}
-    return train_job(table, recipe, TrainConfig(task="classification" if classes else "regression", **values))
+    return small_job(table, {"optimizer_params": {"weight_decay": 0.05}, "learning_rate": 3e-3}, **config)
 
 
 def assert_same_weights(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:

@@ -21,9 +21,10 @@ from sparktorch.train.numerics.non_finite import LossWatch
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.worker import TrainJob
 from tests.support.frames import Table
-from tests.support.nets import Mlp, NormalisedLogarithm, Score
+from tests.support.nets import Mlp, NormalisedLogarithm
 from tests.support.ranks import control_server, in_group, run_ranks, train_job, train_on
 from tests.support.reference import epoch_batches, plain_training, tensors
+from tests.support.small import small_job
 
 ROWS, BATCH, EPOCHS, SEED, RATE = 301, 32, 3, 11, 0.05
 STEPS = -(-ROWS // BATCH)
@@ -55,9 +56,8 @@ def constant_step(module: nn.Module, batch: Any) -> tuple[torch.Tensor, dict[str
 
 
 def job_for(config: dict[str, Any] | None = None, **recipe: Any) -> TrainJob:
-    made = {"module": Score, "loss": spoilt_loss, "optimizer": "SGD", "optimizer_params": {"momentum": 0.9}, **recipe}
-    values = {"task": "regression", "batch_size": BATCH, "epochs": EPOCHS, "seed": SEED, **(config or {})}
-    return train_job(MARKED, Recipe(learning_rate=RATE, **made), TrainConfig(**values))
+    made = {"loss": spoilt_loss, "optimizer": "SGD", "optimizer_params": {"momentum": 0.9}, "learning_rate": RATE}
+    return small_job(MARKED, {**made, **recipe}, batch_size=BATCH, **(config or {}))
 
 
 def place_of_mark(ranks: int) -> tuple[int, int]:

@@ -11,17 +11,16 @@ import pytest
 import torch
 from torch import nn
 
-from sparktorch.base.config import TrainConfig
 from sparktorch.base.world import World
 from sparktorch.data.columns import LABEL, TensorSpec
 from sparktorch.errors import ModuleError
 from sparktorch.train.recipe.loss import Means
-from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.worker import TrainJob
 from tests.support.frames import Table
 from tests.support.nets import Mlp, NamedPair, Normalised, Pair, Score
-from tests.support.ranks import in_group, preload, train_job, train_on
+from tests.support.ranks import in_group, preload, train_on
 from tests.support.reference import epoch_batches, split_rows, tensors
+from tests.support.small import small_job, trained
 
 preload("sklearn.utils.class_weight")  # ranks import this module, for its training steps
 
@@ -33,17 +32,7 @@ TOLERANCE = {"atol": 1e-5, "rtol": 0.0}
 
 
 def job_for(table: Table, config: dict[str, Any] | None = None, **recipe: Any) -> TrainJob:
-    classes = table.columns.classes
-    made = {"module": Mlp if classes else Score, "loss": "CrossEntropyLoss" if classes else "MSELoss", **recipe}
-    values = {"batch_size": 64, "epochs": EPOCHS, "seed": SEED, **(config or {})}
-    return train_job(
-        table, Recipe(**made), TrainConfig(**{"task": "classification" if classes else "regression", **values})
-    )
-
-
-def trained(table: Table, job: TrainJob, ranks: int) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
-    state, metas = train_on([part.batches() for part in table.parts(ranks)], job)
-    return state, metas[0]["history"]
+    return small_job(table, recipe, **(config or {}))
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])

@@ -19,17 +19,16 @@ from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.worker import TrainJob
 from tests.support.frames import Table
 from tests.support.parts import Convolved, NormalisedImages, NormalisedScore, OwnNorm
-from tests.support.ranks import train_job, train_on
+from tests.support.ranks import train_on
 from tests.support.reference import plain_training
+from tests.support.small import small_job
 
 TABLE = Table.random(203, weighted=True)
 
 
 def job_for(module: Any, **config: Any) -> TrainJob:
-    values: dict[str, Any] = {"batch_size": 41, "epochs": 3, "seed": 7, "sync_batch_norm": True, **config}
-    return train_job(
-        TABLE, Recipe(module=module, optimizer="SGD", learning_rate=0.05), TrainConfig(task="regression", **values)
-    )
+    recipe = {"module": module, "optimizer": "SGD", "learning_rate": 0.05}
+    return small_job(TABLE, recipe, **{"batch_size": 41, "seed": 7, "sync_batch_norm": True, **config})
 
 
 def check(job: TrainJob, table: Table, partitions: list[Any]) -> None:
