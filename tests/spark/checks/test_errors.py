@@ -39,8 +39,6 @@ class Locked(MLP):
             ColumnError,
             ["no column 'feature'", "features, label", "did you mean 'features'", "param=featuresCol"],
         ),
-        ({"weightCol": "name"}, ColumnError, ["'name' must be a number, but is string", "param=weightCol"]),
-        ({"validationIndicatorCol": "label"}, ColumnError, ["'label' must be boolean"]),
         (
             {"moduleParams": {"inputs": 7, "outputs": 3}},
             ModuleError,

@@ -41,11 +41,6 @@ def pictures(spark: SparkSession, levels: list[int], **size: int) -> DataFrame:
     return spark.createDataFrame(rows, "photo binary, bright int")
 
 
-def test_texts_of_three_classes_need_no_number_of_labels(spark: SparkSession, folder: str) -> None:
-    model = TextClassifier(modelFolder=folder, epochs=2, batchSize=16, progress=False).fit(texts(spark, 48, 3))
-    assert model.numClasses == 3
-
-
 def test_images_need_their_columns_only_and_the_model_is_saved(spark: SparkSession, tmp_path: Path) -> None:
     rows = pictures(spark, [10, 200] * 32)
     classifier = ImageClassifier(imageCol="photo", labelCol="bright", progress=False)
