@@ -1,15 +1,23 @@
-"""Micro-batches, precision, and what is validated when; the rest is in tests/dist/strategies/test_conformance.py."""
+"""Micro-batches, precision, rows of a batch, odd modules; the rest is in tests/dist/strategies/test_conformance.py."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
+from sparktorch.base.config import TrainConfig
+from sparktorch.data.columns import KEY, input_name
+from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.worker import TrainJob
-from tests.support.frames import Table
-from tests.support.nets import Counting, Score
+from tests.support.frames import WIDTH, Table
+from tests.support.nets import Counting, Logarithm, Score, Seen, Spare
+from tests.support.ranks import train_job, train_on
 from tests.support.reference import plain_training, validated
 from tests.support.small import small_job, trained
 
@@ -56,3 +64,31 @@ def test_early_stopping_keeps_the_average_of_the_best_validation() -> None:
     module = Score()
     module.load_state_dict(state)
     assert validated(VALIDATED, job, module)["val_loss"] == pytest.approx(min(losses), abs=1e-5)
+
+
+@pytest.mark.parametrize("module", [Spare, Logarithm])
+def test_a_module_that_one_process_trains_is_trained_by_several(module: type[nn.Module]) -> None:
+    table = Table.random(ROWS)
+    job = job_for(table, recipe={"module": module, "learning_rate": 3e-3}, epochs=1, unused_parameters=module is Spare)
+    job = replace(job, placeholder=table.batches()[0].slice(7, 1))
+    alone, _ = train_on([table.batches()], job)
+    for partitions in ([part.batches() for part in table.parts(2)], [table.batches(), []]):
+        torch.testing.assert_close(train_on(partitions, job)[0], alone, atol=1e-5, rtol=0.0)
+
+
+def test_ranks_train_the_rows_that_are_written_here(tmp_path: Path) -> None:
+    rows = 11
+    random = Table.random(rows)
+    x = np.zeros((rows, WIDTH), np.float32)
+    x[:, 0] = np.arange(rows)
+    keys = (np.arange(rows, dtype=np.uint64) * np.uint64(2**64 // rows)).view(np.int64)
+    table = replace(random, arrays={**random.arrays, input_name(0): x, KEY: keys})
+    job = train_job(
+        table,
+        Recipe(module=Seen, module_params={"folder": str(tmp_path)}),
+        TrainConfig(task="regression", batch_size=4, epochs=2, seed=7),
+    )
+    train_on([part.batches() for part in table.parts(2)], job)
+    files = [path.read_text().splitlines() for path in sorted(tmp_path.iterdir())]
+    steps = [sorted(int(number) for line in both for number in line.split()) for both in zip(*files, strict=True)]
+    assert steps == [[1, 3, 7, 8], [0, 4, 6, 9], [2, 5, 10], [0, 3, 4, 9], [2, 5, 7, 10], [1, 6, 8]]

@@ -17,7 +17,7 @@ from sparktorch.errors import ModuleError
 from sparktorch.train.recipe.loss import Means
 from sparktorch.worker import TrainJob
 from tests.support.frames import Table
-from tests.support.nets import Mlp, NamedPair, Normalised, Pair, Score
+from tests.support.nets import Mlp, NamedPair, Normalised, Pair, Score, mean_cross_entropy
 from tests.support.ranks import in_group, preload, train_on
 from tests.support.reference import epoch_batches, split_rows, tensors
 from tests.support.small import small_job, trained
@@ -113,14 +113,23 @@ def test_a_training_step_trains_and_measures_what_a_plain_loop_does(
         assert history[-1]["val_accuracy"] == pytest.approx(expected[-1]["val_right"], abs=1e-5)
 
 
-@pytest.mark.parametrize("step", [noisy_step, mean_step])
-def test_steps_of_one_row_are_filled_up_for_a_normalised_module(step: Any) -> None:
-    table = Table.random(7, classes=3, weighted=step is not mean_step)
-    job = job_for(table, {"batch_size": 3, "epochs": 2}, module=Normalised, loss=None, training_step=step)
+@pytest.mark.parametrize(
+    ("weighted", "recipe"),
+    [
+        (True, {"loss": None, "training_step": noisy_step}),
+        (False, {"loss": None, "training_step": mean_step}),
+        (False, {"loss": mean_cross_entropy}),
+    ],
+    ids=["step", "mean of a step", "mean"],
+)
+def test_steps_of_one_row_are_filled_up_for_a_normalised_module(weighted: bool, recipe: dict[str, Any]) -> None:
+    table = Table.random(7, classes=3, weighted=weighted)
+    job = job_for(table, {"batch_size": 3, "epochs": 2}, module=Normalised, **recipe)
     for ranks in (1, 3):
         state, history = trained(table, job, ranks)
         assert all(value.isfinite().all() for value in state.values())
-        assert 0 <= history[-1]["train_right"] <= 1
+        assert np.isfinite(history[-1]["loss"])
+        assert 0 <= history[-1].get("train_right", 0) <= 1
 
 
 def _means(world: World) -> dict[str, float]:

@@ -212,31 +212,13 @@ def test_a_tuner_is_a_stage_and_its_model_saves_the_best(frame: DataFrame, tmp_p
     assert loaded.transform(frame).collect() == model.transform(frame).collect()
 
 
-@pytest.mark.parametrize(
-    ("changed", "param"),
-    [
-        ({"space": lambda trial: {"lerningRate": 1}}, "lerningRate"),
-        ({"space": {"numWorkers": [1, 2]}}, "numWorkers"),
-        ({"space": {"labelCol": ["target", "label"]}}, "labelCol"),
-        ({"metric": "val_loss"}, "metric"),
-        ({"workersPerTrial": 4}, "workersPerTrial"),
-        ({"workersPerTrial": 2, "parallelism": 2}, "parallelism"),
-        ({"estimator": regressor(checkpointDir="/nowhere")}, "checkpointDir"),
-        ({"estimator": Pipeline()}, "estimator"),
-        ({"pruner": "best"}, "pruner"),
-        ({"storage": "sqlite:///x.db"}, "studyName"),
-    ],
-    ids=lambda value: "" if isinstance(value, dict) else str(value),  # uids would differ between processes
-)
-def test_what_cannot_work_is_refused_before_any_job(
-    spark: SparkSession, frame: DataFrame, changed: dict[str, Any], param: str
-) -> None:
-    given = {"estimator": regressor(), "space": {"learningRate": [0.1]}, "trials": 2} | changed
+def test_more_workers_than_the_cluster_has_are_refused_before_any_job(spark: SparkSession, frame: DataFrame) -> None:
     spark.sparkContext.setJobGroup("refused", "")
     try:
-        with pytest.raises(ConfigError) as raised:
-            TorchTuner(**given).fit(frame)
-        assert raised.value.where["param"] == param
+        for workers, parallelism, param in ((4, None, "workersPerTrial"), (2, 2, "parallelism")):
+            with pytest.raises(ConfigError) as raised:
+                tuner([0.1, 0.2], workersPerTrial=workers, parallelism=parallelism).fit(frame)
+            assert raised.value.where["param"] == param
         assert not spark.sparkContext.statusTracker().getJobIdsForGroup("refused")
     finally:
         spark.sparkContext.setLocalProperty("spark.jobGroup.id", None)

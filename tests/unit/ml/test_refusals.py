@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from sparktorch import (
     TextClassifier,
     TorchClassifier,
     TorchEstimator,
+    run,
 )
 from sparktorch.errors import ConfigError
 from sparktorch.ml.fit.translate import translate
@@ -149,3 +151,21 @@ def test_what_a_lightning_module_brings_or_does_not_go_with_is_refused_by_name(
 ) -> None:
     module = "tests.support.lightning_modules:LitMinimal"
     check_refused(TorchEstimator, {"module": module, "loss": None, **params}, param, "LightningModule")
+
+
+@pytest.mark.parametrize(
+    ("function", "params", "says"),
+    [
+        (lambda: None, {}, "cannot be called: too many positional arguments"),
+        (len, {"numWorker": 2}, "did you mean 'numWorkers'"),
+        (len, {"strategy": "independent"}, "trains a model in each worker"),
+        (len, {"strategy": "mesh", "strategyParams": {"shard": 2}, "numWorkers": 3}, "3 workers cannot be divided"),
+        (lambda context, lock: None, {"args": [threading.Lock()]}, "cannot be shipped to the ranks"),
+        (lambda context: None, {"kwargs": {"lr": 1}}, "cannot be called: got an unexpected keyword argument 'lr'"),
+        (len, {"lr": 1}, "arguments of the function go into args"),
+        (len, {"data": [1, 2]}, "run takes a DataFrame of Spark's, and got builtins's list"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_a_session_is_asked_for(function: Any, params: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        run(function, **params)
