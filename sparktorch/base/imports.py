@@ -11,23 +11,9 @@ from typing import Any
 from sparktorch.errors import ConfigError, ModuleError, nearest
 
 __all__ = [
-    *("MOVED", "SHIPPING_HINT", "import_path", "load_object", "uncollected"),
+    *("SHIPPING_HINT", "import_path", "is_object", "load_object", "uncollected"),
     *("matplotlib", "mlflow", "onnxscript", "optuna", "pillow", "transformers"),
 ]
-
-# Modules by the names that saved models and estimators of earlier versions have for them.
-MOVED = {
-    "sparktorch.artifact": "sparktorch.model.trained_module",
-    "sparktorch.config": "sparktorch.base.config",
-    "sparktorch.data.ranking.losses": "sparktorch.data.ranking",
-    "sparktorch.data.ranking.metrics": "sparktorch.data.ranking",
-    "sparktorch.data.pretrained": "sparktorch.train.huggingface.preprocess",
-    "sparktorch.ml.scoring.recommendations": "sparktorch.ml.scoring.ranking",
-    "sparktorch.ml.summary": "sparktorch.ml.fit.summary",
-    "sparktorch.model.script": "sparktorch.model.export",
-    "sparktorch.program": "sparktorch.model.export",
-    "sparktorch.train.dryrun": "sparktorch.train.recipe.dry_run",
-}
 
 SHIPPING_HINT = (
     "it holds something that stays in this process (a lock, a file, a session): make that inside the "
@@ -54,7 +40,7 @@ def load_object(path: str) -> Any:
         raise ModuleError(f"{path!r} is not an import path", hint="write it as 'package.module:Name'", code="ST-IMPORT")
     part, found = "", None
     try:
-        found = importlib.import_module(MOVED.get(name, name))
+        found = importlib.import_module(name)
         for part in attribute.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
@@ -64,6 +50,11 @@ def load_object(path: str) -> Any:
             f"cannot import {path!r}: {error}", hint=nearest(part, names, otherwise=ship), code="ST-IMPORT"
         ) from error
     return found
+
+
+def is_object(value: Any, expected: Any) -> bool:
+    """Whether a value is the expected object, or an import path of it, also that of an earlier version."""
+    return value is expected or (isinstance(value, str) and ":" in value and load_object(value) is expected)
 
 
 def import_path(value: Any) -> str | None:

@@ -26,8 +26,9 @@ from pyspark.ml.wrapper import JavaWrapper
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
-from sparktorch.base.imports import MOVED, import_path, load_object
+from sparktorch.base.imports import import_path, load_object
 from sparktorch.base.json_values import is_json, tuples_made, tuples_marked
+from sparktorch.base.moved import MOVED
 from sparktorch.base.weights_folder import WeightsFolder
 from sparktorch.errors import PersistenceError
 from sparktorch.ml.fit.summary import TrainingSummary
@@ -141,7 +142,8 @@ class _Reader(MLReader[R]):
     def _check_class(self, path: str) -> dict[str, Any]:
         metadata = DefaultParamsReader.loadMetadata(path, ml_session(self.sparkSession))
         expected = f"{self._cls.__module__}.{self._cls.__name__}"
-        if metadata["class"] != expected:
+        module, _, name = metadata["class"].rpartition(".")
+        if expected not in {f"{home}.{name}" for home in MOVED.get(module, (module,))}:
             raise PersistenceError(
                 f"{path} holds a {metadata['class']}",
                 hint=f"load it with that class, not {expected}",
@@ -310,7 +312,7 @@ class EstimatorReader(_Reader[R]):
             with tempfile.TemporaryDirectory() as temporary:
                 read_files(self.sparkSession, path, Path(temporary))
                 with (Path(temporary) / _PICKLED).open("rb") as file:
-                    instance._set(**_Unpickler(file).load())
+                    instance._set(**pickle.load(file))
         loaded: R = instance
         return loaded
 
@@ -321,11 +323,3 @@ def _config(path: str, values: dict[str, Any]) -> Any:
     if not (isinstance(kind, type) and is_config(kind)):
         raise PersistenceError(f"{path} is no configuration of transformers, and loading does not call it")
     return kind.from_dict(values)  # type: ignore[attr-defined]
-
-
-class _Unpickler(pickle.Unpickler):
-    """Finds classes that have moved: pickled by this version, or by one whose modules had other names."""
-
-    def find_class(self, module_name: str, global_name: str) -> Any:
-        """Returns what a pickle names."""
-        return super().find_class(MOVED.get(module_name, module_name), global_name)

@@ -12,9 +12,9 @@ import torch
 
 from sparktorch.base.config import TrainConfig
 from sparktorch.data.columns import GROUP, LABEL, VALIDATION, WEIGHT, Groups, TensorSpec, input_name
-from sparktorch.data.pairs import Known, PairLoss, Pairs, Towers
 from sparktorch.data.preprocess import Preprocess
 from sparktorch.data.sampling.plan import mix_words
+from sparktorch.tasks.recommender.network import IdIndex, PairLoss, Pairs, Towers
 from sparktorch.train.recipe.recipe import Recipe
 from tests.support.frames import Table
 from tests.support.groups import parts
@@ -101,7 +101,7 @@ def test_any_number_of_ranks_learns_what_one_learns_with_dense_gradients(
     if features:
         params |= {"user_features": 1, "item_features": 1, "hidden": [5]}
     pairs: Any = table.columns.preprocess
-    catalogue = {"alpha": ALPHA, "catalogue": Known(pairs.function.items).features} if ranked else {}
+    catalogue = {"alpha": ALPHA, "catalogue": IdIndex(pairs.function.items).features} if ranked else {}
     step = PairLoss(None if kind == "rated" else ITEMS, PENALTY, **catalogue)
 
     def trained(ranks: int, strategy: str, *, sparse: bool) -> tuple[dict[str, torch.Tensor], list[float]]:

@@ -10,7 +10,9 @@ import pyarrow as pa
 import pytest
 import torch
 
-from sparktorch.data.tables import TableColumns, TableNetwork, as_doubles, network_settings, scaled_edges
+from sparktorch.tasks.shared.columns import as_doubles
+from sparktorch.tasks.tables.network import TableNetwork, network_settings
+from sparktorch.tasks.tables.preprocess import TableColumns, scaled_edges
 
 
 def made(table: TableColumns, **columns: pa.Array) -> dict[str, Any]:
@@ -78,7 +80,7 @@ def test_times_are_parts_in_utc() -> None:
         found = made(table, at=at, day=pa.array([date(2024, 3, 4), None]))
         assert found["categories"] == [[2 + 1, 2 + 3, 2 + 23, 2 + 2, 2 + 0], [1, 1, 1, 1, 1]]
     assert table.cardinalities == [14, 9, 26, 14, 9]
-    assert list(table.known) == ["at.month", "at.weekday", "at.hour", "day.month", "day.weekday"]
+    assert list(table.vocabulary) == ["at.month", "at.weekday", "at.hour", "day.month", "day.weekday"]
 
 
 def test_the_network_takes_columns_of_one_kind_alone_and_begins_with_nothing_known_of_the_unknown() -> None:

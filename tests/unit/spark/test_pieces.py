@@ -19,10 +19,10 @@ from torch import nn
 
 from sparktorch.distributed.addresses import address_towards, host_of
 from sparktorch.errors import ClusterError, ColumnError, failure_in, told
+from sparktorch.model.scorer import Scoring
 from sparktorch.spark import scoring_udf
 from sparktorch.spark.launch.gpus import choose_device, device_index
 from sparktorch.spark.launch.rank_task import RESULT_SCHEMA, StreamBrokenError, _chunks, assemble, unbroken
-from sparktorch.spark.scoring_udf import Scoring
 from sparktorch.worker import RankResult
 from tests.unit.model.test_trained_module import trained
 

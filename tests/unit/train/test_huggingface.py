@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from sparktorch import TextClassifier
 from sparktorch.errors import ModuleError, SparkTorchError
-from sparktorch.ml.tasks.automatic import NEW_TEXTS, TEXTS
+from sparktorch.tasks.texts.estimator import NEW_TEXTS, TEXTS
 from sparktorch.train.huggingface.folder import has_new_weights, opened, rebuildable
 from sparktorch.train.recipe.dry_run import dry_run
 from sparktorch.train.recipe.recipe import Recipe
