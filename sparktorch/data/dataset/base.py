@@ -22,7 +22,7 @@ from sparktorch.data.sampling.groups import GroupKeys
 from sparktorch.data.sampling.plan import Numbers, SamplingPlan, mix_words
 from sparktorch.data.sampling.row_keys import RowKeys
 
-__all__ = ["AHEAD_BATCHES", "CHUNK_ROWS", "Folds", "Int64", "RowNumbers", "Schedule", "Shard", "at"]
+__all__ = ["AHEAD_BATCHES", "CHUNK_ROWS", "Folds", "Int64", "RankSteps", "RowNumbers", "Shard", "at"]
 
 Array = npt.NDArray[Any]
 Int64 = npt.NDArray[np.int64]
@@ -34,7 +34,7 @@ _AHEAD_ROWS = 1 << 15  # from this size on, ordering an epoch takes longer than 
 
 
 @dataclass(frozen=True)
-class Schedule:
+class RankSteps:
     """The steps in which a rank trains its rows: `rows` of them, from position `first` on, by the plan of all ranks.
 
     With `seeded`, each step has a seed of its own, for `preprocess`.
@@ -170,7 +170,7 @@ class Shard(RankDataset):
         for known in reversed(self._by_epoch):
             known.clear()
         seeded = self._stored.columns.preprocess is not None
-        self._schedule = Schedule(plan, first, self.rows, epochs, seeded=seeded)
+        self._rank_steps = RankSteps(plan, first, self.rows, epochs, seeded=seeded)
 
     def to(self, device: str) -> None:
         """Sets the device of the batches."""
@@ -195,7 +195,7 @@ class Shard(RankDataset):
         order = self._orders[epoch]
         for known in self._by_epoch:
             known.forget(epoch)
-        if self._schedule.worth_ahead(epoch + 1):
+        if self._rank_steps.worth_ahead(epoch + 1):
             self._by_epoch[-1].begin(epoch + 1)
         return self._coming(self._batches(order, epoch, min_rows, first), self._depth)
 

@@ -87,7 +87,7 @@ class InMemoryShard(Shard):
         for begin in range(first, len(order.ends), _STEPS):
             stop = min(begin + _STEPS, len(order.ends))
             ends = [int(order.ends[begin - 1]) if begin else 0, *order.ends[begin:stop].tolist()]
-            contexts = self._schedule.contexts(epoch, begin, stop)
+            contexts = self._rank_steps.contexts(epoch, begin, stop)
             for start, end, context in zip(ends[:-1], ends[1:], contexts, strict=True):
                 yield self._stored.take(order.index[start:end], min_rows=min_rows, context=context)
 
@@ -95,7 +95,7 @@ class InMemoryShard(Shard):
         return self._stored, torch.from_numpy(at(order, places))
 
     def _make_order(self, epoch: int) -> _Order:
-        first, count, plan = self._schedule.first, self._schedule.rows, self._schedule.plan
+        first, count, plan = self._rank_steps.first, self._rank_steps.rows, self._rank_steps.plan
         places, ends = by_step(plan.steps_of(first, first + count, epoch), plan.steps)
         return _Order(torch.from_numpy(at(self._order, places)), ends)
 
@@ -137,24 +137,24 @@ class OutOfCoreShard(Shard):
             position, step, contexts = coming
             coming = next(windows, None)
             if coming is not None:
-                self._stored.expect(at(self._order, coming[0] - self._schedule.first))
+                self._stored.expect(at(self._order, coming[0] - self._rank_steps.first))
             yield from self._steps(position, step, contexts, min_rows)
 
     def _windows(self, order: RankOrder, first: int) -> Iterator[tuple[Int64, Int64, list[StepContext]]]:
         """Yields positions, their steps and the contexts of these; a block that exceeds the budget has several."""
-        plan = self._schedule.plan
+        plan = self._rank_steps.plan
         for number in range(first // plan.block, order.windows):
             begin, end = number * plan.block, min((number + 1) * plan.block, plan.steps)
             position, step = order.window(number)
             for start in range(max(first, begin), end, self._window):
                 stop = min(start + self._window, end)
                 now = (step >= start) & (step < stop)
-                contexts = self._schedule.contexts(order.epoch, start, stop)
+                contexts = self._rank_steps.contexts(order.epoch, start, stop)
                 yield position[now], step[now] - start, contexts
 
     def _steps(self, position: Int64, step: Int64, contexts: list[StepContext], min_rows: int) -> Generator[Batch]:
         """Reads the rows of several steps at once, and yields a batch per step."""
-        rows, _ = self._found(self._order, position - self._schedule.first)
+        rows, _ = self._found(self._order, position - self._rank_steps.first)
         index = torch.from_numpy(np.argsort(step, kind="stable"))
         ends = np.cumsum(np.bincount(step, minlength=len(contexts))).tolist()
         for start, end, context in zip([0, *ends[:-1]], ends, contexts, strict=True):
@@ -167,17 +167,17 @@ class OutOfCoreShard(Shard):
         return rows, torch.arange(len(places))
 
     def _make_order(self, epoch: int) -> RankOrder:
-        first = self._schedule.first
-        return RankOrder(self._schedule.plan, first, first + self._schedule.rows, epoch)
+        first = self._rank_steps.first
+        return RankOrder(self._rank_steps.plan, first, first + self._rank_steps.rows, epoch)
 
     def _make_weights(self, epoch: int) -> npt.NDArray[np.float64]:
         order: RankOrder = self._orders[epoch]
-        steps = self._schedule.plan.steps
+        steps = self._rank_steps.plan.steps
         if self._stored.columns.weight is None and self._class_weights is None:
             return order.step_rows().astype(np.float64)
         sums = np.zeros(steps)
         for number in range(order.windows):
             position, step = order.window(number)
-            rows, index = self._found(self._order, position - self._schedule.first, inputs=False)
+            rows, index = self._found(self._order, position - self._rank_steps.first, inputs=False)
             sums += np.bincount(step, rows.loss_weights(index), steps)
         return sums

@@ -99,7 +99,7 @@ class BarrierJob:
         """Returns what the ranks of the ended job have returned, in rank order, or raises the root cause."""
         server, size = self._server, self._launch.world_size
         unstarted = next((RuntimeError(meta) for rank, meta, _ in self._job.rows if rank < 0), None)
-        failed = self._causes.of_ended(self._job.error or unstarted)
+        failed = self._causes.explain_ended(self._job.error or unstarted)
         # An executor that is to go ends with its last task, and Spark may hear of that before it notes the task's end.
         if isinstance(failed, RankLostError) and server is not None and server.has_paused(size):
             return [({"paused": True}, b"")] * size

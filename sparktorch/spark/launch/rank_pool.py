@@ -129,11 +129,11 @@ class RankPool(BarrierJob):
                 # A rank that died before it took the task has no heartbeat there.
                 missing = None in server.beats(size)
                 ended = self._job.error or RuntimeError("the barrier job of the pool has ended")
-                lost = (self._causes if missing else causes).of(ended)
+                lost = (self._causes if missing else causes).explain(ended)
                 self.end()
                 raise lost
             if not server.ended(range(size)):
-                raise causes.of(RuntimeError("a task of the pool failed"))
+                raise causes.explain(RuntimeError("a task of the pool failed"))
             return server.results(size)
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from sparktorch.base.world import World
 from sparktorch.errors import ModuleError, nearest, refusing
 from sparktorch.train.lightning.optimizers import Configured, LightningSchedule, configured
 from sparktorch.train.lightning.recognise import overrides, parts
-from sparktorch.train.lightning.state import Metrics, Saved, TrainerView, unchanged
+from sparktorch.train.lightning.state import ModuleMetrics, Saved, TrainerView, unchanged
 from sparktorch.train.lightning.step import (
     Call,
     LightningStep,
@@ -52,7 +52,7 @@ class LightningTraining(OwnTraining):
         self.trainer, self._parts = trainer, parts(module)
         for part in self._parts:
             vars(part).update(_trainer=trainer, log=self.log, optimizers=self._optimizers)
-        self._metrics = Metrics(module)
+        self._metrics = ModuleMetrics(module)
         self._aside: dict[str, Any] = {}  # states of metrics of the training, in a validation
         self._logs = self._training_logs = self._early = Logs(self._metrics.compute)
         self._muted = False  # whether logged values are dropped

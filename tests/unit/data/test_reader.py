@@ -16,7 +16,7 @@ import torch
 from sparktorch.base.batch import Batch, micro_batches, padding
 from sparktorch.data.columns import KEY, LABEL, VALIDATION, WEIGHT, Columns, TensorSpec
 from sparktorch.data.dataset import shards
-from sparktorch.data.dataset.base import Schedule, Shard
+from sparktorch.data.dataset.base import RankSteps, Shard
 from sparktorch.data.dataset.reader import read_shard
 from sparktorch.data.dataset.rows import Rows
 from sparktorch.data.preprocess import Preprocess
@@ -242,11 +242,11 @@ def test_batches_from_disk_are_those_from_memory_to_the_last_bit(
 
 
 def test_a_step_has_a_seed_of_its_own_in_each_rank() -> None:
-    schedule = Schedule(SamplingPlan(rows=100, batch_size=10, seed=3), 40, 30, seeded=True)
-    seeds = [context.seed for context in schedule.contexts(2, 0, 10)]
-    assert [context.epoch for context in schedule.contexts(2, 0, 10)] == [2] * 10
+    steps = RankSteps(SamplingPlan(rows=100, batch_size=10, seed=3), 40, 30, seeded=True)
+    seeds = [context.seed for context in steps.contexts(2, 0, 10)]
+    assert [context.epoch for context in steps.contexts(2, 0, 10)] == [2] * 10
     assert [seeds[0], seeds[1], seeds[9]] == [4080407407500865054, 1379048175642033642, 443196961249873548]
-    assert schedule.contexts(2, 4, 6) == schedule.contexts(2, 0, 10)[4:6]
+    assert steps.contexts(2, 4, 6) == steps.contexts(2, 0, 10)[4:6]
 
 
 @pytest.mark.parametrize(
