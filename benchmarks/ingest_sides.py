@@ -125,7 +125,7 @@ def to_batches(batches: Iterable[pa.RecordBatch], columns: Columns, size: int) -
     """Reads rows as a rank does, and takes each once; says how long that took, and how much of a core."""
     torch.set_num_threads(1)
     with closing(read_shard(batches, columns, by_key=columns.keyed)) as shard:
-        shard.place(0, SamplingPlan(rows=shard.rows, batch_size=size))
+        shard.schedule(0, SamplingPlan(rows=shard.rows, batch_size=size))
         started, busy = time.perf_counter(), time.process_time()
         rows = sum(len(batch.inputs[0]) for batch in shard.epoch(0))
         took = {"rows": rows, "wall": time.perf_counter() - started, "cpu": time.process_time() - busy}

@@ -162,7 +162,7 @@ class Feeds:
         arrays = arrays_of(world, SHARD_ROWS, SHARD_WIDTH)
         self._tensors = torch.tensor(arrays[input_name(0)]), torch.tensor(arrays[LABEL])
         self._shard = read_shard(rows_of(world, SHARD_ROWS, SHARD_WIDTH), columns(SHARD_WIDTH))
-        self._shard.place(0, SamplingPlan(rows=SHARD_ROWS, batch_size=SHARD_BATCH), epochs=1_000)
+        self._shard.schedule(0, SamplingPlan(rows=SHARD_ROWS, batch_size=SHARD_BATCH), epochs=1_000)
         self._loader = DataLoader(TensorDataset(*self._tensors), batch_size=SHARD_BATCH, shuffle=True)
 
     def shard(self) -> float:

@@ -16,9 +16,9 @@ from torch import nn
 
 from sparktorch.base.config import Invalid, Precision, one_of
 from sparktorch.base.imports import load_object
-from sparktorch.base.redact import shown
+from sparktorch.base.redact import display_text
 from sparktorch.base.weights_folder import WeightsFolder
-from sparktorch.data.columns import TensorSpec, places_of
+from sparktorch.data.columns import TensorSpec, positions_of
 from sparktorch.errors import ConfigError, PersistenceError, shortens
 from sparktorch.ml.fit.checks import check_layers, check_outputs, check_scoring, naming_params
 from sparktorch.ml.fit.prepared_data import make_room
@@ -80,7 +80,7 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
         if self._trained is None:
             return html.block(type(self).__name__, self.uid)
         sizes = {name: html.number(size) for name, size in html.sizes(self).items()}
-        about = {"module": shown(self._trained.source), **sizes, **html.settings(self)}
+        about = {"module": display_text(self._trained.source), **sizes, **html.settings(self)}
         course = self._summary._repr_html_() if self._summary is not None else ""
         return html.block(type(self).__name__, self.uid, html.pairs(about), course)
 
@@ -273,7 +273,7 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
         count = sum(len(spec.sources) or 1 for spec in specs)
         if len(names) != count:
             raise ConfigError(f"the model takes {count} input columns, got {names}", param="inputCols")
-        remaining = iter([names[index] for index in places_of(specs)])
+        remaining = iter([names[index] for index in positions_of(specs)])
         renamed = []
         for spec in specs:
             sources = tuple(islice(remaining, len(spec.sources)))

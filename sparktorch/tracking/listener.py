@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import sparktorch
 from sparktorch.base.imports import matplotlib
-from sparktorch.base.redact import shown
+from sparktorch.base.redact import display_text
 from sparktorch.errors import redacted
 from sparktorch.ml.scoring import figures
 from sparktorch.spark.session import java_version, setting
@@ -246,7 +246,7 @@ def params(estimator: Params) -> dict[str, str]:
     """Returns the Params that are set or have a default, as readable text."""
     values = {param.name: value for param, value in estimator.extractParamMap().items()}
     return {
-        name: (redacted(value) if isinstance(value, str) else shown(value))[:_LONGEST_PARAM]
+        name: (redacted(value) if isinstance(value, str) else display_text(value))[:_LONGEST_PARAM]
         for name, value in sorted(values.items())
     }
 

@@ -67,7 +67,7 @@ def assign_positions(
     plan = SamplingPlan(
         rows=rows, batch_size=config.batch_size, seed=config.seed, shuffle=config.shuffle, block=config.shuffle_block
     )
-    shard.place(first, plan, epochs=config.epochs)
+    shard.schedule(first, plan, epochs=config.epochs)
     _weigh_classes(shard, config.class_weights, job.columns.classes or 0, None if independent else client)
     return team, config, plan
 

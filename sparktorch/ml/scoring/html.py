@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pyspark.ml.param import Params
 
-from sparktorch.base.redact import shown
+from sparktorch.base.redact import display_text
 from sparktorch.errors import ConfigError
 from sparktorch.ml.scoring.figures import picture
 
@@ -37,7 +37,7 @@ class Shown(Params):
 
 def settings(params: Params) -> dict[str, str]:
     """Returns the Params that are set as text: functions and modules by name, `***` for secrets."""
-    texts = {param.name: shown(value, param.name) for param, value in params._paramMap.items()}
+    texts = {param.name: display_text(value, param.name) for param, value in params._paramMap.items()}
     return {name: text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…" for name, text in texts.items()}
 
 

@@ -25,7 +25,8 @@ _POLL_SECONDS = 0.01
 _LOOK_SECONDS = 0.05
 _END_SECONDS = 10.0
 
-Results = list[tuple[dict[str, Any], bytes]]  # of all ranks: metadata, and the weights or nothing
+# Each rank returns metadata, and the weights or nothing.
+Results = list[tuple[dict[str, Any], bytes]]
 
 Judge = Callable[[dict[str, Any]], bool]
 
@@ -61,9 +62,10 @@ class RankPool(BarrierJob):
     def __init__(self, data: DataFrame, body: Body, launch: Launch) -> None:
         """Opens the store; `start` starts the job, in which `body` reads a rank's rows and carries out tasks."""
         super().__init__(data, body, launch, _NoObserver())
-        assert self._server is not None  # as `obstacle` has found
+        # `obstacle` says why there is no pool, also where the driver hosts no store.
+        assert self._server is not None
         self._orders = self._server
-        self._poll_seconds = paced(_POLL_SECONDS, launch.world_size // 10)  # one question for all ranks
+        self._poll_seconds = paced(_POLL_SECONDS, launch.world_size // 10)  # One question asks for all ranks.
         self.facts: list[dict[str, Any]] = []
 
     @property
@@ -119,7 +121,7 @@ class RankPool(BarrierJob):
                         watch.look()
                         looked = time.monotonic()
                 watch.listen()
-            except BaseException:  # an interrupt, or a stalled rank
+            except BaseException:  # It is an interrupt, or a rank has stalled.
                 server.cancel()
                 self.cancel()
                 raise
