@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 from pyspark.sql import types as T
 
-from sparktorch import Forecaster, Ranker, Recommender, TorchClassifier, TorchEstimator, TorchRegressor
+from sparktorch import TorchClassifier, TorchEstimator, TorchRegressor
 from sparktorch.errors import ColumnError, ConfigError, SparkTorchError
 from sparktorch.ml.fit.checks import check_new_columns, check_version
-from sparktorch.ml.fit.translate import translate
 
 SCHEMA = T.StructType().add("features", T.ArrayType(T.FloatType())).add("prediction", T.DoubleType())
 
@@ -74,32 +73,3 @@ def test_a_module_that_was_edited_between_two_fits_is_refused(tmp_path: Path, mo
         with pytest.raises(ConfigError, match="module 'edited_net' has other code than in an earlier fit"):
             check_version(source)
     check_version(str(tmp_path))  # a folder
-
-
-SERIES = {"orderCol": "day", "labelCol": "sold", "context": 3, "horizon": 2}
-RANKED = {"module": "torch.nn:Linear", "groupCol": "query"}
-
-
-@pytest.mark.parametrize(
-    ("kind", "params", "says"),
-    [
-        (Forecaster, {**SERIES, "orderCol": None}, "param=orderCol"),
-        (Forecaster, {**SERIES, "context": 1}, "param=context"),
-        (Forecaster, {**SERIES, "quantiles": [0.9, 0.1]}, "param=quantiles"),
-        (Forecaster, {**SERIES, "quantiles": [0.5], "loss": "MSELoss"}, "param=loss"),
-        (Forecaster, {**SERIES, "nullPolicy": "fill"}, "param=nullPolicy"),
-        (Forecaster, {**SERIES, "scaling": "series"}, "param=scaling"),
-        (Recommender, {"ratingCol": ""}, "param=ratingCol"),
-        (Recommender, {"rank": 0}, "param=rank"),
-        (Recommender, {"coldStartStrategy": "zero"}, "param=coldStartStrategy"),
-        (Ranker, {**RANKED, "groupCol": None}, "param=groupCol"),
-        (Ranker, {**RANKED, "loss": "listnett"}, "param=loss"),
-        (Ranker, {**RANKED, "split": "keep"}, "param=split"),
-        (Ranker, {**RANKED, "strategy": "mesh", "strategyParams": {"shard": 1}}, "param=strategy"),
-    ],
-)
-def test_what_an_estimator_of_a_task_cannot_do_is_refused_by_its_params_alone(
-    kind: Any, params: dict[str, Any], says: str
-) -> None:
-    with pytest.raises(ConfigError, match=says):
-        translate(kind(**params), kind._task)

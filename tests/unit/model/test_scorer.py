@@ -1,4 +1,4 @@
-"""Batches without room or without rows, and the options of scoring as files have them."""
+"""Batches without room or without rows, options of scoring in files, and the best of many scores."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from sparktorch.data.convert.tensors import to_arrow
 from sparktorch.errors import ModuleError
 from sparktorch.model.scorer import Scorer, Scoring
 from sparktorch.model.trained_module import TrainedModule
+from sparktorch.tasks.recommender.top_k import NOTHING, block_rows, top_k
 from sparktorch.tracking.pyfunc import PyFuncModel
 from sparktorch.train.recipe.dry_run import OutputSpec
 from tests.support.models import trained_module
@@ -126,3 +127,24 @@ def test_models_of_older_versions_say_whether_a_row_with_a_null_gets_null_result
     form: dict[str, Any], invalid: str
 ) -> None:
     assert Scoring.from_dict({**form, "thresholds": None}) == Scoring(batch_size="auto", invalid=cast(Invalid, invalid))
+
+
+@pytest.mark.parametrize("columns", [1, 5, 63, 64, 65, 1_000])
+@pytest.mark.parametrize("k", [1, 10, 200])
+def test_lists_are_those_of_a_stable_sort_however_many_scores_are_equal(columns: int, k: int) -> None:
+    draw = torch.Generator().manual_seed(columns)
+    for scores in (
+        torch.randn(20, columns, generator=draw),
+        torch.randint(-2, 3, (20, columns), generator=draw).float() * -0.0,
+        torch.randint(-2, 3, (20, columns), generator=draw).float(),
+        torch.full((20, columns), NOTHING),
+    ):
+        expected = np.argsort(-scores.numpy(), axis=1, kind="stable")[:, :k]
+        found, places = top_k(scores, k)
+        np.testing.assert_array_equal(places, expected)
+        np.testing.assert_array_equal(found, np.take_along_axis(scores.numpy(), expected, 1))
+
+
+def test_a_block_has_a_row_at_least() -> None:
+    assert block_rows(10**9) == 1
+    assert block_rows(1_000) * 1_000 * 4 <= 2 << 20
