@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from sparktorch.adapters.petastorm.dataframes import read_petastorm
     from sparktorch.errors import SparkTorchError
     from sparktorch.ml.classification import TorchClassificationModel, TorchClassifier
     from sparktorch.ml.estimator import TorchEstimator
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     )
     from sparktorch.ml.tuning.cross_validator import TorchCrossValidator
     from sparktorch.ml.tuning.tuner import TorchTuner
-    from sparktorch.spark.petastorm import read_petastorm
     from sparktorch.spark.rdd import tensor_rdd, to_dataframe
     from sparktorch.train.callbacks import Callback
     from sparktorch.worker.run_context import RunContext
@@ -106,7 +106,7 @@ _HOMES = {
     "TorchRegressor": "sparktorch.ml.regression",
     "TorchTuner": "sparktorch.ml.tuning.tuner",
     "collective_map": "sparktorch.ml.fit.run",
-    "read_petastorm": "sparktorch.spark.petastorm",
+    "read_petastorm": "sparktorch.adapters.petastorm.dataframes",
     "run": "sparktorch.ml.fit.run",
     "tensor_rdd": "sparktorch.spark.rdd",
     "to_dataframe": "sparktorch.spark.rdd",

@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from sparktorch.adapters.huggingface.folder import opened
+from sparktorch.adapters.lightning import recipe_type
 from sparktorch.base.config import Task
 from sparktorch.base.imports import load_object
 from sparktorch.base.state_dict import pack_state
@@ -23,8 +25,6 @@ from sparktorch.ml.fit.translate import input_columns
 from sparktorch.model.export import Script, example_inputs, export_program
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.frame.prepare import prepare
-from sparktorch.train.huggingface.folder import opened
-from sparktorch.train.lightning import recipe_type
 from sparktorch.train.recipe.dry_run import arguments_of, try_forward
 
 if TYPE_CHECKING:

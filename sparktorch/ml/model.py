@@ -14,6 +14,8 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 from torch import nn
 
+from sparktorch.adapters.huggingface.folder import written
+from sparktorch.adapters.huggingface.preprocess import FromFolder
 from sparktorch.base.config import Invalid, Precision, one_of
 from sparktorch.base.imports import load_object
 from sparktorch.base.redact import shown
@@ -47,8 +49,6 @@ from sparktorch.spark.scoring_udf import (
     without_invalid,
 )
 from sparktorch.spark.session import session_of
-from sparktorch.train.huggingface.folder import written
-from sparktorch.train.huggingface.preprocess import FromFolder
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -26,6 +26,7 @@ from pyspark.ml.wrapper import JavaWrapper
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
+from sparktorch.adapters.huggingface.models import is_config
 from sparktorch.base.imports import MOVED, import_path, load_object
 from sparktorch.base.json_values import is_json, tuples_made, tuples_marked
 from sparktorch.base.weights_folder import WeightsFolder
@@ -36,7 +37,6 @@ from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.compat import frame_of, ml_session
 from sparktorch.spark.replace import save_beside
 from sparktorch.spark.session import is_connect, switched_on
-from sparktorch.train.huggingface.models import is_config
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -9,6 +9,9 @@ from typing import Any
 
 from pyspark.sql import DataFrame
 
+from sparktorch.adapters.huggingface.folder import classifier_in, config_in, has_new_weights
+from sparktorch.adapters.huggingface.models import names_of_arguments
+from sparktorch.adapters.huggingface.preprocess import FromFolder, Pixels, Tokens
 from sparktorch.base.config import at_least
 from sparktorch.base.imports import transformers
 from sparktorch.data.image_network import ImageNetwork
@@ -25,9 +28,6 @@ from sparktorch.ml.tasks.automatic import IMAGES, NEW_IMAGES, NEW_TEXTS, TEXTS, 
 from sparktorch.ml.tasks.image_size import usual_size
 from sparktorch.ml.tasks.labelled import LabelledEstimator, LearnedOfLabels
 from sparktorch.model.trained_module import TrainedModule
-from sparktorch.train.huggingface.folder import classifier_in, config_in, has_new_weights
-from sparktorch.train.huggingface.models import names_of_arguments
-from sparktorch.train.huggingface.preprocess import FromFolder, Pixels, Tokens
 
 __all__ = [
     "ImageClassificationModel",

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sparktorch.adapters.huggingface.models import call
 from sparktorch.base.config import one_of
 from sparktorch.base.imports import onnxscript
 from sparktorch.base.state_dict import pack_state
@@ -21,7 +22,6 @@ from sparktorch.data.columns import TensorSpec
 from sparktorch.errors import PersistenceError, causes
 from sparktorch.model.export import ExportError, export_whole, exported_whole, quiet_export
 from sparktorch.model.trained_module import TrainedModule
-from sparktorch.train.huggingface.models import call
 from sparktorch.train.recipe.task import prediction
 
 __all__ = ["write_as"]

@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
+from sparktorch.adapters.huggingface.models import call
 from sparktorch.base.batch import cut
 from sparktorch.base.config import Invalid, Precision
 from sparktorch.base.devices import let_go
@@ -27,7 +28,6 @@ from sparktorch.data.preprocess import Preprocess
 from sparktorch.data.storage import RowStorage
 from sparktorch.errors import ModuleError
 from sparktorch.model.trained_module import TrainedModule
-from sparktorch.train.huggingface.models import call
 from sparktorch.train.numerics.determinism import tf32_allowed
 from sparktorch.train.numerics.torch_errors import is_out_of_memory
 from sparktorch.train.recipe.task import align, autocast, check_rows, prediction

@@ -25,6 +25,9 @@ import pyarrow as pa
 import torch
 from torch import nn
 
+from sparktorch.adapters.huggingface.folder import rebuildable
+from sparktorch.adapters.huggingface.models import model_in
+from sparktorch.adapters.lightning import recipe_type
 from sparktorch.base.config import Task
 from sparktorch.base.imports import import_path, load_object
 from sparktorch.base.json_values import is_json, tuples_made, tuples_marked
@@ -35,9 +38,6 @@ from sparktorch.data.preprocess import Function, check_signature
 from sparktorch.errors import PersistenceError, SparkTorchError
 from sparktorch.model.bundled_code import check_code, fingerprints
 from sparktorch.model.export import ExportError, Program, Script, check_archive, export_program
-from sparktorch.train.huggingface.folder import rebuildable
-from sparktorch.train.huggingface.models import model_in
-from sparktorch.train.lightning import recipe_type
 from sparktorch.train.recipe.dry_run import ArgumentSpec, OutputSpec
 from sparktorch.train.recipe.frozen_base import load_weights, seed_of
 from sparktorch.train.recipe.recipe import ModuleSource, Recipe

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import sparktorch
+from sparktorch.adapters.huggingface.preprocess import FromFolder
 from sparktorch.errors import ModuleError, PersistenceError, SparkTorchError
 from sparktorch.model.export import ExportError, export_whole
-from sparktorch.train.huggingface.preprocess import FromFolder
 
 if TYPE_CHECKING:
     from mlflow.models import Model, ModelSignature

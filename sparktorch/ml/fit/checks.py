@@ -14,6 +14,8 @@ from pyspark.ml.param import Params
 from pyspark.sql import DataFrame
 from torch import nn
 
+from sparktorch.adapters.huggingface.models import MODEL_LOSS
+from sparktorch.adapters.lightning import check_class
 from sparktorch.base.config import TrainConfig, above, at_least, one_of, rows_or_auto
 from sparktorch.base.imports import import_path, load_object
 from sparktorch.errors import ColumnError, ConfigError, ModuleError, Refusal, nearest, refuse
@@ -22,8 +24,6 @@ from sparktorch.ml.params.mixins import EstimatorParams
 from sparktorch.ml.scoring.output_fields import check_apart
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.train.callbacks import check_callback
-from sparktorch.train.huggingface.models import MODEL_LOSS
-from sparktorch.train.lightning import check_class
 from sparktorch.train.recipe.metrics import has_metric
 from sparktorch.train.recipe.recipe import Recipe
 

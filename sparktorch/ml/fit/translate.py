@@ -11,6 +11,9 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from typing import Any, Generic, Literal, TypeVar
 
+from sparktorch.adapters.huggingface.folder import opened
+from sparktorch.adapters.huggingface.models import MODEL_LOSS
+from sparktorch.adapters.lightning import LightningRecipe, without_trainer
 from sparktorch.base.config import CheckpointConfig, StorageConfig, Task, TrainConfig
 from sparktorch.base.imports import load_object
 from sparktorch.data.columns import Groups, InputOptions
@@ -25,9 +28,6 @@ from sparktorch.ml.params.declare import ParamSpec, input_names
 from sparktorch.ml.params.mixins import EstimatorParams, RunParams
 from sparktorch.spark.launch.barrier_job import Launch
 from sparktorch.train.checkpoint.store import CheckpointStore
-from sparktorch.train.huggingface.folder import opened
-from sparktorch.train.huggingface.models import MODEL_LOSS
-from sparktorch.train.lightning import LightningRecipe, without_trainer
 from sparktorch.train.recipe.lookup import check_name, name_of
 from sparktorch.train.recipe.loss import GroupsLossStep
 from sparktorch.train.recipe.metrics import has_metric

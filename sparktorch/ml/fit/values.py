@@ -11,13 +11,13 @@ import torch
 from pyspark.ml.param import Params
 from torch import nn
 
+from sparktorch.adapters.huggingface.models import has_own_loss
+from sparktorch.adapters.lightning import is_lightning
 from sparktorch.base.devices import is_kind
 from sparktorch.base.imports import load_object
 from sparktorch.errors import Refusal
 from sparktorch.model.export import Program, Script
 from sparktorch.model.trained_module import TrainedModule
-from sparktorch.train.huggingface.models import has_own_loss
-from sparktorch.train.lightning import is_lightning
 from sparktorch.train.strategies.base import Kind
 from sparktorch.train.strategies.registry import resumable, strategy_for, strategy_type
 

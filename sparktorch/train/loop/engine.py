@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from sparktorch.adapters.huggingface.models import call, model_in
 from sparktorch.base.batch import Batch, micro_batches, padding
 from sparktorch.base.config import TrainConfig
 from sparktorch.base.deferred import Deferred
 from sparktorch.base.devices import let_go
 from sparktorch.base.world import World
 from sparktorch.errors import ModuleError
-from sparktorch.train.huggingface.models import call, model_in
 from sparktorch.train.loop.micro_batches import Split
 from sparktorch.train.numerics.determinism import generators_state, set_generators_state, untouched_generators
 from sparktorch.train.numerics.non_finite import LossWatch, all_finite

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from sparktorch.adapters.huggingface.models import is_model, without_caches
 from sparktorch.errors import ConfigError, ModuleError
-from sparktorch.train.huggingface.models import is_model, without_caches
 from sparktorch.train.sharding.arguments import Arguments
 
 __all__ = ["HOW", "Cut", "Outline", "Output", "Stage", "bare"]

@@ -22,12 +22,12 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from sparktorch.adapters.huggingface.models import arguments
 from sparktorch.base.batch import Batch
 from sparktorch.base.config import Precision, TrainConfig
 from sparktorch.base.world import World
 from sparktorch.errors import ConfigError, SparkTorchError
 from sparktorch.train.checkpoint.tensors import create_optimizer_state, own_optimizer
-from sparktorch.train.huggingface.models import arguments
 from sparktorch.train.loop.engine import Engine
 from sparktorch.train.pipeline.cut import Cut
 from sparktorch.train.plan.table import Need, Plan

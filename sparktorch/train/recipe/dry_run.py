@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from sparktorch.adapters.huggingface.folder import log_differences
+from sparktorch.adapters.huggingface.models import MODEL_LOSS, call, check_model_loss
 from sparktorch.base.batch import Batch
 from sparktorch.base.config import Task
 from sparktorch.base.state_dict import check_state
 from sparktorch.base.world import World
 from sparktorch.errors import ModuleError, SparkTorchError, line_of_user, refusing
-from sparktorch.train.huggingface.folder import log_differences
-from sparktorch.train.huggingface.models import MODEL_LOSS, call, check_model_loss
 from sparktorch.train.recipe.hints import hints_for
 from sparktorch.train.recipe.loss import Loss, TrainingStep, check_mean, full_precision
 from sparktorch.train.recipe.loss_tensors import check_parameters, unchanged_buffers

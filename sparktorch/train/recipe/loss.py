@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from sparktorch.adapters.huggingface.models import call, model_loss
 from sparktorch.base.batch import Batch
 from sparktorch.base.devices import upload
 from sparktorch.base.world import World
 from sparktorch.errors import ColumnError, ModuleError
-from sparktorch.train.huggingface.models import call, model_loss
 from sparktorch.train.recipe.lookup import building, look_up, name_of, parameters_of
 from sparktorch.train.recipe.task import align, each_tensor, prediction
 

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from sparktorch.adapters.huggingface.folder import ConvertedWeights
+from sparktorch.adapters.huggingface.models import MODEL_LOSS, is_model, with_config
 from sparktorch.base.deferred import Deferred, deferred
 from sparktorch.base.imports import SHIPPING_HINT, load_object
 from sparktorch.base.state_dict import unpack_state
 from sparktorch.base.weights_folder import WeightsFolder
 from sparktorch.base.world import World
 from sparktorch.errors import ConfigError, ModuleError, refusing
-from sparktorch.train.huggingface.folder import ConvertedWeights
-from sparktorch.train.huggingface.models import MODEL_LOSS, is_model, with_config
 from sparktorch.train.recipe.frozen_base import lacks_base, load_weights, seed_of
 from sparktorch.train.recipe.lookup import (
     building,

@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from sparktorch.adapters.huggingface.models import MODEL_LOSS, arguments, gets_row_labels, without_caches
 from sparktorch.base.batch import Batch
 from sparktorch.base.devices import is_host
 from sparktorch.distributed.process_group import KEEPS_ORDER, subgroup
 from sparktorch.errors import ConfigError, Refusal
-from sparktorch.train.huggingface.models import MODEL_LOSS, arguments, gets_row_labels, without_caches
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.sharding.dtensor import (
     divide_gradients,

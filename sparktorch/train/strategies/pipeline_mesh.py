@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from sparktorch.adapters.huggingface.models import arguments
 from sparktorch.base.batch import Batch
 from sparktorch.base.devices import is_host, seed
 from sparktorch.distributed.process_group import subgroup, sum_over_ranks
 from sparktorch.errors import Refusal
 from sparktorch.train.checkpoint.tensors import OPTIMIZER
-from sparktorch.train.huggingface.models import arguments
 from sparktorch.train.pipeline.checks import MicroLosses, arguments_of, check_equal, check_rows, check_step, stand_in
 from sparktorch.train.pipeline.cut import Cut, Stage
 from sparktorch.train.pipeline.pipe import Pipe, as_bytes

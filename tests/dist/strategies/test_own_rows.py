@@ -12,11 +12,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from sparktorch.adapters.huggingface.folder import opened
 from sparktorch.base.batch import Batch
 from sparktorch.base.config import TrainConfig
 from sparktorch.base.world import World
 from sparktorch.errors import ModuleError
-from sparktorch.train.huggingface.folder import opened
 from sparktorch.train.plan.memory import plan
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.sharding.dtensor import whole

@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import BertForSequenceClassification, GPT2LMHeadModel
 
+from sparktorch.adapters.huggingface.folder import opened
+from sparktorch.adapters.huggingface.models import MODEL_LOSS
 from sparktorch.base.config import TrainConfig
 from sparktorch.data.columns import KEY, LABEL, Columns, TensorSpec
 from sparktorch.data.preprocess import Preprocess
-from sparktorch.train.huggingface.folder import opened
-from sparktorch.train.huggingface.models import MODEL_LOSS
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.worker import TrainJob
 from tests.support.frames import Table

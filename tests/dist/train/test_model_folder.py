@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from sparktorch import Callback
+from sparktorch.adapters.huggingface.folder import opened
 from sparktorch.base.batch import Batch
 from sparktorch.base.deferred import deferred
 from sparktorch.base.state_dict import pack_state, unpacked_weights
@@ -28,7 +29,6 @@ from sparktorch.base.weights_folder import INDEX, WeightsFolder
 from sparktorch.base.world import World
 from sparktorch.data.columns import VALIDATION
 from sparktorch.errors import PersistenceError
-from sparktorch.train.huggingface.folder import opened
 from sparktorch.train.loop import model_folder
 from sparktorch.train.loop.engine import Engine
 from sparktorch.train.loop.model_folder import Weights

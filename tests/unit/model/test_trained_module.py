@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from sparktorch.adapters.huggingface.preprocess import Tokens
 from sparktorch.base.config import Task
 from sparktorch.data.columns import TensorSpec
 from sparktorch.errors import ColumnError, PersistenceError, SparkTorchError
@@ -22,7 +23,6 @@ from sparktorch.model.export import Program
 from sparktorch.model.scorer import Scorer
 from sparktorch.model.trained_module import FORMAT_VERSION, TrainedModule
 from sparktorch.tracking.pyfunc import PyFuncModel
-from sparktorch.train.huggingface.preprocess import Tokens
 from tests.support.models import FEATURES, trained_module
 from tests.support.nets import Fourier, Logit, Mlp, NamedPair, Pair, Score
 

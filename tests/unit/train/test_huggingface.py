@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sparktorch import TextClassifier
+from sparktorch.adapters.huggingface.folder import has_new_weights, opened, rebuildable
 from sparktorch.errors import ModuleError, SparkTorchError
 from sparktorch.ml.tasks.automatic import NEW_TEXTS, TEXTS
-from sparktorch.train.huggingface.folder import has_new_weights, opened, rebuildable
 from sparktorch.train.recipe.dry_run import dry_run
 from sparktorch.train.recipe.recipe import Recipe
 

@@ -13,13 +13,13 @@ import torch
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
+from sparktorch.adapters.lightning import LightningRecipe, check_class, is_lightning
+from sparktorch.adapters.lightning.optimizers import configured
+from sparktorch.adapters.lightning.recognise import _REFUSED
+from sparktorch.adapters.lightning.state import TrainerView, unchanged
+from sparktorch.adapters.lightning.step import Logs
 from sparktorch.base.world import World
 from sparktorch.errors import ModuleError
-from sparktorch.train.lightning import LightningRecipe, check_class, is_lightning
-from sparktorch.train.lightning.optimizers import configured
-from sparktorch.train.lightning.recognise import _REFUSED
-from sparktorch.train.lightning.state import TrainerView, unchanged
-from sparktorch.train.lightning.step import Logs
 from sparktorch.train.recipe.dry_run import dry_run
 from sparktorch.train.recipe.recipe import Recipe
 
@@ -39,7 +39,7 @@ def test_modules_are_known_by_class_path_and_instance_and_lightning_is_not_impor
         assert not is_lightning(other)
     program = """
 import sys, torch
-from sparktorch.train.lightning import is_lightning
+from sparktorch.adapters.lightning import is_lightning
 assert not is_lightning(torch.nn.Linear(1, 1))
 print([name for name in sys.modules if "lightning" in name and "sparktorch" not in name])
 """

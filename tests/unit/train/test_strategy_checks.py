@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from sparktorch.adapters.huggingface.folder import opened
+from sparktorch.adapters.huggingface.models import MODEL_LOSS
 from sparktorch.errors import ConfigError, ModuleError
-from sparktorch.train.huggingface.folder import opened
-from sparktorch.train.huggingface.models import MODEL_LOSS
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.registry import check_module, check_strategy
 from tests.support.attention_nets import Translator

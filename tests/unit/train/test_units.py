@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from sparktorch.adapters.huggingface.folder import opened
 from sparktorch.base.config import TrainConfig
 from sparktorch.base.world import World
 from sparktorch.errors import ModuleError
-from sparktorch.train.huggingface.folder import opened
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.sharding.units import ShardingOptions, units
 from sparktorch.train.strategies.base import Start

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from sparktorch.adapters.lightning.recognise import base_of
+from sparktorch.adapters.lightning.state import TrainerView
 from sparktorch.errors import ModuleError
-from sparktorch.train.lightning.recognise import base_of
-from sparktorch.train.lightning.state import TrainerView
 from sparktorch.train.recipe.lr_schedule import Schedule, without_step_warning
 
 __all__ = ["Configured", "LightningSchedule", "configured"]

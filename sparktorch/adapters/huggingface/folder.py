@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 
+from sparktorch.adapters.huggingface.models import is_config, is_folder, is_model, model_in
 from sparktorch.base.deferred import Deferred
 from sparktorch.base.imports import import_path, transformers
 from sparktorch.base.state_dict import pack_state
 from sparktorch.base.weights_folder import WeightsFolder, is_weights_folder
 from sparktorch.errors import ModuleError, PersistenceError, nearest, refusing
-from sparktorch.train.huggingface.models import is_config, is_folder, is_model, model_in
 
 __all__ = [
     *("ConvertedWeights", "classifier_in", "config_in", "has_new_weights", "log_differences"),

@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 import pyarrow as pa
 import torch
 
+from sparktorch.adapters.huggingface.folder import stamp
 from sparktorch.base.imports import pillow, transformers
 from sparktorch.errors import ModuleError, refusing
-from sparktorch.train.huggingface.folder import stamp
 
 __all__ = ["FromFolder", "Pixels", "Tokens"]
 

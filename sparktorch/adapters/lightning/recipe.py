@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from sparktorch.adapters.lightning.optimizers import Configured
+from sparktorch.adapters.lightning.recognise import check_instance, is_lightning, overrides
+from sparktorch.adapters.lightning.state import TrainerView
+from sparktorch.adapters.lightning.training import LightningTraining, training_of
 from sparktorch.base.world import World
 from sparktorch.errors import ModuleError, refusing
-from sparktorch.train.lightning.optimizers import Configured
-from sparktorch.train.lightning.recognise import check_instance, is_lightning, overrides
-from sparktorch.train.lightning.state import TrainerView
-from sparktorch.train.lightning.training import LightningTraining, training_of
 from sparktorch.train.recipe.recipe import Recipe, called, recipe_of
 
 __all__ = ["LightningRecipe", "recipe_type"]

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from sparktorch.adapters.lightning.recognise import overrides
 from sparktorch.base.world import World
 from sparktorch.errors import refusing
-from sparktorch.train.lightning.recognise import overrides
 from sparktorch.train.recipe.metrics import quiet, reduce_over_ranks
 
 __all__ = ["Metrics", "Saved", "TrainerView", "unchanged"]

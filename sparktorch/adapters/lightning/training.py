@@ -10,13 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparktorch.base.batch import Batch
-from sparktorch.base.world import World
-from sparktorch.errors import ModuleError, nearest, refusing
-from sparktorch.train.lightning.optimizers import Configured, LightningSchedule, configured
-from sparktorch.train.lightning.recognise import overrides, parts
-from sparktorch.train.lightning.state import Metrics, Saved, TrainerView, unchanged
-from sparktorch.train.lightning.step import (
+from sparktorch.adapters.lightning.optimizers import Configured, LightningSchedule, configured
+from sparktorch.adapters.lightning.recognise import overrides, parts
+from sparktorch.adapters.lightning.state import Metrics, Saved, TrainerView, unchanged
+from sparktorch.adapters.lightning.step import (
     Call,
     LightningStep,
     Logs,
@@ -26,6 +23,9 @@ from sparktorch.train.lightning.step import (
     loss_of,
     number_of,
 )
+from sparktorch.base.batch import Batch
+from sparktorch.base.world import World
+from sparktorch.errors import ModuleError, nearest, refusing
 from sparktorch.train.recipe.loss import TrainingStep
 from sparktorch.train.recipe.metrics import quiet
 from sparktorch.train.recipe.own_training import OwnTraining, Within

@@ -18,9 +18,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from sparktorch.adapters.petastorm.unischema import UnischemaField, read_unischema
 from sparktorch.base.imports import pillow
 from sparktorch.data.columns import KEY, VALIDATION, Columns
-from sparktorch.data.petastorm.unischema import UnischemaField, read_unischema
 from sparktorch.errors import ColumnError, DatasetError
 
 __all__ = ["ARROW_TYPES", "SHAPE_SUFFIX", "Decoder", "Layout", "reader_batches", "schema_in"]
