@@ -13,8 +13,6 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from sparktorch.adapters.huggingface.folder import opened
-from sparktorch.adapters.lightning import recipe_type
 from sparktorch.base.config import Task
 from sparktorch.base.imports import load_object
 from sparktorch.base.state_dict import pack_state
@@ -25,6 +23,7 @@ from sparktorch.ml.fit.translate import input_columns
 from sparktorch.model.export import Script, example_inputs, export_program
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.frame.prepare import prepare
+from sparktorch.train.recipe.adapter import adapter_of
 from sparktorch.train.recipe.dry_run import arguments_of, try_forward
 
 if TYPE_CHECKING:
@@ -125,8 +124,9 @@ def _source_of(module: Any, params: Mapping[str, Any], weights: Weights | None, 
 
 
 def _made(module: Any, params: Mapping[str, Any], weights: Weights | None) -> dict[str, Any]:
-    """Returns the fields of an instance, a class or factory, or a model of Hugging Face's."""
-    found = opened(module, params, seed=0, complete=weights is None) or {"module": module, "module_params": params}
+    """Returns the fields of an instance, a class or factory, or what a library makes a module of."""
+    adapter = adapter_of(module)
+    found = adapter.recipe_fields(module, params, seed=0, complete=weights is None)
     source = found["module"]
     made_by = load_object(source) if isinstance(source, str) else source
     made_by = made_by.func if isinstance(made_by, partial) else made_by
@@ -136,7 +136,7 @@ def _made(module: Any, params: Mapping[str, Any], weights: Weights | None) -> di
         raise ConfigError(
             f"module is made of the class {made_by.__qualname__}, without weights", hint=hint, param="weights"
         )
-    built = recipe_type(found["module"])(**found).build_module(0)
+    built = adapter.recipe(**found).build_module(0)
     if weights is not None:
         state = _state(weights)
         inner = [key for key, value in state.items() if isinstance(value, Mapping)]

@@ -16,7 +16,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
-from sparktorch.adapters.huggingface.models import call
 from sparktorch.base.batch import cut
 from sparktorch.base.config import Invalid, Precision
 from sparktorch.base.devices import let_go
@@ -30,6 +29,7 @@ from sparktorch.errors import ModuleError
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.train.numerics.determinism import tf32_allowed
 from sparktorch.train.numerics.torch_errors import is_out_of_memory
+from sparktorch.train.recipe.adapter import adapter_of
 from sparktorch.train.recipe.task import align, autocast, check_rows, prediction
 
 __all__ = ["Scorer", "first_batch_size"]
@@ -81,6 +81,7 @@ class Scorer:
         self._autocast = autocast(self._device, precision)
         self._names = trained.names
         self._plain = trained.build(weights).to(self._device)
+        self._adapter = adapter_of(self._plain)
         self._layers = dict(layers or {})
         self._seen: dict[str, Any] = {}  # what the layers have returned
         self._alone = Lock() if self._layers else nullcontext()  # other threads would put theirs there
@@ -209,7 +210,7 @@ class Scorer:
         rows = len(inputs[0])
         with self._alone, self._autocast, tf32_allowed(False, self._device):
             try:
-                output = prediction(call(self._module, inputs, self._names, self._plain))
+                output = prediction(self._adapter.call(self._module, inputs, self._names, self._plain))
                 seen = {field: _by_row(self._seen.get(field), layer, rows) for field, layer in self._layers.items()}
             finally:
                 self._seen.clear()  # also where forward fails: they hold the device's memory

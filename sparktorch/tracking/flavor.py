@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import sparktorch
-from sparktorch.adapters.huggingface.preprocess import FromFolder
+from sparktorch.data.preprocess import LoadedPreprocess
 from sparktorch.errors import ModuleError, PersistenceError, SparkTorchError
 from sparktorch.model.export import ExportError, export_whole
 
@@ -190,7 +190,7 @@ def _packages(trained: TrainedModule) -> set[str]:
     modules = [_module_of(source) for source in (trained.source, trained.preprocess) if source is not None]
     with suppress(SparkTorchError):  # the weights need not be here
         modules += [kind.__module__ for part in trained.parts() for kind in type(part).__mro__]
-    if isinstance(trained.preprocess, FromFolder):
+    if isinstance(trained.preprocess, LoadedPreprocess):
         modules += trained.preprocess.libraries
     if any(spec.layout == "image" for spec in trained.inputs):
         modules.append("PIL")

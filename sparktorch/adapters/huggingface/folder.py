@@ -12,7 +12,7 @@ import functools
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -21,16 +21,16 @@ from typing import Any
 
 import torch
 
-from sparktorch.adapters.huggingface.models import is_config, is_folder, is_model, model_in
-from sparktorch.base.deferred import Deferred
+from sparktorch.adapters.huggingface.models import is_config, is_folder, is_model
+from sparktorch.base.deferred import Deferred, PartialWeights
 from sparktorch.base.imports import import_path, transformers
 from sparktorch.base.state_dict import pack_state
 from sparktorch.base.weights_folder import WeightsFolder, is_weights_folder
-from sparktorch.errors import ModuleError, PersistenceError, nearest, refusing
+from sparktorch.errors import ModuleError, nearest, refusing
 
 __all__ = [
-    *("ConvertedWeights", "classifier_in", "config_in", "has_new_weights", "log_differences"),
-    *("opened", "rebuildable", "stamp", "written"),
+    *("ConvertedWeights", "classifier_in", "config_in", "has_new_weights"),
+    *("opened", "rebuildable", "stamp"),
 ]
 
 _log = logging.getLogger(__name__)
@@ -131,22 +131,6 @@ def classifier_in(folder: str, auto: str, classes: int | None) -> dict[str, Any]
     return {"architectures": [known[type(config)].__name__], "problem_type": "single_label_classification", **more}
 
 
-def written(module: Any, folder: str, labels: Sequence[str], beside: Any = None) -> None:
-    """Writes a model, with a tokenizer or image processor `beside` it, as a folder that transformers opens.
-
-    Of adapters, it writes what `peft` does: their weights and configuration, without the base.
-    """
-    model = model_in(module)
-    if Path(folder).is_file():
-        raise PersistenceError(f"{folder} is a file", hint="name a folder, which is made if it is missing")
-    if labels and model is not None:
-        model.config.id2label = dict(enumerate(labels))
-        model.config.label2id = {label: number for number, label in enumerate(labels)}
-    module.save_pretrained(folder)
-    if beside is not None:
-        beside.save_pretrained(folder)
-
-
 def stamp(folder: str) -> tuple[tuple[str, int], ...]:
     """Returns the files in a folder and when they were written, as the key of what was read from them."""
     files = filter(Path.exists, Path(folder).iterdir())  # not links that lead nowhere
@@ -245,7 +229,7 @@ class _Source:
     tensors: list[tuple[str, str]] = field(default_factory=list)
 
 
-class ConvertedWeights(Mapping[str, torch.Tensor]):
+class ConvertedWeights(PartialWeights):
     """A model's parameters and buffers by name, as far as a folder has them; each is made when it is asked for.
 
     Attributes:
@@ -350,16 +334,13 @@ class ConvertedWeights(Mapping[str, torch.Tensor]):
     def _read(self, key: str, device: str, dtype: torch.dtype) -> torch.Tensor:
         return self._saved[key].to(device, dtype)
 
-
-def log_differences(built: Deferred) -> None:
-    """Logs what a model has and its folder has not, and the other way round, but for what transformers passes over."""
-    if isinstance(built.saved, ConvertedWeights):
-        model: Any = built.module
-        found = SimpleNamespace(missing_keys=set(built.lacking), unexpected_keys=set(built.saved.unknown))
-        model._adjust_missing_and_unexpected_keys(found)
+    def log_differences(self, built: Deferred) -> None:
+        """Logs what the model has and its folder has not, and the reverse, but for what transformers passes over."""
+        found = SimpleNamespace(missing_keys=set(built.lacking), unexpected_keys=set(self.unknown))
+        self._model._adjust_missing_and_unexpected_keys(found)
         if lacking := [name for name in built.lacking if name in found.missing_keys]:
             _log.warning("new in the model, as the folder has no values for them: %s", _listed(lacking))
-        if unknown := [name for name in built.saved.unknown if name in found.unexpected_keys]:
+        if unknown := [name for name in self.unknown if name in found.unexpected_keys]:
             _log.warning("in the folder, and not in the model: %s", _listed(unknown))
 
 

@@ -15,18 +15,19 @@ import torch
 
 from sparktorch.adapters.huggingface.folder import stamp
 from sparktorch.base.imports import pillow, transformers
+from sparktorch.data.preprocess import LoadedPreprocess
 from sparktorch.errors import ModuleError, refusing
 
 __all__ = ["FromFolder", "Pixels", "Tokens"]
 
 
 @dataclass(frozen=True)
-class FromFolder:
+class FromFolder(LoadedPreprocess):
     """A `preprocess` of one column, that is sent as a path and read in the process that needs it."""
 
     folder: str  # the same on each machine
     auto: ClassVar[str]  # the class in transformers that reads it
-    libraries: ClassVar[tuple[str, ...]] = ("transformers",)  # which it imports
+    libraries: ClassVar[tuple[str, ...]] = ("transformers",)
 
     def load(self) -> Any:
         """Returns the tokenizer or image processor in the folder, which must be on this machine."""

@@ -10,19 +10,16 @@ import torch
 from torch import nn
 
 from sparktorch.adapters.lightning.optimizers import Configured
-from sparktorch.adapters.lightning.recognise import check_instance, is_lightning, overrides
+from sparktorch.adapters.lightning.recognise import check_class, check_instance, overrides, without_trainer
 from sparktorch.adapters.lightning.state import TrainerView
 from sparktorch.adapters.lightning.training import LightningTraining, training_of
+from sparktorch.base.config import TrainConfig
 from sparktorch.base.world import World
 from sparktorch.errors import ModuleError, refusing
+from sparktorch.train.recipe.metrics import has_metric
 from sparktorch.train.recipe.recipe import Recipe, called, recipe_of
 
-__all__ = ["LightningRecipe", "recipe_type"]
-
-
-def recipe_type(source: Any) -> type[Recipe]:
-    """Returns the class of the recipe for a module's source."""
-    return LightningRecipe if is_lightning(source) else Recipe
+__all__ = ["LightningRecipe"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +31,20 @@ class LightningRecipe(Recipe):
     validates: bool = False  # whether there are validation rows
     needs_metric: str | None = None  # which its validations must give
     stage: str = "predict"  # the argument of the module's `setup`
+
+    def for_fit(self, config: TrainConfig, *, validated: bool) -> LightningRecipe:
+        """Returns the recipe of a fit; refuses classes whose methods a fit would not call."""
+        check_class(self.module, validated=validated)
+        return replace(
+            self,
+            module=without_trainer(self.module),
+            loss=None,
+            epochs=config.epochs,
+            accumulation=config.accumulation_steps,
+            validates=validated,
+            needs_metric=None if has_metric(config.best_metric, config.task, self.metrics) else config.needs_metric,
+            stage="fit",
+        )
 
     def _make_module(self, seed: int, build: Callable[[Callable[[], nn.Module]], nn.Module] = called) -> nn.Module:
         """Builds the module; calls `setup` and `configure_model`, which may make layers."""
@@ -52,7 +63,7 @@ class LightningRecipe(Recipe):
         """Whether the module brings its own training step: a LightningModule does."""
         return True
 
-    def build_own(self, module: nn.Module, world: World, steps: int) -> LightningTraining:
+    def module_training(self, module: nn.Module, world: World, steps: int) -> LightningTraining:
         """Attaches the training to the module."""
         trainer = TrainerView(world, epochs=self.epochs, steps=steps, accumulation=self.accumulation)
         return LightningTraining(module, world, trainer, validates=self.validates, needs_metric=self.needs_metric)

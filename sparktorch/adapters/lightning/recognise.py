@@ -10,7 +10,7 @@ from torch import nn
 from sparktorch.base.imports import load_object
 from sparktorch.errors import ModuleError
 
-__all__ = ["base_of", "check_class", "check_instance", "is_lightning", "overrides", "parts", "without_trainer"]
+__all__ = ["base_of", "check_class", "check_instance", "overrides", "parts", "without_trainer"]
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
@@ -37,16 +37,6 @@ _NEEDED = {
     "validation_step": "validationIndicatorCol marks rows for it: write it, or leave the Param out",
     "forward": "the fitted model scores with it: predict_step is not called",
 }
-
-
-def is_lightning(source: Any) -> bool:
-    """Returns whether a module's class, its import path or an instance is a LightningModule; imports no Lightning."""
-    if isinstance(source, str):
-        try:
-            source = load_object(source)
-        except ModuleError:  # only the ranks may have it
-            return False
-    return base_of(source if isinstance(source, type) else type(source)) is not None
 
 
 def base_of(kind: type) -> type | None:

@@ -14,8 +14,6 @@ from pyspark.ml.param import Params
 from pyspark.sql import DataFrame
 from torch import nn
 
-from sparktorch.adapters.huggingface.models import MODEL_LOSS
-from sparktorch.adapters.lightning import check_class
 from sparktorch.base.config import TrainConfig, above, at_least, one_of, rows_or_auto
 from sparktorch.base.imports import import_path, load_object
 from sparktorch.errors import ColumnError, ConfigError, ModuleError, Refusal, nearest, refuse
@@ -94,7 +92,6 @@ def check_params(p: Values) -> None:
     check_version(p.source)
     if p.brings_its_training:
         refuse(_LIGHTNING, p)
-        check_class(p.source, validated=p.validated)
     above("learningRate", p["learningRate"], 0)
     one_of("dryRun", p["dryRun"], ("driver", "worker"))
     check_job(p)
@@ -190,7 +187,8 @@ def check_best_metric(config: TrainConfig, recipe: Recipe) -> None:
     """Checks that validations will have the metric of early stopping, as far as that is known, and its best value."""
     name = config.needs_metric
     measured = name in (None, "val_loss") or has_metric(name, config.task, recipe.metrics) or recipe.steps_itself
-    if name and not measured and (recipe.training_step in (None, MODEL_LOSS) or not name.startswith("val_")):
+    has_metrics = recipe.training_step is not None and getattr(recipe.training_step, "has_metrics", True)
+    if name and not measured and not (has_metrics and name.startswith("val_")):
         known = ["val_loss", *(["val_accuracy"] if config.task == "classification" else [])]
         raise ConfigError(
             f"earlyStoppingMetric is {name!r}, which no validation of this fit has",

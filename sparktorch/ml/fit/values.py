@@ -11,13 +11,13 @@ import torch
 from pyspark.ml.param import Params
 from torch import nn
 
-from sparktorch.adapters.huggingface.models import has_own_loss
-from sparktorch.adapters.lightning import is_lightning
 from sparktorch.base.devices import is_kind
 from sparktorch.base.imports import load_object
 from sparktorch.errors import Refusal
 from sparktorch.model.export import Program, Script
 from sparktorch.model.trained_module import TrainedModule
+from sparktorch.train.recipe.adapter import Adapter, adapter_of
+from sparktorch.train.recipe.loss import TrainingStep
 from sparktorch.train.strategies.base import Kind
 from sparktorch.train.strategies.registry import resumable, strategy_for, strategy_type
 
@@ -57,9 +57,19 @@ class Values:
         return trained if isinstance(trained, TrainedModule) else None
 
     @property
+    def adapter(self) -> Adapter:
+        """What the module, or that of a fitted model, has beyond torch's conventions."""
+        return adapter_of(self.source)
+
+    @property
+    def own_loss(self) -> TrainingStep | None:
+        """The training step for the loss that the module has itself; `None` if it has none."""
+        return self.adapter.loss_step(self.source)
+
+    @property
     def brings_its_training(self) -> bool:
-        """Whether the module is a LightningModule, or a model that was fitted with one."""
-        return is_lightning(self.source)
+        """Whether the module brings its loss, optimizer and schedule."""
+        return self.adapter.brings_training
 
     @property
     def validates_untrained(self) -> bool:
@@ -191,7 +201,7 @@ MODULE = (
     not_set("module", "pass module=... to the constructor"),
     Refusal(
         "loss",
-        lambda p: p["loss"] is None and not (p["trainingStep"] or p.brings_its_training or has_own_loss(p["module"])),
+        lambda p: p["loss"] is None and not (p["trainingStep"] or p.brings_its_training or p.own_loss),
         "loss is not set",
         "pass loss=... to the constructor",
         "ST-NOT-SET",

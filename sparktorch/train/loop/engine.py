@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparktorch.adapters.huggingface.models import call, model_in
 from sparktorch.base.batch import Batch, micro_batches, padding
 from sparktorch.base.config import TrainConfig
 from sparktorch.base.deferred import Deferred
@@ -22,6 +21,7 @@ from sparktorch.train.numerics.determinism import generators_state, set_generato
 from sparktorch.train.numerics.non_finite import LossWatch, all_finite
 from sparktorch.train.numerics.sync_batchnorm import Presence, has_batch_norm, synchronise
 from sparktorch.train.numerics.torch_errors import is_out_of_memory
+from sparktorch.train.recipe.adapter import adapted_parts, adapter_of
 from sparktorch.train.recipe.frozen_base import FrozenBase
 from sparktorch.train.recipe.loss import Loss, Means, Sums, TrainingStep, full_precision
 from sparktorch.train.recipe.lr_schedule import Schedule
@@ -48,7 +48,7 @@ class Engine:
         unwrapped: The user's module.
         base: The frozen base of its adapters, which is neither saved nor returned; `None` without adapters.
         scaler: Loss scaler, enabled in fp16 only.
-        own: What the module brings to its training.
+        module_training: What the module brings to its training.
         trained: The parameters that are trained.
         training_step: The user's training step, `None` if the recipe has a loss instead.
         watch: Raises on losses that are not finite; `None` if their steps are skipped.
@@ -81,8 +81,8 @@ class Engine:
         if built is None and config.model_folder:
             built = recipe.build_deferred(config.seed)
         plain = recipe.build_module(config.seed) if built is None else built.module
-        self.own = recipe.build_own(plain, world, steps)
-        self.base = FrozenBase.of(plain, recipe.module_seed(config.seed), recipe.packed)
+        self.module_training = recipe.module_training(plain, world, steps)
+        self.base = FrozenBase.of(plain, adapted_parts(plain), recipe.module_seed(config.seed), recipe.packed)
         # A rank without rows joins every all-reduce with placeholder rows. Batch normalisation
         # refuses a single row in training, unless it is synchronised over the ranks, as the module's own may be.
         self._presence: Presence | None = None
@@ -99,8 +99,8 @@ class Engine:
             )
         together = self.kind.divides_parameters
         self.split = Split(config, world, steps=steps, min_rows=self.min_rows, together=together)
-        # Models of transformers ignore what the attention mask hides.
-        self._masks = model_in(plain) is not None and not self.strategy.exchanges_rows
+        self._adapter = adapter_of(plain)
+        self._trims = self._adapter.ignores_padding(plain) and not self.strategy.exchanges_rows
         if config.channels_last:
             plain.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             plain.register_forward_pre_hook(_laid_out, with_kwargs=True)
@@ -112,8 +112,9 @@ class Engine:
         self.trained = TrainedParameters(plain)
         self.sync = self.strategy.gradients(self.module)
         self.optimizer = self.strategy.optimizer(recipe, plain)
-        self.schedule: Schedule = self.own.schedule(self.optimizer) or Schedule(recipe, config, self.optimizer, steps)
-        own_step: TrainingStep | None = self.own.training_step(self.strategy.within_forward)
+        training = self.module_training
+        self.schedule: Schedule = training.schedule(self.optimizer) or Schedule(recipe, config, self.optimizer, steps)
+        own_step: TrainingStep | None = training.training_step(self.strategy.within_forward)
         self.training_step = own_step or recipe.build_training_step()
         self.loss: Loss | None = None if self.training_step else recipe.build_loss()
         self._autocast = autocast(device, config.precision)
@@ -134,7 +135,7 @@ class Engine:
         `measured`, the gradient norm is measured even if that needs an extra pass over the gradients.
         """
         config = self._config
-        self.own.before_zero_grad(self.optimizer)
+        self.module_training.before_zero_grad(self.optimizer)
         self._zero_grad()
         if 0 < batch.rows < self.min_rows and not self._told:
             self._told = True
@@ -158,9 +159,9 @@ class Engine:
         for sums in metrics:
             self.means.add(sums)
         clips = config.clip_norm is not None or config.clip_value is not None
-        if clips or measured or self.own.sees_gradients:
+        if clips or measured or self.module_training.sees_gradients:
             self.scaler.unscale_(self.optimizer)
-        self.own.before_update(self.optimizer)
+        self.module_training.before_update(self.optimizer)
         if measured and (config.clip_norm is None or config.clip_value is not None):
             self.gradient_norm = self.strategy.gradient_norm(self.module)
         if clips:
@@ -179,7 +180,7 @@ class Engine:
         would sum them in another order than an uninterrupted one, and differ in the last bits.
         """
         batch, *_ = micro_batches(batch, self.split.least(batch.rows), min_rows=self.min_rows)
-        with untouched_generators(torch.device(self._world.device)), self.own.rehearsal():
+        with untouched_generators(torch.device(self._world.device)), self.module_training.rehearsal():
             buffers = [buffer.clone() for buffer in self.module.buffers()]
             state = self.strategy.own_state.state_dict()
             for _ in range(self.sync.warm_up_passes):
@@ -214,27 +215,27 @@ class Engine:
     def training_mode(self) -> None:
         """Sets the module to training mode."""
         self.module.train()
-        self.own.keep_modes()
+        self.module_training.keep_modes()
 
     def end_epoch(self, record: dict[str, Any], *, validated: bool) -> None:
         """Ends an epoch for the module's own hooks and the schedule; see `Schedule.epoch_done`."""
-        self.own.end_epoch(record)
+        self.module_training.end_epoch(record)
         self.schedule.epoch_done(record, validated=validated)
 
     def forward(self, module: nn.Module, batch: Batch) -> Any:
         """Returns the module's output for a batch, at least in float32."""
         with self._autocast:
-            output = call(module, batch.inputs, batch.names, self.unwrapped)
+            output = self._adapter.call(module, batch.inputs, batch.names, self.unwrapped)
         return self.widened(output)
 
     def widened(self, output: Any) -> Any:
-        """Takes a module's output as `forward` does: the logits of a transformers model, at least in float32."""
+        """Takes a module's output as `forward` does: the logits among named outputs, at least in float32."""
         return full_precision(prediction(output))
 
     def _split(self, batch: Batch, step: int) -> list[Batch]:
         """Returns the micro-batches of a step."""
         parts = micro_batches(batch, self.split.parts[step], min_rows=self.min_rows)
-        if self._masks:
+        if self._trims:
             parts = [part.trimmed() for part in parts]
         self.padding = padding(parts)
         return parts
@@ -247,7 +248,7 @@ class Engine:
         found = self._accumulate(first, scale)
         with self.sync.reducing(rows=batch.rows > 0):
             found.append(self._backward(last, scale))
-        self.own.after_backward()
+        self.module_training.after_backward()
         return found
 
     def _accumulate(self, parts: list[Batch], scale: float) -> list[tuple[torch.Tensor, Sums]]:
@@ -256,7 +257,7 @@ class Engine:
         for part in parts:
             with self.sync.no_sync():
                 found.append(self._backward(part, scale))
-            self.own.after_backward()
+            self.module_training.after_backward()
         return found
 
     def _try(self, batch: Batch, scale: float, step: int) -> list[tuple[torch.Tensor, Sums]]:

@@ -22,7 +22,6 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from sparktorch.adapters.huggingface.models import arguments
 from sparktorch.base.batch import Batch
 from sparktorch.base.config import Precision, TrainConfig
 from sparktorch.base.world import World
@@ -31,6 +30,7 @@ from sparktorch.train.checkpoint.tensors import create_optimizer_state, own_opti
 from sparktorch.train.loop.engine import Engine
 from sparktorch.train.pipeline.cut import Cut
 from sparktorch.train.plan.table import Need, Plan
+from sparktorch.train.recipe.adapter import arguments
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.sharding.arguments import Arguments
 from sparktorch.train.sharding.units import ShardingOptions, recomputed

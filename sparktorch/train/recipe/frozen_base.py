@@ -1,4 +1,4 @@
-"""Adapters on a frozen base (`peft`): their weights without the base's, which the module's source makes again."""
+"""Adapters on a frozen base: their weights without the base's, which the module's source makes again."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ class FrozenBase:
     seed: int
 
     @classmethod
-    def of(cls, module: nn.Module, seed: int, initial: bytes = b"") -> FrozenBase | None:
-        """Returns the base in a module on the CPU; `None` if no part of it has adapters.
+    def of(
+        cls, module: nn.Module, parts: Mapping[str, nn.Module], seed: int, initial: bytes = b""
+    ) -> FrozenBase | None:
+        """Returns the base in a module on the CPU; `None` if none of its `parts`, by path, has a frozen parameter.
 
-        Such a part has the dict `peft_config`: a `PeftModel`, or a model of transformers after `add_adapter`. What the
-        factory does not make belongs to no base: the initial weights, as those of an earlier training that `freeze`
-        now freezes.
+        The parts are those with adapters; see `adapted_parts`. What the factory does not make belongs to no base: the
+        initial weights, as those of an earlier training that `freeze` now freezes.
         """
         names = {
             f"{path}.{name}".removeprefix(".")
-            for path, part in module.named_modules()
-            if isinstance(getattr(part, "peft_config", None), dict)
+            for path, part in parts.items()
             for name, parameter in part.named_parameters(remove_duplicate=False)
             if not parameter.requires_grad
         }

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from sparktorch.adapters.lightning import LightningRecipe
+from sparktorch.adapters.lightning.recipe import LightningRecipe
 from sparktorch.base.config import CheckpointConfig, TrainConfig
 from sparktorch.data.columns import LABEL, VALIDATION
 from sparktorch.data.sampling.plan import SamplingPlan
