@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import importlib
+import io
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 from sparktorch.errors import ConfigError, ModuleError, nearest
 
 __all__ = [
-    *("MOVED", "SHIPPING_HINT", "import_path", "load_object", "uncollected"),
+    *("MOVED", "SHIPPING_HINT", "import_path", "load_object", "uncollected", "unpickled"),
     *("matplotlib", "mlflow", "onnxscript", "optuna", "pillow", "transformers"),
 ]
 
@@ -93,6 +95,17 @@ def import_path(value: Any) -> str | None:
         return path if load_object(path) is value else None
     except ModuleError:
         return None
+
+
+def unpickled(content: bytes) -> Any:
+    """Returns what this version has pickled, or an earlier one, whose modules may have had other names."""
+    return _Unpickler(io.BytesIO(content)).load()
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        """Returns what a pickle names."""
+        return super().find_class(MOVED.get(module_name, module_name), global_name)
 
 
 def pillow() -> Any:

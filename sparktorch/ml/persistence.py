@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import pickle
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +25,7 @@ from pyspark.ml.wrapper import JavaWrapper
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
-from sparktorch.base.imports import MOVED, import_path, load_object
+from sparktorch.base.imports import import_path, load_object, unpickled
 from sparktorch.base.json_values import is_json, tuples_made, tuples_marked
 from sparktorch.base.weights_folder import WeightsFolder
 from sparktorch.errors import PersistenceError
@@ -309,8 +308,7 @@ class EstimatorReader(_Reader[R]):
                 )
             with tempfile.TemporaryDirectory() as temporary:
                 read_files(self.sparkSession, path, Path(temporary))
-                with (Path(temporary) / _PICKLED).open("rb") as file:
-                    instance._set(**_Unpickler(file).load())
+                instance._set(**unpickled((Path(temporary) / _PICKLED).read_bytes()))
         loaded: R = instance
         return loaded
 
@@ -321,11 +319,3 @@ def _config(path: str, values: dict[str, Any]) -> Any:
     if (config := adapter_of(kind).from_json(kind, values)) is None:
         raise PersistenceError(f"{path} is no configuration of transformers, and loading does not call it")
     return config
-
-
-class _Unpickler(pickle.Unpickler):
-    """Finds classes that have moved: pickled by this version, or by one whose modules had other names."""
-
-    def find_class(self, module_name: str, global_name: str) -> Any:
-        """Returns what a pickle names."""
-        return super().find_class(MOVED.get(module_name, module_name), global_name)

@@ -1,13 +1,14 @@
-"""Imports without garbage collection."""
+"""Imports without garbage collection, and modules by the names of earlier versions."""
 
 from __future__ import annotations
 
 import gc
+import importlib
 from contextlib import suppress
 
 import pytest
 
-from sparktorch.base.imports import uncollected
+from sparktorch.base.imports import MOVED, import_path, load_object, uncollected, unpickled
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -21,3 +22,16 @@ def test_garbage_collection_is_off_within_and_then_as_it_was(enabled: bool) -> N
         assert gc.isenabled() is enabled
     finally:
         (gc.enable if before else gc.disable)()
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_a_module_that_has_moved_is_imported_under_its_new_name(name: str) -> None:
+    assert MOVED[name] not in MOVED
+    importlib.import_module(MOVED[name])
+
+
+def test_what_earlier_versions_named_or_pickled_is_found_where_it_has_moved_to() -> None:
+    old, name = "sparktorch.model.series.neuralforecast", "NeuralForecastNetwork"
+    found = load_object(f"{old}:{name}")
+    assert import_path(found) == f"sparktorch.adapters.neuralforecast:{name}"
+    assert unpickled(f"c{old}\n{name}\n.".encode()) is found

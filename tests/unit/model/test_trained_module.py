@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from sparktorch.adapters.huggingface.preprocess import Tokens
+from sparktorch.adapters.neuralforecast import NeuralForecastNetwork
 from sparktorch.base.config import Task
 from sparktorch.data.columns import TensorSpec
 from sparktorch.errors import ColumnError, PersistenceError, SparkTorchError
@@ -133,6 +134,14 @@ def test_thresholds_decide_in_a_pyfunc_too() -> None:
     found = PyFuncModel(classifier, {**settings, "thresholds": thresholds}, "cpu").predict(X)
     assert (found["class"] == np.argmax(np.stack(found["p"]) / thresholds, axis=1)).all()
     assert (found["class"] != usual["class"]).any()
+
+
+def test_code_that_an_earlier_version_has_pickled_is_loaded_from_where_it_has_moved_to(tmp_path: Path) -> None:
+    trained(Mlp).save(tmp_path)
+    old = b"csparktorch.model.series.neuralforecast\nNeuralForecastNetwork\n"
+    (tmp_path / "module.pkl").write_bytes(b"(" + old + b"(dt.")
+    planted(tmp_path, pickle="module.pkl")
+    assert TrainedModule.load(tmp_path, allow_pickle=True).source is NeuralForecastNetwork
 
 
 def test_a_planted_pickle_is_not_run(tmp_path: Path) -> None:
