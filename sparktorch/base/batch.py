@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 MASK = "attention_mask"
-IGNORED = -100  # the label of a token that no loss counts, as in transformers
+IGNORED = -100  # the label of a token that no loss counts, and that torch's own leave out, too
 # Tensors of shape (rows, tokens), as tokenizers name them.
 _TOKENS = ("input_ids", MASK, "token_type_ids", "position_ids", "labels")
 
