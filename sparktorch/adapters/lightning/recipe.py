@@ -63,7 +63,7 @@ class LightningRecipe(Recipe):
         """Whether the module brings its own training step: a LightningModule does."""
         return True
 
-    def module_training(self, module: nn.Module, world: World, steps: int) -> LightningTraining:
+    def build_hooks(self, module: nn.Module, world: World, steps: int) -> LightningTraining:
         """Attaches the training to the module."""
         trainer = TrainerView(world, epochs=self.epochs, steps=steps, accumulation=self.accumulation)
         return LightningTraining(module, world, trainer, validates=self.validates, needs_metric=self.needs_metric)

@@ -15,7 +15,7 @@ from sparktorch.base.batch import Batch
 from sparktorch.base.world import World
 from sparktorch.errors import ModuleError
 from sparktorch.train.recipe.loss import Means, Sums, TrainingStep, mean_of, weigh
-from sparktorch.train.recipe.module_training import Within
+from sparktorch.train.recipe.module_hooks import Within
 
 __all__ = ["Call", "LightningStep", "Logs", "arguments_of", "called", "check_logged", "loss_of", "number_of"]
 

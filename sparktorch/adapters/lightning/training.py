@@ -28,7 +28,7 @@ from sparktorch.base.world import World
 from sparktorch.errors import ModuleError, nearest, refusing
 from sparktorch.train.recipe.loss import TrainingStep
 from sparktorch.train.recipe.metrics import quiet
-from sparktorch.train.recipe.module_training import ModuleTraining, Within
+from sparktorch.train.recipe.module_hooks import ModuleHooks, Within
 
 __all__ = ["LightningTraining", "training_of"]
 
@@ -38,7 +38,7 @@ def training_of(module: nn.Module) -> LightningTraining:
     return vars(module)["log"].__self__  # type: ignore[no-any-return]
 
 
-class LightningTraining(ModuleTraining):
+class LightningTraining(ModuleHooks):
     """One rank's training of a LightningModule, which sees it as `self.trainer`, `self.log` and `self.optimizers`."""
 
     def __init__(

@@ -48,7 +48,7 @@ class Engine:
         unwrapped: The user's module.
         base: The frozen base of its adapters, which is neither saved nor returned; `None` without adapters.
         scaler: Loss scaler, enabled in fp16 only.
-        module_training: What the module brings to its training.
+        hooks: The hooks of the module itself, and the parts that it brings to its training.
         trained: The parameters that are trained.
         training_step: The user's training step, `None` if the recipe has a loss instead.
         watch: Raises on losses that are not finite; `None` if their steps are skipped.
@@ -81,7 +81,7 @@ class Engine:
         if built is None and config.model_folder:
             built = recipe.build_deferred(config.seed)
         plain = recipe.build_module(config.seed) if built is None else built.module
-        self.module_training = recipe.module_training(plain, world, steps)
+        self.hooks = recipe.build_hooks(plain, world, steps)
         self.base = FrozenBase.of(plain, adapted_parts(plain), recipe.module_seed(config.seed), recipe.packed)
         # A rank without rows joins every all-reduce with placeholder rows. Batch normalisation
         # refuses a single row in training, unless it is synchronised over the ranks, as the module's own may be.
@@ -112,10 +112,9 @@ class Engine:
         self.trained = TrainedParameters(plain)
         self.sync = self.strategy.gradients(self.module)
         self.optimizer = self.strategy.optimizer(recipe, plain)
-        training = self.module_training
-        self.schedule: Schedule = training.schedule(self.optimizer) or Schedule(recipe, config, self.optimizer, steps)
-        own_step: TrainingStep | None = training.training_step(self.strategy.within_forward)
-        self.training_step = own_step or recipe.build_training_step()
+        self.schedule: Schedule = self.hooks.schedule(self.optimizer) or Schedule(recipe, config, self.optimizer, steps)
+        module_step: TrainingStep | None = self.hooks.training_step(self.strategy.within_forward)
+        self.training_step = module_step or recipe.build_training_step()
         self.loss: Loss | None = None if self.training_step else recipe.build_loss()
         self._autocast = autocast(device, config.precision)
         # Small float16 gradients underflow unless the loss is scaled up; bfloat16 has the exponent range of float32.
@@ -135,7 +134,7 @@ class Engine:
         `measured`, the gradient norm is measured even if that needs an extra pass over the gradients.
         """
         config = self._config
-        self.module_training.before_zero_grad(self.optimizer)
+        self.hooks.before_zero_grad(self.optimizer)
         self._zero_grad()
         if 0 < batch.rows < self.min_rows and not self._told:
             self._told = True
@@ -159,9 +158,9 @@ class Engine:
         for sums in metrics:
             self.means.add(sums)
         clips = config.clip_norm is not None or config.clip_value is not None
-        if clips or measured or self.module_training.sees_gradients:
+        if clips or measured or self.hooks.sees_gradients:
             self.scaler.unscale_(self.optimizer)
-        self.module_training.before_update(self.optimizer)
+        self.hooks.before_update(self.optimizer)
         if measured and (config.clip_norm is None or config.clip_value is not None):
             self.gradient_norm = self.strategy.gradient_norm(self.module)
         if clips:
@@ -180,7 +179,7 @@ class Engine:
         would sum them in another order than an uninterrupted one, and differ in the last bits.
         """
         batch, *_ = micro_batches(batch, self.split.least(batch.rows), min_rows=self.min_rows)
-        with untouched_generators(torch.device(self._world.device)), self.module_training.rehearsal():
+        with untouched_generators(torch.device(self._world.device)), self.hooks.rehearsal():
             buffers = [buffer.clone() for buffer in self.module.buffers()]
             state = self.strategy.own_state.state_dict()
             for _ in range(self.sync.warm_up_passes):
@@ -215,11 +214,11 @@ class Engine:
     def training_mode(self) -> None:
         """Sets the module to training mode."""
         self.module.train()
-        self.module_training.keep_modes()
+        self.hooks.keep_modes()
 
     def end_epoch(self, record: dict[str, Any], *, validated: bool) -> None:
         """Ends an epoch for the module's own hooks and the schedule; see `Schedule.epoch_done`."""
-        self.module_training.end_epoch(record)
+        self.hooks.end_epoch(record)
         self.schedule.epoch_done(record, validated=validated)
 
     def forward(self, module: nn.Module, batch: Batch) -> Any:
@@ -248,7 +247,7 @@ class Engine:
         found = self._accumulate(first, scale)
         with self.sync.reducing(rows=batch.rows > 0):
             found.append(self._backward(last, scale))
-        self.module_training.after_backward()
+        self.hooks.after_backward()
         return found
 
     def _accumulate(self, parts: list[Batch], scale: float) -> list[tuple[torch.Tensor, Sums]]:
@@ -257,7 +256,7 @@ class Engine:
         for part in parts:
             with self.sync.no_sync():
                 found.append(self._backward(part, scale))
-            self.module_training.after_backward()
+            self.hooks.after_backward()
         return found
 
     def _try(self, batch: Batch, scale: float, step: int) -> list[tuple[torch.Tensor, Sums]]:

@@ -96,7 +96,7 @@ def train(
                     run.count(step, batch.rows, loss)
                     run.show(current, step, loss)
                     del batch, loss  # no memory of theirs is held in validation, or after the epoch
-                    engine.module_training.end_step(run.context.step)
+                    engine.hooks.end_step(run.context.step)
                     callbacks.call("on_step_end")
                     if run.validates_now and run.validate_within(epoch, step):
                         break
@@ -112,7 +112,7 @@ def train(
             engine.end_epoch(record, validated=run.validation is not None)
             callbacks.add_to(record)
             # All ranks see the same losses and stop requests, so they stop after the same epoch.
-            asked = callbacks.ask_to_stop(engine.module_training.asked, lambda: shared_numbers(engine))
+            asked = callbacks.ask_to_stop(engine.hooks.asked, lambda: shared_numbers(engine))
             if asked:
                 run.validate()
                 run.note_validations(record)
@@ -125,7 +125,7 @@ def train(
             run.save(Position(run.context.step, epoch))
             if run.pauses and epoch < config.epochs and not (progress.ended or run.out_of_time):
                 return None
-        engine.module_training.end_fit()
+        engine.hooks.end_fit()
         callbacks.call("on_fit_end")
         return run.finish(epoch)
 
@@ -190,7 +190,7 @@ class _Run:
         manifest = None if self._checkpointer is None else self._checkpointer.start
         if self._checkpointer is not None:
             self._client.pause.begin(1 + (0 if manifest is None else manifest.step))
-        self.engine.module_training.begin_fit(*((0, 0) if manifest is None else (manifest.epoch, manifest.step)))
+        self.engine.hooks.begin_fit(*((0, 0) if manifest is None else (manifest.epoch, manifest.step)))
         with self._client.working("trying the loss"):
             check_loss(self.engine, self._config, self._world, self._dataset)
         if self._checkpointer is None:
@@ -224,7 +224,7 @@ class _Run:
         self._next_progress = 0.0
         with closing(self._dataset.epoch(epoch, min_rows=engine.min_rows, first=counters.taken)) as batches:
             engine.training_mode()
-            engine.module_training.begin_epoch(epoch, fresh=not counters.taken)
+            engine.hooks.begin_epoch(epoch, fresh=not counters.taken)
             engine.trained.look(engine.optimizer)
             yield _Epoch(epoch, weights, scales, started), self._steps_left(batches, len(scales))
         self._waited += counters.waited - waited

@@ -100,8 +100,8 @@ class TrainingState:
             "schedule": engine.schedule.state_dict(),
             "scaler": engine.scaler.state_dict(),
             "callbacks": self._callbacks.state_dict(),
-            "asked": self._callbacks.asked(engine.module_training.asked),
-            "module": engine.module_training.state_dict(),
+            "asked": self._callbacks.asked(engine.hooks.asked),
+            "module": engine.hooks.state_dict(),
             "means": engine.means.state_dict(),
             "micro_batch_size": engine.split.size if engine.split.searches else None,
             "generators": generators_state(self._device),
@@ -137,7 +137,7 @@ class TrainingState:
         self._callbacks.load_state_dict(own["callbacks"])
         if any(rest.get("asked") for rest in rests.values()):  # Earlier versions did not save it.
             self._callbacks.ask()
-        engine.module_training.load_state_dict(own.get("module", {}), same_ranks=manifest.world_size == size)
+        engine.hooks.load_state_dict(own.get("module", {}), same_ranks=manifest.world_size == size)
         engine.means.clear()
         for rest in mine:
             engine.means.load_state_dict(rest["means"])

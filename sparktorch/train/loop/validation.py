@@ -82,9 +82,9 @@ class Validation:
         Returns the metrics, and the confusion matrix, int64 of shape `(classes, classes)`; `None` without classes, or
         with too many.
         """
-        training = self._engine.module_training
+        hooks = self._engine.hooks
         means = self._engine.new_means("val_")
-        training.begin_validation()
+        hooks.begin_validation()
         module.eval()
         # Sums of losses and weights stay on the device: reading one in each batch would wait for the device's work.
         totals = torch.zeros(5, dtype=torch.float64, device=self._world.device)
@@ -106,7 +106,7 @@ class Validation:
                     self._metrics.update(output, label)
         summed = sum_over_ranks(torch.cat([totals, counts]), self._world)
         loss_sum, loss_weight_sum, weight_sum, right, losses = summed[:5].tolist()
-        training.end_validation_rows()
+        hooks.end_validation_rows()
         found = {}
         if self._engine.training_step is not None:
             found = means.over_ranks(self._world)
@@ -116,7 +116,7 @@ class Validation:
             measured["val_accuracy"] = mean_of(right, weight_sum)
         found = measured | found if step is not None and step.logs_validation else found | measured
         found |= {f"val_{name}": value for name, value in self._metrics.compute().items()}
-        training.end_validation(found)
+        hooks.end_validation(found)
         return found, summed[5:].long().view(self._shown, self._shown) if self._shown else None
 
     def _outputs(
@@ -287,8 +287,8 @@ def check_loss(engine: Engine, config: TrainConfig, world: World, dataset: RankD
         batch = next(batches).complete()
     groups, group = 1, 0
     eager = torch.compiler.set_stance("force_eager") if config.compile else nullcontext()
-    evaluating, rehearsal = engine.strategy.evaluating(engine.module), engine.module_training.rehearsal()
-    with untouched_generators(torch.device(world.device)), rehearsal, evaluating as module, eager:
+    evaluating = engine.strategy.evaluating(engine.module)
+    with untouched_generators(torch.device(world.device)), engine.hooks.rehearsal(), evaluating as module, eager:
         buffers = [buffer.clone() for buffer in module.buffers()]
         stateful = [vars(each) for each in (*module.modules(), *([step] if step else [])) if hasattr(each, "__dict__")]
         numbers = [{name: value for name, value in of.items() if isinstance(value, _NUMBERS)} for of in stateful]

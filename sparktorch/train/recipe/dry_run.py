@@ -207,8 +207,8 @@ def _tried(
         hint = "freeze leaves none; take some out again with '!pattern'" if recipe.freeze else ""
         raise ModuleError(what, hint=hint, param="module", code="ST-NO-PARAMETERS")
     check_state(module.state_dict())
-    training = recipe.module_training(module, World(device=device), _STEPS)
-    training_step = training.training_step(lambda _, function: function()) or recipe.build_training_step()
+    hooks = recipe.build_hooks(module, World(device=device), _STEPS)
+    training_step = hooks.training_step(lambda _, function: function()) or recipe.build_training_step()
     loss = None if training_step else recipe.build_loss()
     recipe.check_optimizer(module)
     recipe.check_scheduler()
@@ -225,7 +225,7 @@ def _tried(
         check_parameters(total, module, f"loss {loss.name}", "loss")
     else:
         assert training_step is not None
-        training.begin_fit(0, 0)
+        hooks.begin_fit(0, 0)
         with unchanged_buffers(training_step, training_step.what, training_step.param, values=values):
             total = _try_step(training_step, module, batch, values=values)
         check_parameters(total, module, training_step.what, training_step.param)
@@ -233,7 +233,7 @@ def _tried(
             training_step.check(module, batch)
     _check_leaves(module)
     unused = any(parameter.grad is None for parameter in trainable)
-    training.try_validation(batch)
+    hooks.try_validation(batch)
     recipe.check_scored(module)
     if values:
         recipe.try_sparse(module, clips=clips)

@@ -29,7 +29,7 @@ from sparktorch.train.recipe.lookup import (
     signature_of,
 )
 from sparktorch.train.recipe.loss import Loss, TrainingStep
-from sparktorch.train.recipe.module_training import ModuleTraining
+from sparktorch.train.recipe.module_hooks import ModuleHooks
 from sparktorch.train.recipe.parameter_groups import freeze, group
 
 __all__ = ["KERNELS", "ModuleSource", "Recipe", "called", "recipe_of"]
@@ -163,9 +163,9 @@ class Recipe:
         """Returns the recipe of a fit, in the driver; `validated` says whether there are validation rows."""
         return self
 
-    def module_training(self, module: nn.Module, world: World, steps: int) -> ModuleTraining:
+    def build_hooks(self, module: nn.Module, world: World, steps: int) -> ModuleHooks:
         """Builds what the module brings to its training; `steps` is the number of steps in an epoch."""
-        return ModuleTraining()
+        return ModuleHooks()
 
     def check_scored(self, module: nn.Module) -> None:
         """Checks, in the dry run, that trained weights fit the module that scores."""
