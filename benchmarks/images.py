@@ -29,7 +29,7 @@ from pyspark.sql import DataFrame, SparkSession
 from benchmarks.common import Goal, arguments, machine, report, seconds, session, workspace
 from benchmarks.packages import data_option, from_npm
 from sparktorch import ImageClassifier
-from sparktorch.data.image_network import ImageNetwork
+from sparktorch.tasks.images.network import ImageNetwork
 
 CORES = 2
 CLOTHES, DIGITS = ("fashion-mnist", "1.1.0"), ("mnist", "1.1.0")

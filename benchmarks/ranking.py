@@ -29,7 +29,7 @@ from benchmarks.common import Goal, arguments, machine, printed, report, seconds
 from benchmarks.ranking_sets import DEVELOPMENT, REPORTED, load
 from benchmarks.without_settings import quality
 from sparktorch import Ranker
-from sparktorch.data.ranking import ndcg
+from sparktorch.tasks.ranking.loss import ndcg
 
 CORES = 2
 FEW_GROUPS = 100

@@ -21,8 +21,8 @@ from pyspark.sql import functions as F
 
 from benchmarks.common import Goal, arguments, interleave, machine, report, seconds, session, workspace
 from sparktorch import Forecaster, TorchEstimator
-from sparktorch.model.series.module import SeriesModule
-from sparktorch.model.series.training import SeriesStep
+from sparktorch.tasks.series.loss import SeriesStep
+from sparktorch.tasks.series.network import SeriesModule
 
 CONTEXT, HORIZON = 168, 24
 SIDES = CUT, WRITTEN = "cut in ranks", "written as arrays"
@@ -73,7 +73,7 @@ class Sides:
 
     def written(self) -> float:
         """Ranks get windows."""
-        network = {"module": "sparktorch.model.series.module:SeriesNetwork", "params": {"hidden": []}}
+        network = {"module": "sparktorch.tasks.series.network:SeriesNetwork", "params": {"hidden": []}}
         own = TorchEstimator(
             module=SeriesModule,
             moduleParams={**network, "context": CONTEXT, "horizon": HORIZON},

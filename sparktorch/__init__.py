@@ -10,6 +10,8 @@ import importlib
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+from sparktorch.base import moved
+
 if TYPE_CHECKING:
     from sparktorch.adapters.petastorm.dataframes import read_petastorm
     from sparktorch.errors import SparkTorchError
@@ -18,26 +20,23 @@ if TYPE_CHECKING:
     from sparktorch.ml.fit.run import collective_map, run
     from sparktorch.ml.model import TorchModel
     from sparktorch.ml.params.mixins import RunParams
-    from sparktorch.ml.pretrained import (
-        ImageClassificationModel,
-        ImageClassifier,
-        TextClassificationModel,
-        TextClassifier,
-    )
     from sparktorch.ml.regression import TorchRegressionModel, TorchRegressor
-    from sparktorch.ml.tasks.forecaster import Forecaster
-    from sparktorch.ml.tasks.forecasting_model import ForecastingModel
-    from sparktorch.ml.tasks.ranker import Ranker, RankingModel
-    from sparktorch.ml.tasks.recommender import Recommender, RecommenderModel
-    from sparktorch.ml.tasks.tabular import (
+    from sparktorch.ml.tuning.cross_validator import TorchCrossValidator
+    from sparktorch.ml.tuning.tuner import TorchTuner
+    from sparktorch.spark.rdd import tensor_rdd, to_dataframe
+    from sparktorch.tasks.images.estimator import ImageClassificationModel, ImageClassifier
+    from sparktorch.tasks.ranking.estimator import Ranker, RankingModel
+    from sparktorch.tasks.recommender.estimator import Recommender
+    from sparktorch.tasks.recommender.model import RecommenderModel
+    from sparktorch.tasks.series.estimator import Forecaster
+    from sparktorch.tasks.series.model import ForecastingModel
+    from sparktorch.tasks.tables.estimator import (
         TabularClassificationModel,
         TabularClassifier,
         TabularRegressionModel,
         TabularRegressor,
     )
-    from sparktorch.ml.tuning.cross_validator import TorchCrossValidator
-    from sparktorch.ml.tuning.tuner import TorchTuner
-    from sparktorch.spark.rdd import tensor_rdd, to_dataframe
+    from sparktorch.tasks.texts.estimator import TextClassificationModel, TextClassifier
     from sparktorch.train.callbacks import Callback
     from sparktorch.worker.run_context import RunContext
 
@@ -80,23 +79,23 @@ __all__ = [
 
 _HOMES = {
     "Callback": "sparktorch.train.callbacks",
-    "Forecaster": "sparktorch.ml.tasks.forecaster",
-    "ForecastingModel": "sparktorch.ml.tasks.forecasting_model",
-    "ImageClassificationModel": "sparktorch.ml.pretrained",
-    "ImageClassifier": "sparktorch.ml.pretrained",
-    "Recommender": "sparktorch.ml.tasks.recommender",
-    "RecommenderModel": "sparktorch.ml.tasks.recommender",
+    "Forecaster": "sparktorch.tasks.series.estimator",
+    "ForecastingModel": "sparktorch.tasks.series.model",
+    "ImageClassificationModel": "sparktorch.tasks.images.estimator",
+    "ImageClassifier": "sparktorch.tasks.images.estimator",
+    "Recommender": "sparktorch.tasks.recommender.estimator",
+    "RecommenderModel": "sparktorch.tasks.recommender.model",
     "RunContext": "sparktorch.worker.run_context",
     "RunParams": "sparktorch.ml.params.mixins",
     "SparkTorchError": "sparktorch.errors",
-    "Ranker": "sparktorch.ml.tasks.ranker",
-    "RankingModel": "sparktorch.ml.tasks.ranker",
-    "TabularClassificationModel": "sparktorch.ml.tasks.tabular",
-    "TabularClassifier": "sparktorch.ml.tasks.tabular",
-    "TabularRegressionModel": "sparktorch.ml.tasks.tabular",
-    "TabularRegressor": "sparktorch.ml.tasks.tabular",
-    "TextClassificationModel": "sparktorch.ml.pretrained",
-    "TextClassifier": "sparktorch.ml.pretrained",
+    "Ranker": "sparktorch.tasks.ranking.estimator",
+    "RankingModel": "sparktorch.tasks.ranking.estimator",
+    "TabularClassificationModel": "sparktorch.tasks.tables.estimator",
+    "TabularClassifier": "sparktorch.tasks.tables.estimator",
+    "TabularRegressionModel": "sparktorch.tasks.tables.estimator",
+    "TabularRegressor": "sparktorch.tasks.tables.estimator",
+    "TextClassificationModel": "sparktorch.tasks.texts.estimator",
+    "TextClassifier": "sparktorch.tasks.texts.estimator",
     "TorchClassificationModel": "sparktorch.ml.classification",
     "TorchClassifier": "sparktorch.ml.classification",
     "TorchCrossValidator": "sparktorch.ml.tuning.cross_validator",
@@ -126,6 +125,7 @@ def _refuse_namesake() -> None:
 
 
 _refuse_namesake()
+moved.install()
 
 
 def __getattr__(name: str) -> Any:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import importlib
-import io
-import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,39 +11,9 @@ from typing import Any
 from sparktorch.errors import ConfigError, ModuleError, nearest
 
 __all__ = [
-    *("MOVED", "SHIPPING_HINT", "import_path", "load_object", "uncollected", "unpickled"),
+    *("SHIPPING_HINT", "import_path", "is_object", "load_object", "uncollected"),
     *("matplotlib", "mlflow", "onnxscript", "optuna", "pillow", "transformers"),
 ]
-
-# Modules by the names that saved models and estimators of earlier versions have for them.
-MOVED = {
-    "sparktorch.artifact": "sparktorch.model.trained_module",
-    "sparktorch.config": "sparktorch.base.config",
-    "sparktorch.data.petastorm": "sparktorch.adapters.petastorm",
-    "sparktorch.data.petastorm.decoder": "sparktorch.adapters.petastorm.decoder",
-    "sparktorch.data.petastorm.unischema": "sparktorch.adapters.petastorm.unischema",
-    "sparktorch.data.pretrained": "sparktorch.adapters.huggingface.preprocess",
-    "sparktorch.data.ranking.losses": "sparktorch.data.ranking",
-    "sparktorch.data.ranking.metrics": "sparktorch.data.ranking",
-    "sparktorch.ml.scoring.recommendations": "sparktorch.ml.scoring.ranking",
-    "sparktorch.ml.summary": "sparktorch.ml.fit.summary",
-    "sparktorch.model.script": "sparktorch.model.export",
-    "sparktorch.model.series.neuralforecast": "sparktorch.adapters.neuralforecast",
-    "sparktorch.program": "sparktorch.model.export",
-    "sparktorch.spark.petastorm": "sparktorch.adapters.petastorm.dataframes",
-    "sparktorch.train.dryrun": "sparktorch.train.recipe.dry_run",
-    "sparktorch.train.huggingface": "sparktorch.adapters.huggingface",
-    "sparktorch.train.huggingface.folder": "sparktorch.adapters.huggingface.folder",
-    "sparktorch.train.huggingface.models": "sparktorch.adapters.huggingface.models",
-    "sparktorch.train.huggingface.preprocess": "sparktorch.adapters.huggingface.preprocess",
-    "sparktorch.train.lightning": "sparktorch.adapters.lightning",
-    "sparktorch.train.lightning.optimizers": "sparktorch.adapters.lightning.optimizers",
-    "sparktorch.train.lightning.recipe": "sparktorch.adapters.lightning.recipe",
-    "sparktorch.train.lightning.recognise": "sparktorch.adapters.lightning.recognise",
-    "sparktorch.train.lightning.state": "sparktorch.adapters.lightning.state",
-    "sparktorch.train.lightning.step": "sparktorch.adapters.lightning.step",
-    "sparktorch.train.lightning.training": "sparktorch.adapters.lightning.training",
-}
 
 SHIPPING_HINT = (
     "it holds something that stays in this process (a lock, a file, a session): make that inside the "
@@ -72,7 +40,7 @@ def load_object(path: str) -> Any:
         raise ModuleError(f"{path!r} is not an import path", hint="write it as 'package.module:Name'", code="ST-IMPORT")
     part, found = "", None
     try:
-        found = importlib.import_module(MOVED.get(name, name))
+        found = importlib.import_module(name)
         for part in attribute.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
@@ -82,6 +50,11 @@ def load_object(path: str) -> Any:
             f"cannot import {path!r}: {error}", hint=nearest(part, names, otherwise=ship), code="ST-IMPORT"
         ) from error
     return found
+
+
+def is_object(value: Any, expected: Any) -> bool:
+    """Whether a value is the expected object, or an import path of it, also that of an earlier version."""
+    return value is expected or (isinstance(value, str) and ":" in value and load_object(value) is expected)
 
 
 def import_path(value: Any) -> str | None:
@@ -95,17 +68,6 @@ def import_path(value: Any) -> str | None:
         return path if load_object(path) is value else None
     except ModuleError:
         return None
-
-
-def unpickled(content: bytes) -> Any:
-    """Returns what this version has pickled, or an earlier one, whose modules may have had other names."""
-    return _Unpickler(io.BytesIO(content)).load()
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module_name: str, global_name: str) -> Any:
-        """Returns what a pickle names."""
-        return super().find_class(MOVED.get(module_name, module_name), global_name)
 
 
 def pillow() -> Any:

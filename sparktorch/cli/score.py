@@ -7,25 +7,17 @@ known. Under spark-submit (jobs/score.py) the session is the submission's.
 from __future__ import annotations
 
 import argparse
-import math
 import time
 from typing import Any
 
 from pyspark import StorageLevel
-from pyspark.sql import Column, DataFrame, SparkSession
-from pyspark.sql import functions as F
+from pyspark.sql import DataFrame, SparkSession
 
 from sparktorch.base.imports import mlflow
 from sparktorch.cli.job_file import JobConfig, read_job
 from sparktorch.cli.session import add_session_arguments, session
 from sparktorch.errors import ColumnError, ConfigError, counted
-from sparktorch.ml.classification import TorchClassificationModel
 from sparktorch.ml.model import TorchModelBase
-from sparktorch.ml.scoring.column_metadata import check_numbers, class_index
-from sparktorch.ml.scoring.ranking import evaluate_ranker
-from sparktorch.ml.tasks.forecasting_model import ForecastingModel
-from sparktorch.ml.tasks.ranker import RankingModel
-from sparktorch.spark.column_names import ColumnNames
 
 __all__ = ["HELP", "add_arguments", "run", "score"]
 
@@ -106,39 +98,14 @@ def evaluated(model: Any, scored: DataFrame, label: str) -> tuple[int, str]:
     if not rows:
         return 0, ""
     try:
-        name, compared, value = _measured(model, scored, label)
+        if not isinstance(model, TorchModelBase):
+            raise ConfigError(f"the model is a {type(model).__name__}, whose predictions are not known")
+        if not label:
+            raise ConfigError("choices are no ratings, with which predictions are compared")
+        name, compared, value = model._quality(scored, label)
     except (ColumnError, ConfigError) as error:
         return rows, f"not evaluated: {error.what}"
     if not compared:
         return rows, f"not evaluated: no row has both a prediction and a label in column {label!r}"
     some = "" if compared == rows else f", of {counted(compared, 'row', 'rows')} with a label and a prediction"
     return rows, f"held-out {name}: {value:.4f}{some}"
-
-
-def _measured(model: Any, scored: DataFrame, label: str) -> tuple[str, int, float]:
-    """Returns the name of a metric, how many rows have it, and its value; a refusal says that there is none."""
-    if isinstance(model, ForecastingModel):
-        raise ConfigError("forecasts are of rows yet to come")
-    if not isinstance(model, TorchModelBase):
-        raise ConfigError(f"the model is a {type(model).__name__}, whose predictions are not known")
-    if not label:
-        raise ConfigError("choices are no ratings, with which predictions are compared")
-    names, prediction = ColumnNames.of(scored), model.getPredictionCol()
-    check_numbers(names, [prediction])
-    if isinstance(model, RankingModel):
-        ranked = evaluate_ranker(model, lambda rows: rows, scored)
-        return "NDCG at 10", ranked.numInstances, ranked.ndcg(10)
-
-    def there(column: Column) -> Column:
-        return F.nanvl(column.cast("double"), F.lit(None).cast("double"))
-
-    predicted = there(names.column(prediction))
-    if isinstance(model, TorchClassificationModel):
-        error = there(class_index(scored, label, model.labels)) - predicted
-        name, measured = "accuracy", F.when(error.isNotNull(), (error == 0).cast("double"))
-    else:
-        check_numbers(names, [label])
-        name, measured = "rmse", (there(names.column(label)) - predicted) ** 2
-    (found,) = scored.agg(F.count(measured).alias("rows"), F.avg(measured).alias("mean")).collect()
-    mean = found["mean"] or 0.0
-    return name, found["rows"], math.sqrt(mean) if name == "rmse" else mean

@@ -20,6 +20,7 @@ from sparktorch.ml.scoring.column_metadata import class_index, nominal, vector
 from sparktorch.ml.scoring.evaluation import ClassificationSummary, evaluate_classifier
 from sparktorch.ml.scoring.importance import importance_of
 from sparktorch.ml.scoring.output_fields import output_fields
+from sparktorch.ml.scoring.quality import accuracy
 from sparktorch.spark.column_names import quoted
 from sparktorch.spark.rdd import dataframe_of
 from sparktorch.spark.scoring_udf import Scoring
@@ -72,6 +73,9 @@ class TorchClassificationModel(TorchModelBase, ClassificationModelParams):
     def predictProbability(self, value: Any) -> DenseVector | None:
         """Returns the probabilities of one row, one per class; otherwise as `predict`."""
         return _dense(self._score_row(value, "probability"))
+
+    def _quality(self, scored: DataFrame, label: str) -> tuple[str, int, float]:
+        return accuracy(scored, self.getPredictionCol(), label, self.labels)
 
     @shortens
     def evaluate(self, dataset: DataFrame) -> ClassificationSummary:

@@ -102,7 +102,7 @@ class TorchEstimatorBase(Shown, Estimator[M], EstimatorParams, MLReadable[Any], 
         if isinstance(dataset, PreparedData):
             return self._fit_on(dataset)
         began = time.perf_counter()
-        estimator, rows = self._learned(_checked(dataset))
+        estimator, rows = self._learn_from(_checked(dataset))
         return estimator._fit_on(FreshData(rows, began))
 
     def _fit_on(self, source: Source, judge: Callable[[dict[str, Any]], bool] | None = None) -> M:
@@ -145,7 +145,7 @@ class TorchEstimatorBase(Shown, Estimator[M], EstimatorParams, MLReadable[Any], 
             ConfigError: A Param is invalid, or ranks cannot hold rows: executors do not reach this process.
         """
         above("idleTimeout", idleTimeout, 0)
-        estimator, rows = self._learned(_checked(dataset))
+        estimator, rows = self._learn_from(_checked(dataset))
         return PreparedData(estimator, self._task, rows, idle_timeout=idleTimeout, gives_way=True)
 
     def plan(
@@ -167,7 +167,7 @@ class TorchEstimatorBase(Shown, Estimator[M], EstimatorParams, MLReadable[Any], 
             ConfigError: A Param is invalid, or `memory` is no positive number.
             ModuleError: The module cannot be built, or does not fit the columns.
         """
-        estimator, rows = self._learned(_checked(dataset, "plan"))
+        estimator, rows = self._learn_from(_checked(dataset, "plan"))
         return plan_of(estimator.completed(), self._task, rows, memory)
 
     def fitMultiple(self, dataset: DataFrame | PreparedData, paramMaps: Sequence[ParamMap]) -> Iterator[tuple[int, M]]:
@@ -226,7 +226,7 @@ class TorchEstimatorBase(Shown, Estimator[M], EstimatorParams, MLReadable[Any], 
         """Returns the fields of the summary that say what the estimator has chosen itself."""
         return {}
 
-    def _learned(self, dataset: DataFrame) -> tuple[Self, DataFrame]:
+    def _learn_from(self, dataset: DataFrame) -> tuple[Self, DataFrame]:
         """Returns the estimator with what it learns of rows before it trains, and the rows as it trains on them."""
         return self, dataset
 

@@ -32,6 +32,7 @@ from sparktorch.ml.persistence import ModelReader, ModelWriter
 from sparktorch.ml.scoring import html
 from sparktorch.ml.scoring.column_metadata import numeric
 from sparktorch.ml.scoring.output_fields import layer_field, output_fields, sql_type
+from sparktorch.ml.scoring.quality import rmse
 from sparktorch.ml.scoring.single_row import score_row
 from sparktorch.model.formats import write_as
 from sparktorch.model.trained_module import TrainedModule
@@ -62,8 +63,9 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
     Models come from `fit` or `load`. A model constructed by hand has no module.
     """
 
-    _estimator: str  # the import path of what fits it, which imports this
-    _holder = "module"  # the Param of that that names a module
+    _estimator: str  # This is the import path of the estimator, whose module imports that of the model.
+    _holder = "module"  # This Param of the estimator holds the module.
+    _scores_by_row = True  # A model of series does not: it returns rows that it has not got.
     _trained: TrainedModule | None = None
     _summary: TrainingSummary | None = None
 
@@ -122,6 +124,14 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
         trained = trained_from(estimator, estimator._task, dataframe_of(dataset, "fromModule"), weights, labels)
         model: Self = estimator._copyValues(cls()._with(trained, None))
         return model
+
+    def _quality(self, scored: DataFrame, label: str) -> tuple[str, int, float]:
+        """Returns the name of a metric of scored rows, how many rows have it, and its value.
+
+        Raises:
+            ColumnError, ConfigError: The rows have no numbers to compare.
+        """
+        return rmse(scored, self.getPredictionCol(), label)
 
     def _with(self, trained: TrainedModule, summary: TrainingSummary | None) -> Self:
         self._trained = trained

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import pickle
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,8 +26,9 @@ from pyspark.ml.wrapper import JavaWrapper
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
-from sparktorch.base.imports import import_path, load_object, unpickled
+from sparktorch.base.imports import import_path, load_object
 from sparktorch.base.json_values import is_json, tuples_made, tuples_marked
+from sparktorch.base.moved import MOVED
 from sparktorch.base.weights_folder import WeightsFolder
 from sparktorch.errors import PersistenceError
 from sparktorch.ml.fit.summary import TrainingSummary
@@ -140,7 +142,8 @@ class _Reader(MLReader[R]):
     def _check_class(self, path: str) -> dict[str, Any]:
         metadata = DefaultParamsReader.loadMetadata(path, ml_session(self.sparkSession))
         expected = f"{self._cls.__module__}.{self._cls.__name__}"
-        if metadata["class"] != expected:
+        module, _, name = metadata["class"].rpartition(".")
+        if expected not in {f"{home}.{name}" for home in MOVED.get(module, (module,))}:
             raise PersistenceError(
                 f"{path} holds a {metadata['class']}",
                 hint=f"load it with that class, not {expected}",
@@ -308,7 +311,8 @@ class EstimatorReader(_Reader[R]):
                 )
             with tempfile.TemporaryDirectory() as temporary:
                 read_files(self.sparkSession, path, Path(temporary))
-                instance._set(**unpickled((Path(temporary) / _PICKLED).read_bytes()))
+                with (Path(temporary) / _PICKLED).open("rb") as file:
+                    instance._set(**pickle.load(file))
         loaded: R = instance
         return loaded
 

@@ -14,6 +14,7 @@ It is saved as a directory of plain files:
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from functools import cached_property
@@ -25,7 +26,7 @@ import torch
 from torch import nn
 
 from sparktorch.base.config import Task
-from sparktorch.base.imports import import_path, load_object, unpickled
+from sparktorch.base.imports import import_path, load_object
 from sparktorch.base.json_values import is_json, tuples_made, tuples_marked
 from sparktorch.base.state_dict import pack_state, unpack_state
 from sparktorch.base.weights_folder import WeightsFolder
@@ -340,7 +341,7 @@ def _load_code(directory: Path, how: Mapping[str, Any], allow_pickle: bool) -> t
         _require_trust("the model is a TorchScript program, which can read and write files", allow_pickle)
         return Script((directory / _SCRIPT).read_bytes()), {}
     _require_trust("the model's code was pickled, and loading a pickle runs whatever is in it", allow_pickle)
-    source, params = unpickled((directory / _PICKLE).read_bytes())
+    source, params = pickle.loads((directory / _PICKLE).read_bytes())
     return source, params
 
 
@@ -361,7 +362,7 @@ def _load_preprocess(directory: Path, how: Mapping[str, Any] | None, allow_pickl
         check_signature(function)  # scoring calls it: refuse functions that are no `preprocess`
     else:
         _require_trust("the model's preprocess was pickled, and loading a pickle runs whatever is in it", allow_pickle)
-        function = unpickled((directory / _PREPROCESS).read_bytes())
+        function = pickle.loads((directory / _PREPROCESS).read_bytes())
     found: Function = function
     return found
 

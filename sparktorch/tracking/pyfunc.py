@@ -16,17 +16,20 @@ import torch
 
 from sparktorch.base.config import Invalid
 from sparktorch.base.devices import accelerator
+from sparktorch.base.imports import load_object
 from sparktorch.data.columns import TensorSpec, plain_names
-from sparktorch.data.convert.values import has_instants, read_time, zone_named
+from sparktorch.data.convert.values import has_instants, zone_named
 from sparktorch.data.fields.kinds import kind_of
 from sparktorch.errors import ColumnError, SparkTorchError, nearest
 from sparktorch.model.scorer import Scorer
-from sparktorch.model.series.forecasts import SeriesColumns, columns_of_quantiles, forecast
 from sparktorch.model.trained_module import TrainedModule
 
 __all__ = [
-    *("PyFuncModel", "PyFuncPipeline", "SeriesPyFunc", "Served", "check_columns", "pickles_allowed", "zone_of"),
+    *("PyFuncModel", "PyFuncPipeline", "Served", "check_columns", "pickles_allowed", "zone_of"),
 ]
+
+# What scores the models that return no row for each row, by the key that columns.json has for their columns.
+_SCORERS = {"series": "sparktorch.tasks.series.pyfunc:SeriesPyFunc"}
 
 
 class Served:
@@ -79,9 +82,10 @@ def _load_pyfunc(path: str, model_config: Mapping[str, Any] | None = None) -> Se
         trained = TrainedModule.load(folder, allow_pickle=allowed, code=code)
         return PyFuncModel(trained, settings, device, time_zone)
 
-    if "series" in settings:
-        trained = TrainedModule.load(directory, allow_pickle=allowed, code=code)
-        return Served(SeriesPyFunc(trained, settings["series"], device))
+    for key, scorer in _SCORERS.items():
+        if key in settings:
+            trained = TrainedModule.load(directory, allow_pickle=allowed, code=code)
+            return Served(load_object(scorer)(trained, settings[key], device))
     if "stages" not in settings:
         return Served(model(directory, settings))
     folders = [directory / name for name in settings["stages"]]
@@ -250,82 +254,3 @@ class PyFuncPipeline:
                 known = {name: [row for row, keep in zip(of, kept, strict=True) if keep] for name, of in known.items()}
         made: pd.DataFrame = pd.concat(found, axis=1).loc[places].reindex(range(len(found[0])))
         return made.set_axis(index)
-
-
-class SeriesPyFunc:
-    """The model that scores for `mlflow.pyfunc.load_model(...).predict`."""
-
-    def __init__(self, trained: TrainedModule, columns: dict[str, Any], device: str) -> None:
-        """Builds the module; `columns` is as from `SeriesColumns.to_dict`."""
-        self._columns = SeriesColumns(**columns)
-        self._scorer = Scorer(trained, device=device, batch_size="auto")
-
-    def predict(self, model_input: pd.DataFrame, params: dict[str, Any] | None = None) -> pd.DataFrame:
-        """Forecasts the rows after the last one of each series that has a target.
-
-        Args:
-            model_input: Rows as for `ForecastingModel.forecast`, in any order. Strings in the column of the order are
-                read as times, and periods as their starts.
-            params: Not used.
-
-        Returns:
-            What `forecast` returns, sorted by series and order.
-
-        Raises:
-            ColumnError: A column is missing, the order is neither whole numbers nor times of one time zone, or a series
-                cannot be forecast.
-        """
-        columns, rows = self._columns, pd.DataFrame(model_input)
-        check_columns(rows, (*columns.keys, *columns.inputs))
-        plain = {name: _without_categories(rows[name]) for name in columns.keys}
-        rows = rows.assign(**{**plain, columns.order: _ordering(plain[columns.order], columns.order)})
-        rows = rows.sort_values(columns.keys, kind="stable")
-        keys = {name: _typed(rows[name], name) for name in columns.keys}
-        values = {name: _typed(rows[name], name, pa.float64()) for name in columns.numbers}
-        for name, categories in columns.known.items():
-            values[name] = _typed(rows[name], name, pa.array(categories).type if categories else pa.string())
-        batch = pa.RecordBatch.from_pydict({**keys, **{name: values[name] for name in columns.inputs}})
-        found = [one.to_pandas() for one in forecast([batch], columns, self._scorer)]
-        names = [*columns.keys, columns.prediction, *columns_of_quantiles(columns)]
-        return pd.concat(found, ignore_index=True) if found else pd.DataFrame(columns=names)
-
-
-def _without_categories(column: pd.Series[Any]) -> pd.Series[Any]:
-    return column.astype(column.cat.categories.dtype) if isinstance(column.dtype, pd.CategoricalDtype) else column
-
-
-def _typed(column: pd.Series[Any], name: str, kind: pa.DataType | None = None) -> pa.Array:
-    """Returns a column as Arrow, by default of the type of its values; refuses values that are of no such type."""
-    try:
-        if kind == pa.float64():
-            return pa.array(pd.to_numeric(column).to_numpy(np.float64, na_value=np.nan))
-        values = pa.Array.from_pandas(_without_categories(column))
-        return values if kind is None else values.cast(kind)
-    except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
-        what = f"column {name!r} is {kind or 'of one type'} in the model: {error}"
-        raise ColumnError(what, column=name, code="ST-COLUMN-TYPE") from error
-
-
-def _ordering(order: pd.Series[Any], name: str) -> pd.Series[Any]:
-    """Returns an order as integers, dates or timestamps, or without rows as it is; refuses another one."""
-    kind, why = pd.api.types.infer_dtype(order), None
-    try:
-        if kind == "string":
-            order = pd.to_datetime(
-                pd.Series([None if pd.isna(text) else read_time(text) for text in order], order.index)
-            )
-        elif kind == "datetime":
-            order = pd.to_datetime(order)
-        elif kind == "period":
-            order = order.dt.to_timestamp()
-        elif kind == "floating":  # integers, as JSON and missing values leave them
-            order = order.astype("Int64")
-    except (TypeError, ValueError) as error:
-        why = error
-    if pd.api.types.infer_dtype(order) in ("integer", "date", "datetime64", "empty"):
-        return order
-    raise ColumnError(
-        f"column {name!r} holds {kind} values, which are no whole numbers, dates or times of one time zone",
-        hint="convert it; times with several offsets by pd.to_datetime(..., utc=True).dt.tz_convert(...)",
-        column=name,
-    ) from why

@@ -5,21 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pandas as pd
 import pyarrow as pa
 
 from sparktorch.data.columns import TensorSpec, plain_names
 from sparktorch.data.convert.sql_types import arrow_type
 from sparktorch.data.fields.kinds import kind_of
-from sparktorch.model.series.forecasts import SeriesColumns, columns_of_quantiles
 
 if TYPE_CHECKING:
     from mlflow.models import ModelSignature
 
     from sparktorch.ml.model import TorchModelBase
 
-__all__ = ["column_type", "series_example", "series_signature", "signature_of", "type_of", "zeros_for"]
+__all__ = ["column_type", "signature_of", "type_of", "zeros_for"]
 
 
 def signature_of(stages: Sequence[TorchModelBase]) -> ModelSignature:
@@ -98,27 +96,3 @@ def _mlflow_type(kind: pa.DataType, *, wide: bool = False) -> Any:
     if kind not in kinds:
         raise ValueError(f"MLflow has no type for {kind}")
     return kinds[kind]
-
-
-def series_signature(columns: SeriesColumns) -> ModelSignature:
-    """Returns columns of any type, whose numbers may be null, and forecasts."""
-    from mlflow import types
-    from mlflow.models import ModelSignature
-    from mlflow.types.schema import AnyType
-
-    inputs = [types.ColSpec(AnyType(), name) for name in (*columns.keys, *columns.inputs)]
-    made = [types.ColSpec("double", name) for name in (columns.prediction, *columns_of_quantiles(columns))]
-    return ModelSignature(inputs=types.Schema([*inputs]), outputs=types.Schema([*inputs[: len(columns.keys)], *made]))
-
-
-def series_example(columns: SeriesColumns) -> pd.DataFrame:
-    """Returns the rows of one series of zeros and empty categories; training rows may be confidential."""
-    rows = columns.context + (columns.horizon if columns.future else 0)
-    found = pd.DataFrame({name: np.zeros(rows) for name in columns.numbers})
-    for name, categories in columns.known.items():
-        found[name] = False if True in categories or False in categories else ""
-    found.loc[columns.context :, columns.target] = np.nan
-    found.insert(0, columns.order, np.arange(rows))
-    if columns.group:
-        found.insert(0, columns.group, "0")
-    return found

@@ -17,11 +17,10 @@ from pyspark.sql import types as T
 from sparktorch.errors import PersistenceError
 from sparktorch.ml.model import TorchModelBase
 from sparktorch.ml.persistence import FOR_ALL, read_local, write_local
-from sparktorch.ml.tasks.forecasting_model import ForecastingModel
 from sparktorch.spark.column_names import quoted
 from sparktorch.spark.compat import unlogged_errors
 from sparktorch.spark.session import is_connect, setting
-from sparktorch.tracking.signature import series_example, series_signature, signature_of, type_of, zeros_for
+from sparktorch.tracking.signature import signature_of, type_of, zeros_for
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -45,9 +44,10 @@ def form_of(model: Any, input_example: Any) -> _OwnStages | _SparkStages:
     model = getattr(model, "bestModel", model)
     stages = _flat(model)
     ours = [stage for stage in stages if isinstance(stage, TorchModelBase)]
-    if len(stages) == 1 and isinstance(stages[0], ForecastingModel):
-        return _Series(stages[0], ours, input_example)
-    if len(ours) == len(stages) and not any(isinstance(stage, ForecastingModel) for stage in ours):
+    by_row = all(stage._scores_by_row for stage in ours)
+    if len(ours) == len(stages) == 1 and not by_row:
+        return _Alone(ours[0], ours, input_example)
+    if len(ours) == len(stages) and by_row:
         return _OwnStages(model, ours, input_example)
     if isinstance(model, PipelineModel):
         return _SparkStages(model, stages, ours, input_example)
@@ -112,20 +112,22 @@ class _OwnStages:
         return zeros_for(self.ours)
 
 
-class _Series(_OwnStages):
-    """A model of series, whose rows are not those that it gets."""
+class _Alone(_OwnStages):
+    """A model that does not return a row for each row that it gets, and so is no stage among others."""
 
     def signature(self) -> ModelSignature:
-        return series_signature(self._model.columns)
+        signature: ModelSignature = self._model._mlflow_signature()
+        return signature
 
     def _zeros(self) -> Any:
-        return series_example(self._model.columns)
+        return self._model._mlflow_example()
 
 
-def _columns(model: TorchModelBase) -> dict[str, Any]:
+def _columns(model: Any) -> dict[str, Any]:
     """Returns the columns and scoring Params of a model, with the output column of each field."""
-    if isinstance(model, ForecastingModel):
-        return {"series": model.columns.to_dict()}
+    if not model._scores_by_row:
+        columns: dict[str, Any] = model._mlflow_columns()
+        return columns
     _, outputs = model._fields()
     return {
         "inputs": [name for spec in model._inputs() for name in spec.sources or (spec.column,)],

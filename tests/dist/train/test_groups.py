@@ -13,8 +13,8 @@ from torch import nn
 
 from sparktorch.base.config import StorageConfig, TrainConfig
 from sparktorch.data.columns import GROUP, LABEL, WEIGHT, Window
-from sparktorch.data.ranking import LOSSES
 from sparktorch.data.sampling.plan import SamplingPlan
+from sparktorch.tasks.ranking.loss import LOSSES
 from sparktorch.train.recipe.groups_loss import GroupsLossStep
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.worker import TrainJob

@@ -12,9 +12,9 @@ import torch
 
 from sparktorch.base.config import TrainConfig
 from sparktorch.data.columns import GROUP, LABEL, VALIDATION, WEIGHT, Groups, TensorSpec, input_name
-from sparktorch.data.pairs import Known, PairLoss, Pairs, Towers
 from sparktorch.data.preprocess import Preprocess
 from sparktorch.data.sampling.plan import SamplingPlan, mix_words
+from sparktorch.tasks.recommender.network import Known, PairLoss, Pairs, Towers
 from sparktorch.train.recipe.recipe import Recipe
 from tests.support.frames import Table
 from tests.support.groups import parts

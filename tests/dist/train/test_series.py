@@ -11,14 +11,14 @@ import torch
 from sparktorch.base.config import TrainConfig
 from sparktorch.data.columns import GROUP, KEY, LABEL, ORDER, VALIDATION, WEIGHT, Columns, Groups, TensorSpec, Window
 from sparktorch.ml.fit.summary import best_validation, ending
-from sparktorch.model.series.module import SeriesModule
-from sparktorch.model.series.training import QuantileLoss, SeriesStep
+from sparktorch.tasks.series.loss import QuantileLoss, SeriesStep
+from sparktorch.tasks.series.network import SeriesModule
 from sparktorch.train.recipe.recipe import Recipe
 from tests.support.frames import Table
 from tests.support.ranks import train_job, train_on
 
 PARAMS: dict[str, Any] = {
-    "module": "sparktorch.model.series.module:SeriesNetwork",
+    "module": "sparktorch.tasks.series.network:SeriesNetwork",
     "params": {"hidden": [9]},
     "context": 6,
     "horizon": 3,

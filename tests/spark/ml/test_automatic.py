@@ -25,7 +25,7 @@ from sparktorch import (
     TorchTuner,
 )
 from sparktorch.errors import ColumnError, ConfigError, SparkTorchError
-from sparktorch.ml.tasks.held_out import Sample, in_share
+from sparktorch.tasks.shared.held_out import Sample, in_share
 
 LINEAR = {"module": "torch.nn:Linear", "moduleParams": {"in_features": 1, "out_features": 1}}
 SMALL: dict[str, Any] = {"moduleParams": {"hidden": [8]}, "progress": False}
@@ -119,13 +119,13 @@ def test_a_label_that_only_held_out_rows_have_is_learned(customers: DataFrame) -
     held_out = customers.where(in_share([F.col("id")], 0.1)).first()
     assert held_out is not None
     gone = F.when(F.col("id") == held_out["id"], "who knows").otherwise(F.col("gone"))
-    learned, rows = TabularClassifier(labelCol="gone", idCol="id")._learned(customers.withColumn("gone", gone))
-    assert learned._seen.labels == ["no", "who knows", "yes"]
+    learned, rows = TabularClassifier(labelCol="gone", idCol="id")._learn_from(customers.withColumn("gone", gone))
+    assert learned._learned.labels == ["no", "who knows", "yes"]
     kept = [row["id"] for row in rows.where("_held_out").collect()]
     assert held_out["id"] in kept
     assert learned._sample.held_out == len(kept)
     numbers = customers.withColumn("gone", F.when(F.col("id") == held_out["id"], 2).otherwise(F.col("id") % 2))
-    assert TabularClassifier(labelCol="gone", idCol="id")._learned(numbers)[0]._seen.outputs == 3
+    assert TabularClassifier(labelCol="gone", idCol="id")._learn_from(numbers)[0]._learned.outputs == 3
 
 
 def test_the_fits_of_a_search_or_of_prepared_rows_hold_out_the_same(customers: DataFrame) -> None:
@@ -223,9 +223,9 @@ def test_series_hold_out_their_last_windows(spark: SparkSession) -> None:
     assert model.evaluate(sales.where("shop < 9"), season=7).meanAbsoluteScaledError < 1.0
     alone = Forecaster(**named).fit(sales.where("shop = 1 and day < 30"))
     assert (alone.summary.rows, alone.summary.validationRows) == (10, 0)
-    asking = Forecaster(**named, earlyStoppingPatience=3)._learned(sales.where("shop = 1 and day < 40"))[0]
+    asking = Forecaster(**named, earlyStoppingPatience=3)._learn_from(sales.where("shop = 1 and day < 40"))[0]
     assert asking._sample == Sample(trained=12, held_out=2, chosen_by=forecaster._chosen_by)
-    seasons = [Forecaster(**named, season=season)._learned(sales.where("shop = 1"))[0] for season in (3, 7)]
+    seasons = [Forecaster(**named, season=season)._learn_from(sales.where("shop = 1"))[0] for season in (3, 7)]
     assert seasons[0]._differing(seasons[1]) == ["season"]  # The start of one is not that of the other.
     with pytest.raises(ColumnError, match="no group has 21 rows"):
         Forecaster(**named).fit(sales.where("shop = 1 and day < 20"))
@@ -237,11 +237,11 @@ def test_ratings_hold_out_rows_of_users_and_items_with_several(spark: SparkSessi
     rows = [(f"u{user}", item, float(3 + np.sin(user) + np.cos(item) + draw.normal() / 9)) for user, item in pairs]
     rows += [(f"once{place}", 0, 3.0) for place in range(50)]
     ratings = spark.createDataFrame(rows, "user string, item int, rating float").repartition(3)
-    learned, marked = Recommender()._learned(ratings)
+    learned, marked = Recommender()._learn_from(ratings)
     held_out = marked.where("_held_out")
     assert held_out.where("user like 'once%'").count() == 0
     assert 80 < held_out.count() < 160
-    assert len(learned._seen.users) == 110
+    assert len(learned._learned.users) == 110
     model = Recommender(progress=False, regParam=0.01).fit(ratings)
     assert model.summary.settings["earlyStoppingPatience"] < model.summary.settings["epochs"] == 8
     assert model.summary.best["val_loss"] < 0.9

@@ -20,7 +20,7 @@ from torch import nn
 
 from sparktorch import Forecaster, ForecastingModel
 from sparktorch.errors import ColumnError, ConfigError
-from sparktorch.model.series.module import SeriesNetwork
+from sparktorch.tasks.series.network import SeriesNetwork
 from sparktorch.tracking import save_model
 from tests.support.mlflow import QUIET
 from tests.support.programs import ROOT

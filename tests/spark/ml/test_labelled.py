@@ -13,7 +13,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 from sparktorch import ImageClassificationModel, ImageClassifier, TextClassifier
 from sparktorch.errors import ColumnError, ConfigError
-from sparktorch.ml.tasks.image_size import usual_size
+from sparktorch.tasks.images.image_size import usual_size
 from tests.support.tiny_transformers import bert, tokenizer_folder
 
 WORDS = ["the", "day", "was", "fine", "grim", "long"]
@@ -49,7 +49,7 @@ def test_texts_of_three_classes_need_no_number_of_labels(spark: SparkSession, fo
 def test_images_need_their_columns_only_and_the_model_is_saved(spark: SparkSession, tmp_path: Path) -> None:
     rows = pictures(spark, [10, 200] * 32)
     classifier = ImageClassifier(imageCol="photo", labelCol="bright", progress=False)
-    learned, _ = classifier._learned(rows)
+    learned, _ = classifier._learn_from(rows)
     assert learned.completed().getModuleParams() == {"classes": 2, "shape": [3, 10, 12]}
     assert learned.completed().completed().getLearningRate() == 3e-3
     model = classifier.copy({classifier.epochs: 4, classifier.batchSize: 16}).fit(rows)
@@ -72,9 +72,9 @@ def test_rows_that_null_policy_drop_leaves_out_are_neither_counted_nor_have_clas
 ) -> None:
     text = "CASE WHEN label < 2 THEN text END text"  # Rows without a text or a label are those of the third class.
     rows = texts(spark, 60, 3).selectExpr("text" if label != "label" else text, f"{label} AS label")
-    learned, _ = TextClassifier(modelFolder=folder, nullPolicy="drop", progress=False)._learned(rows)
-    assert learned._seen is not None
-    assert (learned._seen.rows, learned._seen.classes) == (40, 2)
+    learned, _ = TextClassifier(modelFolder=folder, nullPolicy="drop", progress=False)._learn_from(rows)
+    assert learned._learned is not None
+    assert (learned._learned.rows, learned._learned.classes) == (40, 2)
 
 
 @pytest.mark.parametrize("rows", [2, 12])

@@ -20,8 +20,8 @@ from sklearn.metrics import ndcg_score
 from torch import nn
 
 from sparktorch import Ranker, RankingModel, TorchEstimator, TorchRegressor, TorchTuner
-from sparktorch.data.ranking import LOSSES
 from sparktorch.errors import ColumnError, ConfigError, RankError
+from sparktorch.tasks.ranking.loss import LOSSES
 from sparktorch.tracking import save_model
 from tests.support.mlflow import QUIET
 
@@ -162,10 +162,10 @@ def test_rows_without_a_group_are_not_learned_of_and_the_network_may_be_named_by
     nameless = F.when(F.col("kind") != "tent", F.col("search"))
     rows = offers(spark, 20).withColumns({"search": nameless, "key": F.col("rooms") + (1 << 60)})
     kept = rows.where("search is not null")
-    ranker = Ranker(**SMALL, module="sparktorch.data.tables:TableNetwork", nullPolicy="drop")
-    learned, _ = ranker._learned(rows)
-    assert learned._seen is not None
-    assert learned._seen.rows == kept.count()
+    ranker = Ranker(**SMALL, module="sparktorch.tasks.tables.network:TableNetwork", nullPolicy="drop")
+    learned, _ = ranker._learn_from(rows)
+    assert learned._learned is not None
+    assert learned._learned.rows == kept.count()
     model = ranker.fit(rows)
     assert set(model.categories["kind"]) == {"hotel", "flat"}
     assert "key" not in model.categories

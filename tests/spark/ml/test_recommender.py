@@ -217,7 +217,7 @@ def test_choices_below_zero_are_refused_also_among_marked_rows(rows: DataFrame) 
         estimator.fit(rows.withColumn("stars", F.col("stars") - 4))
     negative = rows.withColumn("stars", F.when(F.col("held_out"), -1.0).otherwise(1.0))
     with pytest.raises(ColumnError, match="column 'stars' has ratings below 0"):
-        estimator.setValidationIndicatorCol("held_out")._learned(negative)
+        estimator.setValidationIndicatorCol("held_out")._learn_from(negative)
 
 
 def test_a_row_that_is_dropped_counts_for_nothing_in_the_weight_of_its_user(spark: SparkSession) -> None:
@@ -227,7 +227,7 @@ def test_a_row_that_is_dropped_counts_for_nothing_in_the_weight_of_its_user(spar
     pairs += [("a", 5, 7.0, nan), ("a", 6, 7.0, None), ("b", 1, less, 1.0), ("b", 2, 0.0, 1.0)]
     some = spark.createDataFrame(pairs, "user string, item int, rating double, age double")
     estimator = Recommender(implicitPrefs=True, alpha=2.0, userFeatures=["age"], nullPolicy="drop")
-    learned, arranged = estimator._learned(some)
+    learned, arranged = estimator._learn_from(some)
     assert learned.completed().getWeightCol() == "_weight"
     weights = {row["user"]: row["_weight"] for row in arranged.select("user", "_weight").collect()}
     assert weights == pytest.approx({"a": 7.0, "b": 3.0})
@@ -236,7 +236,7 @@ def test_a_row_that_is_dropped_counts_for_nothing_in_the_weight_of_its_user(spar
 def test_a_rating_that_is_no_number_is_refused_by_its_column_where_items_are_drawn(rows: DataFrame) -> None:
     estimator = Recommender(userCol="who", ratingCol="stars", implicitPrefs=True, numNegatives=2, epochs=1, **QUICK)
     positive = rows.where("stars > 0")
-    _, arranged = estimator._learned(positive)
+    _, arranged = estimator._learn_from(positive)
     weights = arranged.select("stars").toPandas()["stars"]
     np.testing.assert_allclose(sorted(weights), sorted(1 + np.log1p(positive.toPandas()["stars"])), rtol=1e-6)
     for unfit in (None, float("nan")):
@@ -248,7 +248,7 @@ def test_a_rating_that_is_no_number_is_refused_by_its_column_where_items_are_dra
 def test_equal_ratings_have_a_baseline_of_zero_and_are_learned_without_a_scale(rows: DataFrame) -> None:
     equal = rows.withColumn("stars", F.lit(0.1).cast("float"))
     estimator = Recommender(userCol="who", ratingCol="stars", validationIndicatorCol="held_out", **QUICK)
-    learned, _ = estimator._learned(equal)
+    learned, _ = estimator._learn_from(equal)
     assert learned._chosen()["baseline"] == {"val_loss": 0.0}
     assert learned.completed().getModuleParams()["scale"] == 1.0
 

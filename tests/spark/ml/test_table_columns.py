@@ -70,7 +70,7 @@ def test_integers_of_too_many_values_are_numbers_alone_with_the_bins_of_fewer(
     table = pd.DataFrame({"many": rows % 6000, "some": rows % 3000, "label": rows / 7.0})
     table.to_parquet(str(tmp_path / "rows.parquet"))
     raw = spark.read.parquet(str(tmp_path / "rows.parquet"))
-    seen, numbers = (TabularRegressor(**params, **QUICK)._learned(raw)[0]._seen for params in ({}, NUMBERS_ALONE))
+    seen, numbers = (TabularRegressor(**params, **QUICK)._learn_from(raw)[0]._learned for params in ({}, NUMBERS_ALONE))
     assert seen is not None
     assert numbers is not None
     assert {name: sorted(codes) for name, codes in seen.table.categories.items()} == {"some": list(range(3000))}
@@ -143,9 +143,9 @@ def test_rare_types_are_learned_as_pandas_counts_them_over_many_batches(
 def test_a_label_of_strings_may_have_a_dot_in_its_name_or_be_a_field(spark: SparkSession, name: str) -> None:
     rows = spark.createDataFrame([(1, "b"), (2, "a")], "n int, `late.is` string")
     rows = rows.select("n", F.struct(F.col("`late.is`").alias("late")).alias("s")) if name == "s.late" else rows
-    learned, indexed = TabularClassifier(labelCol=name, inputCols=["n"])._learned(rows)
+    learned, indexed = TabularClassifier(labelCol=name, inputCols=["n"])._learn_from(rows)
     names = ColumnNames.of(indexed)
-    assert learned._seen.labels == ["a", "b"]
+    assert learned._learned.labels == ["a", "b"]
     assert labels_of(indexed, name) == ("a", "b")
     assert sorted(indexed.select("n", names.column(name)).collect()) == [(1, 1.0), (2, 0.0)]
 
@@ -172,9 +172,9 @@ def test_a_label_has_as_many_classes_as_the_indexer_knows_although_no_row_has_on
     index = StringIndexer(inputCol="name", outputCol="label", stringOrderType="alphabetAsc").fit(rows)
     indexed = index.transform(rows)
     for left_out in ("a", "c"):
-        learned, some = TabularClassifier(inputCols=["n"])._learned(indexed.where(F.col("name") != left_out))
-        assert (learned._seen.outputs, labels_of(some, "label")) == (3, ("a", "b", "c"))
+        learned, some = TabularClassifier(inputCols=["n"])._learn_from(indexed.where(F.col("name") != left_out))
+        assert (learned._learned.outputs, labels_of(some, "label")) == (3, ("a", "b", "c"))
     counted = indexed.select("n", F.col("label").alias("label", metadata={"ml_attr": {"num_vals": 5}}))
-    assert TabularClassifier(inputCols=["n"])._learned(counted)[0]._seen.outputs == 5
+    assert TabularClassifier(inputCols=["n"])._learn_from(counted)[0]._learned.outputs == 5
     with pytest.raises(ColumnError, match="column 'label' has the same label in all rows that train"):
-        TabularClassifier(inputCols=["n"])._learned(indexed.where(F.col("name") == "b"))
+        TabularClassifier(inputCols=["n"])._learn_from(indexed.where(F.col("name") == "b"))

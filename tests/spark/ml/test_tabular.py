@@ -28,8 +28,9 @@ from sparktorch import (
     TorchClassifier,
     TorchCrossValidator,
 )
-from sparktorch.data.tables import BINS, TableNetwork
 from sparktorch.errors import ClusterError, ColumnError
+from sparktorch.tasks.tables.network import TableNetwork
+from sparktorch.tasks.tables.preprocess import BINS
 from sparktorch.tracking import save_model
 from tests.spark.scored import same_weights, sorted_rows
 from tests.support.mlflow import QUIET
@@ -190,7 +191,7 @@ class Told(nn.Module):
 def test_a_model_that_goes_on_counts_the_rows_for_the_penalty_of_its_categories(raw: DataFrame) -> None:
     anew = TabularClassifier(labelCol="arrival", epochs=1, **QUICK)
     again = TabularClassifier(labelCol="arrival", epochs=1, module=anew.fit(raw), **QUICK)
-    penalties = [one._learned(raw)[0].completed().getParameterGroups() for one in (anew, again)]
+    penalties = [one._learn_from(raw)[0].completed().getParameterGroups() for one in (anew, again)]
     assert [group["weight_decay"] for group in penalties[0]] == [2 / ROWS]
     assert penalties[0] == penalties[1]
 
@@ -286,7 +287,7 @@ def test_labels_of_any_size_are_learned_and_the_order_of_columns_is_the_users(
 def test_more_labels_than_a_network_has_outputs_for_are_refused(
     raw: DataFrame, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sparktorch.ml.tasks.tabular._MOST_LABELS", 1)
+    monkeypatch.setattr("sparktorch.tasks.tables.learned._MOST_LABELS", 1)
     with pytest.raises(ColumnError, match=r"column 'arrival' has more than 1 labels(.|\n)*identifiers"):
         TabularClassifier(labelCol="arrival", **QUICK).fit(raw)
 

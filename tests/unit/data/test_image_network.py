@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sparktorch.data.image_network import ImageNetwork
+from sparktorch.tasks.images.network import ImageNetwork
 
 
 @pytest.mark.parametrize("shape", [[3, 1, 1], [1, 28, 28], [3, 33, 20], [3, 128, 96]])

@@ -16,8 +16,8 @@ import torch
 
 from sparktorch.base.batch import Batch
 from sparktorch.data.columns import TensorSpec
-from sparktorch.data.pairs import Known, PairLoss, Pairs, Towers
 from sparktorch.model.trained_module import TrainedModule
+from sparktorch.tasks.recommender.network import Known, PairLoss, Pairs, Towers
 from sparktorch.train.recipe.dry_run import ArgumentSpec
 from tests.support.models import trained_module
 
@@ -155,7 +155,7 @@ def test_ids_are_saved_as_arrow_arrays_without_pickle(tmp_path: Path) -> None:
     pairs = replace(PAIRS, users=structs(who=["ann", "Ünal"], age=[1.5, -0.1]))
     whole = torch.zeros(2, dtype=torch.int64)
     trained = trained_module(
-        "sparktorch.data.pairs:Towers",
+        "sparktorch.tasks.recommender.network:Towers",
         *(whole, whole),
         params={"users": 2, "items": 5, "rank": 2},
         inputs=[TensorSpec(name=n, column=n, dtype="float32", kind="any", sql="string") for n in ("who", "what")],

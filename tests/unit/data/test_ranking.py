@@ -7,8 +7,8 @@ import pytest
 import torch
 from sklearn.metrics import ndcg_score
 
-from sparktorch.data.ranking import LOSSES, ndcg, reciprocal_rank
 from sparktorch.errors import ModuleError
+from sparktorch.tasks.ranking.loss import LOSSES, ndcg, reciprocal_rank
 from tests.support.ranking import PLAIN
 
 SIZES = torch.tensor([7, 1, 2, 30, 3, 12, 1, 5])

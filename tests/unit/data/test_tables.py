@@ -10,7 +10,9 @@ import pyarrow as pa
 import pytest
 import torch
 
-from sparktorch.data.tables import TableColumns, TableNetwork, as_doubles, network_settings, scaled_edges
+from sparktorch.tasks.shared.columns import as_doubles
+from sparktorch.tasks.tables.network import TableNetwork, network_settings
+from sparktorch.tasks.tables.preprocess import TableColumns, scaled_edges
 
 
 def made(table: TableColumns, **columns: pa.Array) -> dict[str, Any]:

@@ -210,7 +210,7 @@ def test_a_cluster_that_does_not_answer_is_told_of_once(
 
 def test_a_fit_begins_before_what_it_learns_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     class Learns(TorchRegressor):
-        def _learned(self, dataset: Any) -> Any:
+        def _learn_from(self, dataset: Any) -> Any:
             learned.append(time.perf_counter())
             return self, dataset
 

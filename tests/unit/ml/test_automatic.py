@@ -15,20 +15,14 @@ from sparktorch.ml.fit.summary import best_validation, ending, majority
 from sparktorch.ml.fit.translate import translate
 from sparktorch.ml.fit.values import Values
 from sparktorch.ml.params.classes import AUTOMATIC
-from sparktorch.ml.tasks.automatic import (
-    CHOICES,
-    IMAGES,
-    NEW_IMAGES,
-    NEW_TEXTS,
-    RANKING,
-    RATINGS,
-    SERIES,
-    TABLES,
-    TEXTS,
-    TaskSettings,
-    automatic_settings,
-)
-from sparktorch.ml.tasks.held_out import Sample, too_few, windows_held_out
+from sparktorch.tasks.images.estimator import IMAGES, NEW_IMAGES
+from sparktorch.tasks.ranking.estimator import RANKING
+from sparktorch.tasks.recommender.estimator import CHOICES, RATINGS
+from sparktorch.tasks.series.estimator import SERIES
+from sparktorch.tasks.shared.held_out import Sample, too_few, windows_held_out
+from sparktorch.tasks.shared.settings import TaskSettings, automatic_settings
+from sparktorch.tasks.tables.estimator import TABLES
+from sparktorch.tasks.texts.estimator import NEW_TEXTS, TEXTS
 
 TASKS = (CHOICES, TABLES, SERIES, RATINGS, RANKING, TEXTS, IMAGES, NEW_TEXTS, NEW_IMAGES)
 ROWS = (1, 7, 50, 109, 2_000, 6_300, 44_000, 500_000, 10**7, 10**9)

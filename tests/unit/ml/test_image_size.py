@@ -11,7 +11,7 @@ from pyspark.sql import Row
 
 from sparktorch import ImageClassifier
 from sparktorch.errors import ConfigError
-from sparktorch.ml.tasks.image_size import _size_of
+from sparktorch.tasks.images.image_size import _size_of
 
 
 def picture() -> bytes:

@@ -8,12 +8,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from sparktorch.data.pairs import PairLoss
 from sparktorch.errors import ConfigError
-from sparktorch.ml.tasks.automatic import CHOICES, automatic_settings
-from sparktorch.ml.tasks.held_out import MOST_HELD_OUT, Sample
-from sparktorch.ml.tasks.recommender import Recommender, _moments, _Seen
-from sparktorch.spark.recommend import Vectors
+from sparktorch.tasks.recommender.estimator import CHOICES, LearnedPairs, Recommender, _moments
+from sparktorch.tasks.recommender.lists import Vectors
+from sparktorch.tasks.recommender.network import PairLoss
+from sparktorch.tasks.shared.held_out import MOST_HELD_OUT, Sample
+from sparktorch.tasks.shared.settings import automatic_settings
 
 
 def known(count: int) -> pa.StructArray:
@@ -38,19 +38,19 @@ def known(count: int) -> pa.StructArray:
 )
 def test_gradients_of_tables_are_sparse_where_that_is_faster_and_possible(params: dict[str, Any], sparse: bool) -> None:
     estimator = Recommender(**{"batchSize": 100, **params})
-    estimator._seen = _Seen(known(6_000), known(2_000), 3.5)
+    estimator._learned = LearnedPairs(known(6_000), known(2_000), 3.5)
     assert estimator.completed().getModuleParams()["sparse"] is sparse
 
 
 def test_gradients_of_small_tables_are_dense() -> None:
     estimator = Recommender(batchSize=100)
-    estimator._seen = _Seen(known(4_000), known(1_000), 3.5)
+    estimator._learned = LearnedPairs(known(4_000), known(1_000), 3.5)
     assert estimator.completed().getModuleParams()["sparse"] is False
 
 
 def test_the_loss_estimates_a_choice_among_all_items_or_squares_the_error() -> None:
     estimator = Recommender(implicitPrefs=True, ratingCol="", regParam=0.2, numNegatives=5)
-    estimator._seen = _Seen(known(3), known(7), 0.0)
+    estimator._learned = LearnedPairs(known(3), known(7), 0.0)
     found = estimator.completed()
     assert found.getTrainingStep() == PairLoss(7, 0.2)
     assert found.getPreprocess().negatives == 5
@@ -78,7 +78,7 @@ def test_all_items_are_ranked_where_users_can_stay_whole_and_items_are_not_too_m
     params: dict[str, Any], items: int, drawn: int
 ) -> None:
     estimator = Recommender(**{"implicitPrefs": True, "ratingCol": "", **params})
-    estimator._seen = _Seen(known(3), known(items), 0.0, group="chosen_by")
+    estimator._learned = LearnedPairs(known(3), known(items), 0.0, group="chosen_by")
     completed = estimator.completed()
     implicit = estimator.getImplicitPrefs()
     assert completed.getPreprocess().negatives == drawn
@@ -116,7 +116,7 @@ def test_a_search_holds_out_choices_as_it_does_ratings() -> None:
 
 def test_choices_whose_epochs_are_set_have_the_batch_and_schedule_of_those_whose_are_not() -> None:
     estimator = Recommender(implicitPrefs=True, ratingCol="", epochs=5)
-    estimator._seen = _Seen(known(1_000), known(7), 0.0, group="chosen_by")
+    estimator._learned = LearnedPairs(known(1_000), known(7), 0.0, group="chosen_by")
     estimator._sample = Sample(trained=1_000)
     expected = automatic_settings(1_000, CHOICES, validates=False).params
     found = estimator.completed()
@@ -144,14 +144,14 @@ def test_rows_are_prepared_for_the_weights_of_choices_and_for_users_that_stay_wh
     ours: dict[str, Any], theirs: dict[str, Any], differing: list[str]
 ) -> None:
     other = Recommender(**{"implicitPrefs": True, **theirs})
-    other._seen = _Seen(known(3), known(7), 0.0)
+    other._learned = LearnedPairs(known(3), known(7), 0.0)
     estimator = Recommender(**{"implicitPrefs": True, **ours})
     assert estimator._differing(other) == differing
     if differing:
         with pytest.raises(ConfigError, match=f"differs in {differing[0]}"):
             estimator._knowing(other)
     else:
-        assert estimator._knowing(other)._seen is other._seen
+        assert estimator._knowing(other)._learned is other._learned
 
 
 def test_the_deviation_of_ratings_does_not_cancel_out_and_no_order_changes_it() -> None:
@@ -165,7 +165,7 @@ def test_the_deviation_of_ratings_does_not_cancel_out_and_no_order_changes_it() 
 
 def test_users_hold_out_no_more_pairs_than_samples_may_be_and_all_of_them_train() -> None:
     estimator = Recommender(implicitPrefs=True, ratingCol="", validationFraction=0.1)
-    estimator._marks, estimator._seen = "held_out", _Seen(known(60_000), known(7), 0.0, rows=2_000_000)
+    estimator._marks, estimator._learned = "held_out", LearnedPairs(known(60_000), known(7), 0.0, rows=2_000_000)
     trained, held_out = estimator._count(None)  # type: ignore[arg-type]  # the rows were counted
     assert (trained, held_out) == (60_000, 60_000)
     assert estimator._capped(trained, held_out) == (MOST_HELD_OUT / 200_000, 60_000)
@@ -175,7 +175,7 @@ def test_users_hold_out_no_more_pairs_than_samples_may_be_and_all_of_them_train(
 def test_vectors_beyond_the_elements_of_an_array_are_in_several_chunks(
     most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sparktorch.spark.recommend._MOST_ELEMENTS", most)
+    monkeypatch.setattr("sparktorch.tasks.recommender.lists._MOST_ELEMENTS", most)
     values = np.arange(10, dtype=np.float32).reshape(5, 2)
     table = Vectors(known(5), values).table()
     assert table["features"].to_pylist() == values.tolist()

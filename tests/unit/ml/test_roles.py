@@ -10,8 +10,8 @@ from pyspark.sql import types as T
 from sparktorch import TabularClassifier, TabularRegressor
 from sparktorch.errors import ColumnError
 from sparktorch.ml.fit.values import Values
-from sparktorch.ml.tasks.tabular import _by_kind
 from sparktorch.spark.column_names import ColumnNames
+from sparktorch.tasks.tables.estimator import _by_kind
 
 SCHEMA = (
     T.StructType()

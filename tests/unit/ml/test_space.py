@@ -16,12 +16,13 @@ from sparktorch import TabularClassifier, TorchEstimator, TorchRegressor  # noqa
 from sparktorch.base.config import TrainConfig  # noqa: E402
 from sparktorch.errors import ConfigError, ModuleError  # noqa: E402
 from sparktorch.ml.fit.translate import translate  # noqa: E402
-from sparktorch.ml.tasks.automatic import TABLES, fixed_settings  # noqa: E402
-from sparktorch.ml.tasks.recommender import Recommender  # noqa: E402
 from sparktorch.ml.tuning import tuner  # noqa: E402
 from sparktorch.ml.tuning.search import value_of  # noqa: E402
 from sparktorch.ml.tuning.space import Space, applied  # noqa: E402
 from sparktorch.ml.tuning.tuner import _space_of, _valid_one, direction_of  # noqa: E402
+from sparktorch.tasks.recommender.estimator import Recommender  # noqa: E402
+from sparktorch.tasks.shared.settings import fixed_settings  # noqa: E402
+from sparktorch.tasks.tables.estimator import TABLES  # noqa: E402
 
 ESTIMATOR = TorchRegressor(module="torch.nn:Linear", moduleParams={"in_features": 1}, optimizerParams={"eps": 1e-6})
 

@@ -10,16 +10,17 @@ from torch import nn
 
 from sparktorch import Ranker, RankingModel, TabularClassifier, TabularRegressionModel, TabularRegressor
 from sparktorch.data.distribution import Distribution
-from sparktorch.data.tables import TableColumns, TableNetwork
 from sparktorch.errors import ColumnError, ConfigError
 from sparktorch.ml.fit.values import Values
-from sparktorch.ml.tasks.column_statistics import Figures
-from sparktorch.ml.tasks.held_out import Sample
-from sparktorch.ml.tasks.tabular import _check_numbers_to_predict, _coded, _Seen
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.column_names import ColumnNames
+from sparktorch.tasks.shared.column_statistics import Figures
+from sparktorch.tasks.shared.held_out import Sample
+from sparktorch.tasks.tables.learned import LearnedTable, check_numbers_to_predict, integer_categories
+from sparktorch.tasks.tables.network import TableNetwork
+from sparktorch.tasks.tables.preprocess import TableColumns
 
-PATH = "sparktorch.data.tables:TableNetwork"
+PATH = "sparktorch.tasks.tables.network:TableNetwork"
 LINEAR: dict[str, Any] = {"module": "torch.nn:Linear", "moduleParams": {"in_features": 1, "out_features": 1}}
 
 
@@ -41,7 +42,7 @@ def test_integers_beyond_2_to_the_53_are_numbers_alone_and_a_hash_column_does_no
         "month": figures(1, 12),
     }
     kinds = names(**dict.fromkeys(columns, T.LongType()))
-    assert _coded(columns, kinds, 500, 30) == {"wide": [-(10**15), 0, 10**15], "month": list(range(1, 13))}
+    assert integer_categories(columns, kinds, 500, 30) == {"wide": [-(10**15), 0, 10**15], "month": list(range(1, 13))}
 
 
 def test_integers_that_repeat_are_categories_and_numbers_that_hardly_do_are_measured() -> None:
@@ -56,22 +57,22 @@ def test_integers_that_repeat_are_categories_and_numbers_that_hardly_do_are_meas
         figures_of[name] = Figures(sum(counts), 0.0, 1.0, 0.0, max(values), Distribution.of(values))
     kinds = names(**dict.fromkeys(columns, T.LongType()))
     identifiers = {"identifier": [100 * value for value in range(1000)]}
-    assert _coded(figures_of, kinds, 4_000, 2) == {**identifiers, "code": [100, 200, 300]}
-    assert _coded(figures_of, kinds, 999, 2) == {"code": [100, 200, 300]}
-    assert _coded(figures_of, kinds, 0, 2) == {}
+    assert integer_categories(figures_of, kinds, 4_000, 2) == {**identifiers, "code": [100, 200, 300]}
+    assert integer_categories(figures_of, kinds, 999, 2) == {"code": [100, 200, 300]}
+    assert integer_categories(figures_of, kinds, 0, 2) == {}
 
 
-def seen(rows: int = 1000, deviation: float = 1.0) -> _Seen:
+def seen(rows: int = 1000, deviation: float = 1.0) -> LearnedTable:
     """Returns what was learned of a text, of a month, which is a number, too, and of the parts of a date."""
     categories = {"text": ["a", "b"], "month": list(range(1, 13))}
     table = TableColumns(categories, {"day": ["weekday"]}, {"month": [6.0, 3.0], "day": [0.0, 1.0]})
-    return _Seen(table, ["text", "month", "day"], 2, [], [[0.0, deviation]], [[0.0, 1.0]] * 2, rows=rows)
+    return LearnedTable(table, ["text", "month", "day"], 2, [], [[0.0, deviation]], [[0.0, 1.0]] * 2, rows=rows)
 
 
 def test_vectors_of_categories_are_pulled_to_zero_more_where_rows_are_few_and_where_there_is_a_number_too() -> None:
     def decays(rows: int, deviation: float = 1.0, kind: Any = TabularRegressor, **params: Any) -> dict[str, float]:
         estimator = kind(epochs=1, **params)
-        estimator._seen = seen(rows, deviation)
+        estimator._learned = seen(rows, deviation)
         groups = Values(estimator.completed())["parameterGroups"]
         assert all(group["decoupled_weight_decay"] is False for group in groups)
         return {group["params"][0]: group["weight_decay"] for group in groups}
@@ -103,7 +104,7 @@ def test_an_optimizer_groups_frozen_or_clipped_parameters_and_a_module_of_the_us
     params: Any,
 ) -> None:
     regressor = TabularRegressor(epochs=1, **params)
-    regressor._seen = seen()
+    regressor._learned = seen()
     p = Values(regressor.completed())
     assert p["optimizer"] == "AdamW"
     assert p["parameterGroups"] == params.get("parameterGroups", [])
@@ -115,16 +116,16 @@ def test_a_fitted_network_for_tables_keeps_its_penalty_where_the_rows_are_counte
     made: dict[str, Any] = {"source": source, "params": params, "preprocess": seen().table, "weights": b""}
     fitted = TabularRegressionModel()._with(TrainedModule(inputs=(), outputs=(), task="regression", **made), None)
     regressor = TabularRegressor(module=fitted)
-    regressor._seen = seen(rows=0)._replace(scales=[])  # It goes on with what the model knows.
+    regressor._learned = seen(rows=0)._replace(scales=[])  # It goes on with what the model knows.
     regressor._sample = Sample(trained=1_000)
     groups, anew = Values(regressor.completed())["parameterGroups"], TabularRegressor(epochs=1)
-    anew._seen = seen(1_000, deviation=10.0)
+    anew._learned = seen(1_000, deviation=10.0)
     assert groups == Values(anew.completed())["parameterGroups"]
 
 
-def decay_of(estimator: Any, of: _Seen, sample: Sample | None = None) -> float:
+def decay_of(estimator: Any, of: LearnedTable, sample: Sample | None = None) -> float:
     """Returns the weight decay of texts."""
-    estimator._seen, estimator._sample = of, sample
+    estimator._learned, estimator._sample = of, sample
     return float(Values(estimator.completed())["parameterGroups"][-1]["weight_decay"])
 
 
@@ -162,22 +163,22 @@ def test_the_penalty_knows_squared_errors_by_any_name(loss: Any) -> None:
     ],
 )
 def test_weights_are_averaged_in_automatic_trainings_of_the_network_for_tables(estimator: Any, decay: Any) -> None:
-    estimator._seen, estimator._sample = seen(), Sample(trained=900, held_out=100)
+    estimator._learned, estimator._sample = seen(), Sample(trained=900, held_out=100)
     assert Values(estimator.completed())["emaDecay"] == decay
 
 
 def test_pixels_are_no_categories_but_codes_of_few_values_are() -> None:
     columns = {f"pixel{index}": figures(*range(0, 256)) for index in range(101)} | {"code": figures(0, 100, 200)}
     kinds = names(**dict.fromkeys(columns, T.LongType()))
-    assert _coded(columns, kinds, 4_000, 2) == {"code": [0, 100, 200]}
+    assert integer_categories(columns, kinds, 4_000, 2) == {"code": [0, 100, 200]}
     del columns["pixel0"], columns["pixel1"]
-    assert len(_coded(columns, kinds, 4_000, 2)) == 100
+    assert len(integer_categories(columns, kinds, 4_000, 2)) == 100
 
 
 @pytest.mark.parametrize(("params", "decay"), [({}, 0.01), ({"optimizerParams": {"weight_decay": 0.1}}, 0.1)])
 def test_other_weights_have_the_decay_of_adamw_or_that_of_the_user(params: Any, decay: float) -> None:
     regressor = TabularRegressor(epochs=1, **params)
-    regressor._seen = seen()
+    regressor._learned = seen()
     options = {"weight_decay": decay, "decoupled_weight_decay": True}
     assert Values(regressor.completed())["optimizerParams"] == options
 
@@ -195,9 +196,9 @@ class Unhashable:
 def test_a_label_of_text_is_refused_in_the_name_of_the_estimator_with_a_hint_that_suits_it() -> None:
     columns = names(grade=T.StringType())
     with pytest.raises(ColumnError, match="a number for TabularRegressor") as of_regressor:
-        _check_numbers_to_predict(columns, ["grade"], TabularRegressor())
+        check_numbers_to_predict(columns, ["grade"], TabularRegressor())
     with pytest.raises(ColumnError, match="a number for Ranker") as of_ranker:
-        _check_numbers_to_predict(columns, ["grade"], Ranker(groupCol="query"))
+        check_numbers_to_predict(columns, ["grade"], Ranker(groupCol="query"))
     assert "TabularClassifier" in str(of_regressor.value)
     assert "Tabular" not in str(of_ranker.value)
     assert "cast(`grade` as double)" in str(of_ranker.value)
@@ -221,7 +222,7 @@ def test_a_ranker_takes_a_table_for_its_network_by_whatever_name(module: Any) ->
 @pytest.mark.parametrize(("loss", "members"), [("ranknet", 4), (Unhashable(), 1), ("package.module:loss", 1)])
 def test_the_network_of_a_ranker_has_one_member_for_a_loss_of_ones_own(loss: Any, members: int) -> None:
     ranker = Ranker(groupCol="query", loss=loss)
-    ranker._seen = _Seen(TableColumns(), [], 1, [], [[0.0, 1.0]], [], rows=100)
+    ranker._learned = LearnedTable(TableColumns(), [], 1, [], [[0.0, 1.0]], [], rows=100)
     assert ranker._network["members"] == members
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from sparktorch.model.top_k import NOTHING, block_rows, top_k
+from sparktorch.tasks.recommender.top_k import NOTHING, block_rows, top_k
 
 
 @pytest.mark.parametrize("columns", [1, 5, 63, 64, 65, 1_000])

@@ -11,8 +11,8 @@ import torch
 
 from sparktorch.data.columns import TensorSpec
 from sparktorch.errors import ColumnError
-from sparktorch.model.series.forecasts import SeriesColumns
-from sparktorch.tracking.pyfunc import SeriesPyFunc
+from sparktorch.tasks.series.forecasts import SeriesColumns
+from sparktorch.tasks.series.pyfunc import SeriesPyFunc
 from tests.support.models import trained_module
 
 COLUMNS = SeriesColumns(group="shop", order="day", target="sold", context=4, horizon=2)
@@ -21,9 +21,9 @@ DAYS = pd.date_range("2024-03-29", periods=8)
 
 @pytest.fixture(scope="module")
 def served() -> SeriesPyFunc:
-    params = {"module": "sparktorch.model.series.module:SeriesNetwork", "params": {}, "context": 4, "horizon": 2}
+    params = {"module": "sparktorch.tasks.series.network:SeriesNetwork", "params": {}, "context": 4, "horizon": 2}
     inputs = [TensorSpec(name="x0", column="past values", dtype="float32", shape=(4, 1))]
-    trained = trained_module("sparktorch.model.series.module:SeriesModule", params=params, inputs=inputs)
+    trained = trained_module("sparktorch.tasks.series.network:SeriesModule", params=params, inputs=inputs)
     return SeriesPyFunc(trained, COLUMNS.to_dict(), "cpu")
 
 

@@ -17,7 +17,7 @@ from sparktorch import TextClassifier
 from sparktorch.adapters.huggingface.folder import has_new_weights, opened, rebuildable
 from sparktorch.adapters.huggingface.recipe import HuggingFaceRecipe
 from sparktorch.errors import ModuleError, SparkTorchError
-from sparktorch.ml.tasks.automatic import NEW_TEXTS, TEXTS
+from sparktorch.tasks.texts.estimator import NEW_TEXTS, TEXTS
 from sparktorch.train.recipe.dry_run import dry_run
 
 transformers = pytest.importorskip("transformers")

@@ -14,7 +14,7 @@ import torch
 
 from sparktorch.errors import ColumnError
 from sparktorch.model.scorer import Scorer
-from sparktorch.model.series.forecasts import Backtest, SeriesColumns, forecast
+from sparktorch.tasks.series.forecasts import Backtest, SeriesColumns, forecast
 from tests.support.models import trained_module
 
 COLUMNS = SeriesColumns(
@@ -25,11 +25,11 @@ PLAIN = SeriesColumns(group="", order="day", target="sold", context=4, horizon=3
 
 def scorer(columns: SeriesColumns) -> tuple[Scorer, torch.nn.Module]:
     figures = {of: [(1.0, 2.0)] * len(getattr(columns, of)) for of in ("past", "future", "static")}
-    params = {"module": "sparktorch.model.series.module:SeriesNetwork", "params": {"hidden": [5]}, **figures}
+    params = {"module": "sparktorch.tasks.series.network:SeriesNetwork", "params": {"hidden": [5]}, **figures}
     params |= {"context": columns.context, "horizon": columns.horizon, "quantiles": list(columns.quantiles)}
     parts = [torch.zeros(2, 4, 1 + len(columns.past)), torch.zeros(2, 7, 1), torch.zeros(2, 4, 1)]
     example = parts if columns.future else parts[:1]
-    trained = trained_module("sparktorch.model.series.module:SeriesModule", *example, params=params)
+    trained = trained_module("sparktorch.tasks.series.network:SeriesModule", *example, params=params)
     return Scorer(trained), trained.build()
 
 
@@ -142,7 +142,7 @@ def test_windows_are_scored_in_batches_of_so_many_values(monkeypatch: pytest.Mon
     table = rows([9, 9, 9, 9])
     want = forecasts(table, COLUMNS, Backtest())
     for values, sizes in ((7 * 4 * 3, [9, 3]), (1, [3, 3, 3, 3])):  # a window has 7 rows of 4 columns
-        monkeypatch.setattr("sparktorch.model.series.forecasts._VALUES", values)
+        monkeypatch.setattr("sparktorch.tasks.series.forecasts._VALUES", values)
         found = list(forecast(batches(table, 100), COLUMNS, scorer(COLUMNS)[0], Backtest()))
         assert [batch.num_rows for batch in found] == sizes
         assert np.allclose(pa.Table.from_batches(found)["prediction"], want["prediction"], atol=1e-6)

@@ -11,8 +11,8 @@ from torch import nn
 
 from sparktorch.base.batch import Batch
 from sparktorch.errors import ModuleError
-from sparktorch.model.series.module import SeriesModule, SeriesNetwork
-from sparktorch.model.series.training import QuantileLoss, SeriesStep
+from sparktorch.tasks.series.loss import QuantileLoss, SeriesStep
+from sparktorch.tasks.series.network import SeriesModule, SeriesNetwork
 
 PAST, FUTURE, STATIC = [(2.0, 4.0)], [(0.0, 0.0), (1.0, 2.0)], [(3.0, 1.0)]
 

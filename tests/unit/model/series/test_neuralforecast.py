@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from sparktorch.model.series.module import SeriesModule
+from sparktorch.tasks.series.network import SeriesModule
 
 NETWORK = "sparktorch.adapters.neuralforecast:NeuralForecastNetwork"
 COLUMNS: dict[str, Any] = {"past": [(0.0, 1.0)], "future": [(0.0, 1.0), (0.0, 1.0)], "static": [(0.0, 1.0)]}

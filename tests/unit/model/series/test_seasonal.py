@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from sparktorch.base.deferred import deferred
-from sparktorch.ml.tasks.season import context_for, longest_context, middle_length
-from sparktorch.model.series.module import SeriesModule, SeriesNetwork
-from sparktorch.model.series.seasonal import SeasonalForecast, season_of, start_of
+from sparktorch.tasks.series.network import SeriesModule, SeriesNetwork
+from sparktorch.tasks.series.season import context_for, longest_context, middle_length
+from sparktorch.tasks.series.seasonal import SeasonalForecast, season_of, start_of
 
-NETWORK = "sparktorch.model.series.module:SeriesNetwork"
+NETWORK = "sparktorch.tasks.series.network:SeriesNetwork"
 WAVE = torch.tensor([3.0, -1.0, 7.0, 0.5])  # a season
 
 

@@ -1,1 +1,0 @@
-"""Estimators that prepare rows for one kind of task: tables, recommendations, series, ranking."""

@@ -1,1 +1,0 @@
-"""Series of rows in time: even steps, modules of windows, their training step, and forecasts. Without Spark."""

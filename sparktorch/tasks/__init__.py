@@ -1,0 +1,1 @@
+"""A folder for each kind of task. The rest of the package imports none of them; `sparktorch/__init__` names them."""

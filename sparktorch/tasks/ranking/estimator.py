@@ -1,0 +1,190 @@
+"""The ranker and its model: scores that order the rows of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
+
+from sparktorch.base.config import one_of
+from sparktorch.base.imports import is_object
+from sparktorch.errors import Refusal, refuse, shortens
+from sparktorch.ml.fit.values import NAMED_GROUPS, Values
+from sparktorch.ml.params.mixins import RankerParams, RankingModelParams
+from sparktorch.ml.regression import ValueModel
+from sparktorch.model.trained_module import TrainedModule
+from sparktorch.spark.column_names import ColumnNames
+from sparktorch.spark.frame.groups import check_group
+from sparktorch.spark.rdd import dataframe_of
+from sparktorch.tasks.ranking.evaluation import RankingSummary, evaluate_ranker
+from sparktorch.tasks.ranking.loss import LOSSES, measured
+from sparktorch.tasks.shared.held_out import in_share, marked
+from sparktorch.tasks.shared.settings import TaskSettings
+from sparktorch.tasks.tables.estimator import TabularEstimator, TabularModel
+from sparktorch.tasks.tables.network import TableNetwork
+from sparktorch.tasks.tables.preprocess import TableColumns
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["Ranker", "RankingModel"]
+
+RANKING = TaskSettings(
+    learning_rate=3e-3,
+    scheduler="CosineAnnealingLR",
+    smallest_batch=16,
+    largest_batch=128,
+    patience_steps=400,
+    least_patience=6,
+    most_epochs=80,
+    least_epochs=6,
+)
+
+_MEMBERS = (
+    Refusal(
+        "loss",
+        lambda p: p.trained is not None and _members(p.trained) > 1 and _is_own(p["loss"]),
+        "loss is your own and gets one score a row, and the network of the fitted model has several members",
+        "fit that model with this loss or with moduleParams={{'members': 1}}, or set loss='listnet'",
+    ),
+)
+
+
+class RankingModel(TabularModel, ValueModel, RankingModelParams):
+    """A module fitted by `Ranker`.
+
+    `transform` adds `predictionCol`, a double: the larger it is, the earlier comes the row in its group. It scores row
+    by row, and needs no group.
+    """
+
+    _estimator = "sparktorch.tasks.ranking.estimator:Ranker"
+
+    def _quality(self, scored: DataFrame, label: str) -> tuple[str, int, float]:
+        ranked = evaluate_ranker(self, lambda rows: rows, scored)
+        return "NDCG at 10", ranked.numInstances, ranked.ndcg(10)
+
+    @shortens
+    def evaluate(self, dataset: DataFrame) -> RankingSummary:
+        """Scores rows and compares their order in each group of `groupCol` with `labelCol`.
+
+        With `weightCol`, a group weighs the mean of its rows' weights.
+
+        Raises:
+            ColumnError: A column is missing or not numeric, a row has no group, weight, prediction or label, or a label
+                is negative.
+            ConfigError: `groupCol` is not set.
+        """
+        refuse(NAMED_GROUPS, Values(self))
+        named = self._named()
+        return evaluate_ranker(named, named.transform, dataframe_of(dataset, "evaluate"))
+
+
+class Ranker(TabularEstimator, RankerParams):
+    """Trains a PyTorch module to order the rows of each group, such as the documents that a query finds.
+
+    Without `module`, it takes the columns of a table as they are, as `TabularRegressor` does, and trains its network.
+    A module of your own gets the input columns, and returns one score a row, of shape `(rows,)` or `(rows, 1)`. Labels
+    are grades, numbers >= 0; the larger one is the better. A batch has `batchSize` whole groups. Validations show
+    `val_ndcg_at_10` and `val_mrr`.
+
+    Example:
+        >>> rows = [(query, float(i), "ab"[query % 2], float(i // 2)) for query in range(30) for i in range(6)]
+        >>> found = spark.createDataFrame(rows, "query int, price double, kind string, label float")
+        >>> ranker = Ranker(groupCol="query", batchSize=10, epochs=5, learningRate=0.01, progress=False)
+        >>> model = ranker.fit(found)
+        >>> model.evaluate(found).ndcg(10) > 0.99
+        True
+
+    Raises:
+        ConfigError, ColumnError, ModuleError, ClusterError: From `fit`, before training starts.
+        RankError: From `fit`, when a rank fails.
+    """
+
+    _task = "regression"
+    _model_class = RankingModel
+    _grades = True
+    _task_settings = RANKING
+    _unit = "groups"
+    _searched = {"optimizerParams.weight_decay": [0.1, 1.0]}
+    _ema_decay = None  # No set of groups has shown that an average is better.
+    _hint_of_labels = "labels are grades, and the larger one is the better"
+
+    @property
+    def _takes_table(self) -> bool:
+        """Whether columns are taken as they are, for the network for tables: a module of the user's gets inputs."""
+        p = Values(self)
+        if p.trained is not None:
+            return isinstance(p.trained.preprocess, TableColumns)
+        made = p["preprocess"] is not None and self._learned is None
+        network = p["module"] is None or is_object(p["module"], TableNetwork)
+        return network and not (made or p.is_set("featuresCol"))
+
+    def completed(self) -> Self:
+        """Returns a copy with the Params that follow from the rows, once they were seen: inputs and network."""
+        refuse(_MEMBERS, Values(self))
+        return super().completed() if self._takes_table else super(TabularEstimator, self).completed()
+
+    @property
+    def _learns(self) -> bool:
+        return self._takes_table or self._needs_count
+
+    @property
+    def _needs_count(self) -> bool:
+        return self._takes_table or super()._needs_count  # The penalty on categories is one of groups.
+
+    @property
+    def _has_learned(self) -> bool:
+        return self._learned is not None or self._sample is not None
+
+    def _look_at(self, rows: DataFrame) -> None:
+        if self._takes_table:
+            check_group(ColumnNames.of(rows), self.getGroupCol())  # before there is a job
+            super()._look_at(rows)
+
+    @property
+    def _network(self) -> dict[str, Any]:
+        settings = super()._network
+        del settings["scales"]  # Scores have no unit.
+        return settings | ({"members": 1} if _is_own(self.getLoss()) else {})
+
+    def _needed(self, names: ColumnNames) -> Sequence[str]:
+        p = Values(self)
+        with_nulls = self._takes_table or getattr(p["preprocess"], "takes_nulls", False)
+        inputs = [] if with_nulls else p["inputCols"] or [self.getFeaturesCol()]
+        return [*inputs, *super()._needed(names), self.getGroupCol()]
+
+    @property
+    def _chosen_by(self) -> str:
+        return f"a hash of {self.getGroupCol()!r}"
+
+    def _marked(self, dataset: DataFrame, names: ColumnNames, share: float) -> tuple[DataFrame, tuple[int, int] | None]:
+        check_group(names, self.getGroupCol())
+        return marked(dataset, in_share([names.column(self.getGroupCol())], share), self._marks), None
+
+    def _count(self, rows: DataFrame) -> tuple[int, int]:
+        rows = self._without_dropped(rows)
+        name, names = Values(self)["validationIndicatorCol"], ColumnNames.of(rows)
+        marks = names.column(name) if name else F.lit(False)
+        groups = rows.groupBy(names.column(self.getGroupCol())).agg(F.max(marks).cast("int").alias("marks"))
+        held_out, of_all = groups.agg(F.sum("marks"), F.count(F.lit(1))).collect()[0]
+        trained = of_all - (held_out or 0)
+        return trained, held_out or 0
+
+    def _loss_of_groups(self) -> tuple[Any, Callable[..., Any] | None]:
+        loss = self.getLoss()
+        if isinstance(loss, str) and ":" not in loss:
+            one_of("loss", loss, tuple(LOSSES))
+            loss = LOSSES[loss]
+        return loss, measured
+
+
+def _is_own(loss: Any) -> bool:
+    """Whether a loss is the user's: only those that have names bear an axis of members."""
+    return not isinstance(loss, str) or ":" in loss
+
+
+def _members(trained: TrainedModule) -> int:
+    """Returns the number of members of a fitted network for tables; 1 of any other module."""
+    return int(trained.params.get("members", 1)) if is_object(trained.source, TableNetwork) else 1

@@ -1,0 +1,1 @@
+"""Users and items: ratings, choices, and lists of items for each user."""

@@ -1,0 +1,227 @@
+"""The model of a recommender: vectors of users and items, and lists of the best for each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import torch
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F
+
+from sparktorch.base.config import at_least, one_of
+from sparktorch.base.state_dict import pack_state
+from sparktorch.data.columns import TensorSpec, input_name
+from sparktorch.errors import ColumnError, ConfigError
+from sparktorch.ml.fit.checks import naming_params
+from sparktorch.ml.fit.values import Values
+from sparktorch.ml.model import TorchModelBase
+from sparktorch.ml.params.mixins import RecommenderModelParams
+from sparktorch.model.trained_module import TrainedModule
+from sparktorch.spark.column_names import ColumnNames
+from sparktorch.spark.compat import frame_of_rows, table_of
+from sparktorch.spark.frame.encoding import kept_as
+from sparktorch.spark.rdd import dataframe_of
+from sparktorch.spark.session import session_of
+from sparktorch.tasks.recommender.evaluation import RankingMetrics, ranking_metrics
+from sparktorch.tasks.recommender.lists import Vectors, recommended
+from sparktorch.tasks.recommender.network import Pairs, Towers
+from sparktorch.train.recipe.dry_run import ArgumentSpec, OutputSpec
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["Paired", "RecommenderModel", "id_type", "structs"]
+
+_IDS = ("string", "tinyint", "smallint", "int", "bigint")
+
+
+class Paired:
+    """Has columns of users, items and their features in place of `inputCols`."""
+
+    def getInputCols(self) -> list[str]:
+        """Gets the columns of users and items, and those of their features."""
+        p = Values(self)  # type: ignore[arg-type]  # a mixin of Params
+        return [p["userCol"], p["itemCol"], *p["userFeatures"], *p["itemFeatures"]]
+
+
+class RecommenderModel(Paired, TorchModelBase, RecommenderModelParams):
+    """Vectors of users and items, fitted by `Recommender`.
+
+    `transform` adds `predictionCol`, float: the rating of a pair or, with implicit preferences, a score that orders
+    items.
+    """
+
+    _estimator = "sparktorch.tasks.recommender.estimator:Recommender"
+    _vectors: dict[str, Vectors] = {}
+
+    def _with(self, trained: TrainedModule, summary: Any) -> Self:
+        self._vectors = {}
+        return super()._with(trained, summary)
+
+    @classmethod
+    def fromFactors(cls, userFactors: DataFrame, itemFactors: DataFrame, **params: Any) -> Self:
+        """Returns a model of vectors that were fitted elsewhere, such as those of Spark's `ALSModel`.
+
+        Args:
+            userFactors: The columns `id`, of strings or whole numbers, and `features`, an array of numbers.
+            itemFactors: Likewise.
+            params: Params of the model, such as `userCol`.
+
+        Raises:
+            ColumnError: A column is missing, or ids are of another type.
+            ConfigError: Vectors have different lengths.
+        """
+        model = cls()
+        model._set(**params)
+        specs, tables, weights, lengths = [], [], [], set[int]()
+        given = (("userFactors", userFactors), ("itemFactors", itemFactors))
+        for place, (name, (param, factors)) in enumerate(zip(model.getInputCols(), given, strict=True)):
+            names = ColumnNames.of(factors)
+            kind = id_type(names, "id")
+            specs.append(TensorSpec(name=input_name(place), column=name, dtype="float32", kind="any", sql=kind))
+            features = names.column("features").cast("array<float>").alias("features")
+            found = table_of(factors.select(names.column("id").cast(kind).alias("id"), features)).sort_by("id")
+            lists = found["features"].combine_chunks()
+            lengths.update(lists.value_lengths().unique().to_pylist())
+            if not len(lists) or len(lengths) != 1:
+                raise ConfigError("features are empty, or of several lengths", param=param)
+            tables.append(structs(found.select(["id"]), [name]))
+            vectors = torch.tensor(lists.flatten().to_numpy()).view(len(lists), -1)
+            weights.append(torch.nn.functional.pad(vectors, (0, 1)))  # biases are 0
+        users, items = weights
+        trained = TrainedModule(
+            source=f"{Towers.__module__}:{Towers.__qualname__}",
+            params={"users": len(users), "items": len(items), "rank": users.shape[1] - 1},
+            weights=pack_state({"users.weight": users, "items.weight": items}),
+            inputs=tuple(specs),
+            arguments=tuple(ArgumentSpec(name, "int64", ()) for name in ("user", "item")),
+            preprocess=Pairs(specs[0].column, specs[1].column, *tables),
+            returned=("user", "item"),
+            outputs=(OutputSpec("", ()),),
+            task="generic",
+        )
+        return model._set(inputCols=model.getInputCols())._with(trained, None)
+
+    @property
+    def rank(self) -> int:
+        """Number of elements of a vector, without bias."""
+        return int(self.trained.params["rank"])
+
+    @property
+    def userFactors(self) -> DataFrame:
+        """The columns `id` and `features`, an array of floats: a user's vector, then bias and constant, then 1."""
+        return frame_of_rows(session_of(None), self._of("user").table())
+
+    @property
+    def itemFactors(self) -> DataFrame:
+        """The columns `id` and `features`, an array of floats: an item's vector, then 1, then its bias.
+
+        Its product with the features of a user is the prediction.
+        """
+        return frame_of_rows(session_of(None), self._of("item").table())
+
+    def predict(self, value: Any) -> float | None:
+        """Predicts one pair in this process, without a Spark job: a `Row` or dict by the names of the columns."""
+        found: float | None = self._score_row(value, "prediction")
+        return found
+
+    def recommendForAllUsers(self, numItems: int, exclude: DataFrame | None = None) -> DataFrame:
+        """Returns the best items of each user, best first; of equal ones, that with the smaller id.
+
+        Args:
+            numItems: Length of the lists.
+            exclude: Pairs that are not recommended, in the columns `userCol` and `itemCol`.
+
+        Returns:
+            A DataFrame of the user's id and `recommendations`, an array of structs of the item's id and `rating`.
+        """
+        return self._recommended("user", None, numItems, exclude)
+
+    def recommendForAllItems(self, numUsers: int, exclude: DataFrame | None = None) -> DataFrame:
+        """Returns the best users of each item, as `recommendForAllUsers`."""
+        return self._recommended("item", None, numUsers, exclude)
+
+    def recommendForUserSubset(self, dataset: DataFrame, numItems: int, exclude: DataFrame | None = None) -> DataFrame:
+        """Returns the best items of each user in `userCol` of a dataset that the fit had."""
+        return self._recommended("user", dataset, numItems, exclude)
+
+    def recommendForItemSubset(self, dataset: DataFrame, numUsers: int, exclude: DataFrame | None = None) -> DataFrame:
+        """Returns the best users of each item in `itemCol` of a dataset that the fit had."""
+        return self._recommended("item", dataset, numUsers, exclude)
+
+    def evaluate(self, dataset: DataFrame, k: int = 10, exclude: DataFrame | None = None) -> RankingMetrics:
+        """Compares the `k` best items of each user with those of a dataset, in `itemCol`; see `recommendForAllUsers`.
+
+        Users that the fit did not have are left out. For the error of ratings, there is Spark's `RegressionEvaluator`.
+
+        Raises:
+            ColumnError: The fit had none of the users, or no row has a user and an item.
+        """
+        user, item = self.getUserCol(), self.getItemCol()
+        pairs = self._pairs(dataset, "user", "item").where("one is not null and other is not null")
+        relevant = pairs.groupBy(F.col("one").alias(user)).agg(F.collect_set("other").alias("relevant"))
+        lists = self.recommendForUserSubset(dataset, k, exclude).join(relevant, user)
+        return ranking_metrics(lists, user, item, k)
+
+    def _recommended(self, side: str, dataset: DataFrame | None, count: int, exclude: DataFrame | None) -> DataFrame:
+        other = "item" if side == "user" else "user"
+        at_least("numItems" if side == "user" else "numUsers", count, 1)
+        own = self._of(side)
+        rows = frame_of_rows(session_of(dataset), own.table())
+        if dataset is not None:
+            rows = rows.join(self._pairs(dataset, side).distinct().toDF("id"), "id", "left_semi")
+        if exclude is not None:
+            seen = self._pairs(exclude, side, other).groupBy(F.col("one").alias("id"))
+            rows = rows.join(seen.agg(F.collect_set("other").alias("seen")), "id", "left")
+        names = [self.getOrDefault(f"{of}Col") for of in (side, other)]
+        return recommended(rows, self._of(other), count, *names)
+
+    def _pairs(self, dataset: DataFrame, *sides: str) -> DataFrame:
+        """Returns the ids in columns of a dataset as `one` and `other`, cast to the types of the known ones."""
+        found = dataframe_of(dataset, "a recommender")
+        names = ColumnNames.of(found)
+        kinds = {"user": self.trained.inputs[0].sql, "item": self.trained.inputs[1].sql}
+        with naming_params(self, fits=False):
+            columns = [names.column(self.getOrDefault(f"{side}Col")).cast(kinds[side]) for side in sides]
+        return found.select(*(c.alias(name) for c, name in zip(columns, ("one", "other"), strict=False)))
+
+    @torch.no_grad()
+    def _of(self, side: str) -> Vectors:
+        """Returns the vectors of all users, or items, with biases folded in."""
+        if side not in self._vectors:
+            module, pairs = self.module, self.trained.preprocess
+            assert isinstance(module, Towers)
+            assert isinstance(pairs, Pairs)
+            known = pairs.known_users if side == "user" else pairs.known_items
+            vectors = (module.user_vectors if side == "user" else module.item_vectors)(
+                torch.arange(len(known.ids)), torch.from_numpy(known.features)
+            )
+            bias, ones = module.scale * vectors[:, -1:], torch.ones(len(vectors), 1)
+            rest = [bias + module.mean, ones] if side == "user" else [ones, bias]
+            scale = module.scale if side == "user" else 1.0
+            folded = torch.cat([scale * vectors[:, :-1], *rest], dim=1).numpy()
+            self._vectors[side] = Vectors(pairs.users if side == "user" else pairs.items, folded)
+        return self._vectors[side]
+
+    def _kept(self, scored: Column, inputs: Sequence[TensorSpec]) -> Column | None:
+        strategy = self.getColdStartStrategy()
+        one_of("coldStartStrategy", strategy, ("nan", "drop"))
+        return super()._kept(scored, inputs) if strategy == "nan" else ~F.isnan(scored["prediction"])
+
+
+def structs(table: pa.Table, names: Sequence[str]) -> pa.StructArray:
+    """Returns the columns of a table as the fields of one array."""
+    return pa.StructArray.from_arrays([column.combine_chunks() for column in table.columns], names=list(names))
+
+
+def id_type(names: ColumnNames, name: str) -> str:
+    """Returns the SQL type of a column of users or items."""
+    kind = names.type_of(name)
+    sql = kept_as(kind)
+    if sql not in _IDS:
+        hint = f"cast({names.sql(name)} as string), or as bigint"
+        what = f"column {name!r} is {kind.simpleString()}, and users and items are strings or whole numbers"
+        raise ColumnError(what, hint=hint, column=name)
+    return sql

@@ -1,0 +1,261 @@
+"""The model of series: it forecasts the rows that follow, and compares forecasts with rows that are known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import types as T
+
+from sparktorch.base.config import at_least
+from sparktorch.data.columns import input_name
+from sparktorch.errors import ColumnError, ConfigError, Refusal, refuse
+from sparktorch.ml.fit.checks import check_outputs, naming_params
+from sparktorch.ml.fit.prepared_data import make_room
+from sparktorch.ml.fit.values import Values, not_set
+from sparktorch.ml.model import TorchModelBase
+from sparktorch.ml.params.mixins import ForecastingModelParams
+from sparktorch.ml.scoring.column_metadata import check_numbers
+from sparktorch.spark.column_names import ColumnNames, quoted
+from sparktorch.spark.frame.groups import check_group
+from sparktorch.spark.rdd import dataframe_of
+from sparktorch.spark.scoring_udf import scorer_here
+from sparktorch.spark.session import is_local, setting
+from sparktorch.spark.shipping import send
+from sparktorch.tasks.series.evaluation import ForecastSummary, summary_of
+from sparktorch.tasks.series.forecasts import Backtest, SeriesColumns, columns_of_quantiles, forecast
+from sparktorch.tasks.series.pyfunc import series_example, series_signature
+
+if TYPE_CHECKING:
+    from mlflow.models import ModelSignature
+    from typing_extensions import Self
+
+__all__ = ["COMPARED", "WINDOWS", "ForecastingModel", "check_categories", "check_series"]
+
+_ORDERS = (T.ByteType, T.ShortType, T.IntegerType, T.LongType, T.DateType, T.TimestampType, T.TimestampNTZType)
+
+COMPARED = ("cutoff", "step", "label", "naive", "scale")  # the columns that `evaluate` adds
+
+WINDOWS = (
+    not_set("orderCol", "name the column of the rows' times"),
+    not_set("labelCol", "name the column to forecast"),
+    Refusal(
+        "context",
+        lambda p: p["context"] is not None and p["context"] < 2,
+        "context is {p[context]}, and steps are seen from two rows on",
+    ),
+    not_set("horizon", "set it to the rows to forecast"),
+    Refusal("horizon", lambda p: p["horizon"] < 1, "horizon is {p[horizon]}", "set it to 1 or more"),
+    Refusal(
+        "quantiles",
+        lambda p: p["quantiles"] != sorted({q for q in p["quantiles"] if 0 < q < 1}),
+        "quantiles are {p[quantiles]}",
+        "give them in ascending order, each between 0 and 1",
+    ),
+)
+
+_FORECASTS = (
+    *WINDOWS,
+    not_set("context", "set it to some seasons' rows"),
+    Refusal(
+        "handleInvalid",
+        lambda p: p["handleInvalid"] == "keep",
+        "handleInvalid is 'keep', and a series without a context has no times to forecast",
+        "set 'skip', which leaves it out, or 'error'",
+    ),
+)
+
+
+class ForecastingModel(TorchModelBase, ForecastingModelParams):
+    """A model fitted by `Forecaster`. `transform` is `forecast`: it returns rows to come, and none of its input."""
+
+    _estimator = "sparktorch.tasks.series.estimator:Forecaster"
+
+    _scores_by_row = False
+
+    def _quality(self, scored: DataFrame, label: str) -> tuple[str, int, float]:
+        raise ConfigError("forecasts are of rows yet to come")
+
+    def _mlflow_columns(self) -> dict[str, Any]:
+        """Returns what `tracking` writes beside the model, by the key that says what scores it."""
+        return {"series": self.columns.to_dict()}
+
+    def _mlflow_signature(self) -> ModelSignature:
+        return series_signature(self.columns)
+
+    def _mlflow_example(self) -> Any:
+        return series_example(self.columns)
+
+    @property
+    def columns(self) -> SeriesColumns:
+        """The columns that forecasts are made from, and those that they have.
+
+        Raises:
+            ConfigError: A Param is out of range.
+        """
+        p = Values(self)
+        refuse(_FORECASTS, p)
+        return SeriesColumns(
+            group=p["groupCol"] or "",
+            order=p["orderCol"],
+            target=p["labelCol"],
+            past=p["pastCols"],
+            future=p["futureCols"],
+            static=p["staticCols"],
+            categories=self.trained.params.get("categories", ()),
+            context=p["context"],
+            horizon=p["horizon"],
+            quantiles=p["quantiles"],
+            prediction=p["predictionCol"],
+            skips=p["handleInvalid"] == "skip",
+        )
+
+    def forecast(self, dataset: DataFrame) -> DataFrame:
+        """Forecasts the rows after the last one of each series that has a target.
+
+        Args:
+            dataset: The last `context` rows of each series, or more, in any order. With `futureCols`, also `horizon`
+                rows with these and without a target.
+
+        Returns:
+            `horizon` rows for each series: `groupCol`, `orderCol`, `predictionCol` (double) and, of each quantile,
+            a column such as `prediction_p10`. Without one at 0.5, `predictionCol` is the quantile nearest to it.
+
+        Raises:
+            ColumnError: A column is missing or mistyped. Also, in the job, where a series has less than `context` rows,
+                nulls in them or uneven steps, unless `handleInvalid` is "skip".
+        """
+        return self._forecast(dataframe_of(dataset, "forecast"), None)
+
+    def evaluate(self, dataset: DataFrame, *, season: int = 1) -> ForecastSummary:
+        """Forecasts the last `horizon` rows of each series from those before, and compares; see `backtest`."""
+        return self.backtest(dataset, season=season)
+
+    def backtest(
+        self, dataset: DataFrame, *, origins: int = 1, stride: int | None = None, season: int = 1
+    ) -> ForecastSummary:
+        """Forecasts rows that are known from those before them, at several times of each series, and compares.
+
+        Args:
+            dataset: Rows with a target, in any order.
+            origins: Number of forecasts of each series. The last one ends with its last row.
+            stride: Rows from one forecast to the next; by default `horizon`, so that none overlap.
+            season: Rows of a season, for the naive forecast.
+
+        Raises:
+            ConfigError: A number is less than 1.
+            ColumnError: As from `forecast`.
+        """
+        stride = self.getHorizon() if stride is None else stride
+        for name, value in (("origins", origins), ("stride", stride), ("season", season)):
+            at_least(name, value, 1)
+        columns = self.columns
+        quantiles = dict(zip(columns.quantiles, columns_of_quantiles(columns), strict=True))
+        asked = Backtest(origins=origins, stride=stride, season=season)
+        return summary_of(self._forecast(dataframe_of(dataset, "backtest"), asked), columns.prediction, quantiles)
+
+    def _transform(self, dataset: DataFrame) -> DataFrame:
+        return self.forecast(dataset)
+
+    def _forecast(self, dataset: DataFrame, backtest: Backtest | None) -> DataFrame:
+        spark, columns, scoring = dataset.sparkSession, self.columns, self._scoring()
+        if dataset.isStreaming:
+            what = "a forecast takes all rows of a series, and the DataFrame is a stream"
+            raise ConfigError(what, hint="forecast in foreachBatch, from rows that a table keeps", param="dataset")
+        make_room(spark, 1)
+        with naming_params(self):
+            rows, schema = _rows(dataset, columns, backtest)
+        sent, local = send(spark, self.trained), is_local(spark)
+
+        def forecasts(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+            names = [*columns.keys, *columns.inputs]
+            named = (pa.RecordBatch.from_arrays(batch.columns, names) for batch in batches)
+            return forecast(named, columns, scorer_here(sent, scoring, local), backtest)
+
+        keys = rows.columns[: len(columns.keys)]
+        by_series = rows.repartition(keys[0]) if columns.group else rows.repartition(1)
+        return by_series.sortWithinPartitions(*keys).mapInArrow(forecasts, schema)
+
+    def registerUDF(self, name: str, outputCol: str | None = None, spark: Any = None) -> None:
+        """Refuses: an SQL function takes one row at a time, and a forecast many.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError("a forecast takes the rows of a series", hint="make a view of model.forecast(df)")
+
+    @classmethod
+    def fromModule(cls, module: Any, dataset: DataFrame, **params: Any) -> Self:
+        """Refuses: what a window has is learned in `fit`.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError("a model of windows comes from fit", hint="fit for an epoch with Forecaster(module=...)")
+
+    def _fields(self) -> tuple[dict[str, str], dict[str, str]]:
+        columns = self.columns
+        names = [columns.prediction, *columns_of_quantiles(columns)]
+        return dict.fromkeys(names, "double"), {name: name for name in names}
+
+
+def _rows(dataset: DataFrame, columns: SeriesColumns, backtest: Backtest | None) -> tuple[DataFrame, T.StructType]:
+    """Returns the rows that forecasts are made from, and the schema of forecasts.
+
+    Rows have their columns of keys and numbers under names without dots, which `mapInArrow` takes for fields.
+    """
+    names = ColumnNames.of(dataset)
+    check_series(dataset.sparkSession, names, columns.group, columns.order, columns.numbers)
+    check_categories(names, columns.known)
+    double = T.DoubleType()
+    added: list[tuple[str, T.DataType]] = [
+        (columns.prediction, double),
+        *((name, double) for name in columns_of_quantiles(columns)),
+    ]
+    if backtest is not None:
+        kinds = (names.type_of(columns.order), T.IntegerType(), double, double, double)
+        added = [*zip(COMPARED, kinds, strict=True), *added]
+    keys = dataset.select(*map(names.column, columns.keys)).schema.names
+    check_outputs(ColumnNames.of(dataset.select(*map(quoted, keys))), [name for name, _ in added])
+    fields = [T.StructField(name, names.type_of(name)) for name in columns.keys]
+    numbers = {name: names.column(name).cast("double") for name in columns.numbers}
+    read = [*map(names.column, columns.keys), *(numbers.get(name, names.column(name)) for name in columns.inputs)]
+    rows = dataset.select(*(column.alias(input_name(place)) for place, column in enumerate(read)))
+    return rows, T.StructType([*fields, *(T.StructField(name, kind) for name, kind in added)])
+
+
+def check_series(
+    spark: SparkSession, names: ColumnNames, group: str | None, order: str, numbers: Sequence[str]
+) -> None:
+    """Refuses columns that are missing or of a type for something else, and time zones that Arrow does not know."""
+    if group:
+        check_group(names, group)
+    kind = names.type_of(order)
+    if not isinstance(kind, _ORDERS):
+        what = f"column {order!r} is {kind.simpleString()}, and rows are ordered by an integer, a date or a timestamp"
+        raise ColumnError(what, hint=f"cast it, as to_timestamp({order}) does with text", column=order)
+    if isinstance(kind, T.TimestampType):
+        _check_zone(setting(spark, "spark.sql.session.timeZone"))
+    check_numbers(names, numbers)
+
+
+def check_categories(names: ColumnNames, known: Mapping[str, Sequence[Any]]) -> None:
+    """Refuses columns of another type than that of their known categories."""
+    for name, categories in known.items():
+        kind, wanted = names.type_of(name), "boolean" if isinstance(next(iter(categories), ""), bool) else "string"
+        if kind.typeName() not in (wanted, "varchar", "char"):
+            what = f"column {name!r} is {kind.simpleString()}, and the fit has learned the categories of {wanted}s"
+            raise ColumnError(what, hint=f"cast it to {wanted}", column=name)
+
+
+def _check_zone(zone: str) -> None:
+    """Refuses a time zone that Spark knows and Arrow does not, which has the rows of forecasts."""
+    try:
+        pc.local_timestamp(pa.array([0], pa.timestamp("us", zone)))
+    except pa.ArrowInvalid as error:
+        what = f"spark.sql.session.timeZone is {zone!r}, a short form that Arrow does not know"
+        hint = "set a region, such as 'America/Los_Angeles', 'UTC', or an offset, such as '+08:00'"
+        raise ConfigError(what, hint=hint) from error

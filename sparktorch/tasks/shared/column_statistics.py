@@ -1,0 +1,156 @@
+"""What is learned of a table's columns: categories of texts, figures and distribution of numbers, in one pass."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyspark.sql import Column, DataFrame, Window
+from pyspark.sql import functions as F
+
+from sparktorch.data.distribution import MOST_VALUES, DistinctValues, Distribution
+from sparktorch.distributed.root_cause import missing_module
+from sparktorch.tasks.shared.columns import as_doubles
+
+__all__ = ["Figures", "categories_and_figures"]
+
+_SCHEMA = pa.schema(
+    [
+        ("place", pa.int32()),
+        ("value", pa.string()),
+        ("rows", pa.int64()),
+        *((name, pa.float64()) for name in ("mean", "squares", "smallest", "largest")),
+        ("hash", pa.int64()),
+    ]
+)
+_DDL = "place int, value string, rows bigint, mean double, squares double, smallest double, largest double, hash bigint"
+
+
+class Figures(NamedTuple):
+    """Figures of a column of numbers, of the rows where it is finite; of the first columns, their distribution, too."""
+
+    rows: int = 0
+    mean: float = 0.0
+    deviation: float = 0.0
+    smallest: float = 0.0
+    largest: float = 0.0
+    distribution: Distribution = Distribution()
+
+
+def categories_and_figures(
+    rows: DataFrame,
+    texts: Sequence[Column],
+    numbers: Sequence[Column],
+    *,
+    limited: int,
+    most: int,
+    labels: int,
+    distinct: Sequence[int] = (),
+) -> tuple[list[dict[str, int]], list[Figures]]:
+    """Returns the values of each column of strings with their numbers of rows, and the figures of columns of numbers.
+
+    Frequent values come first. Of the first `limited` texts, it returns at most `most` values; of the others, which are
+    labels, at most `labels`. Of the first numbers, which are numbers, dates or timestamps, the figures have the
+    distribution, of at most as many values as `distinct` has for each. It does not depend on how rows are divided into
+    partitions and batches.
+
+    Raises:
+        ClusterError: The executors' Python lacks a module, such as this one.
+    """
+    places = range(len(texts) + len(numbers))
+    named = [column.alias(f"c{place}") for place, column in zip(places, (*texts, *numbers), strict=True)]
+    summed = rows.select(*named).mapInArrow(partial(_of_batches, texts=len(texts), distinct=list(distinct)), _DDL)
+    of_batches = F.when(F.col("value").isNull(), F.struct("rows", "mean", "squares"))
+    groups = summed.groupBy("place", "value").agg(
+        F.sum("rows").alias("rows"),
+        (F.sum(F.col("rows") * F.col("mean")) / F.sum("rows")).alias("mean"),
+        F.collect_list(of_batches).alias("batches"),
+        F.min("smallest").alias("smallest"),
+        F.max("largest").alias("largest"),
+        F.min("hash").alias("hash"),
+    )
+    of_place = Window.partitionBy("place")
+    order = of_place.orderBy("hash", F.desc("rows"), "value")
+    ranked = groups.withColumn("rank", F.row_number().over(order))
+    largest = F.get(F.array(*map(F.lit, distinct)), F.col("place") - len(places)) if distinct else F.lit(0)
+    count = F.when(F.col("place") < limited, most).when(F.col("hash").isNull(), labels).otherwise(largest)
+    few = ranked.where(F.col("rank") <= count).withColumn("size", F.count(F.lit(1)).over(of_place))
+    # Of a column that has left values out, only the distribution is taken, for which fewer are enough.
+    kept = F.col("hash").isNull() | (F.col("size") < largest) | (F.col("rank") <= MOST_VALUES)
+    squares = F.aggregate("batches", F.lit(0.0), _with_batch).alias("squares")
+    try:
+        found = few.where(kept).select("*", squares).drop("batches").collect()
+    except Exception as error:
+        missing = missing_module(str(error))
+        if missing is None:
+            raise
+        raise missing from error
+    values: list[dict[str, int]] = [{} for _ in texts]
+    figures = [Figures() for _ in numbers]
+    counts: list[dict[float, int]] = [{} for _ in numbers]
+    sizes = [0] * len(numbers)
+    for row in sorted(found, key=lambda row: (row["place"], row["rank"])):
+        place, rest = row["place"], (row["smallest"], row["largest"])
+        if place < len(texts):
+            values[place][row["value"]] = row["rows"]
+        elif place < len(places):
+            varies = rest[0] < rest[1]  # what rounding leaves of equal numbers is no deviation
+            deviation = math.sqrt(row["squares"] / row["rows"]) if varies else 0.0
+            figures[place - len(texts)] = Figures(row["rows"], row["mean"], deviation, *rest)
+        else:
+            counts[place - len(places)][float(row["value"])] = row["rows"]
+            sizes[place - len(places)] = row["size"]
+    for column, most_values in enumerate(distinct):
+        distribution = Distribution.of(counts[column], whole=sizes[column] < most_values)
+        figures[column] = figures[column]._replace(distribution=distribution)
+    return values, figures
+
+
+def _with_batch(squares: Column, batch: Column) -> Column:
+    """Returns the sum of squared differences from the mean of a group, with those of one more batch of it."""
+    apart = batch["mean"] - F.col("mean")
+    return squares + batch["squares"] + batch["rows"] * apart * apart
+
+
+def _of_batches(batches: Iterator[pa.RecordBatch], texts: int, distinct: Sequence[int]) -> Iterator[pa.RecordBatch]:
+    """Yields the counts of each batch's texts, the figures of its numbers, and at the end their distinct values.
+
+    These are rows for each value, batch or column, not for each cell.
+    """
+    distinct_values = [DistinctValues(most) for most in distinct]
+    columns = 0
+    for batch in batches:
+        columns = batch.num_columns
+        for place, column in enumerate(batch.columns[:texts]):
+            counts = pc.value_counts(column.drop_null())
+            yield _batch(place, counts.field("values").cast(pa.string()), counts.field("counts"))
+        found = []
+        for place, column in enumerate(batch.columns[texts:], texts):
+            values = as_doubles(column)
+            values = values[np.isfinite(values)]  # neither null nor NaN
+            if place - texts < len(distinct_values):
+                distinct_values[place - texts].add(values)
+            if len(values):
+                mean = values.mean()
+                squares = np.square(values - mean).sum()
+                found.append((place, None, len(values), mean, squares, values.min(), values.max(), None))
+        if found:
+            arrays = [pa.array(of, kind) for of, kind in zip(zip(*found, strict=True), _SCHEMA.types, strict=True)]
+            yield pa.RecordBatch.from_arrays(arrays, schema=_SCHEMA)
+    for place, of in enumerate(distinct_values, columns):
+        yield _batch(place, pa.array(of.values).cast(pa.string()), pa.array(of.counts), pa.array(of.hashes))
+
+
+def _batch(place: int, values: pa.Array, counts: pa.Array, hashes: pa.Array | None = None) -> pa.RecordBatch:
+    """Returns a row for each value of a column, with its count and the hash by which values are chosen."""
+    rows = len(values)
+    hashes = pa.nulls(rows, pa.int64()) if hashes is None else hashes
+    figures = [pa.nulls(rows, pa.float64())] * 4
+    return pa.RecordBatch.from_arrays(
+        [pa.array([place] * rows, pa.int32()), values, counts, *figures, hashes], schema=_SCHEMA
+    )

@@ -1,0 +1,343 @@
+"""The base class of estimators whose settings may be "auto", and which hold out rows to see when to end."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from pyspark.ml import Estimator
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
+
+from sparktorch.base.config import at_least
+from sparktorch.errors import ConfigError, counted
+from sparktorch.ml.estimator import TorchEstimatorBase
+from sparktorch.ml.fit.checks import naming_params
+from sparktorch.ml.fit.prepared_data import PreparedData, Source, needs_other_rows
+from sparktorch.ml.fit.translate import translate
+from sparktorch.ml.fit.values import Values
+from sparktorch.ml.params.classes import AUTOMATIC
+from sparktorch.spark.column_names import ColumnNames
+from sparktorch.spark.rdd import dataframe_of
+from sparktorch.tasks.shared.held_out import (
+    MOST_HELD_OUT,
+    Sample,
+    free_name,
+    hashable,
+    in_share,
+    marked,
+    too_few,
+    without_nulls,
+)
+from sparktorch.tasks.shared.settings import AutomaticSettings, TaskSettings, automatic_settings, fixed_settings
+
+if TYPE_CHECKING:
+    from pyspark.ml._typing import ParamMap
+    from typing_extensions import Self
+
+__all__ = ["AutomaticEstimator"]
+
+_LOG = logging.getLogger(__name__)
+_MADE_OF = {"moduleParams": "module", "optimizerParams": "optimizer"}  # the Param that a dict Param belongs to
+# These Params need validation rows where they are set.
+_VALIDATING = ("validationFraction", "earlyStoppingPatience", "earlyStoppingMetric", "metrics")
+_NAMES = ("scheduler", "validationUnit")  # These Params take text other than "auto", too.
+_MANY_ROWS = 1 << 20  # for which settings are checked before the rows are counted
+
+
+class AutomaticEstimator(TorchEstimatorBase[Any]):
+    """An estimator that chooses settings by the number of its samples, and holds out some of them.
+
+    `fit`, `prepare` and `plan` call `_learn_from`, which marks and counts them. From then on, `completed` returns a
+    copy in which each Param that is "auto" has a number for its default.
+
+    Attributes:
+        _task_settings: The constants of the task, a class attribute of most.
+        _unit: What a sample is, in the plural.
+        _learns_from: The Params besides `validationFraction` that say what is learned of the rows.
+        _searched: What a TorchTuner without a space chooses from, besides the default, by name as in its spaces.
+        _searched_rates: Factors of the learning rate that it chooses from, too.
+        _marks: The column that marks the rows which are held out, empty if none are.
+        _sample: The number of samples; `None` before they are counted.
+    """
+
+    _unit = "rows"
+    _learns_from: tuple[str, ...] = ("validationIndicatorCol",)
+    _searched: Mapping[str, Sequence[Any]] = {}
+    _searched_rates: Sequence[float] = (0.3, 3.0)
+    _marks = ""
+    _sample: Sample | None = None
+
+    @property
+    def _task_settings(self) -> TaskSettings:
+        raise NotImplementedError
+
+    def completed(self) -> Self:
+        """Returns the estimator, or a copy with a number for each Param that is "auto"."""
+        that, p = super().completed(), Values(self)
+        _check_values(p)
+        automatic = [name for name in AUTOMATIC if _is_auto(p[name])]
+        if not (automatic or self._holds_out):
+            return that
+        that = that.copy()
+        if self._holds_out:  # the rows are not known yet
+            that._set(validationIndicatorCol=self._marks or "_held_out")
+        chosen = that._settings(held_out=self._holds_out or bool(self._marks))
+        settings = chosen.params
+        for name in automatic:
+            that.clear(that.getParam(name))
+            that._setDefault(**{name: settings[name]})
+        if "scheduler" in automatic and settings["scheduler"] is not None:
+            that._setDefault(schedulerInterval="step", warmupSteps=chosen.warmup_steps)
+        return that
+
+    def _settings(self, *, held_out: bool) -> AutomaticSettings:
+        """Returns what "auto" stands for; `held_out` says whether the estimator holds out rows itself."""
+        p = Values(self)
+        if not (held_out or _is_auto(p["epochs"])):
+            return fixed_settings(self._task_settings)
+        task = self._task_settings
+        if p.brings_its_training:  # A LightningModule has schedules of its own.
+            task = replace(task, scheduler=None, warmup=0.0)
+        return automatic_settings(
+            _MANY_ROWS if self._sample is None else self._sample.trained,
+            task,
+            # A LightningModule may log no val_loss.
+            validates=p.validated and not p.brings_its_training,
+            batch_size=None if _is_auto(p["batchSize"]) else p["batchSize"],
+            least_batch=p.sharing,
+            workers=p.rows_are_divided_by,
+        )
+
+    @property
+    def _holds_out(self) -> bool:
+        """Whether a fit is to mark rows that are held out."""
+        p = Values(self)
+        if self._sample is not None or self._marks or p.validated or not p["validationFraction"]:
+            return False
+        if p.brings_its_training and not p.is_set("validationFraction"):  # it may have no validation_step
+            return False
+        return _is_auto(p["epochs"]) or p.is_set("validationFraction")
+
+    @property
+    def _asks_for_validation(self) -> bool:
+        """Whether a Param that the user has set needs validation rows."""
+        p = Values(self)
+        return any(p.is_set(name) and p[name] not in (None, "auto") for name in _VALIDATING) or p.follows_loss
+
+    @property
+    def _needs_count(self) -> bool:
+        """Whether settings depend on the number of samples."""
+        return _is_auto(Values(self)["epochs"]) or self._holds_out
+
+    @property
+    def _learns(self) -> bool:
+        return self._needs_count
+
+    def _holding_out(self) -> Self:
+        """Returns a copy that holds out rows whatever its epochs are, if the estimator does."""
+        that = self.copy()
+        return that._set(validationFraction=Values(self)["validationFraction"]) if self._holds_out else that
+
+    def _learn_from(self, dataset: DataFrame) -> tuple[Self, DataFrame]:
+        if not self._learns or self._has_learned:
+            return self, dataset
+        translate(self, self._task)  # refuses Params before there is a job
+        with naming_params(self):
+            that, rows = self._looked_at(dataset)
+        if that._sample is not None and (that._marks or _is_auto(Values(self)["epochs"])):
+            _LOG.info("%s: %s", type(self).__name__, that._in_words())
+        return that, that._arranged(rows)
+
+    @property
+    def _has_learned(self) -> bool:
+        return self._sample is not None
+
+    def _looked_at(self, dataset: DataFrame) -> tuple[Self, DataFrame]:
+        """Returns a copy with what it has learned of the rows, and the rows with the mark of those that are held out.
+
+        Where these would be too few, it learns of the rows once more, and holds none out.
+        """
+        names, share = ColumnNames.of(dataset), float(Values(self)["validationFraction"]) * self._holds_out
+        that, rows, counts = self.copy(), dataset, None
+        if share:
+            that._marks = free_name(names)
+            rows, counts = that._marked(dataset, names, share)
+            that._set(validationIndicatorCol=that._marks)
+        that._look_at(rows)
+        if not self._needs_count:
+            return that, rows
+        trained, held_out = counts or that._count(rows)
+        if share and too_few(trained, held_out, self._task_settings):
+            that, rows = self.copy(), dataset
+            that._look_at(rows)
+            trained, held_out = that._count(rows)
+        elif share and counts is None and held_out > MOST_HELD_OUT:
+            factor, trained = that._capped(trained, held_out)
+            rows, held_out = that._marked(dataset, names, share * factor)[0], MOST_HELD_OUT
+        chosen_by = that._chosen_by if that._marks else ""
+        that._sample = Sample(trained=trained, held_out=held_out, chosen_by=chosen_by)
+        return that, rows
+
+    @property
+    def _chosen_by(self) -> str:
+        key = Values(self)["idCol"]
+        return f"a hash of {key!r}" if key else "a hash of their contents"
+
+    def _marked(self, dataset: DataFrame, names: ColumnNames, share: float) -> tuple[DataFrame, tuple[int, int] | None]:
+        """Returns the rows with a share of them marked in `_marks`, and how many train and are held out, if known."""
+        p = Values(self)
+        columns = hashable(names, [p["idCol"]] if p["idCol"] else self._contents(names))
+        return marked(dataset, in_share(columns, share), self._marks), None
+
+    def _contents(self, names: ColumnNames) -> Sequence[str]:
+        """Returns the columns that tell rows apart: inputs and label."""
+        p = Values(self)
+        return [
+            *(p["inputCols"] or [self.getFeaturesCol()]),
+            *(p["labelCols"] or [p["labelCol"]] * bool(p["labelCol"])),
+        ]
+
+    def _needed(self, names: ColumnNames) -> Sequence[str]:
+        """Returns the columns in which a null drops the row from a training under `nullPolicy` "drop"."""
+        return self._contents(names)
+
+    def _without_dropped(self, rows: DataFrame) -> DataFrame:
+        """Returns the rows without those that the fit will drop; it does not look into arrays and vectors."""
+        p = Values(self)
+        if p["nullPolicy"] != "drop":
+            return rows
+        return without_nulls(rows, [*self._needed(ColumnNames.of(rows)), *([p["weightCol"]] if p["weightCol"] else [])])
+
+    def _look_at(self, rows: DataFrame) -> None:
+        """Learns of rows, in those that do."""
+
+    def _count(self, rows: DataFrame) -> tuple[int, int]:
+        """Returns how many samples train, and how many are marked for validation."""
+        rows = self._without_dropped(rows)
+        name, names = Values(self)["validationIndicatorCol"], ColumnNames.of(rows)
+        marks = names.column(name) if name else F.lit(False)
+        trained, held_out = rows.agg(F.count(F.when(~marks, 1)), F.count(F.when(marks, 1))).collect()[0]
+        return trained, held_out
+
+    def _capped(self, trained: int, held_out: int) -> tuple[float, int]:
+        """Returns the part of the share that holds out `MOST_HELD_OUT` samples, and how many train then."""
+        return MOST_HELD_OUT / held_out, trained + held_out - MOST_HELD_OUT
+
+    def _arranged(self, dataset: DataFrame) -> DataFrame:
+        """Returns the rows as they are trained, once they were learned of."""
+        return dataset
+
+    def _in_words(self) -> str:
+        """Returns what was chosen, in a line."""
+        assert self._sample is not None
+        p, sample = Values(self.completed()), self._sample
+        steps, patience = -(-sample.trained // p["batchSize"]), p["earlyStoppingPatience"]
+        said = [
+            f"batchSize {p['batchSize']:,}, learningRate {p['learningRate']:g}",
+            f"{'' if patience is None else 'at most '}{p['epochs']:,} epochs of {counted(steps, 'step', 'steps')}",
+            f"{sample.trained:,} {self._unit} train",
+        ]
+        if self._marks:
+            said.append(f"{sample.held_out:,} are held out by {sample.chosen_by}")
+        elif patience is None:
+            why = f" ({self._why_none_are_held_out})" if Values(self)["validationFraction"] else ""
+            said.append(f"none are held out{why}")
+        if patience is not None:
+            said.append(f"the training ends after {patience} validations without a better one")
+        return ", ".join(said)
+
+    @property
+    def _why_none_are_held_out(self) -> str:
+        """Returns why a training that could hold samples out did not."""
+        assert self._sample is not None
+        least = self._task_settings.least_trained
+        return (
+            f"fewer than {least}" if self._sample.trained < least else "many are equal: an idCol would tell them apart"
+        )
+
+    def _search_space(self) -> dict[str, list[Any]]:
+        rate = Values(self.completed())["learningRate"]
+        rates = {"learningRate": [float(f"{rate * factor:.3g}") for factor in self._searched_rates]}
+        searched = {**rates, **self._searched}
+        return {name: [None, *choices] for name, choices in searched.items() if not self._is_settled(name)}
+
+    def _is_settled(self, name: str) -> bool:
+        """Whether the user has decided on a Param, or on an entry of a dict Param or what it belongs to."""
+        p, (param, _, entry) = Values(self), name.partition(".")
+        if p.brings_its_training and param != "moduleParams":
+            return True
+        if entry:
+            return entry in p[param] or p.is_set(_MADE_OF[param])
+        return p.is_set(param) and not _is_auto(p[param])
+
+    def _chosen(self) -> dict[str, Any]:
+        sample, p = self._sample, Values(self)
+        if sample is None:
+            return {}
+        found: dict[str, Any] = {"settings": {name: _plain(p[name]) for name in AUTOMATIC}}
+        if sample.chosen_by:
+            found["heldOut"] = {"unit": self._unit, "by": sample.chosen_by}
+        return found
+
+    def _knowing(self, other: Any) -> Self:
+        """Returns a copy with what another estimator has learned of the same rows, if it has."""
+        if not isinstance(other, AutomaticEstimator) or not other._has_learned or self._has_learned:
+            return self
+        that = self.copy()
+        that._sample, that._marks = other._sample, other._marks
+        if that._marks and not self.isSet("validationIndicatorCol"):
+            that._set(validationIndicatorCol=that._marks)
+        if differing := that._differing(other):
+            raise needs_other_rows(differing)
+        return that
+
+    def _differing(self, other: Any) -> list[str]:
+        """Returns the Params in which it differs from another estimator, and that say what is learned of the rows."""
+        ours, theirs = Values(self), Values(other)
+        compared = [*self._learns_from, *(["validationFraction"] if self.isSet("validationFraction") else [])]
+        return [name for name in compared if ours[name] != theirs[name]]
+
+    def _fit_on(self, source: Source, judge: Callable[[dict[str, Any]], bool] | None = None) -> Any:
+        that = self._knowing(getattr(source, "estimator", None))
+        return super(AutomaticEstimator, that)._fit_on(source, judge)
+
+    def fitMultiple(
+        self, dataset: DataFrame | PreparedData, paramMaps: Sequence[ParamMap]
+    ) -> Iterator[tuple[int, Any]]:
+        """Trains a model for each of several settings of Params; see `TorchClassifier.fitMultiple`.
+
+        Settings that change what is learned of the rows, or which of them are held out, are fitted one by one.
+        """
+        copies = [self.copy(params) for params in paramMaps]
+        learning = next((one for one in copies if one._learns), None)
+        if isinstance(dataset, PreparedData) or self._has_learned or learning is None:
+            return super().fitMultiple(dataset, paramMaps)
+        changes = {*self._learns_from, "validationFraction"}
+        differ = any(one._holds_out != learning._holds_out for one in copies)
+        if differ or any(param.name in changes for params in paramMaps for param in params):
+            return Estimator.fitMultiple(self, dataset, paramMaps)
+        estimator, rows = learning._learn_from(dataframe_of(dataset, "fit"))
+        return super(AutomaticEstimator, self._knowing(estimator)).fitMultiple(rows, paramMaps)
+
+
+def _is_auto(value: Any) -> bool:
+    return isinstance(value, str) and value == "auto"
+
+
+def _plain(value: Any) -> Any:
+    return value if value is None or isinstance(value, int | float | str) else str(value)
+
+
+def _check_values(p: Values) -> None:
+    """Refuses text that is not "auto" where a number is wanted, and a share that leaves no rows to train on."""
+    for name in AUTOMATIC:
+        if name not in _NAMES and isinstance(p[name], str) and not _is_auto(p[name]):
+            raise ConfigError(f"{name} is {p[name]!r}", hint="set a number, or 'auto'", param=name, code="ST-VALUE")
+    share = p["validationFraction"] or 0.0
+    at_least("validationFraction", share, 0)
+    if share >= 1:
+        what = f"validationFraction must be less than 1, got {share}"
+        raise ConfigError(what, hint="0.1 holds out a tenth", param="validationFraction", code="ST-VALUE")

@@ -1,0 +1,52 @@
+"""The base class of estimators that learn something of rows before they train on them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pyspark.sql import DataFrame
+
+from sparktorch.errors import ColumnError
+from sparktorch.tasks.shared.estimator import AutomaticEstimator
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["LearningEstimator", "check_rows"]
+
+
+def check_rows(count: int) -> None:
+    """Refuses to learn of no rows."""
+    if not count:
+        what, hint = "the DataFrame has no rows that train", "check the filter or the path it comes from"
+        raise ColumnError(what, hint=hint, code="ST-NO-ROWS")
+
+
+class LearningEstimator(AutomaticEstimator):
+    """An estimator whose `_learn` returns what it learns of rows, and whose `completed` sets what follows from that.
+
+    Attributes:
+        _learned: What was learned; `None` before.
+    """
+
+    _learned: Any = None
+
+    @property
+    def _learns(self) -> bool:
+        return True
+
+    @property
+    def _has_learned(self) -> bool:
+        return self._learned is not None
+
+    def _learn(self, dataset: DataFrame) -> Any:
+        raise NotImplementedError
+
+    def _look_at(self, rows: DataFrame) -> None:
+        self._learned = self._learn(rows)
+
+    def _knowing(self, other: Any) -> Self:
+        that = super()._knowing(other)
+        if that is not self:
+            that._learned = getattr(other, "_learned", None)
+        return that

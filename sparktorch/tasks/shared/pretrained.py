@@ -1,0 +1,115 @@
+"""What the classifiers of text and of images share: a local folder of Hugging Face's, from which they go on."""
+
+from __future__ import annotations
+
+import os
+from abc import abstractmethod
+from dataclasses import replace
+from typing import Any
+
+from sparktorch.adapters.huggingface.folder import classifier_in, config_in, has_new_weights
+from sparktorch.adapters.huggingface.preprocess import FromFolder
+from sparktorch.errors import ConfigError
+from sparktorch.ml.classification import TorchClassificationModel, TorchClassifier
+from sparktorch.ml.fit.values import Values
+from sparktorch.model.trained_module import TrainedModule
+from sparktorch.tasks.shared.labelled import LabelledEstimator
+from sparktorch.tasks.shared.settings import TaskSettings
+
+__all__ = ["FolderClassifier", "FolderModel"]
+
+_CHOSEN = ("module", "moduleParams", "preprocess", "inputCols")  # The estimator sets these Params itself.
+
+
+class _OneColumn:
+    """Has `textCol` or `imageCol` in place of `featuresCol`."""
+
+    def getFeaturesCol(self) -> str:
+        """Gets the value of `textCol`, or of `imageCol`."""
+        name: str = self.getOrDefault("textCol" if self.hasParam("textCol") else "imageCol")  # type: ignore[attr-defined]
+        return name
+
+
+class FolderModel(_OneColumn, TorchClassificationModel):
+    """A classifier that reads its tokenizer or image processor from `modelFolder`."""
+
+    _holder = "modelFolder"
+
+    @property
+    def trained(self) -> TrainedModule:
+        """The trained module, whose `preprocess` reads `modelFolder`."""
+        trained, folder = super().trained, Values(self)["modelFolder"]
+        if not isinstance(trained.preprocess, FromFolder) or trained.preprocess.folder == folder:
+            return trained
+        return replace(trained, preprocess=replace(trained.preprocess, folder=str(folder)))
+
+
+class FolderClassifier(_OneColumn, LabelledEstimator, TorchClassifier):
+    """What both classifiers share.
+
+    Attributes:
+        _trained_settings: The constants for a folder whose weights are trained.
+        _new_settings: The constants for weights that are random.
+        _auto: The class of transformers' that makes a classifier of a folder.
+        _network: The class of the module without a folder, if the task has one.
+    """
+
+    _trained_settings: TaskSettings
+    _new_settings: TaskSettings
+    _auto: str
+    _network: Any = None
+
+    @property
+    def _task_settings(self) -> TaskSettings:
+        folder = Values(self)["modelFolder"]
+        return self._new_settings if folder is None or has_new_weights(folder) else self._trained_settings
+
+    def completed(self) -> Any:
+        """Returns a copy with the Params that follow from the folder: module, its parameters, and preprocess.
+
+        Raises:
+            ConfigError: `modelFolder` is not set, or a Param is set that it replaces.
+            ModuleError: There is no such folder, or no model in it.
+        """
+        self._check_params()
+        if not Values(self)["modelFolder"]:
+            hint = "pass the path of a local folder"
+            raise ConfigError("modelFolder is not set", hint=hint, param="modelFolder", code="ST-NOT-SET")
+        folder = os.path.abspath(str(self.getOrDefault("modelFolder")))
+        classes = self._classes
+        if not self.isDefined("numLabels"):
+            classes = max(classes, getattr(config_in(folder), "num_labels", 2))
+        params = classifier_in(folder, self._auto, classes)
+        made = self._preprocess_of(folder, params)
+        return super().completed().copy()._set(modelFolder=folder, module=folder, moduleParams=params, preprocess=made)
+
+    def _check_params(self) -> None:
+        """Refuses Params that the estimator sets itself, and those that contradict each other."""
+        p = Values(self)
+        has_network = p["module"] is not None and p["module"] is self._network
+        completed = has_network or isinstance(p["preprocess"], FromFolder)
+        for name in _CHOSEN:
+            if p.is_set(name) and (name == "inputCols" or not completed):
+                what, hint = (
+                    f"{name} is set, which the estimator chooses itself",
+                    "leave it out, or use TorchClassifier",
+                )
+                raise ConfigError(what, hint=hint, param=name, code="ST-CLASH")
+        if p["nullPolicy"] == "fill":
+            raise ConfigError(
+                "nullPolicy is 'fill', and fillValue stands for no text and for no image",
+                hint="'drop' leaves out rows without one; or replace them before fit",
+                param="nullPolicy",
+                code="ST-CLASH",
+            )
+        if p.is_set("inputShapes") and p["modelFolder"] is not None:
+            raise ConfigError(
+                "inputShapes is set, and what is in modelFolder says the size of its inputs",
+                hint="leave it out; the folder's preprocessor_config.json has the size",
+                param="inputShapes",
+                code="ST-CLASH",
+            )
+
+    @abstractmethod
+    def _preprocess_of(self, folder: str, params: dict[str, Any]) -> FromFolder:
+        """Returns the preprocess of a folder, to whose configuration it may add entries."""

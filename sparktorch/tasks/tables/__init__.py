@@ -1,0 +1,1 @@
+"""Classifiers and regressors of tables as they are: categories, numbers and times."""

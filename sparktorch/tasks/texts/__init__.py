@@ -1,0 +1,1 @@
+"""Classifiers of text that go on from a model of Hugging Face's."""
