@@ -39,11 +39,12 @@ class ModelLossStep(TrainingStep):
     def check(self, module: nn.Module, batch: Batch) -> None:
         """Compares the loss of the training step on equal rows with the loss that the model returns itself."""
         _, inputs = arguments(batch, module)
-        if "labels" not in inputs:  # then the step has returned the model's own
+        if "labels" not in inputs:  # Then the step has returned what the model returned.
             return
-        own, step = float(module(**inputs).loss), float(_model_loss(module, batch).mean())
-        if math.isfinite(own) and abs(own - step) > 1e-4 * max(1.0, abs(own)):
-            what = f"the loss of {type(module).__name__} is no mean over tokens with a label: {own:.6g}, not {step:.6g}"
+        expected, step = float(module(**inputs).loss), float(_model_loss(module, batch).mean())
+        if math.isfinite(expected) and abs(expected - step) > 1e-4 * max(1.0, abs(expected)):
+            kind = type(module).__name__
+            what = f"the loss of {kind} is no mean over tokens with a label: {expected:.6g}, not {step:.6g}"
             hint = "set trainingStep to a function (module, batch) that returns one loss per row"
             raise ModuleError(what, hint=hint, param="loss")
 
@@ -74,9 +75,9 @@ def _model_loss(module: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def _unwrapped(module: Any) -> Any:
-    while (found := model_in(module)) is None:
+    while (model := model_in(module)) is None:
         module = module.module
-    return found
+    return model
 
 
 def _row_labels(plain: Any, label: torch.Tensor) -> torch.Tensor:
@@ -87,7 +88,7 @@ def _row_labels(plain: Any, label: torch.Tensor) -> torch.Tensor:
 
 def _token_losses(logits: torch.Tensor, labels: torch.Tensor, *, ahead: int) -> torch.Tensor:
     """Returns the mean loss of each row over its tokens that have a label; 0 for a row without any."""
-    virtual = logits.shape[1] - labels.shape[1]  # tokens that an adapter puts in front
+    virtual = logits.shape[1] - labels.shape[1]  # The tokens that an adapter puts in front have no labels.
     labels = nn.functional.pad(labels, (virtual, 0), value=IGNORED)
     logits, labels = logits[:, : logits.shape[1] - ahead].float(), labels[:, ahead:].long()
     losses = nn.functional.cross_entropy(logits.transpose(1, 2), labels, ignore_index=IGNORED, reduction="none")

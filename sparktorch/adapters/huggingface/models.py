@@ -23,8 +23,8 @@ def is_model(value: Any) -> bool:
 
 def model_in(module: Any) -> Any:
     """Returns the model of transformers that a module is, or has adapters on (a `PeftModel`); `None` for any other."""
-    found = module.get_base_model() if hasattr(type(module), "get_base_model") else module
-    return found if is_model(found) else None
+    base = module.get_base_model() if hasattr(type(module), "get_base_model") else module
+    return base if is_model(base) else None
 
 
 def is_config(value: Any) -> bool:
@@ -41,7 +41,7 @@ def is_folder(value: Any) -> bool:
 def names_of_arguments(kind: Any) -> tuple[str, ...]:
     """Returns the names of the arguments of a class of models."""
     parameters = inspect.signature(kind.forward).parameters
-    return tuple(name for name, each in parameters.items() if each.kind is not each.VAR_KEYWORD)[1:]
+    return tuple(name for name, argument in parameters.items() if argument.kind is not argument.VAR_KEYWORD)[1:]
 
 
 def argument_names(module: Any, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -62,11 +62,11 @@ def _of_transformers(kind: type) -> bool:
 def _argument_names(kind: Any, names: tuple[str, ...]) -> tuple[str, ...]:
     if not is_model(kind):
         return ()
-    known = names_of_arguments(kind)
-    unknown = [name for name in names if name not in known]
+    arguments = names_of_arguments(kind)
+    unknown = [name for name in names if name not in arguments]
     if not unknown:
         return names
-    if len(names) == 1:  # a column may have any name
-        return (getattr(kind, "main_input_name", known[0]),)
-    hint = f"name the input columns, or what preprocess returns, as its arguments: {', '.join(known)}"
+    if len(names) == 1:  # A column may have any name.
+        return (getattr(kind, "main_input_name", arguments[0]),)
+    hint = f"name the input columns, or what preprocess returns, as its arguments: {', '.join(arguments)}"
     raise ModuleError(f"forward of {kind.__qualname__} has no argument {unknown[0]!r}", hint=hint, param="module")

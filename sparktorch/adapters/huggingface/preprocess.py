@@ -68,8 +68,8 @@ class Tokens(FromFolder):
         """Returns what the tokenizer returns, such as `input_ids` and `attention_mask`."""
         texts = _values(columns, (pa.string(), pa.large_string()), "text", "name a string column", "textCol")
         options = {"padding": True, "truncation": True, "max_length": self.max_length, "return_tensors": "pt"}
-        found = self.load()(texts, **options)
-        return {name: value for name, value in found.items() if name in self.arguments or not self.arguments}
+        tokens = self.load()(texts, **options)
+        return {name: value for name, value in tokens.items() if name in self.arguments or not self.arguments}
 
 
 @dataclass(frozen=True)
@@ -92,5 +92,5 @@ def _values(columns: Mapping[str, Any], kinds: tuple[pa.DataType, ...], what: st
     ((name, column),) = columns.items()
     if getattr(column, "type", None) not in kinds:
         raise ModuleError(f"column {name!r} holds no {what}", hint=hint, param=param)
-    found: list[Any] = column.to_pylist()
-    return found
+    values: list[Any] = column.to_pylist()
+    return values

@@ -24,13 +24,21 @@ __all__ = ["LightningRecipe"]
 
 @dataclass(frozen=True, kw_only=True)
 class LightningRecipe(Recipe):
-    """What is trained, with a LightningModule; the fields of loss, optimizer and scheduler are not used."""
+    """What is trained, with a LightningModule; the fields of loss, optimizer and scheduler are not used.
+
+    Attributes:
+        epochs: Number of epochs.
+        accumulation: Number of micro-batches in a step.
+        validates: Whether there are validation rows.
+        needs_metric: The metric that validations must log; `None` if any will do.
+        stage: The argument of the module's `setup`.
+    """
 
     epochs: int = 1
-    accumulation: int = 1  # micro-batches of a step
-    validates: bool = False  # whether there are validation rows
-    needs_metric: str | None = None  # which its validations must give
-    stage: str = "predict"  # the argument of the module's `setup`
+    accumulation: int = 1
+    validates: bool = False
+    needs_metric: str | None = None
+    stage: str = "predict"
 
     def for_fit(self, config: TrainConfig, *, validated: bool) -> LightningRecipe:
         """Returns the recipe of a fit; refuses classes whose methods a fit would not call."""
@@ -77,7 +85,7 @@ class LightningRecipe(Recipe):
         if not overrides(module, "setup"):
             return
         states = module.state_dict(), replace(self, stage="predict")._make_module(0).state_dict()
-        trained, scored = ({(name, each.shape) for name, each in state.items()} for state in states)
+        trained, scored = ({(name, tensor.shape) for name, tensor in state.items()} for state in states)
         if differs := sorted(trained ^ scored):
             what = f"setup('fit') and setup('predict') of {type(module).__qualname__} make another {differs[0][0]}"
             hint = "make weights and buffers in every stage, or in __init__: the fitted model is set up to predict"
@@ -88,8 +96,8 @@ class LightningRecipe(Recipe):
         where = f"configure_optimizers of {type(module).__qualname__}"
         with refusing(f"{where} failed", "on the driver, self.trainer tells of 100 steps in an epoch", param="module"):
             made: Configured = training_of(module).configured
-        own = {parameter for group in made.optimizer.param_groups for parameter in group["params"]}
-        if not own <= set(module.parameters()):
+        trained = {parameter for group in made.optimizer.param_groups for parameter in group["params"]}
+        if not trained <= set(module.parameters()):
             raise ModuleError(f"{where} has parameters that are not the module's", param="module")
 
     def optimizer_call(

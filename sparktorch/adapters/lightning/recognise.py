@@ -57,8 +57,8 @@ def overrides(source: Any, name: str) -> bool:
     """Returns whether a LightningModule's class, or the instance itself, has its own version of a method."""
     kind = source if isinstance(source, type) else type(source)
     base = base_of(kind)
-    own = not isinstance(source, type) and name in vars(source)
-    return own or getattr(kind, name, None) is not getattr(base, name, None)
+    in_instance = not isinstance(source, type) and name in vars(source)
+    return in_instance or getattr(kind, name, None) is not getattr(base, name, None)
 
 
 def check_class(source: Any, *, validated: bool) -> None:

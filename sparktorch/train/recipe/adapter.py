@@ -140,6 +140,6 @@ def without_caches(module: nn.Module) -> nn.Module:
     part: Any
     for part in module.modules():
         if getattr(getattr(part, "config", None), "use_cache", False):
-            part.config = copy.copy(part.config)  # it may be that of the class
+            part.config = copy.copy(part.config)  # It may be the one of the class.
             part.config.use_cache = False
     return module

@@ -59,8 +59,8 @@ class FrozenBase:
         if not state:
             return {}
         record = json.dumps({"sha256": self.digest, "seed": self.seed}).encode()
-        kept = {name: value for name, value in state.items() if name not in self.names}
-        return kept | {_RECORD: torch.tensor(list(record), dtype=torch.uint8)}
+        rest = {name: value for name, value in state.items() if name not in self.names}
+        return rest | {_RECORD: torch.tensor(list(record), dtype=torch.uint8)}
 
     def check(self, state: Mapping[str, torch.Tensor]) -> None:
         """Checks that training has not changed the base, in the rank that has a state dict."""
@@ -87,21 +87,21 @@ def load_weights(module: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
     if _RECORD not in state:
         module.load_state_dict(state)
         return
-    own = module.state_dict()
-    if _digest(own, own.keys() - state.keys()) != _record(state)["sha256"]:
+    current = module.state_dict()
+    if _digest(current, current.keys() - state.keys()) != _record(state)["sha256"]:
         raise ModuleError(
             "the module's frozen parameters are not those that its adapters were trained on",
             hint="the factory must make the same base in every process: has the folder that it loads changed, or is it "
             "another one on this host? A base that is computed, as PiSSA's, needs an instance as module",
             param="module",
         )
-    kept = {name: value for name, value in state.items() if name != _RECORD}
-    module.load_state_dict({name: kept.get(name, value) for name, value in own.items()} | kept)
+    saved = {name: value for name, value in state.items() if name != _RECORD}
+    module.load_state_dict({name: saved.get(name, value) for name, value in current.items()} | saved)
 
 
 def _record(state: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    found: dict[str, str] = json.loads(bytes(state[_RECORD].tolist()))
-    return found
+    record: dict[str, str] = json.loads(bytes(state[_RECORD].tolist()))
+    return record
 
 
 def _digest(state: Mapping[str, torch.Tensor], names: Iterable[str]) -> str:

@@ -60,11 +60,11 @@ class GroupsLossStep(TrainingStep):
         assert batch.sizes is not None
         sizes = upload(batch.sizes, batch.inputs[0].device)
         output, label = align("regression", output, batch.label)
-        given = (output, sizes) if label is None else (output, label, sizes)
+        arguments = (output, sizes) if label is None else (output, label, sizes)
         if self._with_tensors is not None:
             self._with_tensors.to(output.device)
-        losses = self._loss(*given, **self._params)
-        return (losses, self._metrics(*given)) if self._measures and self._metrics is not None else losses
+        losses = self._loss(*arguments, **self._params)
+        return (losses, self._metrics(*arguments)) if self._measures and self._metrics is not None else losses
 
 
 def _plain(module: nn.Module) -> nn.Module:

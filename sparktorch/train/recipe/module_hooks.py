@@ -13,7 +13,7 @@ from sparktorch.base.batch import Batch
 
 __all__ = ["ModuleHooks", "Within"]
 
-Within = Callable[[nn.Module, Callable[[], Any]], Any]  # as `Strategy.within_forward`
+Within = Callable[[nn.Module, Callable[[], Any]], Any]  # It has the arguments of `Strategy.within_forward`.
 
 
 class ModuleHooks:
