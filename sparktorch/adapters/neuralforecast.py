@@ -46,7 +46,7 @@ class NeuralForecastNetwork(nn.Module):
         super().__init__()
         self.past, self.future = past_columns - future_columns, future_columns
         columns = {"hist_exog_list": self.past - 1, "futr_exog_list": future_columns, "stat_exog_list": static_columns}
-        named = {name: [f"{name}{number}" for number in range(count)] for name, count in columns.items() if count}
+        named = {name: [f"{name}{index}" for index in range(count)] for name, count in columns.items() if count}
         if quantiles:
             params = {"loss": load_object("neuralforecast.losses.pytorch:MQLoss")(quantiles=list(quantiles)), **params}
         made_by = load_object(model) if isinstance(model, str) else model
@@ -54,14 +54,14 @@ class NeuralForecastNetwork(nn.Module):
 
     def forward(self, past: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
         """Returns forecasts of shape `(samples, horizon, 1 or quantiles)`; arguments are as for `SeriesNetwork`."""
-        target, history, future = past[:, :, :1], past[:, :, 1 : self.past], past[:, :, self.past :]
-        forecasts: torch.Tensor = self.model(
+        target, history, future_values = past[:, :, :1], past[:, :, 1 : self.past], past[:, :, self.past :]
+        outputs: torch.Tensor = self.model(
             {
                 "insample_y": target,
                 "insample_mask": torch.ones_like(target),
                 "hist_exog": history if self.past > 1 else None,
-                "futr_exog": torch.cat([future, more[0]], 1) if self.future else None,
+                "futr_exog": torch.cat([future_values, more[0]], 1) if self.future else None,
                 "stat_exog": more[-1] if len(more) > (self.future > 0) else None,
             }
         )
-        return forecasts
+        return outputs

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from numbers import Real
 from typing import Any, Literal, TypeVar
 
 from sparktorch.base.metric_names import best_by_name
-from sparktorch.errors import ConfigError, Refusal, nearest, refuse
+from sparktorch.errors import ConfigError, nearest
 
 __all__ = [
     "INITIAL_WEIGHTS",
@@ -35,40 +35,6 @@ _PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 _TASKS = ("classification", "regression", "generic")
 
 C = TypeVar("C")
-
-
-_REFUSED = (
-    Refusal(
-        "classWeights",
-        lambda p: p.class_weights is not None and p.task != "classification",
-        "classWeights are given, but the labels are no classes",
-    ),
-    Refusal(
-        "classWeights",
-        lambda p: p.class_weights is not None and not any(p.class_weights),
-        "classWeights are all zero",
-        "give some class a weight",
-        "ST-VALUE",
-    ),
-    Refusal(
-        "emaDecay",
-        lambda p: p.ema_decay is not None and not 0 < p.ema_decay < 1,
-        "emaDecay must be between 0 and 1, got {p.ema_decay}",
-        code="ST-VALUE",
-    ),
-    Refusal(
-        "syncBatchNorm",
-        lambda p: p.sync_batch_norm and (p.micro_batch_size is not None or p.accumulation_steps != 1),
-        "syncBatchNorm takes the rows of all workers together, and micro-batches keep them apart",
-        "leave out accumulationSteps and microBatchSize, or syncBatchNorm",
-    ),
-    Refusal(
-        "microBatchSize",
-        lambda p: p.micro_batch_size is not None and p.accumulation_steps != 1,
-        "accumulationSteps and microBatchSize are both set",
-        "set one of them",
-    ),
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -162,7 +128,40 @@ class TrainConfig:
                 above(name, bound, 0)
         for weight in self.class_weights if isinstance(self.class_weights, tuple) else ():
             at_least("classWeights", float(weight), 0)
-        refuse(_REFUSED, self)
+        self._check_class_weights()
+        if self.ema_decay is not None and not 0 < self.ema_decay < 1:
+            raise ConfigError(
+                f"emaDecay must be between 0 and 1, got {self.ema_decay}", param="emaDecay", code="ST-VALUE"
+            )
+        self._check_micro_batches()
+
+    def _check_class_weights(self) -> None:
+        """Refuses class weights where there are no classes, and those that are all zero."""
+        if self.class_weights is not None and self.task != "classification":
+            raise ConfigError(
+                "classWeights are given, but the labels are no classes", param="classWeights", code="ST-CLASH"
+            )
+        if self.class_weights is not None and not any(self.class_weights):
+            raise ConfigError(
+                "classWeights are all zero", hint="give some class a weight", param="classWeights", code="ST-VALUE"
+            )
+
+    def _check_micro_batches(self) -> None:
+        """Refuses micro-batches whose number is set twice, and those that would keep apart what must be together."""
+        if self.sync_batch_norm and (self.micro_batch_size is not None or self.accumulation_steps != 1):
+            raise ConfigError(
+                "syncBatchNorm takes the rows of all workers together, and micro-batches keep them apart",
+                hint="leave out accumulationSteps and microBatchSize, or syncBatchNorm",
+                param="syncBatchNorm",
+                code="ST-CLASH",
+            )
+        if self.micro_batch_size is not None and self.accumulation_steps != 1:
+            raise ConfigError(
+                "accumulationSteps and microBatchSize are both set",
+                hint="set one of them",
+                param="microBatchSize",
+                code="ST-CLASH",
+            )
 
     @property
     def needs_metric(self) -> str | None:
@@ -245,7 +244,8 @@ class StorageConfig:
 
 def at_least(param: str, value: float, least: float) -> None:
     """Refuses a number that is not finite, or not at least `least`."""
-    _check_bound(param, value, lambda: value >= least, f"at least {least}")
+    if not (_is_finite(value) and value >= least):
+        raise _out_of_range(param, value, f"at least {least}")
 
 
 def rows_or_auto(param: str, value: int | str) -> None:
@@ -258,14 +258,18 @@ def rows_or_auto(param: str, value: int | str) -> None:
 
 def above(param: str, value: float, bound: float) -> None:
     """Refuses a number that is not finite, or not above `bound`."""
-    _check_bound(param, value, lambda: value > bound, f"above {bound}")
+    if not (_is_finite(value) and value > bound):
+        raise _out_of_range(param, value, f"above {bound}")
 
 
-def _check_bound(param: str, value: float, within: Callable[[], bool], bound: str) -> None:
-    number = isinstance(value, Real)
-    if not (number and within() and math.isfinite(value)):
-        kind = "" if number else "a number "
-        raise ConfigError(f"{param} must be {kind}{bound}, got {value}", param=param, code="ST-VALUE")
+def _is_finite(value: object) -> bool:
+    return isinstance(value, Real) and math.isfinite(value)
+
+
+def _out_of_range(param: str, value: object, bound: str) -> ConfigError:
+    """Returns the refusal of a value that is no number within a bound."""
+    kind = "" if isinstance(value, Real) else "a number "
+    return ConfigError(f"{param} must be {kind}{bound}, got {value}", param=param, code="ST-VALUE")
 
 
 def one_of(param: str, value: str, valid: tuple[str, ...]) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from tqdm.auto import tqdm
 
+from sparktorch.base.no_op import never
 from sparktorch.distributed.heartbeat import Pulses, beat_seconds, paced, silent_among, silent_seconds, waited_for
 from sparktorch.distributed.server import ControlServer
 from sparktorch.errors import ClusterError, RankStalledError
@@ -66,7 +67,7 @@ class Monitor:
         patience: Timeouts,
         *,
         log_level: int = logging.WARNING,
-        is_starved: Callable[[], bool] = lambda: False,
+        is_starved: Callable[[], bool] = never,
         running: bool = False,
     ) -> None:
         """Starts the timeouts.

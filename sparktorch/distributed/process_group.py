@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from sparktorch.base.devices import backend_of, is_host
+from sparktorch.base.no_op import no_op
 from sparktorch.base.world import World
 from sparktorch.errors import ClusterError, RankError, SparkTorchError, causes
 
@@ -70,7 +71,7 @@ def process_group(
     *,
     timeout: timedelta,
     lone: bool = False,
-    report: Callable[[BaseException], object] = lambda _: None,
+    report: Callable[[BaseException], object] = no_op,
 ) -> Iterator[None]:
     """Context with the default process group open over `store`; a single rank gets none unless `lone`.
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from sparktorch.base.no_op import no_op
 from sparktorch.errors import ClusterError, ConfigError
 
 __all__ = ["UNREACHED_HINT", "OpenStore", "Rendezvous", "SealedStore", "allow_connections", "connect", "host_store"]
@@ -81,7 +82,7 @@ class SealedStore(dist.PrefixStore):
         found = super().compare_set(key, _NOTHING, _NOTHING)
         return None if found == _NOTHING.encode() else self._opened(key, found)
 
-    def set_pieces(self, key: str, content: bytes, moved: Callable[[], object] = lambda: None) -> int:
+    def set_pieces(self, key: str, content: bytes, moved: Callable[[], object] = no_op) -> int:
         """Writes a value of any size in pieces that the store takes, under `key/0` and so on; returns their number.
 
         `moved` is called after each.

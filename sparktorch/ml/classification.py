@@ -21,9 +21,9 @@ from sparktorch.ml.scoring.evaluation import ClassificationSummary, evaluate_cla
 from sparktorch.ml.scoring.importance import importance_of
 from sparktorch.ml.scoring.output_fields import output_fields
 from sparktorch.ml.scoring.quality import accuracy
+from sparktorch.model.scorer import Scoring
 from sparktorch.spark.column_names import quoted
 from sparktorch.spark.rdd import dataframe_of
-from sparktorch.spark.scoring_udf import Scoring
 from sparktorch.train.recipe.task import classes_in
 
 if TYPE_CHECKING:

@@ -35,12 +35,12 @@ from sparktorch.ml.scoring.output_fields import layer_field, output_fields, sql_
 from sparktorch.ml.scoring.quality import rmse
 from sparktorch.ml.scoring.single_row import score_row
 from sparktorch.model.formats import write_as
+from sparktorch.model.scorer import Scoring
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.frame.encoding import input_columns
 from sparktorch.spark.rdd import dataframe_of
 from sparktorch.spark.scoring_udf import (
-    Scoring,
     found_in_python,
     result_column,
     rows_for_udf,

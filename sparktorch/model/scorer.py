@@ -6,6 +6,7 @@ import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from threading import Lock
 from typing import Any
@@ -17,7 +18,7 @@ import pyarrow.compute as pc
 import torch
 
 from sparktorch.base.batch import cut
-from sparktorch.base.config import Invalid, Precision
+from sparktorch.base.config import Device, Invalid, Precision
 from sparktorch.base.devices import let_go
 from sparktorch.data.convert.checks import present, refuse_nulls
 from sparktorch.data.convert.tensors import packed, to_arrow
@@ -32,11 +33,59 @@ from sparktorch.train.numerics.torch_errors import is_out_of_memory
 from sparktorch.train.recipe.adapter import adapter_of
 from sparktorch.train.recipe.task import align, autocast, check_rows, prediction
 
-__all__ = ["Scorer", "first_batch_size"]
+__all__ = ["Scorer", "Scoring", "first_batch_size"]
 
 _FIRST_ROWS = 2048
 
 Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scoring:
+    """How a model scores.
+
+    Attributes:
+        batch_size: Most rows per call of the module; "auto" begins with `first_batch_size`, and halves them where the
+            device's memory is full, for later calls, too.
+        device: The device that is asked for; whoever makes a `Scorer` chooses the torch device. "cpu"; or an
+            accelerator's type, such as "cuda": the device that Spark assigned to the task, otherwise one of the
+            machine's; or "auto": the device that Spark assigned, in local mode otherwise one of the machine's,
+            otherwise the CPU.
+        precision: "bf16" and "fp16" run the module under autocast.
+        compiled: Whether to compile the module with `torch.compile`.
+        invalid: "keep" gives rows with a null null results, and "skip" also those with NaN or infinity; "error"
+            refuses them.
+        thresholds: One per class of a classifier: predicts the class with the largest probability / threshold. `None`
+            predicts the class with the largest score.
+        layers: Pairs of the name of a result and the layer of the module that adds it: what the layer returns,
+            flattened to `(rows, values)`, float32; of several tensors, the first, and of several calls, the last.
+    """
+
+    batch_size: int | str = 2048
+    device: Device = "auto"
+    precision: Precision = "fp32"
+    compiled: bool = False
+    invalid: Invalid = "error"
+    thresholds: tuple[float, ...] | None = None
+    layers: tuple[tuple[str, str], ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns a JSON-ready form of what results depend on, whatever the machine: not of sizes and devices."""
+        return {"invalid": self.invalid, "thresholds": self.thresholds, "layers": dict(self.layers)}
+
+    @classmethod
+    def from_dict(cls, form: Mapping[str, Any]) -> Scoring:
+        """Returns the options that `to_dict` has written, with any other entries beside them, and batches of "auto".
+
+        Models of older versions have `keep_null`: whether a row with a null gets null results.
+        """
+        thresholds = form.get("thresholds")
+        return cls(
+            batch_size="auto",
+            invalid=form.get("invalid", "keep" if form.get("keep_null") else "error"),
+            thresholds=None if thresholds is None else tuple(thresholds),
+            layers=tuple((form.get("layers") or {}).items()),
+        )
 
 
 class Scorer:
@@ -45,61 +94,49 @@ class Scorer:
     def __init__(
         self,
         trained: TrainedModule,
+        scoring: Scoring | None = None,
         *,
         device: str = "cpu",
-        batch_size: int | str = 2048,
-        precision: Precision = "fp32",
-        compiled: bool = False,
-        thresholds: Sequence[float] | None = None,
-        layers: Mapping[str, str] | None = None,
         weights: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         """Builds the module.
 
         Args:
             trained: The trained module.
+            scoring: How it scores; by default as `Scoring` has it.
             device: Torch device.
-            batch_size: Most rows per call of the module; "auto" begins with `first_batch_size`, and halves them where
-                the device's memory is full, for later calls, too.
-            precision: "bf16" and "fp16" run the module under autocast.
-            compiled: Whether to compile the module with `torch.compile`.
-            thresholds: One per class of a classifier: predicts the class with the largest probability / threshold.
-                `None` predicts the class with the largest score.
-            layers: Layers of the module, by the name of the result that each adds: what the layer returns, flattened
-                to `(rows, values)`, float32; of several tensors, the first, and of several calls, the last.
             weights: State dict to use in place of that in `trained`.
         """
         self._trained = trained
+        self._scoring = scoring = scoring or Scoring()
         self._device = torch.device(device)
-        self._searches = batch_size == "auto"
-        self._batch_size = first_batch_size(batch_size)
+        self._searches = scoring.batch_size == "auto"
+        self._batch_size = first_batch_size(scoring.batch_size)
+        thresholds = scoring.thresholds
         self._thresholds = None if thresholds is None else torch.tensor(thresholds, dtype=torch.float64)
         names = [spec.column for spec in trained.inputs]
         self._preprocess = (
             None if trained.preprocess is None else Preprocess(trained.preprocess, names, trained.returned)
         )
-        self._autocast = autocast(self._device, precision)
+        self._autocast = autocast(self._device, scoring.precision)
         self._names = trained.names
         self._plain = trained.build(weights).to(self._device)
         self._adapter = adapter_of(self._plain)
-        self._layers = dict(layers or {})
+        self._layers = dict(scoring.layers)
         self._seen: dict[str, Any] = {}  # what the layers have returned
         self._alone = Lock() if self._layers else nullcontext()  # other threads would put theirs there
         for field, name in self._layers.items():
             self._plain.get_submodule(name).register_forward_hook(partial(_see, self._seen, field))
         self._module: Any = self._plain
-        if compiled:
+        if scoring.compiled:
             self._module = torch.compile(self._module, dynamic=True)
 
-    def score_arrow(
-        self, columns: Sequence[pa.Array], names: Sequence[str], *, invalid: Invalid = "error"
-    ) -> list[pa.Array]:
+    def score_arrow(self, columns: Sequence[pa.Array], names: Sequence[str]) -> list[pa.Array]:
         """Scores one Arrow array per input, or one per source column where inputs are packed; returns one per name.
 
-        `names` are as in `score`. The `invalid` "keep" gives rows with a null null results, and "skip" also those with
-        NaN or infinity; "error" refuses them.
+        `names` are as in `score`. Rows are invalid as `Scoring.invalid` says.
         """
-        inputs = self._inputs(columns)
+        inputs, invalid = self._inputs(columns), self._scoring.invalid
         rows = None if invalid == "error" else present(inputs, self._trained.inputs, finite=invalid == "skip")
         if rows is not None:
             inputs = [column.filter(rows) for column in inputs]

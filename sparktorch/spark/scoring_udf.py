@@ -8,7 +8,6 @@ import os
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
@@ -17,11 +16,11 @@ from pyspark import TaskContext
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 
-from sparktorch.base.config import Device, Invalid, Precision
+from sparktorch.base.config import Device
 from sparktorch.base.devices import device_count, is_host, let_go
 from sparktorch.data.columns import TensorSpec
 from sparktorch.errors import ConfigError
-from sparktorch.model.scorer import Scorer, first_batch_size
+from sparktorch.model.scorer import Scorer, Scoring, first_batch_size
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.compat import arrow_udf, to_vector
 from sparktorch.spark.frame.nested import any_of, unfit
@@ -30,7 +29,7 @@ from sparktorch.spark.session import is_local, switched_on
 from sparktorch.spark.shipping import Sent, send
 
 __all__ = [
-    *("CHUNK_BYTES", "Scoring", "device_of", "rechunk", "result_column", "rows_for_udf", "scorer_here", "scoring_udf"),
+    *("CHUNK_BYTES", "device_of", "rechunk", "result_column", "rows_for_udf", "scorer_here", "scoring_udf"),
     *("found_in_python", "take_rows_in_sql", "without_invalid"),
 ]
 
@@ -44,26 +43,6 @@ _fresh: set[tuple[str, Scoring, str]] = set()  # of scorers that one task has us
 
 # Most bytes of a chunk of rows in Arrow, unless a single row is larger.
 CHUNK_BYTES = 64 << 20
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scoring:
-    """Options of scoring; those not explained here are as for `Scorer`, `invalid` as for `Scorer.score_arrow`.
-
-    Attributes:
-        device: "cpu"; or an accelerator's type, such as "cuda": the device that Spark assigned to the task, otherwise
-            one of the machine's; or "auto": the device that Spark assigned, in local mode otherwise one of the
-            machine's, otherwise the CPU.
-        layers: Pairs of the results and the layers of `Scorer`.
-    """
-
-    batch_size: int | str = 2048
-    device: Device = "auto"
-    precision: Precision = "fp32"
-    compiled: bool = False
-    invalid: Invalid = "error"
-    thresholds: tuple[float, ...] | None = None
-    layers: tuple[tuple[str, str], ...] = ()
 
 
 def scoring_udf(
@@ -87,7 +66,7 @@ def scoring_udf(
     def score(batches: Iterator[tuple[pa.Array, ...]]) -> Iterator[pa.Array]:
         scorer = scorer_here(sent, scoring, local)
         for chunk in rechunk(batches, first_batch_size(scoring.batch_size)):
-            scored = scorer.score_arrow(chunk, names, invalid=scoring.invalid)
+            scored = scorer.score_arrow(chunk, names)
             if any("large_list" in str(column.type) for column in scored):
                 raise ConfigError(
                     f"the results of {len(scored[0])} rows have more than 2^31 numbers, which no column of Spark's has",
@@ -208,16 +187,7 @@ def scorer_here(sent: Sent, scoring: Scoring, local: bool) -> Scorer:
             let_go(other[2])
     if key not in _scorers:
         trained, weights = sent.load().unpacked()
-        _scorers[key] = Scorer(
-            trained,
-            device=device,
-            batch_size=scoring.batch_size,
-            precision=scoring.precision,
-            compiled=scoring.compiled,
-            thresholds=scoring.thresholds,
-            layers=dict(scoring.layers),
-            weights=weights,
-        )
+        _scorers[key] = Scorer(trained, scoring, device=device, weights=weights)
         if len(_scorers) > _KEPT_SCORERS:
             gone = weakref.ref(_scorers.popitem(last=False)[1]._plain)
             if gone() is not None:  # in a reference cycle: only a collection frees it, and of what is not frozen

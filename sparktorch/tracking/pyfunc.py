@@ -14,14 +14,13 @@ import pandas as pd
 import pyarrow as pa
 import torch
 
-from sparktorch.base.config import Invalid
 from sparktorch.base.devices import accelerator
 from sparktorch.base.imports import load_object
 from sparktorch.data.columns import TensorSpec, plain_names
 from sparktorch.data.convert.values import has_instants, zone_named
 from sparktorch.data.fields.kinds import kind_of
 from sparktorch.errors import ColumnError, SparkTorchError, nearest
-from sparktorch.model.scorer import Scorer
+from sparktorch.model.scorer import Scorer, Scoring
 from sparktorch.model.trained_module import TrainedModule
 
 __all__ = [
@@ -133,17 +132,14 @@ class PyFuncModel:
         """Builds the module.
 
         Of `settings`, `inputs` are the input columns in order, `outputs` the output column of each field of
-        `Scorer.score`, `invalid` is as for `Scorer.score_arrow`, `thresholds` are those of the classes, if set, and
-        `layers` are as for `Scorer`.
-        Models of older versions have `keep_null`, whether a row with a null gets null results.
-        `time_zone` is as for `zone_of`.
+        `Scorer.score`; the others are as from `Scoring.to_dict`. `time_zone` is as for `zone_of`.
         """
         self._trained, self._time_zone = trained, time_zone
         self._inputs: list[str] = settings["inputs"]
         self._outputs: dict[str, str] = settings["outputs"]
-        self._invalid: Invalid = settings.get("invalid", "keep" if settings.get("keep_null") else "error")
-        thresholds, layers = settings.get("thresholds"), settings.get("layers")
-        self._scorer = Scorer(trained, device=device, batch_size="auto", thresholds=thresholds, layers=layers)
+        scoring = Scoring.from_dict(settings)
+        self._invalid = scoring.invalid
+        self._scorer = Scorer(trained, scoring, device=device)
 
     @property
     def outputs(self) -> list[str]:
@@ -174,7 +170,7 @@ class PyFuncModel:
         index = rows.index if isinstance(rows, pd.DataFrame) else pd.RangeIndex(len(arrays[0]))
         if self._invalid != "error":
             fields = list(self._outputs)
-            scored = self._scorer.score_arrow(arrays, fields, invalid=self._invalid)
+            scored = self._scorer.score_arrow(arrays, fields)
             made = {self._outputs[f]: array.to_pandas() for f, array in zip(fields, scored, strict=True)}
             return pd.DataFrame(made).set_axis(index)
         results = self._scorer.score(arrays)

@@ -44,6 +44,15 @@ class Autologging(NamedTuple):
     extra_tags: dict[str, str] | None = None
 
 
+def _new_id() -> str:
+    return uuid.uuid4().hex
+
+
+def _milliseconds() -> int:
+    """Returns the time as MLflow counts it."""
+    return int(time.time() * 1000)
+
+
 @dataclass(kw_only=True)
 class Target:
     """The run of one fit.
@@ -66,8 +75,8 @@ class Target:
     elsewhere: bool = False
     asked: bool = False
     tags: dict[str, str] = field(default_factory=dict)
-    _id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    _started: int = field(default_factory=lambda: int(time.time() * 1000))
+    _id: str = field(default_factory=_new_id)
+    _started: int = field(default_factory=_milliseconds)
     _requested: bool = False
 
     @property

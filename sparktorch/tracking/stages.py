@@ -132,9 +132,7 @@ def _columns(model: Any) -> dict[str, Any]:
     return {
         "inputs": [name for spec in model._inputs() for name in spec.sources or (spec.column,)],
         "outputs": {field: name for name, field in outputs.items()},
-        "invalid": model.getHandleInvalid(),
-        "thresholds": model._scoring().thresholds,
-        "layers": dict(model._scoring().layers),
+        **model._scoring().to_dict(),
     }
 
 

@@ -46,12 +46,13 @@ def run_on_partition(
     The batches have the encoded names of `job.columns`. A `RankError` says that the result cannot be pickled.
     """
 
-    def run(rows: HeldRows) -> RankResult:
-        with rows.together(job, client, lone=True):  # loops by hand use the process group of a single rank, too
-            context = RunContext(rows.world, client, rows.config, rows=rows, checkpointer=rows.checkpointer)
+    def work(rows: HeldRows) -> RankResult:
+        # Loops by hand use the process group of a single rank, too.
+        with rows.together(job, client, lone=True) as run:
+            context = RunContext(rows.world, client, run.config, run=run, checkpointer=run.checkpointer)
             return _result(function, (context,), job, context, client)
 
-    return on_rows(batches, world, job, client, run)
+    return on_rows(batches, world, job, client, work)
 
 
 def run_function(
@@ -89,7 +90,7 @@ def _without_rows(
         # Loops by hand use the process group of a single rank, too.
         group = process_group(world, client.store, timeout=limit, lone=True, report=client.fail)
         with checkpointer or nullcontext(), group:
-            context = RunContext(world, client, job.config, rows=None, checkpointer=checkpointer)
+            context = RunContext(world, client, job.config, run=None, checkpointer=checkpointer)
             return _result(function, (*first, context), job, context, client)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import Dataset
 
 from sparktorch.base.batch import Batch
+from sparktorch.base.no_op import no_op
 from sparktorch.data.dataset.base import Shard
 from sparktorch.train.recipe.loss import weigh
 
@@ -32,7 +33,7 @@ class GlobalBatch(Batch):
 
     step: int = 0
     _scale: float = 1.0
-    _note: Callable[[torch.Tensor], None] = lambda loss: None
+    _note: Callable[[torch.Tensor], None] = no_op
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         yield from self.inputs

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -11,7 +10,7 @@ import pyarrow.compute as pc
 
 from sparktorch.data.convert.tensors import to_arrow
 from sparktorch.distributed.client import Client
-from sparktorch.model.scorer import Scorer, first_batch_size
+from sparktorch.model.scorer import Scorer, Scoring, first_batch_size
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.worker.held_rows import HeldRows
 from sparktorch.worker.job import RankResult
@@ -26,7 +25,7 @@ def score_fold(
     fold: int,
     trained: TrainedModule,
     results: Sequence[str],
-    scoring: dict[str, Any],
+    scoring: Scoring,
     weight: str | None = None,
     limit: int,
 ) -> RankResult:
@@ -38,7 +37,7 @@ def score_fold(
         fold: The fold.
         trained: The module, trained without the fold.
         results: Names of the results of `Scorer.score` to return.
-        scoring: Keyword arguments of `Scorer`: `batch_size`, `precision`, `compiled`, `thresholds`.
+        scoring: How it scores, on the device of this rank.
         weight: Name of the carried column that weighs rows, or "" for none, if equal rows are sent as one; `None` if
             each is sent.
         limit: Most bytes to send.
@@ -50,9 +49,9 @@ def score_fold(
     """
     client.enter("scoring")
     trained, weights = trained.unpacked()
-    scorer = Scorer(trained, device=rows.world.device, weights=weights, **scoring)
+    scorer = Scorer(trained, scoring, device=rows.world.device, weights=weights)
     carried = rows.carried(fold)
-    inputs = rows.inputs(fold, first_batch_size(scoring["batch_size"]))
+    inputs = rows.inputs(fold, first_batch_size(scoring.batch_size))
     parts, size = [], 0
     for part in client.moving(inputs):
         scored = scorer.score_tensors(part)

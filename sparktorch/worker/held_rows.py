@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -38,9 +38,57 @@ from sparktorch.train.strategies.registry import strategy_for, strategy_type
 from sparktorch.worker.job import RankJob, RankResult, TrainJob
 from sparktorch.worker.placement import place
 
-__all__ = ["HeldRows", "find_checkpoint"]
+__all__ = ["HeldRows", "Run", "find_checkpoint"]
 
 _SPLIT, _PLACE, _KEYS = "rows", "split by their position", "split by their keys"  # what checkpoints say of them
+
+
+class Clock:
+    """Measures laps, in seconds by name, from its creation on.
+
+    Attributes:
+        laps: The seconds of the laps so far, those `before` included.
+    """
+
+    def __init__(self, before: Mapping[str, float] | None = None) -> None:
+        self.laps = dict(before or {})
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        """Ends a lap, from the end of the one before."""
+        now = time.perf_counter()
+        self.laps[name] = now - self._last
+        self._last = now
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a rank knows while the ranks work on their rows together, besides the rows.
+
+    Attributes:
+        shard: The rank's rows, with their positions in the order of all rows.
+        team: The rank's place among those that train one model; an independent rank is alone.
+        config: How this rank trains.
+        plan: Which row is trained when.
+        validation_rows: The most validation rows of any rank of the team.
+        fingerprint: Identifies the training rows of all ranks.
+        checkpointer: What saves the training, `None` without checkpoints.
+        clock: Measures the phases; the last one ends with the context.
+    """
+
+    shard: Shard
+    team: World
+    config: TrainConfig
+    plan: SamplingPlan
+    validation_rows: int
+    fingerprint: str
+    checkpointer: Checkpointer | None
+    clock: Clock
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds by phase, those of saving included."""
+        return self.clock.laps | (self.checkpointer.seconds if self.checkpointer else {})
 
 
 class HeldRows:
@@ -51,26 +99,11 @@ class HeldRows:
         shard: Its rows.
         imbalanced: Whether they are to be split by position: the ranks have too different numbers of rows, or those of
             the training that goes on were split so.
-        team: Set by `together`: the rank's place among those that train one model; an independent rank is alone.
-        config: Set by `together`: how this rank trains.
-        plan: Set by `together`: which row is trained when.
-        validation_rows: Set by `together`: the most validation rows of any rank of the team.
-        fingerprint: Set by `together`: identifies the training rows of all ranks.
-        checkpointer: Set by `together`: what saves the training, `None` without checkpoints.
-        seconds: Set by `together`: seconds by phase, complete once it has ended.
     """
-
-    team: World
-    config: TrainConfig
-    plan: SamplingPlan
-    validation_rows: int
-    fingerprint: str
-    checkpointer: Checkpointer | None
-    seconds: dict[str, float]
 
     def __init__(self, batches: Iterable[pa.RecordBatch], world: World, job: RankJob, client: Client) -> None:
         """Reads the rows, whose columns `job.columns` names, and waits until the other ranks have read theirs."""
-        clock = _Clock()
+        clock = Clock()
         # The first optimizer of a process imports torch._dynamo, which takes most of a second: do it while rows arrive.
         threading.Thread(target=_import_dynamo, daemon=True).start()
         client.enter("loading")
@@ -100,8 +133,8 @@ class HeldRows:
 
     def fit(self, job: TrainJob, client: Client, *, without: int | None = None) -> RankResult:
         """Trains on the rows; takes and raises what `together` does."""
-        with self.together(job, client, without=without):
-            config, plan = self.config, self.plan
+        with self.together(job, client, without=without) as run:
+            config, plan = run.config, run.plan
             if self.world.is_main and plan.rows < config.batch_size:
                 found = counted(plan.rows, "row", "rows")
                 if job.columns.groups is not None:
@@ -111,17 +144,17 @@ class HeldRows:
                 self.shard,
                 job.recipe,
                 config,
-                self.team,
+                run.team,
                 client,
                 steps=plan.steps,
-                validation_rows=self.validation_rows,
+                validation_rows=run.validation_rows,
                 classes=job.columns.classes,
-                checkpointer=self.checkpointer,
+                checkpointer=run.checkpointer,
             )
         if outcome is None:
             client.pause.paused = True
             return RankResult({"paused": True})
-        more = {"threads": self.world.threads, "seconds": self.seconds, **peaks(self.world.device)}
+        more = {"threads": self.world.threads, "seconds": run.seconds, **peaks(self.world.device)}
         meta: dict[str, Any] = {**self._of_rows(), "data_wait_share": outcome.data_wait_share, **more}
         best = 0
         if strategy_type(config.strategy).own_batches:
@@ -133,14 +166,14 @@ class HeldRows:
         if self.world.rank != best:
             return RankResult(meta)
         meta |= {"history": outcome.history, "confusion": outcome.confusion, "out_of_time": outcome.out_of_time}
-        meta |= {"steps_per_epoch": plan.steps, "fingerprint": self.fingerprint}
+        meta |= {"steps_per_epoch": plan.steps, "fingerprint": run.fingerprint}
         meta |= {"seed": job.recipe.module_seed(config.seed)}
         return RankResult(meta, packed_weights(outcome.state))
 
     @contextmanager
     def together(
         self, job: RankJob, client: Client, *, without: int | None = None, lone: bool = False
-    ) -> Iterator[None]:
+    ) -> Iterator[Run]:
         """Context in which the ranks work on their rows together: rows placed, checkpoints found, process group open.
 
         What `job` says of the rows is what they were read with; `without` is the fold to leave out. If `lone`, a single
@@ -148,25 +181,32 @@ class HeldRows:
         """
         peers = self._peers_without(without)
         self.shard.leave_out(without)
-        clock = _Clock()
-        self.team, self.config, self.plan = place(self.shard, self.world, job, peers, client)
-        strategy, options = strategy_for(self.config.strategy, self.config.strategy_params)
-        self.validation_rows = max(peer["validation"] for peer in peers)
+        clock, self._of_reading = Clock(self._of_reading), {}  # A later training has not waited for the rows.
+        team, config, plan = place(self.shard, self.world, job, peers, client)
+        strategy, options = strategy_for(config.strategy, config.strategy_params)
+        validation_rows = max(peer["validation"] for peer in peers)
         if strategy.own_batches:  # the rank whose epochs count is only known at the end
             client.publish(progress=self.world.is_main, epochs=False)
-            self.validation_rows = self.shard.validation_rows
-        self.fingerprint = f"{sum(peer['fingerprint'] for peer in peers) % 2**64:016x}"
-        known = {"data": self.fingerprint, _SPLIT: _PLACE if self._by_place else _KEYS}
-        self.checkpointer = find_checkpoint(job, known, self.world, client)
+            validation_rows = self.shard.validation_rows
+        fingerprint = f"{sum(peer['fingerprint'] for peer in peers) % 2**64:016x}"
+        known = {"data": fingerprint, _SPLIT: _PLACE if self._by_place else _KEYS}
+        run = Run(
+            shard=self.shard,
+            team=team,
+            config=config,
+            plan=plan,
+            validation_rows=validation_rows,
+            fingerprint=fingerprint,
+            checkpointer=find_checkpoint(job, known, self.world, client),
+            clock=clock,
+        )
         limit = timedelta(seconds=job.collective_seconds)
         lone = lone or strategy.needs_group(options)
-        self.seconds, self._of_reading = self._of_reading, {}  # a later training has not waited for the rows
-        opened = process_group(self.team, client.store, timeout=limit, lone=lone, report=client.fail)
-        with self.checkpointer or nullcontext(), opened:
+        opened = process_group(team, client.store, timeout=limit, lone=lone, report=client.fail)
+        with run.checkpointer or nullcontext(), opened:
             clock.lap("group")
-            yield
+            yield run
         clock.lap("train")
-        self.seconds |= clock.laps | (self.checkpointer.seconds if self.checkpointer else {})
 
     def facts(self) -> dict[str, Any]:
         """Returns what the driver shows of the rows: their number, bytes and place, and the rank's host and device."""
@@ -344,16 +384,3 @@ def _imbalanced(counts: list[int], share: float) -> bool:
     """
     mean = sum(counts) / len(counts)
     return max(counts) > mean * (1 + share) + 4 * math.sqrt(mean)
-
-
-class _Clock:
-    """Measures named laps, in seconds, from its creation on."""
-
-    def __init__(self) -> None:
-        self.laps: dict[str, float] = {}
-        self._last = time.perf_counter()
-
-    def lap(self, name: str) -> None:
-        now = time.perf_counter()
-        self.laps[name] = now - self._last
-        self._last = now

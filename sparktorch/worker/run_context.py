@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from sparktorch.base.config import TrainConfig
+from sparktorch.base.no_op import never, no_op
 from sparktorch.base.world import World
 from sparktorch.distributed.client import Client
 from sparktorch.distributed.collectives import Collectives
@@ -30,7 +31,7 @@ from sparktorch.train.recipe.recipe import Recipe, recipe_of
 from sparktorch.train.strategies.base import GradientSync, Start, Strategy
 from sparktorch.train.strategies.registry import build_strategy, check_strategy
 from sparktorch.worker.global_batch import GlobalBatch, RankRows, global_batch
-from sparktorch.worker.held_rows import HeldRows
+from sparktorch.worker.held_rows import Run
 
 __all__ = ["RunContext"]
 
@@ -62,14 +63,14 @@ class RunContext(Collectives):
         client: Client,
         config: TrainConfig,
         *,
-        rows: HeldRows | None,
+        run: Run | None,
         checkpointer: Checkpointer | None,
     ) -> None:
-        """Takes the rank's place, its client, its configuration, its rows if any, and its checkpointer if any."""
+        """Takes the rank's place, client and configuration, its run if it has rows, its checkpointer."""
         super().__init__(world)
         self.world, self.device, self.seed = world, torch.device(world.device), config.seed
-        self._client, self._config, self._rows, self._checkpointer = client, config, rows, checkpointer
-        self.steps = 0 if rows is None else rows.plan.steps
+        self._client, self._config, self._run, self._checkpointer = client, config, run, checkpointer
+        self.steps = 0 if run is None else run.plan.steps
         self._strategies: dict[nn.Module, Strategy[Any]] = {}  # by what `wrap` returned
         self._syncs: dict[nn.Module, GradientSync] = {}
         self._min_rows, self._reports, self._saves = 1, 0, 0
@@ -98,7 +99,7 @@ class RunContext(Collectives):
             ConfigError: The run has no DataFrame.
             ColumnError: All rows have the weight 0.
         """
-        shard = self._held().shard
+        shard = self._on_rows().shard
         first = self._first.pop(epoch, 0)
         self._client.enter("running", epoch=epoch + 1, step=first)
         self._together("loader")
@@ -128,12 +129,12 @@ class RunContext(Collectives):
         Raises:
             ConfigError: The run has no DataFrame.
         """
-        rows = self._held()
-        count = -(-rows.validation_rows // size)
-        with closing(rows.shard.validation(size, batches=count)) as batches:
+        run = self._on_rows()
+        count = -(-run.validation_rows // size)
+        with closing(run.shard.validation(size, batches=count)) as batches:
             for step, batch in enumerate(batches):
                 self._client.moved()
-                yield global_batch(batch, step, 1 / max(batch.rows, 1), lambda loss: None)
+                yield global_batch(batch, step, 1 / max(batch.rows, 1), no_op)
 
     @property
     def dataset(self) -> RankRows:
@@ -144,7 +145,7 @@ class RunContext(Collectives):
         Raises:
             ConfigError: The run has no DataFrame.
         """
-        return RankRows(self._held().shard)
+        return RankRows(self._on_rows().shard)
 
     @overload
     def wrap(self, module: nn.Module) -> nn.Module: ...
@@ -256,7 +257,7 @@ class RunContext(Collectives):
             "reports": self._reports,
             "generators": generators_state(self.device),
         }
-        share = snapshot({}, rest, lambda name: False)
+        share = snapshot({}, rest, never)
         self._checkpointer.save(Position(self._saves, self._epoch, self._step), share, None)
         if self._client.pause.stops_after(self._saves) and self._checkpointer.is_complete():
             raise Paused
@@ -310,12 +311,12 @@ class RunContext(Collectives):
         if self.world_size > 1 and dist.is_initialized():
             self._compare(f"{name} after {self._saves} saves", wait=_LONG if name == "return" else None)
 
-    def _held(self) -> HeldRows:
-        if self._rows is None:
+    def _on_rows(self) -> Run:
+        if self._run is None:
             raise ConfigError(
                 "the run has no rows", hint="pass a DataFrame: sparktorch.run(function, df, inputCols=...)"
             )
-        return self._rows
+        return self._run
 
     def _diverge(self) -> None:
         """Makes the random numbers of the ranks differ, once."""

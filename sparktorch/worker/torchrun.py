@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from sparktorch.base.no_op import no_op
 from sparktorch.base.world import World
 from sparktorch.distributed.client import Client
 from sparktorch.distributed.process_group import abandon, opening
@@ -90,7 +91,7 @@ def left_as_before() -> Iterator[None]:
 
 
 def run_script(
-    path: Path, source: str, arguments: Sequence[str], *, report: Callable[[BaseException], object] = lambda _: None
+    path: Path, source: str, arguments: Sequence[str], *, report: Callable[[BaseException], object] = no_op
 ) -> None:
     """Runs a script as `python path arguments` would, in this process.
 

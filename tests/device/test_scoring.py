@@ -13,7 +13,7 @@ from sparktorch.base.state_dict import pack_state
 from sparktorch.base.world import World
 from sparktorch.data.columns import TensorSpec
 from sparktorch.model.export import export_program
-from sparktorch.model.scorer import Scorer
+from sparktorch.model.scorer import Scorer, Scoring
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.train.recipe.dry_run import OutputSpec
 from tests.device.jobs import DEVICE
@@ -37,7 +37,9 @@ def _predicted(kind: str, device: str, batch_size: int | str, net: type[Net] = N
     )
     batch = KINDS[kind].parts(1)[0][0]
     Net.seen.clear()
-    found = Scorer(trained, device=device, batch_size=batch_size).score([batch[spec.name] for spec in columns.inputs])
+    found = Scorer(trained, Scoring(batch_size=batch_size), device=device).score(
+        [batch[spec.name] for spec in columns.inputs]
+    )
     assert Net.seen == {device}
     return found["prediction"]
 

@@ -29,7 +29,7 @@ from tests.support.programs import ROOT
 PARAMS = {spec.name: spec for spec in (*GENERIC, *CLASSIFIER)}
 # What `translate` computes, by configuration.
 COMPUTED: dict[type, set[str]] = {
-    TrainConfig: {"validates_untrained", "task", "shuffle_block", "class_weights", "unused_parameters"},
+    TrainConfig: {"validates_untrained", "task", "shuffle_block", "class_weights", "model_folder", "unused_parameters"},
     Recipe: {"module", "module_params", "initial", "seed", "loss"},
     Launch: {"world_size", "profile", "patience", "log_level", "tag", "pauses"},
     Timeouts: set(),

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from operator import add
 from typing import Any
 
 import torch
@@ -24,11 +25,23 @@ Pair = tuple[Any, Any]  # a value, for a mean times its weight, and the weight
 
 _OF_EPOCH = {"loss", "learning_rate", "gradient_norm"}  # the record's own; a value of one step does not replace them
 _RECORD = {"epoch", "seconds", "rows_per_second", "data_wait_share", "steps", "validations", "skipped_steps"}
+
+
+def _larger(one: Any, other: Any) -> torch.Tensor:
+    """Returns the larger of two numbers. Unlike Python's `max`, it does not wait for the device."""
+    return torch.as_tensor(one).maximum(torch.as_tensor(other))
+
+
+def _smaller(one: Any, other: Any) -> torch.Tensor:
+    """Returns the smaller of two numbers. Unlike Python's `min`, it does not wait for the device."""
+    return torch.as_tensor(one).minimum(torch.as_tensor(other))
+
+
 _REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {
-    "mean": lambda a, b: a + b,
-    "sum": lambda a, b: a + b,
-    "max": lambda a, b: torch.as_tensor(a).maximum(torch.as_tensor(b)),  # does not wait for the device
-    "min": lambda a, b: torch.as_tensor(a).minimum(torch.as_tensor(b)),
+    "mean": add,
+    "sum": add,
+    "max": _larger,
+    "min": _smaller,
 }
 
 

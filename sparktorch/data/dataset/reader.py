@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from sparktorch.base.no_op import no_op
 from sparktorch.data.columns import GROUP, KEY, ORDER, VALIDATION, Columns, TensorSpec, carried_name
 from sparktorch.data.convert.checks import RowFilter, check_labels, check_weights
 from sparktorch.data.convert.sql_types import empty_value
@@ -36,7 +37,7 @@ def read_shard(
     budget: int = 1 << 30,
     by_key: bool = True,
     by_length: bool = False,
-    moved: Callable[[], object] = lambda: None,
+    moved: Callable[[], object] = no_op,
 ) -> Shard:
     """Reads the record batches of one partition and checks every row.
 

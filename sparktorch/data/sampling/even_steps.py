@@ -11,6 +11,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from sparktorch.base.no_op import no_op
+
 __all__ = ["Steps", "after_uneven", "steps_of", "typed"]
 
 _DAY = 86_400_000_000  # microseconds
@@ -137,9 +139,7 @@ def steps_of(column: pa.Array) -> Steps:
     return min(found, key=lambda steps: len(steps.uneven))  # the first of several
 
 
-def after_uneven(
-    place: Int64, firsts: Int64, kind: tuple[str, str], moved: Callable[[], object] = lambda: None
-) -> Int64:
+def after_uneven(place: Int64, firsts: Int64, kind: tuple[str, str], moved: Callable[[], object] = no_op) -> Int64:
     """Returns the numbers of the rows that do not follow the one before in their group by an even step.
 
     Args:
@@ -181,7 +181,11 @@ def _scales(column: pa.Array, rows: _Rows) -> Iterator[_Scale]:
     kind = column.type
     whole = np.zeros(len(column), np.int64)
     if pa.types.is_integer(kind):
-        yield _Scale(_in_order(column), 1, lambda _, counts: pa.array(counts).cast(kind), whole)
+
+        def integers(_: int, found: Int64) -> pa.Array:
+            return pa.array(found).cast(kind)
+
+        yield _Scale(_in_order(column), 1, integers, whole)
         return
     if pa.types.is_date(kind):
         instants = _in_order(column) * _DAY

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from sparktorch.base.no_op import no_op
 from sparktorch.data.columns import Columns, Window
 from sparktorch.data.sampling.even_steps import after_uneven, typed
 from sparktorch.data.sampling.plan import Numbers
@@ -113,7 +114,7 @@ class GroupKeys(RowKeys):
     def _follow(self, key: npt.NDArray[np.uint64], held_out: Mask) -> bool:
         return True  # groups and places alone order the rows
 
-    def samples(self, moved: Callable[[], object] = lambda: None) -> Samples:
+    def samples(self, moved: Callable[[], object] = no_op) -> Samples:
         """Returns the samples of the rows, and ends appending; `moved` is called for what counts as progress.
 
         Raises:

@@ -16,8 +16,9 @@ from torch import nn
 
 from sparktorch.base.config import TrainConfig, above, at_least, one_of, rows_or_auto
 from sparktorch.base.imports import import_path, load_object
-from sparktorch.errors import ColumnError, ConfigError, ModuleError, Refusal, nearest, refuse
-from sparktorch.ml.fit.values import COLUMNS, FIT, JOB, MODULE, SCORING, Values
+from sparktorch.errors import ColumnError, ConfigError, ModuleError, nearest
+from sparktorch.ml.fit import refusals
+from sparktorch.ml.fit.values import Values
 from sparktorch.ml.params.mixins import EstimatorParams
 from sparktorch.ml.scoring.output_fields import check_apart
 from sparktorch.spark.column_names import ColumnNames
@@ -65,42 +66,46 @@ _BROUGHT = {
     "referenceBatchSize": "scale the learning rate in configure_optimizers",
 }
 
-_LIGHTNING = (
-    *(
-        Refusal(
-            name,
-            lambda p, name=name: p.is_set(name),  # type: ignore[misc]
-            f"{name} is set, and the module is a LightningModule, which brings its own",
-            f"leave it out: {why}",
-            "ST-LIGHTNING",
-        )
-        for name, why in _BROUGHT.items()
-    ),
-    Refusal(
-        "microBatchSize",
-        lambda p: p["microBatchSize"] == "auto",
-        "microBatchSize is 'auto', which may repeat a step, and with it the hooks of a LightningModule",
-        "set microBatchSize to a number, or set accumulationSteps",
-        "ST-LIGHTNING",
-    ),
-)
-
 
 def check_params(p: Values) -> None:
     """Checks the Params of an estimator, one by one and in combination."""
-    refuse(MODULE, p)
+    refusals.check_module(p)
     check_version(p.source)
     if p.brings_its_training:
-        refuse(_LIGHTNING, p)
+        check_brought(p)
     above("learningRate", p["learningRate"], 0)
     one_of("dryRun", p["dryRun"], ("driver", "worker"))
     check_job(p)
     check_scoring(p)
-    refuse(FIT, p)
+    refusals.check_instances(p)
+    refusals.check_epochs(p)
+    refusals.check_training_step(p)
+    refusals.check_scheduler(p)
+    refusals.check_validation(p)
+    refusals.check_learning_rate(p)
     for callback in p["callbacks"]:
         check_callback(callback)
         hint = "it holds something that stays in this process (a lock, a file, a session): make that in on_fit_start"
         check_ships(callback, type(callback).__qualname__, param="callbacks", hint=hint)
+
+
+def check_brought(p: Values) -> None:
+    """Refuses Params of what a LightningModule brings, and those that would call its hooks twice."""
+    for name, why in _BROUGHT.items():
+        if p.is_set(name):
+            raise ConfigError(
+                f"{name} is set, and the module is a LightningModule, which brings its own",
+                hint=f"leave it out: {why}",
+                param=name,
+                code="ST-LIGHTNING",
+            )
+    if p["microBatchSize"] == "auto":
+        raise ConfigError(
+            "microBatchSize is 'auto', which may repeat a step, and with it the hooks of a LightningModule",
+            hint="set microBatchSize to a number, or set accumulationSteps",
+            param="microBatchSize",
+            code="ST-LIGHTNING",
+        )
 
 
 def check_job(p: Values) -> None:
@@ -111,8 +116,12 @@ def check_job(p: Values) -> None:
         above(name, p[name], 0)
     for name, valid in _VALID.items():
         one_of(name, p[name], valid)
-    refuse(JOB, p)
-    refuse(COLUMNS, p)
+    refusals.check_number_of_workers(p)
+    refusals.check_device(p)
+    refusals.check_batches(p)
+    refusals.check_split(p)
+    refusals.check_memory_budget(p)
+    refusals.check_columns(p)
 
 
 def check_scoring(p: Values) -> None:
@@ -120,8 +129,9 @@ def check_scoring(p: Values) -> None:
     rows_or_auto("predictBatchSize", p["predictBatchSize"])
     one_of("handleInvalid", p["handleInvalid"], ("error", "keep", "skip"))
     one_of("predictPrecision", p["predictPrecision"], ("fp32", "bf16", "fp16"))
-    refuse(SCORING, p)
-    refuse(COLUMNS, p)
+    refusals.check_device(p)
+    refusals.check_signs_of_thresholds(p)
+    refusals.check_columns(p)
 
 
 def check_thresholds(instance: Params, classes: int | None) -> None:

@@ -96,7 +96,7 @@ class TrainingSummary:
         cls,
         results: list[tuple[dict[str, Any], bytes]],
         seconds: dict[str, float],
-        attempts: Callable[[int], list[dict[str, Any]]] = lambda steps: [],
+        attempts: Callable[[int], list[dict[str, Any]]] | None = None,
         *,
         config: TrainConfig,
         chosen: Mapping[str, Any] | None = None,
@@ -119,7 +119,7 @@ class TrainingSummary:
             ended=ending(history, config, out_of_time=main.pop("out_of_time", False)),
             best=best_validation(history, config),
             **{"baseline": {**history[0].get("untrained", {})} or majority(confusion), **chosen},
-            attempts=attempts(sum(record.get("steps", steps) for record in history)),
+            attempts=attempts(sum(record.get("steps", steps) for record in history)) if attempts else [],
             rows=sum(meta["rows"] for meta in joined),
             validationRows=validation_rows,
             stepsPerEpoch=main.pop("steps_per_epoch"),
@@ -186,14 +186,16 @@ class TrainingSummary:
         return figures.confusion_matrix(self.confusionMatrix, self.labels)
 
     def __repr__(self) -> str:
-        """Returns the numbers of rows, workers and epochs, and the losses and metrics of the last epoch."""
-        last = self.history[-1] if self.history else {}
+        """Returns the numbers of rows, workers and epochs, and losses and metrics: of the best validation, if any."""
+        metrics = {**(self.history[-1] if self.history else {}), **self.best}
         facts: dict[str, Any] = {"rows": self.rows, "validationRows": self.validationRows}
         facts["numWorkers"] = self.numWorkers
         if len(self.attempts) > 1:
             facts |= {"attempts": len(self.attempts), "goodput": self.goodput}
         facts |= {"ended": self.ended} if self.ended else {}
-        facts |= {"epochs": len(self.history), **{name: last[name] for name in last if name in _measured(last)}}
+        facts["epochs"] = len(self.history)
+        facts |= {"bestEpoch": self.best["epoch"]} if self.best else {}
+        facts |= {name: metrics[name] for name in _measured(metrics) if name in metrics}
         return f"TrainingSummary({', '.join(f'{name}={html.number(value)}' for name, value in facts.items())})"
 
     def _repr_html_(self) -> str:

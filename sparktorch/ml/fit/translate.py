@@ -16,10 +16,11 @@ from sparktorch.base.imports import load_object
 from sparktorch.data.columns import Groups, InputOptions
 from sparktorch.data.preprocess import check_signature
 from sparktorch.distributed.monitor import Timeouts
-from sparktorch.errors import ConfigError, refuse
+from sparktorch.errors import ConfigError
 from sparktorch.ml.fit.checks import check_best_metric, check_job, check_params, check_ships
 from sparktorch.ml.fit.identity import described
-from sparktorch.ml.fit.values import MODEL_FOLDER, NAMED_GROUPS, RESTARTS, WHOLE_GROUPS, Values
+from sparktorch.ml.fit.refusals import check_model_folder, check_named_groups, check_restarts, check_whole_groups
+from sparktorch.ml.fit.values import Values
 from sparktorch.ml.params.classes import CLASSIFIER, GENERIC, RUN
 from sparktorch.ml.params.declare import ParamSpec, input_names
 from sparktorch.ml.params.mixins import EstimatorParams, RunParams
@@ -124,7 +125,7 @@ def translate(estimator: EstimatorParams, task: Task) -> Request[TrainJob]:
     known = {} if p["modelDir"] is None else {"modelDir": "set"}
     if groups is not None and groups.window is not None:
         known["window"] = str(groups.window)
-    job = _job(p, task, _EVERY, **known)
+    job = _job(p, task, _EVERY, _new_folder(p), **known)
     loss = _loss(p) if groups is None or groups.window is not None else _loss_of_groups(estimator, p)
     config, recipe = job["config"], _recipe(p, job["config"], loss)
     request = _request(estimator, p, _EVERY, TrainJob(recipe=recipe, **job))
@@ -133,13 +134,10 @@ def translate(estimator: EstimatorParams, task: Task) -> Request[TrainJob]:
     check_best_metric(config, recipe)
     check_strategy(config, recipe)
     check_workers(config, p.workers[1])
-    refuse(RESTARTS, p)
-    if p["modelDir"] is None:
-        return request
-    refuse(MODEL_FOLDER, p)
-    started = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
-    folder = os.path.join(p["modelDir"], f"model-{started}-{secrets.token_hex(4)}")  # a new one for each fit
-    return request.with_job(config=replace(config, model_folder=folder))
+    check_restarts(p)
+    if p["modelDir"] is not None:
+        check_model_folder(p)
+    return request
 
 
 def translate_run(params: RunParams, function: Any) -> Request[RankJob]:
@@ -150,7 +148,7 @@ def translate_run(params: RunParams, function: Any) -> Request[RankJob]:
     request = _request(params, p, table, RankJob(**_job(p, "generic", table, function=named)))
     check_loop(request.job.config)
     check_workers(request.job.config, p.workers[1])
-    refuse(RESTARTS, p)
+    check_restarts(p)
     return request
 
 
@@ -180,8 +178,6 @@ def input_columns(instance: Any) -> dict[str, Any]:
 
 def _request(params: Any, p: Values, table: Mapping[str, ParamSpec], job: J) -> Request[J]:
     patience, log_level = Timeouts(**_fields(p, "patience", table)), getattr(logging, p["logLevel"])
-    # The monitor must name a stalled rank before the collectives of its peers time out.
-    job = replace(job, collective_seconds=max(job.collective_seconds, 2 * patience.stall))
     return Request(
         job=job,
         launch=Launch(world_size=p.workers[1], patience=patience, log_level=log_level, **_fields(p, "launch", table)),
@@ -213,19 +209,36 @@ def _preprocess(p: Values) -> Any:
     return function
 
 
-def _job(p: Values, task: Task, table: Mapping[str, ParamSpec], **known: str) -> dict[str, Any]:
+def _new_folder(p: Values) -> str | None:
+    """Returns a folder for the model of one fit, `None` without `modelDir`."""
+    if p["modelDir"] is None:
+        return None
+    started = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
+    return os.path.join(p["modelDir"], f"model-{started}-{secrets.token_hex(4)}")
+
+
+def _job(
+    p: Values, task: Task, table: Mapping[str, ParamSpec], model_folder: str | None = None, **known: str
+) -> dict[str, Any]:
     """Returns the fields of a `RankJob`; `known` identifies a training besides its Params."""
     return {
-        "config": _config(p, task, table),
+        # The monitor must name a stalled rank before the collectives of its peers time out.
+        "collective_seconds": max(RankJob.collective_seconds, 2 * p["stallTimeout"]),
+        "config": _config(p, task, table, model_folder),
         "storage": StorageConfig(**_fields(p, "storage", table)),
         "checkpoint": _checkpoint(p, table, known),
     }
 
 
-def _config(p: Values, task: Task, table: Mapping[str, ParamSpec]) -> TrainConfig:
-    shaped: dict[str, Any] = {"shuffle_block": _shuffle_block(p), "class_weights": _class_weights(p["classWeights"])}
-    shaped["validates_untrained"] = p.validates_untrained
-    return TrainConfig(task=task, **shaped, **_fields(p, "config", table))
+def _config(p: Values, task: Task, table: Mapping[str, ParamSpec], model_folder: str | None = None) -> TrainConfig:
+    return TrainConfig(
+        task=task,
+        shuffle_block=_shuffle_block(p),
+        class_weights=_class_weights(p["classWeights"]),
+        validates_untrained=p.validates_untrained,
+        model_folder=model_folder,
+        **_fields(p, "config", table),
+    )
 
 
 def _fields(p: Values, configuration: str, table: Mapping[str, ParamSpec] = _EVERY) -> dict[str, Any]:
@@ -263,7 +276,8 @@ def _groups(estimator: Any, p: Values) -> Groups | None:
     if not isinstance(estimator, RunParams):
         group, window, grades = group or estimator._group(), estimator._window(), estimator._grades
     if group is None and window is None:
-        refuse(NAMED_GROUPS if grades else (), p)
+        if grades:
+            check_named_groups(p)
         return None
     if p["split"] == "keep":
         hint = "leave split out: rows of a group are sent to the same worker"
@@ -285,7 +299,7 @@ def _loss(p: Values) -> dict[str, Any]:
 
 def _loss_of_groups(estimator: Any, p: Values) -> dict[str, Any]:
     """Returns the recipe's arguments for a loss of whole groups, or a training step that has one."""
-    refuse(WHOLE_GROUPS, p)
+    check_whole_groups(p)
     if p["trainingStep"] is not None:
         return {"loss": None}
     loss, metrics = estimator._loss_of_groups()

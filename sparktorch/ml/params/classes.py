@@ -46,8 +46,8 @@ def _automatic(table: tuple[ParamSpec, ...]) -> tuple[ParamSpec, ...]:
         else spec
         for spec in table
     ]
-    place = next(place for place, spec in enumerate(changed) if spec.name == "validationIndicatorCol")
-    return (*changed[: place + 1], *tasks.HELD_OUT, *changed[place + 1 :])
+    after = 1 + [spec.name for spec in changed].index("validationIndicatorCol")
+    return (*changed[:after], *tasks.HELD_OUT, *changed[after:])
 
 
 _BEFORE_LABELS = (*t.MODULE, *t.COLUMNS, *t.INPUTS, *t.LABEL)
@@ -57,7 +57,7 @@ _AFTER_LOSS = (
     *(*t.RESULT, *t.CHECKPOINTS, *t.PATIENCE, *t.SCORING, *t.TRACKING),
 )
 
-# In the order of the constructors.
+# Tables stand in the order of the constructors' arguments.
 ESTIMATOR = (*_BEFORE_LABELS, *_BEFORE_LOSS, *t.LOSS, *_AFTER_LOSS)
 GENERIC = (
     *(*_BEFORE_LABELS, *t.LABELS, *t.PREDICTION, *t.OUTPUTS, *t.WEIGHT, *t.ROWS, *t.GROUPS),
@@ -127,7 +127,7 @@ FORECASTER = _automatic(
     )
 )
 
-# Of `run`, whose function has a loop of its own.
+# The function that `run` calls has a loop of its own, so the Params of training are left out.
 RUN = (
     *(*t.COLUMNS, *t.INPUTS, *_unlabelled(t.LABEL), *t.LABELS, *t.WEIGHT, *t.ROWS),
     *(spec for spec in (*t.STEPS, *t.EPOCHS) if spec.name in ("batchSize", "epochs")),

@@ -68,15 +68,17 @@ def params_class(name: str, table: Sequence[ParamSpec], doc: str, *bases: type[P
 
     It leaves out those that its bases declare with the same type.
     """
-    known = {spec for base in bases for spec in dir(base)}
-    types_of = {name: kind for base in bases for name, kind in getattr(base, "_types", {}).items()}
-    own = [
-        spec for spec in table if f"set{spec.accessor}" not in known or types_of.get(spec.name, spec.type) != spec.type
+    inherited = {name for base in bases for name in dir(base)}
+    types_of = {spec.name: spec.type for base in bases for spec in getattr(base, "_table", ())}
+    added = [
+        spec
+        for spec in table
+        if f"set{spec.accessor}" not in inherited or types_of.get(spec.name, spec.type) != spec.type
     ]
-    shared = [spec.shared for spec in own if spec.shared is not None]
+    shared = [spec.shared for spec in added if spec.shared is not None]
     members: dict[str, Any] = {"__doc__": doc, "__module__": "sparktorch.ml.params.mixins"}
-    members["_types"] = types_of | {spec.name: spec.type for spec in table}
-    for spec in own:
+    members["_table"] = tuple(table)
+    for spec in added:
         if spec.shared is None:
             members[spec.name] = Param(Params._dummy(), spec.name, spec.doc, _converter(spec.type))
             members[f"get{spec.accessor}"] = _getter(spec)
@@ -94,9 +96,9 @@ def with_constructor(kind: type[Params], table: Sequence[ParamSpec], *, argument
     """
     defaults = {spec.name: spec.default for spec in table if spec.default is not None}
 
-    def __init__(self: Any, *values_by_place: Any, **values: Any) -> None:
+    def __init__(self: Any, *positional: Any, **values: Any) -> None:
         made = f"{type(self).__name__}()"
-        if values_by_place:
+        if positional:
             takes = f"takes Params by name, such as {names[0]}=..., and not by place" if names else "takes no arguments"
             raise TypeError(f"{made} {takes}")
         for name in values:

@@ -31,7 +31,8 @@ MODULE = (
       "the nn.Module class or factory, its import path 'package.module:Name', an instance, a fitted model to "
       "go on from, or a model of Hugging Face's as a local folder or a configuration", compared=True),
     P("moduleParams", "dict[str, Any]", {},
-      "keyword arguments of the module's factory; entries to replace in the configuration of a folder", compared=True),
+      "keyword arguments of the module's class or factory; for a folder of Hugging Face's, entries that replace those "
+      "of its configuration", compared=True),
 )
 
 COLUMNS = (
@@ -43,10 +44,10 @@ COLUMNS = (
 
 INPUTS = (
     P("assembleInputs", "bool", False,
-      "whether all the scalar columns of inputCols become one tensor, (rows, columns), in place of the first of "
-      "them", compared=True),
+      "whether all the scalar columns of inputCols become one tensor of shape (rows, columns), which forward gets in "
+      "place of the first of them", compared=True),
     P("inputShapes", "dict[str, list[int]]", {},
-      "one row's shape by input column, such as {'image': [28, 28, 1]}; by default that of the first row",
+      "the shape of one row by input column, such as {'image': [28, 28, 1]}; by default that of the first row",
       compared=True),
     P("inputLayouts", "dict[str, str]", {},
       "what forward gets, by input column: 'dense' (the default), 'padded' or 'jagged' for arrays of unequal "
@@ -60,18 +61,18 @@ INPUTS = (
     P("padValues", "dict[str, float]", {},
       "what rows are padded with, by padded input column; 0 by default", compared=True),
     P("preprocess", "str | Callable[..., Any]", None,
-      "a callable (columns, *, epoch, generator), or its import path, that makes a dict of the arguments of "
-      "forward of a dict of the input columns, in the ranks and in scoring", compared=True),
+      "a callable (columns, *, epoch, generator), or its import path, which gets a dict of the input columns and "
+      "returns a dict of the arguments of forward, in training and in scoring", compared=True),
     P("nullPolicy", "str", "error",
-      "what fit does with rows that hold a null or NaN: 'error', 'drop' the row, or 'fill' in fillValue",
+      "what fit does with rows that hold a null or NaN: 'error', 'drop' the row, or 'fill' the gap with fillValue",
       compared=True),
     P("fillValue", "float", 0.0,
-      "what stands for nulls and NaN in the inputs under nullPolicy 'fill', in scoring too", compared=True),
+      "the number that replaces nulls and NaN in the inputs with nullPolicy 'fill', in scoring too", compared=True),
 )
 
 LABEL = (
-    P("labelCol", "str", "label",
-      "the label column; an empty name for a loss without labels", compared=False, shared=HasLabelCol),
+    P("labelCol", "str", "label", "the label column; an empty name says that the loss takes no labels",
+      compared=False, shared=HasLabelCol),
 )
 
 LABELS = (
@@ -83,8 +84,8 @@ PREDICTION = (
     P("predictionCol", "str", "prediction",
       "the output column; an empty name leaves it out", compared=False, shared=HasPredictionCol),
     P("outputLayers", "dict[str, str]", {},
-      "further output columns, each with what a layer of the module returns, array<float>: names of layers by column, "
-      "such as {'embedding': 'layers.1'}", compared=False),
+      "further output columns, array<float>, of what layers of the module return: the name of a layer by column, such "
+      "as {'embedding': 'layers.1'}", compared=False),
 )
 
 CLASSIFIED = (
@@ -124,16 +125,16 @@ GROUPS = (
 
 LOSS = (
     P("loss", "str | Callable[..., Any]", None,
-      "a class in torch.nn by name, an import path, or a callable (output, label) -> loss per row; models of Hugging "
-      "Face's have one of their own, where it is not set", compared=True),
+      "a class in torch.nn by name, an import path, or a callable (output, label) -> loss per row; where it is not "
+      "set, a model of Hugging Face's computes its own", compared=True),
     P("lossParams", "dict[str, Any]", {},
       "keyword arguments of the loss class", field="recipe.loss_params", compared=True),
 )
 
 CLASS_WEIGHTS = (
     P("classWeights", "str | list[float]", None,
-      "one weight per class, which rows' weights are multiplied by, or 'balanced' for rows / (classes * rows of "
-      "the class)", compared=True),
+      "one weight per class, by which the weights of its rows are multiplied, or 'balanced' for rows / (classes * "
+      "rows of the class)", compared=True),
 )
 
 OPTIMIZER = (
@@ -147,24 +148,24 @@ OPTIMIZER = (
       "keyword arguments of the optimizer besides the learning rate", field="recipe.optimizer_params", compared=True),
     P("learningRate", "float", 0.001, "learning rate (> 0)", field="recipe.learning_rate", compared=True),
     P("parameterGroups", "list[dict[str, Any]]", [],
-      "optimizer settings of some parameters: dicts with 'params', glob patterns of names, and what differs for "
-      "them, such as lr or weight_decay; the first that matches a name holds",
+      "dicts with 'params', glob patterns of the names of parameters, and the optimizer settings of these that "
+      "differ, such as lr or weight_decay; the first dict that matches a name holds",
       field="recipe.parameter_groups", compared=True),
     P("freeze", "list[str]", [],
-      "glob patterns of the names of parameters that are not trained; '!pattern' takes some out again",
+      "glob patterns of the names of parameters that are not trained; '!pattern' excepts those that it matches",
       field="recipe.freeze", compared=True),
     P("scheduler", "str | Callable[..., Any]", None,
       "a class in torch.optim.lr_scheduler by name, an import path, or a factory (optimizer, **params)",
       field="recipe.scheduler", compared=True),
     P("schedulerParams", "dict[str, Any]", {},
-      "keyword arguments of the scheduler; T_max and total_steps are known without them",
+      "keyword arguments of the scheduler; T_max and total_steps need not be among them",
       field="recipe.scheduler_params", compared=True),
     P("schedulerInterval", "str", "epoch", "whether the scheduler steps after each 'step' or each 'epoch'",
       field="config.schedule_interval", compared=True),
     P("warmupSteps", "int", None, "steps over which the learning rate rises linearly to what the scheduler says (>= 0)",
       field="config.warmup_steps", compared=True),
     P("referenceBatchSize", "int", None,
-      "the batch size that learningRate was chosen for: scales it to batchSize, with a warm-up (> 0)",
+      "the batch size for which learningRate was chosen: the rate is scaled to batchSize, with a warm-up (> 0)",
       field="config.reference_batch_size", compared=True),
 )
 
@@ -172,7 +173,7 @@ STEPS = (
     P("batchSize", "int", 256,
       "rows of one optimizer step over all workers together (> 0)", field="config.batch_size", compared=True),
     P("accumulationSteps", "int", 1,
-      "parts into which a worker splits its rows of a step, their gradients added up (> 0)",
+      "the parts into which a worker splits its rows of a step; their gradients are added up (> 0)",
       field="config.accumulation_steps", compared=False),
     P("microBatchSize", "int | str", None,
       "the most rows a worker takes through the module at a time, in place of accumulationSteps (> 0); 'auto' finds "
@@ -202,14 +203,14 @@ NUMERICS = (
     P("nonFiniteLoss", "str", "error", "what happens at a loss that is NaN or infinite: 'error', or 'skip' the step",
       field="config.non_finite", compared=True),
     P("deterministic", "bool", False,
-      "whether two runs on the same machines give the same bits; operations that cannot are errors",
+      "whether two runs on the same machines give the same bits; operations that cannot do so are errors",
       field="config.deterministic", compared=False),
 )
 
 EPOCHS = (
     P("epochs", "int", 1, "passes over the training rows (> 0)", field="config.epochs", compared=True),
     P("validationInterval", "int", 1,
-      "epochs or steps from one validation to the next; the last is always validated (> 0)",
+      "the epochs or steps from one validation to the next; the last one of the training is always validated (> 0)",
       field="config.validation_interval", compared=True),
     P("validationUnit", "str", "epoch",
       "what validationInterval counts: 'epoch' or 'step'", field="config.validation_unit", compared=True),
@@ -220,27 +221,27 @@ EPOCHS = (
       "validation rows that a worker takes through the module at a time; without it, as many as training takes, "
       "and 4096 at most (> 0)", field="config.validation_batch_size", compared=False),
     P("earlyStoppingPatience", "int", None,
-      "validations in a row without a better one after which training ends; the model has the weights of the best (> "
-      "0)", field="config.patience", compared=True),
-    P("earlyStoppingMetric", "str", "val_loss", "the metric of a validation by which it is better than another",
+      "the number of validations in a row without a better one, after which training ends; the model has the weights "
+      "of the best (> 0)", field="config.patience", compared=True),
+    P("earlyStoppingMetric", "str", "val_loss", "the metric that says which of two validations is better",
       field="config.best_metric", compared="unless default"),
     P("earlyStoppingMode", "str", "auto",
-      "whether the best value of that metric is the smallest, 'min', or the largest, 'max'; 'auto' goes by its name, "
-      "such as val_mae or val_f1, and refuses a name that does not say", field="config.best_mode",
-      compared="unless default"),
-    P("earlyStoppingMinDelta", "float", 0.0, "a validation is better only if by more than this (>= 0)",
+      "whether the best value of earlyStoppingMetric is the smallest, 'min', or the largest, 'max'; 'auto' goes by "
+      "its name, such as val_mae or val_f1, and refuses a name that does not say",
+      field="config.best_mode", compared="unless default"),
+    P("earlyStoppingMinDelta", "float", 0.0, "the difference that a validation must exceed to be better (>= 0)",
       field="config.best_delta", compared="unless default"),
     P("maxMinutes", "float", None,
-      "minutes of training after which it ends with the next validation or, without validation rows, the next epoch; "
-      "those before a restart or a checkpoint do not count (> 0)", field="config.max_minutes", compared=False),
+      "the minutes of training after which it ends, with the next validation or, without validation rows, the next "
+      "epoch; those before a restart or a checkpoint do not count (> 0)", field="config.max_minutes", compared=False),
     P("callbacks", "list[Any]", [], "Callback instances, whose hooks run in the workers and on the driver",
       field="recipe.callbacks", compared=False),
 )
 
 STORAGE = (
     P("split", "str", "key",
-      "'key' sends each row to a worker by its contents, and the training depends on nothing else; 'keep' makes "
-      "a worker of each partition as it is, without a shuffle", field="request.split", compared=True),
+      "'key' sends each row to a worker by its contents, and the training depends on nothing else; 'keep' gives each "
+      "partition as it is to one worker, without a shuffle", field="request.split", compared=True),
     P("storage", "str", "memory",
       "where a worker keeps its rows: in 'memory', on 'disk' in Spark's local directories, or 'auto': in memory "
       "as far as memoryBudget goes, and else on disk", field="storage.kind", compared=False),
@@ -252,32 +253,31 @@ STORAGE = (
 SAMPLING = (
     P("shuffle", "bool", True, "whether every epoch draws its batches anew", field="config.shuffle", compared=True),
     P("shuffleBlock", "int", None,
-      "shuffle in blocks of this many neighbours (by key), so that a block is one disk read; an epoch trains a block "
-      "within as many steps; 1, as with storage 'memory', shuffles single rows; 32 if it is not set otherwise (> 0)",
-      compared=True),
+      "the number of neighbours (by key) that are shuffled as one block, which is one disk read; an epoch trains the "
+      "rows of a block within as many steps; 1 shuffles single rows; the default is 1 with storage 'memory', and else "
+      "32 (> 0)", compared=True),
     P("seed", "int", 0, "seed of the initial weights, the sampling and each worker's generators",
       field="config.seed", compared=True, shared=HasSeed),
 )
 
 STRATEGY = (
     P("strategy", "str", "ddp",
-      "how the workers share the work: 'ddp'; 'zero1', 'zero2' and 'zero3' divide optimizer state, gradients "
-      "and parameters among them, 'mesh' within groups of them, and layers; 'localSGD', 'parameterServer', "
-      "'independent'",
-      field="config.strategy", compared=False),
+      "how the workers share the work: 'ddp'; 'zero1', 'zero2' and 'zero3', which divide optimizer state, gradients "
+      "and parameters among them; 'mesh', which divides these within groups of workers, and layers as well; "
+      "'localSGD', 'parameterServer' or 'independent'", field="config.strategy", compared=False),
     P("strategyParams", "dict[str, Any]", {},
       "options of the strategy, as docs/strategies.md lists them", field="config.strategy_params", compared=False),
     P("numWorkers", "int | tuple[int, int]", 1,
-      "number of barrier tasks, the world size (> 0); or the fewest and the most: a fit then begins with the slots "
-      "that are free, goes on with fewer after a loss and takes more when there are some; without checkpointDir, it "
-      "begins once those have come that the session's settings promise, and takes no more",
+      "the number of barrier tasks, the world size (> 0); or (fewest, most): a fit then begins with the slots that "
+      "are free, goes on with fewer after a worker is lost, and takes more when slots become free; without "
+      "checkpointDir, it waits for the slots that the session's settings promise, and takes no more later",
       compared=False),
 )
 
 DEVICE = (
     P("device", "str", "auto",
-      "'auto', 'cpu' or a type of accelerator, such as 'cuda', for training and for scoring; auto takes one per "
-      "task where there are any", field="launch.device", compared=False),
+      "'auto', 'cpu' or a type of accelerator, such as 'cuda', for training and for scoring; 'auto' takes one "
+      "accelerator per task where there are any", field="launch.device", compared=False),
 )
 
 LAUNCH = (
@@ -294,9 +294,9 @@ LAUNCH = (
 
 RESULT = (
     P("modelDir", "str", None,
-      "folder, mounted on all hosts, in which the workers write the model, each fit's in a folder of its own there: "
-      "neither the driver nor a worker ever holds all of it; for strategies that divide parameters, 'zero2', 'zero3' "
-      "and 'mesh'", field="config.model_folder", compared=False),
+      "a folder, mounted on all hosts, into which the workers write the model, that of each fit in a folder of its "
+      "own, so that neither the driver nor a worker ever holds all of it; for strategies that divide parameters: "
+      "'zero2', 'zero3' and 'mesh'", compared=False),
 )
 
 CHECKPOINTS = (
@@ -313,10 +313,10 @@ CHECKPOINTS = (
       "how often a training that loses a worker is started again, from its last checkpoint if it has one (>= 0)",
       field="request.max_restarts", compared=False),
     P("minWorkers", "int", None,
-      "the fewest workers, where numWorkers is the most: the same as numWorkers=(minWorkers, numWorkers) (> 0)",
-      compared=False),
+      "the fewest workers, where numWorkers is the most; numWorkers=(fewest, most) says the same, and is preferred "
+      "(> 0)", compared=False),
     P("growAfter", "float", 60.0,
-      "seconds of training before a fit that has fewer workers than the most stops to take more (> 0)",
+      "the seconds that a fit trains with fewer workers than the most before it stops to take more (> 0)",
       field="request.grow_after", compared=False),
 )
 
@@ -325,19 +325,19 @@ PATIENCE = (
       "seconds that a fit waits for executors that are to come, and for slots which other jobs hold (> 0)",
       field="patience.start", compared=False),
     P("stallTimeout", "float", 600.0,
-      "seconds that a worker may stand still, or start after the first one, before the fit ends with its name, "
-      "its place and its Python stack (> 0)", field="patience.stall", compared=False),
+      "the seconds that a worker may stand still, or start after the first one, before the fit ends with an error "
+      "that has its rank, its host and its Python stack (> 0)", field="patience.stall", compared=False),
     P("driverTimeout", "float", 30.0,
       "seconds without a sign of life from the driver after which a worker ends by itself (> 0)",
       field="patience.driver", compared=False),
     P("logLevel", "str", "WARNING",
-      "from which level on the driver shows what workers log; what they print counts as 'INFO'", compared=False),
+      "the level from which on the driver shows what workers log; what they print counts as 'INFO'", compared=False),
 )
 
 SCORING = (
     P("handleInvalid", "str", "error",
-      "what transform does with a row whose inputs are null or hold a null: 'error', 'keep' it with null "
-      "results, or 'skip' it, as one that holds NaN or infinity", compared=False),
+      "what transform does with a row whose inputs are null or hold a null: 'error', 'keep' it with null results, or "
+      "'skip' it, and then also a row that holds NaN or infinity", compared=False),
     P("predictBatchSize", "int | str", 2048,
       "the most rows that go through the module at a time when scoring (> 0); 'auto' begins with 2048, and halves "
       "them where the device has no memory for them", compared=False),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -275,7 +276,7 @@ def evaluate_classifier(
         columns = ((groups, "class", "weight"), (by_prediction, "prediction", "weight"), (groups, "class", "hits"))
         counts = [np.bincount(_of(of, by).astype(np.int64), _of(of, name), classes) for of, by, name in columns]
         found |= {"_confusion": Confusion(labels, *(np.asarray(count[labels], np.float64) for count in counts))}
-        found |= {"numClasses": classes, "_names": names, "_cells": cells.collect if many else lambda: groups}
+        found |= {"numClasses": classes, "_names": names, "_cells": cells.collect if many else partial(list, groups)}
         if not binary:
             return ClassificationSummary(**found)
         areas = BinaryClassificationEvaluator(rawPredictionCol="score", weightCol="weight")

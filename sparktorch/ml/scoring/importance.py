@@ -6,7 +6,7 @@ One job reads the rows once. Its tasks repeat each Arrow batch as it is, and wit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -34,15 +34,18 @@ def _ratio(part: Column, whole: Column) -> Column:
     return part / F.nullif(whole, F.lit(0.0))
 
 
-# What a metric is, by its name in the summaries, of sums by variant: functions, as an expression needs a session.
-_METRICS: dict[str, Callable[[], Column]] = {
-    "accuracy": lambda: _ratio(F.sum("hits"), F.sum("weight")),
-    "areaUnderROC": lambda: _ratio(F.sum("ordered"), F.sum("positive") * F.sum("negative")),
-    "meanAbsoluteError": lambda: _ratio(F.sum("differences"), F.sum("weight")),
-    "meanSquaredError": lambda: _ratio(F.sum("squares"), F.sum("weight")),
-    "rootMeanSquaredError": lambda: F.sqrt(_ratio(F.sum("squares"), F.sum("weight"))),
-    "r2": lambda: 1 - _ratio(F.sum("squares"), F.sum("label2") - _ratio(F.sum("label1") ** 2, F.sum("weight"))),
-}
+def _metric(name: str) -> Column:
+    """Returns what a metric is, by its name in the summaries, of sums by variant."""
+    mean_square = _ratio(F.sum("squares"), F.sum("weight"))
+    metrics = {
+        "accuracy": _ratio(F.sum("hits"), F.sum("weight")),
+        "areaUnderROC": _ratio(F.sum("ordered"), F.sum("positive") * F.sum("negative")),
+        "meanAbsoluteError": _ratio(F.sum("differences"), F.sum("weight")),
+        "meanSquaredError": mean_square,
+        "rootMeanSquaredError": F.sqrt(mean_square),
+        "r2": 1 - _ratio(F.sum("squares"), F.sum("label2") - _ratio(F.sum("label1") ** 2, F.sum("weight"))),
+    }
+    return metrics[name]
 
 
 def importance_of(
@@ -167,6 +170,6 @@ def _by_variant(scored: DataFrame, metric: str, origin: float, classes: int | No
     lower = Window.partitionBy("variant").orderBy("score").rowsBetween(Window.unboundedPreceding, -1)
     below = F.coalesce(F.sum("negative").over(lower), F.lit(0.0))
     groups = groups.withColumn("ordered", F.col("positive") * (below + F.col("negative") / 2))
-    columns = {"metric": _METRICS[metric](), "weight": F.sum("weight"), "stranger": F.min("stranger")}
+    columns = {"metric": _metric(metric), "weight": F.sum("weight"), "stranger": F.min("stranger")}
     columns["strangers"] = F.sum("strangers")
     return groups.groupBy("variant").agg(*[column.alias(name) for name, column in columns.items()])

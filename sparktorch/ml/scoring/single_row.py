@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import reduce
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,9 +16,8 @@ from pyspark.sql import Row
 from sparktorch.data.columns import TensorSpec, name_parts
 from sparktorch.data.fields.kinds import kind_of
 from sparktorch.errors import ColumnError, nearest
-from sparktorch.model.scorer import Scorer
+from sparktorch.model.scorer import Scorer, Scoring
 from sparktorch.model.trained_module import TrainedModule
-from sparktorch.spark.scoring_udf import Scoring
 
 __all__ = ["columns_of", "score_row"]
 
@@ -37,15 +37,11 @@ def score_row(
     columns = columns_of(row, inputs)
     known = _scorers.get(model)
     if known is None or known[0] != scoring:
-        scorer = Scorer(
-            trained,
-            device="cpu" if scoring.device == "auto" else scoring.device,
-            precision=scoring.precision,
-            thresholds=scoring.thresholds,
-            layers=dict(scoring.layers),
-        )
+        device = "cpu" if scoring.device == "auto" else scoring.device
+        # To compile a module takes longer than to score single rows.
+        scorer = Scorer(trained, replace(scoring, compiled=False), device=device)
         known = _scorers[model] = scoring, scorer
-    return [column[0].as_py() for column in known[1].score_arrow(columns, names, invalid=scoring.invalid)]
+    return [column[0].as_py() for column in known[1].score_arrow(columns, names)]
 
 
 def columns_of(row: Any, specs: Sequence[TensorSpec]) -> list[pa.Array]:

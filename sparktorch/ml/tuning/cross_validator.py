@@ -19,7 +19,7 @@ from pyspark.ml.util import DefaultParamsReader, MetaAlgorithmReadWrite
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import types as T
 
-from sparktorch.errors import ConfigError, Refusal, nearest, refuse
+from sparktorch.errors import ConfigError, nearest
 from sparktorch.ml.estimator import TorchEstimatorBase
 from sparktorch.ml.fit.prepared_data import obstacle
 from sparktorch.ml.fit.translate import Request, translate
@@ -27,7 +27,7 @@ from sparktorch.ml.fit.values import Values
 from sparktorch.ml.tuning.folded_rows import FoldedRows, NotInOnePass
 from sparktorch.ml.tuning.metrics import Metrics, columns_of, results_for, weight_of
 from sparktorch.ml.tuning.search import side_by_side
-from sparktorch.ml.tuning.space import NO_CHECKPOINTS
+from sparktorch.ml.tuning.space import check_no_checkpoints
 from sparktorch.ml.tuning.tuned_model import discard
 from sparktorch.spark.checks.preflight import settled_slots
 from sparktorch.spark.column_names import ColumnNames
@@ -45,26 +45,6 @@ __all__ = ["TorchCrossValidator"]
 
 _LOG = logging.getLogger(__name__)
 _OUTPUTS = ("predictionCol", "probabilityCol", "rawPredictionCol")
-
-_REFUSED = (
-    *(
-        Refusal(name, lambda p, name=name: p[name] is None, f"{name} is not set", f"set {name}", "ST-NOT-SET")  # type: ignore[misc]
-        for name in ("estimator", "evaluator", "estimatorParamMaps")
-    ),
-    Refusal(
-        "estimatorParamMaps",
-        lambda p: not p["estimatorParamMaps"],
-        "estimatorParamMaps is empty",
-        "[{{}}] fits it as it is",
-        "ST-NOT-SET",
-    ),
-    Refusal(
-        "numFolds",
-        lambda p: p["numFolds"] < 2,
-        "numFolds is {p[numFolds]}, which leaves no rows to train on",
-        "set 2 or more",
-    ),
-)
 
 
 class TorchCrossValidator(CrossValidator):
@@ -178,7 +158,7 @@ class TorchCrossValidator(CrossValidator):
 
     def _check(self) -> list[Request[TrainJob]]:
         """Refuses a search that cannot work; returns what our estimators ask for with each param map."""
-        refuse(_REFUSED, Values(self))
+        _check_params(Values(self))
         estimator: Any = self.getEstimator()
         nested = MetaAlgorithmReadWrite.getAllNestedStages(estimator)
         known, names = {stage.uid for stage in nested}, [param.name for stage in nested for param in stage.params]
@@ -197,7 +177,7 @@ class TorchCrossValidator(CrossValidator):
             for params in maps:
                 fitted = stage.copy(params)
                 requests.append(request := translate(fitted, stage._task))
-                refuse(NO_CHECKPOINTS, Values(fitted))
+                check_no_checkpoints(Values(fitted))
                 if request.columns["groups"] is not None and not self.getFoldCol():
                     raise ConfigError(
                         "foldCol is not set, and folds drawn row by row would divide the groups",
@@ -252,6 +232,27 @@ class TorchCrossValidator(CrossValidator):
     def read(cls) -> CrossValidatorReader:
         """Returns a reader."""
         return _Reader(cls)
+
+
+def _check_params(p: Values) -> None:
+    """Refuses a search that lacks a part, or has too few folds."""
+    for name in ("estimator", "evaluator", "estimatorParamMaps"):
+        if p[name] is None:
+            raise ConfigError(f"{name} is not set", hint=f"set {name}", param=name, code="ST-NOT-SET")
+    if not p["estimatorParamMaps"]:
+        raise ConfigError(
+            "estimatorParamMaps is empty",
+            hint="[{}] fits it as it is",
+            param="estimatorParamMaps",
+            code="ST-NOT-SET",
+        )
+    if p["numFolds"] < 2:
+        raise ConfigError(
+            f"numFolds is {p['numFolds']}, which leaves no rows to train on",
+            hint="set 2 or more",
+            param="numFolds",
+            code="ST-CLASH",
+        )
 
 
 class _Reader(CrossValidatorReader):

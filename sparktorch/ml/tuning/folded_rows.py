@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -96,8 +97,8 @@ class FoldedRows(PreparedData):
         The table has the carried columns and the results, named as asked for, with one row per row of the fold; or each
         row that differs, and its weight. A `NotInOnePass` says that the driver does not take so many scores.
         """
-        given, weight = model._scoring(), self._weight
-        scoring = {name: getattr(given, name) for name in ("batch_size", "precision", "compiled", "thresholds")}
+        weight = self._weight
+        scoring = replace(model._scoring(), layers=())  # No evaluator reads what layers return.
         weighs = weight and (carried_name(self._carried.index(weight)) if weight in self._carried else "")
         task = partial(score_fold, fold=fold, trained=model.trained, results=list(results), scoring=scoring)
         with self._lock:

@@ -98,21 +98,25 @@ def _classes(evaluator: Any, rows: pa.Table, label: Floats, weight: Floats) -> f
     found = Confusion(classes[occur], *sums)
     if not found.true.all():
         return None
-    by_label: dict[str, Callable[[], Floats]] = {
-        "TruePositiveRate": lambda: found.recall,
-        "FalsePositiveRate": lambda: found.false_positives,
-        "Recall": lambda: found.recall,
-        "Precision": lambda: found.precision,
-        "FMeasure": lambda: found.f_measure(beta),
-    }
     if name.endswith("ByLabel"):
         kind, own = name.removesuffix("ByLabel"), found.labels == evaluator.getMetricLabel()
-        compute = by_label.get(kind[:1].upper() + kind[1:])
-        return float(compute()[own][0]) if compute and own.any() else None
+        values = _by_label(found, kind[:1].upper() + kind[1:], beta)
+        return float(values[own][0]) if values is not None and own.any() else None
     if name in ("accuracy", "hammingLoss"):
         return found.accuracy if name == "accuracy" else 1 - found.accuracy
-    averaged = (lambda: found.f_measure(1.0)) if name == "f1" else by_label.get(name.removeprefix("weighted"))
-    return found.mean(averaged()) if averaged else None
+    values = found.f_measure(1.0) if name == "f1" else _by_label(found, name.removeprefix("weighted"), beta)
+    return None if values is None else found.mean(values)
+
+
+def _by_label(confusion: Confusion, metric: str, beta: float) -> Floats | None:
+    """Returns a metric of each label, `None` if it is not one of those that Spark has by label."""
+    if metric in ("Recall", "TruePositiveRate"):
+        return confusion.recall
+    if metric == "FalsePositiveRate":
+        return confusion.false_positives
+    if metric == "Precision":
+        return confusion.precision
+    return confusion.f_measure(beta) if metric == "FMeasure" else None
 
 
 def _log_loss(evaluator: Any, rows: pa.Table, label: Floats, weight: Floats) -> float | None:

@@ -10,20 +10,12 @@ from typing import Any
 
 from sparktorch.base.imports import optuna
 from sparktorch.base.quiet import quiet
-from sparktorch.errors import ConfigError, Refusal
+from sparktorch.errors import ConfigError
 from sparktorch.ml.fit.checks import check_param_names
+from sparktorch.ml.fit.values import Values
 from sparktorch.ml.params.mixins import EstimatorParams
 
-__all__ = ["NO_CHECKPOINTS", "Space", "applied", "optuna_quiet"]
-
-NO_CHECKPOINTS = (
-    Refusal(
-        "checkpointDir",
-        lambda p: p["checkpointDir"] is not None,
-        "checkpointDir is set, and each training of a search is one of its own",
-        "leave it unset; the search of a TorchTuner goes on from its storage",
-    ),
-)
+__all__ = ["Space", "applied", "check_no_checkpoints", "optuna_quiet"]
 
 _SIMPLE = (bool, int, float, str, type(None))  # what Optuna keeps in a storage
 _PROBES = 20
@@ -140,6 +132,17 @@ def applied(estimator: Any, values: Mapping[str, Any]) -> Any:
         if dot:
             that.setParams(**{param: {**_value(that, param), entry: value}})
     return that
+
+
+def check_no_checkpoints(p: Values) -> None:
+    """Refuses checkpoints of an estimator that a search trains many times."""
+    if p["checkpointDir"] is not None:
+        raise ConfigError(
+            "checkpointDir is set, and each training of a search is one of its own",
+            hint="leave it unset; the search of a TorchTuner goes on from its storage",
+            param="checkpointDir",
+            code="ST-CLASH",
+        )
 
 
 def _check_names(estimator: EstimatorParams, given: Any) -> None:

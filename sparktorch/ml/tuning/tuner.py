@@ -13,13 +13,13 @@ from pyspark.sql import DataFrame, SparkSession
 from sparktorch.base.config import above, at_least, one_of
 from sparktorch.base.imports import optuna
 from sparktorch.base.metric_names import best_by_name
-from sparktorch.errors import ConfigError, Refusal, SparkTorchError, refuse
+from sparktorch.errors import ConfigError, SparkTorchError
 from sparktorch.ml.estimator import TorchEstimatorBase
 from sparktorch.ml.fit.listeners import callers
 from sparktorch.ml.fit.translate import Request, config_of, translate
 from sparktorch.ml.fit.values import Values
 from sparktorch.ml.tuning.search import DEFAULT, Search, value_of
-from sparktorch.ml.tuning.space import NO_CHECKPOINTS, Space, applied, optuna_quiet
+from sparktorch.ml.tuning.space import Space, applied, check_no_checkpoints, optuna_quiet
 from sparktorch.ml.tuning.tuned_model import TorchTunerModel, discard
 from sparktorch.spark.checks import findings
 from sparktorch.spark.checks.preflight import enough_slots
@@ -33,49 +33,9 @@ __all__ = ["TorchTuner", "direction_of"]
 
 _LOG = logging.getLogger(__name__)
 _METRIC = "sparktorch.metric"
+_PRUNERS = (None, "asha", "hyperband")  # The pruners that have names.
 _DIRECTIONS = {"min": "minimize", "max": "maximize"}
 _OF_ITS_OWN = ("ST-UNKNOWN-NAME", "ST-VALUE")  # what is wrong with a value whatever else is set
-
-_REFUSED = (
-    Refusal(
-        "estimator",
-        lambda p: not isinstance(p.estimator, TorchEstimatorBase),
-        "the estimator is a {p.estimator.__class__.__name__}",
-        "pass a TorchClassifier, TorchRegressor or TorchEstimator; a tuner may be a stage of a Pipeline",
-    ),
-    Refusal(
-        "pruner",
-        lambda p: p.pruner not in (None, "asha", "hyperband") and not isinstance(p.pruner, optuna().pruners.BasePruner),
-        "pruner is {p.pruner!r}",
-        "it is 'asha', 'hyperband', an instance of one of optuna.pruners, or None",
-    ),
-    Refusal(
-        "sampler",
-        lambda p: p.sampler is not None and not isinstance(p.sampler, optuna().samplers.BaseSampler),
-        "sampler is {p.sampler!r}",
-        "it is an instance of one of optuna.samplers, or None",
-    ),
-    Refusal(
-        "studyName",
-        lambda p: p.storage is not None and not p.studyName,
-        "storage is given without studyName",
-        "a search goes on with the study of that name",
-    ),
-    Refusal(
-        "storage",
-        lambda p: isinstance(p.storage, str) and "://" not in p.storage,
-        "storage is {p.storage!r}, which is no URL",
-        "a file is sqlite:///name.db",
-    ),
-    *(
-        Refusal(
-            name,
-            lambda p, name=name: not isinstance(getattr(p, name), int | None),  # type: ignore[misc]
-            f"{name} must be a whole number, got {{p.{name}!r}}",
-        )
-        for name in ("trials", "workersPerTrial", "parallelism")
-    ),
-)
 
 
 class TorchTuner(Estimator[TorchTunerModel]):
@@ -165,7 +125,7 @@ class TorchTuner(Estimator[TorchTunerModel]):
         return that
 
     def _fit(self, dataset: DataFrame) -> TorchTunerModel:
-        refuse(_REFUSED, self)
+        self._check()
         workers = Values(self.estimator).workers[1] if self.workersPerTrial is None else self.workersPerTrial
         for name, value in (("trials", self.trials), ("workersPerTrial", workers), ("parallelism", self.parallelism)):
             if value is not None:
@@ -195,21 +155,56 @@ class TorchTuner(Estimator[TorchTunerModel]):
             search.run(prepared, timeout=self.timeout, show=base.getProgress())
         return self._result(dataset, base, space, study, search, learned)
 
+    def _check(self) -> None:
+        """Refuses arguments of a wrong type, and a storage that the search could not go on from."""
+        if not isinstance(self.estimator, TorchEstimatorBase):
+            raise ConfigError(
+                f"the estimator is a {type(self.estimator).__name__}",
+                hint="pass a TorchClassifier, TorchRegressor or TorchEstimator; a tuner may be a stage of a Pipeline",
+                param="estimator",
+                code="ST-CLASH",
+            )
+        if self.pruner not in _PRUNERS and not isinstance(self.pruner, optuna().pruners.BasePruner):
+            raise ConfigError(
+                f"pruner is {self.pruner!r}",
+                hint="it is 'asha', 'hyperband', an instance of one of optuna.pruners, or None",
+                param="pruner",
+                code="ST-CLASH",
+            )
+        if self.sampler is not None and not isinstance(self.sampler, optuna().samplers.BaseSampler):
+            raise ConfigError(
+                f"sampler is {self.sampler!r}",
+                hint="it is an instance of one of optuna.samplers, or None",
+                param="sampler",
+                code="ST-CLASH",
+            )
+        if self.storage is not None and not self.studyName:
+            raise ConfigError(
+                "storage is given without studyName",
+                hint="a search goes on with the study of that name",
+                param="studyName",
+                code="ST-CLASH",
+            )
+        if isinstance(self.storage, str) and "://" not in self.storage:
+            raise ConfigError(
+                f"storage is {self.storage!r}, which is no URL",
+                hint="a file is sqlite:///name.db",
+                param="storage",
+                code="ST-CLASH",
+            )
+        for name in ("trials", "workersPerTrial", "parallelism"):
+            value = getattr(self, name)
+            if not isinstance(value, int | None):
+                raise ConfigError(f"{name} must be a whole number, got {value!r}", param=name, code="ST-CLASH")
+
     def _study(self, estimator: Any, space: Space, metric: str, direction: str) -> Any:
         """Returns the study of the search, the one that its storage holds if there is one of that name."""
         module = optuna()
-        known = space.distributions and "epochs" not in space.distributions
-        most: Any = estimator.getEpochs() if known else "auto"
-        pruners = {
-            None: module.pruners.NopPruner,
-            "asha": module.pruners.SuccessiveHalvingPruner,
-            "hyperband": lambda: module.pruners.HyperbandPruner(max_resource=most),
-        }
         with optuna_quiet():
             study = module.create_study(
                 storage=self.storage,
                 sampler=self.sampler or module.samplers.TPESampler(seed=estimator.getSeed()),
-                pruner=pruners[self.pruner]() if self.pruner in pruners else self.pruner,
+                pruner=self._optuna_pruner(estimator, space),
                 study_name=self.studyName,
                 direction=direction,
                 load_if_exists=True,
@@ -220,6 +215,18 @@ class TorchTuner(Estimator[TorchTunerModel]):
             with optuna_quiet():
                 study.enqueue_trial(space.defaults, user_attrs={DEFAULT: True}, skip_if_exists=True)
         return study
+
+    def _optuna_pruner(self, estimator: Any, space: Space) -> Any:
+        """Returns the pruner, which is told the last epoch of all trials unless they choose it."""
+        pruners = optuna().pruners
+        if self.pruner is None:
+            return pruners.NopPruner()
+        if self.pruner == "asha":
+            return pruners.SuccessiveHalvingPruner()
+        if self.pruner == "hyperband":
+            fixed = space.distributions and "epochs" not in space.distributions
+            return pruners.HyperbandPruner(max_resource=estimator.getEpochs() if fixed else "auto")
+        return self.pruner
 
     def _result(
         self, dataset: DataFrame, base: Any, space: Space, study: Any, search: Search, learned: Any
@@ -283,7 +290,7 @@ def _space_of(estimator: Any) -> Space:
 
 def _valid_one(base: Any, space: Space, metric: str) -> tuple[Any, Request[TrainJob]]:
     """Returns an estimator out of the space that passes the checks of its Params, and its configuration."""
-    refuse(NO_CHECKPOINTS, Values(base))
+    check_no_checkpoints(Values(base))
     for choice in space.choices():  # without the others of a trial, it may stand for none
         _tried(base, choice)
     found: list[tuple[Any, Request[TrainJob]]] = []
@@ -324,7 +331,7 @@ def _tried(base: Any, values: dict[str, Any]) -> tuple[Any, Request[TrainJob]] |
         if getattr(error, "code", None) in _OF_ITS_OWN and given is not None and not isinstance(given, Mapping):
             raise  # of a dict, what is unknown depends on other Params
         return None
-    refuse(NO_CHECKPOINTS, Values(estimator))
+    check_no_checkpoints(Values(estimator))
     return estimator, request
 
 

@@ -177,6 +177,11 @@ class ExecutorReport(SimpleNamespace):
         return {**self.place, "rank": self.rank}
 
 
+def _no_address(_: str) -> str:
+    """Returns the address of a driver that no host reaches."""
+    return ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Expected:
     """What executor reports are compared with."""
@@ -184,7 +189,7 @@ class Expected:
     packages: dict[str, dict[str, str]]  # the driver's
     pandas: bool = False  # whether tasks need it, as before Spark 4.1
     driver: str | None  # where executors reach the driver; `None` if rank 0 hosts the store
-    towards: Callable[[str], str] = lambda host: ""  # the driver's local address on the way to a host
+    towards: Callable[[str], str] = _no_address  # the driver's local address on the way to a host
     device: Device = "auto"
     world_size: int = 1
     checkpoint_dir: str | None = None

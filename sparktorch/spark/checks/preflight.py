@@ -162,6 +162,11 @@ def check_result_size(spark: SparkSession, model_bytes: int) -> None:
         )
 
 
+def _none() -> int:
+    """Returns the number of slots that do not count, where all of them count."""
+    return 0
+
+
 def settled_slots(
     spark: SparkSession,
     wanted: int,
@@ -169,7 +174,7 @@ def settled_slots(
     *,
     settle: float | None = None,
     longest: float = _PROMISED_SECONDS,
-    taken: Callable[[], int] = lambda: 0,
+    taken: Callable[[], int] = _none,
 ) -> int | None:
     """Returns the number of slots once there are enough or no more are expected; `None` if unknown.
 

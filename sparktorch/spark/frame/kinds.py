@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -26,9 +26,7 @@ SQL_TYPES: dict[str, str] = {
     "int16": "smallint",
     "int8": "tinyint",
 }
-# Fields of structs as Spark's `image` and `binaryFile` sources make them.
 _IMAGE_FIELDS = ("height", "width", "nChannels", "data")
-_FILE_FIELDS = ("path", "modificationTime", "length", "content")
 _OF_IMAGES = ("float32", "uint8")
 
 
@@ -42,7 +40,6 @@ class Encoding(NamedTuple):
         layouts: Their possible layouts, the usual one first.
         dtypes: Their possible dtypes, the usual one first; of integral elements that is int64. Empty for any that
             is named.
-        depth: Number of list levels of a type.
         free: Whether a `preprocess` gets them as they are, unless options say otherwise.
         asks: Whether the user must name the layout.
     """
@@ -52,9 +49,12 @@ class Encoding(NamedTuple):
     encoded: Callable[[ColumnNames, TensorSpec], Column]
     layouts: tuple[Layout, ...] = ("dense",)
     dtypes: tuple[str, ...] = tuple(SQL_TYPES)
-    depth: Callable[[T.DataType], int] = lambda _: 1
     free: bool = False
     asks: bool = False
+
+    def depth(self, kind: T.DataType) -> int:
+        """Returns the number of list levels of a type; a vector, a file and an image have one."""
+        return element_of(kind)[1] if self.kind == "number" else 1
 
     def dtypes_as(self, layout: str) -> tuple[str, ...]:
         """Returns the possible dtypes in a layout, the usual one first; empty for any that is named."""
@@ -130,38 +130,59 @@ def _content(columns: ColumnNames, spec: TensorSpec) -> Column:
     return columns.column(spec.column)["content"]
 
 
-def _has(kind: T.DataType, names: Sequence[str]) -> bool:
-    return isinstance(kind, T.StructType) and set(names) <= set(kind.names)
+def _is_vector(kind: T.DataType) -> bool:
+    return isinstance(kind, VectorUDT)
+
+
+def _is_number(kind: T.DataType) -> bool:
+    return isinstance(kind, NUMERIC)
+
+
+def _is_list_of_numbers(kind: T.DataType) -> bool:
+    return isinstance(element_of(kind)[0], NUMERIC)
+
+
+def _is_binary(kind: T.DataType) -> bool:
+    return isinstance(kind, T.BinaryType)
+
+
+def _is_file(kind: T.DataType) -> bool:
+    """Whether a type is that of a row of Spark's source `binaryFile`."""
+    return isinstance(kind, T.StructType) and {"path", "modificationTime", "length", "content"} <= set(kind.names)
+
+
+def _is_image(kind: T.DataType) -> bool:
+    """Whether a type is that of the column of Spark's source `image`."""
+    return isinstance(kind, T.StructType) and set(_IMAGE_FIELDS) <= set(kind.names)
 
 
 ENCODINGS = (
     Encoding(
         "vector",
-        lambda kind: isinstance(kind, VectorUDT),
+        _is_vector,
         _vectors,
         layouts=("dense", "sparse_csr"),
         dtypes=("float32", "float64"),
     ),
-    Encoding("number", lambda kind: isinstance(kind, NUMERIC), _numbers, depth=lambda _: 0, free=True),
+    Encoding("number", _is_number, _numbers, free=True),
     Encoding(
         "number",
-        lambda kind: isinstance(element_of(kind)[0], NUMERIC),
+        _is_list_of_numbers,
         _numbers,
         layouts=("dense", "padded", "jagged"),
-        depth=lambda kind: element_of(kind)[1],
         free=True,
     ),
     Encoding(
         "binary",
-        lambda kind: isinstance(kind, T.BinaryType),
+        _is_binary,
         _bytes,
         layouts=("raw", "image"),
         dtypes=(),
         free=True,
         asks=True,
     ),
-    Encoding("binary", lambda kind: _has(kind, _FILE_FIELDS), _content, layouts=("image",)),
-    Encoding("binary", lambda kind: _has(kind, _IMAGE_FIELDS), _image, layouts=("image",)),
+    Encoding("binary", _is_file, _content, layouts=("image",)),
+    Encoding("binary", _is_image, _image, layouts=("image",)),
 )
 
 

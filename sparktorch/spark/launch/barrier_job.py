@@ -15,6 +15,7 @@ from pyspark.resource import ResourceProfile
 from pyspark.sql import DataFrame, SparkSession
 
 from sparktorch.base.config import Device
+from sparktorch.base.no_op import never
 from sparktorch.distributed.monitor import Monitor, Observer, Timeouts
 from sparktorch.distributed.root_cause import RootCause
 from sparktorch.distributed.server import ControlServer
@@ -56,7 +57,7 @@ class Launch:
     patience: Timeouts = field(default_factory=Timeouts)
     log_level: int = logging.WARNING
     tag: str = field(default_factory=new_tag)
-    pauses: Callable[[str], bool] = field(default=lambda tag: False, compare=False)
+    pauses: Callable[[str], bool] = field(default=never, compare=False)
 
 
 class BarrierJob:
@@ -74,7 +75,7 @@ class BarrierJob:
             self._causes = RootCause(self._monitor)
             self._stack = stack.pop_all()
 
-    def wait(self, seconds: float, met: Callable[[], bool] = lambda: False) -> bool:
+    def wait(self, seconds: float, met: Callable[[], bool] = never) -> bool:
         """Starts the job, and looks at it every so many seconds until it has ended, or until `met`; returns whether so.
 
         Whatever is raised meanwhile, such as a `KeyboardInterrupt`, cancels the job.

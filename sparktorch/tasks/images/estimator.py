@@ -100,8 +100,8 @@ class ImageClassifier(FolderClassifier, ImageClassifierParams):
             )
             raise ConfigError(what, hint=hint, param="inputShapes", code="ST-SHAPE")
         params = {"classes": self._classes or 2, "shape": list(shape)}
-        that = LabelledEstimator.completed(self).copy()._set(module=ImageNetwork, moduleParams=params)
-        return that._set(inputShapes={column: list(shape)}, inputLayouts={column: "image"})
+        estimator = LabelledEstimator.completed(self).copy()._set(module=ImageNetwork, moduleParams=params)
+        return estimator._set(inputShapes={column: list(shape)}, inputLayouts={column: "image"})
 
     def _preprocess_of(self, folder: str, params: dict[str, Any]) -> FromFolder:
         Pixels(folder).load()

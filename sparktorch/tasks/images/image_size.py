@@ -14,7 +14,7 @@ from sparktorch.spark.column_names import ColumnNames
 
 __all__ = ["usual_size"]
 
-_LOOKED_AT = 32  # images
+_LOOKED_AT = 32  # So many images are read.
 _MOST_PIXELS = 128  # Sides are not made longer than this.
 
 

@@ -10,7 +10,7 @@ from torch import nn
 __all__ = ["ImageNetwork"]
 
 _GROUPS = 8
-_WIDTH = 32  # channels of the first stage; each further one has twice as many
+_WIDTH = 32  # The first stage has so many channels, and each further one twice as many.
 _MOST_PIXELS = 32  # The first stage works at sides up to this; larger images are halved before it.
 _STAGES = 3
 _PARTS = 4  # The head sees the mean of each of 4 x 4 parts of an image, and so where something is.

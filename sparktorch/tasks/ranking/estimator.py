@@ -10,8 +10,9 @@ from pyspark.sql import functions as F
 
 from sparktorch.base.config import one_of
 from sparktorch.base.imports import is_object
-from sparktorch.errors import Refusal, refuse, shortens
-from sparktorch.ml.fit.values import NAMED_GROUPS, Values
+from sparktorch.errors import ConfigError, shortens
+from sparktorch.ml.fit.refusals import check_named_groups
+from sparktorch.ml.fit.values import Values
 from sparktorch.ml.params.mixins import RankerParams, RankingModelParams
 from sparktorch.ml.regression import ValueModel
 from sparktorch.model.trained_module import TrainedModule
@@ -42,15 +43,6 @@ RANKING = TaskSettings(
     least_epochs=6,
 )
 
-_MEMBERS = (
-    Refusal(
-        "loss",
-        lambda p: p.trained is not None and _members(p.trained) > 1 and _is_own(p["loss"]),
-        "loss is your own and gets one score a row, and the network of the fitted model has several members",
-        "fit that model with this loss or with moduleParams={{'members': 1}}, or set loss='listnet'",
-    ),
-)
-
 
 class RankingModel(TabularModel, ValueModel, RankingModelParams):
     """A module fitted by `Ranker`.
@@ -76,7 +68,7 @@ class RankingModel(TabularModel, ValueModel, RankingModelParams):
                 is negative.
             ConfigError: `groupCol` is not set.
         """
-        refuse(NAMED_GROUPS, Values(self))
+        check_named_groups(Values(self))
         named = self._named()
         return evaluate_ranker(named, named.transform, dataframe_of(dataset, "evaluate"))
 
@@ -123,7 +115,7 @@ class Ranker(TabularEstimator, RankerParams):
 
     def completed(self) -> Self:
         """Returns a copy with the Params that follow from the rows, once they were seen: inputs and network."""
-        refuse(_MEMBERS, Values(self))
+        _check_members(Values(self))
         return super().completed() if self._takes_table else super(TabularEstimator, self).completed()
 
     @property
@@ -138,10 +130,10 @@ class Ranker(TabularEstimator, RankerParams):
     def _has_learned(self) -> bool:
         return self._learned is not None or self._sample is not None
 
-    def _look_at(self, rows: DataFrame) -> None:
+    def _learn_rows(self, rows: DataFrame) -> None:
         if self._takes_table:
-            check_group(ColumnNames.of(rows), self.getGroupCol())  # before there is a job
-            super()._look_at(rows)
+            check_group(ColumnNames.of(rows), self.getGroupCol())  # It refuses the column before there is a job.
+            super()._learn_rows(rows)
 
     @property
     def _network(self) -> dict[str, Any]:
@@ -149,17 +141,19 @@ class Ranker(TabularEstimator, RankerParams):
         del settings["scales"]  # Scores have no unit.
         return settings | ({"members": 1} if _is_own(self.getLoss()) else {})
 
-    def _needed(self, names: ColumnNames) -> Sequence[str]:
+    def _required_columns(self, names: ColumnNames) -> Sequence[str]:
         p = Values(self)
         with_nulls = self._takes_table or getattr(p["preprocess"], "takes_nulls", False)
         inputs = [] if with_nulls else p["inputCols"] or [self.getFeaturesCol()]
-        return [*inputs, *super()._needed(names), self.getGroupCol()]
+        return [*inputs, *super()._required_columns(names), self.getGroupCol()]
 
     @property
     def _chosen_by(self) -> str:
         return f"a hash of {self.getGroupCol()!r}"
 
-    def _marked(self, dataset: DataFrame, names: ColumnNames, share: float) -> tuple[DataFrame, tuple[int, int] | None]:
+    def _mark_held_out(
+        self, dataset: DataFrame, names: ColumnNames, share: float
+    ) -> tuple[DataFrame, tuple[int, int] | None]:
         check_group(names, self.getGroupCol())
         return marked(dataset, in_share([names.column(self.getGroupCol())], share), self._marks), None
 
@@ -178,6 +172,17 @@ class Ranker(TabularEstimator, RankerParams):
             one_of("loss", loss, tuple(LOSSES))
             loss = LOSSES[loss]
         return loss, measured
+
+
+def _check_members(p: Values) -> None:
+    """Refuses a loss of the user's for a fitted network of several members, which have a score each."""
+    if p.trained is not None and _members(p.trained) > 1 and _is_own(p["loss"]):
+        raise ConfigError(
+            "loss is your own and gets one score a row, and the network of the fitted model has several members",
+            hint="fit that model with this loss or with moduleParams={'members': 1}, or set loss='listnet'",
+            param="loss",
+            code="ST-CLASH",
+        )
 
 
 def _is_own(loss: Any) -> bool:

@@ -16,7 +16,7 @@ from sparktorch.spark.column_names import ColumnNames
 
 __all__ = ["RankingSummary", "evaluate_ranker"]
 
-_SHOWN = 10  # rows of a group whose NDCG is computed unasked
+_SHOWN = 10  # The NDCG of so many rows of a group is computed unasked.
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -61,9 +61,9 @@ def evaluate_ranker(
     group = ColumnNames.of(dataset).column(name).alias("group")
     with compared(model, transform, dataset, group, kept=True) as (predictions, rows):
         grouped = F.count("group").alias("groups"), F.sum((F.col("label") < 0).cast("int")).alias("negative")
-        (found,) = rows.agg(*totals(), *grouped).collect()
-        known = described(model, predictions, [found])
-        missing, below, label = found["rows"] - found["groups"], found["negative"], model.getLabelCol()
+        (counts,) = rows.agg(*totals(), *grouped).collect()
+        summary = described(model, predictions, [counts])
+        missing, below, label = counts["rows"] - counts["groups"], counts["negative"], model.getLabelCol()
         of_group = f"{counted(missing, 'row is', 'rows are')} null in column {name!r}"
         of_label = f"{counted(below, 'label is', 'labels are')} below 0 in column {label!r}"
         refuse_rows(
@@ -71,13 +71,12 @@ def evaluate_ranker(
             (below, label, of_label, "0 is for rows that do not matter", ""),
         )
         measured = _measured(rows, [_SHOWN, None])
-        kept = rows
 
         def again(k: int | None) -> float:
-            return float(_measured(kept, [k])["ndcg_0"])
+            return float(_measured(rows, [k])["ndcg_0"])
 
         return RankingSummary(
-            **known,
+            **summary,
             groupCol=name,
             numGroups=measured["groups"],
             meanReciprocalRank=measured["mrr"],
@@ -89,26 +88,26 @@ def evaluate_ranker(
 def _measured(rows: DataFrame, ks: list[int | None]) -> Row:
     """Returns the means over groups: `groups`, `mrr`, and `ndcg_0`, ... for each number of rows."""
     group = Window.partitionBy("group")
-    placed = rows.select(
+    ranked = rows.select(
         "*",
-        F.row_number().over(group.orderBy(F.desc("prediction"))).alias("place"),
+        F.row_number().over(group.orderBy(F.desc("prediction"))).alias("position"),
         F.row_number().over(group.orderBy(F.desc("label"))).alias("ideal"),
-        F.avg("label").over(Window.partitionBy("group", "prediction")).alias("gain"),  # of equal scores
+        F.avg("label").over(Window.partitionBy("group", "prediction")).alias("gain"),  # Equal scores share their gains.
         F.max(F.when(F.col("label") > 0, F.col("prediction"))).over(group).alias("best"),
     )
 
-    def gained(gain: str, place: str, k: int | None) -> Column:
-        within = F.lit(True) if k is None else F.col(place) <= k
-        return F.sum(F.when(within, F.col(gain) / F.log2(F.col(place) + 1)).otherwise(0.0))
+    def gained(gain: str, position: str, k: int | None) -> Column:
+        within = F.lit(True) if k is None else F.col(position) <= k
+        return F.sum(F.when(within, F.col(gain) / F.log2(F.col(position) + 1)).otherwise(0.0))
 
     def ndcg(k: int | None) -> Column:
-        return F.try_divide(gained("gain", "place", k), gained("label", "ideal", k))
+        return F.try_divide(gained("gain", "position", k), gained("label", "ideal", k))
 
     ahead = F.sum(((F.col("label") <= 0) & (F.col("prediction") >= F.col("best"))).cast("int"))
-    named = {"mrr": 1 / (1 + ahead)} | {f"ndcg_{place}": ndcg(k) for place, k in enumerate(ks)}
-    found = [F.coalesce(column, F.lit(0.0)).alias(name) for name, column in named.items()]
-    by_group = placed.groupBy("group").agg(F.avg("weight").alias("weight"), *found)
+    metrics = {"mrr": 1 / (1 + ahead)} | {f"ndcg_{index}": ndcg(k) for index, k in enumerate(ks)}
+    of_group = [F.coalesce(column, F.lit(0.0)).alias(name) for name, column in metrics.items()]
+    by_group = ranked.groupBy("group").agg(F.avg("weight").alias("weight"), *of_group)
     weight = F.col("weight")
-    means = [(F.sum(F.col(name) * weight) / F.sum(weight)).alias(name) for name in named]
+    means = [(F.sum(F.col(name) * weight) / F.sum(weight)).alias(name) for name in metrics]
     (row,) = by_group.agg(F.count(F.lit(1)).alias("groups"), *means).collect()
     return row

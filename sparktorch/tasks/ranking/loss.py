@@ -70,13 +70,15 @@ def lambdarank(scores: torch.Tensor, labels: torch.Tensor, sizes: torch.Tensor) 
     Source: Burges, "From RankNet to LambdaRank to LambdaMART: an overview", MSR-TR-2010-82; the gain is the label.
     """
     _check(scores, labels)
-    every = _group_of_rows(sizes)
+    group_of_row = _group_of_rows(sizes)
     better, worse, group = _pairs(labels, sizes)
-    discount = _discounts(_places(sizes), scores.dtype)
-    ideal = _sums(labels[_ranked(labels, every)] * discount, every, sizes).clamp(min=torch.finfo(scores.dtype).tiny)
-    shown = torch.empty_like(discount)
-    shown[_ranked(scores.detach(), every)] = discount
-    change = (labels[better] - labels[worse]) * (shown[better] - shown[worse]).abs() / ideal[group]
+    discount = _discounts(_positions(sizes), scores.dtype)
+    ideal = _sums(labels[_ranked(labels, group_of_row)] * discount, group_of_row, sizes).clamp(
+        min=torch.finfo(scores.dtype).tiny
+    )
+    discount_of_row = torch.empty_like(discount)
+    discount_of_row[_ranked(scores.detach(), group_of_row)] = discount
+    change = (labels[better] - labels[worse]) * (discount_of_row[better] - discount_of_row[worse]).abs() / ideal[group]
     return _sums(change * F.softplus(scores[worse] - scores[better]), group, sizes)
 
 
@@ -102,17 +104,17 @@ def _log_softmax(values: torch.Tensor, group: torch.Tensor, sizes: torch.Tensor)
 def _pairs(labels: torch.Tensor, sizes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns the rows of each pair of a group with different labels, that with the larger one first, and the group."""
     group = _group_of_rows(sizes)
-    first = torch.arange(len(group), device=sizes.device)
+    row = torch.arange(len(group), device=sizes.device)
     partners = sizes[group]
-    start = (first - _places(sizes)).repeat_interleave(partners)
-    left, right = first.repeat_interleave(partners), start + _places(partners)
-    kept = labels[left] > labels[right]
-    left, right = left[kept], right[kept]
+    first_of_group = (row - _positions(sizes)).repeat_interleave(partners)
+    left, right = row.repeat_interleave(partners), first_of_group + _positions(partners)
+    differs = labels[left] > labels[right]
+    left, right = left[differs], right[differs]
     return left, right, group[left]
 
 
 def measured(scores: torch.Tensor, labels: torch.Tensor, sizes: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Returns what a validation shows of each group."""
+    """Returns the metrics of each group that a validation shows."""
     return {"ndcg_at_10": ndcg(scores, labels, sizes, k=10), "mrr": reciprocal_rank(scores, labels, sizes)}
 
 
@@ -124,19 +126,19 @@ def ndcg(scores: torch.Tensor, labels: torch.Tensor, sizes: torch.Tensor, *, k: 
 
     Source: Järvelin and Kekäläinen, "Cumulated gain-based evaluation of IR techniques", TOIS 20 (2002).
     """
-    group, place = _group_of_rows(sizes), _places(sizes)
-    discount = _discounts(place, labels.dtype)
+    group, position = _group_of_rows(sizes), _positions(sizes)
+    discount = _discounts(position, labels.dtype)
     if k is not None:
-        discount = discount * (place < k)
+        discount = discount * (position < k)
     order = _ranked(scores, group)
     best, gains = scores[order], labels[order]
     run = ((best[1:] != best[:-1]) | (group[1:] != group[:-1])).cumsum(0)
-    run = torch.cat([run.new_zeros(1), run])  # of equal scores in a group
+    run = torch.cat([run.new_zeros(1), run])  # A run is the rows of a group that have equal scores.
     count = labels.new_zeros(len(run)).index_add(0, run, torch.ones_like(gains))
     shared = (labels.new_zeros(len(run)).index_add(0, run, gains) / count)[run]
-    found = _sums(shared * discount, group, sizes)
+    gained = _sums(shared * discount, group, sizes)
     ideal = _sums(labels[_ranked(labels, group)] * discount, group, sizes)
-    return torch.where(ideal > 0, found / ideal, 0)
+    return torch.where(ideal > 0, gained / ideal, 0)
 
 
 def reciprocal_rank(scores: torch.Tensor, labels: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
@@ -151,9 +153,9 @@ def reciprocal_rank(scores: torch.Tensor, labels: torch.Tensor, sizes: torch.Ten
     return torch.where(best > least, 1 / (1 + ahead), 0)
 
 
-def _discounts(place: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns what a gain at a place, from 0, is multiplied by."""
-    return 1 / (place + 2).to(dtype).log2()
+def _discounts(position: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns the factors of gains at positions, which count from 0."""
+    return 1 / (position + 2).to(dtype).log2()
 
 
 def _group_of_rows(sizes: torch.Tensor) -> torch.Tensor:
@@ -161,8 +163,8 @@ def _group_of_rows(sizes: torch.Tensor) -> torch.Tensor:
     return torch.arange(len(sizes), device=sizes.device).repeat_interleave(sizes)
 
 
-def _places(sizes: torch.Tensor) -> torch.Tensor:
-    """Returns the place of each row in its group, from 0, int64 of shape `(rows,)`."""
+def _positions(sizes: torch.Tensor) -> torch.Tensor:
+    """Returns the position of each row in its group, from 0, int64 of shape `(rows,)`."""
     starts = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
     return torch.arange(len(starts), device=sizes.device) - starts
 

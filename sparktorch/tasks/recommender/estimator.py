@@ -15,14 +15,14 @@ from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F
 
 from sparktorch.base.config import at_least, one_of
-from sparktorch.errors import ColumnError, ConfigError, Refusal, refuse
+from sparktorch.errors import ColumnError, ConfigError
 from sparktorch.ml.fit.values import Values
 from sparktorch.ml.params.mixins import RecommenderParams
 from sparktorch.ml.scoring.column_metadata import check_numbers
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.compat import table_of
 from sparktorch.tasks.recommender.model import Paired, RecommenderModel, id_type, structs
-from sparktorch.tasks.recommender.network import Known, PairLoss, Pairs, Towers
+from sparktorch.tasks.recommender.network import IdIndex, PairLoss, Pairs, Towers
 from sparktorch.tasks.shared.held_out import MOST_HELD_OUT, free_name
 from sparktorch.tasks.shared.learning import LearningEstimator, check_rows
 from sparktorch.tasks.shared.settings import AutomaticSettings, TaskSettings
@@ -60,39 +60,36 @@ CHOICES = TaskSettings(
     unwatched_epochs=16,
 )
 
-_LEAST_OF_EACH = 3  # rows of a user, and of an item, from which on some are held out
-_MOST_RANKED = 20_000  # items, among which the cross-entropy is that of all
-_DRAWN = 64  # other items of each row, where they are more
-_FEW = 4  # rows of a table for each that a step reaches, from which on sparse gradients are the faster ones
+_LEAST_OF_EACH = 3  # Users and items with fewer rows have none held out.
+_MOST_RANKED = 20_000  # The cross-entropy is that among all items, if they are no more than these.
+_DRAWN = 64  # Of more items, so many others are drawn for each row.
+_FEW = 4  # Sparse gradients are the faster ones of tables with more rows than this for each that a step reaches.
 _SMALL = 5_000  # Workers add up the gradients of tables of fewer rows faster if they are dense.
 _WHOLE_USERS = ("numNegatives", "strategy", "split")  # The Params that say whether a sample is a user.
-_REFUSED = (
-    Refusal(
-        "ratingCol",
-        lambda p: not (p["ratingCol"] or p["implicitPrefs"]),
-        "ratingCol is '', and without implicitPrefs the ratings are what is learned",
-        "name the column, or set implicitPrefs=True",
-    ),
-    Refusal(
-        "nullPolicy",
-        lambda p: p["nullPolicy"] == "fill",
-        "nullPolicy is 'fill', and no number stands for a user",
-        "set nullPolicy='drop', or fill features before",
-    ),
-)
 
 
 class LearnedPairs(NamedTuple):
-    """What an estimator has learned of rows."""
+    """What an estimator has learned of the rows.
+
+    Attributes:
+        users: The users: structs of the id and of each feature.
+        items: The items, likewise.
+        mean: The mean of the ratings.
+        deviation: The standard deviation of the ratings; 0 if they are equal.
+        group: The column that tells apart what a user has chosen in training and in validation.
+        weight: The column of weights.
+        rows: The number of rows.
+        rare: The number of rows of users and items that have too few to hold some out.
+    """
 
     users: pa.StructArray
     items: pa.StructArray
-    mean: float  # The mean of the ratings.
-    deviation: float = 1.0  # The standard deviation of the ratings; 0 if they are equal.
-    group: str = ""  # The column that tells apart what a user has chosen in training and in validation.
-    weight: str = ""  # The column of weights.
+    mean: float
+    deviation: float = 1.0
+    group: str = ""
+    weight: str = ""
     rows: int = 0
-    rare: int = 0  # The rows of users and items that have too few to hold some out.
+    rare: int = 0
 
 
 class Recommender(Paired, LearningEstimator, RecommenderParams):
@@ -143,16 +140,16 @@ class Recommender(Paired, LearningEstimator, RecommenderParams):
     def _drawn(self) -> int:
         """Number of other items that are drawn for each row; 0 for none, where all are compared."""
         p = Values(self)
-        many = self._learned is not None and len(self._learned.items) > _MOST_RANKED
-        kept = p["strategy"] == "mesh" or p["split"] == "keep"  # users cannot stay whole
-        # A rank that trains a model of its own would have no row of the users that another one has.
-        divided = kept or p.strategy.own_batches
-        default = _DRAWN if many or divided else 0
-        return (p["numNegatives"] or default) if p["implicitPrefs"] else 0
+        many_items = self._learned is not None and len(self._learned.items) > _MOST_RANKED
+        # A rank that trains a model of its own has no row of the users that another rank has.
+        splits_users = p["strategy"] == "mesh" or p["split"] == "keep" or p.strategy.own_batches
+        if not p["implicitPrefs"]:
+            return 0
+        return p["numNegatives"] or (_DRAWN if many_items or splits_users else 0)
 
     @property
     def _weight(self) -> str:
-        """The column of weights; that of a row is in the place of its rating, whose name an error then has."""
+        """The column of weights. Where rows have weights, these replace the ratings, whose name errors then have."""
         assert self._learned is not None
         return self._learned.weight if self._ranks_all else Values(self)["ratingCol"] or self._learned.weight
 
@@ -166,8 +163,8 @@ class Recommender(Paired, LearningEstimator, RecommenderParams):
 
     def _holding_out(self) -> Self:
         """Returns a copy that holds out rows, of choices too: their loss in training does not tell which is better."""
-        that = self.copy()
-        return that._set(validationFraction=self.getValidationFraction()) if super()._holds_out else that
+        estimator = self.copy()
+        return estimator._set(validationFraction=self.getValidationFraction()) if super()._holds_out else estimator
 
     @property
     def _needs_count(self) -> bool:
@@ -181,10 +178,10 @@ class Recommender(Paired, LearningEstimator, RecommenderParams):
         p = Values(self)
         if not self._ranks_all or held_out or p["epochs"] == "auto":
             return super()._settings(held_out=held_out)
-        counted = self.copy()
-        counted.clear(counted.getParam("epochs"))
-        chosen = super(Recommender, counted)._settings(held_out=False)
-        return replace(chosen, patience=None, validation_interval=1, validation_unit="epoch")
+        automatic = self.copy()
+        automatic.clear(automatic.getParam("epochs"))
+        settings = super(Recommender, automatic)._settings(held_out=False)
+        return replace(settings, patience=None, validation_interval=1, validation_unit="epoch")
 
     def _differing(self, other: Any) -> list[str]:
         ours = self.copy()
@@ -195,47 +192,47 @@ class Recommender(Paired, LearningEstimator, RecommenderParams):
 
     def completed(self) -> Self:
         """Returns a copy with the Params that follow from others and, once they were seen, from the rows."""
-        that = super().completed().copy()
-        p = Values(that)
-        refuse(_REFUSED, p)
+        estimator = super().completed().copy()
+        p = Values(estimator)
+        _check_params(p)
         for name, least in (("rank", 1), ("regParam", 0), ("alpha", 0)):
             at_least(name, p[name], least)
         if p["numNegatives"] is not None:
             at_least("numNegatives", p["numNegatives"], 1)
         one_of("coldStartStrategy", p["coldStartStrategy"], ("nan", "drop"))
-        implicit, rating, seen = p["implicitPrefs"], p["ratingCol"], self._learned
-        items = len(seen.items) if seen is not None else 1
-        ranks_all = that._ranks_all and seen is not None
-        that._set(
+        implicit, rating, learned = p["implicitPrefs"], p["ratingCol"], self._learned
+        items = len(learned.items) if learned is not None else 1
+        ranks_all = estimator._ranks_all and learned is not None
+        estimator._set(
             module=Towers,
             inputCols=self.getInputCols(),
             labelCol=rating if ranks_all or not implicit else "",
             trainingStep=PairLoss(
                 items if implicit else None,
                 p["regParam"],
-                scale=1.0 if implicit or seen is None else seen.deviation or 1.0,
+                scale=1.0 if implicit or learned is None else learned.deviation or 1.0,
                 alpha=p["alpha"] if ranks_all else 0.0,
-                catalogue=Known(seen.items).features if ranks_all and seen is not None else None,
+                catalogue=IdIndex(learned.items).features if ranks_all and learned is not None else None,
             ),
         )
-        if seen is None:
-            return that
+        if learned is None:
+            return estimator
         if implicit:
-            that._set(weightCol=that._weight)
-        told = {
-            "users": len(seen.users),
+            estimator._set(weightCol=estimator._weight)
+        params = {
+            "users": len(learned.users),
             "items": items,
             "rank": p["rank"],
-            "mean": 0.0 if implicit else seen.mean,
+            "mean": 0.0 if implicit else learned.mean,
             "user_features": len(p["userFeatures"]),
             "item_features": len(p["itemFeatures"]),
-            "sparse": _wants_sparse(p, len(seen.users) + items * (not ranks_all), self._drawn),
+            "sparse": _wants_sparse(p, len(learned.users) + items * (not ranks_all), self._drawn),
             "user_bias": not implicit,
-            "scale": 1.0 if implicit else seen.deviation or 1.0,
+            "scale": 1.0 if implicit else learned.deviation or 1.0,
             "ranks_all": ranks_all,
         }
-        pairs = Pairs(p["userCol"], p["itemCol"], seen.users, seen.items, self._drawn, p["seed"])
-        return that._set(preprocess=pairs, moduleParams=told | self.getModuleParams())
+        pairs = Pairs(p["userCol"], p["itemCol"], learned.users, learned.items, self._drawn, p["seed"])
+        return estimator._set(preprocess=pairs, moduleParams=params | self.getModuleParams())
 
     def _learn(self, dataset: DataFrame) -> LearnedPairs:
         """Returns what two jobs learn of the rows that train."""
@@ -245,25 +242,28 @@ class Recommender(Paired, LearningEstimator, RecommenderParams):
         if repeated := names.repeated(columns):
             raise ConfigError(f"column {repeated!r} has two roles", hint="name another one for each", param="userCol")
         check_numbers(names, columns[2:])
-        marks = None if self._marks else p["validationIndicatorCol"]  # else users and items are those of all rows
-        complete = dataset.where(_complete(names, columns))  # the ranks refuse other rows, or leave them out
+        # Where the estimator holds rows out itself, users and items are those of all rows.
+        marks = None if self._marks else p["validationIndicatorCol"]
+        complete = dataset.where(_complete(names, columns))  # The ranks refuse other rows, or leave them out.
         rows = complete.where(~names.column(marks)) if marks else complete
         score = names.column(rating).cast("double") if rating else F.lit(0.0)
         tables: list[pa.StructArray] = []
         rare = 0
         for name, features in ((p["userCol"], p["userFeatures"]), (p["itemCol"], p["itemFeatures"])):
             groups = rows.groupBy(names.column(name).cast(id_type(names, name)).alias("id"))
-            figures = [F.max(names.column(one).cast("double")).alias(f"f{at}") for at, one in enumerate(features)]
+            figures = [
+                F.max(names.column(feature).cast("double")).alias(f"f{index}") for index, feature in enumerate(features)
+            ]
             of_ratings = [F.avg(score).alias("mean"), F.var_pop(score).alias("variance")]
             extremes = [F.min(score).alias("least"), F.max(score).alias("most")]
-            found = table_of(groups.agg(*figures, F.count(F.lit(1)).alias("rows"), *of_ratings, *extremes))
-            check_rows(found.num_rows)
-            kept = found.sort_by("id").select([0, *range(1, 1 + len(features))])
-            tables.append(structs(kept, [name, *features]))
-            count = pc.sum(found["rows"]).as_py()
-            mean, deviation = _moments(*(found[name].to_numpy() for name in ("rows", "mean", "variance")))
-            least, most = pc.min(found["least"]).as_py(), pc.max(found["most"]).as_py()
-            rare += pc.sum(found["rows"].filter(pc.less(found["rows"], _LEAST_OF_EACH))).as_py() or 0
+            groups_table = table_of(groups.agg(*figures, F.count(F.lit(1)).alias("rows"), *of_ratings, *extremes))
+            check_rows(groups_table.num_rows)
+            features_table = groups_table.sort_by("id").select([0, *range(1, 1 + len(features))])
+            tables.append(structs(features_table, [name, *features]))
+            count = pc.sum(groups_table["rows"]).as_py()
+            mean, deviation = _moments(*(groups_table[name].to_numpy() for name in ("rows", "mean", "variance")))
+            least, most = pc.min(groups_table["least"]).as_py(), pc.max(groups_table["most"]).as_py()
+            rare += pc.sum(groups_table["rows"].filter(pc.less(groups_table["rows"], _LEAST_OF_EACH))).as_py() or 0
         if p["implicitPrefs"] and rating and marks:
             least = complete.agg(F.min(score)).collect()[0][0]  # Rows for validation are weighed, too.
         if p["implicitPrefs"] and rating and least < 0:
@@ -276,10 +276,10 @@ class Recommender(Paired, LearningEstimator, RecommenderParams):
             deviation = 0.0
         return LearnedPairs(users, items, mean, deviation, group, weight, count, rare)
 
-    def _arranged(self, dataset: DataFrame) -> DataFrame:
+    def _training_rows(self, dataset: DataFrame) -> DataFrame:
         """Returns the rows of implicit preferences with the weight of each, or of all that a user has chosen."""
-        p, names, seen = Values(self), ColumnNames.of(dataset), self._learned
-        if seen is None or not p["implicitPrefs"]:
+        p, names, learned = Values(self), ColumnNames.of(dataset), self._learned
+        if learned is None or not p["implicitPrefs"]:
             return dataset
         weight, marks = F.lit(1.0), p["validationIndicatorCol"]
         if p["ratingCol"]:
@@ -292,26 +292,28 @@ class Recommender(Paired, LearningEstimator, RecommenderParams):
         weight = F.when(_complete(names, columns), weight).otherwise(0.0)
         user = names.column(p["userCol"])
         held_out = F.coalesce(names.column(marks), F.lit(False)) if marks else F.lit(False)
-        rows = dataset.withColumn(seen.group, F.xxhash64(user, held_out))
-        return rows.withColumn(seen.weight, F.sum(weight).over(Window.partitionBy(seen.group)))
+        rows = dataset.withColumn(learned.group, F.xxhash64(user, held_out))
+        return rows.withColumn(learned.weight, F.sum(weight).over(Window.partitionBy(learned.group)))
 
     def _chosen(self) -> dict[str, Any]:
         """Returns what was chosen, and the loss of the mean rating where rows validate."""
-        found, seen, p = super()._chosen(), self._learned, Values(self)
-        if seen is not None and p.validated and not p["implicitPrefs"]:
-            found["baseline"] = {"val_loss": seen.deviation**2}
-        return found
+        fields, learned, p = super()._chosen(), self._learned, Values(self)
+        if learned is not None and p.validated and not p["implicitPrefs"]:
+            fields["baseline"] = {"val_loss": learned.deviation**2}
+        return fields
 
     @property
     def _chosen_by(self) -> str:
         return f"{super()._chosen_by}, but of users and items with less than {_LEAST_OF_EACH} rows none"
 
-    def _contents(self, names: ColumnNames) -> Sequence[str]:
+    def _distinguishing_columns(self, names: ColumnNames) -> Sequence[str]:
         rating = Values(self)["ratingCol"]
         return [*self.getInputCols(), *([rating] if rating else [])]
 
-    def _marked(self, dataset: DataFrame, names: ColumnNames, share: float) -> tuple[DataFrame, tuple[int, int] | None]:
-        rows, counts = super()._marked(dataset, names, share)
+    def _mark_held_out(
+        self, dataset: DataFrame, names: ColumnNames, share: float
+    ) -> tuple[DataFrame, tuple[int, int] | None]:
+        rows, counts = super()._mark_held_out(dataset, names, share)
         for name in self.getInputCols()[:2]:
             often = F.count(F.lit(1)).over(Window.partitionBy(names.column(name))) >= _LEAST_OF_EACH
             rows = rows.withColumn(self._marks, F.col(self._marks) & often)
@@ -336,9 +338,9 @@ class Recommender(Paired, LearningEstimator, RecommenderParams):
         assert self._learned is not None
         return round(max(0, self._learned.rows - self._learned.rare) * self.getValidationFraction())
 
-    def _model(self, *made: Any) -> RecommenderModel:
+    def _model(self, *parts: Any) -> RecommenderModel:
         """Returns the model, which scores a pair at a time."""
-        model: RecommenderModel = super()._model(*made)
+        model: RecommenderModel = super()._model(*parts)
         trained = model.trained
         assert isinstance(trained.preprocess, Pairs)
         assert trained.arguments is not None
@@ -349,12 +351,30 @@ class Recommender(Paired, LearningEstimator, RecommenderParams):
         return model._with(scoring, model._summary)
 
 
+def _check_params(p: Values) -> None:
+    """Refuses ratings without a column of them, and a number in place of a user."""
+    if not (p["ratingCol"] or p["implicitPrefs"]):
+        raise ConfigError(
+            "ratingCol is '', and without implicitPrefs the ratings are what is learned",
+            hint="name the column, or set implicitPrefs=True",
+            param="ratingCol",
+            code="ST-CLASH",
+        )
+    if p["nullPolicy"] == "fill":
+        raise ConfigError(
+            "nullPolicy is 'fill', and no number stands for a user",
+            hint="set nullPolicy='drop', or fill features before",
+            param="nullPolicy",
+            code="ST-CLASH",
+        )
+
+
 def _wants_sparse(p: Values, rows: int, drawn: int) -> bool:
     """Whether gradients of the tables, of so many rows, are to be sparse: a step reaches few, and the optimizer can."""
-    reached = p["batchSize"] * (2 + drawn)
+    rows_reached = p["batchSize"] * (2 + drawn)
     clips = p["gradientClipNorm"] is not None or p["gradientClipValue"] is not None
     plain = p["optimizer"] in ("Adagrad", "SGD") and not p["optimizerParams"]
-    return rows > max(_SMALL, _FEW * reached) and plain and not clips and not p.strategy.divides_parameters
+    return rows > max(_SMALL, _FEW * rows_reached) and plain and not clips and not p.strategy.divides_parameters
 
 
 def _complete(names: ColumnNames, columns: Sequence[str]) -> Column:

@@ -33,21 +33,21 @@ def ranking_metrics(lists: DataFrame, user: str, item: str, k: int) -> RankingMe
 
     A `ColumnError` says that there are no rows, each of which is one of `user`.
     """
-    hits = F.transform(F.col("recommendations"), lambda each: F.array_contains("relevant", each[item]))
+    hits = F.transform(F.col("recommendations"), lambda entry: F.array_contains("relevant", entry[item]))
     right = _sum(F.transform(hits, lambda hit: hit.cast("double")))
-    gains = F.transform(hits, lambda hit, place: F.when(hit, _gain(place)).otherwise(0.0))
+    gains = F.transform(hits, lambda hit, position: F.when(hit, _gain(position)).otherwise(0.0))
     last = F.least(F.size("relevant"), F.lit(k)) - 1
     ideal = F.transform(F.sequence(F.lit(0), last), _gain)
     means = (_sum(gains) / _sum(ideal), right / k, right / F.size("relevant"))
-    found = RankingMetrics(*lists.agg(*map(F.avg, means), F.count(F.lit(1))).collect()[0])
+    metrics = RankingMetrics(*lists.agg(*map(F.avg, means), F.count(F.lit(1))).collect()[0])
     what = f"column {user!r} has no user that the fit had, with an item to compare with"
-    refuse_rows((not found.users, user, what, "check the filter, and that ids are those of the fit", "ST-NO-ROWS"))
-    return found
+    refuse_rows((not metrics.users, user, what, "check the filter, and that ids are those of the fit", "ST-NO-ROWS"))
+    return metrics
 
 
 def _sum(values: Column) -> Column:
     return F.aggregate(values, F.lit(0.0), lambda total, value: total + value)
 
 
-def _gain(place: Column) -> Column:
-    return F.lit(1.0) / F.log2(place + 2)
+def _gain(position: Column) -> Column:
+    return F.lit(1.0) / F.log2(position + 2)

@@ -16,31 +16,31 @@ from pyspark.sql import DataFrame
 from sparktorch.data.convert.tensors import to_arrow
 from sparktorch.spark.column_names import quoted_name
 from sparktorch.spark.shipping import Sent, send
-from sparktorch.tasks.recommender.network import Known
+from sparktorch.tasks.recommender.network import IdIndex
 from sparktorch.tasks.recommender.top_k import NOTHING, block_rows, top_k
 
 __all__ = ["Vectors", "recommended"]
 
-_MOST_ELEMENTS = (1 << 31) - 1  # of an array of lists
-_loaded: dict[str, Vectors] = {}  # of this process, the last ones alone: they may be large
+_MOST_ELEMENTS = (1 << 31) - 1  # An array of lists counts its elements in 32 bits.
+_loaded: dict[str, Vectors] = {}  # A process keeps the last ones alone: they may be large.
 
 
 @dataclass(frozen=True, eq=False)
 class Vectors:
     """Users or items with their vectors, float32 of shape `(ids, width)`."""
 
-    known: pa.StructArray
+    structs: pa.StructArray
     values: npt.NDArray[np.float32]
 
     @property
     def ids(self) -> pa.Array:
         """The ids."""
-        return self.known.field(0)
+        return self.structs.field(0)
 
     @cached_property
-    def places(self) -> Known:
+    def index(self) -> IdIndex:
         """The ids, for look-ups."""
-        return Known(self.known)
+        return IdIndex(self.structs)
 
     def table(self) -> pa.Table:
         """Returns the columns `id` and `features`, an array of floats."""
@@ -64,11 +64,11 @@ def recommended(rows: DataFrame, candidates: Vectors, count: int, name: str, oth
     def best(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         context = TaskContext.get()
         torch.set_num_threads(max(1, context.cpus()) if context else 1)
-        known = _vectors(sent)
+        vectors = _vectors(sent)
         for batch in batches:
             if batch.num_rows:
                 yield pa.RecordBatch.from_arrays(
-                    [batch.column(0), _lists(batch, known, count, other)], names=[name, "recommendations"]
+                    [batch.column(0), _lists(batch, vectors, count, other)], names=[name, "recommendations"]
                 )
 
     kinds = rows.schema
@@ -77,31 +77,31 @@ def recommended(rows: DataFrame, candidates: Vectors, count: int, name: str, oth
     return rows.mapInArrow(best, schema)
 
 
-def _lists(batch: pa.RecordBatch, known: Vectors, count: int, other: str) -> pa.Array:
+def _lists(batch: pa.RecordBatch, candidates: Vectors, count: int, other: str) -> pa.Array:
     """Returns the list of structs of each row of a batch."""
-    own = torch.tensor(batch.column(1).flatten().to_numpy()).view(batch.num_rows, -1)
-    theirs = torch.from_numpy(known.values).T
-    left_out = _left_out(batch.column(2), known) if batch.num_columns > 2 else None
-    found = []
-    for first in range(0, len(own), size := block_rows(len(known.values))):
-        scores = own[first : first + size] @ theirs
+    row_vectors = torch.tensor(batch.column(1).flatten().to_numpy()).view(batch.num_rows, -1)
+    candidate_vectors = torch.from_numpy(candidates.values).T
+    left_out = _left_out(batch.column(2), candidates) if batch.num_columns > 2 else None
+    size = block_rows(len(candidates.values))
+    blocks = []
+    for first in range(0, len(row_vectors), size):
+        scores = row_vectors[first : first + size] @ candidate_vectors
         if left_out is not None:
             rows, columns = left_out
             within = slice(*np.searchsorted(rows, [first, first + size]))
             scores[rows[within] - first, columns[within]] = NOTHING
-        found.append(top_k(scores, count))
-    ratings, places = (torch.cat(parts) for parts in zip(*found, strict=True))
-    there = ratings > NOTHING
-    structs = pa.StructArray.from_arrays(
-        [known.ids.take(pa.array(places[there].numpy())), pa.array(ratings[there].numpy())], names=[other, "rating"]
-    )
-    ends = torch.cat([torch.zeros(1, dtype=torch.int32), there.sum(1).cumsum(0).int()])
+        blocks.append(top_k(scores, count))
+    ratings, indices = (torch.cat(parts) for parts in zip(*blocks, strict=True))
+    is_candidate = ratings > NOTHING
+    ids = candidates.ids.take(pa.array(indices[is_candidate].numpy()))
+    structs = pa.StructArray.from_arrays([ids, pa.array(ratings[is_candidate].numpy())], names=[other, "rating"])
+    ends = torch.cat([torch.zeros(1, dtype=torch.int32), is_candidate.sum(1).cumsum(0).int()])
     return pa.ListArray.from_arrays(pa.array(ends.numpy()), structs)
 
 
-def _left_out(seen: pa.Array, known: Vectors) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def _left_out(seen: pa.Array, candidates: Vectors) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Returns row and column of each score to leave out, by row."""
-    columns = known.places.places(seen.flatten())
+    columns = candidates.index.indices(seen.flatten())
     rows = np.repeat(np.arange(len(seen)), seen.value_lengths().fill_null(0).to_numpy(zero_copy_only=False))
     return rows[columns >= 0], columns[columns >= 0]
 

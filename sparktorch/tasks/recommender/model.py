@@ -76,20 +76,20 @@ class RecommenderModel(Paired, TorchModelBase, RecommenderModelParams):
         model = cls()
         model._set(**params)
         specs, tables, weights, lengths = [], [], [], set[int]()
-        given = (("userFactors", userFactors), ("itemFactors", itemFactors))
-        for place, (name, (param, factors)) in enumerate(zip(model.getInputCols(), given, strict=True)):
+        factors_by_param = (("userFactors", userFactors), ("itemFactors", itemFactors))
+        for position, (name, (param, factors)) in enumerate(zip(model.getInputCols(), factors_by_param, strict=True)):
             names = ColumnNames.of(factors)
             kind = id_type(names, "id")
-            specs.append(TensorSpec(name=input_name(place), column=name, dtype="float32", kind="any", sql=kind))
+            specs.append(TensorSpec(name=input_name(position), column=name, dtype="float32", kind="any", sql=kind))
             features = names.column("features").cast("array<float>").alias("features")
-            found = table_of(factors.select(names.column("id").cast(kind).alias("id"), features)).sort_by("id")
-            lists = found["features"].combine_chunks()
+            fetched = table_of(factors.select(names.column("id").cast(kind).alias("id"), features)).sort_by("id")
+            lists = fetched["features"].combine_chunks()
             lengths.update(lists.value_lengths().unique().to_pylist())
             if not len(lists) or len(lengths) != 1:
                 raise ConfigError("features are empty, or of several lengths", param=param)
-            tables.append(structs(found.select(["id"]), [name]))
+            tables.append(structs(fetched.select(["id"]), [name]))
             vectors = torch.tensor(lists.flatten().to_numpy()).view(len(lists), -1)
-            weights.append(torch.nn.functional.pad(vectors, (0, 1)))  # biases are 0
+            weights.append(torch.nn.functional.pad(vectors, (0, 1)))  # Such vectors have no biases.
         users, items = weights
         trained = TrainedModule(
             source=f"{Towers.__module__}:{Towers.__qualname__}",
@@ -124,8 +124,8 @@ class RecommenderModel(Paired, TorchModelBase, RecommenderModelParams):
 
     def predict(self, value: Any) -> float | None:
         """Predicts one pair in this process, without a Spark job: a `Row` or dict by the names of the columns."""
-        found: float | None = self._score_row(value, "prediction")
-        return found
+        score: float | None = self._score_row(value, "prediction")
+        return score
 
     def recommendForAllUsers(self, numItems: int, exclude: DataFrame | None = None) -> DataFrame:
         """Returns the best items of each user, best first; of equal ones, that with the smaller id.
@@ -168,8 +168,8 @@ class RecommenderModel(Paired, TorchModelBase, RecommenderModelParams):
     def _recommended(self, side: str, dataset: DataFrame | None, count: int, exclude: DataFrame | None) -> DataFrame:
         other = "item" if side == "user" else "user"
         at_least("numItems" if side == "user" else "numUsers", count, 1)
-        own = self._of(side)
-        rows = frame_of_rows(session_of(dataset), own.table())
+        vectors = self._of(side)
+        rows = frame_of_rows(session_of(dataset), vectors.table())
         if dataset is not None:
             rows = rows.join(self._pairs(dataset, side).distinct().toDF("id"), "id", "left_semi")
         if exclude is not None:
@@ -180,12 +180,12 @@ class RecommenderModel(Paired, TorchModelBase, RecommenderModelParams):
 
     def _pairs(self, dataset: DataFrame, *sides: str) -> DataFrame:
         """Returns the ids in columns of a dataset as `one` and `other`, cast to the types of the known ones."""
-        found = dataframe_of(dataset, "a recommender")
-        names = ColumnNames.of(found)
+        rows = dataframe_of(dataset, "a recommender")
+        names = ColumnNames.of(rows)
         kinds = {"user": self.trained.inputs[0].sql, "item": self.trained.inputs[1].sql}
         with naming_params(self, fits=False):
             columns = [names.column(self.getOrDefault(f"{side}Col")).cast(kinds[side]) for side in sides]
-        return found.select(*(c.alias(name) for c, name in zip(columns, ("one", "other"), strict=False)))
+        return rows.select(*(c.alias(name) for c, name in zip(columns, ("one", "other"), strict=False)))
 
     @torch.no_grad()
     def _of(self, side: str) -> Vectors:
@@ -194,9 +194,9 @@ class RecommenderModel(Paired, TorchModelBase, RecommenderModelParams):
             module, pairs = self.module, self.trained.preprocess
             assert isinstance(module, Towers)
             assert isinstance(pairs, Pairs)
-            known = pairs.known_users if side == "user" else pairs.known_items
+            index = pairs.user_index if side == "user" else pairs.item_index
             vectors = (module.user_vectors if side == "user" else module.item_vectors)(
-                torch.arange(len(known.ids)), torch.from_numpy(known.features)
+                torch.arange(len(index.ids)), torch.from_numpy(index.features)
             )
             bias, ones = module.scale * vectors[:, -1:], torch.ones(len(vectors), 1)
             rest = [bias + module.mean, ones] if side == "user" else [ones, bias]

@@ -19,18 +19,18 @@ from sparktorch.base.batch import Batch
 from sparktorch.data.sampling.plan import mix_places, mix_words
 from sparktorch.tasks.shared.layers import perceptron
 
-__all__ = ["Known", "PairLoss", "Pairs", "Towers"]
+__all__ = ["IdIndex", "PairLoss", "Pairs", "Towers"]
 
 Int64 = npt.NDArray[np.int64]
 
 _USUAL_ROWS = 20  # A user of so many rows has the whole penalty in each, where its rows are one sample.
 
 
-class Known:
+class IdIndex:
     """Users, or items, of which a table has the id in its first column, and features, numbers, in the others.
 
     Attributes:
-        ids: The ids: strings or whole numbers. The place of an id among them is its index.
+        ids: The ids: strings or whole numbers. An id's index is its position among them.
         features: Their features less the mean, in units of the standard deviation, float32 of shape `(ids, features)`.
     """
 
@@ -42,8 +42,8 @@ class Known:
         self._order = np.argsort(keys, kind="stable")
         self._sorted = keys[self._order]
         values = np.empty((len(self.ids), len(columns)))
-        for place, column in enumerate(columns):
-            values[:, place] = column.to_numpy(zero_copy_only=False)
+        for index, column in enumerate(columns):
+            values[:, index] = column.to_numpy(zero_copy_only=False)
         self._mean, self._scale = values.mean(axis=0), values.std(axis=0)
         self._scale[self._scale == 0] = 1.0
         self.features = self._standardised(values)
@@ -56,24 +56,24 @@ class Known:
         return pd.util.hash_array(texts.astype(object), categorize=False)
 
     def _standardised(self, values: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
-        found: npt.NDArray[np.float32] = ((values - self._mean) / self._scale).astype(np.float32)
-        return found
+        scaled: npt.NDArray[np.float32] = ((values - self._mean) / self._scale).astype(np.float32)
+        return scaled
 
-    def places(self, ids: pa.Array) -> Int64:
+    def indices(self, ids: pa.Array) -> Int64:
         """Returns the index of each id, int64 of shape `(rows,)`; -1 for null, and for one that is not known."""
-        wanted = self._keys(ids)
-        at = np.searchsorted(self._sorted, wanted).clip(max=len(self._sorted) - 1)
-        there = (self._sorted[at] == wanted) & ids.is_valid().to_numpy(zero_copy_only=False)
-        return np.where(there, self._order[at], -1)
+        keys = self._keys(ids)
+        nearest = np.searchsorted(self._sorted, keys).clip(max=len(self._sorted) - 1)
+        is_known = (self._sorted[nearest] == keys) & ids.is_valid().to_numpy(zero_copy_only=False)
+        return np.where(is_known, self._order[nearest], -1)
 
-    def features_of(self, places: Int64, columns: Mapping[str, Any]) -> npt.NDArray[np.float32]:
-        """Returns the features of indices, of shape `(*places.shape, features)`; those of unknown ids by `columns`."""
-        found = self.features[places]
-        new = (places if places.ndim == 1 else places[:, 0]) < 0
+    def features_of(self, indices: Int64, columns: Mapping[str, Any]) -> npt.NDArray[np.float32]:
+        """Returns the features of indices, of shape `(*indices.shape, features)`; those of unknown ids by `columns`."""
+        features = self.features[indices]
+        new = (indices if indices.ndim == 1 else indices[:, 0]) < 0
         if self._names and new.any():
             rows = np.stack([np.asarray(columns[name])[new] for name in self._names], axis=1)
-            (found if places.ndim == 1 else found[:, 0])[new] = self._standardised(rows)
-        return found
+            (features if indices.ndim == 1 else features[:, 0])[new] = self._standardised(rows)
+        return features
 
 
 @dataclass(frozen=True)
@@ -97,17 +97,19 @@ class Pairs:
     seed: int = 0
 
     @cached_property
-    def known_users(self) -> Known:
+    def user_index(self) -> IdIndex:
         """The known users, for look-ups."""
-        return Known(self.users)
+        return IdIndex(self.users)
 
     @cached_property
-    def known_items(self) -> Known:
+    def item_index(self) -> IdIndex:
         """The known items, for look-ups."""
-        return Known(self.items)
+        return IdIndex(self.items)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}  # without what look-ups need
+        return {
+            field.name: getattr(self, field.name) for field in fields(self)
+        }  # What look-ups need is left out, and made anew.
 
     def __call__(self, columns: Mapping[str, Any], *, epoch: int | None, generator: Any) -> dict[str, torch.Tensor]:
         """Returns `user`, int64 of shape `(rows,)`, and `item`; and both's features, if one of them has any.
@@ -115,21 +117,21 @@ class Pairs:
         `item` has the shape `(rows,)`, or with `negatives`, `(rows, 1 + negatives)`: the row's own item first. Features
         have one axis more, and are float32.
         """
-        users, items = self.known_users, self.known_items
-        user, item = users.places(pa.array(columns[self.user])), items.places(pa.array(columns[self.item]))
+        users, items = self.user_index, self.item_index
+        user, item = users.indices(pa.array(columns[self.user])), items.indices(pa.array(columns[self.item]))
         if self.negatives:
             item = np.concatenate([item[:, None], self._drawn(user, item, epoch)], axis=1)
-        found = {"user": torch.from_numpy(user), "item": torch.from_numpy(item)}
+        tensors = {"user": torch.from_numpy(user), "item": torch.from_numpy(item)}
         if users.features.size or items.features.size:
-            found["user_features"] = torch.from_numpy(users.features_of(user, columns))
-            found["item_features"] = torch.from_numpy(items.features_of(item, columns))
-        return found
+            tensors["user_features"] = torch.from_numpy(users.features_of(user, columns))
+            tensors["item_features"] = torch.from_numpy(items.features_of(item, columns))
+        return tensors
 
     def _drawn(self, user: Int64, item: Int64, epoch: int | None) -> Int64:
         """Draws other items for each row, uniformly, by a hash of the row and the epoch: the same in any rank."""
         count = len(self.items)
         base = mix_words(self.seed, -1 if epoch is None else epoch, user, item)
-        draws = mix_places(base[:, None], np.arange(self.negatives))  # type: ignore[arg-type]  # one base for each row
+        draws = mix_places(base[:, None], np.arange(self.negatives))  # type: ignore[arg-type]  # There is a base for each row.
         return (item[:, None] + 1 + (draws % np.uint64(max(1, count - 1))).astype(np.int64)) % count
 
 
@@ -199,18 +201,18 @@ class Towers(nn.Module):
         """Returns the score of each pair, of the shape of `item`, `(rows,)` or `(rows, items)`.
 
         NaN is the score of an id -1 without features. If `penalised`, its vector is zero instead; then scores are
-        returned with the sum of squares of both vectors of each row, of the row's first item. With a `catalogue`, the
+        returned with the sum of squares of both vectors of each row and its first item. With a `catalogue`, the
         features of all items, the cross-entropy of the row's item among all of them is returned in place of scores.
         """
         if catalogue is not None:
             return self._cross_entropy(user, item, user_features, item_features, catalogue)
-        us, them = self.user_vectors(user, user_features), self.item_vectors(item, item_features)
-        products = torch.einsum("r...d,rd->r...", them[..., :-1], us[:, :-1])
-        biases = (us[:, -1] if item.dim() == 1 else us[:, -1:]) + them[..., -1]
+        user_vectors, item_vectors = self.user_vectors(user, user_features), self.item_vectors(item, item_features)
+        products = torch.einsum("r...d,rd->r...", item_vectors[..., :-1], user_vectors[:, :-1])
+        biases = (user_vectors[:, -1] if item.dim() == 1 else user_vectors[:, -1:]) + item_vectors[..., -1]
         scores = self.scale * (products + biases) + self.mean
         if penalised:
-            first = them if item.dim() == 1 else them[:, 0]
-            return scores, us.square().sum(1) + first.square().sum(1)
+            first = item_vectors if item.dim() == 1 else item_vectors[:, 0]
+            return scores, user_vectors.square().sum(1) + first.square().sum(1)
         new_user = (user < 0) if self.user_layers is None else torch.zeros_like(user, dtype=torch.bool)
         new_item = (item < 0) if self.item_layers is None else torch.zeros_like(item, dtype=torch.bool)
         return scores.masked_fill((new_user if item.dim() == 1 else new_user[:, None]) | new_item, math.nan)
@@ -229,22 +231,22 @@ class Towers(nn.Module):
         in each: in all of them together, they count as the square root of their number.
         """
         _, run, counts = torch.unique_consecutive(user, return_inverse=True, return_counts=True)
-        firsts = counts.cumsum(0) - counts
-        us = self.user_vectors(user[firsts], None if user_features is None else user_features[firsts])
-        them = self.item_vectors(torch.arange(len(catalogue), device=user.device), catalogue)
-        chosen = self.item_vectors(item, item_features)
-        every = torch.addmm(them[:, -1], us[:, :-1], them[:, :-1].T).logsumexp(1)
-        scores = (us[run, :-1] * chosen[:, :-1]).sum(1) + chosen[:, -1]
-        user_squares = us.square().sum(1) * (_USUAL_ROWS / counts).sqrt()
-        return every[run] - scores, user_squares[run] + chosen.square().sum(1)
+        first_rows = counts.cumsum(0) - counts
+        user_vectors = self.user_vectors(user[first_rows], None if user_features is None else user_features[first_rows])
+        all_vectors = self.item_vectors(torch.arange(len(catalogue), device=user.device), catalogue)
+        chosen_vectors = self.item_vectors(item, item_features)
+        log_sum = torch.addmm(all_vectors[:, -1], user_vectors[:, :-1], all_vectors[:, :-1].T).logsumexp(1)
+        scores = (user_vectors[run, :-1] * chosen_vectors[:, :-1]).sum(1) + chosen_vectors[:, -1]
+        user_squares = user_vectors.square().sum(1) * (_USUAL_ROWS / counts).sqrt()
+        return log_sum[run] - scores, user_squares[run] + chosen_vectors.square().sum(1)
 
 
 def _vectors(
     table: nn.Embedding, layers: nn.Module | None, index: torch.Tensor, features: torch.Tensor | None
 ) -> torch.Tensor:
     vectors = table(index.clamp(min=0)) * (index >= 0).unsqueeze(-1)
-    found: torch.Tensor = vectors if layers is None else vectors + layers(features)
-    return found
+    with_features: torch.Tensor = vectors if layers is None else vectors + layers(features)
+    return with_features
 
 
 class _Table(nn.Embedding):

@@ -6,10 +6,10 @@ import torch
 
 __all__ = ["NOTHING", "block_rows", "top_k"]
 
-NOTHING = float("-inf")  # the score of who is no candidate
+NOTHING = float("-inf")  # This is the score of an id that is no candidate.
 
 _GROUP = 64
-_BLOCK_BYTES = 2 << 20  # what a core keeps close
+_BLOCK_BYTES = 2 << 20  # A core keeps about so much in its cache.
 
 
 def block_rows(candidates: int) -> int:
@@ -30,15 +30,16 @@ def top_k(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         scores = torch.nn.functional.pad(scores, (0, groups * _GROUP - columns), value=NOTHING)
     grouped = scores.view(rows, groups, _GROUP)
     best = _ordered(grouped.amax(2)).topk(min(k, groups), dim=1, sorted=False).values
-    chosen = _columns(best).sort(1).values  # so that of equal scores, the first column's stays first
+    # Groups are sorted by column, so that of equal scores the first column's stays first.
+    chosen = _columns(best).sort(1).values
     candidates = grouped.gather(1, chosen[:, :, None].expand(-1, -1, _GROUP)).flatten(1)
-    at = _columns(_ordered(candidates).topk(k, dim=1).values)
-    return candidates.gather(1, at), chosen.gather(1, at // _GROUP) * _GROUP + at % _GROUP
+    positions = _columns(_ordered(candidates).topk(k, dim=1).values)
+    return candidates.gather(1, positions), chosen.gather(1, positions // _GROUP) * _GROUP + positions % _GROUP
 
 
 def _ordered(scores: torch.Tensor) -> torch.Tensor:
     """Returns int64 numbers ordered as scores, and those of equal scores, by column from the last to the first."""
-    bits = (scores + 0.0).view(torch.int32)  # -0.0 becomes 0.0
+    bits = (scores + 0.0).view(torch.int32)  # Adding zero makes 0.0 of -0.0, whose bits differ.
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return (ordered.long() << 32) | (0xFFFFFFFF - torch.arange(scores.shape[1]))
 

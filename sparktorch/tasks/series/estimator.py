@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,14 +15,14 @@ from pyspark.sql import types as T
 from sparktorch.base.config import one_of
 from sparktorch.base.imports import import_path, is_object
 from sparktorch.data.columns import Window
-from sparktorch.errors import ColumnError, ConfigError, Refusal, counted, refuse
+from sparktorch.errors import ColumnError, ConfigError, counted
 from sparktorch.ml.fit.values import Values
 from sparktorch.ml.params.mixins import ForecasterParams
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.compat import frame_of_rows
 from sparktorch.spark.session import setting
 from sparktorch.tasks.series.loss import QuantileLoss, SeriesStep
-from sparktorch.tasks.series.model import COMPARED, WINDOWS, ForecastingModel, check_categories, check_series
+from sparktorch.tasks.series.model import COMPARED, ForecastingModel, check_categories, check_series, check_windows
 from sparktorch.tasks.series.network import SeriesModule, SeriesNetwork
 from sparktorch.tasks.series.season import context_for, learned_season, learned_start, longest_context, middle_length
 from sparktorch.tasks.shared.column_statistics import categories_and_figures
@@ -44,7 +44,8 @@ SERIES = TaskSettings(largest_batch=256, least_steps=1_000, rows_per_epoch=50, l
 # The columns of windows, which are arrays; messages name them.
 _PAST, _FUTURE, _STATIC = "past values", "values known ahead", "static values"
 _MOST_CATEGORIES = 1000  # A static column has at most so many, its most frequent ones.
-_KEPT = ("context", "horizon", "quantiles", "pastCols", "futureCols", "staticCols")  # by training on
+# A training that goes on from a fitted model has the same values of these.
+_KEPT = ("context", "horizon", "quantiles", "pastCols", "futureCols", "staticCols")
 _LEARNS_FROM = (
     *("labelCol", "pastCols", "futureCols", "staticCols", "validationIndicatorCol", "nullPolicy"),
     *("context", "horizon", "season"),
@@ -52,45 +53,26 @@ _LEARNS_FROM = (
 
 
 class LearnedSeries(NamedTuple):
-    """What an estimator has learned of rows."""
+    """What an estimator has learned of the rows.
 
-    figures: dict[str, tuple[float, float]]  # mean and standard deviation by column
-    order: tuple[str, str]  # SQL type and time zone
-    season: int | None  # None where the module is the user's
-    start: dict[str, float]  # arguments of the network
-    categories: list[list[Any] | None]  # Those of each static column; a column of numbers has None.
+    Attributes:
+        figures: Mean and standard deviation by column.
+        order: The SQL type of the order, and the time zone.
+        season: Rows of a season; `None` where the module is the user's.
+        start: Arguments of the network, for the forecast from which it starts.
+        categories: The categories of each static column; a column of numbers has `None`.
+    """
+
+    figures: dict[str, tuple[float, float]]
+    order: tuple[str, str]
+    season: int | None
+    start: dict[str, float]
+    categories: list[list[Any] | None]
 
 
 def _named(p: Values) -> list[str]:
     """Returns the columns of numbers and categories."""
     return [p["labelCol"], *p["pastCols"], *p["futureCols"], *p["staticCols"]]
-
-
-_TRAINING = (
-    *WINDOWS,
-    Refusal("step", lambda p: p["step"] < 1, "step is {p[step]}", "set it to 1 or more"),
-    Refusal(
-        "season", lambda p: p["season"] is not None and p["season"] < 1, "season is {p[season]}", "set 1 for no season"
-    ),
-    Refusal(
-        "loss",
-        lambda p: p["quantiles"] and (p.is_set("loss") or p.is_set("lossParams")),
-        "loss is set, and quantiles have a loss of their own",
-        "leave one of them out",
-    ),
-    Refusal(
-        "nullPolicy",
-        lambda p: p["nullPolicy"] == "fill",
-        "nullPolicy is 'fill', and what stands for a null depends on its series",
-        "fill in what you know before fit, or set nullPolicy='drop', which leaves out windows with nulls",
-    ),
-    Refusal(
-        "module",
-        lambda p: p.brings_its_training,
-        "module is a LightningModule, whose training_step takes batches of its own",
-        "pass its network, which is called as forward(past, ...)",
-    ),
-)
 
 
 class Forecaster(LearningEstimator, ForecasterParams):
@@ -144,10 +126,11 @@ class Forecaster(LearningEstimator, ForecasterParams):
 
     def completed(self) -> Self:
         """Returns a copy with the Params that follow from those of windows: inputs, module and training step."""
-        that, p = super().completed(), Values(self)
+        estimator, p = super().completed(), Values(self)
         if p["module"] is SeriesModule:
-            return that
-        refuse(_TRAINING, p)
+            return estimator
+        check_windows(p)
+        _check_training(p)
         one_of("scaling", p["scaling"], ("window", "none"))
         if taken := next((name for name in (p["groupCol"], p["orderCol"]) if str(name).lower() in COMPARED), None):
             hint = f"rename it: {', '.join(COMPARED)} are the columns that evaluate and backtest add"
@@ -155,10 +138,8 @@ class Forecaster(LearningEstimator, ForecasterParams):
                 f"column {taken!r} would be there twice in the forecasts of evaluate", hint=hint, code="ST-COLUMN-TAKEN"
             )
         scaling = None if p["scaling"] == "none" else "window"
-        inputs = [name for name, of in _inputs(p).items() if of]
-        found: dict[str, Any] = {"inputCols": inputs}
-        seen = {} if self._learned is None else self._learned.figures
-        _, deviation = seen.get(p["labelCol"], (0.0, 1.0))
+        training: dict[str, Any] = {"inputCols": [name for name, columns in _inputs(p).items() if columns]}
+        _, deviation = self._figures_of(p["labelCol"])
         if p.trained is not None:
             _check_kept(p, p.trained)
             deviation = p.trained.params.get("deviation", 1.0)
@@ -166,39 +147,48 @@ class Forecaster(LearningEstimator, ForecasterParams):
             loss, params = p["loss"], p["lossParams"]
             if p["quantiles"]:
                 loss, params = QuantileLoss, {"quantiles": p["quantiles"]}
-            found |= {"trainingStep": SeriesStep(loss, params, scaling, deviation)}
-        that = that.copy()
+            training["trainingStep"] = SeriesStep(loss, params, scaling, deviation)
+        estimator = estimator.copy()
         for name in ("loss", "lossParams"):
-            that.clear(that.getParam(name))
+            estimator.clear(estimator.getParam(name))
         if p.trained is not None:
-            return that._set(**found)
-        module, season = p["module"] or SeriesNetwork, p["season"]
-        settings = p["moduleParams"]
+            return estimator._set(**training)
+        return estimator._set(**training, module=SeriesModule, moduleParams=self._network(scaling, deviation))
+
+    def _network(self, scaling: str | None, deviation: float) -> dict[str, Any]:
+        """Returns the arguments of `SeriesModule`, as far as they are known."""
+        p = Values(self)
+        module, season, network_params = p["module"] or SeriesNetwork, p["season"], p["moduleParams"]
         if _starts_from_season(p):
             best_season, start = (1, {}) if self._learned is None else (self._learned.season, self._learned.start)
-            season, settings = season or best_season, {**start, **settings}
-        figures = {of: [seen.get(name, (0.0, 1.0)) for name in p[f"{of}Cols"]] for of in ("past", "future", "static")}
-        categories = [] if self._learned is None else self._learned.categories
+            season, network_params = season or best_season, {**start, **network_params}
         params = {
             "module": import_path(module) or module,
-            "params": settings,
+            "params": network_params,
             "context": self._window().context,
             "horizon": p["horizon"],
             "scaling": scaling,
             "quantiles": p["quantiles"],
             "deviation": deviation,
             "season": season,
-            **({"categories": categories} if any(known is not None for known in categories) else {}),
-            **figures,
+            "past": [self._figures_of(name) for name in p["pastCols"]],
+            "future": [self._figures_of(name) for name in p["futureCols"]],
+            "static": [self._figures_of(name) for name in p["staticCols"]],
         }
-        return that._set(**found, module=SeriesModule, moduleParams=params)
+        if self._learned is not None and any(values is not None for values in self._learned.categories):
+            params["categories"] = self._learned.categories
+        return params
+
+    def _figures_of(self, column: str) -> tuple[float, float]:
+        """Returns mean and standard deviation of a column; 0 and 1 before they are learned, and of categories."""
+        return (0.0, 1.0) if self._learned is None else self._learned.figures.get(column, (0.0, 1.0))
 
     def _window(self) -> Window:
         p = Values(self)
-        known = (1,) if p["futureCols"] else ()
-        even = None if self._learned is None else self._learned.order
-        context = p["context"] or max(2, p["horizon"])  # it is chosen once the rows are known
-        return Window(context=context, horizon=p["horizon"], step=p["step"], known=known, even=even)
+        ahead = (1,) if p["futureCols"] else ()
+        order = None if self._learned is None else self._learned.order
+        context = p["context"] or max(2, p["horizon"])  # The rows say later which context is chosen.
+        return Window(context=context, horizon=p["horizon"], step=p["step"], known=ahead, even=order)
 
     def _learn(self, dataset: DataFrame) -> LearnedSeries:
         p, names = Values(self), ColumnNames.of(dataset)
@@ -212,38 +202,40 @@ class Forecaster(LearningEstimator, ForecasterParams):
         order = (names.type_of(p["orderCol"]).simpleString(), zone)
         return LearnedSeries(figures, order, season, start, _categories(dataset, names, p, texts))
 
-    def _looked_at(self, dataset: DataFrame) -> tuple[Self, DataFrame]:
+    def _learn_and_hold_out(self, dataset: DataFrame) -> tuple[Self, DataFrame]:
         """Chooses the context where none is set, and then learns of the rows."""
-        p, that, names = Values(self), self, ColumnNames.of(dataset)
+        p, estimator, names = Values(self), self, ColumnNames.of(dataset)
         if p["context"] is None and p.trained is not None:
-            that = self.copy()._set(context=Values(p["module"])["context"])
+            estimator = self.copy()._set(context=Values(p["module"])["context"])
         elif p["context"] is None:
             _check(dataset, names, p)
-            that = self.copy()
-            that._chose_context = True
+            estimator = self.copy()
+            estimator._chose_context = True
             rows, season = middle_length(self._lengths(dataset)), p["season"] or 1
             if p["season"] is None and _starts_from_season(p):
                 season = learned_season(dataset, names, p, longest_context(rows, p["horizon"]))
-            that._set(context=context_for(rows, p["horizon"], season))
-        return super(Forecaster, that)._looked_at(dataset)
+            estimator._set(context=context_for(rows, p["horizon"], season))
+        return super(Forecaster, estimator)._learn_and_hold_out(dataset)
 
     def _chosen(self) -> dict[str, Any]:
-        found = super()._chosen()
+        fields = super()._chosen()
         if self._chose_context:
-            found["settings"] = {"context": Values(self)["context"], **found.get("settings", {})}
+            fields["settings"] = {"context": Values(self)["context"], **fields.get("settings", {})}
         if Values(self).trained is not None:  # The first validation is that of the trained model.
-            found["baseline"] = {}
-        return found
+            fields["baseline"] = {}
+        return fields
 
     def _knowing(self, other: Any) -> Self:
-        that, p = self, Values(other)
+        estimator, p = self, Values(other)
         learned = isinstance(other, Forecaster) and other._has_learned and not self._has_learned
         if learned and Values(self)["context"] is None:
-            that = self.copy()._set(context=p["context"])
-            that._chose_context = other._chose_context
-        return super(Forecaster, that)._knowing(other)
+            estimator = self.copy()._set(context=p["context"])
+            estimator._chose_context = other._chose_context
+        return super(Forecaster, estimator)._knowing(other)
 
-    def _marked(self, dataset: DataFrame, names: ColumnNames, share: float) -> tuple[DataFrame, tuple[int, int] | None]:
+    def _mark_held_out(
+        self, dataset: DataFrame, names: ColumnNames, share: float
+    ) -> tuple[DataFrame, tuple[int, int] | None]:
         """Marks the last rows of each series, and counts its windows."""
         p, window = Values(self), self._window()
         _check(dataset, names, p)
@@ -256,24 +248,41 @@ class Forecaster(LearningEstimator, ForecasterParams):
             raise ColumnError(what, hint=hint, code="ST-NO-ROWS")
         most = MOST_HELD_OUT / max(1, windows)
         few = self._asks_for_validation
-        found = [(windows_held_out(length, window, share, most, few=few), series) for length, series in lengths]
+        held_out = [(windows_held_out(length, window, share, most, few=few), series) for length, series in lengths]
+        trained = sum(windows_of[0] * series for windows_of, series in held_out)
+        validated = sum(windows_of[1] * series for windows_of, series in held_out)
+        last_rows = {length: windows_of[2] for (windows_of, _), (length, _) in zip(held_out, lengths, strict=True)}
+        if p["groupCol"]:
+            return self._last_of_series(dataset, names, last_rows), (trained, validated)
+        return self._last_rows(dataset, names, next(iter(last_rows.values()), 0)), (trained, validated)
+
+    def _last_rows(self, dataset: DataFrame, names: ColumnNames, count: int) -> DataFrame:
+        """Marks the last rows of one series, without a window function, which would warn that it has no partitions."""
+        order, first = names.column(self.getOrderCol()), f"{self._marks}_first"
+        if not count:
+            return dataset.withColumn(self._marks, F.lit(False))
+        last = dataset.select(order.alias(first)).orderBy(F.desc(first)).limit(count).agg(F.min(first).alias(first))
+        marked = dataset.crossJoin(F.broadcast(last))
+        return marked.withColumn(self._marks, F.coalesce(order >= F.col(first), F.lit(False))).drop(first)
+
+    def _last_of_series(self, dataset: DataFrame, names: ColumnNames, last_rows: Mapping[int, int]) -> DataFrame:
+        """Marks the last rows of each series; how many follows from the number of its rows."""
         marks = pa.table(
             {
-                "length": pa.array([length for length, _ in lengths], pa.int64()),
-                "marks": pa.array([count for (_, _, count), _ in found], pa.int64()),
+                "length": pa.array(list(last_rows), pa.int64()),
+                "marks": pa.array(list(last_rows.values()), pa.int64()),
             }
         )
-        series = Rows.partitionBy(names.column(p["groupCol"]) if p["groupCol"] else F.lit(0))
-        place, length = f"{self._marks}_place", f"{self._marks}_length"
+        series = Rows.partitionBy(names.column(self.getGroupCol()))
+        position, length = f"{self._marks}_position", f"{self._marks}_length"
         rows = dataset.select(
             "*",
-            F.row_number().over(series.orderBy(names.column(p["orderCol"]).desc())).alias(place),
+            F.row_number().over(series.orderBy(names.column(self.getOrderCol()).desc())).alias(position),
             F.count(F.lit(1)).over(series).alias(length),
         )
-        known = F.broadcast(frame_of_rows(dataset.sparkSession, marks).toDF(length, self._marks))
-        rows = rows.join(known, length, "left").withColumn(self._marks, F.col(place) <= F.col(self._marks))
-        counts = [sum(found[at] * series for found, series in found) for at in (0, 1)]
-        return rows.drop(place, length), (counts[0], counts[1])
+        marks_by_length = F.broadcast(frame_of_rows(dataset.sparkSession, marks).toDF(length, self._marks))
+        rows = rows.join(marks_by_length, length, "left").withColumn(self._marks, F.col(position) <= F.col(self._marks))
+        return rows.drop(position, length)
 
     @property
     def _why_none_are_held_out(self) -> str:
@@ -292,16 +301,16 @@ class Forecaster(LearningEstimator, ForecasterParams):
         lengths = rows.groupBy(key.alias("series")).agg(F.count(F.lit(1)).alias("length"))
         return [tuple(row) for row in lengths.groupBy("length").agg(F.count(F.lit(1))).collect()]
 
-    def _arranged(self, dataset: DataFrame) -> DataFrame:
+    def _training_rows(self, dataset: DataFrame) -> DataFrame:
         """Returns the columns that tell windows apart, and an array for each input."""
         p, names = Values(self), ColumnNames.of(dataset)
         roles = [p[name] for name in ("groupCol", "orderCol", "weightCol", "validationIndicatorCol") if p[name]]
         assert self._learned is not None
-        known = dict(zip(p["staticCols"], self._learned.categories, strict=True))
+        categories = dict(zip(p["staticCols"], self._learned.categories, strict=True))
         arrays = {
-            name: F.array(*[_input(names.column(column), known.get(column)).cast("float") for column in of])
-            for name, of in _inputs(p).items()
-            if of
+            name: F.array(*[_input(names.column(column), categories.get(column)).cast("float") for column in columns])
+            for name, columns in _inputs(p).items()
+            if columns
         }
         return dataset.select(
             *(names.column(name).alias(name) for name in roles),
@@ -309,13 +318,42 @@ class Forecaster(LearningEstimator, ForecasterParams):
             *(column.alias(name) for name, column in arrays.items()),
         )
 
-    def _model(self, *fitted: Any) -> ForecastingModel:
+    def _model(self, *parts: Any) -> ForecastingModel:
         """Returns the model, whose inputs are windows, not rows."""
-        model: ForecastingModel = super()._model(*fitted)
+        model: ForecastingModel = super()._model(*parts)
         trained, window = model.trained, self._window()
-        length = [window.context + (place in window.known) * window.horizon for place in range(len(trained.inputs))]
+        length = [window.context + (index in window.known) * window.horizon for index in range(len(trained.inputs))]
         inputs = [replace(spec, shape=(rows, *spec.shape)) for rows, spec in zip(length, trained.inputs, strict=True)]
         return model._with(replace(trained, inputs=tuple(inputs)), model._summary)
+
+
+def _check_training(p: Values) -> None:
+    """Refuses Params with which no windows can be trained on."""
+    if p["step"] < 1:
+        raise ConfigError(f"step is {p['step']}", hint="set it to 1 or more", param="step", code="ST-CLASH")
+    if p["season"] is not None and p["season"] < 1:
+        raise ConfigError(f"season is {p['season']}", hint="set 1 for no season", param="season", code="ST-CLASH")
+    if p["quantiles"] and (p.is_set("loss") or p.is_set("lossParams")):
+        raise ConfigError(
+            "loss is set, and quantiles have a loss of their own",
+            hint="leave one of them out",
+            param="loss",
+            code="ST-CLASH",
+        )
+    if p["nullPolicy"] == "fill":
+        raise ConfigError(
+            "nullPolicy is 'fill', and what stands for a null depends on its series",
+            hint="fill in what you know before fit, or set nullPolicy='drop', which leaves out windows with nulls",
+            param="nullPolicy",
+            code="ST-CLASH",
+        )
+    if p.brings_its_training:
+        raise ConfigError(
+            "module is a LightningModule, whose training_step takes batches of its own",
+            hint="pass its network, which is called as forward(past, ...)",
+            param="module",
+            code="ST-CLASH",
+        )
 
 
 def _check_kept(p: Values, trained: TrainedModule) -> None:
@@ -344,9 +382,9 @@ def _check(dataset: DataFrame, names: ColumnNames, p: Values) -> list[str]:
     texts = [name for name in p["staticCols"] if isinstance(names.type_of(name), T.StringType | T.BooleanType)]
     if p.trained is not None:
         pairs = zip(p["staticCols"], p.trained.params.get("categories", ()), strict=False)
-        known = {name: categories for name, categories in pairs if categories is not None}
-        check_categories(names, known)
-        texts = list(known)
+        vocabulary = {name: categories for name, categories in pairs if categories is not None}
+        check_categories(names, vocabulary)
+        texts = list(vocabulary)
     numbers = [name for name in _named(p) if name not in texts]
     check_series(dataset.sparkSession, names, p["groupCol"], p["orderCol"], numbers)
     return texts
@@ -360,46 +398,45 @@ def _categories(dataset: DataFrame, names: ColumnNames, p: Values, texts: list[s
         return [None] * len(p["staticCols"])
     trains = ~names.column(p["validationIndicatorCol"]) if p["validationIndicatorCol"] else F.lit(True)
     values = [F.when(trains, names.column(name).cast("string")) for name in texts]
-    found, _ = categories_and_figures(dataset, values, [], limited=len(texts), most=_MOST_CATEGORIES, labels=0)
-    known: dict[str, list[Any]] = {name: sorted(of) for name, of in zip(texts, found, strict=True)}
+    counts, _ = categories_and_figures(dataset, values, [], limited=len(texts), most=_MOST_CATEGORIES, labels=0)
+    vocabulary: dict[str, list[Any]] = {name: sorted(values) for name, values in zip(texts, counts, strict=True)}
     for name in texts:
         if isinstance(names.type_of(name), T.BooleanType):
-            known[name] = [value == "true" for value in known[name]]
-    return [known.get(name) for name in p["staticCols"]]
+            vocabulary[name] = [value == "true" for value in vocabulary[name]]
+    return [vocabulary.get(name) for name in p["staticCols"]]
 
 
 def _input(column: Column, categories: Sequence[Any] | None) -> Column:
     """Returns a column of numbers as it is, and one of categories as the indices that forecasts have for them."""
     if categories is None:
         return column
-    place = F.array_position(F.array(*map(F.lit, categories)), column) if categories else F.lit(0)
-    return F.when(column.isNull(), 1).when(place > 0, place + (UNTRAINED - 1)).otherwise(0)
+    position = F.array_position(F.array(*map(F.lit, categories)), column) if categories else F.lit(0)
+    return F.when(column.isNull(), 1).when(position > 0, position + (UNTRAINED - 1)).otherwise(0)
 
 
 def _figures(
-    dataset: DataFrame, names: ColumnNames, p: Values, wanted: Sequence[str]
+    dataset: DataFrame, names: ColumnNames, p: Values, columns: Sequence[str]
 ) -> dict[str, tuple[float, float]]:
-    """Returns mean and standard deviation of each column of the rows that train; refuses nulls unless they are dropped.
-
-    They are rounded: the last digits depend on the order in which Spark adds up.
-    """
+    """Returns mean and standard deviation of columns in the rows that train; refuses nulls unless they are dropped."""
     trains = ~names.column(p["validationIndicatorCol"]) if p["validationIndicatorCol"] else F.lit(True)
-    doubles = [names.column(name).cast("double") for name in wanted]
-    numbers = [F.when(F.abs(number) < float("inf"), number) for number in doubles]  # null for NaN and infinity
+    doubles = [names.column(name).cast("double") for name in columns]
+    # NaN is larger than infinity in Spark, so that this makes nulls of both.
+    numbers = [F.when(F.abs(number) < float("inf"), number) for number in doubles]
     trained = [F.when(trains, number) for number in numbers]
-    found = dataset.agg(
-        F.count(F.lit(1)),
-        *(
-            of(number)
-            for of, each in ((F.count, numbers), (F.avg, trained), (F.stddev_pop, trained))
-            for number in each
-        ),
-    ).collect()[0]
-    counts, means, deviations = (found[1 + place * len(wanted) :][: len(wanted)] for place in range(3))
-    for name, count in zip(wanted, counts, strict=True):
-        if count < found[0] and p["nullPolicy"] == "error":
-            what = f"column {name!r} has {counted(found[0] - count, 'row', 'rows')} with null, NaN or infinity"
+    aggregates = [*map(F.count, numbers), *map(F.avg, trained), *map(F.stddev_pop, trained)]
+    rows, *values = dataset.agg(F.count(F.lit(1)), *aggregates).collect()[0]
+    counts, means, deviations = (values[start : start + len(columns)] for start in range(0, len(values), len(columns)))
+    for name, count in zip(columns, counts, strict=True):
+        if count < rows and p["nullPolicy"] == "error":
+            what = f"column {name!r} has {counted(rows - count, 'row', 'rows')} with null, NaN or infinity"
             hint = "fill them before fit, leave rows out that are yet to come, or set nullPolicy='drop', which leaves "
             raise ColumnError(what, hint=f"{hint}out windows that hold a null", column=name)
-    rounded = [[float(f"{value or 0.0:.8g}") for value in each] for each in (means, deviations)]
-    return {name: (mean, deviation or 1.0) for name, mean, deviation in zip(wanted, *rounded, strict=True)}
+    figures = {}
+    for name, mean, deviation in zip(columns, means, deviations, strict=True):
+        figures[name] = _rounded(mean), _rounded(deviation) or 1.0
+    return figures
+
+
+def _rounded(value: float | None) -> float:
+    """Returns a number without its last digits, which depend on the order in which Spark adds up; 0 for null."""
+    return float(f"{value or 0.0:.8g}")

@@ -91,8 +91,8 @@ def summary_of(predictions: DataFrame, prediction: str, quantiles: dict[float, s
     steps = sorted(rows.collect(), key=lambda row: row["step"])
     what = "no series has rows enough for a forecast and the rows to compare with"
     refuse_rows((not steps, None, what, "they are left out because handleInvalid is 'skip'", ""))
-    found = {name: [math.nan if row[name] is None else float(row[name]) for row in steps] for name in by_step}
-    return ForecastSummary(predictions=predictions, numForecasts=steps[0]["rows"], **found)
+    metrics = {name: [math.nan if row[name] is None else float(row[name]) for row in steps] for name in by_step}
+    return ForecastSummary(predictions=predictions, numForecasts=steps[0]["rows"], **metrics)
 
 
 def _pinball(over: Column, quantile: float) -> Column:

@@ -20,7 +20,7 @@ from sparktorch.tasks.shared.columns import category_indices
 
 __all__ = ["Backtest", "SeriesColumns", "columns_of_quantiles", "forecast", "series_in"]
 
-_WINDOWS, _VALUES = 2048, 1 << 22  # scored at a time, at most
+_WINDOWS, _VALUES = 2048, 1 << 22  # At most so many are scored at a time.
 
 Floats = npt.NDArray[np.float64]
 
@@ -69,15 +69,15 @@ class SeriesColumns:
         return [self.target, *self.past, *self.future, *self.static]
 
     @property
-    def known(self) -> dict[str, Sequence[Any]]:
-        """The known categories of each column that has categories."""
+    def vocabulary(self) -> dict[str, Sequence[Any]]:
+        """The categories that the fit has learned, of each column that has some."""
         pairs = zip(self.static, self.categories, strict=False)
         return {name: categories for name, categories in pairs if categories is not None}
 
     @property
     def numbers(self) -> list[str]:
         """The columns of numbers."""
-        return [name for name in self.inputs if name not in self.known]
+        return [name for name in self.inputs if name not in self.vocabulary]
 
     def to_dict(self) -> dict[str, Any]:
         """Returns a JSON-ready form."""
@@ -106,21 +106,38 @@ def columns_of_quantiles(columns: SeriesColumns) -> list[str]:
 
 
 class _Series(NamedTuple):
-    """The rows of a series."""
+    """The rows of a series.
 
-    group: pa.Array  # of one value
+    Attributes:
+        group: The series' key, an array of one value.
+        order: The times of the rows.
+        values: The columns of numbers, and of indices of categories.
+        steps: The steps of all rows, by which a backtest finds the row of one season before.
+    """
+
+    group: pa.Array
     order: pa.Array
     values: dict[str, Floats]
-    steps: Steps | None  # of all rows, to find what is a season before
+    steps: Steps | None
 
 
 class _Window(NamedTuple):
-    """What a forecast is made from, and compared with."""
+    """What a forecast is made from, and compared with.
 
-    group: pa.Array  # of one value
-    times: pa.Array  # of the horizon
+    Attributes:
+        group: The series' key, an array of one value.
+        times: The times of the horizon's rows.
+        inputs: The module's arguments, without the axis of windows.
+        origin: The time of the last row before the horizon, an array of one value.
+        label: The target in the horizon, of a backtest.
+        naive: The seasonal naive forecast, of a backtest.
+        scale: The mean absolute error of naive forecasts before the horizon, of a backtest.
+    """
+
+    group: pa.Array
+    times: pa.Array
     inputs: list[npt.NDArray[np.float32]]
-    origin: pa.Array  # of one value
+    origin: pa.Array
     label: Floats
     naive: Floats
     scale: float
@@ -138,36 +155,36 @@ def forecast(
     Args:
         batches: Rows of `columns.keys` and `columns.inputs`, of which numbers are double, sorted by the keys.
         columns: What the columns are.
-        scorer: Of the module.
+        scorer: What scores with the module.
         backtest: Which rows to forecast; by default those after the last one of each series that has a target.
 
     Raises:
         ColumnError: A series has fewer rows than the context, a null in it, or uneven steps.
     """
-    found = (window for series in series_in(batches, columns) for window in _windows(series, columns, backtest))
+    windows = (window for series in series_in(batches, columns) for window in _windows(series, columns, backtest))
     values = (columns.context + columns.horizon) * len(columns.inputs)
-    while some := list(islice(found, max(1, min(_WINDOWS, _VALUES // values)))):
-        yield _scored(some, columns, scorer, backtest)
+    while group := list(islice(windows, max(1, min(_WINDOWS, _VALUES // values)))):
+        yield _scored(group, columns, scorer, backtest)
 
 
 def series_in(batches: Iterable[pa.RecordBatch], columns: SeriesColumns) -> Iterator[pa.Table]:
     """Yields the rows of each series, given rows that are sorted by series."""
-    held: list[pa.RecordBatch] = []
+    batches_of_series: list[pa.RecordBatch] = []
     for batch in batches:
         if not batch.num_rows:
             continue
-        places = np.zeros(1, np.int64)
+        starts = np.zeros(1, np.int64)
         if columns.group:
             codes = np.asarray(batch.column(0).dictionary_encode("encode").indices)
-            places = np.concatenate([places, np.flatnonzero(np.diff(codes)) + 1])
-        for start, stop in zip(places, [*places[1:], batch.num_rows], strict=True):
+            starts = np.concatenate([starts, np.flatnonzero(np.diff(codes)) + 1])
+        for start, stop in zip(starts, [*starts[1:], batch.num_rows], strict=True):
             part = batch.slice(start, stop - start)
-            if held and columns.group and held[-1].column(0)[0] != part.column(0)[0]:
-                yield pa.Table.from_batches(held)
-                held = []
-            held.append(part)
-    if held:
-        yield pa.Table.from_batches(held)
+            if batches_of_series and columns.group and batches_of_series[-1].column(0)[0] != part.column(0)[0]:
+                yield pa.Table.from_batches(batches_of_series)
+                batches_of_series = []
+            batches_of_series.append(part)
+    if batches_of_series:
+        yield pa.Table.from_batches(batches_of_series)
 
 
 def _windows(rows: pa.Table, columns: SeriesColumns, backtest: Backtest | None) -> Iterator[_Window]:
@@ -186,12 +203,12 @@ def _windows(rows: pa.Table, columns: SeriesColumns, backtest: Backtest | None) 
         values=_values(rows, columns),
         steps=steps_of(order) if backtest is not None and len(order) > 1 else None,
     )
-    known = np.flatnonzero(~np.isnan(series.values[columns.target]))
-    end = int(known[-1]) + 1 if len(known) else 0
+    with_target = np.flatnonzero(~np.isnan(series.values[columns.target]))
+    end = int(with_target[-1]) + 1 if len(with_target) else 0
     origins = [end]
     if backtest is not None:
         last = end - columns.horizon
-        origins = [last - backtest.stride * place for place in reversed(range(backtest.origins))]
+        origins = [last - backtest.stride * index for index in reversed(range(backtest.origins))]
     left_out = (ColumnError,) if columns.skips else ()
     for origin in origins:
         with suppress(*left_out):
@@ -201,7 +218,7 @@ def _windows(rows: pa.Table, columns: SeriesColumns, backtest: Backtest | None) 
 def _values(rows: pa.Table, columns: SeriesColumns) -> dict[str, Floats]:
     """Returns the numbers of each column, and the indices of categories."""
     values = {name: np.asarray(rows[name], np.float64) for name in columns.numbers}
-    for name, categories in columns.known.items():
+    for name, categories in columns.vocabulary.items():
         values[name] = category_indices(rows[name].chunk(0), categories).astype(np.float64)
     return values
 
@@ -211,18 +228,18 @@ def _window(series: _Series, origin: int, columns: SeriesColumns, backtest: Back
     order, target = series.order, columns.target
     start, stop = origin - columns.context, origin + columns.horizon
 
-    def refuse(what: str, column: str, mend: str = "add what is missing") -> NoReturn:
-        of = f"series {series.group[0].as_py()!r}" if columns.group else "the series"
-        hint = f"{mend}, or set handleInvalid='skip', which leaves out such series"
-        raise ColumnError(f"{of} {what}", hint=hint, column=column)
+    def refuse(what: str, column: str, remedy: str = "add what is missing") -> NoReturn:
+        subject = f"series {series.group[0].as_py()!r}" if columns.group else "the series"
+        hint = f"{remedy}, or set handleInvalid='skip', which leaves out such series"
+        raise ColumnError(f"{subject} {what}", hint=hint, column=column)
 
     def present(rows: slice, names: Sequence[str]) -> Floats:
-        found = np.column_stack([series.values[name][rows] for name in names])
-        if (absent := np.argwhere(~np.isfinite(found))).size:
-            row, place = absent[0].tolist()
-            at = order[rows.start + row].as_py()
-            refuse(f"has no number in column {names[place]!r} where {columns.order} is {at}", names[place])
-        return found
+        values = np.column_stack([series.values[name][rows] for name in names])
+        if (missing := np.argwhere(~np.isfinite(values))).size:
+            row, column = missing[0].tolist()
+            time = order[rows.start + row].as_py()
+            refuse(f"has no number in column {names[column]!r} where {columns.order} is {time}", names[column])
+        return values
 
     if start < 0:
         need = f"a context of {columns.context}" + (" before the rows to compare with" if backtest else "")
@@ -232,12 +249,12 @@ def _window(series: _Series, origin: int, columns: SeriesColumns, backtest: Back
         refuse(f"{what}{columns.horizon}: what is known ahead is in rows without a target", columns.future[0])
     steps = steps_of(order[start:stop])
     if len(steps.uneven):
-        one, other = (order[start + int(steps.uneven[0]) + ahead].as_py() for ahead in (-1, 0))
-        if one == other:
-            refuse(f"has {one} twice", columns.order, "aggregate or drop duplicates")
-        refuse(f"has uneven steps: after {one} comes {other}", columns.order)
-    seen, every, ahead = slice(start, origin), slice(start, stop), slice(origin, stop)
-    inputs = ((seen, [target, *columns.past]), (every, columns.future), (seen, columns.static))
+        earlier, later = (order[start + int(steps.uneven[0]) + horizon_rows].as_py() for horizon_rows in (-1, 0))
+        if earlier == later:
+            refuse(f"has {earlier} twice", columns.order, "aggregate or drop duplicates")
+        refuse(f"has uneven steps: after {earlier} comes {later}", columns.order)
+    context_rows, window_rows, horizon_rows = slice(start, origin), slice(start, stop), slice(origin, stop)
+    inputs = ((context_rows, [target, *columns.past]), (window_rows, columns.future), (context_rows, columns.static))
     scale, naive = np.nan, np.empty(0)
     if backtest is not None:
         assert series.steps is not None
@@ -247,7 +264,7 @@ def _window(series: _Series, origin: int, columns: SeriesColumns, backtest: Back
         times=steps.after(columns.context - 1, columns.horizon),
         inputs=[present(rows, names).astype(np.float32) for rows, names in inputs if names],
         origin=order[origin - 1 : origin],
-        label=present(ahead, [target])[:, 0] if backtest else np.empty(0),
+        label=present(horizon_rows, [target])[:, 0] if backtest else np.empty(0),
         naive=naive,
         scale=scale,
     )
@@ -258,13 +275,13 @@ def _naive(target: Floats, steps: Steps, origin: int, horizon: int, season: int)
 
     What is a season before is found by its time: rows may be missing before the context.
     """
-    known, back = steps.counts[:origin], steps.step * season
+    times, back = steps.counts[:origin], steps.step * season
 
     def at(counts: npt.NDArray[np.int64]) -> Floats:
-        places = np.searchsorted(known, counts).clip(max=origin - 1)
-        return np.where(known[places] == counts, target[places], np.nan)
+        positions = np.searchsorted(times, counts).clip(max=origin - 1)
+        return np.where(times[positions] == counts, target[positions], np.nan)
 
-    errors = np.abs(target[:origin] - at(known - back))
+    errors = np.abs(target[:origin] - at(times - back))
     errors = errors[np.isfinite(errors)]
     ahead = steps.counts[origin : origin + horizon] - back * (1 + np.arange(horizon) // season)
     return float(errors.mean()) if len(errors) else np.nan, at(ahead)
@@ -276,24 +293,24 @@ def _scored(
     """Returns the rows of the forecasts of some windows."""
     parts = zip(*(window.inputs for window in windows), strict=True)
     tensors = [torch.from_numpy(np.stack(part)) for part in parts]
-    found = np.asarray(scorer.score_tensors(tensors)["prediction"], np.float64)
-    middle = found
+    values = np.asarray(scorer.score_tensors(tensors)["prediction"], np.float64)
+    middle = values
     if columns.quantiles:
-        found = np.sort(found, axis=-1)  # trained one by one, quantiles may cross
-        middle = found[..., np.abs(np.array(columns.quantiles) - 0.5).argmin()]
-    each = np.repeat(np.arange(len(windows)), columns.horizon)
+        values = np.sort(values, axis=-1)  # Quantiles may cross, as each has a loss of its own.
+        middle = values[..., np.abs(np.array(columns.quantiles) - 0.5).argmin()]
+    window_of_row = np.repeat(np.arange(len(windows)), columns.horizon)
     arrays: dict[str, Any] = {}
     if columns.group:
-        arrays[columns.group] = pa.concat_arrays([window.group for window in windows]).take(pa.array(each))
+        arrays[columns.group] = pa.concat_arrays([window.group for window in windows]).take(pa.array(window_of_row))
     arrays[columns.order] = pa.concat_arrays([window.times for window in windows])
     if backtest is not None:
-        scales = np.array([window.scale for window in windows])[each]
-        arrays["cutoff"] = pa.concat_arrays([window.origin for window in windows]).take(pa.array(each))
+        scales = np.array([window.scale for window in windows])[window_of_row]
+        arrays["cutoff"] = pa.concat_arrays([window.origin for window in windows]).take(pa.array(window_of_row))
         arrays["step"] = pa.array(np.tile(np.arange(1, columns.horizon + 1, dtype=np.int32), len(windows)))
         arrays["label"] = pa.array(np.concatenate([window.label for window in windows]))
         arrays["naive"] = pa.array(np.concatenate([window.naive for window in windows]), from_pandas=True)
         arrays["scale"] = pa.array(np.where(scales > 0, scales, np.nan), from_pandas=True)
     arrays[columns.prediction] = pa.array(middle.reshape(-1))
-    for place, name in enumerate(columns_of_quantiles(columns)):
-        arrays[name] = pa.array(found[..., place].reshape(-1))
+    for index, name in enumerate(columns_of_quantiles(columns)):
+        arrays[name] = pa.array(values[..., index].reshape(-1))
     return pa.RecordBatch.from_pydict(arrays)

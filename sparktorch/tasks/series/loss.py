@@ -42,8 +42,8 @@ class SeriesStep:
         forecast, label = module(*batch.inputs), batch.label
         assert label is not None
         mean, deviation = scale_of(batch.inputs[0][:, :, 0], self.scaling, self.deviation)
-        each = (len(label), *[1] * (forecast.dim() - 1))
-        scaled = (forecast - mean.view(each)) / deviation.view(each)
+        per_row = (len(label), *[1] * (forecast.dim() - 1))
+        scaled = (forecast - mean.view(per_row)) / deviation.view(per_row)
         return self._loss.per_row(scaled, (label - mean) / deviation)
 
 

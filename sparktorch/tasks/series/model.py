@@ -12,10 +12,11 @@ from pyspark.sql import types as T
 
 from sparktorch.base.config import at_least
 from sparktorch.data.columns import input_name
-from sparktorch.errors import ColumnError, ConfigError, Refusal, refuse
+from sparktorch.errors import ColumnError, ConfigError
 from sparktorch.ml.fit.checks import check_outputs, naming_params
 from sparktorch.ml.fit.prepared_data import make_room
-from sparktorch.ml.fit.values import Values, not_set
+from sparktorch.ml.fit.refusals import check_set
+from sparktorch.ml.fit.values import Values
 from sparktorch.ml.model import TorchModelBase
 from sparktorch.ml.params.mixins import ForecastingModelParams
 from sparktorch.ml.scoring.column_metadata import check_numbers
@@ -33,40 +34,11 @@ if TYPE_CHECKING:
     from mlflow.models import ModelSignature
     from typing_extensions import Self
 
-__all__ = ["COMPARED", "WINDOWS", "ForecastingModel", "check_categories", "check_series"]
+__all__ = ["COMPARED", "ForecastingModel", "check_categories", "check_series", "check_windows"]
 
 _ORDERS = (T.ByteType, T.ShortType, T.IntegerType, T.LongType, T.DateType, T.TimestampType, T.TimestampNTZType)
 
-COMPARED = ("cutoff", "step", "label", "naive", "scale")  # the columns that `evaluate` adds
-
-WINDOWS = (
-    not_set("orderCol", "name the column of the rows' times"),
-    not_set("labelCol", "name the column to forecast"),
-    Refusal(
-        "context",
-        lambda p: p["context"] is not None and p["context"] < 2,
-        "context is {p[context]}, and steps are seen from two rows on",
-    ),
-    not_set("horizon", "set it to the rows to forecast"),
-    Refusal("horizon", lambda p: p["horizon"] < 1, "horizon is {p[horizon]}", "set it to 1 or more"),
-    Refusal(
-        "quantiles",
-        lambda p: p["quantiles"] != sorted({q for q in p["quantiles"] if 0 < q < 1}),
-        "quantiles are {p[quantiles]}",
-        "give them in ascending order, each between 0 and 1",
-    ),
-)
-
-_FORECASTS = (
-    *WINDOWS,
-    not_set("context", "set it to some seasons' rows"),
-    Refusal(
-        "handleInvalid",
-        lambda p: p["handleInvalid"] == "keep",
-        "handleInvalid is 'keep', and a series without a context has no times to forecast",
-        "set 'skip', which leaves it out, or 'error'",
-    ),
-)
+COMPARED = ("cutoff", "step", "label", "naive", "scale")  # `evaluate` adds these columns.
 
 
 class ForecastingModel(TorchModelBase, ForecastingModelParams):
@@ -97,7 +69,8 @@ class ForecastingModel(TorchModelBase, ForecastingModelParams):
             ConfigError: A Param is out of range.
         """
         p = Values(self)
-        refuse(_FORECASTS, p)
+        check_windows(p)
+        _check_forecast(p)
         return SeriesColumns(
             group=p["groupCol"] or "",
             order=p["orderCol"],
@@ -209,7 +182,7 @@ def _rows(dataset: DataFrame, columns: SeriesColumns, backtest: Backtest | None)
     """
     names = ColumnNames.of(dataset)
     check_series(dataset.sparkSession, names, columns.group, columns.order, columns.numbers)
-    check_categories(names, columns.known)
+    check_categories(names, columns.vocabulary)
     double = T.DoubleType()
     added: list[tuple[str, T.DataType]] = [
         (columns.prediction, double),
@@ -223,8 +196,40 @@ def _rows(dataset: DataFrame, columns: SeriesColumns, backtest: Backtest | None)
     fields = [T.StructField(name, names.type_of(name)) for name in columns.keys]
     numbers = {name: names.column(name).cast("double") for name in columns.numbers}
     read = [*map(names.column, columns.keys), *(numbers.get(name, names.column(name)) for name in columns.inputs)]
-    rows = dataset.select(*(column.alias(input_name(place)) for place, column in enumerate(read)))
+    rows = dataset.select(*(column.alias(input_name(index)) for index, column in enumerate(read)))
     return rows, T.StructType([*fields, *(T.StructField(name, kind) for name, kind in added)])
+
+
+def check_windows(p: Values) -> None:
+    """Refuses windows whose columns are not named, and sizes and quantiles that no window can have."""
+    check_set(p, "orderCol", "name the column of the rows' times")
+    check_set(p, "labelCol", "name the column to forecast")
+    if p["context"] is not None and p["context"] < 2:
+        raise ConfigError(
+            f"context is {p['context']}, and steps are seen from two rows on", param="context", code="ST-CLASH"
+        )
+    check_set(p, "horizon", "set it to the rows to forecast")
+    if p["horizon"] < 1:
+        raise ConfigError(f"horizon is {p['horizon']}", hint="set it to 1 or more", param="horizon", code="ST-CLASH")
+    if p["quantiles"] != sorted({quantile for quantile in p["quantiles"] if 0 < quantile < 1}):
+        raise ConfigError(
+            f"quantiles are {p['quantiles']}",
+            hint="give them in ascending order, each between 0 and 1",
+            param="quantiles",
+            code="ST-CLASH",
+        )
+
+
+def _check_forecast(p: Values) -> None:
+    """Refuses a forecast without a context."""
+    check_set(p, "context", "set it to some seasons' rows")
+    if p["handleInvalid"] == "keep":
+        raise ConfigError(
+            "handleInvalid is 'keep', and a series without a context has no times to forecast",
+            hint="set 'skip', which leaves it out, or 'error'",
+            param="handleInvalid",
+            code="ST-CLASH",
+        )
 
 
 def check_series(
@@ -242,13 +247,13 @@ def check_series(
     check_numbers(names, numbers)
 
 
-def check_categories(names: ColumnNames, known: Mapping[str, Sequence[Any]]) -> None:
+def check_categories(names: ColumnNames, vocabulary: Mapping[str, Sequence[Any]]) -> None:
     """Refuses columns of another type than that of their known categories."""
-    for name, categories in known.items():
-        kind, wanted = names.type_of(name), "boolean" if isinstance(next(iter(categories), ""), bool) else "string"
-        if kind.typeName() not in (wanted, "varchar", "char"):
-            what = f"column {name!r} is {kind.simpleString()}, and the fit has learned the categories of {wanted}s"
-            raise ColumnError(what, hint=f"cast it to {wanted}", column=name)
+    for name, categories in vocabulary.items():
+        kind, learned = names.type_of(name), "boolean" if isinstance(next(iter(categories), ""), bool) else "string"
+        if kind.typeName() not in (learned, "varchar", "char"):
+            what = f"column {name!r} is {kind.simpleString()}, and the fit has learned the categories of {learned}s"
+            raise ColumnError(what, hint=f"cast it to {learned}", column=name)
 
 
 def _check_zone(zone: str) -> None:

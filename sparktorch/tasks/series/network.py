@@ -18,9 +18,9 @@ from sparktorch.tasks.shared.layers import UNTRAINED, CategoryEmbedding, percept
 
 __all__ = ["SeriesModule", "SeriesNetwork", "scale_of"]
 
-_PACE = 0.1  # saved models have weights for it
+_PACE = 0.1  # The weights of saved models are for this factor.
 
-Figures = Sequence[Sequence[float]]  # mean and standard deviation of each column
+Figures = Sequence[Sequence[float]]  # Each column has its mean and standard deviation.
 
 
 class SeriesModule(nn.Module):
@@ -64,19 +64,20 @@ class SeriesModule(nn.Module):
         super().__init__()
         self.past, self.future, self.static, self.deviation = past, future, static, deviation
         self.context, self.horizon, self.scaling, self.quantiles = context, horizon, scaling, len(quantiles)
-        self.categories = [categories[place] if categories else None for place in range(len(static))]
-        static_columns = sum(known is None for known in self.categories)
-        if any(known is not None for known in self.categories):
-            counts = [UNTRAINED + len(known) for known in self.categories if known is not None]
-            self.embeddings = nn.ModuleList(map(CategoryEmbedding.of, counts))
+        self.categories = list(categories) if categories else [None] * len(static)
+        cardinalities = [UNTRAINED + len(values) for values in self.categories if values is not None]
+        static_columns = len(static) - len(cardinalities)
+        if cardinalities:
+            self.embeddings = nn.ModuleList(map(CategoryEmbedding.of, cardinalities))
             static_columns += sum(embedding.embedding_dim for embedding in self.embeddings)  # type: ignore[misc]
         made_by = load_object(module) if isinstance(module, str) else module
         if isinstance(made_by, nn.Module):
             self.module = made_by
-            with suppress(RuntimeError):  # some cannot be copied, such as those of torch.nn.utils.weight_norm
-                self.module = copy.deepcopy(made_by)  # training leaves the user's as it is
+            # Training leaves the user's module as it is. Some cannot be copied, as those of torch.nn.utils.weight_norm.
+            with suppress(RuntimeError):
+                self.module = copy.deepcopy(made_by)
             return
-        told = {
+        arguments = {
             "context": context,
             "horizon": horizon,
             "past_columns": 1 + len(past) + len(future),
@@ -86,7 +87,7 @@ class SeriesModule(nn.Module):
             **({} if season is None else {"season": season}),
         }
         takes = inspect.signature(made_by).parameters
-        self.module = made_by(**{**{name: value for name, value in told.items() if name in takes}, **params})
+        self.module = made_by(**{**{name: value for name, value in arguments.items() if name in takes}, **params})
 
     def forward(self, past: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
         """Returns forecasts, float32 of shape `(samples, horizon)`, or `(samples, horizon, quantiles)`.
@@ -97,34 +98,35 @@ class SeriesModule(nn.Module):
                 there are, the static ones, of shape `(samples, context, columns)`.
         """
         mean, deviation = scale_of(past[:, :, 0], self.scaling, self.deviation)
-        seen = [((past[:, :, 0] - mean) / deviation).unsqueeze(2), *_standardised(past[:, :, 1:], self.past)]
-        ahead = []
+        context_inputs = [((past[:, :, 0] - mean) / deviation).unsqueeze(2), *_standardised(past[:, :, 1:], self.past)]
+        horizon_inputs = []
         if self.future:
-            known = torch.cat(_standardised(more[0], self.future), 2)
-            seen.append(known[:, : self.context])
-            ahead.append(known[:, self.context :])
+            future_values = torch.cat(_standardised(more[0], self.future), 2)
+            context_inputs.append(future_values[:, : self.context])
+            horizon_inputs.append(future_values[:, self.context :])
         if self.static:
-            ahead.append(self._of_series(more[-1][:, -1]))
-        found = self.module(torch.cat(seen, 2), *ahead).float()
-        wanted = (past.shape[0], self.horizon, *([self.quantiles] if self.quantiles else []))
-        alike = () if self.quantiles else ((*wanted, 1), *(((past.shape[0],),) if self.horizon == 1 else ()))
-        if tuple(found.shape) not in (wanted, *alike):
+            horizon_inputs.append(self._of_series(more[-1][:, -1]))
+        outputs = self.module(torch.cat(context_inputs, 2), *horizon_inputs).float()
+        shape = (past.shape[0], self.horizon, *([self.quantiles] if self.quantiles else []))
+        other_shapes = () if self.quantiles else ((*shape, 1), *(((past.shape[0],),) if self.horizon == 1 else ()))
+        if tuple(outputs.shape) not in (shape, *other_shapes):
             raise ModuleError(
-                f"{type(self.module).__qualname__} returned shape {tuple(found.shape)}",
-                hint=f"return (samples, horizon{', quantiles' if self.quantiles else ''}), here {wanted}",
+                f"{type(self.module).__qualname__} returned shape {tuple(outputs.shape)}",
+                hint=f"return (samples, horizon{', quantiles' if self.quantiles else ''}), here {shape}",
                 param="module",
             )
-        forecast: torch.Tensor = found.view(past.shape[0], self.horizon, -1) * deviation[:, :, None] + mean[:, :, None]
-        return forecast.view(wanted)
+        forecast: torch.Tensor = (
+            outputs.view(past.shape[0], self.horizon, -1) * deviation[:, :, None] + mean[:, :, None]
+        )
+        return forecast.view(shape)
 
     def _of_series(self, static: torch.Tensor) -> torch.Tensor:
         """Returns static columns, `(samples, columns)`, as numbers that are scaled, and then vectors of categories."""
-        kinds = list(zip(_standardised(static, self.static), self.categories, strict=True))
-        parts = [column for column, categories in kinds if categories is None]
-        places = [place for place, (_, categories) in enumerate(kinds) if categories is not None]
-        for number, place in enumerate(places):
-            parts.append(self.embeddings[number](static[:, place].long()))
-        return torch.cat(parts, 1)
+        columns = _standardised(static, self.static)
+        numbers = [column for column, values in zip(columns, self.categories, strict=True) if values is None]
+        indices = [index for index, values in enumerate(self.categories) if values is not None]
+        vectors = [self.embeddings[at](static[:, index].long()) for at, index in enumerate(indices)]
+        return torch.cat([*numbers, *vectors], 1)
 
 
 def scale_of(target: torch.Tensor, scaling: str | None, constant: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -136,7 +138,8 @@ def scale_of(target: torch.Tensor, scaling: str | None, constant: float = 1.0) -
     first = target[:, :1]
     if scaling is None:
         return torch.zeros_like(first), torch.ones_like(first)
-    rest = target - first  # of large numbers that differ little, the mean of squares would have no digits left
+    # Of large numbers that differ little, a mean of squares would have no digits left: so the first one is subtracted.
+    rest = target - first
     deviation = rest.std(1, correction=0, keepdim=True)
     flat = torch.where(first != 0, first.abs(), constant)
     return first + rest.mean(1, keepdim=True), torch.where(deviation > 0, deviation, flat)
@@ -145,8 +148,8 @@ def scale_of(target: torch.Tensor, scaling: str | None, constant: float = 1.0) -
 def _standardised(values: torch.Tensor, figures: Figures) -> list[torch.Tensor]:
     """Returns the columns of the last axis less their mean in units of their deviation, each with an axis of one."""
     return [
-        ((values[..., place] - mean) / (deviation or 1.0)).unsqueeze(-1)
-        for place, (mean, deviation) in enumerate(figures)
+        ((values[..., column] - mean) / (deviation or 1.0)).unsqueeze(-1)
+        for column, (mean, deviation) in enumerate(figures)
     ]
 
 
@@ -209,13 +212,13 @@ class SeriesNetwork(nn.Module):
         `(samples, horizon, columns)`, and static ones, of shape `(samples, columns)`, if there are any.
         """
         last = past[:, -1:, 0]
-        found: torch.Tensor = self.linear(past[:, :, 0] - last)
+        correction: torch.Tensor = self.linear(past[:, :, 0] - last)
         if self.layers is not None:
-            found = found + self.layers(torch.cat([part.flatten(1) for part in (past, *more)], 1))
+            correction = correction + self.layers(torch.cat([part.flatten(1) for part in (past, *more)], 1))
         if self.seasonal is None:
-            return (found + last).view(past.shape[0], *self.shape)
-        summed: torch.Tensor = self.seasonal(past[:, :, 0], found.view(past.shape[0], *self.shape))
-        return summed
+            return (correction + last).view(past.shape[0], *self.shape)
+        forecast: torch.Tensor = self.seasonal(past[:, :, 0], correction.view(past.shape[0], *self.shape))
+        return forecast
 
 
 class _Correction(nn.Linear):

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from sparktorch.data.convert.values import read_time
 from sparktorch.errors import ColumnError
-from sparktorch.model.scorer import Scorer
+from sparktorch.model.scorer import Scorer, Scoring
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.tasks.series.forecasts import SeriesColumns, columns_of_quantiles, forecast
 from sparktorch.tracking.pyfunc import check_columns
@@ -27,7 +27,7 @@ class SeriesPyFunc:
     def __init__(self, trained: TrainedModule, columns: dict[str, Any], device: str) -> None:
         """Builds the module; `columns` is as from `SeriesColumns.to_dict`."""
         self._columns = SeriesColumns(**columns)
-        self._scorer = Scorer(trained, device=device, batch_size="auto")
+        self._scorer = Scorer(trained, Scoring(batch_size="auto"), device=device)
 
     def predict(self, model_input: pd.DataFrame, params: dict[str, Any] | None = None) -> pd.DataFrame:
         """Forecasts the rows after the last one of each series that has a target.
@@ -51,12 +51,12 @@ class SeriesPyFunc:
         rows = rows.sort_values(columns.keys, kind="stable")
         keys = {name: _typed(rows[name], name) for name in columns.keys}
         values = {name: _typed(rows[name], name, pa.float64()) for name in columns.numbers}
-        for name, categories in columns.known.items():
+        for name, categories in columns.vocabulary.items():
             values[name] = _typed(rows[name], name, pa.array(categories).type if categories else pa.string())
         batch = pa.RecordBatch.from_pydict({**keys, **{name: values[name] for name in columns.inputs}})
-        found = [one.to_pandas() for one in forecast([batch], columns, self._scorer)]
+        tables = [one.to_pandas() for one in forecast([batch], columns, self._scorer)]
         names = [*columns.keys, columns.prediction, *columns_of_quantiles(columns)]
-        return pd.concat(found, ignore_index=True) if found else pd.DataFrame(columns=names)
+        return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=names)
 
 
 def _without_categories(column: pd.Series[Any]) -> pd.Series[Any]:
@@ -87,7 +87,7 @@ def _ordering(order: pd.Series[Any], name: str) -> pd.Series[Any]:
             order = pd.to_datetime(order)
         elif kind == "period":
             order = order.dt.to_timestamp()
-        elif kind == "floating":  # integers, as JSON and missing values leave them
+        elif kind == "floating":  # JSON and missing values make such numbers of integers.
             order = order.astype("Int64")
     except (TypeError, ValueError) as error:
         why = error
@@ -114,11 +114,11 @@ def series_signature(columns: SeriesColumns) -> ModelSignature:
 def series_example(columns: SeriesColumns) -> pd.DataFrame:
     """Returns the rows of one series of zeros and empty categories; training rows may be confidential."""
     rows = columns.context + (columns.horizon if columns.future else 0)
-    found = pd.DataFrame({name: np.zeros(rows) for name in columns.numbers})
-    for name, categories in columns.known.items():
-        found[name] = False if True in categories or False in categories else ""
-    found.loc[columns.context :, columns.target] = np.nan
-    found.insert(0, columns.order, np.arange(rows))
+    rows_of_zeros = pd.DataFrame({name: np.zeros(rows) for name in columns.numbers})
+    for name, categories in columns.vocabulary.items():
+        rows_of_zeros[name] = False if True in categories or False in categories else ""
+    rows_of_zeros.loc[columns.context :, columns.target] = np.nan
+    rows_of_zeros.insert(0, columns.order, np.arange(rows))
     if columns.group:
-        found.insert(0, columns.group, "0")
-    return found
+        rows_of_zeros.insert(0, columns.group, "0")
+    return rows_of_zeros

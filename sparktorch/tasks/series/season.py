@@ -21,7 +21,8 @@ __all__ = ["context_for", "learned_season", "learned_start", "longest_context", 
 
 _LOG = logging.getLogger(__name__)
 
-_SERIES, _WINDOWS, _ROWS = 16, 8, 2048  # some series, and the last windows of each, in no more rows if two fit in
+# Of so many series, it looks at the last windows of each, in no more than these rows if two windows fit in.
+_SERIES, _WINDOWS, _ROWS = 16, 8, 2048
 # The most and the fewest rows of a context, and how many seasons and horizons it has.
 _LONGEST, _LEAST, _SEASONS, _HORIZONS = 1024, 8, 3, 2
 
@@ -104,6 +105,6 @@ def _last_of_some(rows: DataFrame, least: int, most: int) -> list[npt.NDArray[An
     of_some = rows.join(F.broadcast(some), "series")
     latest = of_some.select(F.xxhash64("series").alias("of"), back.alias("back"), "value").where(F.col("back") <= most)
     table = table_of(latest)
-    of, places, values = (table[name].to_numpy() for name in ("of", "back", "value"))
-    order = np.lexsort((-places, of))
+    of, indices, values = (table[name].to_numpy() for name in ("of", "back", "value"))
+    order = np.lexsort((-indices, of))
     return np.split(values[order], np.flatnonzero(np.diff(of[order])) + 1)

@@ -12,11 +12,12 @@ from torch import nn
 
 __all__ = ["SeasonalForecast", "season_of", "start_of"]
 
-_SMOOTHING = 0.5  # the share of the newest value in the level, before training
-_SMOOTHINGS, _SLOPES = (0.1, 0.3, 0.5, 0.7, 0.9), (0.0, 0.5, 1.0)  # those from which a start is chosen
-_BETTER = 0.9  # an error in relation to that of a shorter season
-_LONGEST = 1024  # rows of a season that is tried
-_WINDOWS, _VALUES = 32, 1e8  # of each series, on which seasons are tried; and those of all trials, about a second's
+_SMOOTHING = 0.5  # Before training, this is the share of the newest value in the level.
+_SMOOTHINGS, _SLOPES = (0.1, 0.3, 0.5, 0.7, 0.9), (0.0, 0.5, 1.0)  # A start is chosen from these.
+_BETTER = 0.9  # A longer season is taken if its error is less than this share of a shorter one's.
+_LONGEST = 1024  # No season of more rows is tried.
+_WINDOWS = 32  # Seasons are tried on so many windows of each series.
+_VALUES = 1e8  # All trials together read so many values, which takes about a second.
 
 Floats = npt.NDArray[np.float64]
 
@@ -93,12 +94,12 @@ class SeasonalForecast(nn.Module):
         if correction is None:
             return forecast
         more = [1] * (correction.dim() - 2)
-        found = correction + forecast.view(*forecast.shape, *more)
+        corrected = correction + forecast.view(*forecast.shape, *more)
         if self.training or self.smoothing is not None:
-            return found
+            return corrected
         learned = torch.cat([self.season_changes, self.value_changes, self.slope_weight]).any()
         learned = (learned | correction.flatten(1).any(1)).view(-1, 1, *more)
-        return torch.where(learned, found, self._repeated(past[:, -self.season :]).view(*forecast.shape, *more))
+        return torch.where(learned, corrected, self._repeated(past[:, -self.season :]).view(*forecast.shape, *more))
 
     def _repeated(self, season: torch.Tensor) -> torch.Tensor:
         """Returns a season again and again, as far as the horizon."""
@@ -149,9 +150,9 @@ def _windows_of(series: Sequence[Floats], context: int, horizon: int, trials: in
 def _scaled_windows(values: Floats, context: int, horizon: int, count: int) -> Floats:
     """Returns some windows of a series, less the last value of their context, in units of the series' deviation."""
     windows = np.lib.stride_tricks.sliding_window_view(values, context + horizon)
-    places = np.unique(np.linspace(len(windows) - 1, 0, count).round().astype(int))
-    found: Floats = (windows[places] - windows[places, context - 1 : context]) / np.std(values)
-    return found
+    starts = np.unique(np.linspace(len(windows) - 1, 0, count).round().astype(int))
+    scaled: Floats = (windows[starts] - windows[starts, context - 1 : context]) / np.std(values)
+    return scaled
 
 
 def _error(windows: torch.Tensor, context: int, season: int, start: Mapping[str, Any]) -> float:
@@ -159,6 +160,6 @@ def _error(windows: torch.Tensor, context: int, season: int, start: Mapping[str,
     horizon = windows.shape[1] - context
     forecast = SeasonalForecast(context, horizon, season, **start).double().eval()
     with torch.no_grad():
-        found = forecast(windows[:, :context], torch.zeros(len(windows), horizon))
+        outputs = forecast(windows[:, :context], torch.zeros(len(windows), horizon))
         # Weights are float32: errors in units of the series' deviation differ by some 1e-7 where none is better.
-        return round(float((found - windows[:, context:]).abs().mean()), 6)
+        return round(float((outputs - windows[:, context:]).abs().mean()), 6)

@@ -21,14 +21,16 @@ __all__ = ["Figures", "categories_and_figures"]
 
 _SCHEMA = pa.schema(
     [
-        ("place", pa.int32()),
+        ("position", pa.int32()),
         ("value", pa.string()),
         ("rows", pa.int64()),
         *((name, pa.float64()) for name in ("mean", "squares", "smallest", "largest")),
         ("hash", pa.int64()),
     ]
 )
-_DDL = "place int, value string, rows bigint, mean double, squares double, smallest double, largest double, hash bigint"
+_DDL = (
+    "position int, value string, rows bigint, mean double, squares double, smallest double, largest double, hash bigint"
+)
 
 
 class Figures(NamedTuple):
@@ -62,11 +64,11 @@ def categories_and_figures(
     Raises:
         ClusterError: The executors' Python lacks a module, such as this one.
     """
-    places = range(len(texts) + len(numbers))
-    named = [column.alias(f"c{place}") for place, column in zip(places, (*texts, *numbers), strict=True)]
-    summed = rows.select(*named).mapInArrow(partial(_of_batches, texts=len(texts), distinct=list(distinct)), _DDL)
+    positions = range(len(texts) + len(numbers))
+    columns = [column.alias(f"c{position}") for position, column in zip(positions, (*texts, *numbers), strict=True)]
+    summed = rows.select(*columns).mapInArrow(partial(_of_batches, texts=len(texts), distinct=list(distinct)), _DDL)
     of_batches = F.when(F.col("value").isNull(), F.struct("rows", "mean", "squares"))
-    groups = summed.groupBy("place", "value").agg(
+    groups = summed.groupBy("position", "value").agg(
         F.sum("rows").alias("rows"),
         (F.sum(F.col("rows") * F.col("mean")) / F.sum("rows")).alias("mean"),
         F.collect_list(of_batches).alias("batches"),
@@ -74,17 +76,17 @@ def categories_and_figures(
         F.max("largest").alias("largest"),
         F.min("hash").alias("hash"),
     )
-    of_place = Window.partitionBy("place")
-    order = of_place.orderBy("hash", F.desc("rows"), "value")
+    of_column = Window.partitionBy("position")
+    order = of_column.orderBy("hash", F.desc("rows"), "value")
     ranked = groups.withColumn("rank", F.row_number().over(order))
-    largest = F.get(F.array(*map(F.lit, distinct)), F.col("place") - len(places)) if distinct else F.lit(0)
-    count = F.when(F.col("place") < limited, most).when(F.col("hash").isNull(), labels).otherwise(largest)
-    few = ranked.where(F.col("rank") <= count).withColumn("size", F.count(F.lit(1)).over(of_place))
+    largest = F.get(F.array(*map(F.lit, distinct)), F.col("position") - len(positions)) if distinct else F.lit(0)
+    count = F.when(F.col("position") < limited, most).when(F.col("hash").isNull(), labels).otherwise(largest)
+    limited_values = ranked.where(F.col("rank") <= count).withColumn("size", F.count(F.lit(1)).over(of_column))
     # Of a column that has left values out, only the distribution is taken, for which fewer are enough.
-    kept = F.col("hash").isNull() | (F.col("size") < largest) | (F.col("rank") <= MOST_VALUES)
+    needed = F.col("hash").isNull() | (F.col("size") < largest) | (F.col("rank") <= MOST_VALUES)
     squares = F.aggregate("batches", F.lit(0.0), _with_batch).alias("squares")
     try:
-        found = few.where(kept).select("*", squares).drop("batches").collect()
+        collected = limited_values.where(needed).select("*", squares).drop("batches").collect()
     except Exception as error:
         missing = missing_module(str(error))
         if missing is None:
@@ -94,17 +96,17 @@ def categories_and_figures(
     figures = [Figures() for _ in numbers]
     counts: list[dict[float, int]] = [{} for _ in numbers]
     sizes = [0] * len(numbers)
-    for row in sorted(found, key=lambda row: (row["place"], row["rank"])):
-        place, rest = row["place"], (row["smallest"], row["largest"])
-        if place < len(texts):
-            values[place][row["value"]] = row["rows"]
-        elif place < len(places):
-            varies = rest[0] < rest[1]  # what rounding leaves of equal numbers is no deviation
+    for row in sorted(collected, key=lambda row: (row["position"], row["rank"])):
+        position, rest = row["position"], (row["smallest"], row["largest"])
+        if position < len(texts):
+            values[position][row["value"]] = row["rows"]
+        elif position < len(positions):
+            varies = rest[0] < rest[1]  # What rounding leaves of equal numbers is no deviation.
             deviation = math.sqrt(row["squares"] / row["rows"]) if varies else 0.0
-            figures[place - len(texts)] = Figures(row["rows"], row["mean"], deviation, *rest)
+            figures[position - len(texts)] = Figures(row["rows"], row["mean"], deviation, *rest)
         else:
-            counts[place - len(places)][float(row["value"])] = row["rows"]
-            sizes[place - len(places)] = row["size"]
+            counts[position - len(positions)][float(row["value"])] = row["rows"]
+            sizes[position - len(positions)] = row["size"]
     for column, most_values in enumerate(distinct):
         distribution = Distribution.of(counts[column], whole=sizes[column] < most_values)
         figures[column] = figures[column]._replace(distribution=distribution)
@@ -126,31 +128,31 @@ def _of_batches(batches: Iterator[pa.RecordBatch], texts: int, distinct: Sequenc
     columns = 0
     for batch in batches:
         columns = batch.num_columns
-        for place, column in enumerate(batch.columns[:texts]):
+        for position, column in enumerate(batch.columns[:texts]):
             counts = pc.value_counts(column.drop_null())
-            yield _batch(place, counts.field("values").cast(pa.string()), counts.field("counts"))
-        found = []
-        for place, column in enumerate(batch.columns[texts:], texts):
+            yield _batch(position, counts.field("values").cast(pa.string()), counts.field("counts"))
+        figures = []
+        for position, column in enumerate(batch.columns[texts:], texts):
             values = as_doubles(column)
-            values = values[np.isfinite(values)]  # neither null nor NaN
-            if place - texts < len(distinct_values):
-                distinct_values[place - texts].add(values)
+            values = values[np.isfinite(values)]  # Nulls are NaN here.
+            if position - texts < len(distinct_values):
+                distinct_values[position - texts].add(values)
             if len(values):
                 mean = values.mean()
                 squares = np.square(values - mean).sum()
-                found.append((place, None, len(values), mean, squares, values.min(), values.max(), None))
-        if found:
-            arrays = [pa.array(of, kind) for of, kind in zip(zip(*found, strict=True), _SCHEMA.types, strict=True)]
+                figures.append((position, None, len(values), mean, squares, values.min(), values.max(), None))
+        if figures:
+            arrays = [pa.array(of, kind) for of, kind in zip(zip(*figures, strict=True), _SCHEMA.types, strict=True)]
             yield pa.RecordBatch.from_arrays(arrays, schema=_SCHEMA)
-    for place, of in enumerate(distinct_values, columns):
-        yield _batch(place, pa.array(of.values).cast(pa.string()), pa.array(of.counts), pa.array(of.hashes))
+    for position, of in enumerate(distinct_values, columns):
+        yield _batch(position, pa.array(of.values).cast(pa.string()), pa.array(of.counts), pa.array(of.hashes))
 
 
-def _batch(place: int, values: pa.Array, counts: pa.Array, hashes: pa.Array | None = None) -> pa.RecordBatch:
+def _batch(position: int, values: pa.Array, counts: pa.Array, hashes: pa.Array | None = None) -> pa.RecordBatch:
     """Returns a row for each value of a column, with its count and the hash by which values are chosen."""
     rows = len(values)
     hashes = pa.nulls(rows, pa.int64()) if hashes is None else hashes
     figures = [pa.nulls(rows, pa.float64())] * 4
     return pa.RecordBatch.from_arrays(
-        [pa.array([place] * rows, pa.int32()), values, counts, *figures, hashes], schema=_SCHEMA
+        [pa.array([position] * rows, pa.int32()), values, counts, *figures, hashes], schema=_SCHEMA
     )

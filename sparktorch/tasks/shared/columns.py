@@ -16,11 +16,11 @@ _UNKNOWN, _NULL = 0, 1
 FIRST_CATEGORY = 2  # This is the index of the first category; the two before it are unknown and null.
 
 
-def category_indices(column: pa.Array, known: Sequence[Any]) -> npt.NDArray[Any]:
+def category_indices(column: pa.Array, categories: Sequence[Any]) -> npt.NDArray[Any]:
     """Returns the index of each value's category: 0 for one that is not known, 1 for null, from 2 on those known."""
-    found = pc.index_in(column, value_set=pa.array(known, column.type))
-    places = pc.fill_null(pc.add(found, FIRST_CATEGORY), _UNKNOWN)
-    indices: npt.NDArray[Any] = pc.if_else(pc.is_null(column, nan_is_null=True), _NULL, places).to_numpy()
+    positions = pc.index_in(column, value_set=pa.array(categories, column.type))
+    from_two = pc.fill_null(pc.add(positions, FIRST_CATEGORY), _UNKNOWN)
+    indices: npt.NDArray[Any] = pc.if_else(pc.is_null(column, nan_is_null=True), _NULL, from_two).to_numpy()
     return indices
 
 

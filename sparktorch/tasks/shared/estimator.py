@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 __all__ = ["AutomaticEstimator"]
 
 _LOG = logging.getLogger(__name__)
-_MADE_OF = {"moduleParams": "module", "optimizerParams": "optimizer"}  # the Param that a dict Param belongs to
+_MADE_OF = {"moduleParams": "module", "optimizerParams": "optimizer"}  # These dict Params are arguments of the others.
 # These Params need validation rows where they are set.
 _VALIDATING = ("validationFraction", "earlyStoppingPatience", "earlyStoppingMetric", "metrics")
 _NAMES = ("scheduler", "validationUnit")  # These Params take text other than "auto", too.
-_MANY_ROWS = 1 << 20  # for which settings are checked before the rows are counted
+_MANY_ROWS = 1 << 20  # Settings are checked for so many before the rows are counted.
 
 
 class AutomaticEstimator(TorchEstimatorBase[Any]):
@@ -76,22 +76,22 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
 
     def completed(self) -> Self:
         """Returns the estimator, or a copy with a number for each Param that is "auto"."""
-        that, p = super().completed(), Values(self)
+        estimator, p = super().completed(), Values(self)
         _check_values(p)
         automatic = [name for name in AUTOMATIC if _is_auto(p[name])]
         if not (automatic or self._holds_out):
-            return that
-        that = that.copy()
-        if self._holds_out:  # the rows are not known yet
-            that._set(validationIndicatorCol=self._marks or "_held_out")
-        chosen = that._settings(held_out=self._holds_out or bool(self._marks))
+            return estimator
+        estimator = estimator.copy()
+        if self._holds_out:  # The column of marks has no name yet.
+            estimator._set(validationIndicatorCol=self._marks or "_held_out")
+        chosen = estimator._settings(held_out=self._holds_out or bool(self._marks))
         settings = chosen.params
         for name in automatic:
-            that.clear(that.getParam(name))
-            that._setDefault(**{name: settings[name]})
+            estimator.clear(estimator.getParam(name))
+            estimator._setDefault(**{name: settings[name]})
         if "scheduler" in automatic and settings["scheduler"] is not None:
-            that._setDefault(schedulerInterval="step", warmupSteps=chosen.warmup_steps)
-        return that
+            estimator._setDefault(schedulerInterval="step", warmupSteps=chosen.warmup_steps)
+        return estimator
 
     def _settings(self, *, held_out: bool) -> AutomaticSettings:
         """Returns what "auto" stands for; `held_out` says whether the estimator holds out rows itself."""
@@ -117,7 +117,7 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
         p = Values(self)
         if self._sample is not None or self._marks or p.validated or not p["validationFraction"]:
             return False
-        if p.brings_its_training and not p.is_set("validationFraction"):  # it may have no validation_step
+        if p.brings_its_training and not p.is_set("validationFraction"):  # It may have no validation_step.
             return False
         return _is_auto(p["epochs"]) or p.is_set("validationFraction")
 
@@ -138,61 +138,63 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
 
     def _holding_out(self) -> Self:
         """Returns a copy that holds out rows whatever its epochs are, if the estimator does."""
-        that = self.copy()
-        return that._set(validationFraction=Values(self)["validationFraction"]) if self._holds_out else that
+        estimator = self.copy()
+        return estimator._set(validationFraction=Values(self)["validationFraction"]) if self._holds_out else estimator
 
     def _learn_from(self, dataset: DataFrame) -> tuple[Self, DataFrame]:
         if not self._learns or self._has_learned:
             return self, dataset
-        translate(self, self._task)  # refuses Params before there is a job
+        translate(self, self._task)  # It refuses Params before there is a job.
         with naming_params(self):
-            that, rows = self._looked_at(dataset)
-        if that._sample is not None and (that._marks or _is_auto(Values(self)["epochs"])):
-            _LOG.info("%s: %s", type(self).__name__, that._in_words())
-        return that, that._arranged(rows)
+            estimator, rows = self._learn_and_hold_out(dataset)
+        if estimator._sample is not None and (estimator._marks or _is_auto(Values(self)["epochs"])):
+            _LOG.info("%s: %s", type(self).__name__, estimator._description())
+        return estimator, estimator._training_rows(rows)
 
     @property
     def _has_learned(self) -> bool:
         return self._sample is not None
 
-    def _looked_at(self, dataset: DataFrame) -> tuple[Self, DataFrame]:
+    def _learn_and_hold_out(self, dataset: DataFrame) -> tuple[Self, DataFrame]:
         """Returns a copy with what it has learned of the rows, and the rows with the mark of those that are held out.
 
         Where these would be too few, it learns of the rows once more, and holds none out.
         """
         names, share = ColumnNames.of(dataset), float(Values(self)["validationFraction"]) * self._holds_out
-        that, rows, counts = self.copy(), dataset, None
+        estimator, rows, counts = self.copy(), dataset, None
         if share:
-            that._marks = free_name(names)
-            rows, counts = that._marked(dataset, names, share)
-            that._set(validationIndicatorCol=that._marks)
-        that._look_at(rows)
+            estimator._marks = free_name(names)
+            rows, counts = estimator._mark_held_out(dataset, names, share)
+            estimator._set(validationIndicatorCol=estimator._marks)
+        estimator._learn_rows(rows)
         if not self._needs_count:
-            return that, rows
-        trained, held_out = counts or that._count(rows)
+            return estimator, rows
+        trained, held_out = counts or estimator._count(rows)
         if share and too_few(trained, held_out, self._task_settings):
-            that, rows = self.copy(), dataset
-            that._look_at(rows)
-            trained, held_out = that._count(rows)
+            estimator, rows = self.copy(), dataset
+            estimator._learn_rows(rows)
+            trained, held_out = estimator._count(rows)
         elif share and counts is None and held_out > MOST_HELD_OUT:
-            factor, trained = that._capped(trained, held_out)
-            rows, held_out = that._marked(dataset, names, share * factor)[0], MOST_HELD_OUT
-        chosen_by = that._chosen_by if that._marks else ""
-        that._sample = Sample(trained=trained, held_out=held_out, chosen_by=chosen_by)
-        return that, rows
+            factor, trained = estimator._capped(trained, held_out)
+            rows, held_out = estimator._mark_held_out(dataset, names, share * factor)[0], MOST_HELD_OUT
+        chosen_by = estimator._chosen_by if estimator._marks else ""
+        estimator._sample = Sample(trained=trained, held_out=held_out, chosen_by=chosen_by)
+        return estimator, rows
 
     @property
     def _chosen_by(self) -> str:
         key = Values(self)["idCol"]
         return f"a hash of {key!r}" if key else "a hash of their contents"
 
-    def _marked(self, dataset: DataFrame, names: ColumnNames, share: float) -> tuple[DataFrame, tuple[int, int] | None]:
+    def _mark_held_out(
+        self, dataset: DataFrame, names: ColumnNames, share: float
+    ) -> tuple[DataFrame, tuple[int, int] | None]:
         """Returns the rows with a share of them marked in `_marks`, and how many train and are held out, if known."""
         p = Values(self)
-        columns = hashable(names, [p["idCol"]] if p["idCol"] else self._contents(names))
+        columns = hashable(names, [p["idCol"]] if p["idCol"] else self._distinguishing_columns(names))
         return marked(dataset, in_share(columns, share), self._marks), None
 
-    def _contents(self, names: ColumnNames) -> Sequence[str]:
+    def _distinguishing_columns(self, names: ColumnNames) -> Sequence[str]:
         """Returns the columns that tell rows apart: inputs and label."""
         p = Values(self)
         return [
@@ -200,18 +202,19 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
             *(p["labelCols"] or [p["labelCol"]] * bool(p["labelCol"])),
         ]
 
-    def _needed(self, names: ColumnNames) -> Sequence[str]:
+    def _required_columns(self, names: ColumnNames) -> Sequence[str]:
         """Returns the columns in which a null drops the row from a training under `nullPolicy` "drop"."""
-        return self._contents(names)
+        return self._distinguishing_columns(names)
 
     def _without_dropped(self, rows: DataFrame) -> DataFrame:
         """Returns the rows without those that the fit will drop; it does not look into arrays and vectors."""
         p = Values(self)
         if p["nullPolicy"] != "drop":
             return rows
-        return without_nulls(rows, [*self._needed(ColumnNames.of(rows)), *([p["weightCol"]] if p["weightCol"] else [])])
+        required = list(self._required_columns(ColumnNames.of(rows)))
+        return without_nulls(rows, [*required, p["weightCol"]] if p["weightCol"] else required)
 
-    def _look_at(self, rows: DataFrame) -> None:
+    def _learn_rows(self, rows: DataFrame) -> None:
         """Learns of rows, in those that do."""
 
     def _count(self, rows: DataFrame) -> tuple[int, int]:
@@ -226,11 +229,11 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
         """Returns the part of the share that holds out `MOST_HELD_OUT` samples, and how many train then."""
         return MOST_HELD_OUT / held_out, trained + held_out - MOST_HELD_OUT
 
-    def _arranged(self, dataset: DataFrame) -> DataFrame:
+    def _training_rows(self, dataset: DataFrame) -> DataFrame:
         """Returns the rows as they are trained, once they were learned of."""
         return dataset
 
-    def _in_words(self) -> str:
+    def _description(self) -> str:
         """Returns what was chosen, in a line."""
         assert self._sample is not None
         p, sample = Values(self.completed()), self._sample
@@ -262,9 +265,9 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
         rate = Values(self.completed())["learningRate"]
         rates = {"learningRate": [float(f"{rate * factor:.3g}") for factor in self._searched_rates]}
         searched = {**rates, **self._searched}
-        return {name: [None, *choices] for name, choices in searched.items() if not self._is_settled(name)}
+        return {name: [None, *choices] for name, choices in searched.items() if not self._is_decided(name)}
 
-    def _is_settled(self, name: str) -> bool:
+    def _is_decided(self, name: str) -> bool:
         """Whether the user has decided on a Param, or on an entry of a dict Param or what it belongs to."""
         p, (param, _, entry) = Values(self), name.partition(".")
         if p.brings_its_training and param != "moduleParams":
@@ -277,22 +280,22 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
         sample, p = self._sample, Values(self)
         if sample is None:
             return {}
-        found: dict[str, Any] = {"settings": {name: _plain(p[name]) for name in AUTOMATIC}}
+        fields: dict[str, Any] = {"settings": {name: _plain(p[name]) for name in AUTOMATIC}}
         if sample.chosen_by:
-            found["heldOut"] = {"unit": self._unit, "by": sample.chosen_by}
-        return found
+            fields["heldOut"] = {"unit": self._unit, "by": sample.chosen_by}
+        return fields
 
     def _knowing(self, other: Any) -> Self:
         """Returns a copy with what another estimator has learned of the same rows, if it has."""
         if not isinstance(other, AutomaticEstimator) or not other._has_learned or self._has_learned:
             return self
-        that = self.copy()
-        that._sample, that._marks = other._sample, other._marks
-        if that._marks and not self.isSet("validationIndicatorCol"):
-            that._set(validationIndicatorCol=that._marks)
-        if differing := that._differing(other):
+        estimator = self.copy()
+        estimator._sample, estimator._marks = other._sample, other._marks
+        if estimator._marks and not self.isSet("validationIndicatorCol"):
+            estimator._set(validationIndicatorCol=estimator._marks)
+        if differing := estimator._differing(other):
             raise needs_other_rows(differing)
-        return that
+        return estimator
 
     def _differing(self, other: Any) -> list[str]:
         """Returns the Params in which it differs from another estimator, and that say what is learned of the rows."""
@@ -301,8 +304,8 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
         return [name for name in compared if ours[name] != theirs[name]]
 
     def _fit_on(self, source: Source, judge: Callable[[dict[str, Any]], bool] | None = None) -> Any:
-        that = self._knowing(getattr(source, "estimator", None))
-        return super(AutomaticEstimator, that)._fit_on(source, judge)
+        estimator = self._knowing(getattr(source, "estimator", None))
+        return super(AutomaticEstimator, estimator)._fit_on(source, judge)
 
     def fitMultiple(
         self, dataset: DataFrame | PreparedData, paramMaps: Sequence[ParamMap]

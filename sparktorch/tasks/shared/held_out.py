@@ -25,9 +25,9 @@ __all__ = [
     "without_nulls",
 ]
 
-MOST_HELD_OUT = 50_000  # samples, which measure a loss to a hundredth of its deviation
-_PARTS = 1 << 20  # into which the hash divides the rows
-_SALT = "sparktorch: held out"  # so that the hash does not go along with that which sends rows to workers
+MOST_HELD_OUT = 50_000  # So many samples measure a loss to less than a hundredth of its deviation.
+_PARTS = 1 << 20  # The hash divides the rows into so many parts.
+_SALT = "sparktorch: held out"  # Rows go to workers by another hash, which this one must not follow.
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from torch import nn
 
 __all__ = ["UNTRAINED", "CategoryEmbedding", "perceptron"]
 
-UNTRAINED = 2  # indices of unknown and null, before those of the categories
+UNTRAINED = 2  # The first two indices are those of unknown and null, whose vectors begin as zeros.
 
 
 class CategoryEmbedding(nn.Embedding):

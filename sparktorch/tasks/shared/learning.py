@@ -42,11 +42,11 @@ class LearningEstimator(AutomaticEstimator):
     def _learn(self, dataset: DataFrame) -> Any:
         raise NotImplementedError
 
-    def _look_at(self, rows: DataFrame) -> None:
+    def _learn_rows(self, rows: DataFrame) -> None:
         self._learned = self._learn(rows)
 
     def _knowing(self, other: Any) -> Self:
-        that = super()._knowing(other)
-        if that is not self:
-            that._learned = getattr(other, "_learned", None)
-        return that
+        estimator = super()._knowing(other)
+        if estimator is not self:
+            estimator._learned = getattr(other, "_learned", None)
+        return estimator

@@ -11,6 +11,7 @@ from sparktorch.adapters.huggingface.folder import classifier_in, config_in, has
 from sparktorch.adapters.huggingface.preprocess import FromFolder
 from sparktorch.errors import ConfigError
 from sparktorch.ml.classification import TorchClassificationModel, TorchClassifier
+from sparktorch.ml.fit.refusals import check_set
 from sparktorch.ml.fit.values import Values
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.tasks.shared.labelled import LabelledEstimator
@@ -72,9 +73,7 @@ class FolderClassifier(_OneColumn, LabelledEstimator, TorchClassifier):
             ModuleError: There is no such folder, or no model in it.
         """
         self._check_params()
-        if not Values(self)["modelFolder"]:
-            hint = "pass the path of a local folder"
-            raise ConfigError("modelFolder is not set", hint=hint, param="modelFolder", code="ST-NOT-SET")
+        check_set(Values(self), "modelFolder", "pass the path of a local folder")
         folder = os.path.abspath(str(self.getOrDefault("modelFolder")))
         classes = self._classes
         if not self.isDefined("numLabels"):

@@ -8,7 +8,7 @@ from typing import Any
 
 __all__ = ["AutomaticSettings", "TaskSettings", "automatic_settings", "fixed_settings"]
 
-_LONGEST_BETWEEN = 500  # steps from one validation to the next, of which an epoch of many rows has thousands
+_LONGEST_BETWEEN = 500  # So many steps at most lie between validations: an epoch of many rows has thousands.
 _SHORTEST_BETWEEN = 20
 
 
@@ -120,11 +120,11 @@ def automatic_settings(
     steps = -(-rows // batch)
     least_epochs = -(-task.least_steps // steps)
     unit, interval = "epoch", -(-_SHORTEST_BETWEEN // steps)
-    between = interval * steps  # steps from one validation to the next
+    steps_between = interval * steps
     if steps > 2 * _LONGEST_BETWEEN:
-        unit, interval, between = "step", _LONGEST_BETWEEN, _LONGEST_BETWEEN
-    patience = min(task.most_patience, max(task.least_patience, -(-task.patience_steps // between)))
-    patience = max(patience, -(-task.least_steps // between))
+        unit, interval, steps_between = "step", _LONGEST_BETWEEN, _LONGEST_BETWEEN
+    patience = min(task.most_patience, max(task.least_patience, -(-task.patience_steps // steps_between)))
+    patience = max(patience, -(-task.least_steps // steps_between))
     epochs = min(task.most_epochs, -(-task.most_steps // steps))
     if task.rows_in_all is not None:
         epochs = min(epochs, max(task.least_epochs, task.rows_in_all // rows))

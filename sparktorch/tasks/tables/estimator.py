@@ -89,22 +89,22 @@ class TabularEstimator(LearningEstimator):
     def completed(self) -> Self:
         """Returns a copy with the Params that follow from the rows, once they were seen: inputs and network."""
         module = Values(self)["module"] or TableNetwork
-        that = super().completed().copy()._set(module=module)
+        estimator = super().completed().copy()._set(module=module)
         if self._learned is None:
-            return that
+            return estimator
         made_by = load_object(module) if isinstance(module, str) else module
         built = isinstance(made_by, nn.Module | TorchModelBase)
         takes = () if built else inspect.signature(made_by).parameters
         params = {name: value for name, value in self._network.items() if name in takes} | self.getModuleParams()
-        that._set(inputCols=self._learned.inputs, preprocess=self._learned.table, moduleParams=params)
-        if is_object(Values(that).source, TableNetwork):
-            that._set(**self._optimizer(self._learned))
+        estimator._set(inputCols=self._learned.inputs, preprocess=self._learned.table, moduleParams=params)
+        if is_object(Values(estimator).source, TableNetwork):
+            estimator._set(**self._optimizer(self._learned))
             # Fewer steps than automatic epochs take would leave the average near the first weights.
             if Values(self)["epochs"] == "auto" and not Values(self).is_asynchronous:
-                that._setDefault(emaDecay=self._ema_decay)
-        return that
+                estimator._setDefault(emaDecay=self._ema_decay)
+        return estimator
 
-    def _optimizer(self, seen: LearnedTable) -> dict[str, Any]:
+    def _optimizer(self, learned: LearnedTable) -> dict[str, Any]:
         """Returns the optimizer, which pulls the vectors of categories towards zero, unless the user has set one.
 
         A penalty on these vectors is added to the loss of all rows. A category of many rows outweighs it; a rare one
@@ -112,14 +112,14 @@ class TabularEstimator(LearningEstimator):
         penalty to gradients, as "coupled" weight decay; all other parameters have the decoupled one of AdamW.
         """
         p = Values(self)
-        rows = seen.rows if self._sample is None else self._sample.trained
+        rows = learned.rows if self._sample is None else self._sample.trained
         rows //= p.rows_are_divided_by
-        if not (rows and seen.table.cardinalities) or any(map(p.is_set, _WITHOUT_PENALTY)):
+        if not (rows and learned.table.cardinalities) or any(map(p.is_set, _WITHOUT_PENALTY)):
             return {}
-        columns = seen.table.known
-        of_numbers = [f"embeddings.{index}.*" for index, name in enumerate(columns) if name in seen.table.numbers]
+        columns = learned.table.vocabulary
+        of_numbers = [f"embeddings.{index}.*" for index, name in enumerate(columns) if name in learned.table.numbers]
         of_others = ["embeddings.*"] if len(of_numbers) < len(columns) else []  # The first group that matches holds.
-        unit = self._unit_of_loss(seen)
+        unit = self._unit_of_loss(learned)
         # The gradient of a square is twice the weight.
         groups = [
             {"params": patterns, "weight_decay": 2 * penalty * unit / rows, "decoupled_weight_decay": False}
@@ -129,10 +129,10 @@ class TabularEstimator(LearningEstimator):
         options = {"weight_decay": _WEIGHT_DECAY, "decoupled_weight_decay": True, **p["optimizerParams"]}
         return {"optimizer": "Adam", "optimizerParams": options, "parameterGroups": groups}
 
-    def _unit_of_loss(self, seen: LearnedTable) -> float:
+    def _unit_of_loss(self, learned: LearnedTable) -> float:
         """Returns about what the loss of a row is when the label's mean is predicted; 1 of classes and of grades."""
         trained = Values(self).trained
-        scales = seen.scales or (trained.params.get("scales", ()) if trained is not None else ())
+        scales = learned.scales or (trained.params.get("scales", ()) if trained is not None else ())
         deviations = [deviation or 1.0 for _, deviation in scales]
         if self._task != "regression" or self._grades or not deviations:
             return 1.0
@@ -152,25 +152,25 @@ class TabularEstimator(LearningEstimator):
         return learn_table(self._without_dropped(dataset), self)
 
     def _count(self, rows: DataFrame) -> tuple[int, int]:
-        seen = self._learned
-        return (seen.rows, seen.held_out) if seen is not None and seen.rows else super()._count(rows)
+        learned = self._learned
+        return (learned.rows, learned.held_out) if learned is not None and learned.rows else super()._count(rows)
 
     def _chosen(self) -> dict[str, Any]:
-        found, p, scales = super()._chosen(), Values(self), [] if self._learned is None else self._learned.scales
+        fields, p, scales = super()._chosen(), Values(self), [] if self._learned is None else self._learned.scales
         weighed = p["weightCol"] or p["trainingStep"] is not None
         if scales and p.validated and self._task == "regression" and _is_squared_error(p["loss"]) and not weighed:
-            found["baseline"] = {"val_loss": sum(deviation**2 for _, deviation in scales) / len(scales)}
-        return found
+            fields["baseline"] = {"val_loss": sum(deviation**2 for _, deviation in scales) / len(scales)}
+        return fields
 
-    def _contents(self, names: ColumnNames) -> Sequence[str]:
+    def _distinguishing_columns(self, names: ColumnNames) -> Sequence[str]:
         p = Values(self)
         inputs = p["inputCols"] or [name for name in names.schema.names if not DRAWN.search(name)]
-        return [*inputs, *self._needed(names)]
+        return [*inputs, *self._required_columns(names)]
 
-    def _needed(self, names: ColumnNames) -> Sequence[str]:
+    def _required_columns(self, names: ColumnNames) -> Sequence[str]:
         return Values(self)["labelCols"] or [self.getLabelCol()]
 
-    def _arranged(self, dataset: DataFrame) -> DataFrame:
+    def _training_rows(self, dataset: DataFrame) -> DataFrame:
         """Returns the rows with a label of strings or booleans as the index of its class; -1 if it is none of these."""
         if self._learned is None:
             return dataset
@@ -195,7 +195,7 @@ class TabularModel(TorchModelBase):
     def categories(self) -> dict[str, list[Any]]:
         """The known categories of each column of the tensor `categories`, from index 2 on."""
         table = self.trained.preprocess
-        return table.known if isinstance(table, TableColumns) else {}
+        return table.vocabulary if isinstance(table, TableColumns) else {}
 
 
 class TabularClassificationModel(TabularModel, TorchClassificationModel):

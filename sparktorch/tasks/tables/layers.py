@@ -18,8 +18,10 @@ class NumberEmbedding(nn.Module):
     linear function, and a piecewise linear one that begins as zero, behind a ReLU.
     """
 
-    factors: torch.Tensor  # inverse widths of the bins, shape (columns, 1, bins); zero of bins that a column lacks
-    offsets: torch.Tensor  # less their left edges in units of their widths
+    # Factors are the inverse widths of the bins, of shape (columns, 1, bins), and zero for bins that a column lacks;
+    # offsets are the negative left edges in units of these widths.
+    factors: torch.Tensor
+    offsets: torch.Tensor
 
     def __init__(self, edges: Sequence[Sequence[float]], width: int) -> None:
         """Takes the ascending edges of each column's bins, and the size of the vectors."""

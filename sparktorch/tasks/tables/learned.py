@@ -23,7 +23,15 @@ from sparktorch.tasks.shared.learning import check_rows
 from sparktorch.tasks.tables.preprocess import BINS, TableColumns, scaled_edges
 
 __all__ = [
-    *("DRAWN", "ROLES", "LearnedTable", "check_numbers_to_predict", "integer_categories", "learn_table"),
+    *(
+        "DRAWN",
+        "ROLES",
+        "LearnedTable",
+        "check_numbers_to_predict",
+        "integer_categories",
+        "kinds_of_columns",
+        "learn_table",
+    ),
     "warn_of_constants",
 ]
 
@@ -99,7 +107,7 @@ def learn_table(dataset: DataFrame, estimator: Any) -> LearnedTable:
     holds_out = bool(estimator._marks)
     if estimator._task == "regression":
         check_numbers_to_predict(names, p["labelCols"] or [p["labelCol"]], estimator)
-    kinds, classifies = _kinds(p, names), estimator._task == "classification"
+    kinds, classifies = kinds_of_columns(p, names), estimator._task == "classification"
     statistics = _statistics(dataset, p, names, kinds, classifies=classifies, all_rows=holds_out)
     check_rows(statistics.rows + statistics.held_out * holds_out)
     categories: dict[str, list[Any]] = {
@@ -312,7 +320,7 @@ def _chooses_kinds(p: Values) -> bool:
     return p["categoricalCols"] is None and p["numericCols"] is None
 
 
-def _kinds(p: Values, names: ColumnNames) -> _Kinds:
+def kinds_of_columns(p: Values, names: ColumnNames) -> _Kinds:
     """Returns the input columns by kind; refuses names that contradict each other, and types that it cannot take."""
     with_role = {column for param in ROLES for name in _listed(p[param]) for column in names.called(name)}
     free = [name for name in names.schema.names if name not in with_role and not DRAWN.search(name)]

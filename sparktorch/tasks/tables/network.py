@@ -68,18 +68,18 @@ class TableNetwork(nn.Module):
         In training, several members return the outputs of each, `{"members": (rows, members, outputs)}`: it is the
         mean of their losses that is to be small, or they would learn the same.
         """
-        columns = [embedding(categories[:, place]) for place, embedding in enumerate(self.embeddings)]
+        columns = [embedding(categories[:, column]) for column, embedding in enumerate(self.embeddings)]
         columns.append(numbers)
         if self.numbers is not None:
             columns.append(self.numbers(numbers[:, : self.embedded]))
         inputs = torch.cat(columns, dim=1)
-        found: torch.Tensor = self.layers(inputs)
+        outputs: torch.Tensor = self.layers(inputs)
         if self.scales:
-            scaled = [found[..., place] * deviation + mean for place, (mean, deviation) in enumerate(self.scales)]
-            found = torch.stack(scaled, dim=-1)
+            scaled = [outputs[..., column] * deviation + mean for column, (mean, deviation) in enumerate(self.scales)]
+            outputs = torch.stack(scaled, dim=-1)
         if self.members == 1:
-            return found
-        return {"members": found} if self.training else found.mean(1)
+            return outputs
+        return {"members": outputs} if self.training else outputs.mean(1)
 
 
 def _members(width: int, hidden: Sequence[int], outputs: int, dropout: float, members: int) -> nn.Sequential:

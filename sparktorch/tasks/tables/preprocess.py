@@ -16,7 +16,7 @@ from sparktorch.tasks.shared.columns import FIRST_CATEGORY, as_doubles, category
 
 __all__ = ["BINS", "TableColumns", "scaled_edges"]
 
-BINS = 48  # the most of a column of numbers
+BINS = 48  # A column of numbers has so many at most.
 _LEAST_WIDTH = 1e-5  # Narrower bins are left out.
 # Parts of a time, and the categories of each. Dates have no hour.
 _PARTS: dict[str, tuple[Any, list[int]]] = {
@@ -48,18 +48,15 @@ class TableColumns:
     takes_nulls: ClassVar[bool] = True
 
     @property
-    def known(self) -> dict[str, list[Any]]:
-        """The known categories of each column of the tensor `categories`, in order; a part of a time is `time.part`."""
+    def vocabulary(self) -> dict[str, list[Any]]:
+        """The categories of each column of the tensor `categories`, from index 2 on; a time's part is `time.part`."""
         parts = {f"{name}.{part}": _PARTS[part][1] for name, parts in self.times.items() for part in parts}
         return {name: list(values) for name, values in {**self.categories, **parts}.items()}
 
     @property
     def cardinalities(self) -> list[int]:
         """Number of indices of each column of the tensor `categories`."""
-        parts = [part for parts in self.times.values() for part in parts]
-        return [
-            FIRST_CATEGORY + len(known) for known in (*self.categories.values(), *(_PARTS[part][1] for part in parts))
-        ]
+        return [FIRST_CATEGORY + len(values) for values in self.vocabulary.values()]
 
     @property
     def width(self) -> int:
@@ -91,22 +88,22 @@ def _scaled(
     """
     centres, scales = np.array(centres_and_scales, np.float64).reshape(-1, 2).T
     units = np.divide(1.0, scales, out=np.zeros_like(scales), where=scales != 0)
-    found: npt.NDArray[np.float64] = np.nan_to_num((values - centres) * units, nan=0.0)
+    scaled: npt.NDArray[np.float64] = np.nan_to_num((values - centres) * units, nan=0.0)
     if bound:
-        found /= np.hypot(1.0, found / bound)
-    return found
+        scaled /= np.hypot(1.0, scaled / bound)
+    return scaled
 
 
 def scaled_edges(edges: npt.NDArray[np.float64], centre_and_scale: Sequence[float], bound: float) -> list[float]:
     """Returns ascending edges of a column's bins as `TableColumns` scales its numbers: two or more, none too near."""
-    found = np.sort(_scaled(edges[:, None], [centre_and_scale], bound).astype(np.float32)[:, 0])
-    found = found[np.diff(found, prepend=-np.inf) > _LEAST_WIDTH]
-    return found.tolist() if len(found) > 1 else [0.0, 1.0]
+    scaled = np.sort(_scaled(edges[:, None], [centre_and_scale], bound).astype(np.float32)[:, 0])
+    scaled = scaled[np.diff(scaled, prepend=-np.inf) > _LEAST_WIDTH]
+    return scaled.tolist() if len(scaled) > 1 else [0.0, 1.0]
 
 
 def _beside(columns: Sequence[npt.NDArray[Any]], rows: int, dtype: Any) -> torch.Tensor:
     """Returns columns as one tensor of shape `(rows, columns)`."""
-    made = np.empty((rows, len(columns)), dtype)
-    for place, column in enumerate(columns):
-        made[:, place] = column
-    return torch.from_numpy(made)
+    array = np.empty((rows, len(columns)), dtype)
+    for index, column in enumerate(columns):
+        array[:, index] = column
+    return torch.from_numpy(array)

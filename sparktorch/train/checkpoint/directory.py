@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from sparktorch.base.no_op import no_op
 from sparktorch.errors import ClusterError, PersistenceError
 
 __all__ = ["CLAIM", "Directory", "Lease", "cannot_write", "claim_in"]
@@ -35,7 +36,7 @@ _CLAIM_SECONDS = 30.0  # after which a lease expires if it is not renewed
 class Directory:
     """Files by name under one URL; a name may contain a folder, but cannot lead out of the directory."""
 
-    def __init__(self, url: str, moved: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, url: str, moved: Callable[[], object] = no_op) -> None:
         """Opens the directory, which need not exist; `moved` is called for every few MB, which count as progress.
 
         A `PersistenceError` says that the file system is unknown, or its package is not installed.

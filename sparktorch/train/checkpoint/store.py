@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from sparktorch.base.devices import download
+from sparktorch.base.no_op import no_op
 from sparktorch.errors import PersistenceError
 from sparktorch.train.checkpoint.directory import CLAIM, Directory, Lease, claim_in
 from sparktorch.train.checkpoint.tensors import Needs, fetch_tensors, foreign, storable
@@ -105,6 +106,11 @@ class Manifest:
     format: int = _FORMAT
 
 
+def _all_parts(*_: object) -> bool:
+    """Returns that a part of a tensor is needed, whichever it is."""
+    return True
+
+
 class CheckpointStore:
     """The checkpoints of one training, in a directory on any file system that fsspec supports.
 
@@ -112,7 +118,7 @@ class CheckpointStore:
     write into folders that are read later.
     """
 
-    def __init__(self, url: str, attempt: str = "", moved: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, url: str, attempt: str = "", moved: Callable[[], object] = no_op) -> None:
         """Opens the directory, which need not exist; `moved` is called for every few MB, which count as progress.
 
         `attempt`, in hexadecimal, identifies this attempt in the names of its folders.
@@ -249,7 +255,7 @@ class CheckpointStore:
         return manifest
 
     @contextmanager
-    def local(self, manifest: Manifest, needs: Needs = lambda *_: True) -> Iterator[Path]:
+    def local(self, manifest: Manifest, needs: Needs = _all_parts) -> Iterator[Path]:
         """Context with a local directory that has the tensor files of a checked checkpoint, and no others.
 
         `needs` returns whether a part of a tensor will be read.

@@ -14,6 +14,7 @@ from sparktorch.base.batch import Batch, micro_batches, padding
 from sparktorch.base.config import TrainConfig
 from sparktorch.base.deferred import Deferred
 from sparktorch.base.devices import let_go
+from sparktorch.base.no_op import no_op
 from sparktorch.base.world import World
 from sparktorch.errors import ModuleError
 from sparktorch.train.loop.micro_batches import Split
@@ -327,7 +328,7 @@ class Engine:
         if self.scaler.is_enabled():  # its scale may be too large
             self.scaler.unscale_(self.optimizer)
             self.scaler.update()
-        self.schedule.step(lambda: None)
+        self.schedule.step(no_op)
         self.strategy.after_step(self.module)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -14,6 +14,7 @@ from sparktorch.errors import ClusterError, ModuleError, SparkTorchError, causes
 __all__ = ["explained", "is_out_of_memory"]
 
 _SHARDED = ("zero2", "zero3", "mesh")
+_NO_COMPILER = ("InvalidCxxCompiler", "No working C++ compiler", "Failed to find C compiler")
 _FULL = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "can't allocate memory")
 
 
@@ -29,43 +30,40 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-# By which Param causes it and a part of torch's text: what is raised and said, with torch's first line, and a hint.
-_EXPLAINED: tuple[tuple[Callable[[TrainConfig], object], Sequence[str], type[SparkTorchError], str, str, str], ...] = (
-    (
-        lambda config: config.strategy in _SHARDED,
-        ("mixed torch.Tensor and DTensor",),
-        ModuleError,
-        "something computes with parameters of the module outside of its forward pass, where a rank has a part of each:"
-        " {}",
-        "compute with what a call of the module returns, and call its parts instead of reading their weights; for a "
-        "penalty on weights, set weight_decay of the optimizer; or use strategy='zero1'",
-        "trainingStep",
-    ),
-    (
-        lambda config: config.compile,
-        ("InvalidCxxCompiler", "No working C++ compiler", "Failed to find C compiler"),
-        ClusterError,
-        "compile=True needs a C++ compiler on every worker, and this one has none",
-        "install g++ where the executors run, name it in the environment variable CXX, or leave compile out",
-        "compile",
-    ),
-    (
-        lambda config: config.deterministic,
-        ("CUBLAS_WORKSPACE_CONFIG",),
-        ClusterError,
-        "deterministic=True, but this Python worker has used cuBLAS before without a workspace of its own",
-        "set spark.executorEnv.CUBLAS_WORKSPACE_CONFIG to :4096:8",
-        "deterministic",
-    ),
-    (
-        lambda config: config.deterministic,
-        ("use_deterministic_algorithms(True)",),
-        ModuleError,
-        "deterministic=True, but {}",
-        "use another operation in the module, or leave deterministic out",
-        "deterministic",
-    ),
-)
+def _caused_by(config: TrainConfig, text: str, trace: str) -> SparkTorchError | None:
+    """Returns the error of the Param that has caused torch's error with such a text; `None` if no Param has."""
+    first = text.partition("\n")[0].partition(". ")[0]
+    if config.strategy in _SHARDED and "mixed torch.Tensor and DTensor" in text:
+        return ModuleError(
+            "something computes with parameters of the module outside of its forward pass, where a rank has a part of "
+            f"each: {first}",
+            hint="compute with what a call of the module returns, and call its parts instead of reading their weights; "
+            "for a penalty on weights, set weight_decay of the optimizer; or use strategy='zero1'",
+            param="trainingStep",
+            trace=trace,
+        )
+    if config.compile and any(sign in text for sign in _NO_COMPILER):
+        return ClusterError(
+            "compile=True needs a C++ compiler on every worker, and this one has none",
+            hint="install g++ where the executors run, name it in the environment variable CXX, or leave compile out",
+            param="compile",
+            trace=trace,
+        )
+    if config.deterministic and "CUBLAS_WORKSPACE_CONFIG" in text:
+        return ClusterError(
+            "deterministic=True, but this Python worker has used cuBLAS before without a workspace of its own",
+            hint="set spark.executorEnv.CUBLAS_WORKSPACE_CONFIG to :4096:8",
+            param="deterministic",
+            trace=trace,
+        )
+    if config.deterministic and "use_deterministic_algorithms(True)" in text:
+        return ModuleError(
+            f"deterministic=True, but {first}",
+            hint="use another operation in the module, or leave deterministic out",
+            param="deterministic",
+            trace=trace,
+        )
+    return None
 
 
 @contextmanager
@@ -75,13 +73,12 @@ def explained(config: TrainConfig) -> Iterator[None]:
         yield
     except Exception as error:
         text, trace = str(error), "".join(traceback.format_exception(error))
-        first = text.partition("\n")[0].partition(". ")[0]
         if is_out_of_memory(error):
             what, hint = f"the memory of the device is full: {text.splitlines()[0]}", _less_memory(config)
             raise ClusterError(what, hint=hint, trace=trace, code="ST-OUT-OF-MEMORY") from error
-        for caused, signs, kind, what, hint, param in _EXPLAINED:
-            if caused(config) and any(sign in text for sign in signs):
-                raise kind(what.format(first), hint=hint, param=param, trace=trace) from error
+        caused = _caused_by(config, text, trace)
+        if caused is not None:
+            raise caused from error
         raise
 
 

@@ -14,7 +14,7 @@ from sparktorch.base.config import TrainConfig
 from sparktorch.data.columns import GROUP, LABEL, VALIDATION, WEIGHT, Groups, TensorSpec, input_name
 from sparktorch.data.preprocess import Preprocess
 from sparktorch.data.sampling.plan import SamplingPlan, mix_words
-from sparktorch.tasks.recommender.network import Known, PairLoss, Pairs, Towers
+from sparktorch.tasks.recommender.network import IdIndex, PairLoss, Pairs, Towers
 from sparktorch.train.recipe.recipe import Recipe
 from tests.support.frames import Table
 from tests.support.groups import parts
@@ -210,7 +210,7 @@ def test_any_number_of_ranks_ranks_all_items_as_one_plain_loop_over_pairs(
 ) -> None:
     table = choices(features=features)
     assert table.columns.preprocess is not None
-    catalogue = Known(table.columns.preprocess.function.items).features  # type: ignore[attr-defined]
+    catalogue = IdIndex(table.columns.preprocess.function.items).features  # type: ignore[attr-defined]
     params = {**PARAMS, "user_bias": False, "ranks_all": True} | (
         {"user_features": 1, "item_features": 1, "hidden": [5]} if features else {}
     )

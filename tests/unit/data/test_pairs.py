@@ -17,7 +17,7 @@ import torch
 from sparktorch.base.batch import Batch
 from sparktorch.data.columns import TensorSpec
 from sparktorch.model.trained_module import TrainedModule
-from sparktorch.tasks.recommender.network import Known, PairLoss, Pairs, Towers
+from sparktorch.tasks.recommender.network import IdIndex, PairLoss, Pairs, Towers
 from sparktorch.train.recipe.dry_run import ArgumentSpec
 from tests.support.models import trained_module
 
@@ -40,7 +40,7 @@ PAIRS = Pairs("who", "what", structs(who=["ann", "bob", "Ünal"]), structs(what=
     ],
 )
 def test_an_id_is_known_by_its_place_and_null_is_unknown(known: Any, asked: pa.Array, expected: list[int]) -> None:
-    assert Known(structs(id=known)).places(asked).tolist() == expected
+    assert IdIndex(structs(id=known)).indices(asked).tolist() == expected
 
 
 def test_other_items_are_drawn_evenly_and_anew_in_each_epoch_for_a_row_wherever_it_is() -> None:
@@ -72,7 +72,7 @@ def test_features_are_those_of_the_known_id_or_of_the_row_in_units_of_the_known_
 
 def test_what_is_looked_up_is_pickled_without_what_look_ups_need() -> None:
     before = len(pickle.dumps(PAIRS))
-    assert PAIRS.known_users.places(pa.array(["bob"])).tolist() == [1]
+    assert PAIRS.user_index.indices(pa.array(["bob"])).tolist() == [1]
     copy = pickle.loads(pickle.dumps(PAIRS))
     assert len(pickle.dumps(PAIRS)) == before
     assert copy == PAIRS

@@ -80,7 +80,7 @@ def test_times_are_parts_in_utc() -> None:
         found = made(table, at=at, day=pa.array([date(2024, 3, 4), None]))
         assert found["categories"] == [[2 + 1, 2 + 3, 2 + 23, 2 + 2, 2 + 0], [1, 1, 1, 1, 1]]
     assert table.cardinalities == [14, 9, 26, 14, 9]
-    assert list(table.known) == ["at.month", "at.weekday", "at.hour", "day.month", "day.weekday"]
+    assert list(table.vocabulary) == ["at.month", "at.weekday", "at.hour", "day.month", "day.weekday"]
 
 
 def test_the_network_takes_columns_of_one_kind_alone_and_begins_with_nothing_known_of_the_unknown() -> None:

@@ -11,7 +11,7 @@ from sparktorch import TabularClassifier, TabularRegressor
 from sparktorch.errors import ColumnError
 from sparktorch.ml.fit.values import Values
 from sparktorch.spark.column_names import ColumnNames
-from sparktorch.tasks.tables.estimator import _by_kind
+from sparktorch.tasks.tables.learned import kinds_of_columns
 
 SCHEMA = (
     T.StructType()
@@ -23,7 +23,7 @@ SCHEMA = (
 
 
 def by_kind(estimator: Any, *, case_sensitive: bool = False) -> Any:
-    return _by_kind(Values(estimator), ColumnNames(SCHEMA, lambda: case_sensitive))
+    return kinds_of_columns(Values(estimator), ColumnNames(SCHEMA, lambda: case_sensitive))
 
 
 @pytest.mark.parametrize("named", [{"inputCols": ["size", "label"]}, {"numericCols": ["LABEL"]}])
@@ -50,6 +50,6 @@ def test_columns_that_differ_in_case_are_two_where_case_matters() -> None:
     schema = T.StructType().add("label", T.IntegerType()).add("Label", T.DoubleType())
     names = ColumnNames(schema, lambda: True)
     estimator = TabularClassifier(labelCol="label", inputCols=["Label"])
-    assert _by_kind(Values(estimator), names) == ([], {}, ["Label"])
+    assert kinds_of_columns(Values(estimator), names) == ([], {}, ["Label"])
     assert names.repeated(["label", "Label"]) is None
     assert names.repeated(["label", "Label", "`label`"]) == "`label`"

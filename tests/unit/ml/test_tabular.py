@@ -206,11 +206,16 @@ def test_a_label_of_text_is_refused_in_the_name_of_the_estimator_with_a_hint_tha
 
 def test_a_ranker_leaves_out_the_rows_that_its_fit_drops() -> None:
     columns = names(query=T.StringType(), label=T.DoubleType(), features=T.DoubleType())
-    assert Ranker(groupCol="query")._needed(columns) == ["label", "query"]
-    assert Ranker(groupCol="query", **LINEAR)._needed(columns) == ["features", "label", "query"]
-    assert Ranker(groupCol="query", inputCols=["a", "b"], **LINEAR)._needed(columns) == ["a", "b", "label", "query"]
+    assert Ranker(groupCol="query")._required_columns(columns) == ["label", "query"]
+    assert Ranker(groupCol="query", **LINEAR)._required_columns(columns) == ["features", "label", "query"]
+    assert Ranker(groupCol="query", inputCols=["a", "b"], **LINEAR)._required_columns(columns) == [
+        "a",
+        "b",
+        "label",
+        "query",
+    ]
     takes_nulls = Ranker(groupCol="query", preprocess=TableColumns(), **LINEAR)
-    assert takes_nulls._needed(columns) == ["label", "query"]
+    assert takes_nulls._required_columns(columns) == ["label", "query"]
 
 
 @pytest.mark.parametrize("module", [TableNetwork, PATH, None])

@@ -12,7 +12,7 @@ import torch
 from sparktorch.base.config import Task
 from sparktorch.data.convert.tensors import to_arrow
 from sparktorch.errors import ModuleError
-from sparktorch.model.scorer import Scorer
+from sparktorch.model.scorer import Scorer, Scoring
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.tracking.pyfunc import PyFuncModel
 from sparktorch.train.recipe.dry_run import OutputSpec
@@ -43,13 +43,13 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> TrainedModule:
 
 
 def expected_of(trained: TrainedModule) -> Any:
-    return Scorer(trained, batch_size=10).score_arrays([X])["prediction"]
+    return Scorer(trained, Scoring(batch_size=10)).score_arrays([X])["prediction"]
 
 
 def test_batches_are_halved_until_they_fit_and_stay_so(trained: TrainedModule) -> None:
     expected = expected_of(trained)
     Cramped.calls.clear()
-    scorer = Scorer(trained, batch_size="auto")
+    scorer = Scorer(trained, Scoring(batch_size="auto"))
     np.testing.assert_allclose(scorer.score_arrays([X])["prediction"], expected, atol=1e-6)
     assert Cramped.calls == [50, 25, *[10] * 5]
     Cramped.calls.clear()
@@ -62,7 +62,7 @@ def test_memory_that_runs_out_in_a_later_batch_costs_no_row(
     trained: TrainedModule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = expected_of(trained)
-    scorer = Scorer(trained, batch_size="auto")
+    scorer = Scorer(trained, Scoring(batch_size="auto"))
     scorer.score_arrays([X[:10]])
     monkeypatch.setattr(Cramped, "room", 3)
     np.testing.assert_allclose(scorer.score_arrays([X])["prediction"], expected, atol=1e-6)
@@ -72,11 +72,11 @@ def test_a_number_is_kept_and_one_row_that_does_not_fit_is_an_error(
     trained: TrainedModule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(torch.OutOfMemoryError, match="planted"):
-        Scorer(trained, batch_size=20).score_arrays([X])
+        Scorer(trained, Scoring(batch_size=20)).score_arrays([X])
     assert Cramped.calls == [17]
     monkeypatch.setattr(Cramped, "room", 0)
     with pytest.raises(torch.OutOfMemoryError, match="planted"):
-        Scorer(trained, batch_size="auto").score([to_arrow(X[:1])])
+        Scorer(trained, Scoring(batch_size="auto")).score([to_arrow(X[:1])])
 
 
 def test_models_of_mlflow_halve_their_batches(trained: TrainedModule) -> None:
@@ -95,10 +95,10 @@ def test_where_no_row_can_be_scored_the_module_is_not_called(
 
     trained = replace(trained, source=Shaped, outputs=(OutputSpec("", shape),), task=task)
     names = ["scores", "probability", "prediction"] if task == "classification" else ["prediction"]
-    scorer = Scorer(trained)
-    types = [column.type for column in scorer.score_arrow([to_arrow(X[:2])], names)]
+    types = [column.type for column in Scorer(trained).score_arrow([to_arrow(X[:2])], names)]
+    scorer = Scorer(trained, Scoring(invalid="skip"))
     Cramped.calls.clear()
-    nulls = scorer.score_arrow([to_arrow(np.full_like(X[:2], np.nan))], names, invalid="skip")
+    nulls = scorer.score_arrow([to_arrow(np.full_like(X[:2], np.nan))], names)
     assert Cramped.calls == []
     assert [column.type for column in nulls] == types
     assert [column.null_count for column in nulls] == [2] * len(names)

@@ -21,7 +21,7 @@ from sparktorch.base.config import Task
 from sparktorch.data.columns import TensorSpec
 from sparktorch.errors import ColumnError, PersistenceError, SparkTorchError
 from sparktorch.model.export import Program
-from sparktorch.model.scorer import Scorer
+from sparktorch.model.scorer import Scorer, Scoring
 from sparktorch.model.trained_module import FORMAT_VERSION, TrainedModule
 from sparktorch.tracking.pyfunc import PyFuncModel
 from tests.support.models import FEATURES, trained_module
@@ -218,7 +218,7 @@ def test_tied_and_integer_weights_survive(tmp_path: Path) -> None:
 @pytest.mark.parametrize("batch_size", [1, 7])
 def test_scores_do_not_depend_on_the_batches(batch_size: int) -> None:
     model = trained(NamedPair)
-    parts = Scorer(model, batch_size=batch_size).score_arrays([X, SCALE])
+    parts = Scorer(model, Scoring(batch_size=batch_size)).score_arrays([X, SCALE])
     for name, whole in scored(model).items():
         np.testing.assert_allclose(parts[name], whole, rtol=1e-5, atol=1e-6)
 
@@ -261,11 +261,11 @@ def test_columns_that_an_sql_function_was_not_made_for_are_named(column: pa.Arra
         Scorer(trained(Mlp)).score([column])
 
 
-@pytest.mark.parametrize("thresholds", [None, [0.1, 0.5, 0.9]])
-def test_a_row_whose_scores_are_nan_is_of_no_class(thresholds: list[float] | None) -> None:
+@pytest.mark.parametrize("thresholds", [None, (0.1, 0.5, 0.9)])
+def test_a_row_whose_scores_are_nan_is_of_no_class(thresholds: tuple[float, ...] | None) -> None:
     rows = X.copy()
     rows[1, 0] = np.nan
-    found = Scorer(trained(Mlp, "classification"), thresholds=thresholds).score_arrays([rows])["prediction"]
+    found = Scorer(trained(Mlp, "classification"), Scoring(thresholds=thresholds)).score_arrays([rows])["prediction"]
     assert np.flatnonzero(np.isnan(found)).tolist() == [1]
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from sparktorch.model.scorer import Scoring
 from sparktorch.spark import scoring_udf
-from sparktorch.spark.scoring_udf import Scoring
 from tests.unit.model.test_trained_module import trained
 
 
