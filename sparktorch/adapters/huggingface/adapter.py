@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -67,4 +67,6 @@ class HuggingFaceAdapter(Adapter):
 
     def from_json(self, kind: Any, values: dict[str, Any]) -> Any:
         """Returns a configuration of a class of them."""
-        return kind.from_dict(values) if isinstance(kind, type) and is_config(kind) else None
+        if not (isinstance(kind, type) and is_config(kind)):
+            return None
+        return cast(Any, kind).from_dict(values)
