@@ -16,7 +16,6 @@ from pyspark.sql import DataFrame
 from sparktorch.base.config import Task, above
 from sparktorch.base.state_dict import unpacked_weights
 from sparktorch.base.weights_folder import WeightsFolder
-from sparktorch.data.columns import Window
 from sparktorch.errors import ConfigError, counted, shortens
 from sparktorch.ml.fit.attempts import train_with_restarts
 from sparktorch.ml.fit.checks import check_new_columns, check_param_names, naming_params
@@ -25,6 +24,7 @@ from sparktorch.ml.fit.listeners import Fit, FitReport, callers
 from sparktorch.ml.fit.multiple import fit_multiple
 from sparktorch.ml.fit.prepared_data import FreshData, PreparedData, Source
 from sparktorch.ml.fit.summary import TrainingSummary
+from sparktorch.ml.fit.task_training import TaskTraining
 from sparktorch.ml.model import TorchModel, TorchModelBase
 from sparktorch.ml.params.declare import own
 from sparktorch.ml.params.mixins import EstimatorParams, GenericParams
@@ -54,7 +54,6 @@ class TorchEstimatorBase(Shown, Estimator[M], EstimatorParams, MLReadable[Any], 
 
     _task: Task
     _model_class: type[M]
-    _grades = False  # as labels, which are >= 0
     _callers: dict[str, Any] = {}
 
     if not TYPE_CHECKING:
@@ -230,17 +229,9 @@ class TorchEstimatorBase(Shown, Estimator[M], EstimatorParams, MLReadable[Any], 
         """Returns the estimator with what it learns of rows before it trains, and the rows as it trains on them."""
         return self, dataset
 
-    def _window(self) -> Window | None:
-        """Returns the windows that are samples, in estimators that have such."""
-        return None
-
-    def _group(self) -> str | None:
-        """Returns the column of groups, in estimators that make one."""
-        return None
-
-    def _loss_of_groups(self) -> tuple[Any, Callable[..., Any] | None]:
-        """Returns the loss of whole groups, or its import path, and what validation measures of groups."""
-        return self.getLoss(), None
+    def _task_training(self) -> TaskTraining:
+        """Returns what the training has that no Param says, in estimators of a kind of task."""
+        return TaskTraining()
 
     def _warn_of_few_steps(self, summary: TrainingSummary) -> None:
         """Warns of a training that has ended after a few steps because nobody has said how long it takes."""

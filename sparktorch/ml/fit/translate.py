@@ -20,6 +20,7 @@ from sparktorch.errors import ConfigError
 from sparktorch.ml.fit.checks import check_best_metric, check_job, check_params, check_ships
 from sparktorch.ml.fit.identity import described
 from sparktorch.ml.fit.refusals import check_model_folder, check_named_groups, check_restarts, check_whole_groups
+from sparktorch.ml.fit.task_training import TaskTraining
 from sparktorch.ml.fit.values import Values
 from sparktorch.ml.params.classes import CLASSIFIER, GENERIC, RUN
 from sparktorch.ml.params.declare import ParamSpec, input_names
@@ -121,14 +122,18 @@ def translate(estimator: EstimatorParams, task: Task) -> Request[TrainJob]:
     estimator = estimator.completed()  # type: ignore[attr-defined]  # what all estimators have
     p = Values(estimator)
     check_params(p)
-    groups = _groups(estimator, p)
-    known = {} if p["modelDir"] is None else {"modelDir": "set"}
+    task_training: TaskTraining = estimator._task_training()  # type: ignore[attr-defined]  # what all estimators have
+    groups = _groups(p, task_training)
+    identity = {} if p["modelDir"] is None else {"modelDir": "set"}
     if groups is not None and groups.window is not None:
-        known["window"] = str(groups.window)
-    job = _job(p, task, _EVERY, _new_folder(p), **known)
-    loss = _loss(p) if groups is None or groups.window is not None else _loss_of_groups(estimator, p)
-    config, recipe = job["config"], _recipe(p, job["config"], loss)
-    request = _request(estimator, p, _EVERY, TrainJob(recipe=recipe, **job))
+        identity["window"] = str(groups.window)
+    untrained = task_training.validates_untrained
+    config = _config(p, task, _EVERY, model_folder=_new_folder(p), validates_untrained=untrained)
+    job = _job(p, config, _EVERY, **identity)
+    loss = _loss(p) if groups is None or groups.window is not None else _loss_of_groups(p, task_training)
+    recipe = _recipe(p, config, loss)
+    train_job = TrainJob(recipe=recipe, **job)
+    request = _request(estimator, p, _EVERY, train_job, groups=groups, graded=task_training.graded)
     for what in ("loss", "optimizer", "scheduler"):
         check_name(getattr(recipe, what), what)
     check_best_metric(config, recipe)
@@ -145,7 +150,8 @@ def translate_run(params: RunParams, function: Any) -> Request[RankJob]:
     p, table = Values(params), {spec.name: spec for spec in RUN}
     check_job(p)
     named = repr(function) if isinstance(function, str) else name_of(function)  # its code decides itself what resumes
-    request = _request(params, p, table, RankJob(**_job(p, "generic", table, function=named)))
+    job = RankJob(**_job(p, _config(p, "generic", table), table, function=named))
+    request = _request(params, p, table, job, groups=_groups(p, TaskTraining()), graded=False)
     check_loop(request.job.config)
     check_workers(request.job.config, p.workers[1])
     check_restarts(p)
@@ -154,7 +160,9 @@ def translate_run(params: RunParams, function: Any) -> Request[RankJob]:
 
 def config_of(estimator: Any) -> TrainConfig:
     """Returns how an estimator trains, unless its Params are refused."""
-    return _config(Values(estimator.completed()), estimator._task, _EVERY)
+    estimator = estimator.completed()
+    untrained = estimator._task_training().validates_untrained
+    return _config(Values(estimator), estimator._task, _EVERY, validates_untrained=untrained)
 
 
 def input_columns(instance: Any) -> dict[str, Any]:
@@ -176,7 +184,9 @@ def input_columns(instance: Any) -> dict[str, Any]:
     return {"inputs": input_names(instance), "options": options, "preprocess": preprocess}
 
 
-def _request(params: Any, p: Values, table: Mapping[str, ParamSpec], job: J) -> Request[J]:
+def _request(
+    params: Any, p: Values, table: Mapping[str, ParamSpec], job: J, *, groups: Groups | None, graded: bool
+) -> Request[J]:
     patience, log_level = Timeouts(**_fields(p, "patience", table)), getattr(logging, p["logLevel"])
     return Request(
         job=job,
@@ -189,8 +199,8 @@ def _request(params: Any, p: Values, table: Mapping[str, ParamSpec], job: J) -> 
             "validation": p["validationIndicatorCol"],
             "key": p["idCol"],
             "keyed": p["split"] == "key",
-            "groups": _groups(params, p),
-            "grades": getattr(params, "_grades", False),
+            "groups": groups,
+            "grades": graded,
         },
         folds=p.makes_validation,
         **_fields(p, "request", table),
@@ -217,26 +227,23 @@ def _new_folder(p: Values) -> str | None:
     return os.path.join(p["modelDir"], f"model-{started}-{secrets.token_hex(4)}")
 
 
-def _job(
-    p: Values, task: Task, table: Mapping[str, ParamSpec], model_folder: str | None = None, **known: str
-) -> dict[str, Any]:
-    """Returns the fields of a `RankJob`; `known` identifies a training besides its Params."""
+def _job(p: Values, config: TrainConfig, table: Mapping[str, ParamSpec], **identity: str) -> dict[str, Any]:
+    """Returns the fields of a `RankJob`; `identity` tells a training from others besides its Params."""
     return {
         # The monitor must name a stalled rank before the collectives of its peers time out.
         "collective_seconds": max(RankJob.collective_seconds, 2 * p["stallTimeout"]),
-        "config": _config(p, task, table, model_folder),
+        "config": config,
         "storage": StorageConfig(**_fields(p, "storage", table)),
-        "checkpoint": _checkpoint(p, table, known),
+        "checkpoint": _checkpoint(p, table, identity),
     }
 
 
-def _config(p: Values, task: Task, table: Mapping[str, ParamSpec], model_folder: str | None = None) -> TrainConfig:
+def _config(p: Values, task: Task, table: Mapping[str, ParamSpec], **more: Any) -> TrainConfig:
     return TrainConfig(
         task=task,
         shuffle_block=_shuffle_block(p),
         class_weights=_class_weights(p["classWeights"]),
-        validates_untrained=p.validates_untrained,
-        model_folder=model_folder,
+        **more,
         **_fields(p, "config", table),
     )
 
@@ -248,7 +255,7 @@ def _fields(p: Values, configuration: str, table: Mapping[str, ParamSpec] = _EVE
     return {field: tuple(value) if isinstance(value, list) else value for field, value in found.items()}
 
 
-def _checkpoint(p: Values, table: Mapping[str, ParamSpec], known: Mapping[str, str]) -> CheckpointConfig | None:
+def _checkpoint(p: Values, table: Mapping[str, ParamSpec], identity: Mapping[str, str]) -> CheckpointConfig | None:
     if p["checkpointDir"] is None:
         return None
     CheckpointStore(p["checkpointDir"])  # raises if the file system is unknown
@@ -259,7 +266,7 @@ def _checkpoint(p: Values, table: Mapping[str, ParamSpec], known: Mapping[str, s
     } | {"shuffleBlock": _shuffle_block(p)}
     if p.trained is not None:  # the model's uid is another in every process
         compared["module"] = p.trained
-    job = {**described(compared), **known}
+    job = {**described(compared), **identity}
     return CheckpointConfig(owner=secrets.token_hex(16), job=job, **_fields(p, "checkpoint", table))
 
 
@@ -270,13 +277,11 @@ def _shuffle_block(p: Values) -> int:
     return 1 if p["storage"] == "memory" else _SHUFFLE_BLOCK
 
 
-def _groups(estimator: Any, p: Values) -> Groups | None:
+def _groups(p: Values, task_training: TaskTraining) -> Groups | None:
     """Returns the groups of the rows, `None` if each row is a sample."""
-    group, window, grades = p["groupCol"], None, False
-    if not isinstance(estimator, RunParams):
-        group, window, grades = group or estimator._group(), estimator._window(), estimator._grades
+    group, window = p["groupCol"] or task_training.group, task_training.window
     if group is None and window is None:
-        if grades:
+        if task_training.graded:
             check_named_groups(p)
         return None
     if p["split"] == "keep":
@@ -297,12 +302,12 @@ def _loss(p: Values) -> dict[str, Any]:
     return {"loss": p["loss"]} if p["loss"] is not None else {"loss": None, "training_step": p.own_loss}
 
 
-def _loss_of_groups(estimator: Any, p: Values) -> dict[str, Any]:
+def _loss_of_groups(p: Values, task_training: TaskTraining) -> dict[str, Any]:
     """Returns the recipe's arguments for a loss of whole groups, or a training step that has one."""
     check_whole_groups(p)
     if p["trainingStep"] is not None:
         return {"loss": None}
-    loss, metrics = estimator._loss_of_groups()
+    loss = p["loss"] if task_training.loss is None else task_training.loss
     if isinstance(loss, str) and ":" not in loss:
         raise ConfigError(
             f"loss {loss!r} is no import path, and torch's losses, which have names, are those of rows",
@@ -311,7 +316,7 @@ def _loss_of_groups(estimator: Any, p: Values) -> dict[str, Any]:
         )
     loss = load_object(loss) if isinstance(loss, str) else loss
     check_ships(loss, f"loss {name_of(loss)}", param="loss", hint="make what it holds inside it")
-    return {"loss": None, "training_step": GroupsLossStep(loss, p["lossParams"], metrics)}
+    return {"loss": None, "training_step": GroupsLossStep(loss, p["lossParams"], task_training.metrics)}
 
 
 def _module(p: Values) -> dict[str, Any]:

@@ -66,11 +66,6 @@ class Values:
         return self.adapter.brings_training
 
     @property
-    def validates_untrained(self) -> bool:
-        """Whether the weights from before the first step are to be judged, too."""
-        return bool(getattr(self._instance, "_validates_untrained", False))
-
-    @property
     def file_in_the_way(self) -> str | None:
         """The file that stands where `modelDir` or a folder above it should."""
         wanted = PurePath(self["modelDir"])

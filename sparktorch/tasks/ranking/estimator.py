@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from pyspark.sql import DataFrame
@@ -12,6 +12,7 @@ from sparktorch.base.config import one_of
 from sparktorch.base.imports import is_object
 from sparktorch.errors import ConfigError, shortens
 from sparktorch.ml.fit.refusals import check_named_groups
+from sparktorch.ml.fit.task_training import TaskTraining
 from sparktorch.ml.fit.values import Values
 from sparktorch.ml.params.mixins import RankerParams, RankingModelParams
 from sparktorch.ml.regression import ValueModel
@@ -96,7 +97,6 @@ class Ranker(TabularEstimator, RankerParams):
 
     _task = "regression"
     _model_class = RankingModel
-    _grades = True
     _task_settings = RANKING
     _unit = "groups"
     _searched = {"optimizerParams.weight_decay": [0.1, 1.0]}
@@ -166,12 +166,12 @@ class Ranker(TabularEstimator, RankerParams):
         trained = of_all - (held_out or 0)
         return trained, held_out or 0
 
-    def _loss_of_groups(self) -> tuple[Any, Callable[..., Any] | None]:
+    def _task_training(self) -> TaskTraining:
         loss = self.getLoss()
         if isinstance(loss, str) and ":" not in loss:
             one_of("loss", loss, tuple(LOSSES))
             loss = LOSSES[loss]
-        return loss, measured
+        return TaskTraining(graded=True, loss=loss, metrics=measured)
 
 
 def _check_members(p: Values) -> None:

@@ -16,6 +16,7 @@ from pyspark.sql import functions as F
 
 from sparktorch.base.config import at_least, one_of
 from sparktorch.errors import ColumnError, ConfigError
+from sparktorch.ml.fit.task_training import TaskTraining
 from sparktorch.ml.fit.values import Values
 from sparktorch.ml.params.mixins import RecommenderParams
 from sparktorch.ml.scoring.column_metadata import check_numbers
@@ -153,8 +154,9 @@ class Recommender(Paired, LearningEstimator, RecommenderParams):
         assert self._learned is not None
         return self._learned.weight if self._ranks_all else Values(self)["ratingCol"] or self._learned.weight
 
-    def _group(self) -> str | None:
-        return self._learned.group if self._learned is not None and self._ranks_all else None
+    def _task_training(self) -> TaskTraining:
+        """Returns the column whose groups are all that a user has chosen, where all items are ranked."""
+        return TaskTraining(group=self._learned.group if self._learned is not None and self._ranks_all else None)
 
     @property
     def _holds_out(self) -> bool:

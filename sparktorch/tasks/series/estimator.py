@@ -16,6 +16,7 @@ from sparktorch.base.config import one_of
 from sparktorch.base.imports import import_path, is_object
 from sparktorch.data.columns import Window
 from sparktorch.errors import ColumnError, ConfigError, counted
+from sparktorch.ml.fit.task_training import TaskTraining
 from sparktorch.ml.fit.values import Values
 from sparktorch.ml.params.mixins import ForecasterParams
 from sparktorch.spark.column_names import ColumnNames
@@ -182,6 +183,9 @@ class Forecaster(LearningEstimator, ForecasterParams):
     def _figures_of(self, column: str) -> tuple[float, float]:
         """Returns mean and standard deviation of a column; 0 and 1 before they are learned, and of categories."""
         return (0.0, 1.0) if self._learned is None else self._learned.figures.get(column, (0.0, 1.0))
+
+    def _task_training(self) -> TaskTraining:
+        return TaskTraining(window=self._window(), validates_untrained=self._validates_untrained)
 
     def _window(self) -> Window:
         p = Values(self)

@@ -134,7 +134,7 @@ class TabularEstimator(LearningEstimator):
         trained = Values(self).trained
         scales = learned.scales or (trained.params.get("scales", ()) if trained is not None else ())
         deviations = [deviation or 1.0 for _, deviation in scales]
-        if self._task != "regression" or self._grades or not deviations:
+        if self._task != "regression" or self._task_training().graded or not deviations:
             return 1.0
         power = 2 if _is_squared_error(Values(self)["loss"]) else 1  # Others grow about as the absolute error does.
         return sum(deviation**power for deviation in deviations) / len(deviations)

@@ -83,7 +83,7 @@ def test_all_items_are_ranked_where_users_can_stay_whole_and_items_are_not_too_m
     implicit = estimator.getImplicitPrefs()
     assert completed.getPreprocess().negatives == drawn
     assert (completed.getTrainingStep().catalogue is not None) == (implicit and not drawn)
-    assert estimator._group() == ("chosen_by" if implicit and not drawn else None)
+    assert estimator._task_training().group == ("chosen_by" if implicit and not drawn else None)
 
 
 def test_choices_hold_out_nothing_unless_a_share_is_set() -> None:
