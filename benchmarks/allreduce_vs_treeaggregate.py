@@ -33,10 +33,10 @@ from benchmarks.fit_wall import estimator, write_rows
 TASKS = 2
 BATCH = 1024
 EPOCHS = 3
-BATCHES = 8  # that have an RDD each
+BATCHES = 8  # Each batch has an RDD.
 
 Tensors = tuple[torch.Tensor, torch.Tensor]
-Sums = tuple[npt.NDArray[np.float32], float, int]  # of gradients and losses, and of how many rows
+Sums = tuple[npt.NDArray[np.float32], float, int]  # These are the sums of gradients and losses, and the number of rows.
 
 
 def to_tensors(rows: Iterable[Any]) -> Iterator[Tensors]:
@@ -59,8 +59,8 @@ def gradient(pairs: Iterable[Tensors], weights: Broadcast[npt.NDArray[np.float32
     nn.utils.vector_to_parameters(torch.tensor(weights.value), module.parameters())
     for features, label in pairs:
         loss = nn.functional.mse_loss(module(features).squeeze(-1), label, reduction="sum")
-        found = torch.autograd.grad(loss, list(module.parameters()))
-        yield nn.utils.parameters_to_vector(found).numpy(), loss.item(), len(label)
+        gradients = torch.autograd.grad(loss, list(module.parameters()))
+        yield nn.utils.parameters_to_vector(gradients).numpy(), loss.item(), len(label)
 
 
 def add(left: Sums, right: Sums) -> Sums:
@@ -153,7 +153,7 @@ def main() -> None:
                 "treeAggregate": partial(redrawn.rate, steps),
                 "treeAggregate, a cached RDD a batch": partial(cut.rate, steps),
             }
-            interleave(sides, 1)  # warms up
+            interleave(sides, 1)  # These turns warm up.
             samples = interleave(sides, rounds)
     median = {name: statistics.median(values) for name, values in samples.items()}
     report(

@@ -59,7 +59,7 @@ def reduced(context: sparktorch.RunContext) -> float:
 
 
 def script(context: sparktorch.RunContext, *details: Any) -> dict[str, float]:
-    """The body of the script by hand."""
+    """Runs the body of the script by hand."""
     return by_hand.train_in_group(*details)
 
 
@@ -87,21 +87,21 @@ class Sides:
         self._rows = spark.read.parquet(str(work / "data"))
 
     def run(self) -> float:
-        """The script's body, called by `run`."""
-        found: list[dict[str, float]] = []
-        wall = seconds(lambda: found.extend(sparktorch.run(script, args=self._details, **QUIET)))
-        self._note("loop per step in run, ms", found[0])
+        """Runs the script's body, called by `run`."""
+        results: list[dict[str, float]] = []
+        wall = seconds(lambda: results.extend(sparktorch.run(script, args=self._details, **QUIET)))
+        self._note("loop per step in run, ms", results[0])
         return wall
 
     def torchrun(self) -> float:
-        """The script under `torchrun`."""
+        """Runs the script under `torchrun`."""
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
         wall, out = run_process([*launch, by_hand.__file__, *map(str, self._details)])
         self._note("loop per step under torchrun, ms", json.loads(out.splitlines()[-1]))
         return wall
 
     def tree_aggregate(self) -> float:
-        """One sum of 10 MB by `treeAggregate`."""
+        """Sums 10 MB once by `treeAggregate`."""
         zero = np.zeros(FLOATS, np.float32)
         total: list[Any] = []
         took = seconds(lambda: total.append(self._parts.treeAggregate(zero, np.add, np.add)))
@@ -117,30 +117,30 @@ class Sides:
         return side()
 
     def tensors(self) -> float:
-        """The rows as an RDD of tensors."""
+        """Reads the rows as an RDD of tensors."""
         return seconds(lambda: tensor_rdd(self._rows).mapPartitions(summed).sum())
 
     def arrow(self) -> float:
-        """The rows in `mapInArrow`."""
+        """Reads the rows in `mapInArrow`."""
         return seconds(lambda: self._rows.mapInArrow(taken, "rows bigint").collect())
 
     def rows(self) -> float:
-        """The rows as an RDD of rows."""
+        """Reads the rows as an RDD of rows."""
         return seconds(lambda: self._rows.rdd.mapPartitions(lambda rows: [sum(1 for _ in rows)]).sum())
 
-    def _note(self, name: str, found: dict[str, float]) -> None:
-        self.noted.setdefault(name, []).append(1000 * found["loop"] / found["steps"])
+    def _note(self, name: str, result: dict[str, float]) -> None:
+        self.noted.setdefault(name, []).append(1000 * result["loop"] / result["steps"])
 
 
 QUIET: dict[str, Any] = {"numWorkers": RANKS, "device": "cpu", "progress": False}
 
 
 def nothing(context: sparktorch.RunContext) -> None:
-    """A function that does nothing."""
+    """Does nothing."""
 
 
 def distributor() -> float:
-    """`TorchDistributor` with nothing to do."""
+    """Runs `TorchDistributor` with nothing to do."""
     launch = TorchDistributor(num_processes=RANKS, local_mode=False, use_gpu=False)
     return seconds(lambda: launch.run(by_hand.nothing))
 

@@ -36,9 +36,9 @@ def train(data: str, out: str, epochs: int, batch: int) -> dict[str, float]:
     """Opens the process group, and trains as `train_in_group`."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    found = train_in_group(data, out, epochs, batch)
+    result = train_in_group(data, out, epochs, batch)
     dist.destroy_process_group()
-    return found
+    return result
 
 
 def train_in_group(data: str, out: str, epochs: int, batch: int) -> dict[str, float]:
@@ -79,7 +79,7 @@ def train_in_group(data: str, out: str, epochs: int, batch: int) -> dict[str, fl
 
 
 def nothing() -> None:
-    """A training function that does nothing."""
+    """Does nothing, in place of training."""
 
 
 def _writable(column: pa.Array) -> torch.Tensor:
@@ -87,6 +87,6 @@ def _writable(column: pa.Array) -> torch.Tensor:
 
 
 if __name__ == "__main__":
-    found = train(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    result = train(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
     if os.environ["RANK"] == "0":
-        print(json.dumps(found), flush=True)
+        print(json.dumps(result), flush=True)

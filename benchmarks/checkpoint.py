@@ -20,7 +20,7 @@ from tempfile import mkdtemp
 
 from benchmarks.common import Goal, arguments, interleave, machine, report, workspace
 from benchmarks.nets import Mlp
-from benchmarks.ranks import Place, Ranks, fit
+from benchmarks.ranks import RankContext, Ranks, fit
 from sparktorch.base.config import CheckpointConfig, TrainConfig
 from sparktorch.train.recipe.recipe import Recipe
 
@@ -38,12 +38,12 @@ class Turn:
     write: float
 
 
-def train(place: Place, epochs: int, steps: int, folder: str | None) -> Turn:
-    """A turn in one rank; saves each epoch if there is a folder."""
+def train(context: RankContext, epochs: int, steps: int, folder: str | None) -> Turn:
+    """Takes a turn in one rank; saves each epoch if there is a folder."""
     recipe = Recipe(module=Mlp, module_params={"width": WIDTH, "layers": LAYERS})
-    config = TrainConfig(task="regression", batch_size=BATCH * place.world.world_size, epochs=epochs)
+    config = TrainConfig(task="regression", batch_size=BATCH * context.world.world_size, epochs=epochs)
     checkpoint = CheckpointConfig(directory=folder, owner=folder) if folder else None
-    course = fit(place, BATCH * steps, Mlp.inputs, recipe, config, checkpoint=checkpoint)
+    course = fit(context, BATCH * steps, Mlp.inputs, recipe, config, checkpoint=checkpoint)
     copy, write = (course.seconds.get(f"checkpoint_{name}", 0.0) / epochs for name in ("copy", "write"))
     return Turn(course.epochs[1:], copy, write)
 
@@ -59,7 +59,7 @@ class Turns:
         self.megabytes = 0.0
 
     def take(self, *, saving: bool) -> float:
-        """A turn in all ranks."""
+        """Takes a turn in all ranks."""
         folder = mkdtemp(dir=self._work) if saving else None
         turns = self._ranks(train, self._epochs, self._steps, folder)
         if folder:
@@ -76,16 +76,16 @@ def main() -> None:
     with workspace() as work, Ranks(RANKS) as ranks:
         turns = Turns(ranks, work, quick=options.quick)
         sides = {"saving": partial(turns.take, saving=True), "not saving": partial(turns.take, saving=False)}
-        interleave(sides, 1)  # warms up
+        interleave(sides, 1)  # The first turns warm up.
         turns.copies, turns.writes = [], []
-        found = interleave(sides, 2 if options.quick else 5)
-    median = {name: statistics.median(values) for name, values in found.items()}
+        samples = interleave(sides, 2 if options.quick else 5)
+    median = {name: statistics.median(values) for name, values in samples.items()}
     copy = statistics.median(turns.copies) / 1000
     report(
         "checkpoint",
         samples={
-            "epoch with saving, s": found["saving"],
-            "epoch without, s": found["not saving"],
+            "epoch with saving, s": samples["saving"],
+            "epoch without, s": samples["not saving"],
             "copy to host memory, ms": turns.copies,
             "a rank's write in the background, ms": turns.writes,
         },

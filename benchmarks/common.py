@@ -47,9 +47,10 @@ ROOT = Path(__file__).resolve().parent.parent
 
 T = TypeVar("T")
 
-_ABORTED = "terminate called without an active exception"  # a peer's process, at its end, on a busy machine
-_MOST_REPEATED = 5  # in a benchmark
-_repeated: list[list[str]] = []  # commands of samples that were measured again
+# On a busy machine, a process of a peer may abort at its end with this message.
+_ABORTED = "terminate called without an active exception"
+_MOST_REPEATED = 5  # A benchmark measures at most so many samples again.
+_repeated: list[list[str]] = []  # These are the commands of the samples that were measured again.
 
 
 @dataclass(frozen=True)
@@ -137,14 +138,14 @@ def _commit() -> str:
             text=True,
             check=True,
         )
-    except (OSError, subprocess.CalledProcessError):  # a copy without its history
+    except (OSError, subprocess.CalledProcessError):  # A copy may have no history.
         return "unknown"
     return head.stdout.strip() + "+" * bool(changed.stdout)
 
 
 @contextlib.contextmanager
 def workspace() -> Iterator[Path]:
-    """A temporary directory; inside, every process started can import this checkout and talks over loopback."""
+    """Yields a temporary directory; processes of the block import this checkout, and talk over loopback."""
     inherited = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
     os.environ |= {
         "PYTHONPATH": os.pathsep.join([str(ROOT), *inherited]),
@@ -162,7 +163,7 @@ def workspace() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def session(work: Path, *, cores: int = 2, master: str = "", **settings: str) -> Iterator[SparkSession]:
-    """A session on loopback, without UI or progress bars, its files under `work`.
+    """Yields a session on loopback, without UI or progress bars, with its files under `work`.
 
     Args:
         work: From `workspace`.
@@ -216,12 +217,12 @@ def _run_once(command: list[str], timeout: float) -> tuple[float, str]:
     try:
         out, err = process.communicate(timeout=timeout)
     except BaseException:
-        os.killpg(process.pid, signal.SIGKILL)  # its children too
+        os.killpg(process.pid, signal.SIGKILL)  # The group has the process and its children.
         process.communicate()
         raise
     wall = time.perf_counter() - started
     if process.returncode:
-        aborted = f"{_ABORTED}\n" if _ABORTED in err else ""  # torchrun may print much after it
+        aborted = f"{_ABORTED}\n" if _ABORTED in err else ""  # torchrun may print much after it.
         raise RuntimeError(
             f"{' '.join(command)} failed with {process.returncode}:\n{aborted}{out[-2000:]}\n{err[-4000:]}"
         )
@@ -262,25 +263,25 @@ def taking_turns(
         line = process.stdout.readline()
         if not line:
             raise RuntimeError(f"{' '.join(command)} has ended:\n{log.read_text()[-3000:]}")
-        found: dict[str, float] = json.loads(line)
-        return found
+        answer: dict[str, float] = json.loads(line)
+        return answer
 
     try:
         yield turn
     finally:
         try:
-            process.communicate(timeout=20)  # the end of its input ends it
+            process.communicate(timeout=20)  # The process ends once its input has ended.
         except (subprocess.TimeoutExpired, BrokenPipeError):
-            os.killpg(process.pid, signal.SIGKILL)  # its JVM too
+            os.killpg(process.pid, signal.SIGKILL)  # The group has the process and its JVM.
             process.communicate()
 
 
 def printed(show: Callable[[], T]) -> tuple[T, str]:
     """Calls what prints a table, and returns its result and the table, which `benchmarks.tables` puts on the page."""
     with contextlib.redirect_stdout(io.StringIO()) as text:
-        found = show()
+        result = show()
     print(text.getvalue(), end="")
-    return found, text.getvalue().strip("\n")
+    return result, text.getvalue().strip("\n")
 
 
 def report(
@@ -305,8 +306,9 @@ def report(
     spreads = {name: spread(values) for name, values in samples.items()}
     width = max(map(len, [*spreads, *ratios])) + 2
     print(f"\n{benchmark}\n{'':{width}}{'median':>10}{'min':>10}{'max':>10}{'n':>4}")
-    for name, found in spreads.items():
-        print(f"{name:{width}}{found['median']:10.4g}{found['min']:10.4g}{found['max']:10.4g}{found['n']:4d}")
+    for name, figures in spreads.items():
+        cells = "".join(f"{figures[column]:10.4g}" for column in ("median", "min", "max"))
+        print(f"{name:{width}}{cells}{figures['n']:4d}")
     print()
     for name, value in ratios.items():
         verdict = f"{goals[name]!s:>10}  {'met' if goals[name].met(value) else 'MISSED'}" if name in goals else ""
@@ -316,8 +318,8 @@ def report(
         "ratios": {name: round(value, 4) for name, value in ratios.items()},
         "goals": {name: str(goal) for name, goal in goals.items()},
         "met": all(goal.met(ratios[name]) for name, goal in goals.items()),
-        "medians": {name: round(found["median"], 5) for name, found in spreads.items()},
-        "spreads": {name: [round(found["min"], 5), round(found["max"], 5)] for name, found in spreads.items()},
+        "medians": {name: round(figures["median"], 5) for name, figures in spreads.items()},
+        "spreads": {name: [round(figures["min"], 5), round(figures["max"], 5)] for name, figures in spreads.items()},
         "repeated samples": len(_repeated),
         **facts,
     }

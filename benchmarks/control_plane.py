@@ -38,12 +38,12 @@ from sparktorch.distributed.store import Rendezvous, SealedStore, allow_connecti
 from sparktorch.errors import SparkTorchError
 
 SIZES = (2, 64, 256, 1024, 4096)
-REPEATS, MOST_REPEATED = 5, 1024  # 4,096 ranks are measured once: they take three minutes
+REPEATS, MOST_REPEATED = 5, 1024  # 4,096 ranks are measured once: they take three minutes.
 QUICK = (2, 32)
-CROWDS = 4  # processes that the ranks are threads of
-AT_ONCE = 16  # ranks of a process that connect at the same time
-POLL_SECONDS = 0.05  # of a job
-STEP_SECONDS = 0.5  # of a training that is paused
+CROWDS = 4  # The ranks are threads of so many processes.
+AT_ONCE = 16  # So many ranks of a process connect at the same time.
+POLL_SECONDS = 0.05  # The watch of a job looks this often for orders.
+STEP_SECONDS = 0.5  # A step takes so long in a training that is paused.
 MESSAGES = {"set": 1, "check": 1, "peek": 1, "add": 1, "delete_key": 1, "list_keys": 1, "get": 2, "multi_get": 2}
 GOALS = {
     "driver, 1024 ranks train: share of a core": Goal(0.1),
@@ -91,8 +91,8 @@ class Simulated(Client):
         if kind not in _described:
             _described[kind] = super().describe(error)
         form = _described[kind].to_dict()
-        place = {"rank": self._world.rank, "host": self._world.host}
-        return SparkTorchError.from_dict({**form, "where": {**form["where"], **place}})
+        where = {**form["where"], "rank": self._world.rank, "host": self._world.host}
+        return SparkTorchError.from_dict({**form, "where": where})
 
 
 class Crowd:
@@ -126,8 +126,8 @@ class Crowd:
 
     def die(self, rank: int | None) -> float:
         """Stops the heart of a rank, or those of all; returns when."""
-        for each, client in self._clients.items():
-            if rank in (None, each):
+        for number, client in self._clients.items():
+            if rank in (None, number):
                 client.dead = True
         return time.monotonic()
 
@@ -166,7 +166,7 @@ class Crowd:
         except Exception as error:
             self._times["stopped"].append(time.monotonic())
             if client.dead:
-                self._steps["end"].wait()  # or it would say that it ends
+                self._steps["end"].wait()  # Without this, it would say that it ends.
                 return
             client.fail(error)
             client.is_heard(error)
@@ -175,18 +175,20 @@ class Crowd:
 def facts(rank: int) -> dict[str, Any]:
     """Returns what a rank tells the others of its rows."""
     rows = {"rows": 10_000_000 + rank, "validation": 1_000 + rank, "fingerprint": hash((rank, "rows")) % 2**64}
-    place = {"device": f"cuda:{rank % 8}", "host": f"worker-{rank // 8}.example.com", "by_place": None}
-    return {**rows, **place, "folds": {}, "groups": None}
+    location = {"device": f"cuda:{rank % 8}", "host": f"worker-{rank // 8}.example.com", "by_place": None}
+    return {**rows, **location, "folds": {}, "groups": None}
 
 
 def crowd(pipe: Connection) -> None:
     """Simulates ranks as it is told."""
     threading.stack_size(256 << 10)
-    sys.setswitchinterval(0.5)  # each thread that waits for the interpreter's lock wakes up so often
-    heartbeat._LEAVING_SECONDS = 60.0  # a rank that does not end in time would take its whole process along
-    for module, name in ((json, "loads"), (zlib, "decompress")):  # done once here, where real ranks have own cores
+    sys.setswitchinterval(0.5)  # A thread that waits for the interpreter's lock wakes up this often.
+    heartbeat._LEAVING_SECONDS = 60.0  # A rank that does not end in time would end its whole process.
+    # Real ranks have cores of their own; here, one of them decodes a message for all.
+    for module, name in ((json, "loads"), (zlib, "decompress")):
         setattr(module, name, functools.lru_cache(16)(getattr(module, name)))
-    LogCapture.overhearing = lambda self: nullcontext()  # type: ignore[method-assign]  # all share one output
+    # All ranks share one output, which only one of them could capture.
+    LogCapture.overhearing = lambda self: nullcontext()  # type: ignore[method-assign]
     counter, ranks = Counter(), None
     with suppress(EOFError):
         while True:
@@ -213,7 +215,7 @@ def _watch(pipe: Connection, size: int, counter: Counter) -> None:
     allow_connections(size)
     with closing(ControlServer(HOST, HOST)) as server:
         watch = Monitor(server, size, Mock(), Timeouts())
-        causes, known = RootCause(watch), None
+        causes, known_since = RootCause(watch), None
         pipe.send(server.rendezvous)
         while True:
             if pipe.poll(POLL_SECONDS):
@@ -221,7 +223,7 @@ def _watch(pipe: Connection, size: int, counter: Counter) -> None:
                 if name == "end":
                     return
                 if name == "known":
-                    pipe.send(known)
+                    pipe.send(known_since)
                 elif name in ("pause", "cancel"):
                     pipe.send(time.monotonic())
                     getattr(server, name)()
@@ -230,11 +232,11 @@ def _watch(pipe: Connection, size: int, counter: Counter) -> None:
                 elif name == "begun":
                     pipe.send(sum(beat is not None for beat in server.beats(size)))
                 elif name == "lost":
-                    found = causes.of(RuntimeError(value))
-                    pipe.send((found.where.get("rank"), found.what, time.monotonic()))
+                    cause = causes.of(RuntimeError(value))
+                    pipe.send((cause.where.get("rank"), cause.what, time.monotonic()))
             watch.look()
-            if known is None and server.acknowledge() is not None:
-                known = time.monotonic()
+            if known_since is None and server.acknowledge() is not None:
+                known_since = time.monotonic()
 
 
 class Job:
@@ -248,10 +250,10 @@ class Job:
         edges = [size * number // len(crowds) for number in range(len(crowds) + 1)]
         parts = zip(crowds, itertools.starmap(range, itertools.pairwise(edges)), strict=True)
         self._parts = [(pipe, ranks) for pipe, ranks in parts if ranks]
-        for each, ranks in self._parts:
-            each.send(("join", (meeting, ranks, size)))
-        for each, _ in self._parts:
-            each.recv()
+        for crowd_pipe, ranks in self._parts:
+            crowd_pipe.send(("join", (meeting, ranks, size)))
+        for crowd_pipe, _ in self._parts:
+            crowd_pipe.recv()
         while self.ask("begun") < size:
             time.sleep(0.05)
         self.joined = time.monotonic() - started
@@ -301,7 +303,7 @@ class Simulation:
 
     @contextmanager
     def job(self, size: int, *, waits: bool = False) -> Iterator[Job]:
-        """A job whose ranks have all begun, or wait for what never comes."""
+        """Starts a job whose ranks have all begun, or wait for a message that never comes."""
         of_driver, *crowds = self._pipes
         of_driver.send(size)
         job = Job(size, crowds, of_driver)
@@ -314,7 +316,7 @@ class Simulation:
         of_driver.send(("end", None))
 
     def close(self) -> None:
-        """Ends them."""
+        """Ends the processes."""
         for pipe, process in zip(self._pipes, self._processes, strict=True):
             pipe.close()
             process.join(10)
@@ -324,34 +326,37 @@ class Simulation:
 
 def measure(size: int, ranks: Simulation, seconds: float) -> dict[str, float]:
     """Measures jobs of as many ranks: one is cancelled, one has an error, one is paused, and one loses a rank."""
-    found: dict[str, float] = {}
+    figures: dict[str, float] = {}
     window = max(seconds, 5 * size / 1000)
     with ranks.job(size) as calm:
 
         def spend(what: str) -> None:
-            found.update({f"{what}: {name}": value for name, value in calm.spent(window).items()})
+            for name, value in calm.spent(window).items():
+                figures[f"{what}: {name}"] = value
 
-        found["all ranks heard of, s"] = calm.joined
+        figures["all ranks heard of, s"] = calm.joined
         spend("idle")
         begun = time.monotonic()
-        found["agree, s"] = calm.agree() - begun
+        figures["agree, s"] = calm.agree() - begun
         spend("train")
         calm.tell("go", "wait")
         spend("wait")
         cancelled = calm.ask("cancel")
-        found["cancelled, s"] = max(calm.tell("times", "stopped")) - cancelled
+        figures["cancelled, s"] = max(calm.tell("times", "stopped")) - cancelled
     with ranks.job(size, waits=True) as failing:
         (had,) = failing.tell("fail", 1, ValueError("planted"), rank=1)
-        while (known := failing.ask("known")) is None:
+        known_since = failing.ask("known")
+        while known_since is None:
             time.sleep(0.01)
-        found["error known, s"] = known - had
-        found["error: all ranks stopped, s"] = max(failing.tell("times", "stopped")) - had
+            known_since = failing.ask("known")
+        figures["error known, s"] = known_since - had
+        figures["error: all ranks stopped, s"] = max(failing.tell("times", "stopped")) - had
     with ranks.job(size) as pausing:
         pausing.agree()
         pausing.tell("go", "pause")
         pausing.tell("go", "wait")
         asked = pausing.ask("pause")
-        found["paused, s"] = max(pausing.tell("times", "paused")) - asked
+        figures["paused, s"] = max(pausing.tell("times", "paused")) - asked
     with ranks.job(size, waits=True) as losing:
         lost, peer = size // 2, (size // 2 + 1) % size
         (died,) = losing.tell("die", lost, rank=lost)
@@ -359,9 +364,9 @@ def measure(size: int, ranks: Simulation, seconds: float) -> dict[str, float]:
         losing.tell("die", None)  # Spark ends all tasks once one has ended
         rank, what, named = losing.ask("lost", f"barrier task ResultTask(7, {peer}) finished unsuccessfully")
         assert rank == lost, (rank, lost, what)
-        found["lost rank named, s"] = named - died
+        figures["lost rank named, s"] = named - died
         losing.tell("go", "end")
-    return found
+    return figures
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -381,15 +386,15 @@ def main() -> None:
                 for name, value in measure(size, ranks, 2.0 if args.quick else args.seconds).items():
                     print(f"{size} ranks: {name}: {value:.4g}", file=sys.stderr, flush=True)
                     samples.setdefault(f"{size} ranks: {name}", []).append(value)
-    found = {name: statistics.median(values) for name, values in samples.items()}
+    medians = {name: statistics.median(values) for name, values in samples.items()}
     ratios = {}
     for size in sizes:
-        ratios[f"driver, {size} ranks train: share of a core"] = found[f"{size} ranks: train: driver"]
-        ratios[f"driver, {size} ranks wait: share of a core"] = found[f"{size} ranks: wait: driver"]
+        ratios[f"driver, {size} ranks train: share of a core"] = medians[f"{size} ranks: train: driver"]
+        ratios[f"driver, {size} ranks wait: share of a core"] = medians[f"{size} ranks: wait: driver"]
         for name in ("lost rank named", "agree", "paused"):
-            ratios[f"{name}, {size} ranks, s"] = found[f"{size} ranks: {name}, s"]
+            ratios[f"{name}, {size} ranks, s"] = medians[f"{size} ranks: {name}, s"]
     if {256, 4096} <= {*sizes}:
-        most, fewer = found["4096 ranks: train: driver"], found["256 ranks: train: driver"]
+        most, fewer = medians["4096 ranks: train: driver"], medians["256 ranks: train: driver"]
         ratios["driver's share, 4096 / 256 ranks"] = most / fewer
     goals = {name: goal for name, goal in GOALS.items() if name in ratios}
     report("control_plane", samples=samples, ratios=ratios, goals=goals, facts=machine("torch"), path=args.json)

@@ -65,7 +65,7 @@ def write_rows(directory: Path, rows: int, files: int) -> None:
 
 
 def estimator(*, batch: int, epochs: int) -> TorchRegressor:
-    """The estimator with the settings of the hand-written script."""
+    """Returns the estimator with the settings of the hand-written script."""
     return TorchRegressor(
         module=by_hand.MLP,
         learningRate=by_hand.LEARNING_RATE,
@@ -87,7 +87,7 @@ class Sides:
         self._data = data
 
     def fit(self) -> float:
-        """A warm fit."""
+        """Fits in a warm session."""
         models: list[TorchRegressionModel] = []
         wall = seconds(lambda: models.append(fit(self._spark, self._data)))
         summary = models[0].summary
@@ -106,37 +106,37 @@ class Sides:
         return launch + script
 
     def torchrun(self) -> float:
-        """The hand-written script under `torchrun`."""
+        """Runs the hand-written script under `torchrun`."""
         wall, out = run_process(self._torchrun)
-        found = json.loads(out.splitlines()[-1])
-        self._note("loop per step by hand, ms", 1000 * found["loop"] / found["steps"])
-        self._note("loss by hand", found["loss"])
+        result = json.loads(out.splitlines()[-1])
+        self._note("loop per step by hand, ms", 1000 * result["loop"] / result["steps"])
+        self._note("loss by hand", result["loss"])
         return wall
 
     def distributor(self) -> float:
-        """The body of that script under `TorchDistributor`."""
+        """Runs the body of that script under `TorchDistributor`."""
         launch = TorchDistributor(num_processes=RANKS, local_mode=False, use_gpu=False)
         script = (str(self._data), str(self._work / "state.pt"), EPOCHS, BATCH // RANKS)
         return seconds(lambda: launch.run(by_hand.train, *script))
 
     def cold(self) -> float:
-        """A fresh process that starts a session and fits."""
+        """Runs a fresh process that starts a session and fits."""
         call = f"from benchmarks.fit_wall import cold_fit; cold_fit({str(self._data)!r})"
         wall, printed = run_process([sys.executable, "-c", call])
         self._note("the fit of a cold process, s", float(printed.splitlines()[-1]))
         return wall
 
     def cold_torchrun(self) -> float:
-        """A fresh process that starts a session and runs `torchrun`; it imports neither torch nor this package."""
+        """Runs a fresh process that starts a session and runs `torchrun`; it imports neither torch nor this package."""
         return run_process([sys.executable, "-c", _COLD_TORCHRUN.format(ranks=RANKS, command=self._torchrun)])[0]
 
     def noop_distributor(self) -> float:
-        """`TorchDistributor` with nothing to do."""
+        """Runs `TorchDistributor` with nothing to do."""
         launch = TorchDistributor(num_processes=RANKS, local_mode=False, use_gpu=False)
         return seconds(lambda: launch.run(by_hand.nothing))
 
     def one_step(self, rows: DataFrame) -> float:
-        """A warm fit of one step."""
+        """Fits one step in a warm session."""
         models: list[TorchRegressionModel] = []
         wall = seconds(lambda: models.append(estimator(batch=100, epochs=1).fit(rows)))
         laps = models[0].summary.seconds

@@ -85,7 +85,7 @@ class Kills:
 
     @contextlib.contextmanager
     def going_on(self) -> Iterator[None]:
-        """Context in which they happen."""
+        """Kills ranks until the block ends."""
         thread = threading.Thread(target=self._run, daemon=True)
         thread.start()
         try:
@@ -95,10 +95,10 @@ class Kills:
             thread.join()
 
     def _run(self) -> None:
-        until = time.monotonic() + self._longest  # whoever is slower than that may end in peace
+        until = time.monotonic() + self._longest  # A training that takes longer may end without further kills.
         while not self._over.wait(self._random.uniform(self._least, self._most)) and time.monotonic() < until:
             rank = self._random.randrange(RANKS)
-            with contextlib.suppress(OSError):  # of one that is not there yet, or not there again
+            with contextlib.suppress(OSError):  # The process may not have begun, or not have begun again.
                 pid = int((self._folder / f"pid-{rank}").read_text())
                 if "python" in Path(f"/proc/{pid}/cmdline").read_text():
                     os.kill(pid, signal.SIGKILL)
@@ -106,12 +106,13 @@ class Kills:
 
     def recoveries(self) -> list[float]:
         """Returns the seconds from each kill to the end of the first step that had not been trained before."""
-        steps, found = logged(self._folder), []
+        steps, recoveries = logged(self._folder), []
         for kill in self.times:
             done = max((step for at, step in steps if at <= kill), default=0)
             after = [at for at, step in steps if at > kill and step > done]
-            found += [min(after) - kill] if after else []
-        return found
+            if after:
+                recoveries.append(min(after) - kill)
+        return recoveries
 
 
 def logged(folder: Path) -> list[tuple[float, int]]:
@@ -207,22 +208,22 @@ def main() -> None:
                 models.append(fitted(spark, data, ours, epochs, STEP_SECONDS))
                 return models[0].module.state_dict()
 
-            goodput, found = measured(kills, ours, train, epochs * per_epoch)
+            goodput, weights = measured(kills, ours, train, epochs * per_epoch)
         their_expected = by_torchrun(data, other, epochs, 0)
         their_train = partial(by_torchrun, data, theirs, epochs, STEP_SECONDS)
-        their_goodput, their_found = measured(their_kills, theirs, their_train, epochs * per_epoch)
+        their_goodput, their_weights = measured(their_kills, theirs, their_train, epochs * per_epoch)
         recoveries = {"recovery, s": kills.recoveries(), "recovery of torchrun, s": their_kills.recoveries()}
     summary = models[0].summary
     report(
         "goodput",
-        samples={name: found for name, found in recoveries.items() if found},
+        samples={name: values for name, values in recoveries.items() if values},
         ratios={
             "goodput": goodput,
             "torchrun's goodput": their_goodput,
             "goodput / torchrun's": goodput / their_goodput,
             "goodput as summary has it": summary.goodput,
-            "largest difference of weights": apart(found, expected),
-            "largest difference of torchrun's weights": apart(their_found, their_expected),
+            "largest difference of weights": apart(weights, expected),
+            "largest difference of torchrun's weights": apart(their_weights, their_expected),
         },
         goals=GOALS,
         facts={

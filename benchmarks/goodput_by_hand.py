@@ -33,7 +33,7 @@ class Log:
         (folder / f"pid-{rank}").write_text(str(os.getpid()))
 
     def step(self, number: int) -> None:
-        """Called after a step, by its number from 1."""
+        """Notes that a step, by its number from 1, has ended."""
         time.sleep(max(0.0, self._begun + self._seconds - time.monotonic()))
         self._begun = time.monotonic()
         if self._rank == 0:
@@ -60,9 +60,9 @@ def train(data: Path, folder: Path, epochs: int, seconds: float) -> None:
     log, per_epoch = Log(folder, rank, seconds), -(-len(label) // BATCH)
     for step in range(done, epochs * per_epoch):
         order = torch.randperm(len(label), generator=torch.Generator().manual_seed(step // per_epoch))
-        own = order[step % per_epoch * BATCH :][:BATCH][rank::size]
+        index = order[step % per_epoch * BATCH :][:BATCH][rank::size]
         optimizer.zero_grad()
-        nn.functional.mse_loss(module(features[own]).squeeze(-1), label[own]).backward()
+        nn.functional.mse_loss(module(features[index]).squeeze(-1), label[index]).backward()
         optimizer.step()
         log.step(step + 1)
         if rank == 0 and (step + 1) % INTERVAL == 0:

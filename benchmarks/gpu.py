@@ -54,9 +54,9 @@ from benchmarks.gpu_by_hand import NETS, Task
 from sparktorch import TorchClassificationModel, TorchClassifier
 
 GB = 10**9
-GB_A_ROW = 0.1  # of a step, with a good margin; twice as much in float32
-ONE_BUCKET_MB = 100_000  # larger than any model here
-ROW_GROUP = 128  # rows that Spark reads of a file at a time
+GB_A_ROW = 0.1  # A step takes less than this for a row, and than twice as much in float32.
+ONE_BUCKET_MB = 100_000  # This is larger than any model here.
+ROW_GROUP = 128  # Spark reads so many rows of a file at a time.
 EFFICIENCY, LOOP = Goal(0.9, at_least=True), Goal(1.05)
 
 
@@ -140,11 +140,12 @@ class Case:
 
     def flops_of_a_row(self) -> float:
         """Returns the floating-point operations of forward and backward; an addition and a multiplication are two."""
-        with torch.device("meta"):  # shapes without numbers
+        with torch.device("meta"):  # This device has shapes without numbers.
             module = NETS[self.net](**self.params)
             rows = torch.zeros((2, *self.shape), dtype=torch.uint8 if self.images else torch.int64)
-        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # the one that it counts anywhere
-            module(rows).sum().backward()
+            # The counter counts this kernel of attention on every device.
+            with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+                module(rows).sum().backward()
         return float(counter.get_total_flops() / 2)
 
 
@@ -185,7 +186,7 @@ class Devices:
     memory: int
 
     @classmethod
-    def found(cls, kind: str) -> Devices:
+    def look(cls, kind: str) -> Devices:
         """Looks for devices of a type.
 
         Raises:
@@ -194,13 +195,13 @@ class Devices:
         if kind == "cpu":
             return cls(kind, ["cpu"] * min(2, len(os.sched_getaffinity(0))), 0)
         _, printed = run_process([sys.executable, "-c", LOOK, kind])
-        there = json.loads(printed.splitlines()[-1])
-        if not there:
+        devices = json.loads(printed.splitlines()[-1])
+        if not devices:
             raise SystemExit(
                 f"torch {torch.__version__} sees no {kind} device here: is there one, with its driver, and is this a "
                 "build of torch for it? --device cpu tries the script without one"
             )
-        return cls(kind, [name for name, _ in there], min(memory for _, memory in there))
+        return cls(kind, [name for name, _ in devices], min(memory for _, memory in devices))
 
     def peak(self, precision: str) -> float | None:
         """Returns the operations a second of one of them; `None` if they differ, or are not known."""
@@ -326,10 +327,10 @@ class Turns:
         )
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         wall, out = run_process([*launch, gpu_by_hand.__file__, json.dumps(asdict(task))])
-        found = json.loads(out.splitlines()[-1])
+        result = json.loads(out.splitlines()[-1])
         self._note(f"{name}: torchrun, s", wall)
-        self._note(f"{name}: loss by hand", found["loss"])
-        return float(case.batch * ranks / found["step"])
+        self._note(f"{name}: loss by hand", result["loss"])
+        return float(case.batch * ranks / result["step"])
 
     def _note(self, name: str, value: float) -> None:
         self.noted.setdefault(name, []).append(value)
@@ -381,36 +382,36 @@ def compared(
         most: The most ranks.
         peak: Operations a second of a device, if that is known.
     """
-    found = {}
+    ratios = {}
     for name in flops:
         rates = {size: median[f"{name}: {Way(size)}, samples/s"] for size in sizes(most)}
         for size, rate in rates.items():
             if size > 1:
-                found[f"{name}: efficiency on {size} ranks"] = rate / size / rates[1]
+                ratios[f"{name}: efficiency on {size} ranks"] = rate / size / rates[1]
             if peak is not None:
-                found[f"{name}: share of peak on {Way(size)}"] = flops[name] * rate / size / peak
+                ratios[f"{name}: share of peak on {Way(size)}"] = flops[name] * rate / size / peak
         for way in (Way(most), Way(most, "disk")):
-            found[f"{name}: waited for data on {way}"] = median[f"{name}: {way}, waited for data"]
-        found[f"{name}: rows on disk / in memory, {Way(most)}"] = (
+            ratios[f"{name}: waited for data on {way}"] = median[f"{name}: {way}, waited for data"]
+        ratios[f"{name}: rows on disk / in memory, {Way(most)}"] = (
             median[f"{name}: {Way(most, 'disk')}, samples/s"] / rates[most]
         )
         if most > 1:
             alone = median[f"{name}: {Way(most, overlap=False)}, samples/s"]
-            found[f"{name}: saved by overlap on {most} ranks"] = 1 - alone / rates[most]
-        found[f"{name}: fit / torchrun"] = median[f"{name}: {Way(most)}, fit, s"] / median[f"{name}: torchrun, s"]
-        found[f"{name}: loop per step / by hand"] = median[f"{name}: torchrun, samples/s"] / rates[most]
-    return found
+            ratios[f"{name}: saved by overlap on {most} ranks"] = 1 - alone / rates[most]
+        ratios[f"{name}: fit / torchrun"] = median[f"{name}: {Way(most)}, fit, s"] / median[f"{name}: torchrun, s"]
+        ratios[f"{name}: loop per step / by hand"] = median[f"{name}: torchrun, samples/s"] / rates[most]
+    return ratios
 
 
 def goals_of(ratios: Iterable[str]) -> dict[str, Goal]:
     """Returns the goals of those ratios that have one, on accelerators."""
-    found = {}
+    goals = {}
     for name in ratios:
         if ": efficiency on " in name:
-            found[name] = EFFICIENCY
+            goals[name] = EFFICIENCY
         elif name.endswith("loop per step / by hand"):
-            found[name] = LOOP
-    return found
+            goals[name] = LOOP
+    return goals
 
 
 def show_published() -> None:
@@ -433,7 +434,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def main() -> None:
     """Measures, prints and writes the result."""
     options = arguments(__doc__ or "", add_options)
-    devices = Devices.found(options.device)
+    devices = Devices.look(options.device)
     small = options.device == "cpu"
     precision = options.precision or ("fp32" if small else "bf16")
     most = options.ranks or len(devices.names)
@@ -448,7 +449,7 @@ def main() -> None:
         files = {name: write_rows(case, work / name, most) for name, case in cases.items()}
         epochs = 2 if options.quick else 4
         turns = Turns(spark, cases, files, device=options.device, precision=precision, epochs=epochs)
-        interleave(turns.fits([Way(most)]), 1)  # warms up
+        interleave(turns.fits([Way(most)]), 1)  # These turns warm up.
         turns.forget()
         rounds = options.rounds or (1 if options.quick else 5)
         samples = interleave(turns.fits(ways) | turns.by_hand(most), rounds)

@@ -29,7 +29,7 @@ HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def convolution(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Sequential:
-    """A convolution and its batch normalisation."""
+    """Returns a convolution and its batch normalisation."""
     kernel = nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, bias=False)
     return nn.Sequential(kernel, nn.BatchNorm2d(outputs))
 
@@ -65,9 +65,9 @@ class ResNet(nn.Module):
         inputs = width
         for stage, count in enumerate(blocks):
             for block in range(count):
-                own = width * 2**stage
-                stages.append(Bottleneck(inputs, own, 2 if stage and not block else 1))
-                inputs = 4 * own
+                channels = width * 2**stage
+                stages.append(Bottleneck(inputs, channels, 2 if stage and not block else 1))
+                inputs = 4 * channels
         self.stages = nn.Sequential(*stages)
         self.head = nn.Linear(inputs, classes)
 
@@ -92,7 +92,7 @@ class Bert(nn.Module):
     ) -> None:
         super().__init__()
         self.words = nn.Embedding(vocabulary, width)
-        self.places = nn.Embedding(positions, width)
+        self.positions = nn.Embedding(positions, width)
         self.norm = nn.Sequential(nn.LayerNorm(width), nn.Dropout(0.1))
         layer = nn.TransformerEncoderLayer(width, heads, 4 * width, 0.1, "gelu", batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
@@ -100,8 +100,8 @@ class Bert(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Maps int64 `(rows, length)` to `(rows, classes)`, by what becomes of the first token."""
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.encoder(self.norm(self.words(tokens) + self.places(places)))
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.encoder(self.norm(self.words(tokens) + self.positions(positions)))
         scores: torch.Tensor = self.head(x[:, 0])
         return scores
 
@@ -179,7 +179,7 @@ def train(task: Task) -> dict[str, float]:
             scaler.step(optimizer)
             scaler.update()
             loss_sum += loss.detach()
-        loss_sum.item()  # waits for the device
+        loss_sum.item()  # This waits for the device.
         took.append((time.perf_counter() - started) / len(steps))
     dist.barrier()
     dist.destroy_process_group()
@@ -214,6 +214,6 @@ def values(chunk: pa.Array) -> npt.NDArray[Any]:
 
 
 if __name__ == "__main__":
-    found = train(Task(**json.loads(sys.argv[1])))
+    result = train(Task(**json.loads(sys.argv[1])))
     if os.environ["RANK"] == "0":
-        print(json.dumps(found), flush=True)
+        print(json.dumps(result), flush=True)

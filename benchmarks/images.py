@@ -44,9 +44,9 @@ def pictures(package: Path) -> tuple[np.ndarray, np.ndarray]:
     for label in range(10):
         (file,) = (package / "src").glob(f"*/{label}.json")
         rows = [row for row in json.loads(file.read_text())["data"] if row]  # Two pictures of the package are empty.
-        found = np.array(rows, np.float32).reshape(-1, 28, 28)
-        images.append((found * (255 if found.max() <= 1 else 1)).round().astype(np.uint8))
-        labels.append(np.full(len(found), label))
+        pixels = np.array(rows, np.float32).reshape(-1, 28, 28)
+        images.append((pixels * (255 if pixels.max() <= 1 else 1)).round().astype(np.uint8))
+        labels.append(np.full(len(pixels), label))
     return np.concatenate(images), np.concatenate(labels)
 
 

@@ -76,12 +76,10 @@ def petastorm(turn: Callable[[], dict[str, float]], kind: str, rows: int) -> dic
     """Has Petastorm take a turn; returns MB/s."""
     touch_memory()
     took, size = turn(), rows * WIDTH * 4e-6
-    found = {
-        "loader": size / took["load"],
-        "BatchedDataLoader": size / took["load_batched"],
-    }
-    return {f"{kind}: Petastorm's {name}": value for name, value in found.items()} | {
-        f"{kind}: Petastorm, materialising": size / (took["materialise"] + took["load"])
+    return {
+        f"{kind}: Petastorm's loader": size / took["load"],
+        f"{kind}: Petastorm's BatchedDataLoader": size / took["load_batched"],
+        f"{kind}: Petastorm, materialising": size / (took["materialise"] + took["load"]),
     }
 
 

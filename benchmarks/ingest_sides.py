@@ -43,8 +43,8 @@ CORES_THAT_DECODE = "images: cores that decode"
 WIDTH, SCALARS = 100, 99
 BATCH = 1_024
 IMAGE, IMAGE_BATCH = 224, 64
-OPENING = "65536"  # bytes that could be read in the time that it takes to open a file
-BATCHES = "rows long, wall double, cpu double"  # what `to_batches` yields
+OPENING = "65536"  # Spark takes opening a file as long as reading so many bytes.
+BATCHES = "rows long, wall double, cpu double"  # `to_batches` yields rows of this schema.
 SPARSE_WIDTH, FILLED = 1_000, 10
 
 
@@ -116,16 +116,16 @@ def to_shard(batches: Iterable[pa.RecordBatch], columns: Columns) -> Iterator[pa
 
 def to_count(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Counts rows and bytes, and makes nothing of them."""
-    found = [(batch.num_rows, batch.nbytes) for batch in batches]
-    assert sum(size for _, size in found)
-    yield _count(sum(rows for rows, _ in found))
+    sizes = [(batch.num_rows, batch.nbytes) for batch in batches]
+    assert sum(size for _, size in sizes)
+    yield _count(sum(rows for rows, _ in sizes))
 
 
 def to_batches(batches: Iterable[pa.RecordBatch], columns: Columns, size: int) -> Iterator[pa.RecordBatch]:
     """Reads rows as a rank does, and takes each once; says how long that took, and how much of a core."""
     torch.set_num_threads(1)
     with closing(read_shard(batches, columns, by_key=columns.keyed)) as shard:
-        shard.place(0, SamplingPlan(rows=shard.rows, batch_size=size))
+        shard.schedule(0, SamplingPlan(rows=shard.rows, batch_size=size))
         started, busy = time.perf_counter(), time.process_time()
         rows = sum(len(batch.inputs[0]) for batch in shard.epoch(0))
         took = {"rows": rows, "wall": time.perf_counter() - started, "cpu": time.process_time() - busy}
@@ -291,15 +291,15 @@ class Sides:
         files = self._spark.read.format("binaryFile").load(str(self._directory / "images"))
         data = files.select(F.col("content").alias("features"), F.length("content").cast("float").alias("label"))
         wire, columns = self._prepared(data, options=InputOptions(layouts={"features": "image"}), keyed=True)
-        found: list[Row] = []
+        results: list[Row] = []
 
         def job() -> None:
             decoded = partial(to_batches, columns=columns, size=IMAGE_BATCH // CORES)
-            found.extend(split(wire, CORES).mapInArrow(decoded, BATCHES).collect())
+            results.extend(split(wire, CORES).mapInArrow(decoded, BATCHES).collect())
 
         took = seconds(job)
-        self.besides[CORES_THAT_DECODE] = sum(row["cpu"] for row in found) / max(row["wall"] for row in found)
-        return sum(row["rows"] for row in found) / took
+        self.besides[CORES_THAT_DECODE] = sum(row["cpu"] for row in results) / max(row["wall"] for row in results)
+        return sum(row["rows"] for row in results) / took
 
     def _loaded(self, loader: DataLoader[torch.Tensor]) -> float:
         """Returns images a second."""
@@ -324,16 +324,16 @@ def main() -> None:
             write_vectors(spark, directory, rows // 2)
             return
         sides = Sides(spark, directory, rows, cached=kind.endswith(CACHED))
-        found = sides.of(kind)
-        shard = next(iter(found.values()))
+        measures = sides.of(kind)
+        shard = next(iter(measures.values()))
         for _ in sys.stdin:
-            shard()  # Spark ends Python workers that had nothing to do for a minute
+            shard()  # Spark ends Python workers that had nothing to do for a minute, and this starts them.
             measured = {}
-            for name, side in found.items():
+            for name, side in measures.items():
                 touch_memory()
                 measured[name] = side()
             print(json.dumps(measured | sides.besides), flush=True)
-            found = dict(reversed(found.items()))
+            measures = dict(reversed(measures.items()))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.common import Goal, arguments, interleave, machine, report, seconds, workspace
 from benchmarks.nets import Mlp
-from benchmarks.ranks import Place, Ranks, arrays_of, columns, fit, rows_of
+from benchmarks.ranks import RankContext, Ranks, arrays_of, columns, fit, rows_of
 from sparktorch.base.config import TrainConfig
 from sparktorch.base.world import World
 from sparktorch.data.columns import LABEL, input_name
@@ -76,25 +76,25 @@ class Turn:
     loss: float
 
 
-def ours(place: Place, case: Case, epochs: int, strategy: str) -> Turn:
-    """A turn of the training loop."""
+def ours(context: RankContext, case: Case, epochs: int, strategy: str) -> Turn:
+    """Takes a turn of the training loop."""
     recipe = Recipe(module=Mlp, module_params={"width": case.width, "layers": case.layers}, learning_rate=LEARNING_RATE)
     config = TrainConfig(
-        task="regression", batch_size=case.batch * place.world.world_size, epochs=epochs, strategy=strategy
+        task="regression", batch_size=case.batch * context.world.world_size, epochs=epochs, strategy=strategy
     )
-    course = fit(place, case.batch * case.steps, Mlp.inputs, recipe, config)
+    course = fit(context, case.batch * case.steps, Mlp.inputs, recipe, config)
     loss = course.history[-1]["loss"] if course.history else float("nan")
     return Turn(statistics.fmean(course.epochs[1:]) / case.steps, loss)
 
 
-def by_hand(place: Place, case: Case, epochs: int, *, calm: bool) -> Turn:
-    """A turn of the loop by hand; `calm` in a group that sparktorch opens."""
-    with process_group(place.world, place.store(), timeout=TIMEOUT) if calm else place.plain_group():
-        return loop_by_hand(place.world, case, epochs)
+def by_hand(context: RankContext, case: Case, epochs: int, *, calm: bool) -> Turn:
+    """Takes a turn of the loop by hand, and in a group that sparktorch opens if `calm`."""
+    with process_group(context.world, context.store(), timeout=TIMEOUT) if calm else context.plain_group():
+        return loop_by_hand(context.world, case, epochs)
 
 
 def loop_by_hand(world: World, case: Case, epochs: int) -> Turn:
-    """The loop by hand. Its module is gone before the group is, which torch may otherwise wait for, for ever."""
+    """Runs the loop by hand; the module is gone before the group is, or torch may wait for it for ever."""
     arrays = arrays_of(world, case.batch * case.steps, Mlp.inputs)
     features, label = torch.tensor(arrays[input_name(0)]), torch.tensor(arrays[LABEL])
     torch.manual_seed(0)
@@ -127,14 +127,14 @@ class Turns:
 
     def sides(self) -> dict[str, Callable[[], float]]:
         """Returns the sides by name."""
-        found: dict[str, Callable[[], float]] = {}
+        sides: dict[str, Callable[[], float]] = {}
         for name, case in CASES.items():
-            found[f"{name}: loop"] = partial(self._take, name, "loop", ours, case, strategy="ddp")
-            found[f"{name}: by hand"] = partial(self._take, name, "by hand", by_hand, case, calm=False)
-            found[f"{name}: by hand, our group"] = partial(self._take, name, "our group", by_hand, case, calm=True)
+            sides[f"{name}: loop"] = partial(self._take, name, "loop", ours, case, strategy="ddp")
+            sides[f"{name}: by hand"] = partial(self._take, name, "by hand", by_hand, case, calm=False)
+            sides[f"{name}: by hand, our group"] = partial(self._take, name, "our group", by_hand, case, calm=True)
         for strategy in STRATEGIES:
-            found[f"{DEEP}: {strategy}"] = partial(self._take, DEEP, strategy, ours, CASES[DEEP], strategy=strategy)
-        return found
+            sides[f"{DEEP}: {strategy}"] = partial(self._take, DEEP, strategy, ours, CASES[DEEP], strategy=strategy)
+        return sides
 
     def _take(self, name: str, side: str, body: Callable[..., Turn], case: Case, **options: Any) -> float:
         turns = self._ranks(body, case, self._epochs, **options)
@@ -149,7 +149,7 @@ class Turns:
             RuntimeError: One has learned something else.
         """
         for name, losses in self.losses.items():
-            if max(losses.values()) > 1.5 * min(losses.values()):  # another order of the rows makes up to 1.4
+            if max(losses.values()) > 1.5 * min(losses.values()):  # Another order of the rows makes up to 1.4.
                 raise RuntimeError(f"{name}: the sides do not train alike: {losses}")
 
 
@@ -162,11 +162,11 @@ class Feeds:
         arrays = arrays_of(world, SHARD_ROWS, SHARD_WIDTH)
         self._tensors = torch.tensor(arrays[input_name(0)]), torch.tensor(arrays[LABEL])
         self._shard = read_shard(rows_of(world, SHARD_ROWS, SHARD_WIDTH), columns(SHARD_WIDTH))
-        self._shard.place(0, SamplingPlan(rows=SHARD_ROWS, batch_size=SHARD_BATCH), epochs=1_000)
+        self._shard.schedule(0, SamplingPlan(rows=SHARD_ROWS, batch_size=SHARD_BATCH), epochs=1_000)
         self._loader = DataLoader(TensorDataset(*self._tensors), batch_size=SHARD_BATCH, shuffle=True)
 
     def shard(self) -> float:
-        """The shard: the order of a new epoch, the weight of each of its steps, and its batches."""
+        """Takes a new epoch of the shard: its order, the weight of each of its steps, and its batches."""
 
         def epoch() -> None:
             self._epoch += 1
@@ -176,7 +176,7 @@ class Feeds:
         return 1000 * seconds(epoch)
 
     def loader(self) -> float:
-        """`DataLoader(TensorDataset)`, which puts its batches together row by row."""
+        """Takes an epoch of `DataLoader(TensorDataset)`, which puts its batches together row by row."""
 
         def epoch() -> None:
             assert sum(len(label) for _, label in self._loader) == SHARD_ROWS
@@ -184,7 +184,7 @@ class Feeds:
         return 1000 * seconds(epoch)
 
     def index(self) -> float:
-        """`randperm` and `index_select`, as by hand."""
+        """Takes an epoch by `randperm` and `index_select`, as by hand."""
 
         def epoch() -> None:
             for index in torch.randperm(SHARD_ROWS).split(SHARD_BATCH):
@@ -205,7 +205,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with workspace():
         feeds = Feeds()
-        interleave(feeds.sides(), 1)  # warms up
+        interleave(feeds.sides(), 1)  # These turns warm up.
         fed = interleave(feeds.sides(), rounds)
         with Ranks(RANKS) as ranks:
             turns = Turns(ranks, quick=options.quick)

@@ -29,7 +29,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaModel
 
 from benchmarks.common import Goal, arguments, machine, report, workspace
-from benchmarks.ranks import Place, Ranks
+from benchmarks.ranks import RankContext, Ranks
 from sparktorch.base.batch import Batch
 from sparktorch.base.config import TrainConfig
 from sparktorch.base.world import World
@@ -42,7 +42,7 @@ from sparktorch.train.strategies.registry import build_strategy, strategy_for
 
 LAYERS, WIDTH = 8, 1024
 SIZES = (2, 4, 8)
-GROUP = 2  # ranks of a group of the meshes
+GROUP = 2  # A group of the meshes has so many ranks.
 MICRO_BATCHES, ROWS = 8, 64
 PIPELINES = {
     f"mesh, {schedule}": {"pipeline": GROUP, "schedule": schedule, "micro_batches": MICRO_BATCHES}
@@ -97,9 +97,9 @@ class Kept:
         weakref.finalize(held, self._drop, key)
         return held
 
-    def unpack(self, kept: Any) -> torch.Tensor:
-        """Returns it."""
-        tensor: torch.Tensor = kept.tensor if isinstance(kept, _Held) else kept
+    def unpack(self, packed: Any) -> torch.Tensor:
+        """Returns the tensor that `pack` has taken."""
+        tensor: torch.Tensor = packed.tensor if isinstance(packed, _Held) else packed
         return tensor
 
     def _drop(self, key: tuple[int, int]) -> None:
@@ -114,14 +114,14 @@ class _Held:
 
 
 def loss_of(module: nn.Module, batch: Batch) -> tuple[torch.Tensor, dict[str, Any]]:
-    """The sum of the outputs."""
+    """Returns the sum of the outputs."""
     return module(*batch.inputs).sum(), {}
 
 
-def measure(place: Place, strategy: str) -> dict[str, int]:
+def measure(context: RankContext, strategy: str) -> dict[str, int]:
     """Takes two steps as one rank; returns its bytes of parameters, gradients and optimizer state."""
-    with place.plain_group():
-        return two_steps(place.world, strategy)
+    with context.plain_group():
+        return two_steps(context.world, strategy)
 
 
 def two_steps(world: World, strategy: str) -> dict[str, int]:
@@ -133,11 +133,11 @@ def two_steps(world: World, strategy: str) -> dict[str, int]:
     plain = Recipe(module=Deep).build_module(seed=0)
     module = shared.prepare(plain, Start(example=lambda: Batch((torch.ones(2, WIDTH),), None, None, 2)))
     optimizer = shared.optimizer(Recipe(module=Deep), plain)
-    batch, kept, parameters = Batch((torch.ones(ROWS, WIDTH),), None, None, ROWS), Kept(), 0
+    batch, activations, parameters = Batch((torch.ones(ROWS, WIDTH),), None, None, ROWS), Kept(), 0
     for _ in range(2):
         optimizer.zero_grad()
         if kind.runs_passes:
-            with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
+            with torch.autograd.graph.saved_tensors_hooks(activations.pack, activations.unpack):
                 shared.run_pass(module, batch, loss_of, 1.0, nullcontext())
             parameters = sum(local(p).nbytes for p in plain.parameters())
         else:
@@ -154,14 +154,14 @@ def two_steps(world: World, strategy: str) -> dict[str, int]:
             for t in s.values()
             if isinstance(t, torch.Tensor)
         ),
-        **({"activations": kept.most} if kind.runs_passes else {}),
+        **({"activations": activations.most} if kind.runs_passes else {}),
     }
 
 
-def llama(place: Place, recomputes: bool) -> dict[str, int]:
+def llama(context: RankContext, recomputes: bool) -> dict[str, int]:
     """Takes two steps of a Llama as one rank; returns the activations that a forward pass keeps, and its gathers."""
-    with place.plain_group():
-        return steps_of_llama(place.world, recomputes)
+    with context.plain_group():
+        return steps_of_llama(context.world, recomputes)
 
 
 def steps_of_llama(world: World, recomputes: bool) -> dict[str, int]:
@@ -169,15 +169,15 @@ def steps_of_llama(world: World, recomputes: bool) -> dict[str, int]:
     options = {"activation_checkpointing": True} if recomputes else {}
     strategy = build_strategy(TrainConfig(strategy="zero3", strategy_params=options), world)
     module = strategy.prepare(LlamaModel(LlamaConfig(**LLAMA, vocab_size=100)), Start())
-    gradients, found = strategy.gradients(module), dict[str, int]()
+    gradients, figures = strategy.gradients(module), dict[str, int]()
     for _ in range(2):
-        kept, before = Kept(), collectives_begun() or 0
+        activations, before = Kept(), collectives_begun() or 0
         with gradients.reducing(rows=True):
-            with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
+            with torch.autograd.graph.saved_tensors_hooks(activations.pack, activations.unpack):
                 loss = module(input_ids=torch.ones(TOKENS, dtype=torch.int64)).last_hidden_state.square().sum()
-            found = {"activations": kept.most, "gathers": (collectives_begun() or 0) - before}
+            figures = {"activations": activations.most, "gathers": (collectives_begun() or 0) - before}
             gradients.backward(loss, rows=True)
-    return found
+    return figures
 
 
 def largest(size: int, strategy: str) -> dict[str, int]:
@@ -195,22 +195,22 @@ def main() -> None:
     model = LAYERS * WIDTH * WIDTH * 4
     with workspace():
         for size, strategy in product(SIZES[:1] if options.quick else SIZES, DIVIDED):
-            found = largest(size, strategy)
+            figures = largest(size, strategy)
             formula = {"parameters": model, "gradients": model, "state": 2 * model}
             parts = GROUP if strategy in MESHES else size
             formula |= {kind: formula[kind] // parts for kind in DIVIDED[strategy]}
             at_once = GROUP if strategy == "mesh, 1f1b" else MICRO_BATCHES
             formula["activations"] = LAYERS // GROUP * at_once * GROUP * ROWS // MICRO_BATCHES * WIDTH * 4
-            for name, value in found.items():
+            for name, value in figures.items():
                 samples[f"{strategy}, {size} ranks: {name}, MiB"] = [value / 2**20]
                 apart = max(value, formula[name]) / max(1, min(value, formula[name]))
                 ratios[f"{strategy}: {name}"] = max(apart, ratios.get(f"{strategy}: {name}", 0))
         with Ranks(GROUP) as run:
-            plain, again = (run(llama, recomputes)[0] for recomputes in (False, True))
-        for name, each in {"kept": plain, "computed again": again}.items():
-            samples[f"zero3, llama, {GROUP} ranks: activations {name}, MiB"] = [each["activations"] / 2**20]
+            plain, recomputed = run(llama, False)[0], run(llama, True)[0]
+        for name, figures in {"kept": plain, "computed again": recomputed}.items():
+            samples[f"zero3, llama, {GROUP} ranks: activations {name}, MiB"] = [figures["activations"] / 2**20]
         ratios[UNITS] = (plain["gathers"] - 1) / LLAMA["num_hidden_layers"]
-        ratios[CHECKPOINTED] = again["activations"] / plain["activations"]
+        ratios[CHECKPOINTED] = recomputed["activations"] / plain["activations"]
     report("memory", samples=samples, ratios=ratios, goals=GOALS, facts=machine("torch"), path=options.json)
 
 

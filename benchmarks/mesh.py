@@ -36,16 +36,16 @@ from torch.distributed.tensor.parallel import (
 
 from benchmarks.common import Goal, arguments, interleave, machine, report, workspace
 from benchmarks.nets import Encoder, EncoderByHand, EncoderLayerByHand, Mlp
-from benchmarks.ranks import Place, Ranks, arrays_of, fit
+from benchmarks.ranks import RankContext, Ranks, arrays_of, fit
 from sparktorch.base.config import TrainConfig
 from sparktorch.base.world import World
 from sparktorch.data.columns import LABEL, input_name
 from sparktorch.distributed.process_group import process_group
 from sparktorch.train.recipe.recipe import Recipe
 
-LAYERS, WIDTH, BATCH, STEPS = 7, 1024, 256, 8  # seven hidden layers and the last one: four pairs
+LAYERS, WIDTH, BATCH, STEPS = 7, 1024, 256, 8  # Seven hidden layers and the last one are four pairs.
 ENCODER_BATCH = 8
-ENCODER_LAYER = 500_000  # of more parameters is each layer of the encoder
+ENCODER_LAYER = 500_000  # Each layer of the encoder has more parameters.
 LEARNING_RATE = 1e-3
 TIMEOUT = timedelta(minutes=5)
 Sizes = tuple[int, int, int, int]
@@ -98,16 +98,16 @@ CASES = {
     "4 ranks, encoder, tensor": Case(4, (1, 1, 1, 4), encoder=True),
     "4 ranks, encoder, tensor and sequence": Case(4, (1, 1, 1, 4), encoder=True, sequence=True),
 }
-MICRO_BATCHES = 4  # for each stage
+MICRO_BATCHES = 4  # There are so many for each stage.
 GOALS = {f"{name}: mesh / by hand": Goal(1.05) for name, case in CASES.items() if not case.again}
 
 
 def starts(stages: int) -> list[int]:
-    """Returns the places of the layers in `Mlp.layers` that stages begin with, each with as many linear ones."""
+    """Returns the indices in `Mlp.layers` at which stages begin, all with as many linear layers."""
     return [2 * (LAYERS + 1) // stages * stage for stage in range(stages)]
 
 
-def ours(place: Place, case: Case, epochs: int) -> float:
+def ours(context: RankContext, case: Case, epochs: int) -> float:
     """Returns the mean seconds of a step of the training loop, but for those of the first epoch."""
     options: dict[str, Any] = dict(zip(("data", "pipeline", "shard", "tensor"), case.sizes, strict=True))
     stages = case.sizes[1]
@@ -120,32 +120,32 @@ def ours(place: Place, case: Case, epochs: int) -> float:
         options |= {"sequence": True, "recompute_allgather": case.again}
     config = TrainConfig(
         task="regression",
-        batch_size=case.batch * place.world.world_size,
+        batch_size=case.batch * context.world.world_size,
         epochs=epochs,
         strategy="mesh",
         strategy_params=options,
     )
     module, params = (Encoder, {}) if case.encoder else (Mlp, {"width": WIDTH, "layers": LAYERS})
     recipe = Recipe(module=module, module_params=params, learning_rate=LEARNING_RATE)
-    course = fit(place, case.batch * STEPS, case.inputs, recipe, config)
+    course = fit(context, case.batch * STEPS, case.inputs, recipe, config)
     return statistics.fmean(course.epochs[1:]) / STEPS
 
 
-def by_hand(place: Place, case: Case, epochs: int) -> float:
+def by_hand(context: RankContext, case: Case, epochs: int) -> float:
     """Returns the same of a loop with torch's own functions."""
-    with process_group(place.world, place.store(), timeout=TIMEOUT):
-        return loop_by_hand(place.world, case, epochs)
+    with process_group(context.world, context.store(), timeout=TIMEOUT):
+        return loop_by_hand(context.world, case, epochs)
 
 
 def loop_by_hand(world: World, case: Case, epochs: int) -> float:
-    """The loop; its module is gone before the group is."""
+    """Runs the loop; its module is gone before the group is."""
     _, stages, _, tensor = sizes = case.sizes
-    # torch caches what is of equal meshes
+    # torch caches the groups of equal meshes.
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("copy", "stage", "part", "layer"))
-    together = stages * tensor  # ranks with the same rows
+    ranks_per_batch = stages * tensor  # So many ranks have the same rows.
     holder = mesh.get_local_rank("copy") * sizes[2] + mesh.get_local_rank("part")
-    sampler = World(rank=holder, world_size=world.world_size // together)
-    arrays = arrays_of(sampler, case.batch * STEPS * together, case.inputs)
+    sampler = World(rank=holder, world_size=world.world_size // ranks_per_batch)
+    arrays = arrays_of(sampler, case.batch * STEPS * ranks_per_batch, case.inputs)
     features, label = torch.tensor(arrays[input_name(0)]), torch.tensor(arrays[LABEL])
     torch.manual_seed(0)
     module: nn.Module = EncoderByHand() if case.encoder else Mlp(WIDTH, LAYERS)
@@ -154,8 +154,11 @@ def loop_by_hand(world: World, case: Case, epochs: int) -> float:
         parallelize_module(module, mesh["layer"], styles, src_data_rank=None)
     if stages > 1:
         layers = list(module.layers)  # type: ignore[arg-type]
-        own, ends = mesh.get_local_rank("stage"), [*starts(stages), len(layers)]
-        module = nn.Sequential(*layers[ends[own] : ends[own + 1]], *([nn.Flatten(0)] if own == stages - 1 else []))
+        stage, ends = mesh.get_local_rank("stage"), [*starts(stages), len(layers)]
+        layers = layers[ends[stage] : ends[stage + 1]]
+        if stage == stages - 1:
+            layers.append(nn.Flatten(0))
+        module = nn.Sequential(*layers)
     if sizes[0] * sizes[2] > 1:
         unit = EncoderLayerByHand if case.encoder else nn.Linear
         for part in module.modules():
@@ -169,7 +172,7 @@ def loop_by_hand(world: World, case: Case, epochs: int) -> float:
     for _ in range(epochs):
         started = time.perf_counter()
         loss_sum = torch.zeros(())
-        for index in torch.randperm(len(label)).split(case.batch * together):
+        for index in torch.randperm(len(label)).split(case.batch * ranks_per_batch):
             optimizer.zero_grad()
             loss_sum += step(features.index_select(0, index), label.index_select(0, index))
             optimizer.step()
@@ -211,10 +214,10 @@ def encoder_styles(sequence: bool) -> dict[str, ParallelStyle]:
 
 def groups(parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
     """Returns an optimizer's groups; one step takes no distributed tensors beside others."""
-    found: dict[bool, list[nn.Parameter]] = {}
+    by_kind: dict[bool, list[nn.Parameter]] = {}
     for parameter in parameters:
-        found.setdefault(isinstance(parameter, DTensor), []).append(parameter)
-    return [{"params": each} for each in found.values()]
+        by_kind.setdefault(isinstance(parameter, DTensor), []).append(parameter)
+    return [{"params": same_kind} for same_kind in by_kind.values()]
 
 
 def one_pass(module: nn.Module, features: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
@@ -227,24 +230,24 @@ def one_pass(module: nn.Module, features: torch.Tensor, label: torch.Tensor) -> 
 def passes(stage: nn.Module, mesh: DeviceMesh) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """Returns a function that passes rows through the stages, forward and backward; the last one's returns the loss."""
     group = mesh.get_group("stage")
-    own, stages = group.rank(), group.size()
+    index, stages = group.rank(), group.size()
     micro_batches = MICRO_BATCHES * stages
     rows = BATCH * stages // micro_batches
     ends = [torch.empty(rows, width) for width in (Mlp.inputs, WIDTH)]
     piped = PipelineStage(
         stage,
-        own,
+        index,
         stages,
         torch.device("cpu"),
-        input_args=ends[0] if own == 0 else ends[1].requires_grad_(),
-        output_args=torch.empty(rows).requires_grad_() if own == stages - 1 else ends[1].clone().requires_grad_(),
+        input_args=ends[0] if index == 0 else ends[1].requires_grad_(),
+        output_args=torch.empty(rows).requires_grad_() if index == stages - 1 else ends[1].clone().requires_grad_(),
         group=group,
     )
     schedule = Schedule1F1B(piped, micro_batches, loss_fn=nn.functional.mse_loss)
 
     def step(features: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
         losses: list[torch.Tensor] = []
-        schedule.step(*([features] if own == 0 else []), target=label, losses=losses, return_outputs=False)
+        schedule.step(*([features] if index == 0 else []), target=label, losses=losses, return_outputs=False)
         return torch.stack(losses).mean().detach() if losses else torch.zeros(())
 
     return step
@@ -267,7 +270,7 @@ def main() -> None:
                     f"{name}: {kind}": partial(milliseconds, ranks, body, case)
                     for kind, ranks, body in (("mesh", one, ours), ("by hand", other, by_hand))
                 }
-                interleave(sides, 1)  # warms up
+                interleave(sides, 1)  # These turns warm up.
                 samples |= interleave(sides, rounds)
 
     def ratio(one: str, other: str) -> float:

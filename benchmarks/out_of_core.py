@@ -28,7 +28,7 @@ import pyarrow as pa
 
 from benchmarks.common import Goal, arguments, interleave, machine, report, workspace
 from benchmarks.nets import Mlp
-from benchmarks.ranks import Place, Ranks, Stopwatch, columns
+from benchmarks.ranks import RankContext, Ranks, Stopwatch, columns
 from sparktorch.base.config import StorageConfig, TrainConfig
 from sparktorch.base.world import World
 from sparktorch.data.columns import KEY, LABEL, input_name
@@ -38,7 +38,7 @@ from sparktorch.worker import TrainJob, train_partition
 
 RANKS = 2
 BATCH, BLOCK = 1024, 32
-TIMES = 8  # the budget
+TIMES = 8  # The rows take so many times the budget.
 ROW_BYTES = 4 * (Mlp.inputs + 1)
 ARROW_ROWS = 10_000
 GOALS = {
@@ -107,9 +107,9 @@ def watched() -> Iterator[dict[str, int]]:
         thread.join()
 
 
-def train(place: Place, rows: int, epochs: int, storage: StorageConfig) -> Turn:
+def train(context: RankContext, rows: int, epochs: int, storage: StorageConfig) -> Turn:
     """Trains as one rank, on rows shuffled in blocks."""
-    client = Stopwatch(place.store, place.world)
+    client = Stopwatch(context.store, context.world)
     config = TrainConfig(
         task="regression",
         batch_size=BATCH,
@@ -119,7 +119,7 @@ def train(place: Place, rows: int, epochs: int, storage: StorageConfig) -> Turn:
     recipe = Recipe(module=Mlp, module_params={"width": 256, "layers": 1})
     job = TrainJob(columns=columns(Mlp.inputs), recipe=recipe, config=config, storage=storage)
     with client.beating(), watched() as most:
-        result = train_partition(streamed(place.world, rows), world=place.world, job=job, client=client)
+        result = train_partition(streamed(context.world, rows), world=context.world, job=job, client=client)
     history = result.meta.get("history", [])
     return Turn(
         seconds=statistics.fmean(np.diff(client.marks).tolist()[1:] or [math.nan]),
@@ -182,7 +182,7 @@ def main() -> None:
         new = grown(rows, budget, 1 if options.quick else 5)
         with Ranks(RANKS) as in_memory, Ranks(RANKS) as on_disk:
             sides = Sides({"memory": in_memory, "disk": on_disk}, rows, 2 if options.quick else 3, budget)
-            interleave(sides.sides(), 1)  # warms up
+            interleave(sides.sides(), 1)  # These turns warm up.
             sides.check()
             sides.turns = {name: [] for name in sides.turns}
             samples = interleave(sides.sides(), 2 if options.quick else 5)

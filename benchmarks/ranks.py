@@ -32,7 +32,7 @@ from sparktorch.distributed.store import OpenStore, SealedStore, connect, host_s
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.worker import TrainJob, train_partition
 
-__all__ = ["Course", "Place", "Ranks", "Stopwatch", "arrays_of", "columns", "fit", "rows_of"]
+__all__ = ["Course", "RankContext", "Ranks", "Stopwatch", "arrays_of", "columns", "fit", "rows_of"]
 
 HOST = "127.0.0.1"
 
@@ -41,8 +41,8 @@ R = TypeVar("R")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """A rank's place in one call: who it is, and where it meets the others."""
+class RankContext:
+    """What a rank knows of a call: its number, and the store in which it meets the others."""
 
     world: World
     port: int
@@ -52,13 +52,13 @@ class Place:
         """Connects to the store of this call."""
         return connect(HOST, self.port, self.prefix)
 
-    def alone(self) -> Place:
-        """Returns the place of a rank that is the only one, whatever the others do."""
+    def alone(self) -> RankContext:
+        """Returns the context of a rank that is the only one, whatever the others do."""
         return replace(self, world=World(address=HOST), prefix=f"{self.prefix}/{self.world.rank}")
 
     @contextmanager
     def plain_group(self) -> Iterator[None]:
-        """The process group as one opens it by hand."""
+        """Opens the process group as one does by hand."""
         dist.init_process_group("gloo", store=self.store(), rank=self.world.rank, world_size=self.world.world_size)
         try:
             yield
@@ -86,27 +86,29 @@ class Ranks:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if kind is not None:  # a rank may wait for one that has failed
+        if kind is not None:  # A rank may wait for one that has failed.
             for pid in self._pids:
                 os.kill(pid.result(), signal.SIGKILL)
         for pool in self._pools:
             pool.shutdown()
 
-    def __call__(self, function: Callable[Concatenate[Place, P], R], *args: P.args, **options: P.kwargs) -> list[R]:
-        """Calls `function(place, ...)` in every rank; returns what they return, by rank."""
+    def __call__(
+        self, function: Callable[Concatenate[RankContext, P], R], *args: P.args, **options: P.kwargs
+    ) -> list[R]:
+        """Calls `function(context, ...)` in every rank; returns the results by rank."""
         return self.first(len(self._pools), function, *args, **options)
 
     def first(
-        self, size: int, function: Callable[Concatenate[Place, P], R], *args: P.args, **options: P.kwargs
+        self, size: int, function: Callable[Concatenate[RankContext, P], R], *args: P.args, **options: P.kwargs
     ) -> list[R]:
         """Calls it in the first `size` ranks, as a world of that size; the others idle."""
         prefix = f"call{next(self._calls)}"
-        here = World(world_size=size, local_size=size, address=HOST)
-        worlds = [replace(here, rank=rank, local_rank=rank) for rank in range(size)]
-        places = [Place(world=world, port=self._port, prefix=prefix) for world in worlds]
+        machine = World(world_size=size, local_size=size, address=HOST)
+        worlds = [replace(machine, rank=rank, local_rank=rank) for rank in range(size)]
+        contexts = [RankContext(world=world, port=self._port, prefix=prefix) for world in worlds]
         running = [
-            pool.submit(function, place, *args, **options)
-            for pool, place in zip(self._pools[:size], places, strict=True)
+            pool.submit(function, context, *args, **options)
+            for pool, context in zip(self._pools[:size], contexts, strict=True)
         ]
         for future in wait(running, return_when=FIRST_EXCEPTION).done:
             future.result()
@@ -125,8 +127,8 @@ class Course:
 
     Attributes:
         epochs: Seconds of each epoch, from the end of the one before to its own end.
-        history: What the loop says of each; empty but on rank 0.
-        seconds: Of the rank's phases.
+        history: The loop's record of each epoch; it is empty but on rank 0.
+        seconds: Seconds of the rank's phases.
     """
 
     epochs: list[float]
@@ -135,7 +137,7 @@ class Course:
 
 
 def fit(
-    place: Place,
+    context: RankContext,
     rows: int,
     width: int,
     recipe: Recipe,
@@ -144,15 +146,15 @@ def fit(
     checkpoint: CheckpointConfig | None = None,
 ) -> Course:
     """Trains as one rank on `rows` random rows of its own."""
-    client = Stopwatch(place.store, place.world)
+    client = Stopwatch(context.store, context.world)
     job = TrainJob(columns=columns(width), recipe=recipe, config=config, checkpoint=checkpoint)
     with client.beating():
-        result = train_partition(rows_of(place.world, rows, width), world=place.world, job=job, client=client)
+        result = train_partition(rows_of(context.world, rows, width), world=context.world, job=job, client=client)
     return Course(np.diff(client.marks).tolist(), result.meta.get("history", []), result.meta["seconds"])
 
 
 def columns(width: int) -> Columns:
-    """The columns of `rows_of`."""
+    """Returns the columns of `rows_of`."""
     features = TensorSpec(name=input_name(0), column="features", dtype="float32", shape=(width,))
     return Columns(inputs=(features,), label=TensorSpec(name=LABEL, column="label", dtype="float32"))
 
@@ -169,7 +171,7 @@ def arrays_of(world: World, rows: int, width: int) -> dict[str, npt.NDArray[Any]
 
 
 def rows_of(world: World, rows: int, width: int) -> list[pa.RecordBatch]:
-    """Returns them as they come from Spark."""
+    """Returns the rows of `arrays_of` as they come from Spark."""
     arrays = arrays_of(world, rows, width)
     return [pa.RecordBatch.from_arrays([to_arrow(array) for array in arrays.values()], names=list(arrays))]
 

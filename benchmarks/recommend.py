@@ -22,7 +22,7 @@ from benchmarks.common import Goal, arguments, interleave, machine, report, seco
 from sparktorch import RecommenderModel
 
 K, RANK = 10, 10
-TOLERANCE = 1e-5  # of scores
+SCORE_TOLERANCE = 1e-5
 ALS_SIDE, OURS = "ALSModel", "RecommenderModel"
 GOALS = {"ALSModel / RecommenderModel": Goal(3, at_least=True)}
 
@@ -38,13 +38,13 @@ def fitted(spark: SparkSession, path: Path, users: int, items: int) -> ALSModel:
     return als.fit(spark.read.parquet(str(path)))
 
 
-def same(found: DataFrame, expected: DataFrame) -> tuple[int, float]:
+def same(recommended: DataFrame, expected: DataFrame) -> tuple[int, float]:
     """Compares lists; returns the number of items in another place, and the largest difference of scores by place.
 
     Raises:
         RuntimeError: Users, lengths or scores differ.
     """
-    ours, theirs = (frame.orderBy("user").toArrow() for frame in (found, expected))
+    ours, theirs = (frame.orderBy("user").toArrow() for frame in (recommended, expected))
     if not ours["user"].equals(theirs["user"]):
         raise RuntimeError("the lists are of other users")
     columns = []
@@ -53,11 +53,11 @@ def same(found: DataFrame, expected: DataFrame) -> tuple[int, float]:
         if len(pairs) != K * len(table):
             raise RuntimeError(f"{len(pairs)} recommendations for {len(table)} users")
         columns.append([field.to_numpy(zero_copy_only=False).reshape(-1, K) for field in pairs.flatten()])
-    (own, scores), (other, expected_scores) = columns
+    (items, scores), (expected_items, expected_scores) = columns
     gap = float(np.abs(scores - expected_scores).max())
-    if gap > TOLERANCE * float(np.abs(scores).max()):
+    if gap > SCORE_TOLERANCE * float(np.abs(scores).max()):
         raise RuntimeError(f"scores at the same place differ by {gap:g}")
-    return int((own != other).sum()), gap
+    return int((items != expected_items).sum()), gap
 
 
 def main() -> None:

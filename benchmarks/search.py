@@ -67,12 +67,14 @@ class Sides:
     def cross_validation(
         self, tool: type[CrossValidator], kind: type[TorchRegressor], *, workers: int = RANKS, parallelism: int = 1
     ) -> float:
-        """A whole search by cross-validation."""
-        one = estimator(batch=BATCH, epochs=EPOCHS).setParams(numWorkers=workers)
-        own = kind(**{param.name: value for param, value in one.extractParamMap().items() if one.isSet(param)})
+        """Runs a whole search by cross-validation."""
+        usual = estimator(batch=BATCH, epochs=EPOCHS).setParams(numWorkers=workers)
+        regressor = kind(
+            **{param.name: value for param, value in usual.extractParamMap().items() if usual.isSet(param)}
+        )
         search = tool(
-            estimator=own,
-            estimatorParamMaps=[{own.learningRate: rate} for rate in RATES],
+            estimator=regressor,
+            estimatorParamMaps=[{regressor.learningRate: rate} for rate in RATES],
             evaluator=RegressionEvaluator(),
             numFolds=FOLDS,
             parallelism=parallelism,
@@ -81,35 +83,34 @@ class Sides:
         return seconds(lambda: search.fit(self._data.drop("held_out")))
 
     def tuner(self, *, epochs: int = EPOCHS, pruner: str | None = None) -> float:
-        """A search of 16 trials."""
-        one = self._validated(epochs=epochs)
-        found: list[Any] = []
+        """Runs a search of 16 trials."""
+        models: list[Any] = []
         search = TorchTuner(
-            estimator=one,
+            estimator=self._validated(epochs=epochs),
             space={"learningRate": FloatDistribution(1e-4, 1e-1, log=True)},
             trials=TRIALS,
             workersPerTrial=1,
             sampler=optuna.samplers.RandomSampler(seed=3),
             pruner=pruner,
         )
-        wall = seconds(lambda: found.append(search.fit(self._data)))
-        self._note("epochs", float(found[0].trials["epochs"].sum()))
+        wall = seconds(lambda: models.append(search.fit(self._data)))
+        self._note("epochs", float(models[0].trials["epochs"].sum()))
         return wall
 
     def pruned(self) -> float:
-        """The search with more epochs, of which ASHA spares most."""
+        """Runs the search with more epochs, of which ASHA spares most."""
         wall = self.tuner(epochs=PRUNED_EPOCHS, pruner="asha")
         self._note("epochs, pruned", self.noted["epochs"].pop() / (TRIALS * PRUNED_EPOCHS))
         return wall
 
     def fits(self) -> float:
-        """As many fits, one after another."""
+        """Runs as many fits, one after another."""
         one = self._validated(epochs=EPOCHS)
         rates = np.geomspace(1e-4, 1e-1, TRIALS)
         return seconds(lambda: [one.fit(self._data, {one.learningRate: float(rate)}) for rate in rates])
 
     def processes(self) -> float:
-        """As many processes, two at a time, each of which reads the rows."""
+        """Runs as many processes, two at a time, each of which reads the rows."""
         call = "from benchmarks.search import trial; trial({!r}, {!r})"
 
         def run(rate: float) -> None:
@@ -119,7 +120,7 @@ class Sides:
             return seconds(lambda: list(pool.map(run, np.geomspace(1e-4, 1e-1, TRIALS))))
 
     def prepared(self) -> float:
-        """The second fit on rows that ranks hold."""
+        """Times the second fit on rows that ranks hold."""
         one = self._validated(epochs=EPOCHS)
         with one.prepare(self._data) as rows:
             one.fit(rows)
@@ -167,8 +168,8 @@ def trial(data: str, rate: float) -> None:
             loss.backward()
             optimizer.step()
         with torch.no_grad():
-            found = criterion(module(features[:held]).squeeze(-1), label[:held])
-    print(json.dumps({"loss": float(found)}), flush=True)
+            held_loss = criterion(module(features[:held]).squeeze(-1), label[:held])
+    print(json.dumps({"loss": float(held_loss)}), flush=True)
 
 
 def main() -> None:

@@ -47,7 +47,8 @@ from benchmarks.without_settings import quality
 from sparktorch import Forecaster
 
 OURS, NAIVE, ETS, THETA, NHITS = "Forecaster", "seasonal naive", "AutoETS", "AutoTheta", "NHITS"
-MANY, HOURS = 20, 24  # series of a set on which no other may be better; the season of hourly ones
+MANY = 20  # On a set of so many series, no other side may be better.
+HOURS = 24  # This is the season of hourly series.
 SINGLE = "single series: our MASE / best statistical"
 TIME = "sets with NHITS: seconds, ours / NHITS"
 GOALS = {
@@ -71,18 +72,18 @@ def ours(of: Collection, end: int, spark: SparkSession, params: Mapping[str, Any
         labelCol="value",
         context=of.context,
         horizon=of.horizon,
-        futureCols=list(of.known),
+        futureCols=list(of.future),
         progress=False,
         **params,
     )
     models: list[Any] = []
     wall = seconds(lambda: models.append(forecaster.fit(train)))
     recent = of.rows(end - of.context, end, **names)
-    rows = spark.createDataFrame(pd.concat([recent, ahead.astype({"value": float})]) if of.known else recent)
-    rows = rows.selectExpr("series", "time", "nullif(value, double('NaN')) value", *of.known)
-    found = models[0].forecast(rows).toPandas().sort_values(["series", "time"])
+    rows = spark.createDataFrame(pd.concat([recent, ahead.astype({"value": float})]) if of.future else recent)
+    rows = rows.selectExpr("series", "time", "nullif(value, double('NaN')) value", *of.future)
+    forecasts = models[0].forecast(rows).toPandas().sort_values(["series", "time"])
     train.unpersist()
-    return wall, found["prediction"].to_numpy().reshape(-1, of.horizon)
+    return wall, forecasts["prediction"].to_numpy().reshape(-1, of.horizon)
 
 
 def warm_up() -> Collection:
@@ -98,13 +99,16 @@ def statistical(of: Collection, end: int) -> dict[str, tuple[float, Floats]]:
     from statsforecast import StatsForecast
     from statsforecast.models import AutoETS, AutoTheta
 
-    rows = of._replace(known={}).rows(0, end, series="unique_id", time="ds", target="y")
+    rows = of._replace(future={}).rows(0, end, series="unique_id", time="ds", target="y")
     result = {}
     for name, kind in ((ETS, AutoETS), (THETA, AutoTheta)):
-        found: list[Any] = []
-        forecaster = StatsForecast(models=[kind(season_length=of.season, alias="found")], freq=1)
-        wall = seconds(lambda to=found, by=forecaster: to.append(by.forecast(df=rows, h=of.horizon)))
-        result[name] = wall, found[0].sort_values(["unique_id", "ds"])["found"].to_numpy().reshape(-1, of.horizon)
+        forecasts: list[Any] = []
+        forecaster = StatsForecast(models=[kind(season_length=of.season, alias="forecast")], freq=1)
+        wall = seconds(lambda to=forecasts, by=forecaster: to.append(by.forecast(df=rows, h=of.horizon)))
+        result[name] = (
+            wall,
+            forecasts[0].sort_values(["unique_id", "ds"])["forecast"].to_numpy().reshape(-1, of.horizon),
+        )
     return result
 
 
@@ -117,13 +121,13 @@ def nhits(of: Collection, end: int) -> tuple[float, Floats]:
     quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
     quiet["enable_model_summary"] = False
     network = Network(
-        h=of.horizon, input_size=of.context, futr_exog_list=list(of.known) or None, alias="found", **quiet
+        h=of.horizon, input_size=of.context, futr_exog_list=list(of.future) or None, alias="forecast", **quiet
     )
     trained = NeuralForecast(models=[network], freq=1)
     wall = seconds(lambda: trained.fit(df=of.rows(0, end, **names)))
-    ahead = of.rows(end, end + of.horizon, **names).drop(columns="y") if of.known else None
-    found = trained.predict(futr_df=ahead).reset_index().sort_values(["unique_id", "ds"])
-    return wall, found["found"].to_numpy().reshape(-1, of.horizon)
+    ahead = of.rows(end, end + of.horizon, **names).drop(columns="y") if of.future else None
+    forecasts = trained.predict(futr_df=ahead).reset_index().sort_values(["unique_id", "ds"])
+    return wall, forecasts["forecast"].to_numpy().reshape(-1, of.horizon)
 
 
 def _neural() -> list[str]:
@@ -156,19 +160,19 @@ def measured(
     return {name: (sum(walls[name]), statistics.mean(errors[name])) for name in walls}
 
 
-def show(found: Mapping[str, Mapping[str, tuple[float, float]]]) -> None:
+def show(results: Mapping[str, Mapping[str, tuple[float, float]]]) -> None:
     """Prints the MASE of each side on each set, and the seconds of its fits."""
-    for title, place, form in (("MASE", 1, "10.3f"), ("seconds", 0, "10.1f")):
-        print(f"{title:16}" + "".join(f"{name:>10}" for name in found))
-        for side in next(iter(found.values())):
-            cells = (f"{sides[side][place]:{form}}" if side in sides else f"{'':10}" for sides in found.values())
+    for title, index, form in (("MASE", 1, "10.3f"), ("seconds", 0, "10.1f")):
+        print(f"{title:16}" + "".join(f"{name:>10}" for name in results))
+        for side in next(iter(results.values())):
+            cells = (f"{sides[side][index]:{form}}" if side in sides else f"{'':10}" for sides in results.values())
             print(f"{side:16}" + "".join(cells))
 
 
-def ratios_of(found: Mapping[str, Mapping[str, tuple[float, float]]], sizes: Mapping[str, int]) -> dict[str, float]:
+def ratios_of(results: Mapping[str, Mapping[str, tuple[float, float]]], sizes: Mapping[str, int]) -> dict[str, float]:
     """Returns what is compared with the goals."""
     ratios, single = {}, []
-    for name, sides in found.items():
+    for name, sides in results.items():
         if sizes[name] == 1:
             single.append(sides[OURS][1] / min(sides[ETS][1], sides[THETA][1]))
         else:
@@ -177,7 +181,7 @@ def ratios_of(found: Mapping[str, Mapping[str, tuple[float, float]]], sizes: Map
             )
     if single:
         ratios[SINGLE] = statistics.geometric_mean(single)
-    compared = [sides for sides in found.values() if NHITS in sides]
+    compared = [sides for sides in results.values() if NHITS in sides]
     ratios[TIME] = float("inf")
     if compared:
         ratios[TIME] = sum(sides[OURS][0] for sides in compared) / sum(sides[NHITS][0] for sides in compared)
@@ -195,7 +199,7 @@ def main() -> None:
     """Measures, prints and writes the result."""
     options = arguments(__doc__ or "", options_of)
     logging.getLogger("lightning").setLevel(logging.ERROR)
-    found, sizes = {}, {}
+    results, sizes = {}, {}
     with workspace() as work, session(work) as spark:
         ours(warm_up(), 60, spark, options.params)
         for make in DEVELOPMENT if options.development else REPORTED:
@@ -205,23 +209,23 @@ def main() -> None:
             if options.quick:
                 of = of._replace(values=of.values[:MANY])
             sizes[of.name] = len(of.values)
-            found[of.name] = measured(
+            results[of.name] = measured(
                 of, spark, options.params, quick=options.quick, without_nhits=options.without_nhits
             )
-            print(of.name, {side: round(error, 3) for side, (_, error) in found[of.name].items()}, flush=True)
-        _, text = printed(lambda: show(found))
-    ratios = ratios_of(found, sizes)
+            print(of.name, {side: round(error, 3) for side, (_, error) in results[of.name].items()}, flush=True)
+        _, text = printed(lambda: show(results))
+    ratios = ratios_of(results, sizes)
     report(
         "series",
-        samples={f"{name}: {side}, s": [wall] for name, sides in found.items() for side, (wall, _) in sides.items()},
+        samples={f"{name}: {side}, s": [wall] for name, sides in results.items() for side, (wall, _) in sides.items()},
         ratios=ratios,
         goals={name: goal for name, goal in GOALS.items() if name in ratios},
         facts={
             "printed": {"quality": text},
             **quality(
                 OURS,
-                dict.fromkeys(found, "MASE"),
-                {name: {side: error for side, (_, error) in sides.items()} for name, sides in found.items()},
+                dict.fromkeys(results, "MASE"),
+                {name: {side: error for side, (_, error) in sides.items()} for name, sides in results.items()},
             ),
             "series": sizes,
             "params": options.params,

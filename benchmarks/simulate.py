@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.common import arguments, machine, printed, report, workspace
-from benchmarks.ranks import Place, Ranks, arrays_of
+from benchmarks.ranks import RankContext, Ranks, arrays_of
 from benchmarks.ring import Gradient, Link, Work, buckets, efficiency, evenly, step
 from benchmarks.scaling import CASES, ONE_BUCKET_MB, Case, Way, train
 from sparktorch.data.columns import LABEL, input_name
@@ -33,7 +33,7 @@ SMALL, LARGE = 4, 16 * MB
 CAPS_MB = (1, 25, ONE_BUCKET_MB)
 SIZES = (2, 8, 64, 512, 1024)
 GBIT = 1e9 / 8
-LATENCY = 10e-6  # of a message between machines; no publication states it, and it is assumed for all
+LATENCY = 10e-6  # No publication states the latency of a message between machines; this is assumed for all.
 
 # Megabytes of float32 gradients, by torchvision's counts of parameters.
 INCEPTION_V3, RESNET_50, RESNET_101, VGG_16 = (4e-6 * n for n in (27_161_264, 25_557_032, 44_549_160, 138_357_544))
@@ -50,7 +50,7 @@ class Point:
 
 
 def images(megabytes: float, *, batch: int, per_second: float, fused: float, backward: float | None = None) -> Work:
-    """A step on images: two thirds of it are the backward pass where that is not known."""
+    """Returns a step on images: two thirds of it are the backward pass where that is not known."""
     seconds = batch / per_second
     backward = backward or seconds * 2 / 3
     return Work(seconds - backward, backward, 0.0, evenly(megabytes * 1e6, fused * 1e6, backward))
@@ -91,16 +91,16 @@ def bert() -> dict[str, Point]:
     return {f"BERT-large, {n} K80 GPUs": Point(n, published[n], work, link) for n in (4, 8)}
 
 
-def probe_work(place: Place, case: Case, steps: int) -> list[tuple[float, float, float, list[Gradient]]]:
+def probe_work(context: RankContext, case: Case, steps: int) -> list[tuple[float, float, float, list[Gradient]]]:
     """Takes steps alone; returns of each forward, backward and optimizer in seconds, and when gradients appeared."""
-    arrays = arrays_of(place.world, case.batch, case.inputs)
+    arrays = arrays_of(context.world, case.batch, case.inputs)
     features, label = torch.tensor(arrays[input_name(0)]), torch.tensor(arrays[LABEL])
     module = case.recipe.build_module(0)
     optimizer = case.recipe.build_optimizer(module)
     appeared: dict[torch.Tensor, float] = {}
     for parameter in module.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: appeared.__setitem__(p, time.perf_counter()))
-    found = []
+    timed = []
     for _ in range(steps):
         optimizer.zero_grad()
         marks = [time.perf_counter()]
@@ -111,13 +111,13 @@ def probe_work(place: Place, case: Case, steps: int) -> list[tuple[float, float,
         optimizer.step()
         marks.append(time.perf_counter())
         gradients = [Gradient(at - marks[1], parameter.nbytes) for parameter, at in appeared.items()]
-        found.append((marks[1] - marks[0], marks[2] - marks[1], marks[3] - marks[2], gradients))
-    return found[steps // 3 :]  # the first ones warm up
+        timed.append((marks[1] - marks[0], marks[2] - marks[1], marks[3] - marks[2], gradients))
+    return timed[steps // 3 :]  # The first steps warm up.
 
 
-def probe_link(place: Place, rounds: int) -> tuple[float, float, float]:
+def probe_link(context: RankContext, rounds: int) -> tuple[float, float, float]:
     """Returns the median seconds of a small and of a large all-reduce, and the share of the latter that was work."""
-    with process_group(place.world, place.store(), timeout=timedelta(minutes=5)):
+    with process_group(context.world, context.store(), timeout=timedelta(minutes=5)):
         small, _ = all_reduces(SMALL, 20 * rounds)
         large, busy = all_reduces(LARGE, rounds)
     return small, large, busy
@@ -148,11 +148,11 @@ class Machine:
         """Probes, and takes the steps that are to be predicted."""
         self._link.extend(self._ranks(probe_link, self._steps))
         for name, case in CASES.items():
-            for found in self._ranks(probe_work, case, self._steps):
-                self._work[name].extend(found)
+            for steps in self._ranks(probe_work, case, self._steps):
+                self._work[name].extend(steps)
             for mb in CAPS_MB:
-                steps = self._ranks(train, case, Way(RANKS, mb))
-                self.measured[name][mb].append(statistics.fmean(each.whole for each, _ in steps))
+                turns = self._ranks(train, case, Way(RANKS, mb))
+                self.measured[name][mb].append(statistics.fmean(step.whole for step, _ in turns))
 
     def link(self) -> Link:
         """Returns what connects the ranks."""
@@ -175,53 +175,55 @@ class Machine:
 
 def show_here(here: Machine) -> dict[str, float]:
     """Prints predicted and measured steps of this machine; returns predicted over measured, by name."""
-    link, found = here.link(), {}
+    link, ratios = here.link(), {}
     print(f"\nhere: {link.bandwidth / 1e6:.0f} MB/s, {1e6 * link.latency:.0f} us a message, {link.busy:.2f} busy")
     print(f"{RANKS} ranks, ms a step{'':31}{'alone':>10}{'predicted':>11}{'measured':>10}{'error':>8}")
     for name in CASES:
         for mb in CAPS_MB:
             work, way = here.work(name, mb), f"{name}: {Way(RANKS, mb)}"
             predicted, measured = step(work, RANKS, link), statistics.median(here.measured[name][mb]) / 1000
-            found[f"{way}: predicted / measured"] = predicted / measured
+            ratios[f"{way}: predicted / measured"] = predicted / measured
             times = f"{1000 * work.seconds:10.2f}{1000 * predicted:11.2f}{1000 * measured:10.2f}"
             print(f"{way:52}{times}{predicted / measured - 1:+8.0%}")
-    return found
+    return ratios
 
 
 def show_published() -> dict[str, float]:
     """Prints the published points; returns the predicted over the published efficiency, by name."""
     head = ("published", "overlap", "error", "none", "error", "1,024: overlap", "none")
     print(f"\n{'published efficiency':26}" + "".join(f"{title:>{len(title) + 3}}" for title in head))
-    found = {}
+    ratios = {}
     for name, point in (PUBLISHED | bert()).items():
         line = f"{name:26}{point.published:12.2f}"
         for overlap, width in ((True, 10), (False, 7)):
             predicted = efficiency(point.work, point.ranks, point.link, overlap=overlap)
             line += f"{predicted:{width}.2f}{predicted / point.published - 1:+8.0%}"
-            found[f"{name}: predicted {'with' if overlap else 'without'} overlap / published"] = (
+            ratios[f"{name}: predicted {'with' if overlap else 'without'} overlap / published"] = (
                 predicted / point.published
             )
         for overlap, width in ((True, 17), (False, 7)):
             line += f"{efficiency(point.work, SIZES[-1], point.link, overlap=overlap):{width}.2f}"
         print(line)
-    return found
+    return ratios
 
 
 def show_further(here: Machine) -> dict[str, dict[str, list[float]]]:
     """Prints and returns what this machine's steps would come to on more machines like it, by network."""
-    own = here.link()
-    networks = {"as here": own}
-    for gbit in (10, 100):  # as many processor seconds a byte as here
+    measured_link = here.link()
+    networks = {"as here": measured_link}
+    for gbit in (10, 100):  # A byte takes as many processor seconds as here.
         bandwidth = gbit * GBIT
-        networks[f"{gbit} Gbit/s"] = Link(bandwidth, LATENCY, min(1.0, own.busy * bandwidth / own.bandwidth))
+        networks[f"{gbit} Gbit/s"] = Link(
+            bandwidth, LATENCY, min(1.0, measured_link.busy * bandwidth / measured_link.bandwidth)
+        )
     print(f"\n{'efficiency on ranks':42}" + "".join(f"{size:>8,}" for size in SIZES))
-    found: dict[str, dict[str, list[float]]] = {}
+    efficiencies: dict[str, dict[str, list[float]]] = {}
     for name in CASES:
         for network, link in networks.items():
             row = [efficiency(here.work(name, CAPS_MB[0]), size, link) for size in SIZES]
-            found.setdefault(name, {})[network] = [round(value, 4) for value in row]
+            efficiencies.setdefault(name, {})[network] = [round(value, 4) for value in row]
             print(f"{name + ', ' + network:42}" + "".join(f"{value:8.2f}" for value in row))
-    return found
+    return efficiencies
 
 
 def main() -> None:
@@ -229,7 +231,7 @@ def main() -> None:
     options = arguments(__doc__ or "")
     rounds, steps = (2, 6) if options.quick else (5, 15)
     with workspace(), Ranks(RANKS, pinned=True) as ranks:
-        Machine(ranks, steps).round()  # warms up
+        Machine(ranks, steps).round()  # The first round warms up.
         here = Machine(ranks, steps)
         for _ in range(rounds):
             here.round()

@@ -75,7 +75,7 @@ SETTINGS = (
     Setting("4 ranks, learning rate 0.2, momentum 0.9", 4, learning_rate=0.2, momentum=0.9),
 )
 BATCH = 32
-Runs = dict[str, list[list[dict[str, Any]]]]  # histories by mode
+Runs = dict[str, list[list[dict[str, Any]]]]  # A mode has the history of each of its runs.
 
 COLUMNS = Columns(
     inputs=(TensorSpec(name=input_name(0), column="pixels", dtype="float32", shape=(64,)),),
@@ -117,7 +117,7 @@ def partitions(ranks: int) -> list[list[pa.RecordBatch]]:
 
 
 def run_rank(pipe: Connection, rendezvous: Rendezvous, world: World, job: TrainJob, batches: Any) -> None:
-    """The body of a rank's process; sends the history."""
+    """Runs the body of a rank's process; sends the history."""
     client = Client(partial(connect, rendezvous.host, rendezvous.port, rendezvous.prefix), world)
     with client.beating():
         pipe.send(train_partition(batches, world=world, job=job, client=client).meta.get("history"))
@@ -165,11 +165,11 @@ def train(mode: str, setting: Setting, seed: int, *, epochs: int, delay: float) 
         server.close()
 
 
-def draw(found: dict[Setting, Runs], path: Path) -> None:
+def draw(runs_by_setting: dict[Setting, Runs], path: Path) -> None:
     """Draws validation loss over epochs and over seconds, one row of panels per setting."""
-    figure = Figure(figsize=(11, 3 * len(found)), layout="constrained")
-    panels = figure.subplots(len(found), 2, squeeze=False, sharey=True)
-    for (left, right), (setting, modes) in zip(panels, found.items(), strict=True):
+    figure = Figure(figsize=(11, 3 * len(runs_by_setting)), layout="constrained")
+    panels = figure.subplots(len(runs_by_setting), 2, squeeze=False, sharey=True)
+    for (left, right), (setting, modes) in zip(panels, runs_by_setting.items(), strict=True):
         for index, (mode, runs) in enumerate(modes.items()):
             losses = np.median([[record["val_loss"] for record in run] for run in runs], axis=0)
             seconds = np.median([np.cumsum([record["seconds"] for record in run]) for run in runs], axis=0)
@@ -204,10 +204,10 @@ def legend(mode: str, runs: list[list[dict[str, Any]]]) -> str:
     return f"{mode}: {mean:.1f}, {most:.0f}"
 
 
-def show(found: dict[Setting, Runs]) -> None:
+def show(runs_by_setting: dict[Setting, Runs]) -> None:
     """Prints medians over the runs, those of losses and accuracies after the last epoch."""
     print(f"{'':<12} {'staleness':>9} {'most':>5} {'seconds':>8} {'val_loss':>9} {'val_accuracy':>13}")
-    for setting, modes in found.items():
+    for setting, modes in runs_by_setting.items():
         print(setting.title)
         for mode, runs in modes.items():
             mean, most = staleness(runs)
@@ -231,16 +231,16 @@ def main() -> None:
 
     options = arguments(__doc__ or "", add)
     epochs, seeds = (2, 2) if options.quick else (12, 5)
-    found: dict[Setting, Runs] = {setting: {mode: [] for mode in MODES} for setting in SETTINGS}
-    for setting, modes in found.items():
+    runs_by_setting: dict[Setting, Runs] = {setting: {mode: [] for mode in MODES} for setting in SETTINGS}
+    for setting, modes in runs_by_setting.items():
         for seed in range(seeds):
             for mode, runs in modes.items():
                 runs.append(train(mode, setting, seed, epochs=epochs, delay=options.delay))
-    draw(found, options.figure)
-    _, shown = printed(partial(show, found))
+    draw(runs_by_setting, options.figure)
+    _, table = printed(partial(show, runs_by_setting))
     samples = {
         f"{setting.title}: {mode}, s": [seconds(run) for run in runs]
-        for setting, modes in found.items()
+        for setting, modes in runs_by_setting.items()
         for mode, runs in modes.items()
     }
     report(
@@ -255,7 +255,7 @@ def main() -> None:
             if mode != "ddp"
         },
         goals={},
-        facts=machine("torch") | {"printed": {"shown": shown}},
+        facts=machine("torch") | {"printed": {"shown": table}},
         path=options.json,
     )
 

@@ -24,7 +24,8 @@ _DOCS = (
     *("strategies", "tables", "training"),
 )
 PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in _DOCS)]
-OF_SEVERAL = {"settings": whole_table, "summary": summary_table}  # by the word behind "without"
+# The word behind "without" names a table of several results.
+OF_SEVERAL = {"settings": whole_table, "summary": summary_table}
 RESULTS = ROOT / "benchmarks" / "results"
 BLOCK = re.compile(r"(<!-- results: (\w+)(?: (\w+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -70,8 +71,8 @@ def verdict(value: float, goal: str) -> str:
 def written(page: str) -> str:
     """Returns the page with its tables as the results have them."""
 
-    def fill(found: re.Match[str]) -> str:
-        head, name, part, end = found.groups()
+    def fill(block: re.Match[str]) -> str:
+        head, name, part, end = block.groups()
         if name == "without":
             return f"{head}\n{OF_SEVERAL[part](RESULTS)}\n{end}"
         result = json.loads((RESULTS / f"{name}.json").read_text())

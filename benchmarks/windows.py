@@ -51,8 +51,8 @@ def windows(rows: DataFrame) -> DataFrame:
     load = F.col("load").cast("float")
     past = F.collect_list(load).over(ordered.rowsBetween(-CONTEXT + 1, 0))
     label = F.collect_list(load).over(ordered.rowsBetween(1, HORIZON))
-    found = rows.select(past.alias("past"), label.alias("label"))
-    return found.where((F.size("past") == CONTEXT) & (F.size("label") == HORIZON))
+    arrays = rows.select(past.alias("past"), label.alias("label"))
+    return arrays.where((F.size("past") == CONTEXT) & (F.size("label") == HORIZON))
 
 
 class Sides:
@@ -66,15 +66,15 @@ class Sides:
         self.counts: set[int] = set()
 
     def cut(self) -> float:
-        """Ranks get rows, and cut windows."""
+        """Lets ranks get rows, and cut windows."""
         names = {"groupCol": "meter", "orderCol": "hour", "labelCol": "load"}
-        own = Forecaster(**names, **OF_BOTH, context=CONTEXT, horizon=HORIZON, moduleParams={"hidden": []})
-        return self._fit(CUT, own, self._rows)
+        forecaster = Forecaster(**names, **OF_BOTH, context=CONTEXT, horizon=HORIZON, moduleParams={"hidden": []})
+        return self._fit(CUT, forecaster, self._rows)
 
     def written(self) -> float:
-        """Ranks get windows."""
+        """Lets ranks get windows."""
         network = {"module": "sparktorch.tasks.series.network:SeriesNetwork", "params": {"hidden": []}}
-        own = TorchEstimator(
+        estimator = TorchEstimator(
             module=SeriesModule,
             moduleParams={**network, "context": CONTEXT, "horizon": HORIZON},
             trainingStep=SeriesStep("L1Loss"),
@@ -82,13 +82,13 @@ class Sides:
             inputShapes={"past": [CONTEXT, 1]},
             **OF_BOTH,
         )
-        return self._fit(WRITTEN, own, windows(self._rows))
+        return self._fit(WRITTEN, estimator, windows(self._rows))
 
     def _fit(self, side: str, estimator: Any, rows: DataFrame) -> float:
-        found: list[Any] = []
-        wall = seconds(lambda: found.append(estimator.fit(rows).summary))
-        ranks = found[0].ranks
-        self.counts.add(found[0].stepsPerEpoch)
+        summaries: list[Any] = []
+        wall = seconds(lambda: summaries.append(estimator.fit(rows).summary))
+        ranks = summaries[0].ranks
+        self.counts.add(summaries[0].stepsPerEpoch)
         self.noted[f"MB held, {side}"].append(sum(rank["bytes"] for rank in ranks) / 1e6)
         self.noted[f"peak MB, {side}"].append(max(rank["peak_memory"] for rank in ranks) / 1e6)
         return wall
@@ -98,7 +98,7 @@ def measured(spark: SparkSession, path: Path, rounds: int) -> tuple[dict[str, li
     """Returns all samples, and the number of steps of an epoch, which is the same on both sides."""
     sides = Sides(spark.read.parquet(str(path)))
     turns = {CUT: sides.cut, WRITTEN: sides.written}
-    for turn in turns.values():  # warm
+    for turn in turns.values():  # The first turns warm up.
         turn()
     for values in sides.noted.values():
         values.clear()

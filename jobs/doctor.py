@@ -1,4 +1,4 @@
-"""What `sparktorch doctor` checks, with the settings of a submission: spark-submit jobs/doctor.py."""
+"""Runs `sparktorch doctor` with the settings of a submission: spark-submit jobs/doctor.py."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What `sparktorch run` does, with the settings of a submission: spark-submit jobs/run.py script.py."""
+"""Runs `sparktorch run` with the settings of a submission: spark-submit jobs/run.py script.py."""
 
 import sys
 

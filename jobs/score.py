@@ -1,4 +1,4 @@
-"""What `sparktorch score` does, with the settings of a submission: spark-submit jobs/score.py conf/digits.yaml."""
+"""Runs `sparktorch score` with the settings of a submission: spark-submit jobs/score.py conf/digits.yaml."""
 
 import sys
 

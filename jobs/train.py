@@ -1,4 +1,4 @@
-"""What `sparktorch train` does, with the settings of a submission: spark-submit jobs/train.py conf/digits.yaml."""
+"""Runs `sparktorch train` with the settings of a submission: spark-submit jobs/train.py conf/digits.yaml."""
 
 import sys
 

@@ -33,6 +33,7 @@ __all__ = [
     "causes",
     "counted",
     "failure_in",
+    "failure_text",
     "line_of_user",
     "nearest",
     "redacted",
@@ -40,7 +41,6 @@ __all__ = [
     "refusing",
     "shortened",
     "shortens",
-    "told",
     "users_part",
 ]
 
@@ -90,8 +90,8 @@ class SparkTorchError(Exception):
         super().__init__(str(self))
 
     def __str__(self) -> str:
-        place = ", ".join(f"{name}={value}" for name, value in self.where.items())
-        text = f"{self.what} [{place}]" if place else self.what
+        location = ", ".join(f"{name}={value}" for name, value in self.where.items())
+        text = f"{self.what} [{location}]" if location else self.what
         if self.hint:
             text += f"\n  -> {self.hint}"
         if self.code:
@@ -243,7 +243,7 @@ def line_of_user(error: BaseException) -> str:
     for frame, number in traceback.walk_tb(error.__traceback__):
         name, package = frame.f_code.co_filename, _package(frame)
         line = linecache.getline(name, number, frame.f_globals).strip()
-        if not line or not _has_a_place(frame) or package in ("torch", "sparktorch"):
+        if not line or not _has_source(frame) or package in ("torch", "sparktorch"):
             continue
         text = f" at {name}:{number}, {line!r}"
         if _of_library(frame):
@@ -258,24 +258,24 @@ def users_part(error: BaseException) -> TracebackType | None:
     trace = error.__traceback__
     while trace is not None:
         frame = trace.tb_frame
-        if _has_a_place(frame) and _package(frame) != "sparktorch" and not _of_library(frame):
+        if _has_source(frame) and _package(frame) != "sparktorch" and not _of_library(frame):
             return trace
         trace = trace.tb_next
     return None
 
 
 def causes(error: BaseException | None, *, contexts: bool = False) -> Iterator[BaseException]:
-    """Yields an error and the errors that it was raised from, each once: `raise error from error` makes a ring.
+    """Yields an error and the errors that it was raised from, without repeats: `raise error from error` makes a ring.
 
     With `contexts`, it also yields those during whose handling they were raised.
     """
-    rest, known = [error], set[int]()
+    rest, ids = [error], set[int]()
     while rest:
-        one = rest.pop()
-        if one is not None and id(one) not in known:
-            known.add(id(one))
-            yield one
-            rest += [one.__context__ if contexts else None, one.__cause__]
+        current = rest.pop()
+        if current is not None and id(current) not in ids:
+            ids.add(id(current))
+            yield current
+            rest += [current.__context__ if contexts else None, current.__cause__]
 
 
 def shortened(error: E) -> E:
@@ -284,7 +284,7 @@ def shortened(error: E) -> E:
     A cause without code of the user's says nothing that the error does not. All is logged at DEBUG.
     """
     _LOG.debug("an error, in full", exc_info=error)
-    cause = next((one for one in causes(error.__cause__) if users_part(one) is not None), None)
+    cause = next((raised for raised in causes(error.__cause__) if users_part(raised) is not None), None)
     error.__cause__ = None if cause is None else cause.with_traceback(users_part(cause))
     return error.with_traceback(None)
 
@@ -306,7 +306,7 @@ def _package(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
-def _has_a_place(frame: FrameType) -> bool:
+def _has_source(frame: FrameType) -> bool:
     """Whether code is in a file, or was typed into a console, as `<stdin>` is; the rest is generated."""
     return "/" in frame.f_code.co_filename or _package(frame) == "__main__"
 
@@ -317,9 +317,9 @@ def _of_library(frame: FrameType) -> bool:
     return "-packages/" in name or name.startswith(_STANDARD)
 
 
-def counted(count: int, one: str, many: str) -> str:
+def counted(count: int, singular: str, plural: str) -> str:
     """Returns a count and what is counted, in the singular or the plural."""
-    return f"{count} {one if count == 1 else many}"
+    return f"{count} {singular if count == 1 else plural}"
 
 
 def nearest(name: str, valid: Iterable[str], otherwise: str = "") -> str:
@@ -345,7 +345,7 @@ def redacted(text: str) -> str:
     return _IN_QUERY.sub(r"\1***", _PASSWORD.sub(r"\1***@", text))
 
 
-def told(failure: SparkTorchError) -> str:
+def failure_text(failure: SparkTorchError) -> str:
     """Returns a failure as text that `failure_in` can find in a Spark message."""
     return f"{_FAILURE_MARK}{json.dumps(failure.to_dict())}"
 
@@ -353,6 +353,6 @@ def told(failure: SparkTorchError) -> str:
 def failure_in(message: str) -> SparkTorchError | None:
     """Returns the failure that a rank wrote into its exception, if Spark's message contains it."""
     for rest in message.split(_FAILURE_MARK)[1:]:
-        with suppress(ValueError):  # Spark cuts long messages off
+        with suppress(ValueError):  # Spark cuts long messages off.
             return SparkTorchError.from_dict(json.JSONDecoder().raw_decode(rest)[0])
     return None

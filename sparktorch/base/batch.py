@@ -25,8 +25,8 @@ __all__ = [
 ]
 
 MASK = "attention_mask"
-IGNORED = -100  # the label of a token that no loss counts, and that torch's own leave out, too
-# Tensors of shape (rows, tokens), as tokenizers name them.
+IGNORED = -100  # No loss counts a token with this label, nor do torch's own.
+# Tokenizers give these names to tensors of shape (rows, tokens).
 _TOKENS = ("input_ids", MASK, "token_type_ids", "position_ids", "labels")
 
 
@@ -65,7 +65,7 @@ class Batch:
     sizes: torch.Tensor | None = None
 
     @property
-    def shown(self) -> int:
+    def sample_count(self) -> int:
         """Number of samples, placeholders included."""
         return len(self.inputs[0]) if self.sizes is None else len(self.sizes)
 
@@ -86,15 +86,16 @@ class Batch:
         return sum(part.nbytes for tensor in self.tensors for part in components(tensor))
 
     def complete(self) -> Batch:
-        """Returns a batch with label and weight as long as its inputs; in given weights, added rows have zero."""
-        shown, label, weight = self.shown, self.label, self.weight
-        if 0 < self.rows < shown:
+        """Returns a batch whose label and weight are as long as its inputs; in weights, added rows have zero."""
+        count, label, weight = self.sample_count, self.label, self.weight
+        if 0 < self.rows < count:
             if label is not None:
-                last = label[-1:] if self.sizes is None else label[-int(self.sizes[-1]) :]  # as the last sample is
-                label = torch.cat([label, *[last] * (shown - self.rows)])
+                # Added rows are copies of the last sample, and have its label.
+                last = label[-1:] if self.sizes is None else label[-int(self.sizes[-1]) :]
+                label = torch.cat([label, *[last] * (count - self.rows)])
             if weight is not None:
-                weight = torch.cat([weight, weight.new_zeros(shown - self.rows)])
-        return replace(self, label=label, weight=weight, rows=shown, loss_weight=None)
+                weight = torch.cat([weight, weight.new_zeros(count - self.rows)])
+        return replace(self, label=label, weight=weight, rows=count, loss_weight=None)
 
     def filled_from(self, count: int) -> Batch:
         """Returns the batch with `count` real samples; the others are placeholders, of weight zero if all of them are.
@@ -102,7 +103,7 @@ class Batch:
         Label and weights are those of the real samples, if there are any.
         """
         if not count:
-            nothing = torch.zeros(self.shown, device=self.inputs[0].device)
+            nothing = torch.zeros(self.sample_count, device=self.inputs[0].device)
             return replace(self, rows=0, weight=nothing, loss_weight=nothing)
         real = self.slice(0, count)
         return replace(self, rows=count, label=real.label, weight=real.weight, loss_weight=real.loss_weight)
@@ -118,11 +119,12 @@ class Batch:
                 return None
             return tensor[start:end] if of_samples else tensor[first:last]
 
-        inputs = [cut(tensor, first, last, self.lengths.get(place)) for place, tensor in enumerate(self.inputs)]
-        lengths = {place: counts[first:last] for place, counts in self.lengths.items()}
-        for place, longest in self._padded_to(lengths).items():  # pads to the longest of these rows only
-            for both in (place, place + 1):
-                inputs[both] = inputs[both][:, :longest]
+        inputs = [cut(tensor, first, last, self.lengths.get(position)) for position, tensor in enumerate(self.inputs)]
+        lengths = {position: counts[first:last] for position, counts in self.lengths.items()}
+        # A padded input and its mask, which is the next input, are as long as the longest of these rows.
+        for position, longest in self._padded_to(lengths).items():
+            inputs[position] = inputs[position][:, :longest]
+            inputs[position + 1] = inputs[position + 1][:, :longest]
         return replace(
             self,
             inputs=tuple(inputs),
@@ -138,10 +140,9 @@ class Batch:
     def padded(self, lengths: Mapping[int, int]) -> Batch:
         """Returns the batch with padded inputs and their masks of those lengths, by the position of the input."""
         inputs = list(self.inputs)
-        for place, length in lengths.items():
-            for tensor, value, at in ((inputs[place], self.pads[place], place), (inputs[place + 1], False, place + 1)):
-                missing = tensor.new_full((len(tensor), length - tensor.shape[1], *tensor.shape[2:]), value)
-                inputs[at] = torch.cat([tensor, missing], 1)
+        for position, length in lengths.items():
+            inputs[position] = _lengthened(inputs[position], length, self.pads[position])
+            inputs[position + 1] = _lengthened(inputs[position + 1], length, False)
         return replace(self, inputs=tuple(inputs))
 
     def trimmed(self) -> Batch:
@@ -151,8 +152,9 @@ class Batch:
         width, longest = self.named[MASK].shape[1], max(1, int(self.tokens.max()))
         others = [tensor for name, tensor in self.named.items() if name not in _TOKENS]
         others += [] if self.label is None else [self.label]
+        # Another tensor that is as wide as the mask may hold a value for each token, and must stay as wide as these.
         if any(tensor.shape[1:2] == (width,) for tensor in others):
-            return self  # it may have something of each token, which must stay as long as they are
+            return self
         inputs = [
             tensor[:, :longest] if name in _TOKENS and tensor.shape[1:2] == (width,) else tensor
             for name, tensor in self.named.items()
@@ -161,8 +163,8 @@ class Batch:
 
     def _padded_to(self, lengths: Mapping[int, torch.Tensor]) -> dict[int, int]:
         """Returns the padded length that rows of those lengths need, by the position of the padded input."""
-        padded = {place: counts for place, counts in lengths.items() if self.inputs[place].layout is torch.strided}
-        return {place: max(1, int(counts.max())) if len(counts) else 1 for place, counts in padded.items()}
+        strided = [position for position in lengths if self.inputs[position].layout is torch.strided]
+        return {at: max(1, int(lengths[at].max())) if len(lengths[at]) else 1 for at in strided}
 
 
 class RankDataset(ABC):
@@ -197,17 +199,23 @@ class RankDataset(ABC):
         """Returns this rank's number of rows in each step of an epoch, int64 of shape `(steps,)`."""
 
 
+def _lengthened(tensor: torch.Tensor, length: int, value: float) -> torch.Tensor:
+    """Returns a tensor of shape `(rows, length, ...)`, with a value after the positions that it has."""
+    missing = tensor.new_full((len(tensor), length - tensor.shape[1], *tensor.shape[2:]), value)
+    return torch.cat([tensor, missing], 1)
+
+
 def count_tokens(named: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
     """Returns `Batch.tokens` of what `preprocess` returned; `None` without a mask of shape `(rows, tokens)`."""
     mask = named.get(MASK)
     if mask is None or mask.dim() != 2 or not mask.shape[1]:
         return None
-    shown = mask != 0
+    counted = mask != 0
     labels = named.get("labels")
     if labels is not None and labels.shape == mask.shape:
-        shown = shown | (labels != IGNORED)
-    places = torch.arange(1, mask.shape[1] + 1, device=mask.device)
-    return (shown * places).amax(1).cpu()
+        counted = counted | (labels != IGNORED)
+    positions = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+    return (counted * positions).amax(1).cpu()
 
 
 def micro_batches(batch: Batch, parts: int, *, min_rows: int) -> list[Batch]:
@@ -219,21 +227,21 @@ def micro_batches(batch: Batch, parts: int, *, min_rows: int) -> list[Batch]:
         return [batch]
     filled = min(parts, batch.rows // min_rows)
     edges = [batch.rows * i // filled for i in range(filled + 1)] if filled else [0]
-    found = [batch.slice(start, end) for start, end in pairwise(edges)] or [batch]
-    if len(found) == parts:
-        return found
+    batches = [batch.slice(start, end) for start, end in pairwise(edges)] or [batch]
+    if len(batches) == parts:
+        return batches
     nothing = torch.zeros(min_rows, device=batch.inputs[0].device)
     empty = replace(batch.complete().slice(0, min_rows), weight=nothing, loss_weight=nothing, rows=0)
-    return [*found, *[empty] * (parts - len(found))]
+    return [*batches, *[empty] * (parts - len(batches))]
 
 
 def padding(batches: Sequence[Batch]) -> tuple[int, int]:
     """Returns the number of positions in the padded inputs of some batches, and how many of them hold data."""
     padded_size = real_size = 0
     for batch in batches:
-        for place, longest in batch._padded_to(batch.lengths).items():
-            padded_size += longest * len(batch.lengths[place])
-            real_size += int(batch.lengths[place].sum())
+        for position, longest in batch._padded_to(batch.lengths).items():
+            padded_size += longest * len(batch.lengths[position])
+            real_size += int(batch.lengths[position].sum())
         if batch.tokens is not None:
             padded_size += batch.named[MASK].numel()
             real_size += int(batch.tokens.sum())
@@ -252,11 +260,11 @@ def cut(tensor: torch.Tensor, start: int, end: int, lengths: torch.Tensor | None
     counts = ends.diff().cpu() if lengths is None else lengths
     first = int(counts[:start].sum())
     last = first + int(counts[start:end].sum())
-    own, values = ends[start : end + 1] - ends[start], tensor.values()[first:last]
+    offsets, values = ends[start : end + 1] - ends[start], tensor.values()[first:last]
     if nested:
-        return jagged(values, own, counts[start:end])
+        return jagged(values, offsets, counts[start:end])
     shape = (end - start, *tensor.shape[1:])
-    return torch.sparse_csr_tensor(own, tensor.col_indices()[first:last], values, shape, check_invariants=False)
+    return torch.sparse_csr_tensor(offsets, tensor.col_indices()[first:last], values, shape, check_invariants=False)
 
 
 def components(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -25,11 +25,13 @@ __all__ = [
 ]
 
 Task = Literal["classification", "regression", "generic"]
-Device = str  # "auto", "cpu", or a type of accelerator, such as "cuda"
+Device = str  # It is "auto", "cpu", or a type of accelerator, such as "cuda".
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 Invalid = Literal["error", "keep", "skip"]
 
-INITIAL_WEIGHTS = "initialWeights"  # in `CheckpointConfig.job`: a training may resume with others, as it has its own
+# `CheckpointConfig.job` names the initial weights by this key. A training that resumes may be given others, because it
+# goes on from its own.
+INITIAL_WEIGHTS = "initialWeights"
 
 _PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 _TASKS = ("classification", "regression", "generic")
@@ -172,7 +174,8 @@ class TrainConfig:
         """Returns the metric of a validation that says how good it is, negated if larger is better; `None` without."""
         if self.best_metric not in metrics:
             return None
-        return float(metrics[self.best_metric]) * (1 if self.mode() == "min" else -1)
+        value = float(metrics[self.best_metric])
+        return value if self.mode() == "min" else -value
 
     def mode(self) -> Literal["min", "max"]:
         """Returns whether the smallest value of the best metric is the best; refuses a name that does not say."""

@@ -59,16 +59,16 @@ def accelerator() -> str | None:
     It does not initialise the driver, because the process could not be forked afterwards. Returns `None` for a CPU
     build, and for Apple's MPS, which has no float64.
     """
-    found = torch.accelerator.current_accelerator()
-    return None if found is None or found.type == "mps" else found.type
+    current = torch.accelerator.current_accelerator()
+    return None if current is None or current.type == "mps" else current.type
 
 
 def is_kind(name: str) -> bool:
     """Returns whether torch knows an accelerator type of that name, even if this build does not support it."""
     try:
-        found = torch.device(name)
-        return found.index is None and found.type not in ("cpu", "mps") and hasattr(module_of(found), "device_count")
-    except RuntimeError:  # no device, or one without a module
+        device = torch.device(name)
+        return device.index is None and device.type not in ("cpu", "mps") and hasattr(module_of(device), "device_count")
+    except RuntimeError:  # It names no device, or one without a module.
         return False
 
 
@@ -77,15 +77,16 @@ def device_count(kind: str | None = None) -> int:
     kind = kind or accelerator()
     try:
         return 0 if kind is None else int(module_of(kind).device_count())
-    except (RuntimeError, AttributeError):  # torch was built without it
+    except (RuntimeError, AttributeError):  # torch was built without it.
         return 0
 
 
 def visible_devices(kind: str) -> str | None:
     """Returns the environment variable that restricts the visible devices of a type, `None` if it is not set."""
-    if kind == "cuda" and torch.version.hip is not None:  # HIP prefers its own variable to CUDA's
-        own = os.environ.get("HIP_VISIBLE_DEVICES")
-        return own if own is not None else os.environ.get("CUDA_VISIBLE_DEVICES")
+    # HIP prefers its own variable to CUDA's.
+    if kind == "cuda" and torch.version.hip is not None:
+        hip_devices = os.environ.get("HIP_VISIBLE_DEVICES")
+        return hip_devices if hip_devices is not None else os.environ.get("CUDA_VISIBLE_DEVICES")
     names = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
     return os.environ.get(names[kind]) if kind in names else None
 
@@ -110,23 +111,22 @@ def select(device: str) -> None:
 
 def free_bytes(device: str) -> int:
     """Returns an accelerator's free memory in bytes; 0 if torch does not report it."""
-    found = getattr(module_of(device), "mem_get_info", None)
-    return 0 if found is None else int(found(torch.device(device))[0])
+    mem_get_info = getattr(module_of(device), "mem_get_info", None)
+    return 0 if mem_get_info is None else int(mem_get_info(torch.device(device))[0])
 
 
 def let_go(device: str) -> None:
     """Frees torch's caches of an accelerator's memory and of pinned host memory."""
     if not is_host(device):
-        gc.collect()  # modules and their hooks form reference cycles
+        # Modules and their hooks form reference cycles, which only a collection frees.
+        gc.collect()
         module_of(device).empty_cache()
-        _empty_host_cache()
-
-
-def _empty_host_cache() -> None:
-    """Frees cached pinned memory; the function's name depends on the version of torch."""
-    found = getattr(torch.accelerator, "empty_host_cache", None) or getattr(torch._C, "_host_emptyCache", None)
-    if found is not None:
-        found()
+        # The function that frees cached pinned memory has another name in each version of torch.
+        empty_host_cache = getattr(torch.accelerator, "empty_host_cache", None) or getattr(
+            torch._C, "_host_emptyCache", None
+        )
+        if empty_host_cache is not None:
+            empty_host_cache()
 
 
 def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -138,18 +138,21 @@ def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         return tensor
     if not tensor.is_cpu:
         return tensor.to(device)
-    dense = tensor.contiguous() if 0 in tensor.stride() else tensor  # an expanded tensor cannot be pinned
+    # An expanded tensor, which has a stride of 0, cannot be pinned.
+    dense = tensor.contiguous() if 0 in tensor.stride() else tensor
     return dense.pin_memory().to(device, non_blocking=True)
 
 
 def jagged(values: torch.Tensor, offsets: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Returns a jagged nested tensor with known minimum and maximum lengths; torch would wait for the device for them.
+    """Returns a jagged nested tensor that has its minimum and maximum length; torch would wait for the device for them.
 
     `offsets` are the start of each row and the end of the last one, int64 of shape `(rows + 1,)` on the device of the
     values; `lengths` are int64 on the CPU.
     """
-    known: dict[str, Any] = {"min_seqlen": int(lengths.min()), "max_seqlen": int(lengths.max())} if len(lengths) else {}
-    return torch.nested.nested_tensor_from_jagged(values, offsets, **known)
+    extremes: dict[str, Any] = (
+        {"min_seqlen": int(lengths.min()), "max_seqlen": int(lengths.max())} if len(lengths) else {}
+    )
+    return torch.nested.nested_tensor_from_jagged(values, offsets, **extremes)
 
 
 def download(tensors: Mapping[str, torch.Tensor], *, copy: bool = False) -> dict[str, torch.Tensor]:
@@ -157,11 +160,11 @@ def download(tensors: Mapping[str, torch.Tensor], *, copy: bool = False) -> dict
 
     With `copy`, tensors that are on the CPU already are copied.
     """
-    # Non-blocking copies to the CPU go to pinned memory.
-    found = {name: tensor.to("cpu", copy=copy, non_blocking=not tensor.is_cpu) for name, tensor in tensors.items()}
+    # Copies from a device do not block, so that the host waits once for all of them; they go to pinned memory.
+    copies = {name: tensor.to("cpu", copy=copy, non_blocking=not tensor.is_cpu) for name, tensor in tensors.items()}
     for device in {tensor.device for tensor in tensors.values()}:
         wait_for(device)
-    return found
+    return copies
 
 
 def wait_for(device: str | torch.device) -> None:

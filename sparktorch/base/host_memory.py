@@ -21,17 +21,19 @@ __all__ = [
     "trim",
 ]
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
-_LARGEST = 32 << 20  # to which glibc raises the second by itself, and twice of it the first
+# glibc's mallopt numbers its parameters so.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+# glibc raises the threshold of mmap up to this size by itself, and that of trim up to twice this size.
+_LARGEST = 32 << 20
 
-_NO_LIMIT = 1 << 60  # version 1 of control groups has a number for it
-# Of both versions of control groups: the folder of all; of a group its limits, its use, and in `memory.stat` the part
-# of its use that is the kernel's cache of files.
+_NO_LIMIT = 1 << 60  # Version 1 of control groups writes "no limit" as a number beyond this one.
+# Both versions of control groups have a folder of all groups. In a group's folder, files hold its limits and its use,
+# and a line of `memory.stat` says which part of its use is the kernel's cache of files.
 _GROUPS: dict[str, tuple[str, tuple[str, ...], str, str]] = {
     "": ("/sys/fs/cgroup", ("memory.max", "memory.high"), "memory.current", "inactive_file"),
     "memory": ("/sys/fs/cgroup/memory", ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
 }
-_UNREADABLE = (OSError, ValueError, IndexError)  # what is not there, or written otherwise
+_UNREADABLE = (OSError, ValueError, IndexError)  # Files that are missing, or written otherwise, raise these.
 
 
 def trim() -> None:
@@ -69,17 +71,19 @@ def _groups(path: str, kinds: str) -> list[float]:
     kind = "memory" if "memory" in kinds.split(",") else kinds
     if kind not in _GROUPS:
         return []
-    folder, limits, use, cache = _GROUPS[kind]
-    root = Path(folder)
-    own = root / path.lstrip("/")  # not there if the container sees its own group as the root
-    return [_left(each, limits, use, cache) for each in (own, *own.parents) if each.is_relative_to(root)]
+    root_folder, limits, use, cache = _GROUPS[kind]
+    root = Path(root_folder)
+    # The group's folder does not exist if the container sees its own group as the root, which is among the parents.
+    group = root / path.lstrip("/")
+    folders = [folder for folder in (group, *group.parents) if folder.is_relative_to(root)]
+    return [_left(folder, limits, use, cache) for folder in folders]
 
 
 def _left(folder: Path, limits: Sequence[str], use: str, cache: str) -> float:
     """Returns how many bytes a control group has left; infinite if it has no limit."""
     limit = math.inf
     for name in limits:
-        with suppress(*_UNREADABLE):  # "max" is no number
+        with suppress(*_UNREADABLE):  # "max" is no number, and no limit.
             limit = min(limit, int((folder / name).read_text()))
     if limit >= _NO_LIMIT:
         return math.inf
@@ -90,17 +94,22 @@ def _left(folder: Path, limits: Sequence[str], use: str, cache: str) -> float:
 
 def _field(path: Path, name: str) -> int:
     """Returns the number after a name at the start of a line, 0 if there is none."""
-    words = map(str.split, path.read_text(errors="replace").splitlines())
-    return next((int(number[0]) for first, *number in filter(None, words) if first == name), 0)
+    for line in path.read_text(errors="replace").splitlines():
+        words = line.split()
+        if words and words[0] == name:
+            return int(words[1])
+    return 0
 
 
 def forget_peaks(device: str) -> None:
     """Resets the peak memory of the host ("cpu") or of a device: reused Python workers keep it from earlier tasks."""
     if is_host(device):
-        with suppress(OSError):  # the system may forbid it
+        with suppress(OSError):  # The system may forbid it.
             Path("/proc/self/clear_refs").write_text("5")
-    elif (reset := getattr(module_of(device), "reset_peak_memory_stats", None)) is not None:
-        with suppress(RuntimeError):  # nothing was allocated yet
+        return
+    reset = getattr(module_of(device), "reset_peak_memory_stats", None)
+    if reset is not None:
+        with suppress(RuntimeError):  # Nothing was allocated yet.
             reset(torch.device(device))
 
 
@@ -111,15 +120,15 @@ def peaks(device: str) -> dict[str, int]:
     for devices whose peak torch does not record.
     """
     unit = 1 if sys.platform == "darwin" else 1024
-    found = {"peak_memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+    sizes = {"peak_memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
     with suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):  # unlike `ru_maxrss`, it can be reset
-                found["peak_memory"] = int(line.split()[1]) * 1024
-    most = None if is_host(device) else getattr(module_of(device), "max_memory_allocated", None)
-    if most is not None:
-        found["peak_device_memory"] = most(torch.device(device))
-    return found
+            if line.startswith("VmHWM:"):  # Unlike `ru_maxrss`, this peak can be reset.
+                sizes["peak_memory"] = int(line.split()[1]) * 1024
+    max_allocated = None if is_host(device) else getattr(module_of(device), "max_memory_allocated", None)
+    if max_allocated is not None:
+        sizes["peak_device_memory"] = max_allocated(torch.device(device))
+    return sizes
 
 
 def resident_bytes() -> int:
@@ -164,5 +173,5 @@ def given_back(least: int) -> Iterator[None]:
 
 def _function(name: str) -> Callable[..., Any] | None:
     """Returns a function of the C library, `None` if it is not glibc."""
-    found: Callable[..., Any] | None = getattr(ctypes.CDLL(None), name, None)
-    return found
+    function: Callable[..., Any] | None = getattr(ctypes.CDLL(None), name, None)
+    return function

@@ -38,18 +38,18 @@ def load_object(path: str) -> Any:
     name, _, attribute = path.partition(":")
     if not name or not attribute:
         raise ModuleError(f"{path!r} is not an import path", hint="write it as 'package.module:Name'", code="ST-IMPORT")
-    part, found = "", None
+    part, value = "", None
     try:
-        found = importlib.import_module(name)
+        value = importlib.import_module(name)
         for part in attribute.split("."):
-            found = getattr(found, part)
+            value = getattr(value, part)
     except (ImportError, AttributeError) as error:
         ship = "is the file on the Python path of this process? ship it with --py-files, or addArtifacts on Connect"
-        names = [] if found is None or isinstance(error, ImportError) else [n for n in dir(found) if n[0] != "_"]
+        names = [] if value is None or isinstance(error, ImportError) else [n for n in dir(value) if n[0] != "_"]
         raise ModuleError(
             f"cannot import {path!r}: {error}", hint=nearest(part, names, otherwise=ship), code="ST-IMPORT"
         ) from error
-    return found
+    return value
 
 
 def is_object(value: Any, expected: Any) -> bool:

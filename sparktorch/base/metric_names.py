@@ -46,11 +46,12 @@ def best_by_name(metric: str) -> Literal["min", "max"] | None:
     names = [_LIKELIHOOD.sub("nll", name) for name in names]
     if any(map(_NEGATED.search, names)):
         return None
-    return next((mode for name in names if (mode := _best(name))), None)
+    modes = (_best(name) for name in names)
+    return next((mode for mode in modes if mode is not None), None)
 
 
 def _best(name: str) -> Literal["min", "max"] | None:
-    """Returns the same for words in lower case, of which it leaves out levels, averages and numbers at the end."""
+    """Returns the same for words in lower case; it leaves out levels, averages and numbers at their end."""
     shorter = _LEVEL.sub("", name)
     mode = next((mode for ending, mode in _MODES if ending.search(name)), None)
     return mode if mode or shorter == name else _best(shorter)

@@ -58,10 +58,10 @@ MOVED: dict[str, tuple[str, ...]] = {
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Imports a module under an earlier name: what it held, from where that is now.
+    """Imports a module under an earlier name, with what it held, from the modules that hold this now.
 
-    Python asks it for what no other finder has. Spark's `Pipeline.load`, pickles and import paths in saved files all
-    import by name, so that none of them needs to know of this table.
+    Python asks this finder for modules that no other finder has. Spark's `Pipeline.load`, pickles and import paths in
+    saved files all import by name, so that none of them needs to know of this table.
     """
 
     def find_spec(

@@ -1,4 +1,4 @@
-"""What torch logs beside an error or a choice that it has told already."""
+"""A context without the log records by which torch repeats an error or a choice."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from threading import Lock
 __all__ = ["quiet"]
 
 _lock = Lock()
-_open: dict[str, tuple[int, int]] = {}  # by logger: how many contexts are open in all threads, and its level before
+# A logger has here the number of contexts that are open in all threads, and its level before the first of them.
+_open: dict[str, tuple[int, int]] = {}
 
 
 @contextmanager

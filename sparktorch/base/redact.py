@@ -9,7 +9,7 @@ from typing import Any
 
 from sparktorch.errors import redacted
 
-__all__ = ["is_secret", "shown"]
+__all__ = ["display_text", "is_secret"]
 
 _SECRET = re.compile(
     r"(token(_value)?|secret|passw(or)?d|pwd|(api|access|secret|private)_?key(_?id)?|credentials?|authorization)$",
@@ -24,7 +24,7 @@ def is_secret(value: Any, name: object = "") -> bool:
     return bool(_SECRET.search(str(name))) or (isinstance(value, str) and redacted(value) != value)
 
 
-def shown(value: Any, name: object = "") -> str:
+def display_text(value: Any, name: object = "") -> str:
     """Returns a value as text: classes and functions by name, no addresses, and `***` for secrets.
 
     Text counts as a secret under a `name` such as "hf_token".
@@ -32,14 +32,15 @@ def shown(value: Any, name: object = "") -> str:
     if isinstance(value, str | bytes) and _SECRET.search(str(name)):
         return "'***'"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key!r}: {shown(item, key)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{key!r}: {display_text(item, key)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
-        return f"[{', '.join(shown(item, name) for item in value)}]"
+        return f"[{', '.join(display_text(item, name) for item in value)}]"
     if type(value) is tuple:
-        return f"({', '.join(shown(item, name) for item in value)}{',' * (len(value) == 1)})"
+        comma = "," if len(value) == 1 else ""
+        return f"({', '.join(display_text(item, name) for item in value)}{comma})"
     if isinstance(value, partial):
-        named = (f"{key}={shown(item, key)}" for key, item in value.keywords.items())
-        return f"{shown(value.func)}({', '.join([*map(shown, value.args), *named])})"
+        named = (f"{key}={display_text(item, key)}" for key, item in value.keywords.items())
+        return f"{display_text(value.func)}({', '.join([*map(display_text, value.args), *named])})"
     shows: object = type(value).__repr__
     if callable(value) or shows is object.__repr__:
         return getattr(value, "__qualname__", None) or type(value).__qualname__

@@ -19,10 +19,10 @@ __all__ = [
     *("unpack_state", "unpacked_weights"),
 ]
 
-WRAPPER = "_checkpoint_wrapped_module."  # torch's wrapper for activation checkpointing, which no state dict names
-_EXTRA = "_extra_state"  # torch's name of what `get_extra_state` returns
+WRAPPER = "_checkpoint_wrapped_module."  # torch's wrapper for activation checkpointing adds this, state dicts do not.
+_EXTRA = "_extra_state"  # torch gives this name to what `get_extra_state` returns.
 
-_FOLDER = b"folder "  # safetensors bytes begin with the length of their header, which is never this large
+_FOLDER = b"folder "  # safetensors bytes begin with the length of their header, which is never this large.
 
 
 @cache
@@ -31,10 +31,11 @@ def _is_saved(dtype: torch.dtype) -> bool:
     from safetensors.torch import save
 
     try:
+        # A fake tensor, which has no data, could not be saved.
         with unset_fake_temporarily(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             save({"": torch.empty(1, dtype=dtype, device="cpu")})
-    except Exception:  # of another type in each version
+    except Exception:  # Each version of safetensors raises another type.
         return False
     return True
 
@@ -63,11 +64,11 @@ def check_returned(module: nn.Module) -> None:
     So each entry can be given to its tensor again, without `load_state_dict`.
     """
     state = module.state_dict(keep_vars=True)
-    own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    registered = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     extra = {name for name, _ in extra_states(module)}
-    there = set(map(id, state.values()))
-    foreign = [name for name, value in state.items() if id(value) not in own and name not in extra]
-    lost = [name for name, parameter in module.named_parameters() if id(parameter) not in there]
+    returned = set(map(id, state.values()))
+    foreign = [name for name, value in state.items() if id(value) not in registered and name not in extra]
+    lost = [name for name, parameter in module.named_parameters() if id(parameter) not in returned]
     if foreign or lost:
         what = f"holds {foreign[0]!r}, which is no parameter or buffer" if foreign else f"lacks {lost[0]!r}"
         raise ModuleError(
@@ -79,7 +80,7 @@ def check_returned(module: nn.Module) -> None:
 
 
 def extra_states(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the parts of a module that have extra state, each with the name of that in the module's state dict."""
+    """Yields the parts of a module that have extra state, each after the name of its state in the state dict."""
     for path, part in module.named_modules(remove_duplicate=False):
         if type(part).get_extra_state is not nn.Module.get_extra_state:
             yield f"{path}.{_EXTRA}".removeprefix(".").replace(WRAPPER, ""), part
@@ -94,24 +95,24 @@ def pack_state(state: Mapping[str, torch.Tensor]) -> bytes:
 
 def apart(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Returns the tensors on the CPU, as safetensors takes them: none of them shares memory with another."""
-    seen: set[int] = set()
+    addresses: set[int] = set()
     tensors = {}
     for name, value in state.items():
         tensor = value.detach().cpu().contiguous()
         address = tensor.untyped_storage().data_ptr()
-        tensors[name] = tensor.clone() if address in seen else tensor
-        seen.add(address)
+        tensors[name] = tensor.clone() if address in addresses else tensor
+        addresses.add(address)
     return tensors
 
 
 def entries(content: bytes) -> frozenset[str]:
-    """Returns the names in a state dict of safetensors bytes, of which it reads the header; of none, none."""
+    """Returns the names in a state dict of safetensors bytes, from their header; without bytes, there are none."""
     size = int.from_bytes(content[:8], "little")
     return frozenset(json.loads(content[8 : 8 + size]) if content else ())
 
 
 def packed_weights(weights: Mapping[str, torch.Tensor]) -> bytes:
-    """Returns weights as safetensors bytes, or the place of those that are in a folder."""
+    """Returns weights as safetensors bytes, or the path of the folder that holds them."""
     if isinstance(weights, WeightsFolder):
         return _FOLDER + json.dumps({"path": weights.path, "token": weights.token}).encode()
     return pack_state(weights)

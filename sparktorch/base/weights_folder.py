@@ -85,13 +85,13 @@ class WeightsFolder(Mapping[str, torch.Tensor]):
             if not self.token and single.is_file():
                 return dict.fromkeys(self._opened(_SINGLE).keys(), _SINGLE)
             form = json.loads(index.read_text())
-            found: dict[str, str] = form["weight_map"]
+            files: dict[str, str] = form["weight_map"]
             written = form.get("metadata", {}).get("sparktorch", "")
         if self.token and written != self.token:
             raise PersistenceError(
                 f"{self.path} holds the weights of another training", param="modelDir", code="ST-MODEL-DIR"
             )
-        return found
+        return files
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -114,10 +114,10 @@ class WeightsFolder(Mapping[str, torch.Tensor]):
         """Returns the open file; the names in an index may come from an attacker, and stay inside the folder."""
         from safetensors import safe_open
 
-        known = self._handles
-        if file not in known:
-            known[file] = safe_open(Path(self.path, Path(file).name), framework="pt", device="cpu")
-        return known[file]
+        handles = self._handles
+        if file not in handles:
+            handles[file] = safe_open(Path(self.path, Path(file).name), framework="pt", device="cpu")
+        return handles[file]
 
     @cached_property
     def _handles(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A process's place among the ranks, as a value that is computed once and passed on."""
+"""A process's rank among the others, as a value that is computed once and passed on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["World"]
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """One rank's place in the process group.
+    """One rank in the process group: its numbers, its host and its device.
 
     Attributes:
         rank: This rank, `0 <= rank < world_size`.

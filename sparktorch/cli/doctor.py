@@ -25,8 +25,8 @@ __all__ = ["HELP", "add_arguments", "print_table", "run"]
 
 HELP = "check whether a cluster can run a fit"
 
-_NARROWEST = 140  # characters, if the output is not a terminal
-_FEW = 3  # places listed per row
+_NARROWEST = 140  # If the output is not a terminal, the table is at least so many characters wide.
+_MOST_LOCATIONS = 3  # A row lists at most so many executors, hosts or Params.
 _COLOURS = {"ok": "green", "warning": "yellow", "failure": "bold red"}
 _SUMMARIES = {
     "ok": "Nothing was found that would fail.",
@@ -94,9 +94,9 @@ def print_table(findings: Sequence[Finding], title: str) -> None:
     groups: dict[tuple[str, ...], list[Finding]] = {}
     for finding in findings:
         groups.setdefault((finding.status, finding.check, finding.found, finding.advice), []).append(finding)
-    for (status, check, found, advice), same in groups.items():
+    for (status, check, text, advice), equal in groups.items():
         colour = _COLOURS[status]
-        table.add_row(f"[{colour}]{status}[/]", check, _plain(_places(same)), _plain(found), _plain(advice))
+        table.add_row(f"[{colour}]{status}[/]", check, _plain(_locations(equal)), _plain(text), _plain(advice))
     console.print(table)
     console.print(_SUMMARIES[worst(findings)])
 
@@ -104,17 +104,19 @@ def print_table(findings: Sequence[Finding], title: str) -> None:
 def _plain(text: str) -> Any:
     from rich.text import Text
 
-    return Text(text)  # rich must not parse its square brackets as markup
+    return Text(text)  # A `str` would have its square brackets parsed as markup.
 
 
-def _places(findings: Sequence[Finding]) -> str:
-    """Returns the places of the findings, one per line: the first few and the number of others."""
-    places = list(dict.fromkeys(_place(finding.where) for finding in findings))
-    more = [f"and {len(places) - _FEW} more"] if len(places) > _FEW else []
-    return "\n".join(places[:_FEW] + more)
+def _locations(findings: Sequence[Finding]) -> str:
+    """Returns the locations of the findings, one per line: the first few and the number of others."""
+    locations = list(dict.fromkeys(_location(finding.where) for finding in findings))
+    lines = locations[:_MOST_LOCATIONS]
+    if len(locations) > _MOST_LOCATIONS:
+        lines.append(f"and {len(locations) - _MOST_LOCATIONS} more")
+    return "\n".join(lines)
 
 
-def _place(where: dict[str, Any]) -> str:
+def _location(where: dict[str, Any]) -> str:
     parts = [f"rank {where['rank']} on"] if "rank" in where else []
     parts += [str(where[name]) for name in ("executor", "host", "param") if name in where][:1]
     return " ".join(parts)

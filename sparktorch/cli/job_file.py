@@ -34,7 +34,7 @@ _BUCKETS = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class DataSection:
-    """Where the rows come from: a function, or anything Spark reads.
+    """The section `data`: the rows come from a function, or from anything that Spark reads.
 
     Attributes:
         source: Import path of a function `(spark) -> DataFrame`.
@@ -54,19 +54,19 @@ class DataSection:
     holdout: float = 0.0
 
     def __post_init__(self) -> None:
-        for wrong, what in (
-            ((self.source is None) == (self.path is None), "data needs either source or path"),
-            (not 0 <= self.holdout < 1, f"data.holdout must be in [0, 1), got {self.holdout}"),
-        ):
-            if wrong:
-                raise ConfigError(what, section="data")
+        if (self.source is None) == (self.path is None):
+            raise ConfigError("data needs either source or path", section="data")
+        if not 0 <= self.holdout < 1:
+            raise ConfigError(f"data.holdout must be in [0, 1), got {self.holdout}", section="data")
 
     def load(self, spark: SparkSession) -> DataFrame:
         """Returns all rows."""
         if self.source is not None:
             return dataframe_of(load_object(self.source)(spark), f"a job, of {self.source},")
         reader = spark.read.format(self.format).options(**self.options)
-        return (reader.schema(self.schema) if self.schema else reader).load(self.path)
+        if self.schema:
+            reader = reader.schema(self.schema)
+        return reader.load(self.path)
 
     def stream(self, spark: SparkSession) -> DataFrame:
         """Returns the rows of a `path`, existing ones and those that arrive later, as a streaming DataFrame.
@@ -84,7 +84,7 @@ class DataSection:
 
     def split(self, data: DataFrame, group: str | None = None) -> tuple[DataFrame, DataFrame]:
         """Splits the rows by their contents, or by a column; returns those to train on and those held out."""
-        if not self.holdout:  # columns that cannot be hashed, such as maps, may stay
+        if not self.holdout:  # This comes first, because some columns, such as maps, cannot be hashed.
             return data, data.limit(0)
         hashed = [ColumnNames.of(data).column(group)] if group else [*map(quoted, data.columns)]
         bucket = F.pmod(F.xxhash64(*hashed), F.lit(_BUCKETS))
@@ -99,7 +99,7 @@ class EstimatorSection:
     Attributes:
         kind: An estimator: `TabularClassifier`, `TabularRegressor`, `TorchClassifier`, `TorchRegressor`,
             `TorchEstimator`, `TextClassifier`, `ImageClassifier`, `Recommender`, `Ranker` or `Forecaster`.
-        params: Params of it by name.
+        params: The Params of the estimator by name.
     """
 
     kind: str
@@ -108,13 +108,14 @@ class EstimatorSection:
     def __post_init__(self) -> None:
         one_of("estimator.kind", self.kind, _ESTIMATORS)
         _, *valid = inspect.signature(getattr(sparktorch, self.kind).__init__).parameters
-        for name in self.params:  # also for scoring, which builds no estimator
+        # Scoring builds no estimator, so names are checked here.
+        for name in self.params:
             one_of("estimator.params", name, tuple(valid))
 
     def build(self, *, planned: bool = False, **more: Any) -> Any:
-        """Returns the estimator, with `more` Params, once all is checked that needs no session.
+        """Returns the estimator, with `more` Params, after all checks that need no session.
 
-        If it is only to be `planned`, it may be without a strategy. A `ConfigError` or `ModuleError` refuses a Param.
+        An estimator that is only `planned` may lack a strategy. A `ConfigError` or `ModuleError` refuses a Param.
         """
         try:
             estimator = getattr(sparktorch, self.kind)(**{**self.params, **more})
@@ -141,7 +142,7 @@ def _may_be_shipped() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class TrackingSection:
-    """Where MLflow logs to.
+    """The section `tracking`: where MLflow logs to.
 
     Attributes:
         uri: The tracking URI; by default, that of MLflow's own settings.
@@ -175,7 +176,7 @@ class TrackingSection:
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreSection:
-    """What scoring reads and writes.
+    """The section `score`: what scoring reads and writes.
 
     Attributes:
         data: The rows to score; by default those held out from training.
@@ -220,11 +221,12 @@ class JobConfig:
     @property
     def label(self) -> str:
         """The column with which predictions are compared; empty for choices, which have no ratings."""
+        params = self.estimator.params
         if self.estimator.kind != "Recommender":
-            return str(self.estimator.params.get("labelCol", "label"))
-        return (
-            "" if self.estimator.params.get("implicitPrefs") else str(self.estimator.params.get("ratingCol", "rating"))
-        )
+            return str(params.get("labelCol", "label"))
+        if params.get("implicitPrefs"):
+            return ""
+        return str(params.get("ratingCol", "rating"))
 
     @property
     def _group(self) -> str | None:
@@ -236,7 +238,7 @@ class JobConfig:
         return self.data.split(self.data.load(spark), self._group)
 
     def to_score(self) -> DataSection | None:
-        """Returns what names the rows to score, `None` for those held out; a `ConfigError` says that there are none."""
+        """Returns the section that names the rows to score, `None` for those held out, or raises a `ConfigError`."""
         if self.scoring.data is None and not self.data.holdout:
             raise ConfigError(
                 "no rows are named to score: data.holdout is 0, and score.data is not set",
@@ -260,17 +262,16 @@ def read_job(path: str | os.PathLike[str]) -> JobConfig:
         values = yaml.safe_load(Path(path).read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"cannot read {os.fspath(path)}: {error}") from error
-    found: JobConfig = _section(JobConfig, values, "", os.fspath(path))
-    return found
+    job: JobConfig = _section(JobConfig, values, "", os.fspath(path))
+    return job
 
 
 def _section(kind: type[Any], values: Any, where: str, name: str = "") -> Any:
-    """Returns a section of the file, and those within it; `name` is what messages call it, if not by its place."""
+    """Returns a section of the file, and the sections within it; messages call it `name`, or else `where`."""
     if not isinstance(values, dict):
         raise ConfigError(f"{name or where} must be a mapping, got {values!r}", section=name or where)
-    inner = {
-        each.name: _section(_SECTIONS[each.name], values[each.name], f"{where}.{each.name}".removeprefix("."))
-        for each in fields(kind)
-        if each.name in _SECTIONS and values.get(each.name, each.default) is not each.default
-    }
+    inner = {}
+    for key in fields(kind):
+        if key.name in _SECTIONS and values.get(key.name, key.default) is not key.default:
+            inner[key.name] = _section(_SECTIONS[key.name], values[key.name], f"{where}.{key.name}".removeprefix("."))
     return from_dict(kind, {**values, **inner}, where=where)

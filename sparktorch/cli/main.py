@@ -18,7 +18,7 @@ from sparktorch.errors import SparkTorchError
 __all__ = ["COMMANDS", "main", "parser"]
 
 _LOG = logging.getLogger(__name__)
-_NO_FORMAT = "[DATA_SOURCE_NOT_FOUND]"  # in Spark's message about a format that it does not have
+_NO_FORMAT = "[DATA_SOURCE_NOT_FOUND]"  # Spark's message about a format that it does not have begins so.
 
 COMMANDS = {"doctor": doctor, "plan": plan, "run": run, "train": train, "score": score}
 _STATUS = (
@@ -29,21 +29,23 @@ _STATUS = (
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
-    made = argparse.ArgumentParser(prog="sparktorch", description="sparktorch, from the command line", epilog=_STATUS)
-    made.add_argument("--version", action="version", version=f"sparktorch {sparktorch.__version__}")
-    commands = made.add_subparsers(required=True, metavar="COMMAND")
+    main_parser = argparse.ArgumentParser(
+        prog="sparktorch", description="sparktorch, from the command line", epilog=_STATUS
+    )
+    main_parser.add_argument("--version", action="version", version=f"sparktorch {sparktorch.__version__}")
+    commands = main_parser.add_subparsers(required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         subparser = commands.add_parser(name, help=command.HELP, description=command.__doc__)
         command.add_arguments(subparser)
         subparser.set_defaults(run=command.run)
-    return made
+    return main_parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command with arguments, by default those of the process, and returns its exit status.
 
-    0 is success, 1 failure, and 2 says that what was given cannot work. Invalid arguments end the process. With those
-    of the process, modules of the working folder are found as `python -m` finds them.
+    The status 0 is success, 1 failure, and 2 says that the input cannot work. Invalid arguments end the process. With
+    the arguments of the process, modules of the working folder can be imported, as with `python -m`.
     """
     if arguments is None and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -51,19 +53,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         status: int = options.run(options)
     except Exception as error:
-        said = _said(error)
-        if said is None:
+        message = _message(error)
+        if message is None:
             raise
-        print(said, file=sys.stderr)
+        print(message, file=sys.stderr)
         _LOG.debug("the command has ended with an error", exc_info=True)
         refused = isinstance(error, ValueError | AnalysisException | IllegalArgumentException)
-        return 2 if refused or _NO_FORMAT in said else 1
+        return 2 if refused or _NO_FORMAT in message else 1
     return status
 
 
-def _said(error: Exception) -> str | None:
-    """Returns what an error says to the user of a command; `None` for one of the user's code, or of ours."""
+def _message(error: Exception) -> str | None:
+    """Returns what a user of a command reads of an error; `None` for errors in the user's code, or in ours."""
     kind = type(error).__name__
-    if kind == "Py4JJavaError":  # Java's, of which pyspark makes none of its own
+    if kind == "Py4JJavaError":  # pyspark has no class for this exception of Java's.
         return str(cast(Any, error).java_exception.toString()).partition("\n")[0]
     return str(error) if isinstance(error, SparkTorchError | PySparkException) or kind == "MlflowException" else None

@@ -37,9 +37,9 @@ def run(options: argparse.Namespace) -> int:
     estimator = job.estimator.build(planned=True, **more)
     with session(options, "sparktorch plan", quiet=True) as spark:
         training, _ = job.rows(spark)
-        found = estimator.plan(training, memory=options.memory)
-    print(found)
-    if found.fitting:
+        table = estimator.plan(training, memory=options.memory)
+    print(table)
+    if table.fitting:
         return 0
     print("no strategy fits: try more workers, smaller batches or accumulationSteps", file=sys.stderr)
     return 1

@@ -29,18 +29,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs the command; returns 0."""
-    given = options.arguments
-    end = given.index("--") if "--" in given else len(given)
+    arguments = options.arguments
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    # argparse has left all that follows the script as it is; a second parser takes our options out of it.
     later = argparse.ArgumentParser(prog="sparktorch run", add_help=False, allow_abbrev=False)
     _add_options(later)
-    options, own = later.parse_known_args(given[:end], options)
+    options, script_arguments = later.parse_known_args(arguments[:end], options)
     if not os.path.isfile(options.script):
         later.error(f"there is no script {options.script!r} on this machine")
     _print_lines_of_ranks()
     with session(options, options.script) as spark:
         run_script(
             options.script,
-            [*own, *given[end + 1 :]],
+            [*script_arguments, *arguments[end + 1 :]],
             spark=spark,
             numWorkers=options.workers,
             device=options.device,
@@ -52,11 +53,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _print_lines_of_ranks() -> None:
-    """Prints what ranks print, with their number, on standard output."""
-    printed = logging.StreamHandler(sys.stdout)
-    lines = logging.getLogger("sparktorch.ranks")
-    lines.handlers, lines.propagate = [printed], False
-    lines.setLevel(logging.DEBUG)
+    """Lets standard output have the lines that ranks print, with the number of the rank."""
+    logger = logging.getLogger("sparktorch.ranks")
+    logger.handlers, logger.propagate = [logging.StreamHandler(sys.stdout)], False
+    logger.setLevel(logging.DEBUG)  # `--log-level` has left out lines in the ranks already.
 
 
 def _workers(text: str) -> int | tuple[int, ...]:

@@ -38,7 +38,12 @@ def run(options: argparse.Namespace) -> int:
     if options.every and not options.stream:
         raise ConfigError("--every goes with --stream")
     job = read_job(options.job)
-    _ = job.scoring if options.stream else job.to_score(), mlflow()  # what is missing shows before a session starts
+    # A section or a library that is missing is refused before a session starts.
+    if options.stream:
+        _ = job.scoring
+    else:
+        job.to_score()
+    mlflow()
     with session(options, f"score {job.name}") as spark:
         score(spark, job, options.model, streamed=options.stream, every=options.every)
     print(f"scoring job: {time.perf_counter() - started:.1f} s")
@@ -48,9 +53,9 @@ def run(options: argparse.Namespace) -> int:
 def score(
     spark: SparkSession, job: JobConfig, model_uri: str | None = None, *, streamed: bool, every: str | None = None
 ) -> None:
-    """Scores the job's rows as a whole, or as they arrive, and prints how many there were.
+    """Scores the job's rows as a whole, or as they arrive, and prints their number.
 
-    As a whole, they are scored and evaluated before they replace what was there: a `ColumnError` says that there are
+    As a whole, they are scored and evaluated before they replace an older output; a `ColumnError` says that there are
     none.
     """
     from sparktorch.tracking import load_model
@@ -61,14 +66,17 @@ def score(
     if streamed:
         rows, quality = _stream(model.transform((job.scoring.data or job.data).stream(spark)), job, every), ""
     else:
-        named = job.to_score()
-        scored = model.transform(named.load(spark) if named else job.rows(spark)[1]).persist(StorageLevel.DISK_ONLY)
+        section = job.to_score()
+        to_score = section.load(spark) if section else job.rows(spark)[1]
+        # The rows are counted, evaluated and written: on disk, they are scored once.
+        scored = model.transform(to_score).persist(StorageLevel.DISK_ONLY)
         try:
             rows, quality = evaluated(model, scored, job.label)
             if not rows:
                 hint = "what was there is still there; check the path, the filter, or data.holdout"
                 raise ColumnError("there are no rows to score", hint=hint, code="ST-NO-ROWS")
-            _write(scored, job)
+            writer = scored.write.mode("overwrite").format(job.scoring.format).options(**job.scoring.options)
+            writer.save(job.scoring.output)
         finally:
             scored.unpersist()
     if quality:
@@ -76,14 +84,10 @@ def score(
     print(f"scored {rows} rows with {uri} into {job.scoring.output}")
 
 
-def _write(scored: DataFrame, job: JobConfig) -> None:
-    """Writes scored rows in place of what was there."""
-    scored.write.mode("overwrite").format(job.scoring.format).options(**job.scoring.options).save(job.scoring.output)
-
-
 def _stream(scored: DataFrame, job: JobConfig, every: str | None) -> int:
-    """Appends scored rows to the output, each once, whatever happens in between; returns how many there were."""
-    scored.sparkSession.conf.set("spark.sql.streaming.numRecentProgressUpdates", 100_000)  # all are counted
+    """Appends scored rows to the output, each exactly once, also after failures; returns their number."""
+    # The number is a sum over the progress reports, of which Spark keeps only the last 100 by default.
+    scored.sparkSession.conf.set("spark.sql.streaming.numRecentProgressUpdates", 100_000)
     writer = scored.writeStream.format(job.scoring.format).options(**job.scoring.options)
     writer = writer.option("checkpointLocation", f"{job.scoring.output}.checkpoint")
     writer = writer.trigger(processingTime=every) if every else writer.trigger(availableNow=True)
@@ -93,7 +97,7 @@ def _stream(scored: DataFrame, job: JobConfig, every: str | None) -> int:
 
 
 def evaluated(model: Any, scored: DataFrame, label: str) -> tuple[int, str]:
-    """Returns the number of scored rows and how good their predictions are, or why that is not said."""
+    """Returns the number of scored rows, and a line with a metric of their predictions, or why there is none."""
     rows = scored.count()
     if not rows:
         return 0, ""

@@ -16,16 +16,16 @@ from sparktorch.spark.session import is_connect
 
 __all__ = ["NoSessionError", "add_session_arguments", "session"]
 
-_LONGEST = 300  # characters of Spark's message that are shown
+_LONGEST = 300  # A finding has at most so many characters of Spark's message.
 
 
 def add_session_arguments(parser: argparse.ArgumentParser, *, job: bool = False) -> None:
     """Declares the arguments of `session`, and the `job` file."""
     if job:
         parser.add_argument("job", help="a job file, such as conf/digits.yaml")
-    place = parser.add_mutually_exclusive_group()
-    place.add_argument("--master", metavar="URL", help="master of the cluster, as spark-submit takes it")
-    place.add_argument("--remote", metavar="URL", help="Spark Connect server, such as sc://host:15002")
+    cluster = parser.add_mutually_exclusive_group()
+    cluster.add_argument("--master", metavar="URL", help="master of the cluster, as spark-submit takes it")
+    cluster.add_argument("--remote", metavar="URL", help="Spark Connect server, such as sc://host:15002")
     parser.add_argument(
         "--conf",
         action="append",
@@ -55,12 +55,14 @@ class NoSessionError(ClusterError):
 def session(options: argparse.Namespace, name: str, *, quiet: bool = False) -> Iterator[SparkSession]:
     """Starts a session with the settings of the arguments, or raises a `NoSessionError`; stops it after the block.
 
-    `name` is that of the application; `quiet` turns off Spark's log and its UI.
+    `name` is the name of the application; `quiet` turns off Spark's log and its UI.
     """
     builder = SparkSession.builder.appName(name)
-    silent = {"spark.ui.enabled": "false", "spark.ui.showConsoleProgress": "false"}
-    for name, value in {**(silent if quiet and not options.remote else {}), **dict(options.conf)}.items():
-        builder = builder.config(name, value)
+    settings = dict(options.conf)
+    if quiet and not options.remote:
+        settings = {"spark.ui.enabled": "false", "spark.ui.showConsoleProgress": "false", **settings}
+    for key, value in settings.items():
+        builder = builder.config(key, value)
     if options.master:
         builder = builder.master(options.master)
     if options.remote:
@@ -68,28 +70,28 @@ def session(options: argparse.Namespace, name: str, *, quiet: bool = False) -> I
     try:
         _knock(options.remote or "")
         spark = builder.getOrCreate()
-    except Exception as error:  # from py4j, gRPC or an import
+    except Exception as error:  # py4j, gRPC and imports have errors of their own.
         raise NoSessionError(_about_session(options, error)) from error
     if quiet and not is_connect(spark):
-        spark.sparkContext.setLogLevel("OFF")  # the findings report problems
+        spark.sparkContext.setLogLevel("OFF")  # The findings report problems.
     try:
         yield spark
     finally:
-        with suppress(Exception):  # it may have ended by itself
+        with suppress(Exception):  # The session may have ended by itself.
             spark.stop()
 
 
 def _knock(url: str) -> None:
     """Connects once to the server of an `sc://` URL: a Connect client would retry for minutes."""
-    place = urlsplit(url)
-    if place.scheme == "sc" and place.hostname:
-        with socket.create_connection((place.hostname, place.port or 15002), timeout=10):
+    server = urlsplit(url)
+    if server.scheme == "sc" and server.hostname:
+        with socket.create_connection((server.hostname, server.port or 15002), timeout=10):
             pass
 
 
 def _about_session(options: argparse.Namespace, error: Exception) -> Finding:
     text = " ".join(str(error).split()) or type(error).__name__
-    if "stopped SparkContext" in text:  # Spark's only message after a minute of retries
+    if "stopped SparkContext" in text:  # Spark says no more than this after a minute of retries.
         text = "the master does not answer, or refuses the application"
     return Finding(
         check="session",

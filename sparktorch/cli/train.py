@@ -26,7 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Runs the command; returns 0."""
     started = time.perf_counter()
-    job = read_job(options.job)  # a mistake in it shows before Spark starts
+    # A mistake in the job file, and a missing library, are refused before Spark starts.
+    job = read_job(options.job)
     estimator, runs = job.estimator.build(), mlflow()
     from sparktorch.tracking import log_model
 

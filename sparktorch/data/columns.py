@@ -35,14 +35,14 @@ __all__ = [
     "carried_name",
     "input_name",
     "name_parts",
-    "places_of",
     "plain_names",
+    "positions_of",
 ]
 
 DType = Literal["float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8"]
 Layout = Literal["dense", "sparse_csr", "padded", "jagged", "raw", "image"]
 
-# Column names of the encoding. The specs carry the user's column names, for messages only.
+# The encoding names columns so. Specs carry the user's column names, for messages only.
 LABEL = "y"
 WEIGHT = "w"
 VALIDATION = "v"
@@ -51,7 +51,7 @@ FOLD = "f"
 GROUP = "g"
 ORDER = "o"
 
-
+# A part of a path is in backticks, and two of these within it stand for one; or it has neither backticks nor dots.
 _PART = re.compile(r"`((?:[^`]|``)+)`|([^`.]+)")
 
 
@@ -101,7 +101,7 @@ class TensorSpec:
 
     @property
     def width(self) -> int:
-        """Number of elements in one row; of ragged rows, in one element."""
+        """Number of values in one row; where rows are ragged, in one element of a row."""
         return math.prod(self.shape)
 
     @property
@@ -135,10 +135,10 @@ class TensorSpec:
     def to_dict(self) -> dict[str, Any]:
         """Returns a JSON-ready form without default values."""
         form: dict[str, Any] = {"name": self.name, "column": self.column, "dtype": self.dtype, "shape": self.shape}
-        for known in fields(self):
-            value = getattr(self, known.name)
-            if known.default is not MISSING and value != known.default:
-                form[known.name] = value
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if entry.default is not MISSING and value != entry.default:
+                form[entry.name] = value
         return {name: list(value) if isinstance(value, tuple) else value for name, value in form.items()}
 
     @classmethod
@@ -158,7 +158,7 @@ class InputOptions:
         fill: Replacement for nulls and NaN; `None` for none.
         drop: Whether rows with a null, NaN or infinity are dropped.
         as_they_are: Whether columns without options here are passed unchanged to `preprocess`.
-        nulls: Whether their nulls are, too.
+        nulls: Whether nulls in such columns are passed unchanged, too.
     """
 
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -194,7 +194,7 @@ class InputOptions:
             for name in values:
                 one_of(param, name, tuple(columns))
 
-    def given_for(self, column: str) -> list[str]:
+    def params_of(self, column: str) -> list[str]:
         """Returns the Params that have an option for a column."""
         return [param for param, values in self._by_param().items() if column in values]
 
@@ -216,15 +216,15 @@ class Window:
         context: Number of rows before those that are predicted.
         horizon: Number of rows that are predicted, the last ones of a window.
         step: Number of rows from the start of a window to that of the next one; the last one ends with its group.
-        known: Positions among the arguments of `forward` of those that are known ahead: they have all rows of a window,
-            others those of the context, and labels those of the horizon.
+        known_ahead: Positions, among the arguments of `forward`, of those whose future values are known: they have all
+            rows of a window, others those of the context, and labels those of the horizon.
         even: SQL type and time zone of the order, if rows must follow each other in even steps; `None` for any.
     """
 
     context: int
     horizon: int
     step: int = 1
-    known: tuple[int, ...] = ()
+    known_ahead: tuple[int, ...] = ()
     even: tuple[str, str] | None = None
 
     @property
@@ -300,28 +300,36 @@ class Columns:
 
 def argument_names(inputs: Sequence[TensorSpec]) -> tuple[str, ...]:
     """Returns the names of the tensors that columns become; the mask of a padded one is the attention mask."""
-    return tuple(
-        name for spec in inputs for name in ((spec.column, MASK) if spec.layout == "padded" else (spec.column,))
-    )
+    names: list[str] = []
+    for spec in inputs:
+        names.append(spec.column)
+        if spec.layout == "padded":
+            names.append(MASK)
+    return tuple(names)
 
 
-def places_of(inputs: Sequence[TensorSpec]) -> list[int]:
+def positions_of(inputs: Sequence[TensorSpec]) -> list[int]:
     """Returns the index among the user's columns of each column of the specs: spec by spec, packed ones one by one."""
     count = sum(len(spec.sources) or 1 for spec in inputs)
-    packed = {place for spec in inputs for place in spec.places}
-    rest = iter([place for place in range(count) if place not in packed])
-    return [place for spec in inputs for place in spec.places or islice(rest, len(spec.sources) or 1)]
+    packed = {position for spec in inputs for position in spec.places}
+    rest = iter([position for position in range(count) if position not in packed])
+    positions: list[int] = []
+    for spec in inputs:
+        positions += spec.places or islice(rest, len(spec.sources) or 1)
+    return positions
 
 
 def name_parts(name: str) -> list[str]:
     """Returns the parts of a path into structs, parsed as by Spark; a name that is no path is one part."""
     parts: list[str] = []
     at = 0
-    while found := _PART.match(name, at):
-        parts.append(found[2] or found[1].replace("``", "`"))
-        at = found.end() + 1
-        if found.end() == len(name) or name[found.end()] != ".":
+    match = _PART.match(name, at)
+    while match is not None:
+        parts.append(match[2] or match[1].replace("``", "`"))
+        at = match.end() + 1
+        if match.end() == len(name) or name[match.end()] != ".":
             break
+        match = _PART.match(name, at)
     return parts if at == len(name) + 1 else [name]
 
 

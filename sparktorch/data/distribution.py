@@ -10,7 +10,8 @@ import numpy.typing as npt
 
 __all__ = ["MOST_VALUES", "DistinctValues", "Distribution"]
 
-MOST_VALUES = 512  # distinct values of a column; quantiles of so many are 2 % off in rank
+# So many distinct values of a column are kept at most; quantiles of so many are 2 % off in rank.
+MOST_VALUES = 512
 _NO_VALUES = np.empty(0, np.float64)
 _NO_COUNTS = np.empty(0, np.int64)
 
@@ -34,13 +35,13 @@ class DistinctValues:
 
     def add(self, values: npt.NDArray[np.float64]) -> None:
         """Adds finite values of further rows."""
-        values, counts = np.unique(values + 0.0, return_counts=True)  # -0.0 is 0.0
+        values, counts = np.unique(values + 0.0, return_counts=True)  # Adding 0.0 makes -0.0 the same value as 0.0.
         hashes = _hashes(values)
         if len(values) > self._most:
             chosen = np.sort(np.argpartition(hashes, self._most)[: self._most])
             values, counts, hashes = values[chosen], counts[chosen], hashes[chosen]
-        values, places = np.unique(np.concatenate([self.values, values]), return_inverse=True)
-        counts = np.bincount(places, np.concatenate([self.counts, counts]), len(values)).astype(np.int64)
+        values, inverse = np.unique(np.concatenate([self.values, values]), return_inverse=True)
+        counts = np.bincount(inverse, np.concatenate([self.counts, counts]), len(values)).astype(np.int64)
         hashes = _hashes(values)
         chosen = np.argsort(hashes, kind="stable")[: self._most]
         self.values, self.counts, self.hashes = values[chosen], counts[chosen], hashes[chosen]
@@ -72,9 +73,10 @@ class Distribution:
     def quantiles(self, shares: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Returns the smallest value up to which there are at least those shares of the weights."""
         cumulated = np.cumsum(self.weights)
-        places = np.searchsorted(cumulated, shares * cumulated[-1] * (1 - 1e-12))
-        found: npt.NDArray[np.float64] = np.array(self.values)[places]
-        return found
+        # The factor keeps a share that is reached exactly from being missed by rounding.
+        positions = np.searchsorted(cumulated, shares * cumulated[-1] * (1 - 1e-12))
+        values: npt.NDArray[np.float64] = np.array(self.values)[positions]
+        return values
 
     def centre_and_scale(self, deviation: float) -> tuple[float, float]:
         """Returns the median, and the distance of the quartiles; if these are equal, the standard deviation."""

@@ -33,7 +33,7 @@ class LoadedPreprocess(ABC):
 
 @dataclass(frozen=True)
 class StepContext:
-    """Epoch (`None` in validation and scoring) and seed of the step that rows are taken for."""
+    """The epoch, which is `None` in validation and scoring, and the seed of the step that rows are taken for."""
 
     epoch: int | None
     seed: int
@@ -54,6 +54,7 @@ class Preprocess:
     arguments: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
+        # The class is frozen, so a list of names is replaced this way.
         object.__setattr__(self, "names", tuple(self.names))
 
     def __call__(
@@ -68,8 +69,8 @@ class Preprocess:
             name: column if len(column) > 1 else column[0] for name, column in zip(self.names, columns, strict=True)
         }
         generator = torch.Generator().manual_seed(context.seed)
-        found = self.function(named, epoch=context.epoch, generator=generator)
-        wrong = self._wrong(found, rows)
+        tensors = self.function(named, epoch=context.epoch, generator=generator)
+        wrong = self._wrong(tensors, rows)
         if wrong:
             raise ModuleError(
                 f"preprocess {getattr(self.function, '__qualname__', self.function)} returned {wrong}",
@@ -77,19 +78,19 @@ class Preprocess:
                 param="preprocess",
                 code="ST-PREPROCESS",
             )
-        return {name: found[name] for name in self.arguments or found}
+        return {name: tensors[name] for name in self.arguments or tensors}
 
-    def _wrong(self, found: Any, rows: int) -> str:
+    def _wrong(self, result: Any, rows: int) -> str:
         """Returns what is wrong with the callable's result; empty if nothing is."""
-        if not isinstance(found, Mapping) or not found:
-            return type(found).__name__
-        for name, tensor in found.items():
+        if not isinstance(result, Mapping) or not result:
+            return type(result).__name__
+        for name, tensor in result.items():
             if not isinstance(tensor, torch.Tensor):
                 return f"{type(tensor).__name__} as {name!r}"
             if not tensor.dim() or len(tensor) != rows:
                 return f"{name!r} of shape {tuple(tensor.shape)} for {rows} rows"
-        if self.arguments is not None and set(found) != set(self.arguments):
-            return f"{_listed(found)}, and {_listed(self.arguments)} for the first row"
+        if self.arguments is not None and set(result) != set(self.arguments):
+            return f"{_listed(result)}, and {_listed(self.arguments)} for the first row"
         return ""
 
 

@@ -27,12 +27,13 @@ __all__ = ["RowStorage", "Runs", "Spool", "local_directory"]
 
 Array = npt.NDArray[Any]
 
-_LEAST_GROWTH = 1 << 20  # bytes
-_HUGE_PAGE = 2 << 20  # bytes of one, on most machines
-_HUGE = 2 * _HUGE_PAGE  # bytes from which on huge pages are worth it
-_FIRST_EXTENT = 1 << 20  # bytes
-_MOST_AT_ONCE = 1 << 30  # bytes: macOS refuses 2 GiB
-_SMALL_GAP = 1 << 15  # bytes between runs that are read as soon as it takes to ask for the next run
+# All sizes are in bytes.
+_LEAST_GROWTH = 1 << 20
+_HUGE_PAGE = 2 << 20  # Most machines have huge pages of this size.
+_HUGE = 2 * _HUGE_PAGE  # From this size on, huge pages are worth it.
+_FIRST_EXTENT = 1 << 20
+_MOST_AT_ONCE = 1 << 30  # macOS refuses to read or write 2 GiB at once.
+_SMALL_GAP = 1 << 15  # To read such a gap between runs takes no longer than to ask for the next run.
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -48,6 +49,7 @@ class Runs:
         """Returns the runs of row numbers of shape `(rows,)`, in their order."""
         rows = rows.astype(np.int64, copy=False)
         cuts = np.flatnonzero(np.diff(rows) != 1) + 1
+        # The first run begins with the first row, if there is one.
         starts = rows[np.concatenate([np.zeros(min(1, len(rows)), np.int64), cuts])]
         return cls(starts, starts + np.diff(np.concatenate([[0], cuts, [len(rows)]]))[: len(starts)])
 
@@ -149,7 +151,7 @@ class _Disk:
         self._directory = directory
         self.written = self._end = 0
         try:
-            self.file = tempfile.TemporaryFile(dir=directory, buffering=0, prefix="sparktorch-")  # noqa: SIM115 - kept
+            self.file = tempfile.TemporaryFile(dir=directory, buffering=0, prefix="sparktorch-")  # noqa: SIM115 - it stays open
         except OSError as error:
             raise self._unwritable(error, 0) from error
 
@@ -158,19 +160,19 @@ class _Disk:
         start, self._end = self._end, self._end + size
         return start
 
-    def write(self, values: memoryview, place: int, room: int) -> int:
-        """Writes at most `room` bytes at file position `place`; returns the number of bytes written, up to 1 GiB."""
+    def write(self, values: memoryview, position: int, room: int) -> int:
+        """Writes at most `room` bytes at a file position; returns the number of bytes written, up to 1 GiB."""
         try:
-            done = os.pwrite(self.file.fileno(), values[: min(room, _MOST_AT_ONCE)], place)
+            done = os.pwrite(self.file.fileno(), values[: min(room, _MOST_AT_ONCE)], position)
         except OSError as error:
             raise self._unwritable(error, len(values)) from error
         self.written += done
         return done
 
-    def read(self, into: memoryview, place: int) -> int:
-        """Reads bytes at file position `place`; returns the number of bytes read, up to 1 GiB."""
+    def read(self, into: memoryview, position: int) -> int:
+        """Reads bytes at a file position; returns the number of bytes read, up to 1 GiB."""
         try:
-            done = os.preadv(self.file.fileno(), [into[:_MOST_AT_ONCE]], place)
+            done = os.preadv(self.file.fileno(), [into[:_MOST_AT_ONCE]], position)
             if not done:
                 raise OSError(errno.EIO, f"the last {len(into)} bytes of some rows are missing")
         except OSError as error:
@@ -181,11 +183,11 @@ class _Disk:
             ) from error
         return done
 
-    def expect(self, place: int, size: int) -> None:
-        """Has the system read `size` bytes at file position `place` into its cache."""
-        if hasattr(os, "posix_fadvise"):  # macOS has none
-            with suppress(OSError):  # `read` raises
-                os.posix_fadvise(self.file.fileno(), place, size, os.POSIX_FADV_WILLNEED)
+    def expect(self, position: int, size: int) -> None:
+        """Has the system read `size` bytes at a file position into its cache."""
+        if hasattr(os, "posix_fadvise"):  # macOS has no such call.
+            with suppress(OSError):  # `read` will raise.
+                os.posix_fadvise(self.file.fileno(), position, size, os.POSIX_FADV_WILLNEED)
 
     def _unwritable(self, error: OSError, size: int) -> ClusterError:
         """Returns the error for `size` bytes that could not be written."""
@@ -225,7 +227,7 @@ class _MemoryRows:
         needed = self._rows * self._size
         if needed > len(self._memory):
             size = needed + max(_LEAST_GROWTH, needed // 8)
-            if size >= _HUGE:  # a partly used huge page would be moved as small pages
+            if size >= _HUGE:  # The system would move a partly used huge page as small pages.
                 size = -(-size // _HUGE_PAGE) * _HUGE_PAGE
             self._memory = _resized(self._memory, size)
         rows = self._values()
@@ -235,12 +237,13 @@ class _MemoryRows:
 
     def finish(self) -> Array:
         if self._first is not None:
-            found, self._first = self._first, None
-            return found
+            rows, self._first = self._first, None
+            return rows
         self._memory = _resized(self._memory, max(1, self._rows * self._size))
-        found = self._values()
-        del self._memory  # as `_first`, freed with the array, which may only live until it is copied to a GPU
-        return found
+        rows = self._values()
+        # The array alone holds the memory from now on: it may live only until it is copied to a GPU.
+        del self._memory
+        return rows
 
     def read(self, runs: Runs) -> Array:
         rows = self._values() if self._first is None else self._first
@@ -252,7 +255,10 @@ class _MemoryRows:
 
 
 class _FileRows:
-    """Rows in extents of a file, each twice as large as the one before."""
+    """Rows in extents of a file, each twice as large as the one before.
+
+    So extent `n` begins with byte `_FIRST_EXTENT * (2**n - 1)` of the rows, wherever it is in the file.
+    """
 
     def __init__(self, disk: _Disk, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
         self._disk, self._dtype, self._shape = disk, dtype, shape
@@ -263,8 +269,8 @@ class _FileRows:
     def append(self, values: Array) -> None:
         left = _bytes(np.ascontiguousarray(values, self._dtype))
         while len(left):
-            place, room = self._place(self.nbytes)
-            written = self._disk.write(left, place, room)
+            position, room = self._locate(self.nbytes)
+            written = self._disk.write(left, position, room)
             self.nbytes += written
             left = left[written:]
 
@@ -276,24 +282,25 @@ class _FileRows:
         gaps = runs.starts[1:] - runs.stops[:-1]
         cuts = np.flatnonzero((gaps < 0) | (gaps * self._row > _SMALL_GAP)) + 1
         first, last = np.append(0, cuts), np.append(cuts, len(runs.starts)) - 1
-        for place, size in self._pieces(Runs(runs.starts[first], runs.stops[last])):
-            self._disk.expect(place, size)
+        for position, size in self._pieces(Runs(runs.starts[first], runs.stops[last])):
+            self._disk.expect(position, size)
 
     def read(self, runs: Runs) -> Array:
-        found = np.empty((runs.count, *self._shape), self._dtype)
-        into, at = _bytes(found), 0
-        for place, size in self._pieces(runs):
+        rows = np.empty((runs.count, *self._shape), self._dtype)
+        into, at = _bytes(rows), 0
+        for position, size in self._pieces(runs):
             end = at + size
             while at < end:
-                done = self._disk.read(into[at:end], place)
-                at, place = at + done, place + done
-        return found
+                done = self._disk.read(into[at:end], position)
+                at, position = at + done, position + done
+        return rows
 
     def _pieces(self, runs: Runs) -> Iterator[tuple[int, int]]:
         """Returns the file position and the number of bytes of each run; a run beyond the end of an extent is cut."""
         starts, stops = runs.starts * self._row, runs.stops * self._row
         starts, stops = starts[stops > starts], stops[stops > starts]
         while True:
+            # The exponent of a float is the number of bits, by which `_locate` finds the extent of one byte.
             number = np.frexp((starts // _FIRST_EXTENT + 1).astype(np.float64))[1].astype(np.int64) - 1
             ends = _FIRST_EXTENT * ((2 << number) - 1)
             beyond = np.flatnonzero(stops > ends)
@@ -303,7 +310,7 @@ class _FileRows:
         first = np.array(self._extents, np.int64)[number] - _FIRST_EXTENT * ((1 << number) - 1)
         return zip((starts + first).tolist(), (stops - starts).tolist(), strict=True)
 
-    def _place(self, at: int) -> tuple[int, int]:
+    def _locate(self, at: int) -> tuple[int, int]:
         """Returns the file position of byte `at` of the rows, and the number of bytes from it to the extent's end."""
         number = (at // _FIRST_EXTENT + 1).bit_length() - 1
         first, size = _FIRST_EXTENT * ((1 << number) - 1), _FIRST_EXTENT << number
@@ -319,8 +326,8 @@ def local_directory(local_rank: int = 0) -> str:
     `SPARK_LOCAL_DIRS`: those of `spark.local.dir`, or on YARN and Kubernetes those that the cluster sets instead.
     Outside of Spark, it is the system's temporary directory.
     """
-    given = [path for path in os.environ.get("SPARK_LOCAL_DIRS", "").split(",") if path]
-    usable = [path for path in given if os.path.isdir(path) and os.access(path, os.W_OK)] or given
+    directories = [path for path in os.environ.get("SPARK_LOCAL_DIRS", "").split(",") if path]
+    usable = [path for path in directories if os.path.isdir(path) and os.access(path, os.W_OK)] or directories
     return usable[local_rank % len(usable)] if usable else tempfile.gettempdir()
 
 
@@ -335,10 +342,10 @@ def _resized(memory: mmap.mmap, size: int) -> mmap.mmap:
     """Returns the memory resized to `size` bytes, its content kept up to there; no array may still refer to it."""
     try:
         memory.resize(size)
-    except SystemError:  # only Linux can remap pages
+    except SystemError:  # Only Linux can remap pages.
         moved = _mapped(size)
-        kept = min(size, len(memory))
-        moved[:kept] = memory[:kept]
+        copied = min(size, len(memory))
+        moved[:copied] = memory[:copied]
         return moved
     _advise(memory)
     return memory
@@ -346,7 +353,7 @@ def _resized(memory: mmap.mmap, size: int) -> mmap.mmap:
 
 def _advise(memory: mmap.mmap) -> None:
     if len(memory) >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without huge pages
+        with suppress(OSError):  # The kernel may have no huge pages.
             memory.madvise(mmap.MADV_HUGEPAGE)
 
 

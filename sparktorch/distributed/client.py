@@ -2,7 +2,7 @@
 
 The ranks use it to exchange values before a process group exists, to report progress, logs and failures to the
 driver, to learn that the fit was cancelled, and to notice that the driver has died. All values are JSON, signed with
-the attempt's token. None is unpickled but the tasks of a pool, once their signatures have been checked.
+the attempt's token. Nothing is unpickled but the tasks of a pool, once their signatures have been checked.
 """
 
 from __future__ import annotations
@@ -34,11 +34,15 @@ from sparktorch.errors import SHIP_HINT, ClusterError, RankError, SparkTorchErro
 
 __all__ = ["Cancelled", "Client", "Order", "PeerFailure"]
 
-_LONGEST_PAUSE = 0.05
-_GATHER_SECONDS = 0.01  # between rank 0's looks whether all ranks have come to an agreement
+# A rank that waits asks the store again after a pause, which grows from the first to the longest.
 _FIRST_PAUSE = 0.002
-_BUSY_SECONDS = 0.05  # of processor time between two heartbeats
-_ANSWER_SECONDS = 1.0  # twenty looks of the driver
+_LONGEST_PAUSE = 0.05
+# Rank 0 looks after pauses of at most so long whether all ranks have come to an agreement.
+_GATHER_SECONDS = 0.01
+# A process that has used more processor time between two heartbeats has worked.
+_BUSY_SECONDS = 0.05
+# In this time, the driver looks for reports of errors about twenty times.
+_ANSWER_SECONDS = 1.0
 
 T = TypeVar("T")
 
@@ -77,15 +81,21 @@ class Client:
         self._patience = patience
         self._state: dict[str, Any] = {"phase": "starting", "epoch": None, "step": None}
         self._moves, self._waiting, self._owner = 0, False, threading.get_ident()
-        self._worked, self._counts_work = 0.0, False  # processor seconds of the process at the last heartbeat
+        # The processor seconds of the process at the last heartbeat, and whether they count as progress.
+        self._worked, self._counts_work = 0.0, False
         self._kills = out_of_memory_kills()
         self._publishes_progress = self._publishes_epochs = True
         self._judged = self._ended = False
         self._failure: SparkTorchError | None = None
-        # A client is in no cycle: its connections close with the last reference to it.
-        read: Any = weakref.WeakMethod(self.read)
-        self.pause = Pause(world, lambda key: read()(key))
-        # Counted here, not in the store: its counters can be changed without the token.
+        # The client must be in no cycle of references, so that its connections close with the last one to it.
+        weak_read: Any = weakref.WeakMethod(self.read)
+
+        def read(key: str) -> dict[str, Any]:
+            value: dict[str, Any] = weak_read()(key)
+            return value
+
+        self.pause = Pause(world, read)
+        # Parcels are counted here, not in the store, whose counters can be changed without the token.
         self._sent, self._sending = {"lines": 0, "warning": 0}, threading.Lock()
         self._beats = Beats(self.store.list_keys, self.store.read_all, world.world_size)
 
@@ -96,10 +106,9 @@ class Client:
         Inside it, the process exits when the driver is gone or has cancelled the fit.
         """
         stop = threading.Event()
-        every = beat_seconds(self._world.world_size)
         heart = Heart(
             *(self.beat, self.pause.answer, self._world.rank, self._heart_store, self._open_store),
-            every=every,
+            interval=beat_seconds(self._world.world_size),
             patience=self._patience,
         )
         thread = threading.Thread(target=heart.run, args=(stop,), name="sparktorch-heart", daemon=True)
@@ -131,7 +140,7 @@ class Client:
         self._moves += 1
 
     def count_work(self) -> None:
-        """From now on, processor time and printed lines count as progress too: of code that reports none itself."""
+        """From now on, processor time and printed lines count as progress, too, of code that reports none itself."""
         self._worked, self._counts_work = time.process_time(), True
 
     @contextmanager
@@ -154,23 +163,24 @@ class Client:
     def agree(self, topic: str, value: dict[str, Any]) -> list[dict[str, Any]]:
         """Exchanges one JSON object with every rank; returns the objects in rank order; raises as `collect` does.
 
-        Rank 0 gathers them, and writes them down once for all others.
+        Rank 0 gathers them, and writes them down once for all others: if each rank read one from each other rank, the
+        store would send as many values as the square of their number.
         """
         self.post(topic, value)
-        together = f"{topic}/all"
+        key = f"{topic}/all"
         if self._world.is_main:
-            found = self.collect(topic, longest=paced(_GATHER_SECONDS, self._world.world_size // 20))
-            pieces = self.store.set_pieces(together, zlib.compress(json.dumps(found).encode(), 1))
-            self._set(self.store, together, {"pieces": pieces})
-            return found
-        content = self.store.get_pieces(together, self.read(together)["pieces"])
+            values = self.collect(topic, longest=paced(_GATHER_SECONDS, self._world.world_size // 20))
+            pieces = self.store.set_pieces(key, zlib.compress(json.dumps(values).encode(), 1))
+            self._set(self.store, key, {"pieces": pieces})
+            return values
+        content = self.store.get_pieces(key, self.read(key)["pieces"])
         agreed: list[dict[str, Any]] = json.loads(zlib.decompress(content))
         return agreed
 
     def read(self, key: str) -> dict[str, Any]:
         """Waits until a JSON object has been written under a key, and returns it; raises as `collect` does."""
-        found: dict[str, Any] = json.loads(self._wait(lambda: self.store.peek(key)))
-        return found
+        value: dict[str, Any] = json.loads(self._wait(partial(self.store.peek, key)))
+        return value
 
     def post(self, topic: str, value: dict[str, Any]) -> None:
         """Writes this rank's JSON object under a topic, for ranks that call `collect`."""
@@ -185,7 +195,11 @@ class Client:
         seconds (`None` sets no limit). `longest` is the longest pause between two looks, by default that of all ranks.
         """
         keys = [f"{topic}/{rank}" for rank in range(self._world.world_size)]
-        self._wait(lambda: self.store.check(keys) or None, patience, longest)
+
+        def all_posted() -> bool | None:
+            return self.store.check(keys) or None
+
+        self._wait(all_posted, patience, longest)
         return self.store.read_all(keys)
 
     def orders(self) -> Iterator[Order]:
@@ -234,7 +248,7 @@ class Client:
         """Makes the driver log a warning; the fit goes on."""
         record = {"rank": self._world.rank, "host": self._world.host, "text": text}
         self._set(self.store, f"warning/{self._world.rank}/{self._number('warning')}", record)
-        self.beat(self.store)  # which says how many there are
+        self.beat(self.store)  # The heartbeat says how many warnings there are for the driver to read.
 
     def leave(self) -> None:
         """Reports that this rank no longer needs the store. Rank 0 hosts it, and waits for all other ranks."""
@@ -268,9 +282,9 @@ class Client:
         secondary = isinstance(error, PeerFailure | Cancelled) or is_communication(error)
         report = {"secondary": secondary, "order": order, "out_of_memory_kills": out_of_memory_kills() - self._kills}
         self._set(self.store, f"error/{self._world.rank}", {**form, **report})
-        self.store.claim("halt", "failed")
+        self.store.claim("halt", "failed")  # Ranks that wait for this one see it, and end: see `_check_peers`.
         if not isinstance(error, Cancelled):
-            with suppress(RuntimeError, ClusterError):  # the store may be gone; the failure is already reported
+            with suppress(RuntimeError, ClusterError):  # The store may be gone; the failure is already reported.
                 self._tell_who_is_silent(first=order == 1, look=secondary)
         return failure
 
@@ -284,10 +298,10 @@ class Client:
             return True
         pause = min(paced(_LONGEST_PAUSE, self._world.world_size), _ANSWER_SECONDS / 2)
         deadline = time.monotonic() + _ANSWER_SECONDS
-        with suppress(RuntimeError):  # the store may be gone
+        with suppress(RuntimeError):  # The store may be gone.
             while time.monotonic() < deadline:
-                word = self.store.peek("driver")
-                if word is not None and json.loads(word)["cause"]:
+                message = self.store.peek("driver")
+                if message is not None and json.loads(message)["cause"]:
                     return True
                 time.sleep(pause)
         return False
@@ -295,24 +309,30 @@ class Client:
     def describe(self, error: BaseException) -> SparkTorchError:
         """Returns the error as one that carries rank, host, epoch, step, and its traceback from the user's code on."""
         state = self._state
-        place: dict[str, Any] = {"rank": self._world.rank, "host": self._world.host}
-        place |= {"epoch": state["epoch"], "step": state["step"]}
+        position: dict[str, Any] = {
+            "rank": self._world.rank,
+            "host": self._world.host,
+            "epoch": state["epoch"],
+            "step": state["step"],
+        }
         lines = last_lines(self._world.rank, self._console.last())
         if isinstance(error, SparkTorchError) and not isinstance(error, RankError):
-            return error.at(**place)
+            return error.at(**position)
         if isinstance(error, RankError) and error.trace:
-            return SparkTorchError.from_dict({**error.at(**place).to_dict(), "trace": lines + error.trace})
+            return SparkTorchError.from_dict({**error.at(**position).to_dict(), "trace": lines + error.trace})
         trace = "".join(traceback.format_exception(type(error), error, users_part(error) or error.__traceback__))
         what = f"{type(error).__name__} while {state['phase']}: {error}"
         hint, code = (SHIP_HINT, "ST-PACKAGES") if isinstance(error, ModuleNotFoundError) else ("", "")
         trace = f"{lines}Traceback of rank {self._world.rank}:\n{trace}"
-        return RankError(what, hint=hint, code=code, trace=trace, **place)
+        return RankError(what, hint=hint, code=code, trace=trace, **position)
 
     def beat(self, store: SealedStore) -> None:
         """Sends the lines logged since the last heartbeat, and a heartbeat: all that the driver reads of each rank.
 
-        It has position, progress counters, memory, and how many parcels of lines and warnings there are by now.
+        The heartbeat has position, progress counters, memory, and the numbers of parcels of lines and of warnings by
+        now.
         """
+        # The lines come first: a driver that reads the heartbeat must find the parcels that it counts.
         lines, lost = self._console.drain()
         self._look_at_work(printed=bool(lines))
         if lines:
@@ -338,6 +358,7 @@ class Client:
             return self._sent[kind] - 1
 
     def _look_at_work(self, *, printed: bool) -> None:
+        """Counts printed lines and processor time since the last heartbeat as progress, in code that reports none."""
         now = time.process_time()
         if self._counts_work and (printed or now - self._worked > _BUSY_SECONDS):
             self.moved()
@@ -345,22 +366,25 @@ class Client:
 
     def _wait(self, ready: Callable[[], T | None], patience: float | None = None, longest: float | None = None) -> T:
         """Asks the store until it has an answer, and returns that; see `collect`."""
-        # `Store.wait` does not notice failed ranks, and logs each time-out.
+        # `Store.wait` of torch would not notice failed ranks, and would log each time-out.
         longest = longest or paced(_LONGEST_PAUSE, self._world.world_size)
         pause, pulses = min(paced(_FIRST_PAUSE, self._world.world_size // 4), longest), Pulses[Any]()
-        own = threading.get_ident() == self._owner  # the checkpoint thread may wait while the training goes on
-        if own:
+        # The checkpoint's thread may wait while the training goes on: then the rank does not count as waiting.
+        in_main_thread = threading.get_ident() == self._owner
+        if in_main_thread:
             self._waiting = True
         try:
-            while (found := ready()) is None:
+            while True:
+                answer = ready()
+                if answer is not None:
+                    return answer
                 self._check_peers()
                 if patience is not None:
                     self._check_pulses(pulses, patience)
                 time.sleep(pause)
                 pause = min(2 * pause, longest)
-            return found
         finally:
-            if own:
+            if in_main_thread:
                 self._waiting = False
 
     def _tell_who_is_silent(self, *, first: bool, look: bool) -> None:
@@ -373,7 +397,8 @@ class Client:
             self._set(self.store, "silent", {"ranks": self._silent_peers() if look else []})
         deadline = time.monotonic() + 2 * silent_seconds(self._world.world_size)
         while not self.store.check(["silent"]) and time.monotonic() < deadline:
-            time.sleep(paced(_LONGEST_PAUSE, self._world.world_size))  # `_wait` would raise, now that a rank has failed
+            # `_wait` would raise, now that a rank has failed.
+            time.sleep(paced(_LONGEST_PAUSE, self._world.world_size))
 
     def _silent_peers(self) -> list[int]:
         """Returns the ranks that have stopped sending heartbeats without reporting an end or an error."""
@@ -389,6 +414,7 @@ class Client:
                 raise PeerFailure(f"rank {rank} has not been heard of for {patience:.0f} s")
 
     def _check_peers(self) -> None:
+        """Raises `Cancelled` if the driver has cancelled the fit, and `PeerFailure` if another rank has failed."""
         halt = self.store.peek("halt")
         if halt == b"cancelled":
             raise Cancelled("the fit was cancelled on the driver")

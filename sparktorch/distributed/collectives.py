@@ -21,7 +21,8 @@ __all__ = ["Collectives", "Reduction"]
 Reduction = Literal["sum", "mean", "product", "min", "max"]
 V = TypeVar("V")
 
-_CALL_BYTES = 512  # torch's longest shapes take less than half
+# A packed `_Call` has so many bytes; torch's longest shapes take less than half.
+_CALL_BYTES = 512
 
 
 class Collectives:
@@ -83,36 +84,42 @@ class Collectives:
             value: The value; the other ranks may leave it out.
             source: The rank that has it.
         """
-        own = value if self.rank == source else None
-        call = self._compare(f"broadcast({self._of(source)})", *([] if own is None else [own]))[source]
+        values = [value] if self.rank == source and value is not None else []
+        call = self._compare(f"broadcast({self._named(source)})", *values)[source]
         if call.kind == "nothing":
             raise ValueError(f"broadcast got no value in its source, rank {source}")
-        part = self._room(call, own)
+        part = self._room(call, *values)
         if self.world_size > 1:
             dist.broadcast(_bytes(part), source)
         return call.value(part)  # type: ignore[no-any-return]
 
     def scatter(self, values: Sequence[V] | None = None, source: int = 0) -> V:
-        """Returns this rank's one of the values of one rank.
+        """Returns this rank's value of those that one rank has.
 
         Args:
             values: One value per rank, of any shapes and dtypes; the other ranks may leave them out.
             source: The rank that has them.
         """
-        own, failed = (values or ()) if self.rank == source else (), None
-        if self.rank == source and len(own) != self.world_size:
-            failed = f"scatter got {len(own)} values in its source, rank {source}, for {self.world_size} ranks"
-        self._compare(f"scatter({self._of(source)})", *own, failed=failed)
+        name = f"scatter({self._named(source)})"
         if self.rank != source:
-            dist.recv(packed := torch.empty(_CALL_BYTES, dtype=torch.uint8), source)
-            part = self._room(call := _Call.unpacked(packed))
+            self._compare(name)
+            # The value's dtype and shape come first: the rank needs them to receive the value.
+            packed = torch.empty(_CALL_BYTES, dtype=torch.uint8)
+            dist.recv(packed, source)
+            call = _Call.unpacked(packed)
+            part = self._room(call)
             dist.recv(_bytes(part), source)
             return call.value(part)  # type: ignore[no-any-return]
-        for rank, value in enumerate(own):
+        sent: Sequence[V] = values or ()
+        failed: str | None = None
+        if len(sent) != self.world_size:
+            failed = f"scatter got {len(sent)} values in its source, rank {source}, for {self.world_size} ranks"
+        self._compare(name, *sent, failed=failed)
+        for rank, value in enumerate(sent):
             if rank != source:
                 dist.send(_Call.of("scatter", value).packed(), rank)
                 dist.send(_bytes(_tensor(value)), rank)
-        return _Call.of("scatter", own[source]).value(_tensor(own[source]).clone())  # type: ignore[no-any-return]
+        return _Call.of("scatter", sent[source]).value(_tensor(sent[source]).clone())  # type: ignore[no-any-return]
 
     def gather(self, value: V, target: int = 0) -> list[V] | None:
         """Returns the values of all ranks, in rank order, in one rank; `None` in the others.
@@ -121,7 +128,7 @@ class Collectives:
             value: This rank's value; shapes and dtypes may differ between ranks.
             target: The rank that gets them.
         """
-        calls = self._compare(f"gather({self._of(target)})", value)
+        calls = self._compare(f"gather({self._named(target)})", value)
         if self.rank != target:
             dist.send(_bytes(_tensor(value)), target)
             return None
@@ -131,7 +138,8 @@ class Collectives:
                 dist.recv(_bytes(part), rank)
         return [call.value(part) for call, part in zip(calls, parts, strict=True)]
 
-    def _of(self, rank: int) -> str:
+    def _named(self, rank: int) -> str:
+        """Returns a rank as text; refuses one that is not there."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"there is no rank {rank}: they are 0 to {self.world_size - 1}")
         return f"rank {rank}"
@@ -139,32 +147,40 @@ class Collectives:
     def _compare(
         self, name: str, *values: Any, failed: str | None = None, wait: timedelta | None = None
     ) -> list[_Call]:
-        """Exchanges what the ranks call a collective with, `wait` long; raises if they differ, or one has `failed`."""
-        error: Exception | None = None if failed is None else ValueError(failed)
-        try:
-            own = ([] if error else [_Call.of(name, value) for value in values]) or [_Call(name, "nothing")]
-        except TypeError as raised:
-            error = raised
-        calls = [own[0] if error is None else _Call(name, "failed")]
+        """Exchanges what the ranks call a collective with, `wait` long; raises if they differ, or one has `failed`.
+
+        A rank whose call is wrong raises only after the exchange, in which the others wait for it.
+        """
+        call = _Call(name, "nothing")
+        error: Exception | None = None
+        if failed is not None:
+            call, error = _Call(name, "failed"), ValueError(failed)
+        elif values:
+            try:
+                call, *_ = [_Call.of(name, value) for value in values]
+            except TypeError as raised:
+                call, error = _Call(name, "failed"), raised
+        calls = [call]
         if self.world_size > 1:
-            calls = _exchanged(calls[0], self.world_size, wait)
+            calls = _exchanged(call, self.world_size, wait)
         if error is not None:
             raise error
-        for rank, call in enumerate(calls):
-            if call.kind == "failed":  # that rank reports the cause
+        for rank, peer in enumerate(calls):
+            if peer.kind == "failed":  # That rank reports the cause.
                 raise dist.DistError(f"{name.partition('(')[0]}: rank {rank} cannot go on")
         if len({call.name for call in calls}) > 1:
             raise ValueError(f"the ranks are not at the same point: {_listed(call.name for call in calls)}")
         return calls
 
     def _room(self, call: _Call, value: Any = None) -> torch.Tensor:
-        """Returns a copy of this rank's own value, or an empty tensor for the value of another rank."""
+        """Returns a copy of this rank's value, or an empty tensor for the value of another rank."""
         if value is not None:
             return _tensor(value).clone()
         device = "cpu" if call.host else self._world.device
         return torch.empty(call.shape, dtype=getattr(torch, call.dtype), device=device)
 
     def _reduced(self, name: str, value: V, op: Reduction) -> V:
+        """Returns the result of `all_reduce` or `reduce_scatter`, whichever has the `name`."""
         one_of("op", op, get_args(Reduction))
         tensor, size = _tensor(value), self.world_size
         whole = not (tensor.is_floating_point() or tensor.is_complex())
@@ -174,7 +190,11 @@ class Collectives:
         if len({call.layout for call in calls}) > 1:
             raise ValueError(f"{name} needs equal dtypes and shapes: {_listed(map(str, calls))}")
         # No backend reduces all integers, and a half-precision sum may overflow.
-        wide = torch.int64 if whole else torch.float32 if tensor.dtype.itemsize < 4 else tensor.dtype
+        wide = tensor.dtype
+        if whole:
+            wide = torch.int64
+        elif tensor.dtype.itemsize < 4:
+            wide = torch.float32
         total = tensor.to(wide, copy=True)
         operation = getattr(dist.ReduceOp, "SUM" if op == "mean" else op.upper())
         if name == "all_reduce" and size > 1:
@@ -186,11 +206,13 @@ class Collectives:
             if size > 1:
                 scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
                 scatter(total, every, operation)
-        return calls[self.rank].value((total / size if op == "mean" else total).to(tensor.dtype))  # type: ignore[no-any-return]
+        if op == "mean":
+            total = total / size
+        return calls[self.rank].value(total.to(tensor.dtype))  # type: ignore[no-any-return]
 
 
 class _Call(NamedTuple):
-    """What a rank calls a collective with: its name, and kind, dtype, shape and place of the value."""
+    """What a rank calls a collective with: its name, the value's kind, dtype and shape, and whether the host has it."""
 
     name: str
     kind: str
@@ -201,11 +223,15 @@ class _Call(NamedTuple):
     @classmethod
     def of(cls, name: str, value: Any) -> _Call:
         tensor = _tensor(value)
-        kind = "tensor" if isinstance(value, torch.Tensor) else "array" if isinstance(value, np.ndarray) else "number"
+        kind = "number"
+        if isinstance(value, torch.Tensor):
+            kind = "tensor"
+        elif isinstance(value, np.ndarray):
+            kind = "array"
         return cls(name, kind, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), is_host(tensor.device))
 
     def packed(self) -> torch.Tensor:
-        """Returns it as bytes, as many for each call: one collective exchanges them, and nothing is unpickled."""
+        """Returns the call as bytes, as many for each call: one collective exchanges them, and nothing is unpickled."""
         return torch.frombuffer(bytearray(json.dumps(self).encode().ljust(_CALL_BYTES)), dtype=torch.uint8)
 
     @classmethod
@@ -219,15 +245,17 @@ class _Call(NamedTuple):
 
     def value(self, tensor: torch.Tensor) -> Any:
         """Returns a tensor as a value of this kind."""
-        return tensor if self.kind == "tensor" else tensor.numpy() if self.kind == "array" else tensor.item()
+        if self.kind == "tensor":
+            return tensor
+        return tensor.numpy() if self.kind == "array" else tensor.item()
 
     def __str__(self) -> str:
         return f"{self.dtype} of shape {self.shape}{'' if self.host else ' on a device'}"
 
 
-def _exchanged(own: _Call, ranks: int, wait: timedelta | None) -> list[_Call]:
+def _exchanged(call: _Call, ranks: int, wait: timedelta | None) -> list[_Call]:
     """Gathers the ranks' calls; `dist.all_gather` has no argument for how long it may take."""
-    packed = own.packed()
+    packed = call.packed()
     parts = [torch.empty_like(packed) for _ in range(ranks)]
     options, group = AllgatherOptions(), dist.group.WORLD
     assert group is not None
@@ -242,12 +270,12 @@ def _tensor(value: Any) -> torch.Tensor:
     if isinstance(value, torch.Tensor) and value.layout is torch.strided and not hasattr(value, "to_local"):
         return value.detach().resolve_conj().resolve_neg().contiguous()
     if isinstance(value, np.ndarray):
-        native = np.require(value, value.dtype.newbyteorder("="), ["C", "W"])  # a copy only where it must be
+        native = np.require(value, value.dtype.newbyteorder("="), ["C", "W"])  # It copies only where it has to.
         return torch.from_numpy(native.reshape(value.shape))
     if isinstance(value, bool | int | float | complex | np.generic):
         return torch.from_numpy(np.asarray(value.item() if isinstance(value, np.generic) else value))
-    of = f" of layout {value.layout}" if isinstance(value, torch.Tensor) else ""
-    raise TypeError(f"collectives take dense tensors, NumPy arrays and numbers, got {type(value).__name__}{of}")
+    layout = f" of layout {value.layout}" if isinstance(value, torch.Tensor) else ""
+    raise TypeError(f"collectives take dense tensors, NumPy arrays and numbers, got {type(value).__name__}{layout}")
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -257,7 +285,10 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def _listed(descriptions: Iterable[str]) -> str:
     """Returns one description per rank, as text; ranks with equal ones are named together."""
-    found: dict[str, list[str]] = {}
+    ranks_of: dict[str, list[str]] = {}
     for rank, description in enumerate(descriptions):
-        found.setdefault(description, []).append(str(rank))
-    return "; ".join(f"{text} in rank{'s' * (len(of) > 1)} {', '.join(of[:8])}" for text, of in found.items())
+        ranks_of.setdefault(description, []).append(str(rank))
+    return "; ".join(
+        f"{description} in {'ranks' if len(ranks) > 1 else 'rank'} {', '.join(ranks[:8])}"
+        for description, ranks in ranks_of.items()
+    )

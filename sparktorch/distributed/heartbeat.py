@@ -33,8 +33,10 @@ _RANK_SECONDS = 0.001
 _BEAT_SECONDS = 0.5
 _SILENT_BEATS = 2.4
 _BODY = "sparktorch/worker/"
-_RETRY_SECONDS = 0.2  # between two tries to connect
-_LEAVING_SECONDS = 2.0  # that a rank whose driver is gone gets to end by itself
+# After a try to connect, a rank waits so long for the next one.
+_RETRY_SECONDS = 0.2
+# A rank whose driver is gone gets so long to end by itself.
+_LEAVING_SECONDS = 2.0
 
 Beat = dict[str, Any]
 R = TypeVar("R")
@@ -61,7 +63,7 @@ class Beats:
     def __init__(
         self, list_keys: Callable[[], list[str]], read: Callable[[list[str]], Sequence[Beat | None]], ranks: int
     ) -> None:
-        """Takes what lists the store's keys, and what reads such as are there: it need not know of others."""
+        """Takes functions that list the store's keys, and that read keys which are in the store."""
         self._list_keys, self._read = list_keys, read
         self._begun, self._missing = list[int](), set(range(ranks))
 
@@ -69,8 +71,8 @@ class Beats:
         """Returns the last heartbeat of each rank that has begun."""
         if self._missing:
             keys = set(self._list_keys())
-            found = {rank for rank in self._missing if f"beat/{rank}" in keys}
-            self._begun, self._missing = sorted({*self._begun, *found}), self._missing - found
+            new = {rank for rank in self._missing if f"beat/{rank}" in keys}
+            self._begun, self._missing = sorted({*self._begun, *new}), self._missing - new
         begun = self._begun
         beats = zip(begun, self._read([f"beat/{rank}" for rank in begun]), strict=True)
         return {rank: beat for rank, beat in beats if beat is not None}
@@ -91,20 +93,19 @@ class Heart:
         store: SealedStore,
         open_store: OpenStore,
         *,
-        every: float,
+        interval: float,
         patience: float,
     ) -> None:
-        """Takes what sends a heartbeat, and what answers the driver when it asks for a pause; both get a connection.
+        """Takes a function that sends a heartbeat, and one that answers the driver when it asks for a pause.
 
-        That is `store`, and, when it is broken, one that `open_store` opens.
-
-        `every` is the time between two heartbeats, `patience` how long that of the driver may stay away; in seconds.
+        Both get a connection: `store`, and, when that is broken, one that `open_store` opens. `interval` is the time
+        between two heartbeats, and `patience` the time for which those of the driver may stay away, in seconds.
         """
         self._send, self._pause, self._rank, self._open_store = beat, pause, rank, open_store
         self._store = store
         self._patience = patience
-        self._every = min(every, patience / 4)
-        self._leaving = max(_LEAVING_SECONDS, 2 * every)  # a rank that waits looks as often as it beats
+        self._interval = min(interval, patience / 4)
+        self._leaving = max(_LEAVING_SECONDS, 2 * interval)  # A rank that waits looks as often as it beats.
         self._owner = threading.get_ident()
         self._driver: bytes | None = None
         self._heard = 0
@@ -117,12 +118,13 @@ class Heart:
         """
         beats = threading.Thread(target=self._beat, args=(stop,), name="sparktorch-beat", daemon=True)
         beats.start()
-        heard, silent = self._heard, 0.0  # counts checks, not clock time: the process may have been suspended
+        # Checks are counted, not the time of the clock: the process may have been suspended.
+        heard, silent = self._heard, 0.0
         while silent < self._patience and not self._over.is_set():
-            if stop.wait(self._every):
+            if stop.wait(self._interval):
                 beats.join(_LEAVING_SECONDS)
                 return
-            silent = silent + self._every if self._heard == heard else 0.0
+            silent = silent + self._interval if self._heard == heard else 0.0
             heard = self._heard
         if not stop.wait(self._leaving):
             silence = f"has not been heard of for driverTimeout ({self._patience:g} s)"
@@ -131,16 +133,18 @@ class Heart:
             os._exit(1)
 
     def _beat(self, stop: threading.Event) -> None:
+        """Sends heartbeats until `stop` is set, the driver cancels, or no connection can be opened any more."""
         store: SealedStore | None = self._store
         self._store.set_timeout(timedelta(seconds=self._patience))
         while store is not None:
-            last = stop.wait(self._every)
+            last = stop.wait(self._interval)
             try:
                 self._send(store)
                 if self._is_cancelled(store, last=last) or last:
                     break
             except (dist.DistError, RuntimeError):
-                store = None if last else self._open(stop)  # a broken connection does not mean that the driver is gone
+                # A broken connection does not mean that the driver is gone.
+                store = None if last else self._open(stop)
         self._over.set()
 
     def _open(self, stop: threading.Event) -> SealedStore | None:
@@ -159,18 +163,20 @@ class Heart:
 
         If a rank hosts the store there is none, and any answer counts.
         """
-        word = store.peek("driver")
-        if word is None and self._driver is not None:
-            return True  # this is the store of a later attempt, at the same port
-        if word is None or word != self._driver:
+        message = store.peek("driver")
+        if message is None and self._driver is not None:
+            return True  # This is the store of a later attempt, at the same port.
+        if message is None or message != self._driver:
             self._heard += 1
-        self._driver = word
-        said: dict[str, Any] = {"cancelled": False, "pause": False, "stacks": []} if word is None else json.loads(word)
-        if said["pause"] or last:
+        self._driver = message
+        request: dict[str, Any] = {"cancelled": False, "pause": False, "stacks": []}
+        if message is not None:
+            request = json.loads(message)
+        if request["pause"] or last:
             self._pause(store)
-        if self._rank in said["stacks"]:
+        if self._rank in request["stacks"]:
             store.set(f"stack/{self._rank}", json.dumps({"stack": _stack_of(self._owner)}))
-        return bool(said["cancelled"])
+        return bool(request["cancelled"])
 
 
 @dataclass
@@ -191,7 +197,7 @@ class Pulses(dict[int, Pulse[R]]):
     """The last heartbeat of each rank, and when it last changed."""
 
     def __init__(self, moves: Callable[[R], Any] = _all_fields) -> None:
-        """Takes a function that returns the progress fields of a heartbeat, by default all of it."""
+        """Takes a function that returns the progress fields of a heartbeat, by default all of them."""
         super().__init__()
         self._moves = moves
 
@@ -202,9 +208,12 @@ class Pulses(dict[int, Pulse[R]]):
         if last is None:
             self[rank] = Pulse(now, now, record)
             return
-        beat = last.beat if last.record == record else now
-        moved = last.moved if self._moves(last.record) == self._moves(record) else now
-        self[rank] = Pulse(beat, moved, record)
+        pulse = Pulse(last.beat, last.moved, record)
+        if last.record != record:
+            pulse.beat = now
+            if self._moves(last.record) != self._moves(record):
+                pulse.moved = now
+        self[rank] = pulse
 
     def silence(self, rank: int) -> float:
         """Returns the seconds since a rank's heartbeat last changed."""
@@ -216,7 +225,8 @@ def silent_among(
 ) -> set[int]:
     """Returns the ranks whose heartbeats do not change for `seconds` though they have not said that they end.
 
-    `pulses` says since when they have not. Waits until each rank has sent another one, or has been silent for so long.
+    It waits until each rank has sent another heartbeat, or has been silent for so long. `pulses` says since when a
+    heartbeat has not changed.
     """
     before = beats = read()
     waiting, silent = set(ranks), set[int]()
@@ -238,11 +248,11 @@ def waited_for(pulses: Mapping[int, Pulse[dict[str, Any]]]) -> list[int]:
     A rank that has started more collectives than another one waits for that one.
     """
     begun = [pulse.record["collectives"] for pulse in pulses.values()]
-    least = min((count for count in begun if count is not None), default=None)
+    fewest = min((count for count in begun if count is not None), default=None)
     return [
         rank
         for rank, pulse in pulses.items()
-        if not pulse.record["waiting"] and (least is None or pulse.record["collectives"] in (least, None))
+        if not pulse.record["waiting"] and (fewest is None or pulse.record["collectives"] in (fewest, None))
     ]
 
 

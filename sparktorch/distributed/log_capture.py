@@ -15,11 +15,15 @@ __all__ = ["KEPT_LINES", "LogCapture", "excerpt", "last_lines"]
 KEPT_LINES = 100
 
 _LONGEST_LINE = 2000
-_LONGEST_TEXT = 100_000  # of an error: torch's store takes values of 8 MiB, and JSON needs up to 12 bytes a character
+# Texts of errors have at most so many characters: torch's store takes values of 8 MiB, and JSON needs up to 12 bytes
+# for a character.
+_LONGEST_TEXT = 100_000
 
-_BY_DRIVER = "shown_by_the_driver"  # an attribute of log records
+# Log records have this attribute where they are captured; it says whether the driver alone shows them.
+_BY_DRIVER = "shown_by_the_driver"
 
-Line = tuple[int, str]  # level, as in `logging`, and text
+# A line has a level, as in `logging`, and a text.
+Line = tuple[int, str]
 
 
 class LogCapture:
@@ -27,13 +31,14 @@ class LogCapture:
 
     Attributes:
         level: The lowest level of log records that are captured.
-        shown: The level from which on the driver shows lines.
-        shared: Whether this process writes where the driver does: then what the driver shows is not written here, too.
+        driver_level: The level from which on the driver shows lines.
+        shared: Whether this process writes where the driver does: then it does not write what the driver shows.
+        paused: Whether no lines are captured for now.
     """
 
     def __init__(self, level: int = logging.WARNING, *, shared: bool = False) -> None:
         """Takes the level from which on the driver shows lines; `INFO` and above are always captured."""
-        self.level, self.shown, self.shared = min(level, logging.INFO), level, shared
+        self.level, self.driver_level, self.shared = min(level, logging.INFO), level, shared
         self.paused = False
         self._lock = threading.Lock()
         self._last: deque[str] = deque(maxlen=KEPT_LINES)
@@ -44,23 +49,24 @@ class LogCapture:
     def overhearing(self) -> Iterator[None]:
         """Context that captures logs and prints; they still go where they went before, unless the driver shows them."""
         root = logging.getLogger()
-        before, handler = root.level, _Handler(self, self.level)
-        aloud = None if root.handlers else logging.StreamHandler(sys.stderr)  # as `logging` does by default
+        level_before, handler = root.level, _Handler(self, self.level)
+        # Without a handler, `logging` writes to stderr. With that of this capture, it would not any more.
+        stderr_handler = None if root.handlers else logging.StreamHandler(sys.stderr)
         root.addHandler(handler)
-        if aloud is not None:
-            aloud.setLevel(before)
-            aloud.addFilter(lambda record: not getattr(record, _BY_DRIVER, False))
-            root.addHandler(aloud)
-        root.setLevel(min(before, self.level))
+        if stderr_handler is not None:
+            stderr_handler.setLevel(level_before)
+            stderr_handler.addFilter(_is_for_this_process)
+            root.addHandler(stderr_handler)
+        root.setLevel(min(level_before, self.level))
         try:
             out, err = _Tee(sys.stdout, self), _Tee(sys.stderr, self)
             with closing(out), closing(err), redirect_stdout(out), redirect_stderr(err):
                 yield
         finally:
-            root.setLevel(before)
+            root.setLevel(level_before)
             root.removeHandler(handler)
-            if aloud is not None:
-                root.removeHandler(aloud)
+            if stderr_handler is not None:
+                root.removeHandler(stderr_handler)
 
     def add(self, level: int, text: str) -> bool:
         """Captures the lines of a text; returns whether the driver alone shows them."""
@@ -69,17 +75,19 @@ class LogCapture:
         lines = [line[:_LONGEST_LINE] for line in text.splitlines()]
         with self._lock:
             self._last.extend(lines)
-            alone = self.shared and level >= self.shown
-            if alone and len(self._new) + len(lines) > KEPT_LINES:  # it would get the last of them
+            by_driver = self.shared and level >= self.driver_level
+            # The driver gets the last lines only. Where lines would be lost, this process shows all of them itself.
+            if by_driver and len(self._new) + len(lines) > KEPT_LINES:
                 return False
             for line in lines:
-                self._lost += len(self._new) == KEPT_LINES
+                if len(self._new) == KEPT_LINES:  # The deque drops its first line.
+                    self._lost += 1
                 self._new.append((level, line))
-        return alone
+        return by_driver
 
     def another(self) -> LogCapture:
-        """Returns one without lines, with the same levels."""
-        return LogCapture(self.shown, shared=self.shared)
+        """Returns a capture without lines, with the same levels."""
+        return LogCapture(self.driver_level, shared=self.shared)
 
     def drain(self) -> tuple[list[Line], int]:
         """Returns the last `KEPT_LINES` lines since the previous call, and how many earlier ones were dropped."""
@@ -108,7 +116,14 @@ def excerpt(text: str) -> str:
     return f"{text[:half]}\n... {len(text) - 2 * half:,} more characters ...\n{text[-half:]}"
 
 
+def _is_for_this_process(record: logging.LogRecord) -> bool:
+    """Returns whether this process shows a log record, because the driver does not."""
+    return not getattr(record, _BY_DRIVER, False)
+
+
 class _Handler(logging.Handler):
+    """Captures log records, and marks those that the driver alone shows."""
+
     def __init__(self, console: LogCapture, level: int) -> None:
         super().__init__(level)
         self._console = console
@@ -117,7 +132,7 @@ class _Handler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             setattr(record, _BY_DRIVER, self._console.add(record.levelno, self.format(record)))
-        except Exception:  # the arguments do not fit the format string
+        except Exception:  # The arguments do not fit the format string.
             self.handleError(record)
 
 
@@ -126,30 +141,35 @@ class _Tee:
 
     def __init__(self, stream: TextIO, console: LogCapture) -> None:
         self._stream, self._console = stream, console
+        # The beginning of a line that is not captured yet.
         self._begun = ""
-        self._waiting = ""  # what the driver may be going to show: the beginning of a line
-        self._is_bar = False  # a progress bar, which is shown while it has no end
-        self._waits = console.shared and console.shown <= logging.INFO
+        # The beginning of a line that is not written yet: if the driver shows the line, it is not written at all.
+        self._waiting = ""
+        self._waits = console.shared and console.driver_level <= logging.INFO
+        # Whether the line is a progress bar, which is written before it ends.
+        self._is_bar = False
 
     def write(self, text: str) -> int:
         self._begun += text
-        self._is_bar |= "\r" in text
-        whole, newline, self._begun = self._begun.rpartition("\n")
-        by_driver = bool(newline) and self._console.add(logging.INFO, whole)
-        self._begun = self._begun.rpartition("\r")[2][-_LONGEST_LINE:]  # keeps a progress bar's last state only
+        if "\r" in text:
+            self._is_bar = True
+        whole_lines, newline, self._begun = self._begun.rpartition("\n")
+        by_driver = bool(newline) and self._console.add(logging.INFO, whole_lines)
+        self._begun = self._begun.rpartition("\r")[2][-_LONGEST_LINE:]  # Only the last state of a progress bar counts.
         if self._waits and not self._is_bar:
             lines, _, self._waiting = (self._waiting + text).rpartition("\n")
             self._stream.write("" if by_driver else f"{lines}{newline}")
         else:
             self._stream.write(self._waiting + text)
             self._waiting = ""
-        self._is_bar &= not newline
+        if newline:
+            self._is_bar = False
         return len(text)
 
     def close(self) -> None:
         """Writes what has waited for the end of its line; the stream itself stays open.
 
-        Nothing waits after that: handlers of libraries may keep this object for longer than the driver shows lines.
+        Nothing waits from then on: handlers of libraries may keep this object for longer than the driver shows lines.
         """
         self._stream.write(self._waiting)
         self._waiting, self._waits = "", False

@@ -21,12 +21,17 @@ __all__ = ["Monitor", "Observer", "Timeouts"]
 _LOG = logging.getLogger(__name__)
 _RANKS = logging.getLogger("sparktorch.ranks")
 _WARN_SECONDS = 30.0
-_LOOK_SECONDS = 0.25  # between looks at what all ranks tell; each call of `look` reads what rank 0 tells
+# Each call of `look` reads what rank 0 reports; what all ranks report, it reads after pauses of so many seconds.
+_LOOK_SECONDS = 0.25
+# In the time of so many beats, a rank answers with its stack; without any for so long, it does not answer at all.
 _STACK_BEATS = 6
 _MUTE_BEATS = 10
-_MOST_NAMED = 8  # ranks, in a message or with their stacks
-_MOST_LINES = 1000  # that one look shows
-_ENDING_SECONDS = 2.0  # of ranks that are still starting, or compute
+# A message names so many ranks, or has their stacks.
+_MOST_NAMED = 8
+# One look shows so many lines.
+_MOST_LINES = 1000
+# Once one has failed, ranks that are still starting, or compute, get so long to end.
+_ENDING_SECONDS = 2.0
 
 
 class Observer(Protocol):
@@ -100,7 +105,9 @@ class Monitor:
         now = time.monotonic()
         if now >= self._next_look:
             self._next_look = now + self._look_seconds
-            self._note(self._listen(self.server), now)
+            for rank, beat in enumerate(self._listen(self.server)):
+                if beat is not None:
+                    self._pulses.note(rank, beat, at=now)
             if len(self._pulses) < self.world_size:
                 self._look_for_missing(now)
             else:
@@ -117,7 +124,7 @@ class Monitor:
             raise failure
 
     def listen(self) -> None:
-        """Forwards all that ranks have told by now: those of a job that has ended tell no more."""
+        """Forwards all that ranks have reported by now: those of a job that has ended report no more."""
         if self.server is not None:
             self._look_at_main(self.server)
             self._listen(self.server)
@@ -138,7 +145,7 @@ class Monitor:
         return silent_among(ranks, read, self._pulses, silent_seconds(self.world_size))
 
     def _look_at_main(self, server: ControlServer) -> None:
-        """Forwards epochs and progress, which rank 0 alone tells."""
+        """Forwards epochs and progress, which rank 0 alone reports."""
         for record in server.new_epochs():
             self._observer.epoch(record)
         progress = server.progress()
@@ -152,11 +159,6 @@ class Monitor:
             _LOG.warning("rank %d on %s: %s", warning["rank"], warning["host"], warning["text"])
         _show([line for line in server.new_lines(beats) if line[1] >= self._log_level])
         return beats
-
-    def _note(self, beats: list[dict[str, Any] | None], now: float) -> None:
-        for rank, beat in enumerate(beats):
-            if beat is not None:
-                self._pulses.note(rank, beat, at=now)
 
     def _look_for_missing(self, now: float) -> None:
         """Warns of ranks that have not started, and raises after the timeout."""
@@ -176,7 +178,7 @@ class Monitor:
         if now > self._next_warning and (self._pulses or now - self._slots_seen > _WARN_SECONDS):
             self._next_warning = now + _WARN_SECONDS
             why = "are the slots of the cluster taken by other jobs?"
-            if self._first_arrival is not None:  # all ranks get their slots at once
+            if self._first_arrival is not None:  # All ranks of a barrier job get their slots at once.
                 why = "their Python still starts, or does not reach the driver; the logs of their executors tell"
             _LOG.warning("ranks %s of %d have not started yet: %s", _named(missing), self.world_size, why)
 
@@ -196,7 +198,7 @@ class Monitor:
     def _look_for_stalled(self, server: ControlServer, now: float) -> None:
         """Warns of ranks that make no progress, and raises after the timeout."""
         pulses = {rank: pulse for rank, pulse in self._pulses.items() if not pulse.record["ended"]}
-        # Blame silent ranks first: their last heartbeat is outdated, and ranks without progress may wait for them.
+        # Silent ranks are blamed first: their last heartbeat is outdated, and ranks without progress may wait for them.
         patience = min(_MUTE_BEATS * beat_seconds(self.world_size), self._patience.stall / 2)
         idle = {rank: now - pulse.beat for rank, pulse in pulses.items() if now - pulse.beat > patience}
         mute = bool(idle)
@@ -204,17 +206,18 @@ class Monitor:
         longest = max(idle.values(), default=0.0)
         if longest > self._patience.stall:
             raise self._stalled(server, {rank: idle[rank] for rank in idle if idle[rank] > 0.8 * longest}, mute=mute)
-        told = []
+        # A rank gets a warning after some seconds without progress, and further ones each time when these have doubled.
+        to_warn_of = []
         for rank, seconds in idle.items():
             if seconds < _WARN_SECONDS:
                 self._warned.pop(rank, None)
             elif seconds > self._warned.get(rank, _WARN_SECONDS):
                 self._warned[rank] = 2 * seconds
-                told.append(rank)
-        for rank in told[:_MOST_NAMED]:
-            _LOG.warning("%s for %.0f s", _place(rank, pulses[rank].record, mute=mute), idle[rank])
-        if len(told) > _MOST_NAMED:
-            _LOG.warning("... and %d other ranks", len(told) - _MOST_NAMED)
+                to_warn_of.append(rank)
+        for rank in to_warn_of[:_MOST_NAMED]:
+            _LOG.warning("%s for %.0f s", _state_of(rank, pulses[rank].record, mute=mute), idle[rank])
+        if len(to_warn_of) > _MOST_NAMED:
+            _LOG.warning("... and %d other ranks", len(to_warn_of) - _MOST_NAMED)
 
     def _stalled(self, server: ControlServer, idle: dict[int, float], *, mute: bool) -> RankStalledError:
         """Returns the error for ranks without progress or, if `mute`, without heartbeats for `idle[rank]` seconds."""
@@ -228,25 +231,26 @@ class Monitor:
             hint = "its process is stopped, native code in it holds Python's lock, or its host is cut off; " + hint
         elif len(idle) > 1 and record["collectives"] is not None:
             what = f"ranks {_named(sorted(idle))} wait for each other for {idle[rank]:.0f} s, {record['phase']}"
-            hosts = " and ".join(dict.fromkeys(self._pulses[one].record["host"] for one in sorted(idle)[:_MOST_NAMED]))
-            hint = f"is the network between {hosts} cut? If one step may take so long, set stallTimeout higher"
-            trace += "".join(f"Stack of rank {one}:\n{stacks[one]}\n" for one in sorted(stacks))
+            hosts = [self._pulses[waiting].record["host"] for waiting in sorted(idle)[:_MOST_NAMED]]
+            names = " and ".join(dict.fromkeys(hosts))
+            hint = f"is the network between {names} cut? If one step may take so long, set stallTimeout higher"
+            trace += "".join(f"Stack of rank {waiting}:\n{stacks[waiting]}\n" for waiting in sorted(stacks))
         else:
             what = f"rank {rank} stands still: it has been {record['phase']} for {idle[rank]:.0f} s"
             trace += f"Stack of rank {rank}:\n{stacks[rank]}" if rank in stacks else ""
-        place = {name: record[name] for name in ("host", "pid", "epoch", "step")}
-        return RankStalledError(what, hint=hint, trace=trace, rank=rank, **place)
+        position = {name: record[name] for name in ("host", "pid", "epoch", "step")}
+        return RankStalledError(what, hint=hint, trace=trace, rank=rank, **position)
 
     def _stacks(self, server: ControlServer, ranks: list[int]) -> dict[int, str]:
         """Returns the Python stacks of the ranks that answer in time."""
         server.ask_for_stacks(ranks)
         deadline = time.monotonic() + _STACK_BEATS * beat_seconds(self.world_size)
-        found: dict[int, str] = {}
-        while len(found) < len(ranks) and time.monotonic() < deadline:
+        stacks: dict[int, str] = {}
+        while len(stacks) < len(ranks) and time.monotonic() < deadline:
             time.sleep(0.05)
             answers = {rank: server.stack(rank) for rank in ranks}
-            found = {rank: stack for rank, stack in answers.items() if stack}
-        return found
+            stacks = {rank: stack for rank, stack in answers.items() if stack}
+        return stacks
 
 
 def _moves(beat: dict[str, Any]) -> tuple[Any, ...]:
@@ -254,7 +258,8 @@ def _moves(beat: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(beat[name] for name in ("phase", "epoch", "step", "moves", "collectives", "waiting"))
 
 
-def _place(rank: int, record: dict[str, Any], *, mute: bool) -> str:
+def _state_of(rank: int, record: dict[str, Any], *, mute: bool) -> str:
+    """Returns as text where a rank runs, and in which phase it has stayed."""
     at = f", epoch {record['epoch']}, step {record['step']}," if record["step"] is not None else ""
     state = f"has not been heard of, since it was {record['phase']}" if mute else f"has been {record['phase']}"
     return f"rank {rank} on {record['host']} (pid {record['pid']}) {state}{at}"
@@ -267,21 +272,23 @@ def _named(ranks: list[int]) -> str:
 
 
 def _show(lines: list[tuple[int, int, str]]) -> None:
-    """Shows the lines of ranks, each with rank and level; one that many ranks have logged once, with their number."""
+    """Shows the lines of ranks, each with rank and level; a line of many ranks appears once, with their number."""
     ranks: dict[tuple[int, str], set[int]] = {}
     for rank, level, line in lines:
         ranks.setdefault((level, line), set()).add(rank)
-    told: dict[tuple[int, int, str] | tuple[int, str], str] = {}
-    for number, (rank, level, line) in enumerate(lines):
+    texts: list[tuple[int, str]] = []
+    merged: set[tuple[int, str]] = set()
+    for rank, level, line in lines:
         others = len(ranks[level, line]) - 1
         if others < _MOST_NAMED:
-            told[number, level, line] = f"rank {rank}: {line}"
-        else:
-            told.setdefault((level, line), f"rank {rank}: {line} ... and {others} other ranks")
-    for (*_, level, _), text in list(told.items())[:_MOST_LINES]:
+            texts.append((level, f"rank {rank}: {line}"))
+        elif (level, line) not in merged:
+            merged.add((level, line))
+            texts.append((level, f"rank {rank}: {line} ... and {others} other ranks"))
+    for level, text in texts[:_MOST_LINES]:
         _log(level, text)
-    if len(told) > _MOST_LINES:
-        _log(logging.WARNING, f"... and {len(told) - _MOST_LINES} more lines of the ranks")
+    if len(texts) > _MOST_LINES:
+        _log(logging.WARNING, f"... and {len(texts) - _MOST_LINES} more lines of the ranks")
 
 
 def _log(level: int, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Ends an attempt of a training early: all ranks stop after the same step, and no step needs a message for that."""
+"""Ends an attempt of a training early: all ranks stop after the same step, and steps send no messages for it."""
 
 from __future__ import annotations
 
@@ -15,30 +15,37 @@ __all__ = ["Pause", "Paused"]
 _TOPIC = "pause"
 
 
-class Paused(BaseException):  # passes through a user's function, which may catch exceptions
-    """All ranks end here, after a checkpoint; another attempt goes on from it."""
+class Paused(BaseException):
+    """All ranks end here, after a checkpoint; another attempt goes on from it.
+
+    It is no `Exception`, so that it passes through a user's function, which may catch these.
+    """
 
 
 class Pause:
     """A rank's part in a pause, for which the driver asks by `ControlServer.pause`.
 
-    The thread of the heartbeats hears of it, and writes down the first step after which this rank can still stop. The
-    last of those of all ranks is the step after which they stop: no rank has gone past it, and each gets there. Rank 0
-    finds it, in that thread, too: its training may be waiting for a rank that waits here. Until the driver asks, ranks
-    do not wait for each other.
+    The thread of the heartbeats hears of it, and writes down the first step after which this rank can still stop. All
+    ranks stop after the last of these steps: no rank has gone past it, and each gets there. Rank 0 finds out which one
+    is the last, in the thread of its heartbeats, too: its training may be waiting for a rank that waits here. Until the
+    driver asks, ranks do not wait for each other.
     """
 
     def __init__(self, world: World, read: Callable[[str], dict[str, Any]]) -> None:
-        """Takes the rank's place, and what waits for a value in the store and returns it, see `Client.read`."""
+        """Takes the rank's world, and a function that waits for a value in the store, see `Client.read`."""
         self._world, self._read = world, read
         self._lock = threading.Lock()
-        self._next: int | None = None  # the first step after which this rank can stop; none before it trains
+        # The first step after which this rank can stop, and the one that it has answered the driver; both are `None`
+        # before it trains.
+        self._next: int | None = None
         self._answer: int | None = None
+        # The step after which all ranks stop.
         self._last: int | None = None
-        self.paused = False  # whether the rank has ended so
+        # Whether the rank has ended in a pause.
+        self.paused = False
 
     def begin(self, step: int) -> None:
-        """From now on, this rank can stop after a step: that number at the earliest."""
+        """From now on, this rank can stop after a step, at the earliest after this one."""
         self._next = step
 
     def answer(self, store: SealedStore) -> None:
@@ -47,7 +54,8 @@ class Pause:
         It is called with each heartbeat from then on, and says the same each time.
         """
         with self._lock:
-            self._answer = self._next if self._answer is None else self._answer
+            if self._answer is None:
+                self._answer = self._next
         if self._answer is None:
             return
         store.set(f"{_TOPIC}/{self._world.rank}", json.dumps({"step": self._answer}))

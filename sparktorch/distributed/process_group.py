@@ -54,11 +54,12 @@ _NCCL_HINTS = {
     "ncclInternalError": "do the executors reach each other on the interface NCCL_SOCKET_IFNAME?",
 }
 
-# Keeps the last groups of this process alive until the next ones open. Deleting a group joins threads that may wait for
-# the GIL. Dropping this reference releases the GIL meanwhile. Dropping the one in DDP's reducer, which a traceback may
-# keep alive, does not.
-_kept: list[dist.ProcessGroup | None] = []
+# This list keeps the last groups of this process alive until the next ones open. Deleting a group joins threads that
+# may wait for the GIL. Dropping this reference releases the GIL meanwhile. Dropping the one in DDP's reducer, which a
+# traceback may keep alive, does not.
+_last_groups: list[dist.ProcessGroup | None] = []
 
+# What `attach` enters here is left just before the process group closes.
 _attached = ExitStack()
 # The timeout of the group that `process_group` opened last: groups within it wait as long.
 _timeout: timedelta | None = None
@@ -86,7 +87,8 @@ def process_group(
         dist.destroy_process_group()
     global _timeout
     _timeout = timeout
-    # A group's keys have its number in this process. One that could not be opened has counted, in this process alone.
+    # A group's keys in the store have its number in this process. A group that could not be opened has been counted in
+    # this process alone, and the ranks would use different keys.
     dist.distributed_c10d._world.group_count = 0
     with opening(world):
         try:
@@ -103,7 +105,7 @@ def process_group(
             if cause is None:
                 raise
             raise cause from error
-    _kept[:] = [dist.group.WORLD]
+    _last_groups[:] = [dist.group.WORLD]
     _calm_gloo()
     try:
         with _attached:
@@ -111,44 +113,45 @@ def process_group(
     except BaseException as error:
         abandon(error, report)
         raise
-    if dist.is_initialized():  # a callback may have closed it
+    if dist.is_initialized():  # A callback may have closed it.
         dist.destroy_process_group()
 
 
 def abandon(error: BaseException, report: Callable[[BaseException], object]) -> None:
     """Reports an error, and closes the default process group without waiting for its peers."""
     if isinstance(error, Exception):
-        with suppress(Exception):  # the store may be gone, too
+        with suppress(Exception):  # The store may be gone, too.
             report(error)
-    # Abort first: destroying waits for pending collectives, and these wait for peers that may be destroying, too.
+    # Groups are aborted first: destroying waits for pending collectives, and these wait for peers that may be
+    # destroying, too.
     for group in _groups() if dist.group.WORLD is not None else ():
         with suppress(Exception):
             group.abort()
-    with suppress(Exception):  # it would replace the error
+    with suppress(Exception):  # An error of the end would replace the one that is the cause.
         dist.destroy_process_group()
 
 
 def hang_up(error: BaseException) -> None:
     """Closes the connections of the last groups, once an error has closed these: peers that wait for this rank end.
 
-    They close when nothing refers to a group, as frames of the error's traceback may. With collectives that are under
-    way, this waits for the peers.
+    Connections close when nothing refers to their group; frames of the error's traceback may. With collectives that are
+    under way, this waits for the peers.
     """
     clear_frames(error)
     gc.collect()
-    _kept.clear()
+    _last_groups.clear()
 
 
 def clear_frames(error: BaseException | None) -> None:
     """Clears the local variables in the tracebacks of an error and its causes, because the error lives on."""
-    for one in causes(error, contexts=True):
-        traceback.clear_frames(one.__traceback__)
+    for cause in causes(error, contexts=True):
+        traceback.clear_frames(cause.__traceback__)
 
 
 def _groups() -> list[Any]:
     """Returns the groups that all ranks work in: the default one, and those of `subgroup`; not those of a user."""
     default, opened = dist.group.WORLD, dist.distributed_c10d._world.pg_map
-    return [default, *(group for group in _kept if group is not default and group in opened)]
+    return [default, *(group for group in _last_groups if group is not default and group in opened)]
 
 
 def set_up_error(error: BaseException) -> ClusterError | None:
@@ -158,39 +161,39 @@ def set_up_error(error: BaseException) -> ClusterError | None:
     (torch/csrc/distributed/c10d/NCCLUtils.cpp).
     """
     text = str(error)
-    found = [hint for code, hint in _NCCL_HINTS.items() if code in text]
-    if "NCCL" not in text or "ncclRemoteError" in text or not found:
+    hints = [hint for code, hint in _NCCL_HINTS.items() if code in text]
+    if "NCCL" not in text or "ncclRemoteError" in text or not hints:
         return None
     reason = next((line for line in reversed(text.splitlines()) if line.strip()), text)
-    return ClusterError(f"NCCL cannot join the ranks: {reason.strip()}", hint=f"{found[0]}; NCCL_DEBUG=INFO says more")
+    return ClusterError(f"NCCL cannot join the ranks: {reason.strip()}", hint=f"{hints[0]}; NCCL_DEBUG=INFO says more")
 
 
 def is_communication(error: BaseException) -> bool:
     """Returns whether the error or one of its causes is a broken connection, as ranks see when a peer dies."""
     signs = ("Connection reset by peer", "Connection closed by peer", "gloo", "NCCL")
-    for one in causes(error):
-        if isinstance(one, SparkTorchError) and not isinstance(one, RankError):
-            return False  # already explained, such as an NCCL that cannot be set up
-        if isinstance(one, dist.DistError):
+    for cause in causes(error):
+        if isinstance(cause, SparkTorchError) and not isinstance(cause, RankError):
+            return False  # It is explained already, such as an NCCL that cannot be set up.
+        if isinstance(cause, dist.DistError):
             return True
-        if isinstance(one, RuntimeError) and any(sign in str(one) for sign in signs):
+        if isinstance(cause, RuntimeError) and any(sign in str(cause) for sign in signs):
             return True
     return False
 
 
 def subgroup(world: World, groups: list[list[int]]) -> dist.ProcessGroup:
-    """Returns this rank's group of several, which all ranks open at once, each its own.
+    """Returns this rank's group of several groups, which the ranks open at once.
 
     `groups` has the ranks of each group; every rank is in one of them. Without `KEEPS_ORDER`, torch numbers them in
     ascending order. Collectives may wait as long as those of the default group.
     """
-    (own,) = (ranks for ranks in groups if world.rank in ranks)
+    (members,) = (ranks for ranks in groups if world.rank in ranks)
     order: Any = {"sort_ranks": False} if KEEPS_ORDER else {}
     with opening(world):
         # NCCL splits the default group, in which every rank takes part once. No rank opens groups of others.
-        group: Any = dist.new_group(own, timeout=_timeout, use_local_synchronization=True, **order)
+        group: Any = dist.new_group(members, timeout=_timeout, use_local_synchronization=True, **order)
     _calm_gloo()
-    _kept.append(group)
+    _last_groups.append(group)
     return group  # type: ignore[no-any-return]
 
 
@@ -201,11 +204,15 @@ def collectives_begun() -> int | None:
     """
     if dist.group.WORLD is None:
         return None
-    try:  # an accelerator's group also has a backend for CPU tensors
-        kinds: list[Any] = [(group, kind) for group in _groups() for kind in group._device_types]
-        backends: dict[int, Any] = {id(found): found for found in (group._get_backend(kind) for group, kind in kinds)}
+    try:
+        # A group of accelerators also has a backend for CPU tensors. Types of devices may share one, which counts once.
+        backends: dict[int, Any] = {}
+        for group in _groups():
+            for device_type in group._device_types:
+                backend = group._get_backend(device_type)
+                backends[id(backend)] = backend
         return sum(int(backend._get_sequence_number_for_group()) for backend in backends.values())
-    except RuntimeError:  # the group is being closed
+    except RuntimeError:  # The group is being closed.
         return None
 
 
@@ -220,10 +227,10 @@ def max_over_ranks(values: torch.Tensor, world: World) -> torch.Tensor:
 
 
 def _reduced(values: torch.Tensor, world: World, operation: dist.ReduceOp.RedOpType) -> torch.Tensor:
-    found = values.to("cpu", copy=True)
+    reduced = values.to("cpu", copy=True)
     if world.world_size > 1:
-        dist.all_reduce(found, operation)
-    return found
+        dist.all_reduce(reduced, operation)
+    return reduced
 
 
 def attach(resource: AbstractContextManager[Any]) -> None:
@@ -233,7 +240,7 @@ def attach(resource: AbstractContextManager[Any]) -> None:
 
 @contextmanager
 def opening(world: World) -> Iterator[None]:
-    """Context with the environment variables that Gloo and NCCL read on opening a group; keeps the user's own values.
+    """Context with the environment variables that Gloo and NCCL read on opening a group; the user's values stay.
 
     Gloo and NCCL use the network interface that has the rank's address, instead of guessing by host name or taking the
     first one. torch's NCCL watchdog threads do not end the process on an error of a collective or of CUDA, or on a
@@ -241,24 +248,26 @@ def opening(world: World) -> Iterator[None]:
     and `ErrorHandlingMode` are in torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp.
 
     Ranks on CPUs record no collectives. torch's flight recorder would keep a few small objects of each of the last 2000
-    (torch/csrc/distributed/c10d/FlightRecorder.hpp), such as the names of groups, which are long but for the default
-    one's. They lie in the host's memory between the blocks that a step frees: these cannot grow together for the next
-    step, and a rank of a mesh grows by many times the model. torch reads the variable once in a process.
+    (torch/csrc/distributed/c10d/FlightRecorder.hpp), such as the names of groups, which are long but for that of the
+    default group. They lie in the host's memory between the blocks that a step frees: the allocator cannot join these
+    for the next step, and a rank of a mesh grows by many times the model. Torch reads the variable once in a process.
     """
     name = _interface_of(world.address) if world.address else None
-    wanted = {"TORCH_NCCL_RETHROW_CUDA_ERRORS": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-    if "NCCL_ASYNC_ERROR_HANDLING" not in os.environ:  # its older name
-        wanted["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
-    if is_host(world.device) and "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # the older name
-        wanted["TORCH_FR_BUFFER_SIZE"] = "0"
+    variables = {"TORCH_NCCL_RETHROW_CUDA_ERRORS": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+    # Of the next two variables, users may have set the older names.
+    if "NCCL_ASYNC_ERROR_HANDLING" not in os.environ:
+        variables["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+    if is_host(world.device) and "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
+        variables["TORCH_FR_BUFFER_SIZE"] = "0"
     if name is not None:
-        wanted |= {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}  # NCCL takes a prefix without the "="
-    ours = {key: value for key, value in wanted.items() if key not in os.environ}
-    os.environ.update(ours)
+        # Without the "=", NCCL would take the name as a prefix.
+        variables |= {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
+    added = {key: value for key, value in variables.items() if key not in os.environ}
+    os.environ.update(added)
     try:
         yield
     finally:
-        for key in ours:
+        for key in added:
             os.environ.pop(key, None)
 
 
@@ -270,7 +279,7 @@ def _calm_gloo() -> None:
     core, but does not preempt other threads.
     """
     for task in Path("/proc/self/task").glob("*"):
-        with suppress(OSError):  # the thread has ended, or this system has no batch threads
+        with suppress(OSError):  # The thread has ended, or this system has no batch threads.
             if (task / "comm").read_text().strip() == "gloo_tcp_loop":
                 os.sched_setscheduler(int(task.name), os.SCHED_BATCH, os.sched_param(0))
 
@@ -282,7 +291,7 @@ def _interface_of(address: str) -> str | None:
             request = struct.pack("256s", name.encode()[:15])
             try:
                 answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-            except OSError:  # an interface without an IPv4 address
+            except OSError:  # The interface has no IPv4 address.
                 continue
             if socket.inet_ntoa(answer[20:24]) == address:
                 return name

@@ -27,11 +27,13 @@ _DEATH = (
     r"|FetchFailed"
 )
 _GONE = r"exited unexpectedly|ExecutorLostFailure"
-_FIRST = r"barrier task \w+\(\d+, (\d+)\) finished unsuccessfully"  # stage and partition, which is the rank
+# In this message, Spark names a stage and a partition, whose number is the rank.
+_FIRST = r"barrier task \w+\(\d+, (\d+)\) finished unsuccessfully"
 _MEMORY = r"OOMKilled|exceeding (?:physical |virtual )?memory limits"
 _RAISED = r"Traceback \(most recent call last\):\n(?:.*\n)*?(\w[\w.]*: .*)(?:\n|$)"
 _EXECUTOR = r"ExecutorLostFailure \(executor (\S+) (.*)\)(?: Reason: (.*))?"
-_CHAIN = "SPARK-24820"  # in Spark's message when it refuses a barrier job after coalesce(), union() or the like
+# Spark's message has this code when it refuses a barrier job after coalesce(), union() or the like.
+_CHAIN = "SPARK-24820"
 _CANCELLED = r"Job \d+ cancelled *(.*?)(?: SQLSTATE: \w+)?(?:\n|$)"
 _GIB = 1 << 30
 _MORE_MEMORY = (
@@ -39,8 +41,8 @@ _MORE_MEMORY = (
     "microBatchSize"
 )
 
-# What Spark says where no rank could: pattern, error, text, hint.
-_TOLD_BY_SPARK: tuple[tuple[str, type[SparkTorchError], str, str], ...] = (
+# Where no rank could report, Spark's message says what has happened: a pattern of it, and the error, text and hint.
+_REPORTED_BY_SPARK: tuple[tuple[str, type[SparkTorchError], str, str], ...] = (
     (
         _EXECUTOR + "|exited unexpectedly|FetchFailed",
         RankLostError,
@@ -55,7 +57,7 @@ _TOLD_BY_SPARK: tuple[tuple[str, type[SparkTorchError], str, str], ...] = (
     ),
     ("OutOfMemoryError: Java heap space", ClusterError, "Spark's JVM has no memory left", JVM_MEMORY_HINT),
     (
-        "Connection refused|Answer from Java side is empty",  # what py4j says
+        "Connection refused|Answer from Java side is empty",  # These are errors of py4j.
         ClusterError,
         "the driver's JVM has ended during the job",
         f"its log says why. If it had no memory left: {JVM_MEMORY_HINT}",
@@ -75,7 +77,7 @@ class RootCause:
         self._watch = watch
         self._kills = out_of_memory_kills()
 
-    def of_ended(self, error: Exception | None) -> SparkTorchError | None:
+    def explain_ended(self, error: Exception | None) -> SparkTorchError | None:
         """Returns the error that `fit` raises for a job that has ended, with an exception or without one.
 
         Ranks end without raising once the driver knows what one of them has reported.
@@ -83,9 +85,9 @@ class RootCause:
         server = self._watch.server
         if error is None and (server is None or server.first_failure()[0] is None):
             return None
-        return _located(self.of(error or RuntimeError("the ranks have ended without results")))
+        return _located(self.explain(error or RuntimeError("the ranks have ended without results")))
 
-    def of(self, error: Exception) -> SparkTorchError:
+    def explain(self, error: Exception) -> SparkTorchError:
         """Returns the error that `fit` raises for an exception of Spark.
 
         Errors that ranks report because a peer is lost are consequences: the lost peer is the root cause.
@@ -95,9 +97,9 @@ class RootCause:
         if failure is not None and primary:
             return failure
         if failure is None:
-            told = failure_in(message)
-            if told is not None:
-                return told
+            failure_of_rank = failure_in(message)
+            if failure_of_rank is not None:
+                return failure_of_rank
         if "spark.driver.maxResultSize" in message:
             return ClusterError(
                 "what the ranks return, such as a model, is larger than the driver accepts as the result of a job",
@@ -130,21 +132,23 @@ class RootCause:
     def _dead(self, server: ControlServer, message: str, peer: dict[str, Any]) -> SparkTorchError | None:
         """Returns an error for a dead rank: one that had started, reported no failure, and sends no heartbeats.
 
-        Spark kills all tasks once one ends, so several ranks look dead. Blame the task Spark saw end first. If that one
-        reported a lost peer, blame the peer whose heartbeat stopped. Otherwise, blame a rank that is silent now.
+        Spark kills all tasks once one ends, so several ranks look dead. The task that Spark saw end first is to blame.
+        If its rank reported a lost peer, the peer whose heartbeat stopped is to blame, and otherwise a rank that is
+        silent now.
         """
-        self._watch.listen()  # reads its last lines
+        self._watch.listen()  # The last lines of the dead rank may not be read yet.
         quiet = server.quiet(self._watch.world_size)
         named = re.search(_FIRST, message)
         first = {int(named[1])} if named else set[int]()
-        gone = first & quiet.keys() if re.search(_GONE, message) else set[int]()  # what Spark has seen of that task
+        # Where Spark has seen that the process of the task is gone, no heartbeat needs to be waited for.
+        gone = first & quiet.keys() if re.search(_GONE, message) else set[int]()
         for suspects in (first & quiet.keys(), server.silent() & quiet.keys(), set(quiet)):
             dead = gone or self._watch.dead(suspects)
             if dead:
                 break
         else:
             return None
-        rank = min(dead, key=lambda one: float(quiet[one]["time"]))
+        rank = min(dead, key=lambda rank: float(quiet[rank]["time"]))
         beat = quiet[rank]
         # The last heartbeat may be half a second old. With collectives, the dead rank was at the step of its peer.
         if beat["collectives"] is not None and peer.get("epoch") is not None:
@@ -155,31 +159,34 @@ class RootCause:
     def _lost(
         self, server: ControlServer, rank: int, beat: dict[str, Any], message: str, executor: re.Match[str] | None
     ) -> RankLostError:
+        """Returns the error for a dead rank, by its last heartbeat and by what Spark says of its executor."""
         what = f"rank {rank} died while {beat['phase']}, without an error of its own"
         hint = (
             "it was killed from outside, or crashed in native code (as Gloo does where ranks call different "
             "collectives): see the log of its executor, on that host"
         )
-        short = self._out_of_memory(server, beat["host"])
-        held = f"it held {beat['memory'] / _GIB:.1f} GiB at its last beat: {_MORE_MEMORY}"
-        if re.search(_MEMORY, message) or (short and executor is None):
-            what, hint = f"rank {rank} was killed for want of memory while {beat['phase']}", held
+        host_was_full = self._out_of_memory(server, beat["host"])
+        memory = f"it held {beat['memory'] / _GIB:.1f} GiB at its last beat: {_MORE_MEMORY}"
+        if re.search(_MEMORY, message) or (host_was_full and executor is None):
+            what, hint = f"rank {rank} was killed for want of memory while {beat['phase']}", memory
         elif executor is not None:
             what = f"rank {rank} died while {beat['phase']}: its executor {executor[1]} was lost"
             hint = f"Spark says: {executor[3] or executor[2]}"
-            if short:
-                hint += f"; meanwhile the out-of-memory killer was at work on its host, and {held}"
-        place = {name: beat[name] for name in ("host", "pid", "epoch", "step")}
-        return RankLostError(what, hint=hint, trace=server.last_lines(rank), rank=rank, **place)
+            if host_was_full:
+                hint += f"; meanwhile the out-of-memory killer was at work on its host, and {memory}"
+        position = {name: beat[name] for name in ("host", "pid", "epoch", "step")}
+        return RankLostError(what, hint=hint, trace=server.last_lines(rank), rank=rank, **position)
 
     def _out_of_memory(self, server: ControlServer, host: str) -> bool:
         """Returns whether the out-of-memory killer ran on a host, as seen by this process or reported by its ranks."""
-        here = out_of_memory_kills() - self._kills if host == server.rendezvous.host else 0
-        return here + server.out_of_memory_kills(host) > 0
+        kills = server.out_of_memory_kills(host)
+        if host == server.rendezvous.host:
+            kills += out_of_memory_kills() - self._kills
+        return kills > 0
 
 
 def _located(error: SparkTorchError) -> SparkTorchError:
-    """Adds to the hint about a module that the ranks lack from which file this process has it."""
+    """Returns the error; where ranks lack a module, the hint also names the file from which this process has it."""
     missing = re.search(r"No module named '(\w+)", error.what)
     file = getattr(sys.modules.get(missing[1]), "__file__", None) if missing else None
     if file is None:
@@ -189,7 +196,7 @@ def _located(error: SparkTorchError) -> SparkTorchError:
 
 def _cancelled(message: str, error: Exception) -> ClusterError | None:
     """Returns the error of a job that was ended with its session, or that somebody cancelled."""
-    # When the session is stopped, pyspark may raise another error while it handles Spark's: check both.
+    # When the session is stopped, pyspark may raise another error while it handles Spark's: both are searched.
     if re.search("SparkContext (was shut down|is stopped)", f"{message} {error.__context__}"):
         return ClusterError(
             "the Spark session was stopped during the fit", hint="fit again, in a new session", code="ST-CANCELLED"
@@ -223,7 +230,7 @@ def _from_message(message: str) -> SparkTorchError:
         what = f"the rows that Spark sends to a rank broke off: {broken[1]}"
         return ClusterError(what, hint="the log of its executor says why", trace=message)
     if raised is None:
-        for pattern, kind, what, hint in _TOLD_BY_SPARK:
+        for pattern, kind, what, hint in _REPORTED_BY_SPARK:
             if re.search(pattern, message):
                 return kind(what, hint=hint, trace=message)
         return ClusterError("the barrier job failed", trace=message)

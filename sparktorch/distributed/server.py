@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -22,7 +23,8 @@ __all__ = ["ControlServer"]
 
 _LOG = logging.getLogger(__name__)
 _BEAT_SECONDS = 1.0
-_LATE_LOOKS = 10  # at a rank's parcels; those that have not come by then were lost with a connection
+# Parcels of a rank that have not come by so many looks were lost with a connection.
+_LATE_LOOKS = 10
 
 
 class ControlServer:
@@ -38,17 +40,20 @@ class ControlServer:
         token = secrets.token_hex(16) if beside is None else beside._store.token_of(len(beside._orders))
         self.rendezvous: Rendezvous = Rendezvous(advertise, port, token)
         self._store: SealedStore = SealedStore(self.rendezvous.prefix, self._server)
-        self._forged = False  # whether a value without a valid signature was found
-        self._epochs_seen: int = 0
-        self._orders: list[int] = []  # the numbers of pieces of a pool's tasks
-        self._earlier: list[SealedStore] = []  # of the tasks of a pool whose keys may still be there
+        # Whether a value had no valid signature.
+        self._forged = False
+        self._last_epoch: int = 0
+        # The number of pieces of each task of a pool, and the stores of tasks whose keys may not be deleted yet.
+        self._orders: list[int] = []
+        self._earlier: list[SealedStore] = []
         self._readers: dict[int, Beats] = {}
-        self._seen: Counter[tuple[str, int]] = Counter()  # parcels of lines and warnings, by kind and rank
-        self._late: Counter[tuple[str, int]] = Counter()  # looks at which some of them were not there
+        # By kind (lines or warnings) and rank: how many parcels were read, and at how many looks some were late.
+        self._read_parcels: Counter[tuple[str, int]] = Counter()
+        self._late: Counter[tuple[str, int]] = Counter()
         self._failed: dict[str, dict[str, Any]] = {}
         self._next_failures = 0.0
-        self._last_lines: dict[int, deque[str]] = defaultdict(lambda: deque(maxlen=KEPT_LINES))
-        self._word: dict[str, Any] = {"count": 0, "cancelled": False, "cause": False, "pause": False, "stacks": []}
+        self._last_lines: dict[int, deque[str]] = defaultdict(partial(deque, maxlen=KEPT_LINES))
+        self._message: dict[str, Any] = {"count": 0, "cancelled": False, "cause": False, "pause": False, "stacks": []}
         self._saying = threading.Lock()
         self._closed = threading.Event()
         self._heart = threading.Thread(target=self._beat, name="sparktorch-driver-beat", daemon=True)
@@ -64,10 +69,10 @@ class ControlServer:
         done = self._read("epochs")
         if done is None:
             return []
-        numbers = range(self._epochs_seen + 1, done + 1)
-        self._epochs_seen = done
-        # A training that resumes from a checkpoint starts with a later epoch.
-        return [record for record in (self._read(f"epoch/{number}") for number in numbers) if record is not None]
+        records = [self._read(f"epoch/{number}") for number in range(self._last_epoch + 1, done + 1)]
+        self._last_epoch = done
+        # A training that resumes from a checkpoint starts with a later epoch: the earlier ones have no record.
+        return [record for record in records if record is not None]
 
     def new_warnings(self, beats: Sequence[dict[str, Any] | None]) -> list[dict[str, Any]]:
         """Returns the warnings that have come with these `beats`, each with rank, host and text."""
@@ -90,8 +95,8 @@ class ControlServer:
     def beats(self, world_size: int) -> list[dict[str, Any] | None]:
         """Returns each rank's last heartbeat, in rank order; `None` for a rank that has not started."""
         reader = self._readers.setdefault(world_size, Beats(self._store.list_keys, self._read_all, world_size))
-        found = reader.read()
-        return [found.get(rank) for rank in range(world_size)]
+        beats = reader.read()
+        return [beats.get(rank) for rank in range(world_size)]
 
     def ask_for_stacks(self, ranks: list[int]) -> None:
         """Asks ranks for their Python stacks; see `stack`."""
@@ -111,15 +116,17 @@ class ControlServer:
 
     def acknowledge(self) -> SparkTorchError | None:
         """Returns the root cause once a rank has reported it, and tells the ranks that it is known: see `is_heard`."""
-        failure, primary = _first(self._known_failures())
-        if primary and not self._word["cause"]:
+        # The more failures are reported, the less often it looks for further ones.
+        failures = self._failures() if time.monotonic() >= self._next_failures else list(self._failed.values())
+        failure, primary = _first(failures)
+        if primary and not self._message["cause"]:
             self._tell(cause=True)
         return failure if primary else None
 
     def silent(self) -> set[int]:
         """Returns the ranks whose heartbeats had stopped when the first failed rank looked, before it ended."""
-        found = self._read("silent")
-        return set() if found is None else set(found["ranks"])
+        report = self._read("silent")
+        return set() if report is None else set(report["ranks"])
 
     def quiet(self, world_size: int) -> dict[int, dict[str, Any]]:
         """Returns the last heartbeats, by rank, of ranks that have started and reported no failure."""
@@ -133,8 +140,9 @@ class ControlServer:
 
     def out_of_memory_kills(self, host: str) -> int:
         """Returns how many processes the out-of-memory killer has killed on a host, as its failed ranks reported."""
-        there = [form for form in self._failures() if form["where"].get("host") == host]
-        return max((form["out_of_memory_kills"] for form in there), default=0)
+        # Ranks of one host have counted the same kills.
+        counts = [form["out_of_memory_kills"] for form in self._failures() if form["where"].get("host") == host]
+        return max(counts, default=0)
 
     def cancel(self) -> None:
         """Tells the ranks that the fit is over."""
@@ -143,12 +151,12 @@ class ControlServer:
 
     def pause(self) -> None:
         """Asks the ranks to save a checkpoint and to end, all after the same step; see `Pause`."""
-        if not self._word["pause"]:
+        if not self._message["pause"]:
             self._tell(pause=True)
 
     def has_paused(self, world_size: int) -> bool:
         """Returns whether the ranks were asked to pause, and all have ended so."""
-        if not self._word["pause"] or self.first_failure()[0] is not None or not self.ended(range(world_size)):
+        if not self._message["pause"] or self.first_failure()[0] is not None or not self.ended(range(world_size)):
             return False
         ends = self._read_all([f"ended/{rank}" for rank in range(world_size)])
         return all(end is not None and end["paused"] for end in ends)
@@ -158,7 +166,7 @@ class ControlServer:
         self._closed.set()
         self._heart.join()
         self._earlier.clear()
-        self._readers.clear()  # each holds the store, whose port would stay open
+        self._readers.clear()  # Each holds the store, whose port would stay open.
         del self._store, self._server
 
     def another(self) -> ControlServer:
@@ -170,7 +178,7 @@ class ControlServer:
     def send(self, content: bytes) -> None:
         """Sends the ranks of a pool their next task, for which `another` has made a server.
 
-        Every rank has taken the task before. So none still writes what belongs to those before that one: it is deleted.
+        Every rank has taken the task before. So none still writes keys of the tasks before that one, which are deleted.
         """
         if len(self._orders) > 1:
             old = len(self._orders) - 2
@@ -187,6 +195,7 @@ class ControlServer:
         self._order(None)
 
     def _order(self, pieces: int | None) -> None:
+        """Writes the next order: the number of pieces of its task, or `None` for the end of the pool."""
         self._store.set(f"order/{len(self._orders)}", json.dumps({"pieces": pieces}))
         self._orders.append(pieces or 0)
 
@@ -195,7 +204,7 @@ class ControlServer:
         self._store.set(f"verdict/{epoch}", json.dumps({"stop": stop}))
 
     def ready(self, world_size: int) -> list[dict[str, Any]] | None:
-        """Returns what the ranks of a pool tell of their rows, in rank order; `None` until all have read them."""
+        """Returns what the ranks of a pool report of their rows, in rank order; `None` until all have read them."""
         keys = [f"ready/{rank}" for rank in range(world_size)]
         return self._read_all(keys) if self._store.check(keys) else None
 
@@ -206,54 +215,57 @@ class ControlServer:
 
     def results(self, world_size: int) -> list[tuple[dict[str, Any], bytes]]:
         """Returns and deletes `(meta, payload)` of each rank of a pool's task, in rank order."""
-        found = []
+        results = []
         for rank, head in enumerate(self._store.multi_get([f"result/{rank}" for rank in range(world_size)])):
             result = json.loads(head)
-            found.append((result["meta"], self._store.get_pieces(f"result/{rank}", result["pieces"])))
+            results.append((result["meta"], self._store.get_pieces(f"result/{rank}", result["pieces"])))
             for number in range(result["pieces"]):
                 self._store.delete_key(f"result/{rank}/{number}")
-        return found
-
-    def _known_failures(self) -> list[dict[str, Any]]:
-        """Returns the ranks' reports of failures; the more there are, the less often it looks for further ones."""
-        return self._failures() if time.monotonic() >= self._next_failures else list(self._failed.values())
+        return results
 
     def _failures(self) -> list[dict[str, Any]]:
         """Returns the ranks' reports of failures."""
         if self._store.check(["errors"]):
             new = [key for key in self._store.list_keys() if key.startswith("error/") and key not in self._failed]
-            found = zip(new, self._read_all(new), strict=True)
-            self._failed |= {key: form for key, form in found if form is not None}
+            forms = zip(new, self._read_all(new), strict=True)
+            self._failed |= {key: form for key, form in forms if form is not None}
             self._next_failures = time.monotonic() + paced(0.0, len(self._failed))
         return list(self._failed.values())
 
     def _new(self, kind: str, beats: Sequence[dict[str, Any] | None]) -> list[tuple[int, dict[str, Any]]]:
         """Returns and deletes the ranks' new parcels of a kind, each with its rank."""
-        new = {
-            rank: [f"{kind}/{rank}/{number}" for number in range(self._seen[kind, rank], beat[kind])]
-            for rank, beat in enumerate(beats)
-            if beat is not None and beat[kind] > self._seen[kind, rank]
+        # A heartbeat says how many parcels its rank has sent.
+        sent = {rank: beat[kind] for rank, beat in enumerate(beats) if beat is not None}
+        keys_of = {
+            rank: [f"{kind}/{rank}/{number}" for number in range(self._read_parcels[kind, rank], count)]
+            for rank, count in sent.items()
+            if count > self._read_parcels[kind, rank]
         }
-        if new and not self._store.check([key for keys in new.values() for key in keys]):
-            new = {rank: there for rank, keys in new.items() if (there := self._arrived(kind, rank, keys)) is not None}
-        of = [(rank, key) for rank, keys in new.items() for key in keys]
-        found = self._read_all([key for _, key in of])
-        for rank in new:
-            self._seen[kind, rank] = (beats[rank] or {})[kind]
+        # One question is enough where all have arrived, as nearly always.
+        if keys_of and not self._store.check([key for keys in keys_of.values() for key in keys]):
+            arrived = {rank: self._arrived(kind, rank, keys) for rank, keys in keys_of.items()}
+            keys_of = {rank: keys for rank, keys in arrived.items() if keys is not None}
+        ranks_and_keys = [(rank, key) for rank, keys in keys_of.items() for key in keys]
+        parcels = self._read_all([key for _, key in ranks_and_keys])
+        for rank in keys_of:
+            self._read_parcels[kind, rank] = sent[rank]
             del self._late[kind, rank]
-        for _, key in of:
+        for _, key in ranks_and_keys:
             self._store.delete_key(key)
-        return [(rank, parcel) for (rank, _), parcel in zip(of, found, strict=True) if parcel is not None]
+        pairs = zip(ranks_and_keys, parcels, strict=True)
+        return [(rank, parcel) for (rank, _), parcel in pairs if parcel is not None]
 
     def _arrived(self, kind: str, rank: int, keys: list[str]) -> list[str] | None:
-        """Returns which of a rank's parcels are there; `None` if others may be on their way."""
+        """Returns which of a rank's parcels are in the store; `None` if others may be on their way."""
         if self._store.check(keys):
             return keys
         self._late[kind, rank] += 1
-        return None if self._late[kind, rank] < _LATE_LOOKS else [key for key in keys if self._store.check([key])]
+        if self._late[kind, rank] < _LATE_LOOKS:
+            return None
+        return [key for key in keys if self._store.check([key])]
 
     def _read_all(self, keys: list[str]) -> list[Any]:
-        """Returns the JSON values of keys that are there; `None` for one without a valid signature."""
+        """Returns the JSON values of keys that are in the store; `None` for one without a valid signature."""
         try:
             # One document is parsed faster than its values one by one.
             values: list[Any] = json.loads(b"[" + b",".join(self._store.multi_get(keys)) + b"]")
@@ -275,15 +287,15 @@ class ControlServer:
     def _beat(self) -> None:
         """Sends the driver's heartbeat until the store is closed."""
         while True:
-            self._tell(count=self._word["count"] + 1)
+            self._tell(count=self._message["count"] + 1)
             if self._closed.wait(_BEAT_SECONDS):
                 return
 
     def _tell(self, **news: Any) -> None:
         """Tells the ranks, by the driver's heartbeat."""
         with self._saying:
-            self._word |= news
-            self._store.set("driver", json.dumps(self._word))
+            self._message |= news
+            self._store.set("driver", json.dumps(self._message))
 
 
 def _first(failures: list[dict[str, Any]]) -> tuple[SparkTorchError | None, bool]:

@@ -23,7 +23,7 @@ __all__ = ["UNREACHED_HINT", "OpenStore", "Rendezvous", "SealedStore", "allow_co
 
 _REACH_SECONDS = 10.0
 _STORE_TIMEOUT = timedelta(seconds=60)
-_PIECE_BYTES = 4 << 20  # torch's store refuses values of more than 8 MiB
+_PIECE_BYTES = 4 << 20  # Torch's store refuses values of more than 8 MiB.
 
 UNREACHED_HINT = (
     "open the ephemeral ports of its host to the executors, set spark.driver.host to an address they reach, or let a "
@@ -31,12 +31,15 @@ UNREACHED_HINT = (
 )
 
 _SEAL_LENGTH = 32
-_CONNECTIONS = 4  # of a rank: its own and that of its heartbeat, in a pool for two tasks
-_OTHER_FILES = 512  # of the session, libraries and data
-_NOTHING = "-"  # shorter than any signed value
+# A rank has a connection and another one for its heartbeat, in a pool for two tasks at a time.
+_CONNECTIONS = 4
+# The session, libraries and data of this process need so many open files.
+_OTHER_FILES = 512
+_NOTHING = "-"  # It is shorter than any signed value.
 _PORTS = "SPARKTORCH_PORTS"
 
-OpenStore = Callable[..., "SealedStore"]  # opens a connection, of another `token` if it is given one
+# Opens a connection; with a `token`, one for the values of that token.
+OpenStore = Callable[..., "SealedStore"]
 
 
 class SealedStore(dist.PrefixStore):
@@ -54,7 +57,7 @@ class SealedStore(dist.PrefixStore):
     def set(self, key: str, value: str | bytes) -> None:
         """Signs and writes a value."""
         content = value.encode() if isinstance(value, str) else value
-        super().set(key, self._seal(key, content) + content)  # type: ignore[arg-type]  # torch takes bytes as well
+        super().set(key, self._seal(key, content) + content)  # type: ignore[arg-type]  # Torch takes bytes as well.
 
     def claim(self, key: str, value: str) -> None:
         """Signs and writes a value, unless there is one."""
@@ -66,8 +69,8 @@ class SealedStore(dist.PrefixStore):
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Returns several values; raises what `get` does."""
-        found = super().multi_get(list(keys)) if keys else []
-        return [self._opened(key, value) for key, value in zip(keys, found, strict=True)]
+        values = super().multi_get(list(keys)) if keys else []
+        return [self._opened(key, value) for key, value in zip(keys, values, strict=True)]
 
     def read_all(self, keys: Sequence[str]) -> list[Any]:
         """Returns several values, which are JSON."""
@@ -76,11 +79,11 @@ class SealedStore(dist.PrefixStore):
     def peek(self, key: str) -> bytes | None:
         """Returns a value, `None` while there is none; raises what `get` does.
 
-        It is one message, where a check and `get` are three: the store answers a swap with the value that it has, or,
-        of a key that it does not have, with the expected one.
+        It is one message, where a check and `get` are three: the store answers a swap with the value that it has or, if
+        it does not have the key, with the expected value.
         """
-        found = super().compare_set(key, _NOTHING, _NOTHING)
-        return None if found == _NOTHING.encode() else self._opened(key, found)
+        value = super().compare_set(key, _NOTHING, _NOTHING)
+        return None if value == _NOTHING.encode() else self._opened(key, value)
 
     def set_pieces(self, key: str, content: bytes, moved: Callable[[], object] = no_op) -> int:
         """Writes a value of any size in pieces that the store takes, under `key/0` and so on; returns their number.
@@ -98,7 +101,7 @@ class SealedStore(dist.PrefixStore):
         return b"".join(self.multi_get([f"{key}/{number}" for number in range(count)]))
 
     def token_of(self, task: int) -> str:
-        """Returns the token of a pool's task. Who does not know this store's token cannot derive it."""
+        """Returns the token of a pool's task, which nobody can derive without this store's token."""
         return hmac.new(self._token, f"task {task}".encode(), hashlib.sha256).hexdigest()[:_SEAL_LENGTH]
 
     def _seal(self, key: str, value: bytes) -> bytes:
@@ -150,15 +153,16 @@ def host_store(bind: str) -> tuple[dist.TCPStore, int]:
 
 
 def _listen(host: str, family: int) -> socket.socket:
-    """Listens on the first free port of the range, or raises what the last one says."""
-    given = os.environ.get(_PORTS, "0")
-    first, _, last = given.partition("-")
-    if not (first.isdecimal() and (last or first).isdecimal() and int(first) <= int(last or first)):
-        raise ConfigError(f"{_PORTS}={given!r} is no range of ports", hint="write it as 40000-40031")
-    for port in range(int(first), int(last or first)):
+    """Listens on the first free port of the range; raises the error of the last port if none is free."""
+    ports = os.environ.get(_PORTS, "0")
+    first, _, last = ports.partition("-")
+    last = last or first
+    if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
+        raise ConfigError(f"{_PORTS}={ports!r} is no range of ports", hint="write it as 40000-40031")
+    for port in range(int(first), int(last)):
         with suppress(OSError):
             return socket.create_server((host, port), family=family, backlog=1024)
-    return socket.create_server((host, int(last or first)), family=family, backlog=1024)
+    return socket.create_server((host, int(last)), family=family, backlog=1024)
 
 
 def allow_connections(ranks: int) -> None:

@@ -106,7 +106,7 @@ class TorchClassificationModel(TorchModelBase, ClassificationModelParams):
             dataset: Rows with the inputs, `labelCol`, and `weightCol` if that is set; best not those of the training.
             metric: "accuracy"; or, of two classes, "areaUnderROC", which is the default then.
             repeats: How often each column is shuffled (> 0).
-            seed: Of the shuffling.
+            seed: The seed of the shuffling.
 
         Returns:
             `column`, `importance` (the mean of the drops) and `deviation`, the largest importance first.
@@ -126,11 +126,11 @@ class TorchClassificationModel(TorchModelBase, ClassificationModelParams):
 
     def _named(self) -> Self:
         """Returns a copy whose output columns all have names, or the model itself."""
-        columns = (self.rawPredictionCol, self.probabilityCol, self.predictionCol)
-        unnamed = {
-            param: f"{self.uid}_{param.name}".replace(".", "_") for param in columns if not self.getOrDefault(param)
+        params = (self.rawPredictionCol, self.probabilityCol, self.predictionCol)
+        missing = {
+            param: f"{self.uid}_{param.name}".replace(".", "_") for param in params if not self.getOrDefault(param)
         }
-        return self.copy(unnamed) if unnamed else self
+        return self.copy(missing) if missing else self
 
     def _scoring(self) -> Scoring:
         scoring = super()._scoring()

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 __all__ = ["TorchEstimator", "TorchEstimatorBase"]
 
 _LOG = logging.getLogger(__name__)
-_FEW_STEPS = 300  # in which hardly a module learns
+_FEW_STEPS = 300  # Hardly a module learns in fewer steps.
 
 M = TypeVar("M", bound=TorchModelBase)
 
@@ -87,11 +87,11 @@ class TorchEstimatorBase(Shown, Estimator[M], EstimatorParams, MLReadable[Any], 
         The copy remembers the MLflow run that is active in this thread. Cross-validation copies its
         estimator in the caller's thread, and fits the copies in threads without an active run.
         """
-        that = super().copy(extra)
-        for values in (that._paramMap, that._defaultParamMap):
+        copied = super().copy(extra)
+        for values in (copied._paramMap, copied._defaultParamMap):
             values.update({param: own(value) for param, value in values.items()})
-        that._callers = {**self._callers, **callers()}
-        return that
+        copied._callers = {**self._callers, **callers()}
+        return copied
 
     def _setDefault(self, **values: Any) -> Self:
         """Sets copies of lists and dicts as defaults: who appends to one changes no other estimator."""
@@ -106,28 +106,29 @@ class TorchEstimatorBase(Shown, Estimator[M], EstimatorParams, MLReadable[Any], 
 
     def _fit_on(self, source: Source, judge: Callable[[dict[str, Any]], bool] | None = None) -> M:
         """Fits on the rows of a source; `judge` may end the training after an epoch, if the rows are prepared."""
-        that, spark = self.completed(), source.dataset.sparkSession
-        fit = Fit(estimator=that, spark=spark, callers=that._callers, kind=type(that).__name__)
+        estimator, spark = self.completed(), source.dataset.sparkSession
+        fit = Fit(estimator=estimator, spark=spark, callers=estimator._callers, kind=type(estimator).__name__)
         with FitReport(fit, title=source.title, stays=source.bar_stays, judge=judge) as report:
             started = getattr(source, "began", None) or time.perf_counter()
-            with naming_params(that):
-                request, data, trial = source.prepared(that, that._task, report)
-            check_new_columns(that, source.dataset, len(trial.outputs))
+            with naming_params(estimator):
+                request, data, trial = source.prepared(estimator, estimator._task, report)
+            check_new_columns(estimator, source.dataset, len(trial.outputs))
             columns = request.job.columns
             report.prepared(columns)
             prepared = time.perf_counter()
             run = partial(source.attempt, data, report=report)
             results = train_with_restarts(spark, request, run, report.attempts)
             seconds = {"prepare": prepared - started, "job": time.perf_counter() - prepared}
-            config, chosen = request.job.config, that._chosen()
+            config, chosen = request.job.config, estimator._chosen()
             summary = TrainingSummary.of(results, seconds, report.attempts.records, config=config, chosen=chosen)
-            that._warn_of_few_steps(summary)
+            estimator._warn_of_few_steps(summary)
             if columns.validation is not None and not any(meta["validation_rows"] for meta, _ in results):
                 message = "column %r marks no row for validation: there are no metrics of validation"
                 _LOG.warning(message, columns.validation)
+            # Ranks that do not send the weights have an empty payload.
             main, weights = next((meta, unpacked_weights(payload)) for meta, payload in results if payload)
-            labels = that._labels(source.dataset, trial.classes)
-            model = that._model(request.job, trial, weights, summary, labels, main.pop("seed"))
+            labels = estimator._labels(source.dataset, trial.classes)
+            model = estimator._model(request.job, trial, weights, summary, labels, main.pop("seed"))
             report.finished(model, summary)
         return model
 
@@ -153,7 +154,7 @@ class TorchEstimatorBase(Shown, Estimator[M], EstimatorParams, MLReadable[Any], 
         *,
         memory: float | None = None,
     ) -> Plan:
-        """Returns what each strategy takes of a worker: memory, and bytes sent in a step. Print it for a table.
+        """Returns the memory that each strategy takes of a worker, and the bytes sent in a step. Print it for a table.
 
         It trains nothing: it reads the first row, and needs as much memory on the driver as a training with one worker
         and a few rows.
@@ -189,17 +190,17 @@ class TorchEstimatorBase(Shown, Estimator[M], EstimatorParams, MLReadable[Any], 
         return fit_multiple(estimators, dataset if isinstance(dataset, PreparedData) else _checked(dataset))
 
     def completed(self) -> Self:
-        """Returns the estimator with the Params that follow from others, in those that have such."""
+        """Returns the estimator with the Params that follow from other Params; few estimators have any."""
         return self
 
     @property
     def _learns(self) -> bool:
-        """Whether the estimator learns of the rows before it trains on them."""
+        """Whether a fit learns statistics of the rows before it trains on them."""
         return False
 
     @property
     def _holds_out(self) -> bool:
-        """Whether a fit is to mark rows that are held out, in estimators that do."""
+        """Whether a fit marks rows that it holds out of the training."""
         return False
 
     def _holding_out(self) -> Self:
@@ -207,11 +208,11 @@ class TorchEstimatorBase(Shown, Estimator[M], EstimatorParams, MLReadable[Any], 
         return self.copy()
 
     def _knowing(self, other: Any) -> Self:
-        """Returns the estimator with what another one has learned of the same rows, in those that learn."""
+        """Returns the estimator with the statistics that another estimator has learned of the same rows."""
         return self
 
     def _differing(self, other: Any) -> list[str]:
-        """Returns the Params by which it learns something else of rows than another one, in those that learn."""
+        """Returns the Params by which this estimator learns other statistics of rows than another one."""
         return []
 
     def _search_space(self) -> dict[str, list[Any]]:
@@ -222,11 +223,11 @@ class TorchEstimatorBase(Shown, Estimator[M], EstimatorParams, MLReadable[Any], 
         return {}
 
     def _chosen(self) -> dict[str, Any]:
-        """Returns the fields of the summary that say what the estimator has chosen itself."""
+        """Returns the fields of the summary for the settings that the estimator has chosen itself."""
         return {}
 
     def _learn_from(self, dataset: DataFrame) -> tuple[Self, DataFrame]:
-        """Returns the estimator with what it learns of rows before it trains, and the rows as it trains on them."""
+        """Returns the estimator with the statistics that it learns of rows, and the rows as it trains on them."""
         return self, dataset
 
     def _task_training(self) -> TaskTraining:
@@ -246,8 +247,8 @@ class TorchEstimatorBase(Shown, Estimator[M], EstimatorParams, MLReadable[Any], 
 
     def _labels(self, dataset: DataFrame, classes: int | None) -> tuple[str, ...]:
         """Returns the label of each class, or `()` if the column metadata does not have all of them."""
-        known = () if classes is None else labels_of(dataset, self.getLabelCol())[:classes]
-        return known if len(known) == classes else ()
+        labels = () if classes is None else labels_of(dataset, self.getLabelCol())[:classes]
+        return labels if len(labels) == classes else ()
 
     def _model(
         self,
@@ -288,15 +289,15 @@ class TorchEstimatorBase(Shown, Estimator[M], EstimatorParams, MLReadable[Any], 
 
 def _checked(dataset: Any, caller: str = "fit") -> DataFrame:
     """Returns the dataset, if it is a DataFrame, or that of an RDD; refuses all else, and streams."""
-    found = dataframe_of(dataset, caller)
-    if found.isStreaming:
+    rows = dataframe_of(dataset, caller)
+    if rows.isStreaming:
         raise ConfigError(
             f"{caller} takes all rows at once, and the DataFrame is a stream, which has no end",
             hint="read the same rows by spark.read, or fit on those of a batch, by foreachBatch",
             param="dataset",
             code="ST-STREAM",
         )
-    return found
+    return rows
 
 
 class TorchEstimator(TorchEstimatorBase[TorchModel], GenericParams):

@@ -36,27 +36,28 @@ __all__ = ["Weights", "trained_from"]
 Weights = Mapping[str, torch.Tensor] | str | os.PathLike[str]
 
 _MLFLOW = ("models:/", "runs:/")
-_SUFFIXES = (".pt", ".pt2", ".pth", ".ts")  # of files of programs
+_SUFFIXES = (".pt", ".pt2", ".pth", ".ts")  # Files of programs have these suffixes.
 
 
 def trained_from(
     estimator: EstimatorParams, task: Task, dataset: DataFrame, weights: Weights | None, labels: Sequence[str]
 ) -> TrainedModule:
     """Returns the module that an estimator names, tried on the first row; see `TorchModelBase.fromModule`."""
-    taken = input_columns(estimator)
-    options = replace(taken["options"], drop=taken["options"].fill is None)  # a row with nulls has no shapes
+    settings = input_columns(estimator)
+    # A row with nulls does not show its shapes, so the first row without nulls is tried.
+    options = replace(settings["options"], drop=settings["options"].fill is None)
     with naming_params(estimator, fits=False):
-        frame, rows = first_inputs(prepare(dataset, task, label=None, **{**taken, "options": options}))
+        frame, rows = first_inputs(prepare(dataset, task, label=None, **{**settings, "options": options}))
     columns, arguments = frame.columns, arguments_of(rows)
-    made = columns.preprocess
-    takes = columns.inputs if made is None else arguments
+    preprocess = columns.preprocess
+    takes = columns.inputs if preprocess is None else arguments
     source = _source_of(_read(estimator.getModule()), estimator.getModuleParams(), weights, takes)
     trained = TrainedModule(
         **source,
         inputs=columns.inputs,
-        arguments=None if made is None else arguments,
-        preprocess=None if made is None else made.function,
-        returned=None if made is None else made.arguments,
+        arguments=None if preprocess is None else arguments,
+        preprocess=None if preprocess is None else preprocess.function,
+        returned=None if preprocess is None else preprocess.arguments,
         outputs=(),
         task=task,
         labels=tuple(labels),
@@ -72,15 +73,14 @@ def _check_evaluates(program: nn.Module, takes: Any) -> None:
     try:
         inputs = example_inputs(takes)
         with torch.no_grad():
-            whole, again, part = (
-                pytree.tree_leaves(program(*(tensor[:rows] for tensor in inputs)))
-                for rows in (len(inputs[0]), len(inputs[0]), len(inputs[0]) - 1)
-            )
-    except Exception:  # it does not take the columns, which is told when it is tried on the first row
+            whole = pytree.tree_leaves(program(*inputs))
+            repeated = pytree.tree_leaves(program(*inputs))
+            part = pytree.tree_leaves(program(*(tensor[:-1] for tensor in inputs)))
+    except Exception:  # The program does not take the columns; the trial on the first row says so.
         return
     try:
         torch.testing.assert_close([tensor[: len(tensor) - 1] for tensor in whole], part, equal_nan=True)
-        torch.testing.assert_close(whole, again, equal_nan=True)
+        torch.testing.assert_close(whole, repeated, equal_nan=True)
     except AssertionError as error:
         what = "the program's rows depend on each other or on chance, as those of a module in training mode"
         hint = "call module.eval() before it is exported or traced"
@@ -88,7 +88,7 @@ def _check_evaluates(program: nn.Module, takes: Any) -> None:
 
 
 def _read(module: Any) -> Any:
-    """Returns a TorchScript module, the program in a file or a model in MLflow as a value; all else as it is."""
+    """Returns a TorchScript module, the program in a file or a model in MLflow as an object; all else as it is."""
     if isinstance(module, torch.jit.ScriptModule):
         return Script.of(module)
     if isinstance(module, str | os.PathLike) and (str(module).startswith(_MLFLOW) or Path(module, "MLmodel").is_file()):
@@ -101,14 +101,14 @@ def _read(module: Any) -> Any:
         if path.suffix == ".pt2":
             return torch.export.load(path)
         script = Script(path.read_bytes())
-        script()
+        script()  # This raises an error for a file that holds no TorchScript.
     return script
 
 
 def _source_of(module: Any, params: Mapping[str, Any], weights: Weights | None, takes: Any) -> dict[str, Any]:
     """Returns code, parameters and weights of a module, as fields of a `TrainedModule`."""
     if not isinstance(module, torch.export.ExportedProgram | torch.fx.GraphModule | Script):
-        return _made(module, params, weights)
+        return _fields_of_module(module, params, weights)
     if params or weights is not None:
         raise ConfigError("module is a program, which has its weights with it", hint="pass it alone", param="module")
     graph = module() if isinstance(module, Script) else module
@@ -123,29 +123,31 @@ def _source_of(module: Any, params: Mapping[str, Any], weights: Weights | None, 
     return {"source": program, "params": {}, "weights": pack_state(graph.state_dict())}
 
 
-def _made(module: Any, params: Mapping[str, Any], weights: Weights | None) -> dict[str, Any]:
-    """Returns the fields of an instance, a class or factory, or what a library makes a module of."""
+def _fields_of_module(module: Any, params: Mapping[str, Any], weights: Weights | None) -> dict[str, Any]:
+    """Returns the fields of an instance, a class or factory, or of what a library makes a module of."""
     adapter = adapter_of(module)
-    found = adapter.recipe_fields(module, params, seed=0, complete=weights is None)
-    source = found["module"]
-    made_by = load_object(source) if isinstance(source, str) else source
-    made_by = made_by.func if isinstance(made_by, partial) else made_by
-    of_class = isinstance(made_by, type)
-    if weights is None and of_class and "initial" not in found:
+    recipe = adapter.recipe_fields(module, params, seed=0, complete=weights is None)
+    source = recipe["module"]
+    factory = load_object(source) if isinstance(source, str) else source
+    factory = factory.func if isinstance(factory, partial) else factory
+    is_class = isinstance(factory, type)
+    if weights is None and is_class and "initial" not in recipe:
         hint = "pass weights, a state dict or its file, or as module the instance that was trained"
         raise ConfigError(
-            f"module is made of the class {made_by.__qualname__}, without weights", hint=hint, param="weights"
+            f"module is made of the class {factory.__qualname__}, without weights", hint=hint, param="weights"
         )
-    built = adapter.recipe(**found).build_module(0)
+    built = adapter.recipe(**recipe).build_module(0)
     if weights is not None:
         state = _state(weights)
         inner = [key for key, value in state.items() if isinstance(value, Mapping)]
         hint = f"of the keys {', '.join(map(repr, state))}, pass what is under {inner[0]!r}" if inner else ""
         with refusing("the weights are not those of the module", hint, param="weights"):
             built.load_state_dict(state)
+    state_bytes = pack_state(built.state_dict())
+    if is_class:
+        return {"source": source, "params": recipe["module_params"], "weights": state_bytes}
     # A function is not called again on the executors: what it reads may be on this machine alone.
-    code = {"source": source, "params": found["module_params"]} if of_class else {"source": built, "params": {}}
-    return {**code, "weights": pack_state(built.state_dict())}
+    return {"source": built, "params": {}, "weights": state_bytes}
 
 
 def _state(weights: Weights) -> Mapping[str, torch.Tensor]:
@@ -159,6 +161,6 @@ def _state(weights: Weights) -> Mapping[str, torch.Tensor]:
             from safetensors.torch import load_file
 
             return load_file(path)
-        found = torch.load(path, map_location="cpu", weights_only=True)
-    state: Mapping[str, torch.Tensor] = found.get("state_dict", found) if isinstance(found, Mapping) else {}
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    state: Mapping[str, torch.Tensor] = content.get("state_dict", content) if isinstance(content, Mapping) else {}
     return state

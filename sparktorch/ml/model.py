@@ -16,9 +16,9 @@ from torch import nn
 
 from sparktorch.base.config import Invalid, Precision, one_of
 from sparktorch.base.imports import load_object
-from sparktorch.base.redact import shown
+from sparktorch.base.redact import display_text
 from sparktorch.base.weights_folder import WeightsFolder
-from sparktorch.data.columns import TensorSpec, places_of
+from sparktorch.data.columns import TensorSpec, positions_of
 from sparktorch.data.preprocess import LoadedPreprocess
 from sparktorch.errors import ConfigError, PersistenceError, shortens
 from sparktorch.ml.fit.checks import check_layers, check_outputs, check_scoring, naming_params
@@ -80,7 +80,7 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
         if self._trained is None:
             return html.block(type(self).__name__, self.uid)
         sizes = {name: html.number(size) for name, size in html.sizes(self).items()}
-        about = {"module": shown(self._trained.source), **sizes, **html.settings(self)}
+        about = {"module": display_text(self._trained.source), **sizes, **html.settings(self)}
         course = self._summary._repr_html_() if self._summary is not None else ""
         return html.block(type(self).__name__, self.uid, html.pairs(about), course)
 
@@ -150,7 +150,8 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
         return self._trained
 
     def hasParam(self, paramName: str) -> bool:
-        """Whether there is a Param of this name. pyspark's own gets the attribute, which would build `module`."""
+        """Whether there is a Param of this name."""
+        # pyspark's own method gets the attribute of this name, which would build the module for `hasParam("module")`.
         return paramName in {param.name for param in self.params}
 
     @property
@@ -192,29 +193,31 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
         inputs = self._inputs()
         with naming_params(self, fits=False):
             columns = input_columns(dataset, inputs)
-        scored = f"__{self.uid}".replace(".", "_")  # a dot would name a field
+        scored = f"__{self.uid}".replace(".", "_")  # A dot would name a field.
         udf = scoring_udf(dataset.sparkSession, self.trained, fields, self._scoring(), stream=dataset.isStreaming)
-        results = [
-            result_column(F.col(scored), f, fields[f]).alias(name, metadata=self._attribute(f, fields[f]))
-            for name, f in outputs.items()
-        ]
-        taken = [name for spec in inputs for name in (spec.sources or (spec.column,))]
-        rows = rows_for_udf(dataset, [names.column(name) for name in taken])
+        results = []
+        for name, field in outputs.items():
+            column = result_column(F.col(scored), field, fields[field])
+            results.append(column.alias(name, metadata=self._attribute(field, fields[field])))
+        sources = [name for spec in inputs for name in (spec.sources or (spec.column,))]
+        rows = rows_for_udf(dataset, [names.column(name) for name in sources])
         if self.getHandleInvalid() == "skip":
             rows = without_invalid(rows, columns, inputs)
-        kept = self._kept(F.col(scored), inputs)
-        if kept is not None:  # Spark evaluates a deterministic UDF once more for a filter on its result
+        row_filter = self._row_filter(F.col(scored), inputs)
+        if row_filter is not None:  # Spark would evaluate a deterministic UDF once more for a filter on its result.
             udf = udf.asNondeterministic()
         # select("*") keeps the user's columns, including duplicate names, which cannot be selected by name.
         rows = rows.select("*", udf(*columns).alias(scored))
-        if kept is not None:
-            rows = rows.where(kept)
+        if row_filter is not None:
+            rows = rows.where(row_filter)
         return rows.select("*", *results).drop(scored)
 
-    def _kept(self, scored: Column, inputs: Sequence[TensorSpec]) -> Column | None:
-        """Returns which rows stay, by the struct of their scores; `None` if all do."""
-        skips = self.getHandleInvalid() == "skip" and found_in_python(inputs)
-        return scored[next(iter(self._fields()[0]))].isNotNull() if skips else None
+    def _row_filter(self, scored: Column, inputs: Sequence[TensorSpec]) -> Column | None:
+        """Returns a condition on the struct of the scores that tells which rows stay; `None` if all do."""
+        # Most invalid rows are left out before they are scored; the others have scores of null.
+        if self.getHandleInvalid() != "skip" or not found_in_python(inputs):
+            return None
+        return scored[next(iter(self._fields()[0]))].isNotNull()
 
     def registerUDF(self, name: str, outputCol: str | None = None, spark: SparkSession | None = None) -> None:
         """Registers the model with a session as an SQL function, `SELECT name(features) FROM ...`.
@@ -241,8 +244,10 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
             )
         spark = spark or session_of(None)
         fields, outputs = self._fields()
-        usual = self.getPredictionCol()
-        column = outputCol or (usual if usual in outputs else next(iter(outputs), ""))
+        default = self.getPredictionCol()
+        if default not in outputs:
+            default = next(iter(outputs), "")
+        column = outputCol or default
         one_of("outputCol", column, tuple(outputs))
         field = outputs[column]
         udf = scoring_udf(spark, self.trained, {field: fields[field]}, self._scoring(), struct=False)
@@ -258,7 +263,7 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
             precision=cast(Precision, self.getPredictPrecision()),
             compiled=self.getPredictCompile(),
             invalid=cast(Invalid, self.getHandleInvalid()),
-            layers=tuple((layer_field(place), name) for place, name in enumerate(self.getOutputLayers().values())),
+            layers=tuple((layer_field(index), layer) for index, layer in enumerate(self.getOutputLayers().values())),
         )
 
     def _inputs(self) -> list[Any]:
@@ -268,25 +273,26 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
         count = sum(len(spec.sources) or 1 for spec in specs)
         if len(names) != count:
             raise ConfigError(f"the model takes {count} input columns, got {names}", param="inputCols")
-        rest = iter([names[place] for place in places_of(specs)])
-        found = []
+        remaining = iter([names[index] for index in positions_of(specs)])
+        renamed = []
         for spec in specs:
-            sources = tuple(islice(rest, len(spec.sources)))
-            found.append(replace(spec, sources=sources) if sources else replace(spec, column=next(rest)))
-        return found
+            sources = tuple(islice(remaining, len(spec.sources)))
+            renamed.append(replace(spec, sources=sources) if sources else replace(spec, column=next(remaining)))
+        return renamed
 
     def _fields(self) -> tuple[dict[str, str], dict[str, str]]:
         """Returns the type of each field of the scores (SQL or "vector"), and the field of each output column."""
         fields, outputs = self._own_fields()
-        if not (wanted := self.getOutputLayers()):
+        output_layers = self.getOutputLayers()
+        if not output_layers:
             return fields, outputs
-        check_layers(wanted, self.trained.layers)
-        layers = {name: layer_field(place) for place, name in enumerate(wanted) if name}
-        found = output_fields([*outputs.items(), *layers.items()])
-        return {**fields, **dict.fromkeys(layers.values(), "array<float>")}, found
+        check_layers(output_layers, self.trained.layers)
+        layers = {name: layer_field(index) for index, name in enumerate(output_layers) if name}
+        outputs = output_fields([*outputs.items(), *layers.items()])
+        return {**fields, **dict.fromkeys(layers.values(), "array<float>")}, outputs
 
     def _own_fields(self) -> tuple[dict[str, str], dict[str, str]]:
-        """Returns the same of the predictions, without `outputLayers`."""
+        """Returns the types of the fields and the output columns without those of `outputLayers`."""
         name = self.getPredictionCol()
         return ({"prediction": self._kind}, {name: "prediction"}) if name else ({}, {})
 
@@ -296,7 +302,7 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
         return "float"
 
     def _attribute(self, field: str, kind: str) -> dict[str, Any]:
-        """Returns the ML attribute of an output column, of a field of the scores and its type: SQL or "vector"."""
+        """Returns the ML attribute of the output column of a field of the scores; `kind` is SQL or "vector"."""
         return numeric() if kind in ("float", "double") else {}
 
     def _score(self, row: Any, fields: list[str]) -> list[Any]:
@@ -307,7 +313,7 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
         return self._score(row, [field])[0]
 
     def save_pretrained(self, folder: str) -> None:
-        """Writes a model of Hugging Face's as a local folder, which `AutoModel...from_pretrained(folder)` opens.
+        """Writes a model of Hugging Face's to a local folder, which `AutoModel...from_pretrained(folder)` opens.
 
         The tokenizer or image processor is written beside it, if the model was fitted by `TextClassifier` or
         `ImageClassifier`.

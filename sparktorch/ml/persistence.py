@@ -66,14 +66,14 @@ class _Writer(MLWriter):
 
     @property
     def _allow_pickle(self) -> bool:
-        asked = self.optionMap.get("allowpickle")
-        return str(asked).lower() == "true" if asked else switched_on(self.sparkSession, FOR_ALL)
+        option = self.optionMap.get("allowpickle")
+        return str(option).lower() == "true" if option else switched_on(self.sparkSession, FOR_ALL)
 
     def save(self, path: str) -> None:
         """Saves to a path that Spark can write; fails if it exists, unless `overwrite()` was called.
 
-        What `overwrite()` replaces stays until the new one is complete, which is written beside it; on Connect, whose
-        client reaches no file system, Spark replaces `data` and then `metadata` under the path.
+        With `overwrite()`, the new files are written beside the old ones, which stay until the new ones are complete.
+        On Connect, whose client reaches no file system, Spark replaces `data` and then `metadata` under the path.
 
         Raises:
             PersistenceError: The path holds the model's weights, or the file system refuses to replace what is there.
@@ -136,8 +136,8 @@ class _Reader(MLReader[R]):
 
     @property
     def _allow_pickle(self) -> bool:
-        asked = self._option
-        return asked.lower() == "true" if asked else switched_on(self.sparkSession, FOR_ALL)
+        option = self._option
+        return option.lower() == "true" if option else switched_on(self.sparkSession, FOR_ALL)
 
     def _check_class(self, path: str) -> dict[str, Any]:
         metadata = DefaultParamsReader.loadMetadata(path, ml_session(self.sparkSession))
@@ -209,7 +209,8 @@ def read_local(directory: Path, *, allow_pickle: bool, cls: type[Any] | None = N
     model._setDefault(**form.get("defaults", {}))
     model._set(**form["params"])
     course = TrainingSummary(**form["summary"]) if form["summary"] else None
-    return model._with(  # type: ignore[attr-defined]  # what all models share
+    # All models have `_with` by their common base, which imports this file.
+    return model._with(  # type: ignore[attr-defined]
         TrainedModule.load(directory, allow_pickle=allow_pickle, code=code), course
     )
 
@@ -223,7 +224,7 @@ class ModelWriter(_Writer):
             write_local(self._instance, Path(temporary), allow_pickle=self._allow_pickle)
             values = {param.name: value for param, value in self._instance._paramMap.items()}
             self._write_files(path, Path(temporary))
-            self._write_metadata(path, values, {})  # last: nothing loads without
+            self._write_metadata(path, values, {})  # The metadata comes last, because nothing loads without it.
 
 
 class ModelReader(_Reader[R]):

@@ -44,9 +44,10 @@ class ValueModel(TorchModelBase, RegressionModelParams):
         return self._score_row(value, "prediction")
 
     def _named(self) -> Self:
-        """Returns the model, or a copy if its output column has no name, with one."""
-        unnamed = {self.predictionCol: f"{self.uid}_prediction".replace(".", "_")}
-        return self if self.getPredictionCol() else self.copy(unnamed)
+        """Returns a copy whose output column has a name, or the model itself."""
+        if self.getPredictionCol():
+            return self
+        return self.copy({self.predictionCol: f"{self.uid}_prediction".replace(".", "_")})
 
     @property
     def _kind(self) -> str:

@@ -24,12 +24,13 @@ def check_code(code: Mapping[str, str], used: Iterable[Any]) -> None:
 
     `code` is the model's, as from `fingerprints`.
     """
-    parts = {getattr(part, "__module__", None) for one in used for part in getattr(one, "__mro__", (one,))}
-    for name in sorted(code.keys() & parts):
+    modules = {getattr(part, "__module__", None) for value in used for part in getattr(value, "__mro__", (value,))}
+    for name in sorted(code.keys() & modules):
         module: Any = sys.modules[name]
         try:
-            content = module.__spec__.loader.get_data(module.__file__)  # also in a zip
-        except Exception:  # it has no file, or that is gone: nobody can tell
+            # Unlike reading the file, the loader also finds what is in a zip.
+            content = module.__spec__.loader.get_data(module.__file__)
+        except Exception:  # The module has no file, or the file is gone, so nothing can be compared.
             continue
         if sha256(content).hexdigest() != code[name]:
             raise PersistenceError(

@@ -36,11 +36,11 @@ __all__ = [
 
 Inputs = Sequence[TensorSpec] | Sequence[ArgumentSpec]
 
-_lock = RLock()  # torch.export changes state of the process
+_lock = RLock()  # torch.export changes state of the process.
 _EXAMPLE_ROWS = 3
 _EXAMPLE_LONGEST = 5
 _OPERATORS = r"torch\.ops\.(aten|prims)\.\w+\.\w+|_operator\.(getitem|add|sub|mul|neg|floordiv|mod|eq|ne|lt|le|gt|ge)"
-# Symbolic expressions are written as sympy's srepr: "Mul(Integer(8), Symbol('s21', positive=True))".
+# torch writes symbolic expressions as sympy's srepr: "Mul(Integer(8), Symbol('s21', positive=True))".
 _EXPRESSION = (
     r"(?:\b(?:Add|Mul|Pow|Min|Max|Mod|PythonMod|FloorDiv|CeilDiv|Integer|Rational|Symbol|positive|nonnegative"
     r"|integer|True|False)\b|'[su]\d+'|-?\d+(?!\d)|[(),= ])*"
@@ -103,7 +103,8 @@ def export_program(module: nn.Module, inputs: Inputs) -> Program:
     shapes: Any = (dict.fromkeys(state), _any_rows(inputs))
     with quiet_export():
         exported = torch.export.export(_OverState(module), (state, arguments), dynamic_shapes=shapes)
-        exported.example_inputs = None  # they would be pickled, and hold the weights
+        # Example inputs would be pickled, and hold the weights.
+        exported.example_inputs = None
         buffer = io.BytesIO()
         torch.export.save(exported, buffer)
     program = Program(buffer.getvalue(), tuple(name for name, _ in module.named_parameters(remove_duplicate=False)))
@@ -138,7 +139,7 @@ def example_inputs(
     Padded rows have the length `longest`. An `ExportError` refuses jagged and sparse inputs, which `torch.export`
     cannot capture.
     """
-    made: list[torch.Tensor] = []
+    arguments: list[torch.Tensor] = []
     for spec in inputs:
         if spec.layout in ("jagged", "sparse_csr"):
             named = f"column {spec.column!r}" if isinstance(spec, TensorSpec) else spec.name
@@ -147,14 +148,14 @@ def example_inputs(
         shape = (rows, *padded, *spec.shape)
         dtype = getattr(torch, spec.dtype)
         noise = torch.Generator().manual_seed(rows)
-        made.append(
-            torch.randn(shape, generator=noise, dtype=dtype)
-            if dtype.is_floating_point
-            else torch.full(shape, dtype == torch.bool, dtype=dtype)
-        )
+        if dtype.is_floating_point:
+            arguments.append(torch.randn(shape, generator=noise, dtype=dtype))
+        else:
+            # Integers may be indices, so they are zero; a mask says that all positions hold data.
+            arguments.append(torch.full(shape, dtype == torch.bool, dtype=dtype))
         if padded:
-            made.append(torch.arange(longest) <= torch.arange(rows)[:, None] % longest)
-    return tuple(made)
+            arguments.append(torch.arange(longest) <= torch.arange(rows)[:, None] % longest)
+    return tuple(arguments)
 
 
 def _any_rows(inputs: Inputs) -> tuple[Any, ...]:
@@ -162,7 +163,7 @@ def _any_rows(inputs: Inputs) -> tuple[Any, ...]:
     dynamic = torch.export.Dim.DYNAMIC
     shapes: list[Any] = []
     for spec in inputs:
-        if isinstance(spec, ArgumentSpec):  # made by `preprocess`: other axes may vary, too
+        if isinstance(spec, ArgumentSpec):  # `preprocess` makes it: other axes may vary, too.
             shapes.append({0: dynamic, **dict.fromkeys(range(1, len(spec.shape) + 1), torch.export.Dim.AUTO)})
             continue
         shapes += [{0: dynamic, 1: dynamic}] * 2 if spec.layout == "padded" else [{0: dynamic}]
@@ -175,7 +176,7 @@ def quiet_export() -> Iterator[None]:
     try:
         with _lock, quiet("torch"), redirect_stderr(io.StringIO()), torch.no_grad():
             yield
-    except Exception as error:  # torch.export raises whatever its passes raise
+    except Exception as error:  # torch.export raises whatever its passes raise.
         raise ExportError(str(error).strip().partition("\n")[0]) from error
 
 
@@ -191,7 +192,7 @@ def check_archive(archive: bytes) -> None:
 
 
 def _wrong_in(path: str, content: bytes) -> str:
-    """Returns what is wrong with a record that torch would unpickle, or whose strings it would evaluate."""
+    """Returns what is wrong with a record, if torch would unpickle it or evaluate its strings; else nothing."""
     folder, _, name = path.rpartition("/")
     if name.endswith("_config.json"):
         entries = json.loads(content)["config"]
@@ -248,7 +249,8 @@ class _OverState(nn.Module):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self._module = [module]  # hidden from nn.Module: the weights are an argument
+        # In a list, the module is hidden from nn.Module: the weights are an argument.
+        self._module = [module]
 
     def forward(self, state: dict[str, torch.Tensor], inputs: tuple[torch.Tensor, ...]) -> Any:
         return torch.func.functional_call(self._module[0], state, inputs, tie_weights=False)
@@ -260,7 +262,8 @@ class _ExportedModule(nn.Module):
     def __init__(self, program: Program, state: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
         self._program, self._device = program, torch.device("cpu")
-        self._run = [_graph_on(program, self._device)]  # hidden from nn.Module: the weights are an argument
+        # In a list, the graph is hidden from nn.Module: the weights are an argument.
+        self._run = [_graph_on(program, self._device)]
         for name, value in state.items():
             *path, leaf = name.split(".")
             owner: nn.Module = self

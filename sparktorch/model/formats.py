@@ -69,13 +69,14 @@ def _replacing(file: Path) -> Iterator[Path]:
 def _write_onnx(graph: nn.Module, trained: TrainedModule, file: Path) -> None:
     exported = exported_whole(graph, trained.takes)
     inputs = _inputs(trained)
-    single = "output" if "output" not in inputs else "output_0"  # ONNX has one name for each tensor
+    # ONNX gives a name to one tensor only.
+    single = "output" if "output" not in inputs else "output_0"
     outputs = [spec.name or single for spec in trained.outputs]
     with quiet_export(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch's, of its own calls
+        warnings.simplefilter("ignore", FutureWarning)  # torch warns of its own calls.
         try:
             program = torch.onnx.export(exported, dynamo=True, verbose=False, input_names=inputs, output_names=outputs)
-        except Exception as error:  # torch wraps what is wrong in a report of its own
+        except Exception as error:  # torch wraps the error in a report, whose last cause says what is wrong.
             *_, cause = causes(error)
             raise ExportError(str(cause).strip().partition("\n")[0]) from error
         assert program is not None, "dynamo=True returns the program"
@@ -85,11 +86,11 @@ def _write_onnx(graph: nn.Module, trained: TrainedModule, file: Path) -> None:
 def _inputs(trained: TrainedModule) -> list[str]:
     """Returns a name for each tensor that the graph takes: columns, with their masks, or arguments of `preprocess`."""
     names: list[str] = []
-    for place, spec in enumerate(trained.takes):
+    for position, spec in enumerate(trained.takes):
         if isinstance(spec, TensorSpec):
             names += [spec.column, f"{spec.column}_mask"] if spec.layout == "padded" else [spec.column]
         else:
-            names.append(trained.names[place] if trained.names else f"x{place}")
+            names.append(trained.names[position] if trained.names else f"x{position}")
     return names
 
 

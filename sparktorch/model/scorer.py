@@ -123,10 +123,11 @@ class Scorer:
         self._plain = trained.build(weights).to(self._device)
         self._adapter = adapter_of(self._plain)
         self._layers = dict(scoring.layers)
-        self._seen: dict[str, Any] = {}  # what the layers have returned
-        self._alone = Lock() if self._layers else nullcontext()  # other threads would put theirs there
+        self._layer_outputs: dict[str, Any] = {}
+        # Hooks of another thread would put their outputs into the same dict.
+        self._alone = Lock() if self._layers else nullcontext()
         for field, name in self._layers.items():
-            self._plain.get_submodule(name).register_forward_hook(partial(_see, self._seen, field))
+            self._plain.get_submodule(name).register_forward_hook(partial(_keep_output, self._layer_outputs, field))
         self._module: Any = self._plain
         if scoring.compiled:
             self._module = torch.compile(self._module, dynamic=True)
@@ -144,9 +145,9 @@ class Scorer:
         scored = [to_arrow(results[name]) for name in names]
         if rows is None:
             return scored
-        # The other rows get null results.
-        places = pc.if_else(rows, pc.subtract(pc.cumulative_sum(rows.cast(pa.int64())), 1), None)
-        return [column.take(places) for column in scored]
+        # `take` gives rows that were left out null results, because their position is null.
+        positions = pc.if_else(rows, pc.subtract(pc.cumulative_sum(rows.cast(pa.int64())), 1), None)
+        return [column.take(positions) for column in scored]
 
     def score(self, columns: Sequence[pa.Array]) -> dict[str, Array]:
         """Scores one Arrow array per input.
@@ -156,10 +157,6 @@ class Scorer:
         regressor, `prediction`, float64. Otherwise one array per output name, or `prediction` for a single output.
         """
         return self._score(self._inputs(columns))
-
-    def score_arrays(self, arrays: Sequence[Array]) -> dict[str, Array]:
-        """Scores one array of shape `(rows, ...)` per input; returns the same as `score`."""
-        return self.score([to_arrow(array) for array in arrays])
 
     def score_tensors(self, inputs: Sequence[torch.Tensor]) -> dict[str, Array]:
         """Scores the arguments of `forward`; returns the same as `score`."""
@@ -179,15 +176,16 @@ class Scorer:
             return [kind_of(spec).as_fitted(column, spec) for column, spec in zip(columns, specs, strict=True)]
         rest, inputs = list(columns), []
         for spec in specs:
-            own, rest = rest[: len(spec.sources) or 1], rest[len(spec.sources) or 1 :]
-            single = not spec.sources or pa.types.is_nested(own[0].type)
-            inputs.append(kind_of(spec).as_fitted(own[0], spec) if single else packed(own, spec))
+            count = len(spec.sources) or 1
+            parts, rest = rest[:count], rest[count:]
+            single = not spec.sources or pa.types.is_nested(parts[0].type)
+            inputs.append(kind_of(spec).as_fitted(parts[0], spec) if single else packed(parts, spec))
         return inputs
 
     def _score(self, inputs: Sequence[pa.Array]) -> dict[str, Array]:
         rows = len(inputs[0])
-        if not rows:  # which modules need not take
-            return self._nothing()
+        if not rows:  # Modules need not take a batch without rows.
+            return self._score_no_rows()
         fields = []
         for column, spec in zip(inputs, self._trained.inputs, strict=True):
             refuse_nulls(column, spec)
@@ -197,9 +195,9 @@ class Scorer:
             if self._preprocess is None and not self._searches:
                 field.to(self._device)
             fields.append(field)
-        return self._in_parts(rows, lambda start, stop: self._arguments(fields, start, stop))
+        return self._in_parts(rows, partial(self._arguments, fields))
 
-    def _nothing(self) -> dict[str, Array]:
+    def _score_no_rows(self) -> dict[str, Array]:
         """Returns the results of no rows."""
         output = {spec.name: torch.empty(0, *spec.shape) for spec in self._trained.outputs}
         results = self._results(output if len(output) > 1 else next(iter(output.values())), 0)
@@ -211,17 +209,17 @@ class Scorer:
         done, size = 0, _even(rows, self._batch_size)
         while not parts or done < rows:
             stop = min(rows, done + size)
-            found = self._tried(arguments, done, stop)
-            if found is None:
+            results = self._score_part(arguments, done, stop)
+            if results is None:
                 size = _even(rows - done, self._batch_size)
             else:
-                parts.append(found)
+                parts.append(results)
                 done = stop
         if len(parts) == 1:
             return parts[0]
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
-    def _tried(
+    def _score_part(
         self, arguments: Callable[[int, int], tuple[torch.Tensor, ...]], start: int, stop: int
     ) -> dict[str, Array] | None:
         """Scores the rows from `start` to `stop`; `None` if the device was full, and batches are smaller now."""
@@ -230,6 +228,7 @@ class Scorer:
         except Exception as error:
             if not self._searches or stop - start < 2 or not is_out_of_memory(error):
                 raise
+            # The frames of the failed call hold tensors.
             traceback.clear_frames(error.__traceback__)
         self._batch_size = (stop - start) // 2
         let_go(str(self._device))
@@ -248,10 +247,13 @@ class Scorer:
         with self._alone, self._autocast, tf32_allowed(False, self._device):
             try:
                 output = prediction(self._adapter.call(self._module, inputs, self._names, self._plain))
-                seen = {field: _by_row(self._seen.get(field), layer, rows) for field, layer in self._layers.items()}
+                of_layers = {
+                    field: _by_row(self._layer_outputs.get(field), layer, rows) for field, layer in self._layers.items()
+                }
             finally:
-                self._seen.clear()  # also where forward fails: they hold the device's memory
-        return {**self._results(output, rows), **seen}
+                # They hold the device's memory, so they go where forward fails, too.
+                self._layer_outputs.clear()
+        return {**self._results(output, rows), **of_layers}
 
     def _results(self, output: Any, rows: int) -> dict[str, Array]:
         """Returns the results of what the module has returned."""
@@ -262,7 +264,9 @@ class Scorer:
         if self._trained.task == "regression":
             like = torch.empty(len(output)) if output.dim() == 1 or output.shape[1] == 1 else output
             return {"prediction": align("regression", output, like)[0].cpu().double().numpy()}
-        named = output if isinstance(output, Mapping) else dict(enumerate(_tuple(output)))
+        if isinstance(output, torch.Tensor):
+            output = (output,)
+        named: Mapping[Any, torch.Tensor] = output if isinstance(output, Mapping) else dict(enumerate(output))
         single = len(self._trained.outputs) == 1
         return {"prediction" if single else str(name): tensor.float().cpu().numpy() for name, tensor in named.items()}
 
@@ -278,7 +282,7 @@ def _even(rows: int, most: int) -> int:
 
 
 def _classify(scores: torch.Tensor, thresholds: torch.Tensor | None) -> dict[str, Array]:
-    if scores.dim() == 1 or scores.shape[1] == 1:  # one score: the logit of the second class
+    if scores.dim() == 1 or scores.shape[1] == 1:  # A single score is the logit of the second class.
         logit = scores.reshape(-1)
         scores = torch.stack([-logit, logit], dim=1)
         positive = torch.sigmoid(logit)
@@ -287,10 +291,10 @@ def _classify(scores: torch.Tensor, thresholds: torch.Tensor | None) -> dict[str
         probability = torch.softmax(scores, dim=1)
     if thresholds is None:
         prediction = scores.argmax(1).double()
-    else:  # 0 / 0 is never predicted, as in Spark
+    else:  # A class with 0 / 0 is never predicted, as in Spark.
         prediction = (probability / thresholds).nan_to_num(nan=-math.inf, posinf=math.inf).argmax(1).double()
-    prediction[scores.isnan().any(1)] = math.nan  # no class
-    if scores.shape[1] == 2:  # centred: Spark's evaluators order rows by the second score alone
+    prediction[scores.isnan().any(1)] = math.nan  # It is no class.
+    if scores.shape[1] == 2:  # The scores are centred, because Spark's evaluators order rows by the second one alone.
         scores = (scores - scores.flip(1)) / 2
     return {
         "scores": scores.numpy(),
@@ -299,12 +303,12 @@ def _classify(scores: torch.Tensor, thresholds: torch.Tensor | None) -> dict[str
     }
 
 
-def _see(seen: dict[str, Any], field: str, module: torch.nn.Module, arguments: Any, output: Any) -> None:
-    """Keeps what a layer has returned; a hook."""
+def _keep_output(outputs: dict[str, Any], field: str, module: torch.nn.Module, arguments: Any, output: Any) -> None:
+    """Keeps what a layer has returned, as a hook of that layer."""
     while isinstance(output, Mapping | tuple | list) and output:
         output = next(iter(output.values() if isinstance(output, Mapping) else output))
-    # A copy: ReLU(inplace=True), or `out += x`, changes what the layer has returned.
-    seen[field] = output.clone() if isinstance(output, torch.Tensor) else output
+    # It keeps a copy: ReLU(inplace=True), or `out += x`, changes what the layer has returned.
+    outputs[field] = output.clone() if isinstance(output, torch.Tensor) else output
 
 
 def _by_row(output: Any, layer: str, rows: int) -> Array:
@@ -321,7 +325,3 @@ def _by_row(output: Any, layer: str, rows: int) -> Array:
         raise ModuleError(what, hint=hint, param="outputLayers")
     values: Array = output.reshape(rows, output[:1].numel() if rows else 0).float().cpu().numpy()
     return values
-
-
-def _tuple(output: Any) -> tuple[torch.Tensor, ...]:
-    return (output,) if isinstance(output, torch.Tensor) else tuple(output)

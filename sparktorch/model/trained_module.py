@@ -145,7 +145,7 @@ class TrainedModule:
         try:
             with torch.device("meta"):
                 return self._recipe().build_module(self.seed)
-        except SparkTorchError:  # its constructor looks at values, or reads files
+        except SparkTorchError:  # The constructor looks at values, or reads files.
             return self.build()
 
     def _recipe(self, **initial: Any) -> Recipe:
@@ -186,26 +186,22 @@ class TrainedModule:
             (directory / _SCRIPT).write_bytes(self.source.archive)
             return {"script": _SCRIPT}
         path, params, adapter = self._path, dict(self.params), adapter_of(self.source)
-        if (found := adapter.rebuildable(self.source)) is not None:
-            path, params = found["module"], found["module_params"]
+        code = adapter.rebuildable(self.source)
+        if code is not None:
+            path, params = code["module"], code["module_params"]
         if path is None:
             why = f"the module {_named(self.source)} has no import path that works outside this session"
         elif _is_json(params):
             return {"path": path, "params": tuples_marked(params)}
         else:
             why = f"the parameters of {path} are not all numbers, strings, lists and dicts"
-        cannot = (
-            (isinstance(self.weights, WeightsFolder), "it was fitted with modelDir, and a graph holds the weights"),
-            (layers, "a graph has no layers, which outputLayers names"),
-            (
-                bool(adapter.argument_names(self.source, self.names)),
-                "its configuration makes another model, and a graph takes no arguments by name",
-            ),
-        )
         try:
-            for when, says in cannot:
-                if when:
-                    raise ExportError(says)
+            if isinstance(self.weights, WeightsFolder):
+                raise ExportError("it was fitted with modelDir, and a graph holds the weights")
+            if layers:
+                raise ExportError("a graph has no layers, which outputLayers names")
+            if adapter.argument_names(self.source, self.names):
+                raise ExportError("its configuration makes another model, and a graph takes no arguments by name")
             return _write_program(export_program(self.build(), self.takes), directory)
         except ExportError as error:
             why += f", and torch.export cannot capture its graph: {error}"
@@ -215,11 +211,12 @@ class TrainedModule:
         """Writes the callable to a file if it needs one; returns its entry in `module.json`."""
         made_by = import_path(type(self.preprocess))
         if made_by is not None and is_dataclass(self.preprocess):
-            given = {field.name: getattr(self.preprocess, field.name) for field in fields(self.preprocess)}
-            arrays = {name: given.pop(name) for name in list(given) if isinstance(given[name], pa.Array)}
-            if is_json(given := tuples_marked(given)):
+            params = {field.name: getattr(self.preprocess, field.name) for field in fields(self.preprocess)}
+            arrays = {name: params.pop(name) for name in list(params) if isinstance(params[name], pa.Array)}
+            params = tuples_marked(params)
+            if is_json(params):
                 _write_arrays(directory / _ARRAYS, arrays)
-                return {"path": made_by, "params": given, **({"arrays": _ARRAYS} if arrays else {})}
+                return {"path": made_by, "params": params, **({"arrays": _ARRAYS} if arrays else {})}
         path = import_path(self.preprocess)
         if path is not None:
             return {"path": path}
@@ -247,7 +244,7 @@ class TrainedModule:
                 code="ST-NOT-A-MODEL",
             )
         source, params = _load_code(directory, form["module"], allow_pickle)
-        found = cls(
+        trained = cls(
             source=source,
             params=params,
             weights=WeightsFolder(**form["weights"]) if "weights" in form else (directory / _WEIGHTS).read_bytes(),
@@ -263,8 +260,8 @@ class TrainedModule:
             seed=form.get("seed", 0),
             code=None if code is None else fingerprints(code),
         )
-        found._check_code()
-        return found
+        trained._check_code()
+        return trained
 
     @property
     def _path(self) -> str | None:
@@ -295,7 +292,7 @@ def _write_pickle(file: Path, value: object, why: str, allow_pickle: bool) -> di
     if not allow_pickle:
         allowed = f".write().option('allowPickle', 'true'); {_IN_PIPELINE}"
         raise PersistenceError(why, hint=f"put it into a module file, or allow pickled code with {allowed}")
-    import cloudpickle  # imported here: scoring does not need it
+    import cloudpickle  # Scoring does not need it.
 
     file.write_bytes(cloudpickle.dumps(value))
     return {"pickle": file.name}
@@ -359,12 +356,13 @@ def _load_preprocess(directory: Path, how: Mapping[str, Any] | None, allow_pickl
             check_signature(function.__call__)
             arrays = _read_arrays(directory / _ARRAYS) if "arrays" in how else {}
             function = function(**tuples_made(how["params"]), **arrays)
-        check_signature(function)  # scoring calls it: refuse functions that are no `preprocess`
+        # Scoring calls the function, which may be any that the file names.
+        check_signature(function)
     else:
         _require_trust("the model's preprocess was pickled, and loading a pickle runs whatever is in it", allow_pickle)
         function = pickle.loads((directory / _PREPROCESS).read_bytes())
-    found: Function = function
-    return found
+    loaded: Function = function
+    return loaded
 
 
 def _require_trust(what: str, allow_pickle: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from pyspark.sql import Column, DataFrame
@@ -37,7 +37,7 @@ class ColumnNames:
     def of(cls, dataset: DataFrame) -> Self:
         """Returns the columns of a DataFrame; reads its schema once."""
         session = dataset.sparkSession
-        return cls(dataset.schema, lambda: switched_on(session, "spark.sql.caseSensitive"))
+        return cls(dataset.schema, partial(switched_on, session, "spark.sql.caseSensitive"))
 
     def called(self, name: str) -> list[str]:
         """Returns the top-level columns to which Spark resolves a name; more than one are ambiguous to Spark."""
@@ -45,21 +45,21 @@ class ColumnNames:
 
     def alike(self, names: Iterable[str]) -> tuple[str, str] | None:
         """Returns two of the names that are equal to Spark although spelled differently; `None` if there are none."""
-        seen: dict[str, str] = {}
+        by_lower: dict[str, str] = {}
         for name in names:
-            before = seen.setdefault(name.lower(), name)
+            before = by_lower.setdefault(name.lower(), name)
             if before != name and not self._case_sensitive():
                 return before, name
         return None
 
     def repeated(self, names: Iterable[str]) -> str | None:
         """Returns the first name of a column that an earlier name stands for; refuses a name that no column has."""
-        seen = set[str]()
+        columns = set[str]()
         for name in names:
             column = self.sql(name)
-            if column in seen:
+            if column in columns:
                 return name
-            seen.add(column)
+            columns.add(column)
         return None
 
     def type_of(self, name: str) -> T.DataType:
@@ -81,26 +81,26 @@ class ColumnNames:
     def _resolved(self, name: str) -> tuple[list[str], T.DataType]:
         """Returns the path to a column, from the top-level column down, and its type."""
         if self._alike(name, self._top):
-            field = self._one(name, [], self.schema, name)
+            field = self._field(name, [], self.schema, name)
             return [field.name], field.dataType
         path: list[str] = []
         kind: T.DataType = self.schema
         for part in name_parts(name):
             # In Spark, a field of an array of structs is an array of that field; deeper arrays have no fields.
             inner = kind.elementType if isinstance(kind, T.ArrayType) else None
-            field = self._one(part, path, inner if isinstance(inner, T.StructType) else kind, name)
+            field = self._field(part, path, inner if isinstance(inner, T.StructType) else kind, name)
             path.append(field.name)
             kind = T.ArrayType(field.dataType) if isinstance(inner, T.StructType) else field.dataType
         return path, kind
 
-    def _one(self, part: str, path: list[str], kind: T.DataType, name: str) -> T.StructField:
+    def _field(self, part: str, path: list[str], kind: T.DataType, name: str) -> T.StructField:
         """Returns the struct field or top-level column that a part of a name refers to."""
         fields = kind if isinstance(kind, T.StructType) else T.StructType()
-        found = self._alike(part, _by_lower(fields) if path else self._top)
-        if len(found) == 1:
-            return found[0]
-        if found:
-            raise _ambiguous(name, [".".join([*path, field.name]) for field in found])
+        matches = self._alike(part, _by_lower(fields) if path else self._top)
+        if len(matches) == 1:
+            return matches[0]
+        if matches:
+            raise _ambiguous(name, [".".join([*path, field.name]) for field in matches])
         within = f": {'.'.join(path)!r} has no field {part!r}" if path else ""
         hint = f"its type is {kind.simpleString()}"
         if kind is fields:
@@ -114,23 +114,23 @@ class ColumnNames:
 
 
 def _by_lower(kind: T.StructType) -> dict[str, list[T.StructField]]:
-    found: dict[str, list[T.StructField]] = {}
+    by_lower: dict[str, list[T.StructField]] = {}
     for field in kind.fields:
-        found.setdefault(field.name.lower(), []).append(field)
-    return found
+        by_lower.setdefault(field.name.lower(), []).append(field)
+    return by_lower
 
 
-def _ambiguous(name: str, found: list[str]) -> ColumnError:
-    if len(set(found)) > 1:
-        said = f"{name!r} may be {' or '.join(map(repr, found))}, which differ in case alone"
+def _ambiguous(name: str, columns: list[str]) -> ColumnError:
+    if len(set(columns)) > 1:
+        problem = f"{name!r} may be {' or '.join(map(repr, columns))}, which differ in case alone"
         hint = "rename or drop all but one, or set spark.sql.caseSensitive=true"
     else:
-        said = f"{len(found)} columns are called {name!r}"
+        problem = f"{len(columns)} columns are called {name!r}"
         hint = (
             "drop or rename all but one before: a join by name, left.join(right, 'id'), keeps one 'id'; "
             "drop(right['x']) after a join leaves one side's out; toDF(...) names all anew"
         )
-    return ColumnError(said, hint=hint, column=name, code="ST-COLUMN-MISSING")
+    return ColumnError(problem, hint=hint, column=name, code="ST-COLUMN-MISSING")
 
 
 def quoted(name: str) -> Column:

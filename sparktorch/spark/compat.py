@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timezone
 from functools import reduce
@@ -21,7 +21,7 @@ from pyspark.sql.pandas.functions import PandasUDFType, pandas_udf
 from pyspark.sql.pandas.types import from_arrow_schema
 
 from sparktorch.base.quiet import quiet
-from sparktorch.data.columns import TensorSpec, places_of
+from sparktorch.data.columns import TensorSpec, positions_of
 from sparktorch.data.convert.values import has_instants, has_times, values_as
 from sparktorch.data.fields.kinds import kind_of
 from sparktorch.errors import ColumnError, ConfigError
@@ -54,7 +54,7 @@ Batches = Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]
 
 _BEFORE_4_0 = __version__.startswith("3.")
 
-# Types of the fields of the structs that hold ML vectors and images.
+# The structs of ML vectors and images have fields of these types.
 _FIELDS: dict[str, pa.DataType] = {
     "type": pa.int8(),
     "size": pa.int32(),
@@ -84,10 +84,14 @@ def on_barrier(data: DataFrame | RDD[Any], function: Batches, schema: str, profi
             for batch in function(elements):
                 yield from zip(*batch.to_pydict().values(), strict=True)
 
-        placed = data
-        if profile is not None:  # withResources changes the RDD itself
-            placed = data.mapPartitions(lambda own: own, preservesPartitioning=True).withResources(profile)
-        return cast(Collect, placed.barrier().mapPartitions(rows).collect)
+        def unchanged(elements: Iterable[Any]) -> Iterable[Any]:
+            return elements
+
+        source = data
+        if profile is not None:
+            # withResources changes the RDD itself, so a copy of the user's gets the profile.
+            source = data.mapPartitions(unchanged, preservesPartitioning=True).withResources(profile)
+        return cast(Collect, source.barrier().mapPartitions(rows).collect)
     resources: dict[str, Any] = {} if profile is None else {"profile": profile}
     return data.mapInArrow(function, schema, barrier=True, **resources).collect
 
@@ -95,8 +99,8 @@ def on_barrier(data: DataFrame | RDD[Any], function: Batches, schema: str, profi
 def inheriting(spark: SparkSession, target: Callable[[], R]) -> Callable[[], R]:
     """Returns a thread target that inherits the caller's job group, pool and tags."""
     wrap: Any = inheritable_thread_target
-    found: Callable[[], R] = wrap(target) if _BEFORE_4_0 else wrap(spark)(target)
-    return found
+    inheriting_target: Callable[[], R] = wrap(target) if _BEFORE_4_0 else wrap(spark)(target)
+    return inheriting_target
 
 
 def add_pyfile(spark: SparkSession, path: str) -> None:
@@ -120,7 +124,7 @@ def to_vector(column: Column) -> Column:
             hint="set the output columns of vectors to '', or let registerUDF make an SQL function, which returns "
             "arrays; pyspark 4.0 and newer make them",
         )
-    from pyspark.ml.functions import array_to_vector  # for drivers only: it takes a Python worker a third of a second
+    from pyspark.ml.functions import array_to_vector  # A Python worker would take a third of a second to import it.
 
     return array_to_vector(column)
 
@@ -157,7 +161,8 @@ def unlogged_errors() -> Iterator[None]:
     names = ("SQLQueryContextLogger", "DataFrameQueryContextLogger")
     with ExitStack() as muted:
         for name in names:
-            PySparkLogger.getLogger(name)  # made as one of another class, it could not take what pyspark logs
+            # Made by `logging`, the logger would be of another class, and could not take what pyspark logs.
+            PySparkLogger.getLogger(name)
             muted.enter_context(quiet(name))
         yield
 
@@ -171,8 +176,9 @@ def table_of(data: DataFrame) -> pa.Table:
 
 def repartition_by_id(data: DataFrame, parts: int, part: Column) -> DataFrame:
     """Moves every row to the partition whose number is in an int column."""
+    # pyspark has the method from 4.1 on. An attribute of a DataFrame may also be a column, so its class is asked first.
     by_id: Any = getattr(data, "repartitionById", None) if hasattr(DataFrame, "repartitionById") else None
-    return split_by_hash(data, parts, part) if by_id is None else by_id(parts, part)  # pyspark >= 4.1
+    return split_by_hash(data, parts, part) if by_id is None else by_id(parts, part)
 
 
 def split_by_hash(data: DataFrame, parts: int, part: Column) -> DataFrame:
@@ -182,8 +188,8 @@ def split_by_hash(data: DataFrame, parts: int, part: Column) -> DataFrame:
     is looked up first.
     """
     candidates = data.sparkSession.range(parts * 64).select(F.col("id").cast("int").alias("x"))
-    found = candidates.groupBy(F.pmod(F.hash("x"), F.lit(parts)).alias("part")).agg(F.min("x").alias("x")).collect()
-    stand_in = {row["part"]: row["x"] for row in found}
+    buckets = candidates.groupBy(F.pmod(F.hash("x"), F.lit(parts)).alias("part")).agg(F.min("x").alias("x")).collect()
+    stand_in = {row["part"]: row["x"] for row in buckets}
     lookup = F.array(*[F.lit(stand_in[index]) for index in range(parts)])
     return data.repartition(parts, F.get(lookup, part))
 
@@ -237,7 +243,8 @@ def arrow_udf(
     native: Any = getattr(F, "arrow_udf", None)
     if native is not None:
         return native(arrays, kind)
-    with warnings.catch_warnings():  # annotations would need pandas at import time in every executor
+    # pyspark advises annotations, which would need pandas at import time in every executor.
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="In Python 3.6\\+ and Spark 3.0\\+")
         return pandas_udf(frames, kind, PandasUDFType.SCALAR_ITER)
 
@@ -260,7 +267,12 @@ def as_microseconds(column: Column, kind: T.DataType) -> Column:
     if not has_timestamps(kind):
         return column
     if isinstance(kind, T.ArrayType):
-        return F.transform(column, lambda inner: as_microseconds(inner, kind.elementType))
+        element_type = kind.elementType
+
+        def of_element(element: Column) -> Column:
+            return as_microseconds(element, element_type)
+
+        return F.transform(column, of_element)
     if isinstance(kind, T.StructType):
         fields = [as_microseconds(column[field.name], field.dataType).alias(field.name) for field in kind.fields]
         return F.when(column.isNotNull(), F.struct(*fields))
@@ -276,24 +288,26 @@ def from_pandas(batch: Any, inputs: Sequence[TensorSpec], *, for_sql: bool = Fal
     if len(columns) == len(inputs):
         kinds = [kind_of(spec).arrow(spec) for spec in inputs]
     else:
-        of = [None if spec.sources else kind_of(spec).arrow(spec) for spec in inputs]
-        kinds = [kind for spec, kind in zip(inputs, of, strict=True) for _ in spec.sources or (spec.column,)]
+        # Source columns of packed inputs are numbers, which need no type.
+        kinds = []
+        for spec in inputs:
+            kinds += [None] * len(spec.sources) if spec.sources else [kind_of(spec).arrow(spec)]
     return tuple(_array(column, kind, for_sql) for column, kind in zip(columns, kinds, strict=True))
 
 
 def _in_order(batch: Any, inputs: Sequence[TensorSpec]) -> tuple[Any, ...]:
     """Returns the columns of a batch spec by spec: one per spec, or the user's columns, in the order that SQL gives."""
     columns = batch if isinstance(batch, tuple) else (batch,)
-    places = places_of(inputs)
-    if len(columns) == len(places):
-        return tuple(columns[place] for place in places)
+    positions = positions_of(inputs)
+    if len(columns) == len(positions):
+        return tuple(columns[position] for position in positions)
     if len(columns) == len(inputs):
         return columns
     names = [name for spec in inputs for name in spec.sources or (spec.column,)]
-    wanted = [name for _, name in sorted(zip(places, names, strict=True))]
+    expected = [name for _, name in sorted(zip(positions, names, strict=True))]
     raise ColumnError(
-        f"the model takes {len(wanted)} columns, and got {len(columns)}",
-        hint=f"give it {', '.join(wanted)}, in this order",
+        f"the model takes {len(expected)} columns, and got {len(columns)}",
+        hint=f"give it {', '.join(expected)}, in this order",
     )
 
 
@@ -309,20 +323,22 @@ def _array(column: Any, kind: pa.DataType | None, for_sql: bool) -> pa.Array:
                 return pa.Array.from_pandas(column)
             if column.dtype.kind == "M" and has_instants(kind):
                 return values_as(kind, column, zone_in_udf("UTC"))
-            with suppress(TypeError):  # microseconds are no times of pandas
+            with suppress(TypeError):  # Microseconds are no times of pandas.
                 times = values_as(kind, column, timezone.utc)
                 moved = has_instants(kind) and times.null_count < len(times)
                 return values_as(kind, column, zone_in_udf("UTC")) if moved else times
-        as_numbers = kind is not None and has_times(kind) and for_sql
-        for wanted in () if kind is None or as_numbers else (kind, _in_microseconds(kind)):
-            with suppress(pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
-                return pa.Array.from_pandas(column, type=wanted).cast(kind)
+        numbers_for_times = kind is not None and has_times(kind) and for_sql
+        if kind is not None and not numbers_for_times:
+            for candidate in (kind, _in_microseconds(kind)):
+                with suppress(pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
+                    return pa.Array.from_pandas(column, type=candidate).cast(kind)
         return pa.Array.from_pandas(column)
     names = list(column.columns)
-    known = _FIELDS  # may be an ML vector although the model was fitted on arrays
+    # The struct may be an ML vector although the model was fitted on arrays.
+    field_types = _FIELDS
     if kind is not None and pa.types.is_struct(kind):
-        known = {field.name: field.type for field in kind}
-    fields = [_array(column[name], known.get(name), for_sql) for name in names]
+        field_types = {field.name: field.type for field in kind}
+    fields = [_array(column[name], field_types.get(name), for_sql) for name in names]
     return pa.StructArray.from_arrays(fields, names=names, mask=reduce(pc.and_, (field.is_null() for field in fields)))
 
 

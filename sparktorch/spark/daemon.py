@@ -18,8 +18,9 @@ if __name__ == "__main__":
     for name in _OF_RANKS:
         importlib.import_module(name)
     package = importlib.import_module("sparktorch")
-    for name in package.__all__:  # users' modules import them
+    for name in package.__all__:  # Modules of users import these.
         with suppress(ImportError):
             getattr(package, name)
-    gc.freeze()  # so that forked workers share the memory
+    # Collections do not write to frozen objects, so that forked workers share their memory.
+    gc.freeze()
     manager()

@@ -35,7 +35,7 @@ __all__ = ["dataframe_of", "is_rdd", "moved", "tensor_rdd", "to_dataframe"]
 
 Tensors = dict[str, torch.Tensor]
 
-_OF_SPARK = (Vector, datetime.date)  # values for which Spark has types of its own
+_OF_SPARK = (Vector, datetime.date)  # Spark has types of its own for these values.
 _WIDER = {
     torch.uint8: torch.int16,
     torch.uint16: torch.int32,
@@ -44,7 +44,7 @@ _WIDER = {
     torch.bfloat16: torch.float32,
 }
 
-_ROWS = 1024  # that are converted at a time, where each element is a row
+_ROWS = 1024  # So many elements are converted at a time, where each of them is a row.
 
 
 def tensor_rdd(
@@ -92,12 +92,12 @@ def tensor_rdd(
             "Spark Connect has no RDDs",
             hint="sparktorch.run(function, df) gives ranks the rows as tensors there, by context.loader",
         )
-    found = ColumnNames.of(frame)
+    column_names = ColumnNames.of(frame)
     names = list(frame.columns if columns is None else columns)
-    usual = {name: _dtype(found.type_of(name)) for name in names}
+    usual = {name: _dtype(column_names.type_of(name)) for name in names}
     chosen = {**{name: dtype for name, dtype in usual.items() if dtype}, **(dtypes or {})}
-    specs = plan_inputs(found, names, InputOptions(dtypes=chosen))
-    encoded = frame.select(*[column_of(found, spec) for spec in specs])
+    specs = plan_inputs(column_names, names, InputOptions(dtypes=chosen))
+    encoded = frame.select(*[column_of(column_names, spec) for spec in specs])
     schema = to_arrow_schema(encoded.schema)
     return arrow_batches(encoded).mapPartitions(partial(_tensors, specs, schema, batch_size))
 
@@ -132,7 +132,11 @@ def to_dataframe(rdd: RDD[Any], schema: T.StructType | str | None = None) -> Dat
             param="schema",
         )
     if schema is None and any(isinstance(value, _OF_SPARK) for value in (first or {}).values()):
-        return spark.createDataFrame(rdd.map(lambda element: Row(**element)))
+
+        def as_row(element: Mapping[str, Any]) -> Row:
+            return Row(**element)
+
+        return spark.createDataFrame(rdd.map(as_row))
     kind: Any = schema
     if schema is None:
         kind = from_arrow_schema(_record_batch([first], None).schema)
@@ -149,16 +153,18 @@ def to_dataframe(rdd: RDD[Any], schema: T.StructType | str | None = None) -> Dat
 
 def dataframe_of(data: Any, caller: str) -> DataFrame:
     """Returns a DataFrame as it is, and that of an RDD; the message about anything else names the caller."""
-    found = to_dataframe(data) if is_rdd(data) else data
-    if not hasattr(found, "sparkSession"):
+    converted = to_dataframe(data) if is_rdd(data) else data
+    if not hasattr(converted, "sparkSession"):
         kind = f"{type(data).__module__.partition('.')[0]}'s {type(data).__name__}"
-        raise ConfigError(f"{caller} takes a DataFrame of Spark's, and got {kind}", hint=_made(data), param="dataset")
-    frame: DataFrame = found
+        raise ConfigError(
+            f"{caller} takes a DataFrame of Spark's, and got {kind}", hint=_how_to_convert(data), param="dataset"
+        )
+    frame: DataFrame = converted
     check_running(frame.sparkSession)
     return frame
 
 
-def _made(data: Any) -> str:
+def _how_to_convert(data: Any) -> str:
     """Returns how a DataFrame is made of what a user gave."""
     if isinstance(data, str | os.PathLike):
         return "spark.read.parquet(it), or as its format is"
@@ -176,8 +182,15 @@ def is_rdd(data: Any) -> bool:
 
 def moved(rdd: RDD[Any]) -> RDD[Any]:
     """Shuffles the elements of each partition, in their order, to the partition of the same number."""
-    numbered = rdd.mapPartitionsWithIndex(lambda number, elements: ((number, element) for element in elements))
-    return numbered.partitionBy(rdd.getNumPartitions(), lambda number: number).values()
+
+    def numbered(number: int, elements: Iterable[Any]) -> Iterator[tuple[int, Any]]:
+        return ((number, element) for element in elements)
+
+    # A key is the number of its partition already.
+    def same(number: int) -> int:
+        return number
+
+    return rdd.mapPartitionsWithIndex(numbered).partitionBy(rdd.getNumPartitions(), same).values()
 
 
 def _needs_spark(kind: T.DataType) -> bool:
@@ -197,17 +210,17 @@ def _tensors(
 ) -> Iterator[Tensors]:
     """Yields the tensors of a partition's Arrow batches, which come without their schema."""
     batches = (pa.ipc.read_record_batch(pa.py_buffer(message), schema) for message in messages)
-    known: list[TensorSpec] = []
+    measured_specs: list[TensorSpec] = []
     row = 0
     for batch in _resized(batches, size):
         if not batch.num_rows:
             continue
-        known = known or [measured(spec, batch) for spec in specs]
-        found = {}
-        for spec, column in zip(known, batch.columns, strict=True):
+        measured_specs = measured_specs or [measured(spec, batch) for spec in specs]
+        tensors = {}
+        for spec, column in zip(measured_specs, batch.columns, strict=True):
             refuse_nulls(column, spec, first_row=row)
-            found[spec.column] = _tensor(to_numpy(column, spec, first_row=row))
-        yield found
+            tensors[spec.column] = _tensor(to_numpy(column, spec, first_row=row))
+        yield tensors
         row += batch.num_rows
 
 
@@ -236,12 +249,15 @@ def _tensor(values: Any) -> torch.Tensor:
 def _packed(schema: pa.Schema, elements: Iterable[Any]) -> Iterator[bytes]:
     """Yields the elements of a partition as Arrow record batches, without their schema."""
     for batched, several in groupby(elements, _is_batch):
-        while some := list(islice(several, 1 if batched else _ROWS)):
-            yield _record_batch(some, schema).serialize().to_pybytes()
+        while chunk := list(islice(several, 1 if batched else _ROWS)):
+            yield _record_batch(chunk, schema).serialize().to_pybytes()
 
 
 def _is_batch(element: Any) -> bool:
-    values = element.values() if isinstance(element, Mapping) else element if isinstance(element, tuple) else ()
+    if isinstance(element, Mapping):
+        values: Iterable[Any] = element.values()
+    else:
+        values = element if isinstance(element, tuple) else ()
     return any(isinstance(value, torch.Tensor) for value in values)
 
 

@@ -23,7 +23,7 @@ def save_beside(spark: SparkSession, path: str, save: Callable[[str], None]) -> 
     Raises:
         PersistenceError: The file system refuses to rename a folder, or `path` is the root of one.
     """
-    session: Any = spark  # pyspark has no types of its JVM
+    session: Any = spark  # pyspark has no types of its JVM.
     new_path = session._jvm.org.apache.hadoop.fs.Path
     target = new_path(path)
     files = target.getFileSystem(session._jsparkSession.sessionState().newHadoopConf())

@@ -35,13 +35,13 @@ __all__ = [
 
 _LOG = logging.getLogger(__name__)
 
-# Whether Spark, from 4.2 on, passes the batches of a columnar source unchanged to Python UDFs.
+# From 4.2 on, Spark passes the batches of a columnar source unchanged to Python UDFs if this is true.
 _COLUMNAR = "spark.sql.execution.arrow.pythonUDF.columnarInput.enabled"
 _KEPT_SCORERS = 4
 _scorers: OrderedDict[tuple[str, Scoring, str], Scorer] = OrderedDict()
-_fresh: set[tuple[str, Scoring, str]] = set()  # of scorers that one task has used
+_fresh: set[tuple[str, Scoring, str]] = set()  # One task alone has used the scorers of these keys.
 
-# Most bytes of a chunk of rows in Arrow, unless a single row is larger.
+# A chunk of rows has at most so many bytes in Arrow, unless a single row is larger.
 CHUNK_BYTES = 64 << 20
 
 
@@ -123,8 +123,12 @@ def without_invalid(dataset: DataFrame, columns: Sequence[Column], specs: Sequen
     `columns` are expressions that encode the inputs.
     """
     kinds = [field.dataType for field in dataset.select(*columns).schema]
-    found = [unfit(spec, kind, c) for c, kind, spec in zip(columns, kinds, specs, strict=True) if not spec.takes_nulls]
-    return dataset.where(~any_of(found)) if found else dataset
+    conditions = [
+        unfit(spec, kind, column)
+        for column, kind, spec in zip(columns, kinds, specs, strict=True)
+        if not spec.takes_nulls
+    ]
+    return dataset.where(~any_of(conditions)) if conditions else dataset
 
 
 def found_in_python(specs: Sequence[TensorSpec]) -> bool:
@@ -176,27 +180,32 @@ def scorer_here(sent: Sent, scoring: Scoring, local: bool) -> Scorer:
     first task has run, is frozen: looking at all the objects of torch and pandas takes longer than many tasks.
     """
     context = TaskContext.get()
+    # torch would take all cores of the machine, which other tasks need, too.
     torch.set_num_threads(max(1, context.cpus()) if context else 1)
     device = device_of(context, scoring.device, local)
     key = (sent.key, scoring, device)
-    left = [known for known in _scorers if known[2] != device and not is_host(known[2])]
-    if left and not is_host(device):  # the old devices may belong to other tasks now
-        gc.unfreeze()  # otherwise modules in reference cycles are never freed
-        for other in left:
+    on_other_devices = [cached for cached in _scorers if cached[2] != device and not is_host(cached[2])]
+    # The devices of earlier tasks may belong to tasks of others now.
+    if on_other_devices and not is_host(device):
+        # A frozen module in a reference cycle would never be freed.
+        gc.unfreeze()
+        for other in on_other_devices:
             del _scorers[other]
             let_go(other[2])
     if key not in _scorers:
         trained, weights = sent.load().unpacked()
         _scorers[key] = Scorer(trained, scoring, device=device, weights=weights)
         if len(_scorers) > _KEPT_SCORERS:
-            gone = weakref.ref(_scorers.popitem(last=False)[1]._plain)
-            if gone() is not None:  # in a reference cycle: only a collection frees it, and of what is not frozen
+            evicted = weakref.ref(_scorers.popitem(last=False)[1]._plain)
+            # A module in a reference cycle is freed by a collection only, and only if it is not frozen.
+            if evicted() is not None:
                 gc.unfreeze()
                 gc.collect()
         gc.freeze()
         _fresh.add(key)
     elif key in _fresh:
-        gc.freeze()  # what the first task has imported, as pandas, which Arrow does
+        # The first task may have imported much: Arrow imports pandas.
+        gc.freeze()
         _fresh.remove(key)
     _scorers.move_to_end(key)
     return _scorers[key]
@@ -212,5 +221,5 @@ def device_of(context: TaskContext | None, device: Device, local: bool) -> str:
     if device == "auto" and gpus is None and not local:
         return "cpu"
     count = 0 if device == "cpu" else device_count(None if device == "auto" else device)
-    own = os.getpid() % count if count else 0
-    return choose_device(device, gpus.addresses if gpus else [], local_rank=own, local_size=1)
+    index = os.getpid() % count if count else 0
+    return choose_device(device, gpus.addresses if gpus else [], local_rank=index, local_size=1)

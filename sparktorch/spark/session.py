@@ -62,10 +62,11 @@ def setting(spark: SparkSession, name: str, default: str = "") -> str:
     visible defaults, those of Spark core have not.
     """
     try:
-        value = spark.conf.get(name, None)  # without `None`, a Connect server logs unset names as errors
+        # Without `None`, a Connect server logs unset names as errors.
+        value = spark.conf.get(name, None)
         if value is None and name.startswith("spark.sql."):
             value = spark.conf.get(name)
-    except Exception:  # hidden by the service, or unknown to Spark; 3.5 raises Py4J's exception
+    except Exception:  # The service hides the setting, or Spark lacks it; 3.5 raises Py4J's exception.
         return default
     return default if value is None else str(value)
 
@@ -96,7 +97,8 @@ def slots(spark: SparkSession, profile: Any = None) -> int | None:
     if profile is None:
         profile = manager.defaultResourceProfile()
     else:
-        manager.addResourceProfile(profile)  # Spark counts only for known profiles; adding one twice is fine
+        # Spark counts for profiles only that the manager has; it may be given one twice.
+        manager.addResourceProfile(profile)
     return int(context.maxNumConcurrentTasks(profile))
 
 
@@ -138,7 +140,8 @@ def other_tasks(spark: SparkSession, tag: str, ended: Iterable[str], *, all_jobs
     if is_connect(spark):
         return 0
     stages = set(spark.sparkContext.statusTracker().getActiveStageIds()) if all_jobs else set[int]()
-    stages.update(*(_stages(spark, one) or () for one in ended))  # stages that have failed may have running tasks
+    # Stages that have failed may still have running tasks.
+    stages.update(*(_stages(spark, ended_tag) or () for ended_tag in ended))
     stages -= _stages(spark, tag) or set()
     if gpus:
         store: Any = spark.sparkContext._jsc.sc().statusStore()
@@ -164,26 +167,28 @@ def is_leaving(spark: SparkSession, tag: str) -> bool:
         return False
     context: Any = spark.sparkContext._jsc.sc()
     scheduler, store = context.taskScheduler(), context.statusStore()
-    found = [spark.sparkContext.statusTracker().getStageInfo(stage) for stage in _stages(spark, tag) or ()]
-    stages = [(stage.stageId, stage.currentAttemptId) for stage in found if stage is not None and stage.numActiveTasks]
+    stage_infos = [spark.sparkContext.statusTracker().getStageInfo(stage) for stage in _stages(spark, tag) or ()]
+    stages = [
+        (stage.stageId, stage.currentAttemptId) for stage in stage_infos if stage is not None and stage.numActiveTasks
+    ]
     tasks = [store.taskList(stage, attempt, _MOST_TASKS) for stage, attempt in stages]
-    running = [each.apply(index) for each in tasks for index in range(each.size())]
+    running = [task_list.apply(index) for task_list in tasks for index in range(task_list.size())]
     executors = {task.executorId() for task in running if task.status() == "RUNNING"}
-    return any(scheduler.getExecutorDecommissionState(one).isDefined() for one in executors)
+    return any(scheduler.getExecutorDecommissionState(executor).isDefined() for executor in executors)
 
 
 def _stages(spark: SparkSession, tag: str) -> set[int] | None:
     """Returns the stages of the jobs with a tag; `None` if there is no job yet."""
-    known: Any = spark.sparkContext.statusTracker()
-    tracker: Any = spark.sparkContext._jsc.sc().statusTracker()
-    jobs = [known.getJobInfo(job) for job in tracker.getJobIdsForTag(tag)]
+    tracker: Any = spark.sparkContext.statusTracker()
+    java_tracker: Any = spark.sparkContext._jsc.sc().statusTracker()
+    jobs = [tracker.getJobInfo(job) for job in java_tracker.getJobIdsForTag(tag)]
     return {stage for job in jobs if job is not None for stage in job.stageIds} if jobs else None
 
 
 def _active_tasks(spark: SparkSession, stages: Iterable[int]) -> int:
-    known = spark.sparkContext.statusTracker()
-    found = [known.getStageInfo(stage) for stage in stages]
-    return sum(stage.numActiveTasks for stage in found if stage is not None)
+    tracker = spark.sparkContext.statusTracker()
+    stage_infos = [tracker.getStageInfo(stage) for stage in stages]
+    return sum(stage.numActiveTasks for stage in stage_infos if stage is not None)
 
 
 def driver_address(spark: SparkSession) -> tuple[str, str] | None:

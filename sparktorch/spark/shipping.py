@@ -26,12 +26,14 @@ __all__ = ["INLINE_BYTES", "Sent", "ShippingError", "add_code", "pickled", "send
 
 # Larger values are sent once per executor, not with every task.
 INLINE_BYTES = 1 << 20
-_PIECE = 64 << 20  # bytes per broadcast: bounds the memory of the driver's JVM
+_PIECE = 64 << 20  # A broadcast has at most so many bytes, which bounds the memory of the driver's JVM.
 
 _lock = RLock()
 _sent: WeakKeyDictionary[SparkSession | SparkContext, dict[int, Sent]] = WeakKeyDictionary()
-_there: WeakKeyDictionary[SparkSession | SparkContext, set[str]] = WeakKeyDictionary()  # files and folders
-_written: WeakKeyDictionary[SparkContext, list[tuple[str, Any]]] = WeakKeyDictionary()  # files of the driver's Python
+# The executors have these files, and the code of these folders.
+_shipped: WeakKeyDictionary[SparkSession | SparkContext, set[str]] = WeakKeyDictionary()
+# The driver's Python has written these files for broadcasts; a weak reference of Java's says whether one is in use.
+_written: WeakKeyDictionary[SparkContext, list[tuple[str, Any]]] = WeakKeyDictionary()
 _code: list[Path] = []
 
 
@@ -63,7 +65,8 @@ class Sent:
             return pickle.loads(Path(SparkFiles.get(self.file)).read_bytes())
         content = b"".join(piece.value for piece in self.pieces)
         for piece in self.pieces:
-            if getattr(piece, "_path", None):  # free the memory: it can be read from its file again
+            # A piece that has a file can be read again, so its memory is freed.
+            if getattr(piece, "_path", None):
                 vars(piece).pop("_value", None)
         return pickle.loads(content)
 
@@ -84,12 +87,13 @@ def send(spark: SparkSession, value: object, *, stream: bool = False) -> Sent:
         if stream and is_connect(spark):
             content = pickled(value)
             return Sent(key=f"inline {hashlib.sha256(content).hexdigest()}", inline=content)
-        sent = _sent.setdefault(_place(spark), {})
+        sent = _sent.setdefault(_cache_owner(spark), {})
         if id(value) not in sent:
             new = _send(spark, pickled(value))
             try:
+                # Once the value is gone, another may get its id; at exit there is nothing left to forget.
                 finalize(value, sent.pop, id(value), None).atexit = False
-            except TypeError:  # a tuple, say
+            except TypeError:  # Nothing can refer weakly to a tuple, for example.
                 return new
             sent[id(value)] = new
         return sent[id(value)]
@@ -111,7 +115,7 @@ def pickled(value: object) -> bytes:
     return content
 
 
-def _place(spark: SparkSession) -> SparkSession | SparkContext:
+def _cache_owner(spark: SparkSession) -> SparkSession | SparkContext:
     """Returns the key of the caches: on classic Spark the SparkContext, since each micro-batch has its own session."""
     return spark if is_connect(spark) else spark.sparkContext
 
@@ -122,13 +126,14 @@ def _send(spark: SparkSession, content: bytes) -> Sent:
         return Sent(key=f"inline {digest}", inline=content)
     if not is_connect(spark):
         return Sent(key=f"broadcast {digest}", pieces=tuple(_broadcast(spark.sparkContext, content)))
-    name, there = f"sparktorch-{digest[:32]}.pkl", _there.setdefault(_place(spark), set())
-    if name not in there:
+    name = f"sparktorch-{digest[:32]}.pkl"
+    shipped = _shipped.setdefault(_cache_owner(spark), set())
+    if name not in shipped:
         with tempfile.TemporaryDirectory(prefix="sparktorch-") as folder:
             file = Path(folder, name)
             file.write_bytes(content)
             spark.addArtifacts(str(file), file=True)
-        there.add(name)
+        shipped.add(name)
     return Sent(key=f"file {digest}", file=name)
 
 
@@ -138,32 +143,33 @@ def _broadcast(context: SparkContext, content: bytes) -> Iterator[Broadcast[byte
     Spark frees unused broadcasts, except for the file through which Python passed the bytes to the JVM.
     """
     jvm: Any = context._jvm
-    kept = []
+    in_use = []
     for path, reference in _written.get(context, []):
         if reference.get() is None:
             Path(path).unlink(missing_ok=True)
         else:
-            kept.append((path, reference))
-    _written[context] = kept
+            in_use.append((path, reference))
+    _written[context] = in_use
     for start in range(0, len(content), _PIECE):
         piece: Any = context.broadcast(content[start : start + _PIECE])
-        kept.append((piece._path, jvm.java.lang.ref.WeakReference(piece._jbroadcast)))
+        in_use.append((piece._path, jvm.java.lang.ref.WeakReference(piece._jbroadcast)))
         yield piece
 
 
 def _send_code(spark: SparkSession, folder: Path) -> None:
-    there = _there.setdefault(_place(spark), set())
-    if str(folder) in there:
+    shipped = _shipped.setdefault(_cache_owner(spark), set())
+    if str(folder) in shipped:
         return
     content = _archive(folder)
     name = f"sparktorch-code-{hashlib.sha256(content).hexdigest()[:32]}.zip"
-    if name not in there:  # several models may share the same code
+    if name not in shipped:  # Several models may share the same code.
         file = Path(_folder().name, name)
+        # Executors may be fetching a file of this name, for another session: it is replaced as a whole.
         partial = file.with_suffix(".partial")
         partial.write_bytes(content)
         os.replace(partial, file)
         add_pyfile(spark, str(file))
-    there.update((name, str(folder)))
+    shipped.update((name, str(folder)))
 
 
 def _archive(folder: Path) -> bytes:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
-from itertools import chain, islice, repeat, takewhile
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 __all__ = ["Outbox", "Sample", "Send"]
 
 _LOG = logging.getLogger(__name__)
-_PACE_SECONDS = 1.0  # pause between two batches of metrics
-_CLOSE_SECONDS = 10.0  # without a delivery, after which the server is asked whether it is there
-_MOST_IDLE = 60  # such waits in a row
+_PACE_SECONDS = 1.0  # This is the pause between two batches of metrics.
+_CLOSE_SECONDS = 10.0  # After so long without a delivery, `close` asks whether the server answers.
+_MOST_IDLE = 60  # `close` gives up after so many such waits in a row.
 _PROBE_SECONDS = 5.0
-_MOST_METRICS = 1000  # per request, MLflow's limit
-_MOST_WAITING = 100_000  # values of metrics
-_MOST_REFUSALS = 10  # of one request, by a reachable server, before it is dropped
+_MOST_METRICS = 1000  # MLflow takes no more metrics in a request.
+_MOST_WAITING = 100_000  # The queue holds at most so many values of metrics.
+_MOST_REFUSALS = 10  # A request that a reachable server has refused so often is dropped.
 
 Send = Callable[["MlflowClient", str], object]
 T = TypeVar("T")
@@ -45,8 +45,8 @@ class Sample(NamedTuple):
 class Outbox:
     """Queues log entries without blocking; a thread sends them in order and retries.
 
-    While MLflow is unreachable, entries stay queued, of the metrics the latest; queued metrics are sent in batches.
-    An entry that MLflow rejects permanently is dropped with a warning; of a batch, only the metrics of that name.
+    Queued metrics are sent in batches. While MLflow is unreachable, entries stay queued, but only the latest metrics.
+    An entry that MLflow rejects permanently is dropped with a warning; of a batch, only the metrics of that name are.
     """
 
     def __init__(self, connect: Callable[[], MlflowClient], open_run: Callable[[MlflowClient], str | None]) -> None:
@@ -56,15 +56,15 @@ class Outbox:
         self._open_run = open_run
         self._uri = "its tracking URI"
         self._queue: deque[Send | Sample] = deque()
-        self._waiting = 0  # values of metrics in the queue
-        self._leaving = 0  # entries that have left the queue and are not delivered yet
-        self._refused: set[str] = set()  # names of metrics
+        self._waiting = 0  # So many values of metrics are in the queue.
+        self._leaving = 0  # So many entries have left the queue and are not delivered yet.
+        self._refused: set[str] = set()  # MLflow has refused the metrics of these names.
         self._changed = threading.Condition()
         self._urged = threading.Event()
         self._closing = False
         self._done = False
         self._attempts = 0
-        self._failures = 0  # in a row
+        self._failures = 0  # The last attempts have failed, so many in a row.
         self._warned: set[tuple[str, str]] = set()
         _open.add(self)
         threading.Thread(target=self._work, name="sparktorch-mlflow", daemon=True).start()
@@ -93,11 +93,11 @@ class Outbox:
             with self._changed:
                 before = self._attempts
                 # One failure may be transient; the next attempt follows within a second.
-                known = self._changed.wait_for(
+                settled = self._changed.wait_for(
                     lambda: self._done or (self._attempts > tried and self._failures > 1), timeout=seconds
                 )
                 idle = 0 if self._attempts > before else idle + 1
-            if known:
+            if settled:
                 break
             try:
                 _probe(self._uri)
@@ -117,9 +117,11 @@ class Outbox:
         with self._changed:
             for item in () if self._done else items:
                 self._queue.append(item)
-                self._waiting += isinstance(item, Sample)
+                if isinstance(item, Sample):
+                    self._waiting += 1
                 if self._waiting > _MOST_WAITING:
-                    del self._queue[next(i for i, waiting in enumerate(self._queue) if isinstance(waiting, Sample))]
+                    oldest = next(index for index, queued in enumerate(self._queue) if isinstance(queued, Sample))
+                    del self._queue[oldest]
                     self._waiting -= 1
                     self._warn("of the metrics that wait for MLflow at %s, only the latest %d are kept", _MOST_WAITING)
             self._changed.notify_all()
@@ -129,11 +131,15 @@ class Outbox:
             client = self._deliver(self._connect)
             self._uri = client.tracking_uri
             self.run_id = self._deliver(partial(self._open_run, client))
-            while self.run_id is not None and (taken := self._take()):
-                self._hand_over(taken, client, self.run_id)
+            while self.run_id is not None:
+                request = self._next_request()
+                if not request:
+                    break
+                self._hand_over(request, client, self.run_id)
                 with self._changed:
                     self._leaving = 0
-                    if isinstance(taken[0], Sample):
+                    # The pause lets metrics gather, which are then sent in one request.
+                    if isinstance(request[0], Sample):
                         self._changed.wait_for(lambda: self._closing, timeout=_PACE_SECONDS)
         except Exception as error:
             self._warn("this fit is not logged to MLflow at %s (%s: %s)", type(error).__name__, error)
@@ -145,18 +151,18 @@ class Outbox:
                 self._changed.notify_all()
             _open.discard(self)
 
-    def _take(self) -> list[Send | Sample]:
-        """Waits for the next request: one call, or all queued metrics; empty when the queue is closed and empty."""
+    def _next_request(self) -> list[Send | Sample]:
+        """Waits for the next request: one call, or the metrics before the next call; empty once the queue has ended."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._closing)
-            metrics = takewhile(lambda item: isinstance(item, Sample), self._queue)
-            taken = list(islice(metrics, _MOST_METRICS))
-            self._waiting -= len(taken)
-            taken = taken or list(islice(self._queue, 1))
-            for _ in taken:
-                self._queue.popleft()
-            self._leaving = len(taken)
-            return taken
+            request: list[Send | Sample] = []
+            while self._queue and len(request) < _MOST_METRICS and isinstance(self._queue[0], Sample):
+                request.append(self._queue.popleft())
+            self._waiting -= len(request)
+            if not request and self._queue:
+                request.append(self._queue.popleft())
+            self._leaving = len(request)
+            return request
 
     def _hand_over(self, items: list[Send | Sample], client: MlflowClient, run_id: str) -> None:
         """Delivers a request; if MLflow refuses it, the metrics of each name by themselves."""
@@ -169,12 +175,12 @@ class Outbox:
                     by_name.setdefault(item.name, []).append(item)
             if not _may_pass(error):
                 if len(by_name) > 1:
-                    for own in by_name.values():
-                        self._hand_over(own, client, run_id)
+                    for samples in by_name.values():
+                        self._hand_over(samples, client, run_id)
                     return
                 self._refused.update(by_name)
             message = "MLflow at %s refused a part of what this fit logs (%s: %s)"
-            self._warn(message, type(error).__name__, error, of=str(error))
+            self._warn(message, type(error).__name__, error, cause=str(error))
 
     def _deliver(self, send: Callable[[], T]) -> T:
         """Retries until success; raises errors that a retry does not fix."""
@@ -186,12 +192,14 @@ class Outbox:
                 reached = True
                 result = send()
             except Exception as error:
-                refusals += reached
+                if reached:
+                    refusals += 1
                 if not _may_pass(error) or refusals == _MOST_REFUSALS:
                     raise
                 self._tried(failed=True)
                 message = "MLflow at %s cannot be reached (%s: %s): the fit goes on, its log follows later"
                 self._warn(message, type(error).__name__, error)
+                # `close` cuts the pause short, to try once more before it returns.
                 self._urged.wait(next(pauses))
                 self._urged.clear()
             else:
@@ -204,10 +212,10 @@ class Outbox:
             self._failures = self._failures + 1 if failed else 0
             self._changed.notify_all()
 
-    def _warn(self, message: str, *parts: object, of: str = "") -> None:
-        """Logs a warning once per message and `of`, which distinguishes errors with the same message."""
-        if (message, of) not in self._warned:
-            self._warned.add((message, of))
+    def _warn(self, message: str, *parts: object, cause: str = "") -> None:
+        """Logs a warning once per message and `cause`, which distinguishes errors with the same message."""
+        if (message, cause) not in self._warned:
+            self._warned.add((message, cause))
             _LOG.warning(message, self._uri, *parts)
 
 
@@ -225,7 +233,7 @@ def _probe(uri: str) -> None:
     import requests
 
     if uri.startswith(("http:", "https:")):
-        with suppress(requests.exceptions.SSLError):  # the server has answered
+        with suppress(requests.exceptions.SSLError):  # With this error, the server has answered.
             requests.head(uri, timeout=_PROBE_SECONDS, allow_redirects=False)
 
 
@@ -234,12 +242,13 @@ def _may_pass(error: Exception) -> bool:
     import requests
     from mlflow.exceptions import MlflowException
 
-    answer = getattr(error, "response", None)  # of artifacts
-    status: int | None = getattr(answer, "status_code", None)
+    # Errors of requests for artifacts have a response.
+    response = getattr(error, "response", None)
+    status: int | None = getattr(response, "status_code", None)
     if isinstance(error, MlflowException):
-        # MLflow counts what it has no code for as an internal error.
-        told = re.search(r"failed with error code (\d{3}) != ", str(error))
-        status = int(told[1]) if told else error.get_http_status_code()
+        # MLflow counts a status that it has no code for as an internal error, but the message has the status.
+        in_message = re.search(r"failed with error code (\d{3}) != ", str(error))
+        status = int(in_message[1]) if in_message else error.get_http_status_code()
     if status is not None:
         return status >= 500 or status in (408, 429)
     return isinstance(error, requests.RequestException | ConnectionError | TimeoutError)
@@ -248,8 +257,8 @@ def _may_pass(error: Exception) -> bool:
 @atexit.register
 def _last_attempt() -> None:
     """Tries once more to send queued entries when the interpreter exits."""
-    away: set[str] = set()
+    unreachable: set[str] = set()
     for outbox in list(_open):
-        if outbox.uri in away or not outbox.close():
-            away.add(outbox.uri)
+        if outbox.uri in unreachable or not outbox.close():
+            unreachable.add(outbox.uri)
             _LOG.warning("%d entries of a fit's log have not reached MLflow at %s", len(outbox), outbox.uri)

@@ -2,8 +2,9 @@
 
 In the model's directory, `sparktorch/` holds the plain files of the saved model, with `model.json` (class, uid
 and Params of the Spark model), and `columns.json` (for the pyfunc). If `torch.export` can capture the module's
-graph, `data/model.pt2` holds it for MLflow's own `pytorch` flavour. Of a pipeline, `sparktorch/` has a folder for
-each stage; of one with stages of Spark's, it has the columns only, and MLflow's own `spark` flavour writes the stages.
+graph, `data/model.pt2` holds it for MLflow's own `pytorch` flavour. For a pipeline, `sparktorch/` has a folder for
+each stage. For a pipeline with stages of Spark's, it has the columns only, and MLflow's own `spark` flavour writes the
+stages.
 """
 
 from __future__ import annotations
@@ -141,16 +142,19 @@ def save_model(
     _validate_env_arguments(conda_env, pip_requirements, extra_pip_requirements)
     form = form_of(sparktorch_model, input_example)
     models = [stage.trained for stage in form.ours]
-    needed = requirements(models, *form.packages)
-    chosen = needed, pip_requirements, extra_pip_requirements
-    environment: Any = _process_pip_requirements(*chosen) if conda_env is None else _process_conda_env(conda_env)
+    environment: Any
+    if conda_env is None:
+        pinned = requirements(models, *form.packages)
+        environment = _process_pip_requirements(pinned, pip_requirements, extra_pip_requirements)
+    else:
+        environment = _process_conda_env(conda_env)
     mlflow_model = mlflow_model or Model()
-    with _code_of(*(source for trained in models for source in (trained.source, trained.preprocess))) as own:
-        _check_place(path, own if code_paths is None else code_paths)
+    with _code_of(*(source for trained in models for source in (trained.source, trained.preprocess))) as found_paths:
+        _check_target(path, found_paths if code_paths is None else code_paths)
         _validate_and_prepare_target_save_path(path)
         data = Path(path) / _DATA
         data.mkdir()
-        code = form.write(data, mlflow_model, code_paths or own, environment[0], allow_pickle=allow_pickle)
+        code = form.write(data, mlflow_model, code_paths or found_paths, environment[0], allow_pickle=allow_pickle)
     if signature is not False:
         mlflow_model.signature = signature or mlflow_model.signature or form.signature()
     if metadata is not None:
@@ -176,19 +180,20 @@ def save_model(
 def requirements(models: Iterable[TrainedModule], *others: str) -> list[str]:
     """Returns the pinned requirements of scoring with models, without pyspark. MLflow adds itself.
 
-    Those are the libraries of every model, those that the classes of the modules' parts, and `preprocess`, are of, and
-    those of the packages `others`.
+    These are the libraries that every model needs, those that have the classes of the modules' parts, and `preprocess`,
+    and those of the packages `others`.
     """
     packages = set(others).union(*map(_packages, models))
     names = [*_SCORING, *sorted({*_distributions(packages)} - {*_SCORING})]
+    # A local version, such as 2.9.1+cpu, is on no index.
     pinned = [f"{name}=={version(name).partition('+')[0]}" for name in names]
     return [f"sparktorch-estimator=={sparktorch.__version__}", *pinned]
 
 
 def _packages(trained: TrainedModule) -> set[str]:
-    """Returns the names of the packages that a model's code is in, installed or not."""
+    """Returns the names of the packages that have a model's code, installed or not."""
     modules = [_module_of(source) for source in (trained.source, trained.preprocess) if source is not None]
-    with suppress(SparkTorchError):  # the weights need not be here
+    with suppress(SparkTorchError):  # The weights may be in a folder that this process cannot read.
         modules += [kind.__module__ for part in trained.parts() for kind in type(part).__mro__]
     if isinstance(trained.preprocess, LoadedPreprocess):
         modules += trained.preprocess.libraries
@@ -198,35 +203,35 @@ def _packages(trained: TrainedModule) -> set[str]:
 
 
 def _distributions(packages: Iterable[str]) -> Iterator[str]:
-    """Yields the libraries that packages are installed by; a namespace may be of many, and is left out."""
-    known = packages_distributions()
+    """Yields the libraries that install packages; a namespace may belong to many libraries, and is left out."""
+    distributions = packages_distributions()
     for package in packages:
-        with suppress(ValueError):  # of what was run, and not imported
-            found = find_spec(package)
-            if found is not None and found.origin and _is_installed(Path(found.origin)):
-                yield from known.get(package, ())
+        with suppress(ValueError):  # A module that was run, and not imported, has no spec.
+            spec = find_spec(package)
+            if spec is not None and spec.origin and _is_installed(Path(spec.origin)):
+                yield from distributions.get(package, ())
 
 
 def _module_of(source: Any) -> str:
-    """Returns the name of the module that an object, or its class, is in; `source` may be an import path."""
+    """Returns the name of the module that defines an object, or its class; `source` may be an import path."""
     if isinstance(source, str):
         return source.partition(":")[0]
-    found: str = getattr(source, "__module__", "__main__")
-    return found
+    name: str = getattr(source, "__module__", "__main__")
+    return name
 
 
-def _is_installed(place: Path) -> bool:
-    """Whether the requirements cover the code there: an installed library, the standard library, or sparktorch."""
-    place = place.resolve()
-    own = [*map(sysconfig.get_path, ("stdlib", "platstdlib")), str(Path(sparktorch.__file__).parent)]
-    if any(place.is_relative_to(Path(folder).resolve()) for folder in own):
+def _is_installed(path: Path) -> bool:
+    """Whether the requirements cover the code in a path: an installed library, the standard library, or sparktorch."""
+    path = path.resolve()
+    folders = [*map(sysconfig.get_path, ("stdlib", "platstdlib")), str(Path(sparktorch.__file__).parent)]
+    if any(path.is_relative_to(Path(folder).resolve()) for folder in folders):
         return True
-    return not {"site-packages", "dist-packages"}.isdisjoint(place.parts)
+    return not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
 
 
-def _check_place(path: str, code: Iterable[str]) -> None:
+def _check_target(path: str, code: Iterable[str]) -> None:
     """Refuses a target directory inside the code that is copied into it."""
-    for root in code if isinstance(code, list) else ():  # MLflow refuses anything else
+    for root in code if isinstance(code, list) else ():  # MLflow refuses any other type.
         if Path(path).resolve().is_relative_to(Path(root).resolve()):
             raise PersistenceError(
                 f"{path} lies within {root}, whose code the model keeps a copy of",
@@ -275,7 +280,7 @@ def load_module(model_uri: str) -> Any:
         hint = f"sparktorch.tracking.load_model({model_uri!r}) returns it"
         raise ModuleError(f"{model_uri} is a model of sparktorch's already", hint=hint, param="module")
     _add_code(local, flavors.get("pytorch", {}))
-    return mlflow.pytorch.load_model(str(local), map_location="cpu")  # this machine may have no GPU
+    return mlflow.pytorch.load_model(str(local), map_location="cpu")  # This machine may have no GPU.
 
 
 def _downloaded(model_uri: str) -> tuple[Path, dict[str, Any]]:
@@ -304,26 +309,27 @@ def _add_code(local: Path, conf: Mapping[str, Any]) -> Path | None:
 def _code_of(*sources: Any) -> Iterator[list[str]]:
     """Yields files and package folders of the sources that are not installed; out of a zip, they last for the block."""
     with tempfile.TemporaryDirectory(prefix="sparktorch-code-") as unpacked:
-        found = [_own_code(source, Path(unpacked)) for source in sources if source is not None]
-        yield list(dict.fromkeys(str(path) for path in found if path is not None))
+        paths = [_code_path(source, Path(unpacked)) for source in sources if source is not None]
+        yield list(dict.fromkeys(str(path) for path in paths if path is not None))
 
 
-def _own_code(source: Any, unpacked: Path) -> Path | None:
+def _code_path(source: Any, unpacked: Path) -> Path | None:
     """Returns the file or package folder of one source; `None` if it is installed or has no file."""
     name = _module_of(source)
     if name in ("__main__", "builtins"):
         return None
     top = importlib.import_module(name.partition(".")[0])
-    folders = list(getattr(top, "__path__", ()))  # of a package, including namespace packages
-    place = Path(folders[0] if folders else getattr(top, "__file__", None) or "")
-    if place == Path() or _is_installed(place):
+    folders = list(getattr(top, "__path__", ()))  # Packages have folders, and so have namespace packages.
+    path = Path(folders[0] if folders else getattr(top, "__file__", None) or "")
+    if path == Path() or _is_installed(path):
         return None
-    if place.exists():
-        return place
-    archive = next((folder for folder in place.parents if zipfile.is_zipfile(folder)), None)
+    if path.exists():
+        return path
+    # Spark imports code that it has shipped out of a zip: a path into an archive does not exist.
+    archive = next((folder for folder in path.parents if zipfile.is_zipfile(folder)), None)
     if archive is None:
         return None
-    inside = place.relative_to(archive)
+    inside = path.relative_to(archive)
     with zipfile.ZipFile(archive) as files:
         members = [member for member in files.namelist() if Path(member).is_relative_to(inside)]
         files.extractall(unpacked, members)

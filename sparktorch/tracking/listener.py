@@ -7,7 +7,6 @@ import logging
 import platform
 import re
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -15,12 +14,21 @@ from typing import TYPE_CHECKING, Any
 
 import sparktorch
 from sparktorch.base.imports import matplotlib
-from sparktorch.base.redact import shown
+from sparktorch.base.redact import display_text
 from sparktorch.errors import redacted
 from sparktorch.ml.scoring import figures
 from sparktorch.spark.session import java_version, setting
 from sparktorch.tracking.async_logger import Outbox, Sample
-from sparktorch.tracking.runs import FIT_TAG, ActiveRun, Autologging, Target, active_run, autologging, choose
+from sparktorch.tracking.runs import (
+    FIT_TAG,
+    ActiveRun,
+    Autologging,
+    Target,
+    active_run,
+    autologging,
+    choose,
+    milliseconds,
+)
 from sparktorch.tracking.signature import column_type
 
 if TYPE_CHECKING:
@@ -37,9 +45,9 @@ __all__ = ["MLflowListener", "SystemMetrics", "caller", "data_set", "environment
 
 _LOG = logging.getLogger(__name__)
 _LONGEST_ERROR = 5000
-_LONGEST_PARAM = 500  # characters of a Param's value that every MLflow store accepts
+_LONGEST_PARAM = 500  # Every MLflow store accepts so many characters of a Param's value.
 _PACKAGES = ("torch", "pyspark", "pyarrow", "numpy", "mlflow")
-_LONGEST_FINISH = 1.0  # seconds that a fit waits for its last system metrics
+_LONGEST_FINISH = 1.0  # A fit waits so many seconds for its last system metrics.
 _ERROR_TAG = "sparktorch.error"
 
 
@@ -64,23 +72,23 @@ class MLflowListener:
         self._target = target
         self._autologs = autologs
         self._environment = environment(fit)
-        self._names: dict[str, str] = {}  # of metrics in MLflow, and whose they are
-        self._system = SystemMetrics(target.known_run, self._log)
+        self._names: dict[str, str] = {}  # A metric's name in MLflow leads to its name in the fit.
+        self._system = SystemMetrics(target.existing_run, self._log)
         self._outbox = Outbox(self._connect, target.open)
-        if target.own:
+        if target.creates_run:
             self._begin()
 
     def prepared(self) -> None:
         """Logs the Params to the caller's run."""
-        if not self._target.own:
-            self._outbox.send(_forget_error)  # of an earlier fit that was refused
+        if not self._target.creates_run:
+            self._outbox.send(_forget_error)  # An earlier fit may have been refused, and the run have its error.
             self._begin()
 
     def _begin(self) -> None:
         fit = self._fit
         self._tag({FIT_TAG: fit.kind})
         self._outbox.send(partial(_log_params, params(fit.estimator)))
-        self._outbox.send(lambda client, run: matplotlib())  # its first import takes seconds
+        self._outbox.send(_import_matplotlib)  # Its first import takes seconds, which pass while the fit trains.
 
     def progress(self, record: dict[str, Any]) -> None:
         """Logs the loss of a step, with the optimizer step as MLflow's step."""
@@ -105,10 +113,11 @@ class MLflowListener:
             self._log({"goodput": summary.goodput, "attempts": len(summary.attempts)}, 0)
         best = {f"best.{name}": value for name, value in summary.best.items()}
         self._log(best | {f"baseline.{name}": value for name, value in summary.baseline.items()}, 0)
+        if summary.heldOut:
+            self._tag({"sparktorch.held_out": summary.heldOut["by"]})
         self._tag(
             {
                 "sparktorch.ended": summary.ended,
-                **({"sparktorch.held_out": summary.heldOut["by"]} if summary.heldOut else {}),
                 "sparktorch.rows": summary.rows,
                 "sparktorch.validation_rows": summary.validationRows,
                 "sparktorch.data_digest": summary.fingerprint,
@@ -116,15 +125,16 @@ class MLflowListener:
             }
         )
         send, autologs, columns = self._outbox.send, self._autologs, self._fit.columns
+        # Data set and figures are made in the thread of the outbox, so that the fit does not wait for them.
         if columns is not None and (autologs is None or autologs.log_datasets):
-            send(partial(_log_data_set, lambda: data_set(columns, summary)))
-        curve = partial(figures.loss_curve, summary.history)
-        send(lambda client, run: client.log_figure(run, curve(), "figures/loss.png"))
+            send(partial(_log_data_set, partial(data_set, columns, summary)))
+        send(partial(_log_figure, "loss", partial(figures.loss_curve, summary.history)))
         if summary.confusionMatrix is not None:
             matrix = partial(figures.confusion_matrix, summary.confusionMatrix, getattr(model, "labels", ()))
-            send(lambda client, run: client.log_figure(run, matrix(), "figures/confusion_matrix.png"))
+            send(partial(_log_figure, "confusion_matrix", matrix))
         if autologs is not None and autologs.log_models and not self._target.elsewhere:
-            model._mlflow_logged = True  # type: ignore[attr-defined]  # it names the folder of its weights
+            # What is logged may name the folder of the weights, so a search must not delete it.
+            model._mlflow_logged = True  # type: ignore[attr-defined]
             send(partial(_log_model, model, autologs.registered_model_name))
         self._environment |= {"world_size": summary.numWorkers, "attempts": list(summary.attempts)}
         self._environment |= {f"{name}s": [rank[name] for rank in summary.ranks] for name in ("host", "device")}
@@ -140,9 +150,9 @@ class MLflowListener:
     def failed(self, error: BaseException) -> None:
         """Logs the error."""
         self._tag({_ERROR_TAG: (str(error) or type(error).__name__)[:_LONGEST_ERROR]})
-        if self._target.own or self._fit.columns is not None:
+        if self._target.creates_run or self._fit.columns is not None:
             self._end("FAILED")
-        else:  # the refused fit leaves the caller's run to the next one
+        else:  # A fit that was refused leaves the caller's run to the next fit.
             self._system.finish()
             self._outbox.close()
             self._target.give_back()
@@ -154,19 +164,19 @@ class MLflowListener:
         return client
 
     def _log(self, values: dict[str, float], step: int) -> None:
-        now = _milliseconds()
+        now = milliseconds()
         self._outbox.metrics(Sample(self._named(name), value, now, step) for name, value in values.items())
 
     def _named(self, name: str) -> str:
-        """Returns the name of a metric with the characters that MLflow takes, or with one more "_" if that is taken."""
-        taken, known = re.sub(r"[^/\w.\- :]", "_", name), len(self._names)
-        while self._names.setdefault(taken, name) != name:
-            taken += "_"
-        if taken != name and len(self._names) > known:
+        """Returns a metric's name in MLflow: only with characters that it takes, and with "_" until no other has it."""
+        in_mlflow, count = re.sub(r"[^/\w.\- :]", "_", name), len(self._names)
+        while self._names.setdefault(in_mlflow, name) != name:
+            in_mlflow += "_"
+        if in_mlflow != name and len(self._names) > count:
             _LOG.warning(
-                "the metric %r is %r in MLflow, which takes no other characters and each name once", name, taken
+                "the metric %r is %r in MLflow, which takes no other characters and each name once", name, in_mlflow
             )
-        return taken
+        return in_mlflow
 
     def _tag(self, tags: dict[str, Any]) -> None:
         for name, value in tags.items():
@@ -174,36 +184,47 @@ class MLflowListener:
 
     def _end(self, status: str) -> None:
         self._system.finish()
-        self._outbox.send(lambda client, run: client.log_dict(run, self._environment, "environment.json"))
-        if self._target.own:  # the caller ends its own run
-            now = _milliseconds()
-            self._outbox.send(lambda client, run: client.set_terminated(run, status, now))
+        self._outbox.send(partial(_log_environment, self._environment))
+        if self._target.creates_run:  # The caller ends a run that it has started.
+            self._outbox.send(partial(_end_run, status, milliseconds()))
         self._outbox.close()
-
-
-def _milliseconds() -> int:
-    return int(time.time() * 1000)
 
 
 def _log_params(values: dict[str, str], client: MlflowClient, run_id: str) -> None:
     """Logs the Params that the run does not have; MLflow would reject all if one had another value."""
     from mlflow.entities import Param
 
-    known = client.get_run(run_id).data.params
-    others = [name for name, value in values.items() if known.get(name, value) != value]
+    logged = client.get_run(run_id).data.params
+    others = [name for name, value in values.items() if logged.get(name, value) != value]
     if others:
         _LOG.warning("the MLflow run has other values of %s already, and keeps them", ", ".join(others))
-    client.log_batch(run_id, params=[Param(name, value) for name, value in values.items() if name not in known])
+    client.log_batch(run_id, params=[Param(name, value) for name, value in values.items() if name not in logged])
 
 
 def _log_data_set(make: Callable[[], Any], client: MlflowClient, run_id: str) -> None:
     from mlflow.exceptions import MlflowException
 
-    found = make()
+    run_input = make()
     try:
-        client.log_inputs(run_id, [found])
-    except MlflowException:  # another fit on the same rows may have created the data set meanwhile
-        client.log_inputs(run_id, [found])
+        client.log_inputs(run_id, [run_input])
+    except MlflowException:  # Another fit on the same rows may have created the data set meanwhile.
+        client.log_inputs(run_id, [run_input])
+
+
+def _import_matplotlib(client: MlflowClient, run_id: str) -> None:
+    matplotlib()
+
+
+def _log_figure(name: str, draw: Callable[[], Any], client: MlflowClient, run_id: str) -> None:
+    client.log_figure(run_id, draw(), f"figures/{name}.png")
+
+
+def _log_environment(values: dict[str, Any], client: MlflowClient, run_id: str) -> None:
+    client.log_dict(run_id, values, "environment.json")
+
+
+def _end_run(status: str, end_time: int, client: MlflowClient, run_id: str) -> None:
+    client.set_terminated(run_id, status, end_time)
 
 
 def _forget_error(client: MlflowClient, run_id: str) -> None:
@@ -225,7 +246,7 @@ def params(estimator: Params) -> dict[str, str]:
     """Returns the Params that are set or have a default, as readable text."""
     values = {param.name: value for param, value in estimator.extractParamMap().items()}
     return {
-        name: (redacted(value) if isinstance(value, str) else shown(value))[:_LONGEST_PARAM]
+        name: (redacted(value) if isinstance(value, str) else display_text(value))[:_LONGEST_PARAM]
         for name, value in sorted(values.items())
     }
 
@@ -270,7 +291,7 @@ def data_set(columns: Columns, summary: TrainingSummary) -> DatasetInput:
 def _version(name: str) -> str | None:
     try:
         return version(name)
-    except PackageNotFoundError:  # e.g. with mlflow-skinny
+    except PackageNotFoundError:  # For example, mlflow-skinny has no distribution of the name mlflow.
         return None
 
 
@@ -328,6 +349,6 @@ def _monitor(run_id: str | None) -> Any:
         return None
     try:
         from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
-    except ImportError:  # psutil is missing
+    except ImportError:  # The library psutil is missing.
         return None
     return SystemMetricsMonitor(run_id)

@@ -27,7 +27,7 @@ __all__ = [
     *("PyFuncModel", "PyFuncPipeline", "Served", "check_columns", "pickles_allowed", "zone_of"),
 ]
 
-# What scores the models that return no row for each row, by the key that columns.json has for their columns.
+# Models that do not return a row for each row have classes of their own, by the key of their columns in columns.json.
 _SCORERS = {"series": "sparktorch.tasks.series.pyfunc:SeriesPyFunc"}
 
 
@@ -69,13 +69,12 @@ def _load_pyfunc(path: str, model_config: Mapping[str, Any] | None = None) -> Se
     config = model_config or {}
     device, time_zone = config.get("device", "auto"), config.get("time_zone", "auto")
     if device == "auto":
-        device = (
-            MLFLOW_DEFAULT_PREDICTION_DEVICE.get()
-            or (accelerator() if torch.accelerator.is_available() else None)
-            or "cpu"
-        )
+        device = MLFLOW_DEFAULT_PREDICTION_DEVICE.get()
+        if not device and torch.accelerator.is_available():
+            device = accelerator()
+        device = device or "cpu"
     allowed = pickles_allowed()
-    code = directory.parent / "code"  # where MLflow keeps it
+    code = directory.parent / "code"  # MLflow keeps the code here.
 
     def model(folder: Path, settings: dict[str, Any]) -> PyFuncModel:
         trained = TrainedModule.load(folder, allow_pickle=allowed, code=code)
@@ -101,24 +100,24 @@ def pickles_allowed() -> bool:
 
 def check_columns(model_input: Any, names: Iterable[str]) -> None:
     """Refuses rows without one of the columns that a model takes: MLflow lets them pass where there is no signature."""
-    given = [*map(str, model_input)] if isinstance(model_input, pd.DataFrame | Mapping) else []
+    columns = [*map(str, model_input)] if isinstance(model_input, pd.DataFrame | Mapping) else []
     name = ""
     try:
         for name in names:
             model_input[name]
-    except Exception as error:  # KeyError, or those of NumPy, Arrow and Polars
-        hint = nearest(name, given) if given else "pass a DataFrame, or a dict by column"
+    except Exception as error:  # NumPy, Arrow and Polars have other errors than KeyError.
+        hint = nearest(name, columns) if columns else "pass a DataFrame, or a dict by column"
         raise ColumnError(f"there is no column {name!r}", hint=hint, column=name, code="ST-COLUMN-MISSING") from error
 
 
 def zone_of(time_zone: str, default: str = "UTC") -> tzinfo:
-    """Returns the zone of timestamps without one: that of a name; of "auto", in a UDF of Spark its session's.
+    """Returns the time zone of timestamps without one, by its name.
 
-    Elsewhere "auto" is `default`.
+    The name "auto" stands for the zone of the session in a UDF of Spark, and for `default` elsewhere.
     """
     if time_zone != "auto":
         return zone_named(time_zone)
-    if "pyspark" not in sys.modules:  # which a UDF has
+    if "pyspark" not in sys.modules:  # A UDF has imported pyspark.
         return zone_named(default)
     from sparktorch.spark.zone import zone_in_udf
 
@@ -131,7 +130,7 @@ class PyFuncModel:
     def __init__(self, trained: TrainedModule, settings: dict[str, Any], device: str, time_zone: str = "auto") -> None:
         """Builds the module.
 
-        Of `settings`, `inputs` are the input columns in order, `outputs` the output column of each field of
+        In `settings`, `inputs` are the input columns in order, `outputs` the output column of each field of
         `Scorer.score`; the others are as from `Scoring.to_dict`. `time_zone` is as for `zone_of`.
         """
         self._trained, self._time_zone = trained, time_zone
@@ -171,8 +170,8 @@ class PyFuncModel:
         if self._invalid != "error":
             fields = list(self._outputs)
             scored = self._scorer.score_arrow(arrays, fields)
-            made = {self._outputs[f]: array.to_pandas() for f, array in zip(fields, scored, strict=True)}
-            return pd.DataFrame(made).set_axis(index)
+            with_nulls = {self._outputs[field]: array.to_pandas() for field, array in zip(fields, scored, strict=True)}
+            return pd.DataFrame(with_nulls).set_axis(index)
         results = self._scorer.score(arrays)
         columns = {}
         for field, name in self._outputs.items():
@@ -188,7 +187,7 @@ class PyFuncModel:
         return [spec for spec in self._trained.inputs for _ in spec.sources or (spec.column,)]
 
     def _rows(self, model_input: Any) -> Any:
-        """Returns rows with names: a bare array is that of the only column, or of a field each."""
+        """Returns rows by column name: a bare array is the only column, or has a field for each column."""
         if isinstance(model_input, np.ndarray):
             fields = {name: model_input[name] for name in model_input.dtype.names or ()}
             return {self._inputs[0]: model_input} if len(self._inputs) == 1 else fields
@@ -204,11 +203,13 @@ class PyFuncModel:
         if len(set(lengths.values())) > 1:
             raise ColumnError(f"the columns have different numbers of rows: {lengths}", code="ST-SHAPE")
         count = len(values[0])
-        packed = {name: model_input[name].iloc[0] for name in model_input}  # those of later stages, too
-        return pd.DataFrame({name: of for name, of in packed.items() if isinstance(of, list) and len(of) == count})
+        # Columns of later stages of a pipeline are unpacked as well.
+        packed = {name: model_input[name].iloc[0] for name in model_input}
+        unpacked = {name: cells for name, cells in packed.items() if isinstance(cells, list) and len(cells) == count}
+        return pd.DataFrame(unpacked)
 
     def _names(self, rows: Any) -> list[str]:
-        """Returns the input columns by their names in rows: older signatures have them in the backticks of Spark."""
+        """Returns the names that the input columns have in rows: older signatures have them in Spark's backticks."""
         pairs = zip(self._inputs, plain_names(self._inputs), strict=True)
         return [quoted if quoted in rows else plain for quoted, plain in pairs]
 
@@ -228,25 +229,27 @@ class PyFuncPipeline:
     """Models in a row, each of which may take what those before it return."""
 
     def __init__(self, stages: Sequence[PyFuncModel]) -> None:
-        """Takes the models."""
+        """Stores the models."""
         self._stages = stages
 
     def predict(self, model_input: pd.DataFrame, params: dict[str, Any] | None = None) -> pd.DataFrame:
         """Scores rows as `PyFuncModel.predict`; returns the columns of all stages, null where one leaves a row out."""
-        known: Any = self._stages[0]._rows(model_input)
-        found: list[pd.DataFrame] = []
+        columns: Any = self._stages[0]._rows(model_input)
+        outputs: list[pd.DataFrame] = []
         index: Any = None
-        places: Any = None  # numbers of the rows that no stage has left out: later ones do not get those, as in Spark
+        # These are the numbers of the rows that no stage has left out: as in Spark, later stages get only these rows.
+        row_numbers: Any = None
         for stage in self._stages:
-            left = places is None or len(places)
-            scored = stage.predict(known) if left else pd.DataFrame(columns=stage.outputs)
-            index = scored.index if index is None else index
-            places = np.arange(len(scored)) if places is None else places
-            found.append(scored.set_axis(places))
-            known = {**{name: known[name] for name in known}, **scored}
+            is_empty = row_numbers is not None and not len(row_numbers)
+            scored = pd.DataFrame(columns=stage.outputs) if is_empty else stage.predict(columns)
+            if row_numbers is None:
+                index, row_numbers = scored.index, np.arange(len(scored))
+            outputs.append(scored.set_axis(row_numbers))
+            columns = {**{name: columns[name] for name in columns}, **scored}
             if stage.skips:
-                kept = scored.notna().any(axis=1).to_numpy()
-                places = places[kept]
-                known = {name: [row for row, keep in zip(of, kept, strict=True) if keep] for name, of in known.items()}
-        made: pd.DataFrame = pd.concat(found, axis=1).loc[places].reindex(range(len(found[0])))
-        return made.set_axis(index)
+                is_scored = scored.notna().any(axis=1).to_numpy()
+                row_numbers = row_numbers[is_scored]
+                for name, values in columns.items():
+                    columns[name] = [value for value, stays in zip(values, is_scored, strict=True) if stays]
+        table: pd.DataFrame = pd.concat(outputs, axis=1).loc[row_numbers].reindex(range(len(outputs[0])))
+        return table.set_axis(index)

@@ -13,20 +13,20 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
     from pyspark.ml.param import Params
 
-__all__ = ["FIT_TAG", "ActiveRun", "Autologging", "Target", "active_run", "autologging", "choose"]
+__all__ = ["FIT_TAG", "ActiveRun", "Autologging", "Target", "active_run", "autologging", "choose", "milliseconds"]
 
 FIT_TAG = "sparktorch.estimator"
 _ID_TAG = "sparktorch.fit"
 _AUTOLOG = "pyspark.ml"
 
 _lock = threading.Lock()
-_taken: set[str] = set()  # runs that a fit, or the fits of a cross-validation, log to
+_taken: set[str] = set()  # A fit, or the fits of a cross-validation, log to the runs of these ids.
 
 
 class ActiveRun(NamedTuple):
     """A run that was active in a thread.
 
-    `uri` is that of its store; `taken` says that another fit or autologging has logged its Params to it.
+    `uri` is the tracking URI of its store; `taken` says that another fit or autologging has logged its Params to it.
     """
 
     uri: str
@@ -48,8 +48,8 @@ def _new_id() -> str:
     return uuid.uuid4().hex
 
 
-def _milliseconds() -> int:
-    """Returns the time as MLflow counts it."""
+def milliseconds() -> int:
+    """Returns the time now in milliseconds since 1970, as MLflow counts it."""
     return int(time.time() * 1000)
 
 
@@ -62,7 +62,7 @@ class Target:
         uri: The tracking URI; `None` for that of the process.
         experiment: Name of the experiment; `None` for that of the parent or the process.
         parent: The run to log to, or to nest a new run under.
-        own: Whether the fit gets a new run; otherwise it logs to `parent`.
+        creates_run: Whether the fit gets a new run; otherwise it logs to `parent`.
         elsewhere: Whether `parent` was active in another thread; it may have ended before the fit began.
         asked: Whether Params or autologging ask for a run, even without `parent`.
     """
@@ -71,23 +71,23 @@ class Target:
     uri: str | None = None
     experiment: str | None = None
     parent: ActiveRun | None = None
-    own: bool = True
+    creates_run: bool = True
     elsewhere: bool = False
     asked: bool = False
     tags: dict[str, str] = field(default_factory=dict)
     _id: str = field(default_factory=_new_id)
-    _started: int = field(default_factory=_milliseconds)
+    _started: int = field(default_factory=milliseconds)
     _requested: bool = False
 
     @property
-    def known_run(self) -> str | None:
+    def existing_run(self) -> str | None:
         """The id of the run, if it existed before the fit."""
-        return None if self.own or self.parent is None else self.parent.run_id
+        return None if self.creates_run or self.parent is None else self.parent.run_id
 
     def give_back(self) -> None:
         """Releases the existing run for the next fit, because this one was refused."""
         with _lock:
-            _taken.discard(self.known_run or "")
+            _taken.discard(self.existing_run or "")
 
     def connect(self) -> MlflowClient:
         """Returns a client of the run's store."""
@@ -100,8 +100,8 @@ class Target:
 
         It is `None` if `parent` ended before the fit, and nothing else asks for a run.
         """
-        if self.known_run:
-            return self.known_run
+        if self.existing_run:
+            return self.existing_run
         if self.elsewhere and self.parent:
             ended = client.get_run(self.parent.run_id).info.end_time
             if ended is not None and ended < self._started:
@@ -109,10 +109,10 @@ class Target:
                     return None
                 self.parent = None
         experiment = self._experiment(client)
-        if self._requested:  # a retry: MLflow may have created the run although the response was lost
-            found = client.search_runs([experiment], f"tags.`{_ID_TAG}` = '{self._id}'", max_results=1)
-            if found:
-                return str(found[0].info.run_id)
+        if self._requested:  # This is a retry: MLflow may have created the run although the response was lost.
+            runs = client.search_runs([experiment], f"tags.`{_ID_TAG}` = '{self._id}'", max_results=1)
+            if runs:
+                return str(runs[0].info.run_id)
         self._requested = True
         return str(
             client.create_run(experiment, start_time=self._started, run_name=self.name, tags=self._tags()).info.run_id
@@ -120,19 +120,20 @@ class Target:
 
     def _experiment(self, client: MlflowClient) -> str:
         from mlflow.exceptions import MlflowException
-        from mlflow.tracking.fluent import _get_experiment_id  # used by `start_run`; no public equivalent
+        from mlflow.tracking.fluent import _get_experiment_id  # `start_run` uses it; it has no public equivalent.
 
         if self.experiment is None:
-            return self.parent.experiment_id if self.parent else _get_experiment_id() or "0"  # MLflow's "Default"
-        found = client.get_experiment_by_name(self.experiment)
-        if found is None:
+            # The experiment "Default" of MLflow has the id "0".
+            return self.parent.experiment_id if self.parent else _get_experiment_id() or "0"
+        experiment = client.get_experiment_by_name(self.experiment)
+        if experiment is None:
             try:
                 return str(client.create_experiment(self.experiment))
-            except MlflowException:  # another fit may have created it meanwhile
-                found = client.get_experiment_by_name(self.experiment)
-                if found is None:
+            except MlflowException:  # Another fit may have created it meanwhile.
+                experiment = client.get_experiment_by_name(self.experiment)
+                if experiment is None:
                     raise
-        return str(found.experiment_id)
+        return str(experiment.experiment_id)
 
     def _tags(self) -> dict[str, str]:
         from mlflow.tracking.context.registry import resolve_tags
@@ -146,7 +147,7 @@ class Target:
 def active_run() -> ActiveRun | None:
     """Returns the run that is active in this thread."""
     mlflow: Any = sys.modules.get("mlflow")
-    # No run can be active unless mlflow has been imported; so do not import it here.
+    # No run can be active unless mlflow has been imported, so it is not imported here.
     run = mlflow.active_run() if mlflow is not None and hasattr(mlflow, "active_run") else None
     if run is None:
         return None
@@ -177,22 +178,22 @@ def choose(estimator: Params, caller: ActiveRun | None, autologs: Autologging | 
 
     `caller` is the run that was active in the thread that copied the estimator.
     """
-    experiment, name = (
-        estimator.getOrDefault(param) if estimator.isDefined(param) else None
-        for param in ("mlflowExperiment", "mlflowRunName")
-    )
+    experiment = estimator.getOrDefault("mlflowExperiment") if estimator.isDefined("mlflowExperiment") else None
+    name = estimator.getOrDefault("mlflowRunName") if estimator.isDefined("mlflowRunName") else None
     here = active_run()
     parent = here or caller
-    named = experiment is not None or name is not None
-    asked = named or autologs is not None
+    is_named = experiment is not None or name is not None
+    asked = is_named or autologs is not None
     if parent is None and not asked:
         return None
+    # `_take` comes before `here`: it marks the caller's run as taken, also if the caller is in another thread.
+    creates_run = is_named or parent is None or not _take(parent) or here is None
     return Target(
         name=name or estimator.uid,
         uri=parent.uri if parent else None,
         experiment=experiment,
         parent=parent,
-        own=named or parent is None or not _take(parent) or here is None,
+        creates_run=creates_run,
         elsewhere=here is None and caller is not None,
         asked=asked,
         tags=(autologs and autologs.extra_tags) or {},

@@ -23,10 +23,10 @@ __all__ = ["column_type", "signature_of", "type_of", "zeros_for"]
 def signature_of(stages: Sequence[TorchModelBase]) -> ModelSignature:
     """Returns inputs and outputs as columns.
 
-    `stages` are the models of a pipeline, or one alone; what a stage makes is no input. Inputs are of any type, except
-    bytes, which MLflow decodes from JSON: the pyfunc takes what `transform` takes, and checks it itself. MLflow's
-    tensors want a pandas index that has a 0, and one dtype; its numbers want their size; its times are read of whole
-    numbers as nanoseconds.
+    `stages` are the models of a pipeline, or a single model; the output of a stage is no input. Inputs have the type
+    `Any`, except bytes, which MLflow decodes from JSON: the pyfunc takes what `transform` takes, and checks it itself.
+    Other types of MLflow's refuse too much, or read it wrongly: tensors need a pandas index that has a 0, and one
+    dtype; numbers need the exact size; times are read from whole numbers as nanoseconds.
     """
     from mlflow import types
     from mlflow.models import ModelSignature
@@ -41,11 +41,12 @@ def signature_of(stages: Sequence[TorchModelBase]) -> ModelSignature:
 
 
 def _input_type(stage: TorchModelBase, spec: TensorSpec) -> Any:
-    """Returns MLflow's type of an input column: bytes, or any; any, too, where bytes may be null."""
+    """Returns MLflow's type of an input column: bytes if they are never null, else `Any`."""
     from mlflow.types.schema import AnyType, DataType
 
-    binary = pa.types.is_binary(kind_of(spec).arrow(spec))
-    return DataType.binary if binary and not spec.nulls and stage.getHandleInvalid() == "error" else AnyType()
+    if pa.types.is_binary(kind_of(spec).arrow(spec)) and not spec.nulls and stage.getHandleInvalid() == "error":
+        return DataType.binary
+    return AnyType()
 
 
 def zeros_for(stages: Sequence[TorchModelBase]) -> pd.DataFrame:
@@ -60,14 +61,15 @@ def type_of(sql: str) -> Any:
 
 def _columns_of(stages: Sequence[TorchModelBase]) -> Iterator[tuple[TorchModelBase, str, TensorSpec]]:
     """Yields the stage and name of each input column in a pandas frame, and the spec that it belongs to."""
-    known: set[str] = set()
+    # An input that an earlier stage takes or adds is not asked for again.
+    available: set[str] = set()
     for stage in stages:
-        found = {name: spec for spec in stage._inputs() for name in spec.sources or (spec.column,)}
-        for name, spec in zip(plain_names(list(found)), found.values(), strict=True):
-            if name not in known:
+        specs = {name: spec for spec in stage._inputs() for name in spec.sources or (spec.column,)}
+        for name, spec in zip(plain_names(list(specs)), specs.values(), strict=True):
+            if name not in available:
                 yield stage, name, spec
-            known.add(name)
-        known |= set(stage._fields()[1])
+            available.add(name)
+        available |= set(stage._fields()[1])
 
 
 def column_type(spec: TensorSpec) -> Any:

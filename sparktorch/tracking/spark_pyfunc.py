@@ -32,17 +32,18 @@ _ROW = "__sparktorch_row"
 
 
 def _load_pyfunc(path: str, model_config: Mapping[str, Any] | None = None) -> Served:
-    """Loads what `save_model` wrote into the session of this process, or a local one; MLflow calls this.
+    """Loads a pipeline that `save_model` wrote into the session of this process, or a local one; MLflow calls this.
 
-    The `time_zone` of `model_config` is as for `zone_of`; "auto" outside of UDFs is that of the session that has logged
-    the pipeline.
+    The `time_zone` of `model_config` is as for `zone_of`; "auto" outside of UDFs is the zone of the session that has
+    logged the pipeline.
     """
     from mlflow.utils._spark_utils import (
         _create_local_spark_session_for_loading_spark_model,
         _get_active_spark_session,
     )
 
-    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # the session's Python need not be first on the PATH
+    # Without this, workers run the first Python on the PATH, which need not be this one.
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     spark = _get_active_spark_session() or _create_local_spark_session_for_loading_spark_model()
     directory = Path(path)
     model = read_spark_stages(directory.parent, allow_pickle=pickles_allowed())
@@ -62,7 +63,7 @@ class SparkPyFunc:
         self._spark, self._model, self._time_zone = spark, model, time_zone
         self._inputs: Mapping[str, str] = settings["inputs"]
         self._outputs = list(settings["outputs"])
-        self._zone: str = settings["zone"]  # of the session that has logged it
+        self._logged_zone: str = settings["zone"]  # The session that has logged the pipeline has this time zone.
 
     def predict(self, model_input: pd.DataFrame, params: dict[str, Any] | None = None) -> pd.DataFrame:
         """Scores rows.
@@ -81,21 +82,21 @@ class SparkPyFunc:
         """
         check_columns(model_input, self._inputs)
         timed = any(re.search(r"\btimestamp\b", kind) for kind in self._inputs.values())
-        zone = zone_of(self._time_zone, self._zone) if timed else timezone.utc
+        zone = zone_of(self._time_zone, self._logged_zone) if timed else timezone.utc
         arrays = {name: _arrow(model_input, name, kind, zone) for name, kind in self._inputs.items()}
         rows = len(next(iter(arrays.values())))
         index = model_input.index if isinstance(model_input, pd.DataFrame) else pd.RangeIndex(rows)
-        table = pa.table({**arrays, _ROW: np.arange(rows)})
+        frame = frame_of_rows(self._spark, pa.table({**arrays, _ROW: np.arange(rows)}))
         columns = [_typed(quoted(name), kind).alias(name) for name, kind in self._inputs.items()]
-        scored = self._model.transform(frame_of_rows(self._spark, table).select(*columns, _ROW))
-        # A stage may leave rows out, or change their order; an SQL statement, also the numbers of rows.
+        scored = self._model.transform(frame.select(*columns, _ROW))
+        # A stage may leave rows out, or change their order; an SQL statement may also leave out the row numbers.
         numbered = [_ROW] if _ROW in scored.columns else []
-        found = without_vectors(scored.select(*map(quoted, self._outputs), *numbered)).toPandas()
+        table = without_vectors(scored.select(*map(quoted, self._outputs), *numbered)).toPandas()
         if not numbered:
-            return found
-        if not found[_ROW].is_unique:  # a stage has made several rows of one
-            return found.drop(columns=_ROW).set_axis(index[found[_ROW].to_numpy()])
-        return found.set_index(_ROW).reindex(range(rows)).set_axis(index)
+            return table
+        if not table[_ROW].is_unique:  # A stage has made several rows of one.
+            return table.drop(columns=_ROW).set_axis(index[table[_ROW].to_numpy()])
+        return table.set_index(_ROW).reindex(range(rows)).set_axis(index)
 
 
 def _arrow(model_input: pd.DataFrame, name: str, kind: str, zone: tzinfo | None) -> pa.Array:

@@ -36,11 +36,11 @@ __all__ = [
 
 _COLUMNS = "columns.json"
 _EXAMPLE_ROWS = 5
-_WITHOUT_NULLS = ("tinyint", "smallint", "int", "bigint", "boolean")  # in pandas
+_WITHOUT_NULLS = ("tinyint", "smallint", "int", "bigint", "boolean")  # pandas has no nulls in such columns.
 
 
 def form_of(model: Any, input_example: Any) -> _OwnStages | _SparkStages:
-    """Returns how a model, a `PipelineModel` or the model of a search is written; see `flavor.save_model`."""
+    """Returns the form in which a model, a pipeline or the model of a search is written; see `flavor.save_model`."""
     model = getattr(model, "bestModel", model)
     stages = _flat(model)
     ours = [stage for stage in stages if isinstance(stage, TorchModelBase)]
@@ -56,19 +56,24 @@ def form_of(model: Any, input_example: Any) -> _OwnStages | _SparkStages:
 
 
 def _flat(model: Any) -> list[Any]:
-    """Returns the stages of a pipeline, also those of pipelines within it; for a search, of its best model."""
+    """Returns the stages of a pipeline and of pipelines within it; the model of a search stands for its best model."""
     model = getattr(model, "bestModel", model)
-    return [one for stage in model.stages for one in _flat(stage)] if isinstance(model, PipelineModel) else [model]
+    if not isinstance(model, PipelineModel):
+        return [model]
+    stages: list[Any] = []
+    for stage in model.stages:
+        stages += _flat(stage)
+    return stages
 
 
 class _OwnStages:
-    """One model of ours, or a pipeline of them, as it is written: first `write`, then the rest.
+    """The form of a model of ours, or of a pipeline of such models. `write` is called before the other methods.
 
     Attributes:
         alone: Whether all stages are ours.
         loader: The module that loads the pyfunc, with `config`.
-        packages: What it needs besides the packages of our models.
-        ours: The stages that are models of ours. Of a pipeline, each has a folder.
+        packages: The packages that it needs besides those of our models.
+        ours: The stages that are models of ours. Each stage of a pipeline has a folder.
     """
 
     alone = True
@@ -83,13 +88,13 @@ class _OwnStages:
     def write(
         self, data: Path, mlflow_model: Model, code_paths: list[str], conda_env: Any, *, allow_pickle: bool
     ) -> str | None:
-        """Writes stages and code into a folder in that of MLflow's model; returns where in that the code is."""
+        """Writes stages and code into a folder of MLflow's model; returns the path of the code within the model."""
         from mlflow.utils.model_utils import _validate_and_copy_code_paths
 
         code: str | None = _validate_and_copy_code_paths(code_paths, str(data.parent))
         folders = [data]
         if isinstance(self._model, PipelineModel):
-            names = [str(place) for place in range(len(self.ours))]
+            names = [str(index) for index in range(len(self.ours))]
             (data / _COLUMNS).write_text(json.dumps({"uid": self._model.uid, "stages": names}))
             folders = [data / name for name in names]
         for stage, folder in zip(self.ours, folders, strict=True):
@@ -105,7 +110,7 @@ class _OwnStages:
     def example(self) -> Any:
         """Returns a few input rows."""
         if _is_frame(self._example):
-            return _first_rows(self._example, utc=True)  # as which the pyfunc reads them
+            return _first_rows(self._example, utc=True)  # The pyfunc reads times without a zone as UTC.
         return self._zeros() if self._example is None else self._example
 
     def _zeros(self) -> Any:
@@ -113,7 +118,7 @@ class _OwnStages:
 
 
 class _Alone(_OwnStages):
-    """A model that does not return a row for each row that it gets, and so is no stage among others."""
+    """The form of a model that does not return a row for each row that it gets, and so is no stage among others."""
 
     def signature(self) -> ModelSignature:
         signature: ModelSignature = self._model._mlflow_signature()
@@ -137,10 +142,10 @@ def _columns(model: Any) -> dict[str, Any]:
 
 
 class _SparkStages:
-    """A pipeline with stages of Spark's, which is served by a session; as `_OwnStages`.
+    """The form of a pipeline with stages of Spark's, which a session serves; with the methods of `_OwnStages`.
 
-    Its inputs are the columns of the example without which it does not transform; its outputs those that the first
-    stage with a `predictionCol`, and the stages after it, add.
+    The inputs are the columns of the example without which the pipeline does not transform. The outputs are the columns
+    that the first stage with a `predictionCol`, and the stages after it, add.
     """
 
     alone = False
@@ -161,15 +166,14 @@ class _SparkStages:
             what = "MLflow saves no stages of Spark's from Spark Connect"
             raise PersistenceError(what, hint="log the stages that are sparktorch's, or log it in a classic session")
         self._spark = rows.sparkSession
-        scored = self._model.transform(rows)  # raises what is wrong with the rows, if anything is
+        self._model.transform(rows)  # This raises what is wrong with the rows, if anything is.
         needed = [name for name in rows.columns if not _transforms(self._model, rows.drop(name))]
-        first = next((at for at, stage in enumerate(stages) if stage.hasParam("predictionCol")), 0)
+        first = next((index for index, stage in enumerate(stages) if stage.hasParam("predictionCol")), 0)
         rows = rows.select(*map(quoted, needed))
-        known = PipelineModel(stages[:first]).transform(rows).columns
-        scored = self._model.transform(rows)
+        before = PipelineModel(stages[:first]).transform(rows).columns
+        added = [field for field in self._model.transform(rows).schema if field.name not in before]
         self._inputs = {field.name: field.dataType.simpleString() for field in rows.schema}
-        made = [field for field in scored.schema if field.name not in known]
-        self._outputs = {field.name: field.dataType.simpleString() for field in made}
+        self._outputs = {field.name: field.dataType.simpleString() for field in added}
         self._example = _first_rows(rows)
 
     def write(
@@ -182,7 +186,7 @@ class _SparkStages:
                 self._model,
                 str(data.parent),
                 mlflow_model=mlflow_model,
-                conda_env=conda_env,  # otherwise MLflow starts a JVM to find the libraries
+                conda_env=conda_env,  # Without it, MLflow starts a JVM to find the libraries.
                 code_paths=code_paths,
                 signature=False,
             )
@@ -211,17 +215,17 @@ class _SparkStages:
 
 
 def _transforms(model: PipelineModel, rows: DataFrame) -> bool:
-    """Whether a pipeline takes rows of these columns, which it says without a job."""
+    """Whether a pipeline takes rows of these columns; this starts no job."""
     try:
         with unlogged_errors():
             model.transform(rows)
-    except Exception:  # whatever a stage raises for a column that is missing
+    except Exception:  # Every kind of stage has an error of its own for a missing column.
         return False
     return True
 
 
 def _type_of(sql: str) -> Any:
-    """Returns MLflow's type of a column; any type where it has none, as for maps."""
+    """Returns MLflow's type of a column; `Any` if MLflow has none, as for maps."""
     from mlflow.types.schema import AnyType
 
     try:
@@ -231,7 +235,7 @@ def _type_of(sql: str) -> Any:
 
 
 def _input_type(sql: str) -> Any:
-    """Returns MLflow's type of an input column; any type for times.
+    """Returns MLflow's type of an input column; `Any` for times.
 
     MLflow takes whole numbers for times, and refuses times that have a zone; the pyfunc checks them itself.
     """
@@ -249,11 +253,11 @@ def _first_rows(rows: DataFrame, *, utc: bool = False) -> pd.DataFrame:
     """Returns a few rows as pandas: vectors as arrays, decimals as doubles, timestamps in the session's zone or UTC."""
     rows = without_vectors(rows.limit(_EXAMPLE_ROWS))
     schema = T.StructType.fromJson(json.loads(with_doubles(rows.schema.json())))
-    found = rows.select(*(quoted(field.name).cast(field.dataType).alias(field.name) for field in schema)).toPandas()
+    table = rows.select(*(quoted(field.name).cast(field.dataType).alias(field.name) for field in schema)).toPandas()
     for field in schema:
         if utc and isinstance(field.dataType, T.TimestampType):
-            found[field.name] = _in_utc(found[field.name], _zone(rows.sparkSession)).dt.tz_localize(None)
-    return found
+            table[field.name] = _in_utc(table[field.name], _zone(rows.sparkSession)).dt.tz_localize(None)
+    return table
 
 
 def with_doubles(types: str) -> str:
@@ -269,8 +273,8 @@ def _in_utc(values: pd.Series[Any], zone: str) -> pd.Series[Any]:
     """Returns times in UTC; those without a time zone are in `zone`."""
     if values.dt.tz is None:
         values = values.dt.tz_localize(zone, ambiguous=False, nonexistent="shift_forward")
-    found: pd.Series[Any] = values.dt.tz_convert("UTC")
-    return found
+    in_utc: pd.Series[Any] = values.dt.tz_convert("UTC")
+    return in_utc
 
 
 def without_vectors(rows: DataFrame) -> DataFrame:
@@ -282,7 +286,7 @@ def without_vectors(rows: DataFrame) -> DataFrame:
 
 @contextmanager
 def _pickles(spark: SparkSession, allowed: bool) -> Iterator[None]:
-    """Allows pickles in stages for the block, which get no options."""
+    """Allows pickles for the block by a setting of the session, because stages get no options."""
     before = setting(spark, FOR_ALL, "false")
     if allowed:
         spark.conf.set(FOR_ALL, "true")
@@ -306,5 +310,5 @@ def read_spark_stages(model: Path, *, allow_pickle: bool) -> PipelineModel:
     import mlflow.spark
 
     with _pickles(SparkSession.builder.getOrCreate(), allow_pickle):
-        found: PipelineModel = mlflow.spark.load_model(str(model))
-    return found
+        pipeline: PipelineModel = mlflow.spark.load_model(str(model))
+    return pipeline

@@ -102,15 +102,16 @@ class Callback:
 
 
 _HOOKS = ("on_fit_start", "on_epoch_start", "on_step_end", "on_validation_end", "on_epoch_end", "on_fit_end")
-_ROUNDING = 1e-5  # Sums of weights may differ by this share: kernels of other devices round in other ways.
+# Sums of weights may differ by this share: kernels of other devices round in other ways.
+_ROUNDING = 1e-5
 
 
 def check_callback(callback: Any) -> None:
     """Refuses a value that is no `Callback`, or whose `ranks` is unknown."""
     if not isinstance(callback, Callback):
-        given = f"the class {callback.__qualname__}" if isinstance(callback, type) else f"a {type(callback).__name__}"
+        what = f"the class {callback.__qualname__}" if isinstance(callback, type) else f"a {type(callback).__name__}"
         raise ConfigError(
-            f"callbacks holds {given}", hint="pass instances of subclasses of sparktorch.Callback", param="callbacks"
+            f"callbacks holds {what}", hint="pass instances of subclasses of sparktorch.Callback", param="callbacks"
         )
     one_of(f"ranks of {type(callback).__qualname__}", callback.ranks, ("main", "all"))
 
@@ -122,8 +123,8 @@ class Callbacks:
         """Finds the hooks that are overridden and that run in this rank."""
         self._context = context
         self._all = callbacks
-        here = [callback for callback in callbacks if callback.ranks == "all" or context.world.is_main]
-        self._hooks = {name: [callback for callback in here if _overridden(callback, name)] for name in _HOOKS}
+        in_this_rank = [callback for callback in callbacks if callback.ranks == "all" or context.world.is_main]
+        self._hooks = {hook: [callback for callback in in_this_rank if _overridden(callback, hook)] for hook in _HOOKS}
 
     def call(self, hook: str, *arguments: Any) -> None:
         """Calls a hook of every callback, in their order; an exception becomes a `RankError` that names the hook."""
@@ -134,7 +135,8 @@ class Callbacks:
         """Calls `on_epoch_end`, which may add numbers to the epoch's record, and nothing else."""
         before = dict(record)
         self.call("on_epoch_end", record)
-        for name in [name for name, value in record.items() if name not in before or value is not before[name]]:
+        changed = [name for name, value in record.items() if name not in before or value is not before[name]]
+        for name in changed:
             if not isinstance(record[name], Real):
                 raise ConfigError(
                     f"a callback put {name!r} into the record of the epoch, a {type(record[name]).__name__}",
@@ -167,7 +169,7 @@ class Callbacks:
         return self._context._asked_to_stop or bool(module_asked)
 
     def ask(self) -> None:
-        """Requests the stop that was asked for before a checkpoint."""
+        """Requests the stop that was requested before the checkpoint that the training resumes from."""
         self._context.stop()
 
     def ask_to_stop(self, module_asked: bool | None, shared: Callable[[], Mapping[str, float]]) -> bool:
@@ -181,25 +183,30 @@ class Callbacks:
             return False
         asked = float(self.asked(module_asked))
         numbers = shared() if world.world_size > 1 else {}
-        sides = torch.tensor([asked, *numbers.values(), *(-number for number in numbers.values())], dtype=torch.float64)
-        most, *bounds = max_over_ranks(sides, world).tolist()
-        for what, largest, negated in zip(numbers, bounds, bounds[len(numbers) :], strict=False):
-            if largest + negated > _ROUNDING * abs(largest):
-                raise self._parted(what)
-        return bool(most)
+        # One collective finds out whether any rank has asked, and the largest and the smallest of each number: the
+        # smallest is the largest of the negative ones, with the other sign.
+        negative = [-number for number in numbers.values()]
+        values = torch.tensor([asked, *numbers.values(), *negative], dtype=torch.float64)
+        any_asked, *bounds = max_over_ranks(values, world).tolist()
+        largest, negative_smallest = bounds[: len(numbers)], bounds[len(numbers) :]
+        for what, high, negative_low in zip(numbers, largest, negative_smallest, strict=True):
+            if high + negative_low > _ROUNDING * abs(high):
+                raise self._differing(what)
+        return bool(any_asked)
 
-    def _parted(self, what: str) -> ConfigError:
-        """Returns the error of ranks that differ."""
+    def _differing(self, what: str) -> ConfigError:
+        """Returns the error of ranks between which `what` differs."""
         callbacks = [callback for callback in self._all if any(_overridden(callback, hook) for hook in _HOOKS)]
-        alone = [type(callback).__qualname__ for callback in callbacks if callback.ranks == "main"]
-        everywhere = [type(callback).__qualname__ for callback in callbacks if callback.ranks == "all"]
-        everywhere = everywhere or ([] if alone else ["the module"])
-        which = f"hooks of {', '.join(everywhere)} have changed them in some ranks only"
-        if alone:
-            which = f"hooks of {', '.join(alone)} run in rank 0 alone"
-            which += f", those of {', '.join(everywhere)} in all ranks" if everywhere else ""
+        in_main = [type(callback).__qualname__ for callback in callbacks if callback.ranks == "main"]
+        in_all = [type(callback).__qualname__ for callback in callbacks if callback.ranks == "all"]
+        if in_main:
+            reason = f"hooks of {', '.join(in_main)} run in rank 0 alone"
+            if in_all:
+                reason += f", those of {', '.join(in_all)} in all ranks"
+        else:
+            reason = f"hooks of {', '.join(in_all) or 'the module'} have changed them in some ranks only"
         return ConfigError(
-            f"after epoch {self._context.epoch}, the {what} differ between the ranks: {which}",
+            f"after epoch {self._context.epoch}, the {what} differ between the ranks: {reason}",
             hint='what changes the training runs in all ranks, and does the same in each: set ranks = "all" in the '
             "class of the callback",
             param="callbacks",

@@ -48,7 +48,7 @@ def run_on_partition(
 
     def work(rows: HeldRows) -> RankResult:
         # Loops by hand use the process group of a single rank, too.
-        with rows.together(job, client, lone=True) as run:
+        with rows.in_group(job, client, lone=True) as run:
             context = RunContext(rows.world, client, run.config, run=run, checkpointer=run.checkpointer)
             return _result(function, (context,), job, context, client)
 
@@ -67,8 +67,8 @@ def run_on_elements(
 ) -> RankResult:
     """Runs a user's function on the elements of a partition of an RDD, as one rank.
 
-    It is called with an iterator over the elements and its context, which saves nothing: elements have no identity
-    by which a restart could know that they are the same.
+    The function is called with an iterator over the elements and its context, which saves nothing: elements have no
+    identity by which a restart could know that they are the same.
     """
     return _without_rows(function, (client.moving(elements),), (), world, job, client, saves=False)
 
@@ -126,7 +126,7 @@ def _result(
         client.enter("running")
         client.count_work()
         try:
-            found = function(*arguments)
+            returned = function(*arguments)
         except Paused:
             client.pause.paused = True
             return RankResult({"paused": True})
@@ -140,10 +140,10 @@ def _result(
             raise
         context.finish()
     try:
-        payload = _pickled(tree_map(_detached, found))
+        payload = _pickled(tree_map(_detached, returned))
     except Exception as error:
         raise RankError(
-            f"what the function returned, a {type(found).__name__}, cannot be pickled: {error}",
+            f"what the function returned, a {type(returned).__name__}, cannot be pickled: {error}",
         ) from error
     return RankResult({"rows": 0}, payload)
 
@@ -155,7 +155,9 @@ def _pickled(value: Any) -> bytes:
 
 
 def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, torch.Tensor) and not hasattr(value, "to_local") else value
+    """Returns a tensor without its graph, which cannot be pickled; sharded tensors and other values do not change."""
+    is_plain = isinstance(value, torch.Tensor) and not hasattr(value, "to_local")
+    return value.detach() if is_plain else value
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
@@ -165,7 +167,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
         if type(obj) not in (torch.Tensor, nn.Parameter) or obj.layout is not torch.strided:
             return super().reducer_override(obj)
         host = obj.detach().cpu()
-        if host.untyped_storage().nbytes() > host.nbytes:
+        if host.untyped_storage().nbytes() > host.nbytes:  # A view would bring along the memory of the whole tensor.
             host = host.clone()
         if isinstance(obj, nn.Parameter):
             host = nn.Parameter(host, obj.requires_grad)
@@ -175,7 +177,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
 @contextmanager
 def _ready(batches: Iterable[pa.RecordBatch], world: World) -> Iterator[None]:
     """Context of a rank without rows."""
-    for _ in batches:  # Spark does not reuse a worker that leaves input unread
+    for _ in batches:  # Spark does not reuse a Python worker that leaves input unread.
         pass
     torch.set_num_threads(world.threads)
     select(world.device)

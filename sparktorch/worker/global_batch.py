@@ -52,12 +52,14 @@ class GlobalBatch(Batch):
         Raises:
             ModuleError: They are neither.
         """
-        shown = len(self.inputs[0])
-        filled = 0 < self.rows < shown
-        if filled and losses.dim() and len(losses) == shown:
+        # A batch with fewer rows than batch normalisation needs was filled up: the rows that were added do not count.
+        # In a batch without rows, the placeholder row counts, with weight zero.
+        input_rows = len(self.inputs[0])
+        is_filled_up = 0 < self.rows < input_rows
+        if is_filled_up and losses.dim() and len(losses) == input_rows:
             losses = losses[: self.rows]
-        weight = self.weight[: self.rows] if filled and self.weight is not None else self.weight
-        total = weigh(losses, self.rows or shown, weight, what="the loop", param="function") * self._scale
+        weight = self.weight[: self.rows] if is_filled_up and self.weight is not None else self.weight
+        total = weigh(losses, self.rows or input_rows, weight, what="the loop", param="function") * self._scale
         self._note(total.detach())
         return total
 
@@ -86,14 +88,15 @@ class RankRows(Dataset[tuple[torch.Tensor, ...]]):
         Raises:
             IndexError: There is no such row.
         """
+        # Arrays of NumPy have `__index__`, too: they are numbers if they have no axes.
         if hasattr(index, "__index__") and getattr(index, "ndim", 0) == 0:
             return tuple(tensor[0] for tensor in self[[operator.index(index)]])
         assert not isinstance(index, int)
         every = range(len(self))
-        numbers = every[index] if isinstance(index, slice) else [every[operator.index(one)] for one in index]
-        batch = self._shard.select(torch.tensor(list(numbers), dtype=torch.int64))
-        more = (batch.label, batch.weight)
-        return (*batch.inputs, *(tensor for tensor in more if tensor is not None))
+        rows = every[index] if isinstance(index, slice) else [every[operator.index(row)] for row in index]
+        batch = self._shard.select(torch.tensor(list(rows), dtype=torch.int64))
+        label_and_weight = [tensor for tensor in (batch.label, batch.weight) if tensor is not None]
+        return (*batch.inputs, *label_and_weight)
 
     def __getitems__(self, indices: list[int]) -> list[tuple[Any, ...]]:
         """Returns several rows, one tuple each, as `DataLoader` asks for a batch."""

@@ -38,14 +38,14 @@ def score_fold(
         trained: The module, trained without the fold.
         results: Names of the results of `Scorer.score` to return.
         scoring: How it scores, on the device of this rank.
-        weight: Name of the carried column that weighs rows, or "" for none, if equal rows are sent as one; `None` if
-            each is sent.
+        weight: Name of the carried column that weighs rows, or "" if none does, to send equal rows as one; `None` sends
+            each row.
         limit: Most bytes to send.
 
     Returns:
-        Its payload is an Arrow stream with the carried columns and the results, one row per row of the fold, or those
-            that differ, with their weights last; it is empty if this rank has no row of the fold, or too many:
-            `beyond`.
+        A result whose payload is an Arrow stream with the carried columns and the results. It has a row for each row of
+            the fold or, with `weight`, for each row that differs from others, with the weights in the last column. The
+            payload is empty if this rank has no row of the fold, or too many, which `beyond` says.
     """
     client.enter("scoring")
     trained, weights = trained.unpacked()
@@ -62,7 +62,8 @@ def score_fold(
     if not parts:
         return RankResult({"beyond": False})
     columns = {name: pa.array(values) for name, values in carried.items()}
-    columns |= {name: to_arrow(np.concatenate(of)) for name, of in zip(results, zip(*parts, strict=True), strict=True)}
+    for number, name in enumerate(results):
+        columns[name] = to_arrow(np.concatenate([part[number] for part in parts]))
     table = pa.table(columns)
     if weight is not None:
         table = _counted(table, weight)
@@ -78,7 +79,7 @@ def _counted(table: pa.Table, weight: str) -> pa.Table:
     """Returns each row that differs from others once, with the sum of its weights as the last column."""
     keys = [name for name in table.column_names if name != weight]
     weights = table[weight] if weight else pa.array(np.ones(table.num_rows))
-    if pc.any(pc.less(weights, 0)).as_py():  # for the evaluator to refuse
+    if pc.any(pc.less(weights, 0)).as_py():  # The evaluator refuses negative weights, which sums could hide.
         return table.select(keys).append_column("weight_sum", weights)
     table = table.select(keys).append_column("weight", weights)
     sums = table.group_by(keys, use_threads=False).aggregate([("weight", "sum")])

@@ -36,11 +36,12 @@ from sparktorch.train.loop.loop import train
 from sparktorch.train.loop.validation import improvements
 from sparktorch.train.strategies.registry import strategy_for, strategy_type
 from sparktorch.worker.job import RankJob, RankResult, TrainJob
-from sparktorch.worker.placement import place
+from sparktorch.worker.placement import assign_positions
 
 __all__ = ["HeldRows", "Run", "find_checkpoint"]
 
-_SPLIT, _PLACE, _KEYS = "rows", "split by their position", "split by their keys"  # what checkpoints say of them
+# Checkpoints say under this name how the rows of their training were split.
+_SPLIT, _BY_POSITION, _BY_KEYS = "rows", "split by their position", "split by their keys"
 
 
 class Clock:
@@ -63,7 +64,7 @@ class Clock:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a rank knows while the ranks work on their rows together, besides the rows.
+    """What a rank knows while the ranks work on their rows in a group.
 
     Attributes:
         shard: The rank's rows, with their positions in the order of all rows.
@@ -92,38 +93,51 @@ class Run:
 
 
 class HeldRows:
-    """The rows of one rank, read and checked, and known to the other ranks.
+    """The rows of one rank, read and checked, of which the other ranks know.
 
     Attributes:
         world: This rank's place.
         shard: Its rows.
-        imbalanced: Whether they are to be split by position: the ranks have too different numbers of rows, or those of
-            the training that goes on were split so.
+        imbalanced: Whether the rows are to be split anew: the ranks have too different numbers of rows, or the rows of
+            the training that goes on were split in another way.
     """
 
     def __init__(self, batches: Iterable[pa.RecordBatch], world: World, job: RankJob, client: Client) -> None:
         """Reads the rows, whose columns `job.columns` names, and waits until the other ranks have read theirs."""
         clock = Clock()
-        # The first optimizer of a process imports torch._dynamo, which takes most of a second: do it while rows arrive.
+        # The first optimizer of a process imports torch._dynamo, which takes most of a second: a thread does it while
+        # rows arrive.
         threading.Thread(target=_import_dynamo, daemon=True).start()
         client.enter("loading")
-        self.shard = shard = _read(batches, world, job, client)
+        self.shard = shard = read_shard(
+            client.moving(batches),
+            job.columns,
+            placeholder=job.placeholder,
+            storage=_row_storage(job.storage, world),
+            budget=job.storage.budget * 10**6,
+            by_key=job.by_key,
+            by_length=job.config.micro_batch_size is not None or job.config.accumulation_steps > 1,
+            moved=client.moved,
+        )
         with ExitStack() as undo:
             undo.callback(self.close)
             clock.lap("load")
             client.enter("waiting for the other ranks")
-            kept = _by_place(job.checkpoint, client) if world.is_main else None
-            self._peers = _meet(shard, world, client, kept)
+            saved_by_position = _split_by_position(job.checkpoint, client) if world.is_main else None
+            self._peers = _meet(shard, world, client, saved_by_position)
             clock.lap("wait")
-            self._of_reading = clock.laps
+            self._reading_seconds = clock.laps
             self.world = world = _on_one_kind(world, self._peers, client)
             counts = [peer["rows"] for peer in self._peers]
             if job.columns.groups is not None and world.is_main:
-                _tell_of_groups(job.columns.groups, self._peers, client)
+                _warn_of_groups(job.columns.groups, self._peers, client)
             self._max_imbalance = job.max_imbalance
-            self._by_place, kept = job.by_place, self._peers[0]["by_place"]
-            uneven = job.max_imbalance is not None and _imbalanced(counts, job.max_imbalance)
-            self.imbalanced = uneven if kept is None else kept != job.by_place
+            # A training that goes on needs its rows split as they were, however uneven that is.
+            self._by_position, saved_by_position = job.by_place, self._peers[0]["by_place"]
+            if saved_by_position is None:
+                self.imbalanced = job.max_imbalance is not None and _imbalanced(counts, job.max_imbalance)
+            else:
+                self.imbalanced = saved_by_position != job.by_place
             if not self.imbalanced:
                 select(world.device)
                 if not is_host(world.device):
@@ -132,14 +146,14 @@ class HeldRows:
             undo.pop_all()
 
     def fit(self, job: TrainJob, client: Client, *, without: int | None = None) -> RankResult:
-        """Trains on the rows; takes and raises what `together` does."""
-        with self.together(job, client, without=without) as run:
+        """Trains on the rows; takes and raises what `in_group` does."""
+        with self.in_group(job, client, without=without) as run:
             config, plan = run.config, run.plan
             if self.world.is_main and plan.rows < config.batch_size:
-                found = counted(plan.rows, "row", "rows")
+                rows = counted(plan.rows, "row", "rows")
                 if job.columns.groups is not None:
-                    found = counted(plan.rows, "sample", "samples")
-                client.warn(f"there are {found}, fewer than batchSize: each epoch is one step")
+                    rows = counted(plan.rows, "sample", "samples")
+                client.warn(f"there are {rows}, fewer than batchSize: each epoch is one step")
             outcome = train(
                 self.shard,
                 job.recipe,
@@ -154,42 +168,61 @@ class HeldRows:
         if outcome is None:
             client.pause.paused = True
             return RankResult({"paused": True})
-        more = {"threads": self.world.threads, "seconds": run.seconds, **peaks(self.world.device)}
-        meta: dict[str, Any] = {**self._of_rows(), "data_wait_share": outcome.data_wait_share, **more}
+        meta: dict[str, Any] = {
+            **self._row_facts(),
+            "data_wait_share": outcome.data_wait_share,
+            "threads": self.world.threads,
+            "seconds": run.seconds,
+            **peaks(self.world.device),
+        }
         best = 0
         if strategy_type(config.strategy).own_batches:
+            # Each rank has trained a model: the one with the best validation returns its weights.
             meta["epochs"] = outcome.history
-            judged = [config.judged(found) for found, _ in improvements(outcome.history, config)]
-            validated = any(config.judged(record) is not None for record in outcome.history)
-            judged = judged or [math.inf if validated else outcome.history[-1]["loss"]]  # NaN is never better
-            best = _best(client.agree("outcome", {"loss": judged[-1]}))
+            judged = [config.judged(validation) for validation, _ in improvements(outcome.history, config)]
+            loss: float | None
+            if judged:
+                loss = judged[-1]
+            elif any(config.judged(record) is not None for record in outcome.history):
+                loss = math.inf  # No validation is the best one: all were NaN.
+            else:
+                loss = outcome.history[-1]["loss"]
+            best = _best(client.agree("outcome", {"loss": loss}))
         if self.world.rank != best:
             return RankResult(meta)
-        meta |= {"history": outcome.history, "confusion": outcome.confusion, "out_of_time": outcome.out_of_time}
-        meta |= {"steps_per_epoch": plan.steps, "fingerprint": run.fingerprint}
-        meta |= {"seed": job.recipe.module_seed(config.seed)}
+        meta |= {
+            "history": outcome.history,
+            "confusion": outcome.confusion,
+            "out_of_time": outcome.out_of_time,
+            "steps_per_epoch": plan.steps,
+            "fingerprint": run.fingerprint,
+            "seed": job.recipe.module_seed(config.seed),
+        }
         return RankResult(meta, packed_weights(outcome.state))
 
     @contextmanager
-    def together(
+    def in_group(
         self, job: RankJob, client: Client, *, without: int | None = None, lone: bool = False
     ) -> Iterator[Run]:
-        """Context in which the ranks work on their rows together: rows placed, checkpoints found, process group open.
+        """Context in which the ranks work on their rows in a group.
 
-        What `job` says of the rows is what they were read with; `without` is the fold to leave out. If `lone`, a single
-        rank has a process group, too.
+        In it, the rows have their positions in the global order, the checkpoint to resume from is known, and the
+        process group is open. `job` describes the rows as they were read; `without` is the fold to leave out. If
+        `lone`, a single rank has a process group, too.
         """
         peers = self._peers_without(without)
         self.shard.leave_out(without)
-        clock, self._of_reading = Clock(self._of_reading), {}  # A later training has not waited for the rows.
-        team, config, plan = place(self.shard, self.world, job, peers, client)
+        # The first training has waited for the rows; later ones have not.
+        clock, self._reading_seconds = Clock(self._reading_seconds), {}
+        team, config, plan = assign_positions(self.shard, self.world, job, peers, client)
         strategy, options = strategy_for(config.strategy, config.strategy_params)
+        # With collective forward passes, every rank validates in as many batches as the one with the most rows.
         validation_rows = max(peer["validation"] for peer in peers)
-        if strategy.own_batches:  # the rank whose epochs count is only known at the end
+        if strategy.own_batches:  # Which rank's epochs count is only known at the end.
             client.publish(progress=self.world.is_main, epochs=False)
             validation_rows = self.shard.validation_rows
         fingerprint = f"{sum(peer['fingerprint'] for peer in peers) % 2**64:016x}"
-        known = {"data": fingerprint, _SPLIT: _PLACE if self._by_place else _KEYS}
+        identity = {"data": fingerprint, _SPLIT: _BY_POSITION if self._by_position else _BY_KEYS}
         run = Run(
             shard=self.shard,
             team=team,
@@ -197,7 +230,7 @@ class HeldRows:
             plan=plan,
             validation_rows=validation_rows,
             fingerprint=fingerprint,
-            checkpointer=find_checkpoint(job, known, self.world, client),
+            checkpointer=find_checkpoint(job, identity, self.world, client),
             clock=clock,
         )
         limit = timedelta(seconds=job.collective_seconds)
@@ -209,10 +242,20 @@ class HeldRows:
         clock.lap("train")
 
     def facts(self) -> dict[str, Any]:
-        """Returns what the driver shows of the rows: their number, bytes and place, and the rank's host and device."""
-        return {**self._of_rows(), **self._facts_of_folds()}
+        """Returns what the driver must know of the rows: their number, bytes, storage, host, device, and folds."""
+        facts = self._row_facts()
+        folds = self.shard.folds
+        if folds is None:
+            return facts
+        counts_without = [[peer["rows"] for peer in self._peers_without(fold)] for fold in folds.counts if fold >= 0]
+        facts["folds"] = {str(fold): counts for fold, counts in folds.counts.items()}
+        facts["uneven_folds"] = self._max_imbalance is not None and any(
+            _imbalanced(counts, self._max_imbalance) for counts in counts_without
+        )
+        facts["nulls"] = folds.nulls
+        return facts
 
-    def _of_rows(self) -> dict[str, Any]:
+    def _row_facts(self) -> dict[str, Any]:
         shard, world = self.shard, self.world
         return {
             "rows": shard.rows,
@@ -234,57 +277,43 @@ class HeldRows:
         assert self.shard.folds is not None
         return self.shard.folds.carried(fold)
 
-    def _facts_of_folds(self) -> dict[str, Any]:
-        """Returns what the driver needs to know of this rank's folds."""
-        folds = self.shard.folds
-        if folds is None:
-            return {}
-        views = [[peer["rows"] for peer in self._peers_without(fold)] for fold in folds.counts if fold >= 0]
-        uneven = self._max_imbalance is not None and any(_imbalanced(view, self._max_imbalance) for view in views)
-        counts = {str(fold): of for fold, of in folds.counts.items()}
-        return {"folds": counts, "uneven_folds": uneven, "nulls": folds.nulls}
-
     def _peers_without(self, fold: int | None) -> list[dict[str, Any]]:
         """Returns the facts about each rank's rows outside of a fold."""
         if fold is None:
             return self._peers
-        found = []
+        peers = []
         for peer in self._peers:
             rows, marked, keys = peer["folds"].get(str(fold), (0, 0, 0))
-            fingerprint = (peer["fingerprint"] - keys) % 2**64
-            left = {"rows": peer["rows"] - rows, "validation": peer["validation"] - marked}
-            found.append({**peer, **left, "fingerprint": fingerprint})
-        return found
+            outside = {
+                "rows": peer["rows"] - rows,
+                "validation": peer["validation"] - marked,
+                # The fingerprint is the sum of the rows' keys, so the fold's keys can be subtracted.
+                "fingerprint": (peer["fingerprint"] - keys) % 2**64,
+            }
+            peers.append({**peer, **outside})
+        return peers
 
     def close(self) -> None:
         """Frees the rows; can be called twice."""
         self.shard.close()
 
 
-def find_checkpoint(job: RankJob, known: Mapping[str, Any], world: World, client: Client) -> Checkpointer | None:
+def find_checkpoint(job: RankJob, identity: Mapping[str, Any], world: World, client: Client) -> Checkpointer | None:
     """Returns the checkpointer of a job, which knows the checkpoint to resume from; `None` without checkpoints.
 
-    `known` is what identifies the training besides the `job` of its checkpoint configuration.
+    `identity` is what identifies the training besides the `job` of its checkpoint configuration.
     """
     config = job.checkpoint
     if config is None:
         return None
     client.enter("looking for a checkpoint")
-    options: dict[str, Any] = {"fixed": job.fixed_epochs, "best_delta": job.config.best_delta}
-    return Checkpointer(config, {**config.job, **known}, world, client, **options)
-
-
-def _read(batches: Iterable[pa.RecordBatch], world: World, job: RankJob, client: Client) -> Shard:
-    """Returns this rank's rows, checked."""
-    return read_shard(
-        client.moving(batches),
-        job.columns,
-        placeholder=job.placeholder,
-        storage=_row_storage(job.storage, world),
-        budget=job.storage.budget * 10**6,
-        by_key=job.by_key,
-        by_length=job.config.micro_batch_size is not None or job.config.accumulation_steps > 1,
-        moved=client.moved,
+    return Checkpointer(
+        config,
+        {**config.job, **identity},
+        world,
+        client,
+        fixed=job.fixed_epochs,
+        best_delta=job.config.best_delta,
     )
 
 
@@ -296,15 +325,17 @@ def _row_storage(storage: StorageConfig, world: World) -> RowStorage:
     return RowStorage(directory, budget=0 if storage.kind == "disk" else storage.budget * 10**6)
 
 
-def _by_place(config: CheckpointConfig | None, client: Client) -> bool | None:
+def _split_by_position(config: CheckpointConfig | None, client: Client) -> bool | None:
     """Returns whether the training that goes on has split its rows by position; `None` if none goes on."""
     if config is None:
         return None
-    found = unfinished(CheckpointStore(config.directory, moved=client.moved), config.owner, config.job)
-    return None if found is None or _SPLIT not in found.job else found.job[_SPLIT] == _PLACE
+    manifest = unfinished(CheckpointStore(config.directory, moved=client.moved), config.owner, config.job)
+    if manifest is None or _SPLIT not in manifest.job:
+        return None
+    return bool(manifest.job[_SPLIT] == _BY_POSITION)
 
 
-def _meet(shard: Shard, world: World, client: Client, by_place: bool | None) -> list[dict[str, Any]]:
+def _meet(shard: Shard, world: World, client: Client, saved_by_position: bool | None) -> list[dict[str, Any]]:
     """Waits until all ranks have read their rows; returns facts about each rank's rows, in rank order."""
     return client.agree(
         "shard",
@@ -312,20 +343,22 @@ def _meet(shard: Shard, world: World, client: Client, by_place: bool | None) -> 
             "rows": shard.rows,
             "validation": shard.validation_rows,
             "fingerprint": shard.fingerprint,
-            "folds": {} if shard.folds is None else {str(fold): of for fold, of in shard.folds.counts.items()},
+            "folds": {} if shard.folds is None else {str(fold): counts for fold, counts in shard.folds.counts.items()},
             "device": world.device,
             "host": world.host,
-            "by_place": by_place,
+            "by_place": saved_by_position,
             "groups": shard.groups,
         },
     )
 
 
-def _tell_of_groups(groups: Groups, peers: Sequence[Mapping[str, Any]], client: Client) -> None:
+def _warn_of_groups(groups: Groups, peers: Sequence[Mapping[str, Any]], client: Client) -> None:
     """Warns of groups that are too short for a window, and of shares of the ranks that are too different."""
-    found = [peer["groups"] for peer in peers]
-    count, short, rows, gaps = (sum(each[name] for each in found) for name in ("groups", "short", "rows", "gaps"))
-    largest = max(each["largest"] for each in found)
+    facts = [peer["groups"] for peer in peers]
+    count, short = sum(fact["groups"] for fact in facts), sum(fact["short"] for fact in facts)
+    rows, gaps = sum(fact["rows"] for fact in facts), sum(fact["gaps"] for fact in facts)
+    largest = max(fact["largest"] for fact in facts)
+    idle = sum(not peer["rows"] for peer in peers)
     if short and groups.window is not None:
         client.warn(
             f"{short} of {counted(count, 'group', 'groups')} have fewer than {groups.window.rows} rows, those of a "
@@ -338,7 +371,7 @@ def _tell_of_groups(groups: Groups, peers: Sequence[Mapping[str, Any]], client: 
             f"a group has {largest} of {rows} rows, more than a worker's share: groups are not divided, and the others "
             f"wait for its worker\n  -> set a smaller numWorkers{'' if groups.group else ', or groupCol'}"
         )
-    elif idle := sum(not peer["rows"] for peer in peers):
+    elif idle:
         client.warn(
             f"{idle} of {len(peers)} workers {'has' if idle == 1 else 'have'} nothing to train: a group goes to the "
             "worker of its hash, and there are few\n  -> set a smaller numWorkers"
@@ -350,7 +383,8 @@ def _on_one_kind(world: World, peers: Sequence[Mapping[str, Any]], client: Clien
 
     Ranks on different types would open different process groups and wait for each other.
     """
-    kinds = {peer["device"].partition(":")[0] for peer in peers}  # this rank's torch may not know a peer's device
+    # Types are compared as texts: this rank's torch may not know a peer's device.
+    kinds = {peer["device"].partition(":")[0] for peer in peers}
     if len(kinds) == 1:
         return world
     if world.is_main:

@@ -1,4 +1,4 @@
-"""What a rank is told to do, and what it returns."""
+"""The job that a rank gets, and the result that it returns."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ __all__ = ["RankJob", "RankResult", "TrainJob"]
 
 @dataclass(frozen=True, kw_only=True)
 class RankJob:
-    """What ranks need to work on their rows together, besides the rows and their `World`.
+    """The job that ranks do with their rows: all that they need besides the rows and their `World`.
 
     Attributes:
-        columns: Those of the rows; without inputs if there are none.
+        config: How the ranks train.
+        columns: The columns of the rows; without inputs if there are no rows.
         max_imbalance: Largest share by which a rank's rows may exceed the mean. Above it, the ranks stop and ask for a
             better split; `None` accepts any split.
+        checkpoint: Where checkpoints are saved, and how often; `None` saves none.
         placeholder: One row of the training set, the placeholder row of ranks without rows.
+        storage: Where ranks hold their rows.
         by_key: Whether training orders rows by their row keys; otherwise by their position in the partitions.
         by_place: Whether the row's position in the source is mixed into its key, so that equal rows have other keys.
         collective_seconds: Seconds that a rank waits for the others in a collective.
@@ -42,36 +45,36 @@ class RankJob:
 
     @property
     def fixed_epochs(self) -> str:
-        """Why its training cannot go on with another number of epochs; empty if it can."""
+        """Says why its training cannot go on with another number of epochs; empty if it can."""
         return "what a function does may depend on it"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainJob(RankJob):
-    """What ranks need to train a model."""
+    """The job of ranks that train a model."""
 
     recipe: Recipe
 
     @property
     def fixed_epochs(self) -> str:
-        """Why its training cannot go on with another number of epochs; empty if it can."""
+        """Says why its training cannot go on with another number of epochs; empty if it can."""
         return fixed_epochs(self.recipe)
 
     @property
     def without_recipe(self) -> RankJob:
-        """What ranks need to read the rows."""
-        return RankJob(**{each.name: getattr(self, each.name) for each in fields(RankJob)})
+        """The job without what is trained, for ranks that read their rows."""
+        return RankJob(**{field.name: getattr(self, field.name) for field in fields(RankJob)})
 
 
 @dataclass
 class RankResult:
-    """What a rank returns to the driver.
+    """The result that a rank returns to the driver.
 
     Attributes:
         meta: JSON-ready values, such as rows and times in seconds. One rank (rank 0, or the best of independent ones)
             adds history, confusion matrix and fingerprint.
-        payload: Of a training, the model's weights from that rank, as `packed_weights` returns them, empty from all
-            others; of a user's function, its pickled result.
+        payload: After a training, the model's weights from that rank, as `packed_weights` returns them, and nothing
+            from all others; after a user's function, its pickled result.
     """
 
     meta: dict[str, Any] = field(default_factory=dict)

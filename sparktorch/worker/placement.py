@@ -1,4 +1,4 @@
-"""Where a rank's rows are in the order of all rows, and what they weigh."""
+"""Assigns the rows of a rank their positions in the order of all rows, and their weights by class."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from sparktorch.errors import ColumnError, ConfigError
 from sparktorch.train.strategies.registry import strategy_for
 from sparktorch.worker.job import RankJob
 
-__all__ = ["place"]
+__all__ = ["assign_positions"]
 
 
-def place(
+def assign_positions(
     shard: Shard, world: World, job: RankJob, peers: Sequence[Mapping[str, Any]], client: Client
 ) -> tuple[World, TrainConfig, SamplingPlan]:
-    """Gives this rank's rows their positions in the global order, and applies class weights.
+    """Assigns this rank's rows their positions in the global order, and applies class weights.
 
     Returns the world of the ranks that train one model together, in which an independent rank is alone, this rank's
     configuration, and its sampling plan.
@@ -60,13 +60,14 @@ def place(
         )
     team, rows, first = world, sum(counts), sum(counts[: world.rank])
     if independent:
-        team, rows, first = _alone(world), counts[world.rank], 0
-        if not strategy.makes_validation(options):  # folds differ only in their rows
+        # The rank trains by itself.
+        team, rows, first = replace(world, rank=0, world_size=1, local_rank=0), counts[world.rank], 0
+        if not strategy.makes_validation(options):  # Models of folds differ in their rows alone, not in their seeds.
             config = replace(config, seed=config.seed + world.rank)
     plan = SamplingPlan(
         rows=rows, batch_size=config.batch_size, seed=config.seed, shuffle=config.shuffle, block=config.shuffle_block
     )
-    shard.place(first, plan, epochs=config.epochs)
+    shard.schedule(first, plan, epochs=config.epochs)
     _weigh_classes(shard, config.class_weights, job.columns.classes or 0, None if independent else client)
     return team, config, plan
 
@@ -74,15 +75,10 @@ def place(
 def _weigh_classes(shard: Shard, weights: Sequence[float] | str | None, classes: int, client: Client | None) -> None:
     """Multiplies row weights by class weights; "balanced" gives all classes the same total weight over the ranks.
 
-    `client` connects the ranks whose rows are balanced together; `None` for this rank alone.
+    `client` connects the ranks over which classes are balanced; `None` balances those of this rank alone.
     """
     if isinstance(weights, str):
-        own = shard.weight_by_class(classes)
-        all_ranks = [own] if client is None else [peer["sums"] for peer in client.agree("classes", {"sums": own})]
-        weights = balanced([sum(of_class) for of_class in zip(*all_ranks, strict=True)])
+        sums = shard.weight_by_class(classes)
+        sums_by_rank = [sums] if client is None else [peer["sums"] for peer in client.agree("classes", {"sums": sums})]
+        weights = balanced([sum(of_class) for of_class in zip(*sums_by_rank, strict=True)])
     shard.weigh_classes(weights)
-
-
-def _alone(world: World) -> World:
-    """Returns the world of a rank that trains by itself."""
-    return replace(world, rank=0, world_size=1, local_rank=0)

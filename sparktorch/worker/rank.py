@@ -34,7 +34,7 @@ Work = Callable[[HeldRows], RankResult]
 
 
 class Task(Protocol):
-    """What a rank of a pool is told to do with its rows."""
+    """A task that a rank of a pool does with its rows."""
 
     def __call__(self, rows: HeldRows, *, client: Client) -> RankResult:
         """Computes the rank's result from its rows."""
@@ -59,20 +59,27 @@ def train_partition(batches: Iterable[pa.RecordBatch], *, world: World, job: Tra
         PeerFailure: Another rank failed before training began.
         Cancelled: The driver cancelled the fit.
     """
-    return on_rows(batches, world, job, client, lambda rows: rows.fit(job, client))
+
+    def fit(rows: HeldRows) -> RankResult:
+        return rows.fit(job, client)
+
+    return on_rows(batches, world, job, client, fit)
 
 
 def on_rows(batches: Iterable[pa.RecordBatch], world: World, job: RankJob, client: Client, work: Work) -> RankResult:
-    """Returns what `work` makes of a partition's rows, unless these are to be split anew; raises as `HeldRows` does."""
+    """Returns the result of `work` on a partition's rows, unless they are split anew; raises as `HeldRows` does."""
 
-    def worked() -> RankResult:
+    def read_and_work() -> RankResult:
         torch.set_num_threads(world.threads)
         forget_peaks("cpu")
         with closing(HeldRows(batches, world, job, client)) as rows:
-            return RankResult({"imbalanced": True, "rows": rows.shard.rows}) if rows.imbalanced else work(rows)
+            if rows.imbalanced:
+                return RankResult({"imbalanced": True, "rows": rows.shard.rows})
+            return work(rows)
 
+    # Device memory can be freed only if nothing refers to the rows. Once the inner function has returned, nothing does.
     with leaving_none_of(world.device):
-        return worked()  # nothing refers to the rows when that has returned
+        return read_and_work()
 
 
 def serve(batches: Iterable[pa.RecordBatch], *, world: World, job: RankJob, client: Client) -> RankResult:
@@ -94,7 +101,7 @@ def serve(batches: Iterable[pa.RecordBatch], *, world: World, job: RankJob, clie
 def train_held(
     rows: HeldRows, *, client: Client, job: TrainJob, judged: bool, without: int | None = None
 ) -> RankResult:
-    """Trains on the rows of a pool's rank, but for those of the fold `without`.
+    """Trains on the rows of a pool's rank, except those of the fold `without`.
 
     If `judged`, the driver may end the training after an epoch.
     """
@@ -110,20 +117,21 @@ def run_held(rows: HeldRows, *, client: Client, body: Callable[..., RankResult])
 
 def _carry_out(order: Order, rows: HeldRows, client: Client) -> None:
     """Runs a task, and sends its result, or reports its error, to the driver."""
-    own, device = client.joined(order), rows.world.device
+    task_client, device = client.joined(order), rows.world.device
     try:
-        with own.beating(), leaving_none_of(device):
+        with task_client.beating(), leaving_none_of(device):
             try:
                 forget_peaks("cpu")
                 if not is_host(device):
                     forget_peaks(device)
-                task: Task = pickle.loads(order.content)  # the driver has signed it
-                result = task(rows, client=own)
-                own.deliver(result.meta, result.payload)
+                task: Task = pickle.loads(order.content)  # The driver has signed it.
+                result = task(rows, client=task_client)
+                task_client.deliver(result.meta, result.payload)
             except Exception as error:
-                own.fail(error)
+                task_client.fail(error)
                 raise
     except Exception as error:
+        # The pool goes on: frames of the failed task must not keep its memory.
         clear_frames(error)
 
 
@@ -139,7 +147,7 @@ def try_in_rank(
 
     The configuration is for hints on saving device memory.
     """
-    for _ in batches:  # Spark does not reuse a worker that leaves input unread
+    for _ in batches:  # Spark does not reuse a Python worker that leaves input unread.
         pass
     select(world.device)
     with leaving_none_of(world.device), explained(config), client.working("trying the first row"):
@@ -154,7 +162,7 @@ def leaving_none_of(device: str) -> Iterator[None]:
     except BaseException as error:
         if not is_host(device):
             clear_frames(error)
-            with suppress(Exception):  # after some errors, CUDA answers every call with the same one
+            with suppress(Exception):  # After some errors, CUDA answers every call with the same one.
                 let_go(device)
         raise
     let_go(device)

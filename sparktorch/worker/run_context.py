@@ -1,4 +1,4 @@
-"""What a user's function gets in each rank: its rows as global batches, collectives, strategies, checkpoints."""
+"""The context that a user's function gets in each rank: global batches, collectives, strategies, checkpoints."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ __all__ = ["RunContext"]
 
 _PROGRESS_SECONDS = 0.2
 _SAVE_SECONDS = 2.0
-_LONG = timedelta(days=365)  # ranks may return hours after each other
+_LONG = timedelta(days=365)  # Ranks may return hours after each other.
 _RECORD = {"epoch", "steps", "validations", "untrained"}
-_METRIC = re.compile(r"[/\w.\- :]+")  # what MLflow takes
+_METRIC = re.compile(r"[/\w.\- :]+")  # MLflow takes names of these characters.
 
 
 class RunContext(Collectives):
@@ -71,10 +71,12 @@ class RunContext(Collectives):
         self.world, self.device, self.seed = world, torch.device(world.device), config.seed
         self._client, self._config, self._run, self._checkpointer = client, config, run, checkpointer
         self.steps = 0 if run is None else run.plan.steps
-        self._strategies: dict[nn.Module, Strategy[Any]] = {}  # by what `wrap` returned
+        # Each wrapped module has its strategy, and the object that reduces its gradients.
+        self._strategies: dict[nn.Module, Strategy[Any]] = {}
         self._syncs: dict[nn.Module, GradientSync] = {}
         self._min_rows, self._reports, self._saves = 1, 0, 0
-        self._epoch, self._step = 0, 0  # of the next batch
+        # The epoch and the step of the next batch.
+        self._epoch, self._step = 0, 0
         self._diverged = False
         self._generators: Mapping[str, Any] | None = None
         self._loss: torch.Tensor | None = None
@@ -82,7 +84,8 @@ class RunContext(Collectives):
         self.restored: dict[str, Any] | None = None
         self._restore()
         self._client.pause.begin(self._saves + 1)
-        self._first = {self._epoch: self._step}  # step to begin with, of the epoch that the run resumes in
+        # The step to begin with in the epoch that the run resumes in.
+        self._first = {self._epoch: self._step}
         self.epochs = range(self._epoch, config.epochs)
 
     def loader(self, epoch: int) -> Iterator[GlobalBatch]:
@@ -102,7 +105,8 @@ class RunContext(Collectives):
         shard = self._on_rows().shard
         first = self._first.pop(epoch, 0)
         self._client.enter("running", epoch=epoch + 1, step=first)
-        self._together("loader")
+        self._check_same_point("loader")
+        # Each rank scales its losses by the weights of the whole batches.
         weights = sum_over_ranks(shard.step_weights(epoch), self.world)
         scales = step_scales(weights, self._divisor)
         self._diverge()
@@ -115,7 +119,8 @@ class RunContext(Collectives):
                     self._epoch, self._step, self._loss = epoch, step + 1, None
                     yield global_batch(batch, step, float(scales[step]), self._note)
                     self._show(epoch, step)
-            finally:  # a loop that leaves early goes on with the next epoch, after a resume, too
+            finally:
+                # A loop that leaves early goes on with the next epoch, after a resume, too.
                 self._epoch, self._step = epoch + 1, 0
 
     def validation(self, size: int = 4096) -> Iterator[GlobalBatch]:
@@ -174,7 +179,7 @@ class RunContext(Collectives):
         recipe = Recipe(module=module) if optimizer is None else recipe_of(module, optimizer)
         check_strategy(self._config, recipe)
         strategy = build_strategy(self._config, self.world, in_users_loop=True)
-        self._together("wrap")
+        self._check_same_point("wrap")
         self._min_rows = max(self._min_rows, 2 if has_batch_norm(module) else 1)
         self._same_in_all_ranks(module)
         wrapped = strategy.prepare(module, Start())
@@ -187,11 +192,10 @@ class RunContext(Collectives):
         self._strategies[wrapped], self._syncs[wrapped] = strategy, sync
         if optimizer is not None and type(strategy).optimizer is not Strategy.optimizer:
             optimizer = strategy.optimizer(recipe, module)
-        elif optimizer is not None and not _has(optimizer, module):
+        elif optimizer is not None and not _has_parameters_of(optimizer, module):
             optimizer = recipe.build_optimizer(module)
         if optimizer is not None:
-            optimizer.register_step_pre_hook(lambda *_: sync.complete())
-            optimizer.register_step_post_hook(lambda *_: strategy.after_step(wrapped))
+            _hook_steps(optimizer, strategy, sync, wrapped)
         self._warm_up(wrapped, sync)
         self._diverge()
         return wrapped if optimizer is None else (wrapped, optimizer)
@@ -212,7 +216,7 @@ class RunContext(Collectives):
             module: What `wrap` returned.
         """
         strategy = self._strategy_of(module)
-        self._together("state_dict")
+        self._check_same_point("state_dict")
         return strategy.state_dict(module, copy=True)
 
     def report(self, **metrics: float | torch.Tensor) -> None:
@@ -279,7 +283,7 @@ class RunContext(Collectives):
 
     def finish(self) -> None:
         """Waits for the other ranks and the last save, and marks the run as finished; called after the function."""
-        self._together("return")
+        self._check_same_point("return")
         if self._checkpointer is not None:
             self._client.enter("saving")
             self._checkpointer.close(Position(self._saves, self._epoch, self._step))
@@ -291,14 +295,15 @@ class RunContext(Collectives):
             return
         store, same = self._checkpointer.store, manifest.world_size == self.world_size
         main = store.read_rest(manifest, 0)
-        own = store.read_rest(manifest, self.rank) if same else {"own": {}, "generators": None}
-        self.restored = {**main["state"], **own["own"]}
-        self._generators = own["generators"]
+        rank_rest = store.read_rest(manifest, self.rank) if same else {"own": {}, "generators": None}
+        self.restored = {**main["state"], **rank_rest["own"]}
+        self._generators = rank_rest["generators"]
         self._saves, self._reports = manifest.step, main["reports"]
         self._epoch, self._step = manifest.epoch, manifest.step_in_epoch
 
     @property
     def _divisor(self) -> int:
+        """The number by which the wrapped module's gradients are divided when they are reduced."""
         return next((sync.divisor for sync in self._syncs.values()), self.world_size)
 
     def _strategy_of(self, module: nn.Module) -> Strategy[Any]:
@@ -306,8 +311,8 @@ class RunContext(Collectives):
             raise ConfigError(f"{type(module).__name__} is no module that wrap returned", hint="pass the wrapped one")
         return self._strategies[module]
 
-    def _together(self, name: str) -> None:
-        """Checks that all ranks are at the same point; they are also to have called `save` equally often."""
+    def _check_same_point(self, name: str) -> None:
+        """Checks that all ranks are at the same point, and that they have called `save` equally often; a collective."""
         if self.world_size > 1 and dist.is_initialized():
             self._compare(f"{name} after {self._saves} saves", wait=_LONG if name == "return" else None)
 
@@ -355,14 +360,28 @@ class RunContext(Collectives):
             return
         self._next_progress = now + _PROGRESS_SECONDS
         loss = None if self._loss is None else float(self._loss) / self._divisor * self.world_size
-        place = {"epoch": epoch + 1, "epochs": self._config.epochs, "step": step + 1}
-        self._client.progress(**place, steps=self.steps, loss=loss)
+        self._client.progress(epoch=epoch + 1, epochs=self._config.epochs, step=step + 1, steps=self.steps, loss=loss)
 
 
-def _has(optimizer: torch.optim.Optimizer, module: nn.Module) -> bool:
-    """Whether an optimizer's parameters are still the module's."""
-    known = set(module.parameters())
-    return all(parameter in known for group in optimizer.param_groups for parameter in group["params"])
+def _hook_steps(
+    optimizer: torch.optim.Optimizer, strategy: Strategy[Any], sync: GradientSync, module: nn.Module
+) -> None:
+    """Makes each step of an optimizer complete the gradients before it, and do the strategy's part after it."""
+
+    def complete_gradients(*_: Any) -> None:
+        sync.complete()
+
+    def after_step(*_: Any) -> None:
+        strategy.after_step(module)
+
+    optimizer.register_step_pre_hook(complete_gradients)
+    optimizer.register_step_post_hook(after_step)
+
+
+def _has_parameters_of(optimizer: torch.optim.Optimizer, module: nn.Module) -> bool:
+    """Returns whether an optimizer's parameters are still the module's."""
+    parameters = set(module.parameters())
+    return all(parameter in parameters for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _on_host(state: Mapping[str, Any], name: str) -> Any:

@@ -39,23 +39,23 @@ def torchrun_environment(world: World, client: Client, *, hosts_store: bool = Fa
     if hosts_store and world.is_main:
         store, port = host_store(address)
         offer["port"] = str(port)
-    found = client.agree("torchrun", offer)
-    hosts = [peer["host"] for peer in found]
-    names = list(dict.fromkeys(hosts))
+    offers = client.agree("torchrun", offer)
+    main = offers[0]
+    hosts = list(dict.fromkeys(peer["host"] for peer in offers))
     index = torch.device(world.device).index
     values = {
         "RANK": world.rank,
         "LOCAL_RANK": world.local_rank if index is None else index,
         "WORLD_SIZE": world.world_size,
         "LOCAL_WORLD_SIZE": world.local_size,
-        "GROUP_RANK": names.index(world.host),
-        "GROUP_WORLD_SIZE": len(names),
+        "GROUP_RANK": hosts.index(world.host),
+        "GROUP_WORLD_SIZE": len(hosts),
         "ROLE_RANK": world.rank,
         "ROLE_WORLD_SIZE": world.world_size,
         "ROLE_NAME": "default",
-        "MASTER_ADDR": found[0]["address"],
-        "MASTER_PORT": found[0]["port"],
-        "TORCHELASTIC_RUN_ID": found[0]["id"],
+        "MASTER_ADDR": main["address"],
+        "MASTER_PORT": main["port"],
+        "TORCHELASTIC_RUN_ID": main["id"],
         "TORCHELASTIC_RESTART_COUNT": 0,
         "TORCHELASTIC_MAX_RESTARTS": 0,
         "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -65,7 +65,7 @@ def torchrun_environment(world: World, client: Client, *, hosts_store: bool = Fa
         os.environ.update({name: str(value) for name, value in values.items()})
         yield
         if hosts_store:
-            client.agree("torchrun-end", {})  # until then, others may need the store
+            client.agree("torchrun-end", {})  # Until all ranks are here, others may need the store.
     del store
 
 

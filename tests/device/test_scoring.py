@@ -12,6 +12,7 @@ from torch import nn
 from sparktorch.base.state_dict import pack_state
 from sparktorch.base.world import World
 from sparktorch.data.columns import TensorSpec
+from sparktorch.data.convert.tensors import to_arrow
 from sparktorch.model.export import export_program
 from sparktorch.model.scorer import Scorer, Scoring
 from sparktorch.model.trained_module import TrainedModule
@@ -82,7 +83,7 @@ def _scored_by_its_graph(world: World) -> list[Any]:
         task="regression",
     )
     rows = np.random.default_rng(0).normal(size=(7, 5, 3)).astype(np.float32)
-    scored = [Scorer(trained, device=device).score_arrays([rows])["prediction"] for device in ("cpu", world.device)]
+    scored = [Scorer(trained, device=device).score([to_arrow(rows)])["prediction"] for device in ("cpu", world.device)]
     built = trained.build().to(world.device)
     there = built(torch.from_numpy(rows).to(world.device)).detach()
     assert there.device.type == world.device.partition(":")[0]

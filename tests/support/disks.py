@@ -22,6 +22,7 @@ from sparktorch.train.callbacks import FitContext
 from sparktorch.train.checkpoint.store import CheckpointStore
 from tests.support.ranks import control_server, load_state, run_ranks
 from tests.support.resume import job_for, parts
+from tests.support.saving import saved_steps
 from tests.support.waiting import until
 
 DISK = "4m"
@@ -114,7 +115,7 @@ def fate_of(kind: str, folder: Path, first: int, last: int) -> dict[str, Any]:
         "warnings": warnings,
         "error": failure.to_dict() if failure else None,
         "weights": weights,
-        "steps": store.steps(),
+        "steps": saved_steps(store),
         "usable": usable.step if usable else None,
         "files": sorted(path.name for path in folder.rglob("*") if path.name.startswith(".")),
     }

@@ -130,7 +130,7 @@ def cause_of_death(
     server: ControlServer, size: int, message: str = "Python worker exited unexpectedly (crashed)"
 ) -> SparkTorchError:
     """Returns what the driver makes of a job of `size` ranks that ended with such a message of Spark's."""
-    return RootCause(watch(server, size)).of(RuntimeError(message))
+    return RootCause(watch(server, size)).explain(RuntimeError(message))
 
 
 @dataclass(frozen=True, kw_only=True)

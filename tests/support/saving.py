@@ -8,6 +8,8 @@ from typing import Any
 import fsspec
 from fsspec.implementations.dirfs import DirFileSystem
 
+from sparktorch.train.checkpoint.store import CheckpointStore
+
 
 class LocalFiles(DirFileSystem):
     """The local files, as a file system of its own; to derive one from that does more."""
@@ -30,6 +32,12 @@ class Counted(LocalFiles):
 
 
 fsspec.register_implementation("counted", Counted, clobber=True)
+
+
+def saved_steps(store: CheckpointStore) -> list[int]:
+    """Returns the steps of which a store has folders, latest first."""
+    folders = [name for name in store.directory.names() if name.startswith("step-")]
+    return sorted({int(name.split("-")[1]) for name in folders}, reverse=True)
 
 
 def wait_for_saves() -> None:

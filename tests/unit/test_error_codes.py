@@ -51,7 +51,7 @@ def texts() -> dict[str, list[str]]:
     found = defaultdict(list)
     for name, call in calls():
         named = {keyword.arg: keyword.value for keyword in call.keywords}
-        if name == "found" and len(call.args) > 4 and isinstance(call.args[0], ast.Constant):
+        if name == "finding_for" and len(call.args) > 4 and isinstance(call.args[0], ast.Constant):
             found[f"ST-{call.args[0].value.upper()}"] += [pattern(call.args[2]) or ".*"]
         if name in (*BY_CLASS, "refusing", "Refusal") and call.args:
             row = name == "Refusal"

@@ -17,7 +17,7 @@ from sparktorch.base.world import World
 from sparktorch.errors import refusing
 from sparktorch.train.recipe.metrics import quiet, reduce_over_ranks
 
-__all__ = ["Metrics", "Saved", "TrainerView", "unchanged"]
+__all__ = ["ModuleMetrics", "Saved", "TrainerView", "unchanged"]
 
 _KNOWN = (
     "current_epoch, global_step, max_epochs, world_size, global_rank, local_rank, is_global_zero, "
@@ -137,7 +137,7 @@ def _is_plain(value: Any) -> bool:
     return type(value) in _PLAIN
 
 
-class Metrics:
+class ModuleMetrics:
     """The metrics in a module, by their paths, and collections of them; none if torchmetrics has not been imported."""
 
     def __init__(self, module: nn.Module) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from sparktorch.adapters.lightning.optimizers import Configured, LightningSchedule, configured
 from sparktorch.adapters.lightning.recognise import overrides, parts
-from sparktorch.adapters.lightning.state import Metrics, Saved, TrainerView, unchanged
+from sparktorch.adapters.lightning.state import ModuleMetrics, Saved, TrainerView, unchanged
 from sparktorch.adapters.lightning.step import (
     Call,
     LightningStep,
@@ -52,7 +52,7 @@ class LightningTraining(ModuleHooks):
         self.trainer, self._parts = trainer, parts(module)
         for part in self._parts:
             vars(part).update(_trainer=trainer, log=self.log, optimizers=self._optimizers)
-        self._metrics = Metrics(module)
+        self._metrics = ModuleMetrics(module)
         self._aside: dict[str, Any] = {}  # states of metrics of the training, in a validation
         self._logs = self._training_logs = self._early = Logs(self._metrics.compute)
         self._muted = False  # whether logged values are dropped

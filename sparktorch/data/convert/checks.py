@@ -33,14 +33,17 @@ _FLOATS = ("float16", "float32", "float64")
 
 
 class RowFilter:
-    """Removes rows that cannot be trained on, and counts them in `dropped`; `unfit` is their mask in the last batch."""
+    """Removes rows that cannot be trained on, and counts them in `dropped`.
+
+    `unfit` is their mask in the last batch, `None` if there were none.
+    """
 
     def __init__(self, columns: Columns) -> None:
         """Sets the columns; their `drop_nulls` says whether `close` raises for unfit rows."""
         self._columns = columns
-        self._found: dict[tuple[str, str, str], tuple[int, list[int]]] = {}
+        self._unfit_rows: dict[tuple[str, str, str], tuple[int, list[int]]] = {}
         self.dropped = 0
-        self.unfit: Mask | None = None  # none of them
+        self.unfit: Mask | None = None
 
     def rows_of(self, batch: pa.RecordBatch, *, first_row: int) -> pa.RecordBatch:
         """Returns the rows of a batch that hold no null, NaN or infinity, nor a null in a column of `Columns.marks`.
@@ -52,19 +55,19 @@ class RowFilter:
             for what, mask in _unfit(batch.column(spec.name), spec):
                 for name, rows in _by_source(batch.column(spec.name), spec, what, np.flatnonzero(mask)):
                     self._note(spec.name, name, what, rows + first_row)
-                unfit = mask if unfit is None else unfit | mask
+                unfit = _either(unfit, mask)
         for wire, name in self._columns.marks.items():
             nulls = _nulls(batch.column(wire))
             if nulls is not None:
                 self._note(wire, name, "null", np.flatnonzero(nulls) + first_row)
-                unfit = nulls if unfit is None else unfit | nulls
+                unfit = _either(unfit, nulls)
         self.unfit = unfit
         if unfit is None:
             return batch
         self.dropped += int(unfit.sum())
         return batch.filter(pa.array(~unfit))
 
-    def placed(self, error: ColumnError, *, first_row: int) -> ColumnError:
+    def renumbered(self, error: ColumnError, *, first_row: int) -> ColumnError:
         """Returns an error about the batch that `rows_of` returned last, with a row number that counts removed rows."""
         where = dict(error.where)
         if self.unfit is not None and "row" in where:
@@ -76,17 +79,17 @@ class RowFilter:
 
         With `sample`, the first row alone was looked at.
         """
-        if self._columns.drop_nulls or not self._found:
+        if self._columns.drop_nulls or not self._unfit_rows:
             return
-        (_, column, what), (count, rows) = next(iter(self._found.items()))
-        said = f"column {column!r} has {counted(count, 'row', 'rows')} with null values"
+        (_, column, what), (count, rows) = next(iter(self._unfit_rows.items()))
+        problem = f"column {column!r} has {counted(count, 'row', 'rows')} with null values"
         if what != "null":
-            said = counted(count, f"row of column {column!r} is {what}", f"rows of column {column!r} are {what}")
-        shown = ", ".join(map(str, rows)) + (", ..." if count > len(rows) else "")
+            problem = counted(count, f"row of column {column!r} is {what}", f"rows of column {column!r} are {what}")
+        first_rows = ", ".join(map(str, rows)) + (", ..." if count > len(rows) else "")
         raise ColumnError(
             f"the first row holds {what} values in column {column!r}, and others were not looked at yet"
             if sample
-            else f"{said}; in the order in which they arrived: {shown}",
+            else f"{problem}; in the order in which they arrived: {first_rows}",
             hint=self._hint(column, what),
             column=column,
             row=rows[0],
@@ -96,9 +99,10 @@ class RowFilter:
     def _hint(self, column: str, what: str) -> str:
         spec = next((spec for spec in self._columns.tensors if column in (spec.column, *spec.sources)), None)
         hint = "drop or replace them before fit, or set nullPolicy='drop'"
-        if spec in self._columns.inputs and not spec.takes_nulls and _filled(spec):  # nor labels, nor infinity
+        # Labels and weights are never filled, nor is infinity.
+        if spec in self._columns.inputs and not spec.takes_nulls and _filled(spec):
             hint += " or 'fill'" if what == "null" else " or, for NaN, 'fill'"
-        if spec is None:  # a column of `Columns.marks`
+        if spec is None:  # It is a column of `Columns.marks`.
             return hint
         if what == "null":
             return hint + _null_hint(spec)
@@ -108,8 +112,8 @@ class RowFilter:
 
     def _note(self, wire: str, column: str, what: str, rows: npt.NDArray[np.intp]) -> None:
         """Counts a column's unfit rows, by its encoded name, too: the user may name a column twice."""
-        count, first = self._found.get((wire, column, what), (0, []))
-        self._found[wire, column, what] = count + len(rows), (first + rows[:_SHOWN_ROWS].tolist())[:_SHOWN_ROWS]
+        count, first = self._unfit_rows.get((wire, column, what), (0, []))
+        self._unfit_rows[wire, column, what] = count + len(rows), (first + rows[:_SHOWN_ROWS].tolist())[:_SHOWN_ROWS]
 
 
 def _unfit(column: pa.Array, spec: TensorSpec) -> Iterator[tuple[str, Mask]]:
@@ -129,7 +133,7 @@ def _by_source(
     column: pa.Array, spec: TensorSpec, what: str, rows: npt.NDArray[np.intp]
 ) -> Iterator[tuple[str, npt.NDArray[np.intp]]]:
     """Yields the user's column and its unfit rows; for packed columns, each column of the user with its own."""
-    column = _looked_at(column, spec)
+    column = _checked_part(column, spec)
     if not spec.sources or column.null_count:
         yield spec.column, rows
         return
@@ -148,24 +152,31 @@ def present(
 
     Columns whose nulls are filled, or go to `preprocess`, are exempt.
     """
-    found: Mask | None = None
+    unfit: Mask | None = None
     for column, spec in zip(columns, specs, strict=True):
         if spec.takes_nulls:
             continue
-        for mask in (null_mask(column, spec), non_finite_mask(column, spec) if finite else None):
-            if mask is not None:
-                found = mask if found is None else found | mask
-    return None if found is None else pa.array(~found)
+        unfit = _either(unfit, null_mask(column, spec))
+        if finite:
+            unfit = _either(unfit, non_finite_mask(column, spec))
+    return None if unfit is None else pa.array(~unfit)
+
+
+def _either(first: Mask | None, second: Mask | None) -> Mask | None:
+    """Returns the mask of rows in one of two masks; `None` has no rows."""
+    if first is None or second is None:
+        return second if first is None else first
+    return first | second
 
 
 def null_mask(column: pa.Array, spec: TensorSpec) -> Mask | None:
     """Returns the mask of rows that are or hold a null, at any depth of lists and structs; `None` if no row does."""
-    return _marked(_looked_at(column, spec), _nulls)
+    return _marked(_checked_part(column, spec), _nulls)
 
 
 def non_finite_mask(column: pa.Array, spec: TensorSpec, *, nan: bool = True) -> Mask | None:
     """Returns the mask of rows that are or hold infinity or, with `nan`, NaN; `None` if no row does."""
-    array = _looked_at(column, spec)
+    array = _checked_part(column, spec)
     if spec.layout == "raw" and np.dtype(spec.dtype).kind == "f":
         array = _as_lists(array, np.dtype(spec.dtype))
     return _marked(array, partial(_infinite, nan=nan))
@@ -182,11 +193,13 @@ def _null_hint(spec: TensorSpec) -> str:
     return f"; what {spec.dtype} cannot hold, as NaN in a column of floats, counts as null" if narrow else ""
 
 
-def _looked_at(column: pa.Array, spec: TensorSpec) -> pa.Array:
-    """Returns the part of a column to check: the values of vectors, whose size is null if dense; the data of images."""
+def _checked_part(column: pa.Array, spec: TensorSpec) -> pa.Array:
+    """Returns the part of a column to check: the data of images, or the values of vectors, whose size may be null."""
     if pa.types.is_struct(column.type) and not spec.as_it_is:
-        vector = column.type.get_field_index("values") >= 0  # scoring accepts vectors where arrays were fitted
-        return pc.struct_field(column, "values" if vector else "data")  # null where the struct is
+        # By the type, not by the spec: scoring accepts vectors where arrays were fitted.
+        vector = column.type.get_field_index("values") >= 0
+        # Unlike `column.field`, this is null where the struct is.
+        return pc.struct_field(column, "values" if vector else "data")
     return column
 
 
@@ -195,7 +208,7 @@ def _as_lists(column: pa.Array, dtype: np.dtype[Any]) -> pa.Array:
     if not len(column):
         return pa.array([], pa.list_(pa.from_numpy_dtype(dtype)))
     column = column.cast(pa.large_binary()).fill_null(b"")
-    whole = pc.equal(pc.bit_wise_and(pc.binary_length(column), dtype.itemsize - 1), 0)  # sizes are powers of 2
+    whole = pc.equal(pc.bit_wise_and(pc.binary_length(column), dtype.itemsize - 1), 0)  # Sizes are powers of 2.
     column = pc.if_else(whole, column, b"")
     _, offsets, content = column.buffers()
     ends = np.frombuffer(offsets, np.int64)[column.offset : column.offset + len(column) + 1]
@@ -204,35 +217,38 @@ def _as_lists(column: pa.Array, dtype: np.dtype[Any]) -> pa.Array:
 
 
 def _nulls(array: pa.Array) -> Mask | None:
-    found: Mask | None = array.is_null().to_numpy(zero_copy_only=False) if array.null_count else None
-    return found
+    nulls: Mask | None = array.is_null().to_numpy(zero_copy_only=False) if array.null_count else None
+    return nulls
 
 
 def _infinite(array: pa.Array, *, nan: bool) -> Mask | None:
     if not pa.types.is_floating(array.type):
         return None
-    every = array.to_numpy(zero_copy_only=False)  # nulls become NaN
-    if np.isfinite(every).all():
+    numbers = array.to_numpy(zero_copy_only=False)  # Nulls become NaN.
+    if np.isfinite(numbers).all():
         return None
-    bad: Mask = np.isinf(every) if not nan else ~np.isfinite(every) & array.is_valid().to_numpy(zero_copy_only=False)
-    return bad if bad.any() else None
+    unfit: Mask = np.isinf(numbers)
+    if nan:
+        unfit = ~np.isfinite(numbers) & array.is_valid().to_numpy(zero_copy_only=False)
+    return unfit if unfit.any() else None
 
 
 def _marked(array: pa.Array, mask_of: Callable[[pa.Array], Mask | None]) -> Mask | None:
     """Returns the mask of values that are or hold, in lists and structs, a value in `mask_of`; `None` if none does."""
-    found = mask_of(array)
+    marks = mask_of(array)
     if pa.types.is_fixed_size_list(array.type):
         array = array.cast(pa.list_(array.type.value_type))
     lists = pa.types.is_list(array.type) or pa.types.is_large_list(array.type)
     inner: Iterable[pa.Array] = [array.flatten()] if lists else ()
     if pa.types.is_struct(array.type):
         inner = array.flatten()
-    for held in inner:
-        marks = _marked(held, mask_of)
-        if marks is not None:
-            found = np.zeros(len(array), np.bool_) if found is None else found.copy()
-            found[pc.list_parent_indices(array).to_numpy()[marks] if lists else marks] = True
-    return found
+    for values in inner:
+        inner_marks = _marked(values, mask_of)
+        if inner_marks is not None:
+            # The mask may share the memory of an Arrow array, which is read-only.
+            marks = np.zeros(len(array), np.bool_) if marks is None else marks.copy()
+            marks[pc.list_parent_indices(array).to_numpy()[inner_marks] if lists else inner_marks] = True
+    return marks
 
 
 def refuse_nulls(column: pa.Array, spec: TensorSpec, *, first_row: int = 0) -> None:
@@ -299,10 +315,12 @@ def _refuse(
     code: str,
     verbs: tuple[str, str] = ("is", "are"),
 ) -> None:
-    """Refuses values, if there are any of which `what` says what they are."""
-    if count := int(bad.sum()):
-        said = f"{counted(count, name, name + 's')} in column {spec.column!r} {verbs[count > 1]} {what}"
-        raise ColumnError(said, hint=hint, code=code, column=spec.column)
+    """Refuses a column if `bad` marks any of its values; `what` says what these are."""
+    count = int(bad.sum())
+    if count:
+        verb = verbs[0] if count == 1 else verbs[1]
+        problem = f"{counted(count, name, name + 's')} in column {spec.column!r} {verb} {what}"
+        raise ColumnError(problem, hint=hint, code=code, column=spec.column)
 
 
 def _refuse_non_finite(values: npt.NDArray[Any], spec: TensorSpec) -> None:
@@ -337,11 +355,11 @@ def check_labels(values: npt.NDArray[Any], columns: Columns) -> npt.NDArray[Any]
                 hint += f"unseen labels {columns.classes}: use 'skip'"
             if values.min() < 0:
                 hint += "; leave rows out that have no class, or give them any and the weight 0 in weightCol"
-            of = f"not among classes 0 ... {columns.classes - 1}, for example {values[bad][0]:g}"
-            _refuse(bad, spec, "label", of, hint, "ST-LABEL-RANGE")
+            what = f"not among classes 0 ... {columns.classes - 1}, for example {values[bad][0]:g}"
+            _refuse(bad, spec, "label", what, hint, "ST-LABEL-RANGE")
         values = values.astype(np.int64)
     if columns.ignored is not None and values.dtype.kind != "f" and len(values):
-        # No rank knows how many of them a batch has, to divide by the rest.
+        # The loss would be divided by the number of the other labels in the global batch, which no rank knows.
         _refuse(
             (values == columns.ignored).reshape(len(values), -1).any(axis=1),
             spec,

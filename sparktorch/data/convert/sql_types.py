@@ -47,7 +47,7 @@ def arrow_type(sql: str) -> pa.DataType:
     rest = _TOKEN.findall(sql)[::-1]
     try:
         kind = _taken(rest)
-    except (KeyError, IndexError):  # an unknown word, or an early end
+    except (KeyError, IndexError):  # A word is unknown, or the text ends early.
         kind = None
     if kind is None or rest:
         raise ValueError(f"{sql!r} is no type of a column that a callable can take")
@@ -60,12 +60,12 @@ def _taken(rest: list[str]) -> pa.DataType:
     if word not in ("array", "struct"):
         return _PLAIN[word]
     fields = []
-    rest.pop()  # "<"
+    rest.pop()  # It is "<".
     while rest[-1] != ">":
         name = ""
         if word == "struct":
             name = rest.pop()
-            rest.pop()  # ":"
+            rest.pop()  # It is ":".
         fields.append((name[1:-1].replace("``", "`") if name.startswith("`") else name, _taken(rest)))
         if rest[-1] == ",":
             rest.pop()

@@ -51,8 +51,8 @@ def _numbers(values: pa.Array, spec: TensorSpec) -> Array:
     if values.null_count:
         assert spec.fill is not None, "whoever calls this refuses nulls"
         values = values.fill_null(pa.scalar(spec.fill).cast(values.type))
-    found: Array = values.to_numpy(zero_copy_only=False)
-    return _filled(found.astype(spec.dtype, copy=False), spec)
+    numbers: Array = values.to_numpy(zero_copy_only=False)
+    return _filled(numbers.astype(spec.dtype, copy=False), spec)
 
 
 def _filled(values: Array, spec: TensorSpec) -> Array:
@@ -69,7 +69,7 @@ def held(array: pa.Array, dtype: npt.DTypeLike) -> pa.Array:
 
 def _held(array: pa.Array, limits: np.iinfo[Any]) -> pa.Array:
     kind = array.type
-    if pa.types.is_struct(kind) and kind.get_field_index("values") >= 0:  # ML vectors
+    if pa.types.is_struct(kind) and kind.get_field_index("values") >= 0:  # It is a column of ML vectors.
         names = [field.name for field in kind]
         parts = dict(zip(names, array.flatten(), strict=True))
         parts["values"] = _held(parts["values"], limits)
@@ -87,13 +87,15 @@ def _held(array: pa.Array, limits: np.iinfo[Any]) -> pa.Array:
     if pa.types.is_boolean(kind) or (pa.types.is_integer(kind) and np.can_cast(kind.to_pandas_dtype(), limits.dtype)):
         return array
     if pa.types.is_decimal(kind):
-        among = (each is not None and limits.min <= int(each) <= limits.max for each in array.to_pylist())
-        return _nulled(array, np.fromiter(among, np.bool_, len(array))).cast(pa.int64(), safe=False)
+        values = array.to_pylist()
+        fits = np.array([value is not None and limits.min <= int(value) <= limits.max for value in values], np.bool_)
+        return _nulled(array, fits).cast(pa.int64(), safe=False)
     if not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
         return array
     numbers = array.to_numpy(zero_copy_only=False)
     if numbers.dtype.kind == "f":
-        whole_part = np.trunc(numbers.astype(np.float64))  # NaN compares as false
+        # NaN, which null is here, too, compares as false.
+        whole_part = np.trunc(numbers.astype(np.float64))
         fits = (whole_part >= float(limits.min)) & (whole_part < float(limits.max + 1))
     else:
         fits = (numbers >= limits.min) & (numbers <= limits.max)
@@ -115,10 +117,11 @@ def ragged(array: pa.Array, spec: TensorSpec, *, first_row: int = 0) -> tuple[Ar
     elements = array.flatten()
     try:
         values = _numbers(_elements(elements, spec, spec.levels, 0), spec)
-    except ColumnError as error:  # its row number counts elements
+    except ColumnError as error:
+        # The row number of the error counts elements.
         row = int(np.repeat(np.arange(len(lengths)), lengths)[error.where["row"]])
-        place: dict[str, Any] = {"column": spec.column, "row": first_row + row}
-        raise ColumnError(error.what, hint=error.hint, code=error.code, **place) from None
+        location: dict[str, Any] = {"column": spec.column, "row": first_row + row}
+        raise ColumnError(error.what, hint=error.hint, code=error.code, **location) from None
     values = values.reshape(len(elements), *spec.shape)
     if spec.limit is not None and (lengths > spec.limit).any():
         starts = np.cumsum(lengths) - lengths
@@ -133,8 +136,8 @@ def vector_rows(array: pa.StructArray, spec: TensorSpec, *, first_row: int = 0) 
     values, sizes = array.field("values"), array.field("size")
     lengths = np.where(valid, values.value_lengths().fill_null(0).to_numpy(), 0).astype(np.int64)
     sparse = sizes.is_valid().to_numpy(zero_copy_only=False) & valid
-    held = np.where(sparse, sizes.fill_null(0).to_numpy(), lengths)
-    refuse_lengths(held, spec, spec.width, first_row, among=valid, lists=False)
+    row_sizes = np.where(sparse, sizes.fill_null(0).to_numpy(), lengths)
+    refuse_lengths(row_sizes, spec, spec.width, first_row, among=valid, lists=False)
     flat = _numbers(_flattened(values, valid), spec)
     indices = _flattened(array.field("indices"), sparse).to_numpy()
     if not valid.all():
@@ -153,14 +156,14 @@ class VectorRows:
     lengths: npt.NDArray[np.int64]
     sparse: npt.NDArray[np.bool_]
 
-    def places(self) -> npt.NDArray[np.int64]:
+    def positions(self) -> npt.NDArray[np.int64]:
         """Returns the index of each value in its row, int64 of shape `(values,)`."""
-        of_sparse = np.repeat(self.sparse, self.lengths)
-        found = np.empty(len(self.values), np.int64)
-        found[of_sparse] = self.indices
-        dense = self.lengths[~self.sparse]  # all of the same length
-        found[~of_sparse] = np.tile(np.arange(dense[0] if len(dense) else 0), len(dense))
-        return found
+        is_sparse = np.repeat(self.sparse, self.lengths)
+        positions = np.empty(len(self.values), np.int64)
+        positions[is_sparse] = self.indices
+        dense = self.lengths[~self.sparse]  # All of them have the same length.
+        positions[~is_sparse] = np.tile(np.arange(dense[0] if len(dense) else 0), len(dense))
+        return positions
 
 
 def _elements(array: pa.Array, spec: TensorSpec, levels: tuple[int, ...], first_row: int) -> pa.Array:
@@ -172,11 +175,12 @@ def _elements(array: pa.Array, spec: TensorSpec, levels: tuple[int, ...], first_
     for length in levels:
         lengths = array.value_lengths().fill_null(length).to_numpy()
         refuse_lengths(lengths, spec, length, first_row, per_row)
-        items = array.flatten()  # those of the lists that are not null
+        # `flatten` leaves out null lists, so `take` puts nulls in their position below.
+        items = array.flatten()
         if array.null_count:
             valid = array.is_valid().to_numpy(zero_copy_only=False)
-            places = (np.cumsum(valid) - 1)[:, None] * length + np.arange(length)
-            items = items.take(pa.array(places.reshape(-1), mask=np.repeat(~valid, length)))
+            positions = (np.cumsum(valid) - 1)[:, None] * length + np.arange(length)
+            items = items.take(pa.array(positions.reshape(-1), mask=np.repeat(~valid, length)))
         array = items
         per_row *= length
     return array
@@ -193,7 +197,7 @@ def _densified(array: pa.StructArray, spec: TensorSpec, first_row: int) -> Array
     if not rows.sparse.any():
         return rows.values.reshape(len(array), *spec.shape)
     dense = np.zeros((len(array), spec.width), spec.dtype)
-    dense[np.repeat(np.arange(len(array)), rows.lengths), rows.places()] = rows.values
+    dense[np.repeat(np.arange(len(array)), rows.lengths), rows.positions()] = rows.values
     return dense.reshape(len(array), *spec.shape)
 
 
@@ -210,11 +214,11 @@ def _from_bytes(array: pa.Array, spec: TensorSpec, first_row: int) -> Array:
 def byte_rows(array: pa.Array) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
     """Returns the offsets of binary or string rows without nulls, int64 of shape `(rows + 1,)`, and their bytes."""
     wide = pa.types.is_large_binary(array.type) or pa.types.is_large_string(array.type)
-    _, places, content = array.buffers()
+    _, offset_buffer, content = array.buffers()
     if not len(array) or content is None:
         return np.zeros(len(array) + 1, np.int64), np.empty(0, np.uint8)
     dtype = np.int64 if wide else np.int32
-    offsets = np.frombuffer(places, dtype)[array.offset : array.offset + len(array) + 1].astype(np.int64)
+    offsets = np.frombuffer(offset_buffer, dtype)[array.offset : array.offset + len(array) + 1].astype(np.int64)
     return offsets - offsets[0], np.frombuffer(content, np.uint8)[offsets[0] : offsets[-1]]
 
 

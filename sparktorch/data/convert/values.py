@@ -55,21 +55,24 @@ def in_utc(kind: pa.DataType) -> pa.DataType:
     return pa.timestamp(kind.unit, "UTC") if pa.types.is_timestamp(kind) and kind.tz else kind
 
 
-def fits_times(own: pa.DataType, kind: pa.DataType) -> bool:
-    """Whether a column of the type `own` has the times that `kind` is or holds; names of fields may differ."""
-    if pa.types.is_null(own):
+def fits_times(column_type: pa.DataType, kind: pa.DataType) -> bool:
+    """Whether a column of some type has the times that `kind` is or holds; names of fields may differ."""
+    if pa.types.is_null(column_type):
         return True
     if pa.types.is_struct(kind):
-        alike = pa.types.is_struct(own) and own.num_fields == kind.num_fields
-        return alike and all(fits_times(of.type, field.type) for of, field in zip(own, kind, strict=True))
+        alike = pa.types.is_struct(column_type) and column_type.num_fields == kind.num_fields
+        return alike and all(
+            fits_times(column_field.type, field.type) for column_field, field in zip(column_type, kind, strict=True)
+        )
     if _is_list(kind):
-        return _is_list(own) and fits_times(own.value_type, kind.value_type)
-    return not pa.types.is_temporal(kind) or bool(in_utc(own) == kind)
+        return _is_list(column_type) and fits_times(column_type.value_type, kind.value_type)
+    return not pa.types.is_temporal(kind) or bool(in_utc(column_type) == kind)
 
 
 def zone_named(name: str) -> tzinfo:
     """Returns a time zone by its name in Spark: a region, or an offset such as "+02:00"; else a `ConfigError`."""
-    if name in ("UTC", "Z", "UT", "GMT"):  # without the files of zones, and as which columns are converted at once
+    # `timezone.utc` needs no files of zones, and whole columns are converted at once where a zone is this object.
+    if name in ("UTC", "Z", "UT", "GMT"):
         return timezone.utc
     offset = _OFFSET.fullmatch(name)
     if offset is None:
@@ -89,12 +92,13 @@ def zone_named(name: str) -> tzinfo:
 def values_as(kind: pa.DataType, values: Any, zone: tzinfo | None) -> pa.Array:
     """Converts values to a type that holds times or structs, one by one but for pandas' columns of times.
 
-    Times without a time zone are in `zone`; `None` is this process's, as which Spark's rows have them, whose NaN is no
-    null. Text is ISO 8601. A `ValueError` or `TypeError` refuses other text and numbers, which name neither a unit nor
-    a beginning, and times with a zone for a column whose times have none.
+    Times without a time zone are in `zone`. `None` stands for rows of Spark: their times are in the zone of this
+    process, and their NaN is no null. Text is ISO 8601. A `ValueError` or `TypeError` refuses other text and numbers,
+    which name neither a unit nor a beginning, and times with a zone for a column whose times have none.
     """
     dtype = getattr(values, "dtype", None)
-    if getattr(dtype, "kind", "") == "M" and hasattr(values, "dt") and pa.types.is_timestamp(kind):  # a pandas column
+    # Columns of times in pandas are converted at once.
+    if getattr(dtype, "kind", "") == "M" and hasattr(values, "dt") and pa.types.is_timestamp(kind):
         if kind.tz and values.dt.tz:
             values, zone = values.dt.tz_convert(None), timezone.utc
         if values.dt.tz is None and (not kind.tz or zone is timezone.utc):
@@ -108,7 +112,8 @@ def _converted(value: Any, kind: pa.DataType, zone: tzinfo | None) -> Any:
     if _is_missing(value):
         return value if zone is None and isinstance(value, float) and pa.types.is_floating(kind) else None
     if pa.types.is_struct(kind):
-        fields = value.asDict() if hasattr(value, "asDict") else value  # a Row of Spark's
+        # A Row of Spark's is a tuple, and no mapping.
+        fields = value.asDict() if hasattr(value, "asDict") else value
         if not isinstance(fields, Mapping):
             raise TypeError(f"{value!r} is no struct of {kind}")
         return {field.name: _converted(fields.get(field.name), field.type, zone) for field in kind}
@@ -116,7 +121,8 @@ def _converted(value: Any, kind: pa.DataType, zone: tzinfo | None) -> Any:
         if isinstance(value, str | bytes | Mapping):
             raise TypeError(f"{value!r} is no list of {kind.value_type}")
         return [_converted(item, kind.value_type, zone) for item in value]
-    if isinstance(value, Decimal) and pa.types.is_floating(kind):  # as decimals of Spark
+    # Spark sends decimals, which specs have as double, as Decimal.
+    if isinstance(value, Decimal) and pa.types.is_floating(kind):
         return float(value)
     return _time(value, kind, zone) if pa.types.is_temporal(kind) else value
 
@@ -134,7 +140,8 @@ def _time(value: Any, kind: pa.DataType, zone: tzinfo | None) -> date:
             "milliseconds, as df.to_json() writes them by default, seconds or days; df.to_json(date_format='iso') "
             "writes text"
         )
-    if pa.types.is_date(kind):  # as it is written, whatever its zone is
+    # A date is taken as it is written, whatever its zone is.
+    if pa.types.is_date(kind):
         return moment.date() if isinstance(moment, datetime) else moment
     if not isinstance(moment, datetime):
         moment = datetime.combine(moment, time())
@@ -151,7 +158,8 @@ def _time(value: Any, kind: pa.DataType, zone: tzinfo | None) -> date:
 def _localised(moment: datetime, zone: tzinfo | None) -> datetime:
     """Returns a time with a zone; of two instants with that time in autumn, the first, as Spark reads text."""
     plain = datetime.combine(moment.date(), moment.time())
-    if zone is None:  # Python has no local time at the ends of the calendar, which stand for no beginning and no end
+    # Python has no local time at the ends of the calendar, which stand for no beginning and no end.
+    if zone is None:
         offset = plain.replace(year=min(max(plain.year, 2), 9998)).astimezone().utcoffset()
         zone = timezone(offset or timedelta())
     return plain.replace(tzinfo=zone)

@@ -22,19 +22,19 @@ from sparktorch.data.sampling.groups import GroupKeys
 from sparktorch.data.sampling.plan import Numbers, SamplingPlan, mix_words
 from sparktorch.data.sampling.row_keys import RowKeys
 
-__all__ = ["AHEAD_BATCHES", "CHUNK_ROWS", "Folds", "Int64", "RowNumbers", "Schedule", "Shard", "at"]
+__all__ = ["AHEAD_BATCHES", "CHUNK_ROWS", "Folds", "Int64", "RankSteps", "RowNumbers", "Shard", "at"]
 
 Array = npt.NDArray[Any]
 Int64 = npt.NDArray[np.int64]
 RowNumbers = Numbers | range
 
-AHEAD_BATCHES = 4  # decoded in advance
-CHUNK_ROWS = 1 << 16  # whose weights are read at a time
-_AHEAD_ROWS = 1 << 15  # from this size on, ordering an epoch takes longer than starting a thread
+AHEAD_BATCHES = 4  # So many batches are decoded in advance.
+CHUNK_ROWS = 1 << 16  # The weights of so many rows are read at a time.
+_AHEAD_ROWS = 1 << 15  # From so many rows on, ordering an epoch takes longer than starting a thread.
 
 
 @dataclass(frozen=True)
-class Schedule:
+class RankSteps:
     """The steps in which a rank trains its rows: `rows` of them, from position `first` on, by the plan of all ranks.
 
     With `seeded`, each step has a seed of its own, for `preprocess`.
@@ -75,7 +75,7 @@ class Folds:
 
     def append(self, rows: pa.RecordBatch, keys: npt.NDArray[np.int64], held_out: npt.NDArray[np.bool_]) -> None:
         """Appends the folds of a batch, from its int column; `held_out` are its rows that are marked for validation."""
-        folds = np.array(rows.column(FOLD))  # a copy: it does not keep the batch
+        folds = np.array(rows.column(FOLD))  # A copy does not keep the batch in memory.
         self._folds.append(folds)
         for name, parts in self._carried.items():
             self.nulls += rows.column(name).null_count
@@ -90,8 +90,8 @@ class Folds:
     def without(self, order: Numbers | range, fold: int) -> Numbers:
         """Returns the row numbers of an order that are not in a fold."""
         numbers = np.arange(order.start, order.stop) if isinstance(order, range) else order
-        found: Numbers = numbers[self._all[numbers] != fold]
-        return found
+        others: Numbers = numbers[self._all[numbers] != fold]
+        return others
 
     def members(self, fold: int) -> npt.NDArray[np.int64]:
         """Returns the row numbers of a fold, validation rows included, in order of arrival."""
@@ -125,8 +125,8 @@ class Shard(RankDataset):
         bytes: Size of the rows in bytes.
         storage: Where the rows are: "disk", "memory" or "device".
         folds: The folds of the rows; `None` if they have none.
-        groups: Numbers of `groups`, of those too `short` for a window, of the rows of the `largest`, of all `rows`, of
-            those `marked` for validation, and of the `gaps` between them; `None` without groups.
+        groups: Counts by name: `groups`, those too `short` for a window, rows of the `largest` one, all `rows`, rows
+            `marked` for validation, and `gaps` between rows; `None` without groups.
     """
 
     def __init__(
@@ -149,7 +149,8 @@ class Shard(RankDataset):
         self._depth = AHEAD_BATCHES
         self._class_weights: Sequence[float] | None = None
         self._orders: ByEpoch[Any] = ByEpoch(self._make_order)
-        self._by_epoch: list[ByEpoch[Any]] = [self._orders]  # each uses those before it
+        # Each of these uses those before it, so they are closed from the last to the first.
+        self._by_epoch: list[ByEpoch[Any]] = [self._orders]
 
     def leave_out(self, fold: int | None) -> None:
         """Makes the training and validation rows those outside of a fold, in the same order; `None`: all rows."""
@@ -165,12 +166,12 @@ class Shard(RankDataset):
         self.rows, self.validation_rows = len(self._order), len(self._validation_order)
         self._stored.last = self._stored.count - 1 if last is None else last
 
-    def place(self, first: int, plan: SamplingPlan, *, epochs: int = 1) -> None:
+    def schedule(self, first: int, plan: SamplingPlan, *, epochs: int = 1) -> None:
         """Sets the position of the first row, the sampling plan and the number of epochs of the next training."""
-        for known in reversed(self._by_epoch):
-            known.clear()
+        for by_epoch in reversed(self._by_epoch):
+            by_epoch.clear()
         seeded = self._stored.columns.preprocess is not None
-        self._schedule = Schedule(plan, first, self.rows, epochs, seeded=seeded)
+        self._rank_steps = RankSteps(plan, first, self.rows, epochs, seeded=seeded)
 
     def to(self, device: str) -> None:
         """Sets the device of the batches."""
@@ -180,11 +181,11 @@ class Shard(RankDataset):
         """Returns the sum of the weights of this rank's training rows by class."""
         sums = np.zeros(classes)
         for start in range(0, self.rows, CHUNK_ROWS):
-            places = np.arange(start, min(start + CHUNK_ROWS, self.rows), dtype=np.int64)
-            rows, index = self._found(self._order, places, inputs=False)
+            positions = np.arange(start, min(start + CHUNK_ROWS, self.rows), dtype=np.int64)
+            rows, index = self._locate(self._order, positions, inputs=False)
             sums += rows.weight_by_class(index, classes)
-        found: list[float] = sums.tolist()
-        return found
+        by_class: list[float] = sums.tolist()
+        return by_class
 
     def weigh_classes(self, weights: Sequence[float] | None) -> None:
         """Sets the loss weight of each row to its weight times that of its class, one per class; `None`: its weight."""
@@ -193,25 +194,25 @@ class Shard(RankDataset):
     def epoch(self, epoch: int, *, min_rows: int = 1, first: int = 0) -> Generator[Batch]:
         """Yields this rank's part of every global batch of the epoch from step `first` on."""
         order = self._orders[epoch]
-        for known in self._by_epoch:
-            known.forget(epoch)
-        if self._schedule.worth_ahead(epoch + 1):
+        for by_epoch in self._by_epoch:
+            by_epoch.forget(epoch)
+        if self._rank_steps.worth_ahead(epoch + 1):
             self._by_epoch[-1].begin(epoch + 1)
-        return self._coming(self._batches(order, epoch, min_rows, first), self._depth)
+        return self._read_ahead(self._batches(order, epoch, min_rows, first), self._depth)
 
     def validation(self, size: int, *, batches: int = 0) -> Generator[Batch]:
         """Yields the validation rows in at least `batches` batches of at most `size` rows."""
-        return self._coming(self._validation_batches(size, batches), 1)
+        return self._read_ahead(self._validation_batches(size, batches), 1)
 
-    def select(self, places: torch.Tensor) -> Batch:
+    def select(self, positions: torch.Tensor) -> Batch:
         """Returns training rows by number, in key order; int64 of shape `(rows,)`."""
-        rows, index = self._found(self._order, places.numpy())
+        rows, index = self._locate(self._order, positions.numpy())
         return rows.take(index)
 
     def close(self) -> None:
         """Ends threads and frees rows on disk; can be called twice."""
-        for known in reversed(self._by_epoch):
-            known.close()
+        for by_epoch in reversed(self._by_epoch):
+            by_epoch.close()
         self._stored.close()
 
     @abstractmethod
@@ -223,26 +224,26 @@ class Shard(RankDataset):
         """Yields the batches of an epoch from step `first` on, as they are stored."""
 
     @abstractmethod
-    def _found(self, order: RowNumbers, places: Int64, *, inputs: bool = True) -> tuple[Rows, torch.Tensor]:
-        """Returns rows in memory and where those at some places of an order are in them; see `Rows.load`."""
+    def _locate(self, order: RowNumbers, positions: Int64, *, inputs: bool = True) -> tuple[Rows, torch.Tensor]:
+        """Returns rows in memory, and the index in them of those at some positions of an order; see `Rows.load`."""
 
     def _validation_batches(self, size: int, batches: int) -> Generator[Batch]:
         count = self.validation_rows
         for start in range(0, max(count, batches * size), size):
-            places = np.arange(min(start, count), min(start + size, count), dtype=np.int64)
-            rows, index = self._found(self._validation_order, places)
+            positions = np.arange(min(start, count), min(start + size, count), dtype=np.int64)
+            rows, index = self._locate(self._validation_order, positions)
             yield rows.take(index, min_rows=1 if batches else 0)
 
-    def _coming(self, batches: Generator[Batch], depth: int) -> Generator[Batch]:
+    def _read_ahead(self, batches: Generator[Batch], depth: int) -> Generator[Batch]:
         """Returns batches on the device; threads decode and copy them, where that is needed."""
         if self._stored.decodes:
             batches = ahead(batches, depth, size=attrgetter("nbytes"), most=self._budget // 2)
         return batches if self._stored.device == self._device else moved(batches, self._device)
 
 
-def at(order: RowNumbers, places: Numbers) -> Numbers:
+def at(order: RowNumbers, positions: Numbers) -> Numbers:
     """Returns the row numbers at some positions of an order."""
-    return places + order.start if isinstance(order, range) else order[places]
+    return positions + order.start if isinstance(order, range) else order[positions]
 
 
 def _joined(parts: Sequence[Array], kind: Any) -> Array:

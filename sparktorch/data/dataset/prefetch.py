@@ -19,7 +19,7 @@ __all__ = ["ByEpoch", "ahead", "moved"]
 
 T = TypeVar("T")
 
-_COPIED_AHEAD = 2  # batches: one is copied while another one waits
+_COPIED_AHEAD = 2  # One batch is copied while another one waits.
 
 
 def _nothing(_: object) -> int:
@@ -31,18 +31,21 @@ def ahead(items: Generator[T], depth: int, *, size: Callable[[T], int] = _nothin
     """Yields the items of a generator that runs in a thread, at most `depth` items ahead.
 
     The thread starts when the first item is requested, and closes `items`. It has ended when this generator ends:
-    exhausted, closed, or by an exception of `items`, which is raised again here. `most` limits the total size of
-    waiting items, assuming that the next one is as large as the last; one item is always made.
+    exhausted, closed, or by an exception of `items`, which is raised again here. `most` limits the total `size`
+    of waiting items, assuming that the next one is as large as the last; one item is always made.
     """
-    made: deque[tuple[T, int]] = deque()
+    waiting: deque[tuple[T, int]] = deque()
     changed = threading.Condition()
     ended = stopped = False
     error: BaseException | None = None
 
     def has_room() -> bool:
-        if stopped or not made:
-            return True
-        return len(made) < depth and sum(each for _, each in made) + made[-1][1] <= most
+        next_size = waiting[-1][1] if waiting else 0
+        fits = sum(item_size for _, item_size in waiting) + next_size <= most
+        return stopped or not waiting or (len(waiting) < depth and fits)
+
+    def has_news() -> bool:
+        return bool(waiting) or ended
 
     def work() -> None:
         nonlocal ended, error
@@ -51,7 +54,7 @@ def ahead(items: Generator[T], depth: int, *, size: Callable[[T], int] = _nothin
                 for item in items:
                     sized = item, size(item)
                     with changed:
-                        made.append(sized)
+                        waiting.append(sized)
                         changed.notify_all()
                         changed.wait_for(has_room)
                     if stopped:
@@ -70,10 +73,10 @@ def ahead(items: Generator[T], depth: int, *, size: Callable[[T], int] = _nothin
     try:
         while True:
             with changed:
-                changed.wait_for(lambda: made or ended)
-                if not made:
+                changed.wait_for(has_news)
+                if not waiting:
                     break
-                item, _ = made.popleft()
+                item, _ = waiting.popleft()
                 changed.notify_all()
             yield item
         if error is not None:
@@ -95,21 +98,22 @@ def moved(batches: Generator[Batch], device: torch.device) -> Generator[Batch]:
 
 
 def _moved(batches: Generator[Batch], device: torch.device) -> Generator[Batch]:
-    module, beside = module_of(device), _stream_beside(device)
+    module, copy_stream = module_of(device), _stream_beside(device)
 
     def copied() -> Generator[tuple[Batch, Any]]:
         select(str(device))
-        with closing(batches), module.stream(beside):
+        with closing(batches), module.stream(copy_stream):
             for batch in batches:
-                yield _on_device(batch, device), beside.record_event()
+                yield _on_device(batch, device), copy_stream.record_event()
 
     with closing(ahead(copied(), _COPIED_AHEAD)) as coming:
-        for batch, copied_then in coming:
+        for batch, copied_event in coming:
             training = module.current_stream(device)
-            training.wait_event(copied_then)
+            training.wait_event(copied_event)
             for tensor in batch.tensors:
                 for part in components(tensor):
-                    part.record_stream(training)  # its memory is not reused before the training's stream has read it
+                    # Otherwise torch would reuse the memory before the training's stream has read it.
+                    part.record_stream(training)
             yield batch
 
 
@@ -129,7 +133,7 @@ def _on_device(batch: Batch, device: torch.device) -> Batch:
     loss_weight = weight
     if batch.loss_weight is not batch.weight:
         loss_weight = None if batch.loss_weight is None else copy(batch.loss_weight)
-    inputs = (rebuilt(tensor, copy, batch.lengths.get(place)) for place, tensor in enumerate(batch.inputs))
+    inputs = (rebuilt(tensor, copy, batch.lengths.get(position)) for position, tensor in enumerate(batch.inputs))
     return replace(
         batch,
         inputs=tuple(inputs),
@@ -145,7 +149,7 @@ class ByEpoch(Generic[T]):
     def __init__(self, make: Callable[[int], T]) -> None:
         """Sets the function that makes the value of an epoch."""
         self._make = make
-        self._known: dict[int, T] = {}
+        self._values: dict[int, T] = {}
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
@@ -154,20 +158,20 @@ class ByEpoch(Generic[T]):
         if not self._knows(epoch):
             self.close()
         with self._lock:
-            if epoch in self._known:
-                return self._known[epoch]
-        return self._keep(epoch, self._make(epoch))
+            if epoch in self._values:
+                return self._values[epoch]
+        return self._store(epoch, self._make(epoch))
 
     def forget(self, before: int) -> None:
         """Drops the values of the epochs before `before`."""
         with self._lock:
-            self._known = {epoch: made for epoch, made in self._known.items() if epoch >= before}
+            self._values = {epoch: value for epoch, value in self._values.items() if epoch >= before}
 
     def clear(self) -> None:
         """Drops all values, once the thread has ended."""
         self.close()
         with self._lock:
-            self._known = {}
+            self._values = {}
 
     def begin(self, epoch: int) -> None:
         """Starts to make a value in a thread, unless it exists or the thread is still making another."""
@@ -175,8 +179,8 @@ class ByEpoch(Generic[T]):
             return
 
         def work() -> None:
-            with suppress(Exception):  # `__getitem__` makes it again, and raises
-                self._keep(epoch, self._make(epoch))
+            with suppress(Exception):  # `__getitem__` makes it again, and raises.
+                self._store(epoch, self._make(epoch))
 
         self._thread = threading.Thread(target=work, name="sparktorch-order")
         self._thread.start()
@@ -189,8 +193,8 @@ class ByEpoch(Generic[T]):
 
     def _knows(self, epoch: int) -> bool:
         with self._lock:
-            return epoch in self._known
+            return epoch in self._values
 
-    def _keep(self, epoch: int, made: T) -> T:
+    def _store(self, epoch: int, value: T) -> T:
         with self._lock:
-            return self._known.setdefault(epoch, made)
+            return self._values.setdefault(epoch, value)

@@ -59,20 +59,21 @@ def read_shard(
     try:
         grouped = columns.groups is not None
         row_keys = GroupKeys(storage, columns) if grouped else RowKeys(storage, by_key=by_key)
-        folds = Folds([carried_name(place) for place in range(len(columns.carried))]) if columns.folds else None
+        folds = Folds([carried_name(position) for position in range(len(columns.carried))]) if columns.folds else None
         dropped = _read(batches, columns, fields, row_keys, folds)
         size = sum(field.nbytes for field in fields.values())
         if not row_keys.count:
-            kept = replace(columns, ignored=None)  # a placeholder may have any label
-            fields = {spec.name: _field(spec, kept, storage) for spec in columns.tensors}
+            # The placeholder may have the label that the loss leaves out.
+            without_ignored = replace(columns, ignored=None)
+            fields = {spec.name: _field(spec, without_ignored, storage) for spec in columns.tensors}
             for spec in columns.tensors:
                 fields[spec.name].append(_zeros(spec) if placeholder is None else placeholder.column(spec.name))
         count = max(1, row_keys.count)
-        known: dict[str, Any] = {"count": count, "size": size}
+        sizes: dict[str, Any] = {"count": count, "size": size}
         if isinstance(row_keys, GroupKeys):
-            stored: Rows = SampledRows(fields, columns, storage, samples=row_keys.samples(moved), **known)
+            stored: Rows = SampledRows(fields, columns, storage, samples=row_keys.samples(moved), **sizes)
         else:
-            stored = Rows(fields, columns, storage, by_length=by_length, **known)
+            stored = Rows(fields, columns, storage, by_length=by_length, **sizes)
         kind = OutOfCoreShard if storage.on_disk else InMemoryShard
         return kind(stored, row_keys, dropped=dropped, budget=budget, folds=folds)
     except BaseException:
@@ -98,16 +99,17 @@ def _read(
                 added = digests if kind_of(spec).digestible(spec) else None
                 fields[spec.name].append(rows.column(spec.name), first_row=row, digests=added)
         except ColumnError as error:
-            raise screen.placed(error, first_row=row) from None
+            raise screen.renumbered(error, first_row=row) from None
         if columns.validation:
-            # The row filter has removed rows with null here; `close` raises for them.
+            # The row filter has removed the rows with a null here; its `close` raises for them.
             held_out = rows.column(VALIDATION).fill_null(False).to_numpy(zero_copy_only=False)
         else:
             held_out = np.zeros(rows.num_rows, np.bool_)
         keys = rows.column(KEY).to_numpy() if digests is None else digests.finish()
         row_keys.append(keys, held_out)
         if isinstance(row_keys, GroupKeys):
-            ordered = ORDER in rows.schema.names  # else by their keys: any order, but the same in each run
+            # Without an order, rows of a group follow their keys: any order does, if it is the same in each run.
+            ordered = ORDER in rows.schema.names
             row_keys.append_to_groups(rows.column(GROUP).to_numpy(), rows.column(ORDER).to_numpy() if ordered else keys)
             if ordered and screen.unfit is not None:
                 left = batch.select([GROUP, ORDER]).filter(pa.array(screen.unfit)).drop_null()

@@ -64,7 +64,7 @@ class Rows:
 
     @property
     def item_bytes(self) -> float:
-        """Size of what an index numbers, on average, in bytes."""
+        """Average size in bytes of a row, or of a sample where an index has numbers of samples."""
         return self.bytes / self.count
 
     def load(self, numbers: Numbers | range, *, inputs: bool = True) -> Rows:
@@ -95,27 +95,29 @@ class Rows:
     def _opened(self) -> Rows:
         """Finds what batches are made of."""
         columns, fields = self.columns, self._fields
-        ragged = [found for found in self._inputs if isinstance(found, Ragged)]
+        ragged = [column for column in self._inputs if isinstance(column, Ragged)]
         self._sorted_by = ragged[0] if ragged and self._by_length else None
         self._label, self._weight = _tensor(fields, columns.label), _tensor(fields, columns.weight)
         self._loss_weight = self._weight
         self._names = argument_names(columns.inputs)
-        self._uneven: dict[int, Field] = {}  # by position among the arguments
+        # The keys are positions among the arguments of `forward`: a padded column becomes two of them.
+        self._uneven: dict[int, Field] = {}
         self._pads: dict[int, float] = {}
-        place = 0
-        for spec, column in zip(columns.inputs, self._inputs, strict=True) if self._preprocess is None else ():
-            if column.uneven:
-                self._uneven[place] = column
-            if spec.layout == "padded":
-                self._pads[place] = spec.pad
-            place += column.arguments
+        if self._preprocess is None:
+            position = 0
+            for spec, column in zip(columns.inputs, self._inputs, strict=True):
+                if column.uneven:
+                    self._uneven[position] = column
+                if spec.layout == "padded":
+                    self._pads[position] = spec.pad
+                position += column.arguments
         self._copy()
         return self
 
     def to(self, device: torch.device) -> None:
         """Moves the rows to a device; the CPU keeps a copy of label and weights."""
-        for taken in self._inputs:
-            taken.to(device)
+        for column in self._inputs:
+            column.to(device)
         self.device = device
         self._copy()
 
@@ -130,16 +132,19 @@ class Rows:
     def take(self, index: torch.Tensor, *, min_rows: int = 0, context: StepContext = EVALUATION) -> Batch:
         """Returns the batch of the rows `index`, int64 on the CPU; row `last` fills it up to `min_rows`."""
         rows = len(index)
-        if self._sorted_by is not None:  # so that micro-batches hold rows of about the same length
+        # Sorted rows give micro-batches rows of about the same length.
+        if self._sorted_by is not None:
             index = index[self._sorted_by.lengths(index).argsort(stable=True)]
         if rows < min_rows:
             index = torch.cat([index, index.new_full((min_rows - rows,), self.last)])
         here = upload(index, self.device)
-        label, weight, loss_weight = self._here
-        same, weight = loss_weight is weight, None if weight is None else weight.index_select(0, here)
-        loss_weight = weight if same or loss_weight is None else loss_weight.index_select(0, here)
+        labels, weights, loss_weights = self._here
+        label = None if labels is None else labels.index_select(0, here)
+        weight = None if weights is None else weights.index_select(0, here)
+        loss_weight = weight
+        if loss_weights is not None and loss_weights is not weights:
+            loss_weight = loss_weights.index_select(0, here)
         inputs, lengths, names = self._arguments(index, here, context)
-        label = None if label is None else label.index_select(0, here)
         tokens = None if self._preprocess is None else count_tokens(dict(zip(names, inputs, strict=True)))
         batch = Batch(inputs, label, weight, len(index), loss_weight, lengths, names, tokens, self._pads)
         return batch.filled_from(rows) if rows < min_rows else batch
@@ -154,10 +159,10 @@ class Rows:
         """Returns the arguments of `forward` for the rows in `index`, `Batch.lengths` and `Batch.names`."""
         if self._preprocess is not None:
             taken = [column.take(index, here) for column in self._inputs]
-            made = self._preprocess(taken, len(index), context)
-            return tuple(made.values()), {}, tuple(made)
+            tensors = self._preprocess(taken, len(index), context)
+            return tuple(tensors.values()), {}, tuple(tensors)
         arguments = tuple(argument for column in self._inputs for argument in column.take(index, here))
-        return arguments, {place: column.lengths(index) for place, column in self._uneven.items()}, self._names
+        return arguments, {position: column.lengths(index) for position, column in self._uneven.items()}, self._names
 
     def weigh_classes(self, weights: Sequence[float] | None) -> None:
         """Sets the loss weight of each row to its weight times that of its class, one per class; `None`: its weight."""
@@ -189,18 +194,19 @@ class SampledRows(Rows):
     """
 
     def __init__(
-        self, fields: Mapping[str, Field], columns: Columns, *given: Any, samples: Samples, **options: Any
+        self, fields: Mapping[str, Field], columns: Columns, *args: Any, samples: Samples, **options: Any
     ) -> None:
         """Takes what `Rows` does, and the samples."""
-        super().__init__(fields, columns, *given, by_length=False, **options)
+        super().__init__(fields, columns, *args, by_length=False, **options)
         assert columns.groups is not None
         self._samples, self._window = samples, columns.groups.window
         self.varies = self.varies or self._window is None
-        self._weighed: tuple[torch.Tensor, npt.NDArray[np.float64]] | None = None  # of rows, and of samples
+        # These are the loss weights of rows, and those that samples have from them.
+        self._weighed: tuple[torch.Tensor, npt.NDArray[np.float64]] | None = None
 
     @property
     def item_bytes(self) -> float:
-        """Size of a sample, on average."""
+        """Average size of a sample in bytes."""
         return super().item_bytes * float(self._samples.sizes.mean())
 
     def load(self, numbers: Numbers | range, *, inputs: bool = True) -> Rows:
@@ -240,8 +246,8 @@ class SampledRows(Rows):
         if self._weighed is None or self._weighed[0] is not self._loss_weight:
             skipped = 0 if self._window is None else self._window.context
             self._weighed = self._loss_weight, self._samples.means(self._loss_weight.numpy(), skipped=skipped)
-        found: npt.NDArray[np.float64] = self._weighed[1][index.numpy()]
-        return found
+        chosen: npt.NDArray[np.float64] = self._weighed[1][index.numpy()]
+        return chosen
 
     def _means(self, weights: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
         """Returns what samples weigh: the mean over the rows of a group, or over the horizon of a window."""
@@ -253,7 +259,7 @@ class SampledRows(Rows):
 def windowed(
     window: Window, inputs: Sequence[torch.Tensor], label: torch.Tensor | None
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
-    """Returns what a module sees of the rows of windows, and the labels; see `Window.known`.
+    """Returns what a module sees of the rows of windows, and the labels; see `Window.known_ahead`.
 
     Tensors of shape `(samples * window.rows, ...)` become `(samples, rows of the window that are seen, ...)`.
     """
@@ -261,11 +267,11 @@ def windowed(
     def of_samples(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.view(-1, window.rows, *tensor.shape[1:])
 
-    seen = tuple(
-        of_samples(tensor)[:, : None if place in window.known else window.context]
-        for place, tensor in enumerate(inputs)
+    visible = tuple(
+        of_samples(tensor)[:, : None if position in window.known_ahead else window.context]
+        for position, tensor in enumerate(inputs)
     )
-    return seen, None if label is None else of_samples(label)[:, window.context :]
+    return visible, None if label is None else of_samples(label)[:, window.context :]
 
 
 def _tensor(fields: Mapping[str, Field], spec: TensorSpec | None) -> torch.Tensor | None:

@@ -20,8 +20,8 @@ from sparktorch.data.sampling.plan import RankOrder, SamplingPlan, by_step
 
 __all__ = ["InMemoryShard", "OutOfCoreShard"]
 
-_STEPS = 4096  # whose places are Python numbers at a time
-_DEVICE_SHARE = 0.25  # of an accelerator's free memory, for rows
+_STEPS = 4096  # The ends of so many steps are Python numbers at a time.
+_DEVICE_SHARE = 0.25  # Rows may take this part of an accelerator's free memory.
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class _Order:
 class InMemoryShard(Shard):
     """The rows of a rank, all of them in memory."""
 
-    def __init__(self, stored: Rows, *given: Any, **options: Any) -> None:
+    def __init__(self, stored: Rows, *args: Any, **options: Any) -> None:
         """Takes what `Shard` does, and loads the rows."""
-        super().__init__(stored, *given, **options)
+        super().__init__(stored, *args, **options)
         stored.finish()
 
     def to(self, device: str) -> None:
@@ -59,8 +59,10 @@ class InMemoryShard(Shard):
         assert self.folds is not None
         index = torch.from_numpy(self.folds.members(fold))
         parts = -(-len(index) // size)
-        for part in index.tensor_split(parts) if parts else ():  # equal sizes avoid a tiny last batch
-            yield self._stored.inputs(part)
+        if parts:
+            # Parts of equal sizes avoid a tiny last batch.
+            for part in index.tensor_split(parts):
+                yield self._stored.inputs(part)
 
     def weigh_classes(self, weights: Sequence[float] | None) -> None:
         """Sets the loss weight of each row to its weight times that of its class, one per class; `None`: its weight."""
@@ -69,14 +71,14 @@ class InMemoryShard(Shard):
     def step_weights(self, epoch: int) -> torch.Tensor:
         """Returns this rank's weight in each step of the epoch, float64 of shape `(steps,)`."""
         order, rows = self._orders[epoch], self.step_rows(epoch).numpy()
-        found = np.empty(len(rows))
-        some = max(1, CHUNK_ROWS * len(rows) // max(1, len(order.index)))  # bounds the rows at a time
-        for start in range(0, len(rows), some):
-            stop = min(start + some, len(rows))
+        sums = np.empty(len(rows))
+        steps_at_once = max(1, CHUNK_ROWS * len(rows) // max(1, len(order.index)))  # It bounds the rows at a time.
+        for start in range(0, len(rows), steps_at_once):
+            stop = min(start + steps_at_once, len(rows))
             index = order.index[order.ends[start] - rows[start] : order.ends[stop - 1]]
-            step = np.repeat(np.arange(stop - start), rows[start:stop])
-            found[start:stop] = np.bincount(step, self._stored.loss_weights(index), stop - start)
-        return torch.from_numpy(found)
+            step_of_row = np.repeat(np.arange(stop - start), rows[start:stop])
+            sums[start:stop] = np.bincount(step_of_row, self._stored.loss_weights(index), stop - start)
+        return torch.from_numpy(sums)
 
     def step_rows(self, epoch: int) -> torch.Tensor:
         """Returns how many rows this rank has in each step of the epoch, int64 of shape `(steps,)`."""
@@ -87,17 +89,17 @@ class InMemoryShard(Shard):
         for begin in range(first, len(order.ends), _STEPS):
             stop = min(begin + _STEPS, len(order.ends))
             ends = [int(order.ends[begin - 1]) if begin else 0, *order.ends[begin:stop].tolist()]
-            contexts = self._schedule.contexts(epoch, begin, stop)
+            contexts = self._rank_steps.contexts(epoch, begin, stop)
             for start, end, context in zip(ends[:-1], ends[1:], contexts, strict=True):
                 yield self._stored.take(order.index[start:end], min_rows=min_rows, context=context)
 
-    def _found(self, order: RowNumbers, places: Int64, *, inputs: bool = True) -> tuple[Rows, torch.Tensor]:
-        return self._stored, torch.from_numpy(at(order, places))
+    def _locate(self, order: RowNumbers, positions: Int64, *, inputs: bool = True) -> tuple[Rows, torch.Tensor]:
+        return self._stored, torch.from_numpy(at(order, positions))
 
     def _make_order(self, epoch: int) -> _Order:
-        first, count, plan = self._schedule.first, self._schedule.rows, self._schedule.plan
-        places, ends = by_step(plan.steps_of(first, first + count, epoch), plan.steps)
-        return _Order(torch.from_numpy(at(self._order, places)), ends)
+        first, count, plan = self._rank_steps.first, self._rank_steps.rows, self._rank_steps.plan
+        positions, ends = by_step(plan.steps_of(first, first + count, epoch), plan.steps)
+        return _Order(torch.from_numpy(at(self._order, positions)), ends)
 
 
 class OutOfCoreShard(Shard):
@@ -108,15 +110,15 @@ class OutOfCoreShard(Shard):
     each run of rows, which took four times as long as reading it from the system's cache.
     """
 
-    def __init__(self, *given: Any, **options: Any) -> None:
+    def __init__(self, *args: Any, **options: Any) -> None:
         """Takes what `Shard` does."""
-        super().__init__(*given, **options)
+        super().__init__(*args, **options)
         self._weights = ByEpoch(self._make_weights)
         self._by_epoch.append(self._weights)
 
-    def place(self, first: int, plan: SamplingPlan, *, epochs: int = 1) -> None:
+    def schedule(self, first: int, plan: SamplingPlan, *, epochs: int = 1) -> None:
         """Sets the position of the first row, the sampling plan and the number of epochs of the next training."""
-        super().place(first, plan, epochs=epochs)
+        super().schedule(first, plan, epochs=epochs)
         step_bytes = self._stored.item_bytes * self.rows / plan.steps
         self._window = min(plan.block, max(1, int(self._budget / 2 // max(step_bytes, 1))))
         self._depth = min(self._window, AHEAD_BATCHES)
@@ -136,48 +138,49 @@ class OutOfCoreShard(Shard):
         while coming is not None:
             position, step, contexts = coming
             coming = next(windows, None)
+            # The system reads the next window while this one is trained.
             if coming is not None:
-                self._stored.expect(at(self._order, coming[0] - self._schedule.first))
+                self._stored.expect(at(self._order, coming[0] - self._rank_steps.first))
             yield from self._steps(position, step, contexts, min_rows)
 
     def _windows(self, order: RankOrder, first: int) -> Iterator[tuple[Int64, Int64, list[StepContext]]]:
         """Yields positions, their steps and the contexts of these; a block that exceeds the budget has several."""
-        plan = self._schedule.plan
+        plan = self._rank_steps.plan
         for number in range(first // plan.block, order.windows):
             begin, end = number * plan.block, min((number + 1) * plan.block, plan.steps)
             position, step = order.window(number)
             for start in range(max(first, begin), end, self._window):
                 stop = min(start + self._window, end)
-                now = (step >= start) & (step < stop)
-                contexts = self._schedule.contexts(order.epoch, start, stop)
-                yield position[now], step[now] - start, contexts
+                inside = (step >= start) & (step < stop)
+                contexts = self._rank_steps.contexts(order.epoch, start, stop)
+                yield position[inside], step[inside] - start, contexts
 
     def _steps(self, position: Int64, step: Int64, contexts: list[StepContext], min_rows: int) -> Generator[Batch]:
         """Reads the rows of several steps at once, and yields a batch per step."""
-        rows, _ = self._found(self._order, position - self._schedule.first)
+        rows, _ = self._locate(self._order, position - self._rank_steps.first)
         index = torch.from_numpy(np.argsort(step, kind="stable"))
         ends = np.cumsum(np.bincount(step, minlength=len(contexts))).tolist()
         for start, end, context in zip([0, *ends[:-1]], ends, contexts, strict=True):
             yield rows.take(index[start:end], min_rows=min_rows, context=context)
 
-    def _found(self, order: RowNumbers, places: Int64, *, inputs: bool = True) -> tuple[Rows, torch.Tensor]:
-        rows = self._stored.load(at(order, places), inputs=inputs)
+    def _locate(self, order: RowNumbers, positions: Int64, *, inputs: bool = True) -> tuple[Rows, torch.Tensor]:
+        rows = self._stored.load(at(order, positions), inputs=inputs)
         if self._class_weights is not None:
             rows.weigh_classes(self._class_weights)
-        return rows, torch.arange(len(places))
+        return rows, torch.arange(len(positions))
 
     def _make_order(self, epoch: int) -> RankOrder:
-        first = self._schedule.first
-        return RankOrder(self._schedule.plan, first, first + self._schedule.rows, epoch)
+        first = self._rank_steps.first
+        return RankOrder(self._rank_steps.plan, first, first + self._rank_steps.rows, epoch)
 
     def _make_weights(self, epoch: int) -> npt.NDArray[np.float64]:
         order: RankOrder = self._orders[epoch]
-        steps = self._schedule.plan.steps
+        steps = self._rank_steps.plan.steps
         if self._stored.columns.weight is None and self._class_weights is None:
             return order.step_rows().astype(np.float64)
         sums = np.zeros(steps)
         for number in range(order.windows):
             position, step = order.window(number)
-            rows, index = self._found(self._order, position - self._schedule.first, inputs=False)
+            rows, index = self._locate(self._order, position - self._rank_steps.first, inputs=False)
             sums += np.bincount(step, rows.loss_weights(index), steps)
         return sums

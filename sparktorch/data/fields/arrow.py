@@ -60,7 +60,7 @@ class ArrowColumn(Field):
         column = self.rows.take(pa.array(index.numpy()))
         if pa.types.is_primitive(column.type) and not self._spec.nulls:
             return (column.to_numpy(zero_copy_only=False),)
-        with suppress(pa.ArrowInvalid):  # too long for 32-bit offsets
+        with suppress(pa.ArrowInvalid):  # The rows may be too long for 32-bit offsets.
             column = column.cast(self._node_of(None).type)
         return (column,)
 

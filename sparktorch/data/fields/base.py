@@ -77,7 +77,8 @@ class Offsets:
     def read(self, runs: Runs) -> tuple[Int64, Runs]:
         """Returns the offsets of the rows in `runs` among themselves, and the runs of their elements in storage."""
         borders = self._spool.read(Runs(runs.starts, runs.stops + 1))
-        first = np.cumsum(runs.lengths + 1) - (runs.lengths + 1)  # index of each run's first offset
+        # `first` is the index of each run's first offset among `borders`, `last` that of its last one.
+        first = np.cumsum(runs.lengths + 1) - (runs.lengths + 1)
         last = first + runs.lengths
         lengths = np.delete(np.diff(borders, append=0), last)
         return np.concatenate([[0], np.cumsum(lengths)]), Runs(borders[first], borders[last])
@@ -146,17 +147,18 @@ class Elements:
         They have the shape `(elements, *shape)`. With them come, as int64, the position of each element's row in
         `index`, its position in the row, and the number of elements of each row. All are on the device of the rows.
         """
-        where, row, place, lengths = self.locate(index)
-        return self.values[where], row, place, lengths
+        where, row, position, lengths = self.locate(index)
+        return self.values[where], row, position, lengths
 
     def locate(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns the same as `take`, but indices into `values`, int64 of shape `(elements,)`, instead of elements."""
-        device, held = self.values.device, torch.stack([self.starts[index], self.lengths[index]])
-        count = int(held[1].sum())
-        starts, lengths = upload(held, device)
+        device, bounds = self.values.device, torch.stack([self.starts[index], self.lengths[index]])
+        count = int(bounds[1].sum())
+        starts, lengths = upload(bounds, device)
+        # Without `output_size`, torch would wait for the device to count the elements.
         row = torch.repeat_interleave(torch.arange(len(index), device=device), lengths, output_size=count)
-        place = torch.arange(count, device=device) - (lengths.cumsum(0) - lengths)[row]
-        return starts[row] + place, row, place, lengths
+        position = torch.arange(count, device=device) - (lengths.cumsum(0) - lengths)[row]
+        return starts[row] + position, row, position, lengths
 
 
 class Field(ABC):
@@ -204,9 +206,9 @@ class Field(ABC):
 
         It can be called repeatedly, but not after `finish`.
         """
-        found = copy.copy(self)
-        found._hold({name: part.read(runs) for name, part in self._parts.items()})
-        return found
+        field = copy.copy(self)
+        field._hold({name: part.read(runs) for name, part in self._parts.items()})
+        return field
 
     def expect(self, runs: Runs) -> None:
         """Has the system read the rows in `runs` from disk, without waiting for them; a thread reads Arrow columns."""
@@ -215,8 +217,8 @@ class Field(ABC):
                 part.expect(runs)
 
     def _hold(self, rows: Mapping[str, Any]) -> None:
-        for name, held in rows.items():
-            setattr(self, name, torch.from_numpy(held) if isinstance(held, np.ndarray) else held)
+        for name, value in rows.items():
+            setattr(self, name, torch.from_numpy(value) if isinstance(value, np.ndarray) else value)
 
     def lengths(self, index: torch.Tensor) -> torch.Tensor:
         """Returns the number of elements of rows, int64 of shape `(rows,)` on the CPU; only for `uneven` fields."""
@@ -277,7 +279,7 @@ class Vectors(Field):
     def __init__(self, spec: TensorSpec, storage: RowStorage) -> None:
         """Creates an empty field."""
         self._values = ElementSpool(spec.dtype, storage)
-        self._indices = ElementSpool(np.int32, storage)  # a dense row has none
+        self._indices = ElementSpool(np.int32, storage)  # A dense row has no indices.
         super().__init__(spec, values=self._values, indices=self._indices)
         self.uneven = spec.layout == "sparse_csr"
         if self.uneven:
@@ -288,9 +290,9 @@ class Vectors(Field):
         if pa.types.is_struct(column.type):
             rows = vector_rows(column, self._spec, first_row=first_row)
             self._values.append(rows.values, rows.lengths)
-            self._indices.append(rows.indices, rows.lengths * rows.sparse)
+            self._indices.append(rows.indices, np.where(rows.sparse, rows.lengths, 0))
             if digests is not None and rows.sparse.any():
-                digests.add_elements(self._spec.name, rows.values, rows.places(), rows.lengths)
+                digests.add_elements(self._spec.name, rows.values, rows.positions(), rows.lengths)
             elif digests is not None:
                 digests.add(self._spec.name, rows.values.reshape(-1, self._spec.width))
         else:
@@ -299,7 +301,7 @@ class Vectors(Field):
                 digests.add(self._spec.name, values)
             lengths = np.full(len(values), self._spec.width, np.int64)
             self._values.append(values.reshape(-1), lengths)
-            self._indices.append(np.empty(0, np.int32), 0 * lengths)
+            self._indices.append(np.empty(0, np.int32), np.zeros_like(lengths))
 
     def lengths(self, index: torch.Tensor) -> torch.Tensor:
         """Returns the number of stored values of each row, int64 of shape `(rows,)` on the CPU."""
@@ -309,22 +311,24 @@ class Vectors(Field):
         """Returns one tensor of shape `(rows, *spec.shape)`, or a `torch.sparse_csr` one of shape `(rows, width)`."""
         width, shape = self._spec.width, (len(index), *self._spec.shape)
         every, sparse = self.values.values, self.indices.values
-        whole = len(every) == len(self.values.lengths) * width  # every row holds all its values
+        # If every row holds all its values, these are a matrix.
+        whole = len(every) == len(self.values.lengths) * width
         if not len(sparse) and self._spec.layout == "dense" and whole:
             here = upload(index, self._device) if here is None else here
             return (every.view(-1, width).index_select(0, here).view(shape),)
-        where, row, place, lengths = self.values.locate(index)
+        where, row, position, lengths = self.values.locate(index)
         values = every[where]
-        if len(sparse) == len(every):  # all rows are sparse
-            place = sparse[where].long()
-        elif len(sparse):  # mixed: overwrite the positions of sparse rows by their stored indices
-            places, row_of_place, at, _ = self.indices.take(index)
-            place[(lengths.cumsum(0) - lengths)[row_of_place] + at] = places.long()
+        if len(sparse) == len(every):  # All rows are sparse.
+            position = sparse[where].long()
+        elif len(sparse):
+            # Some rows are sparse: their stored indices replace the positions in these rows.
+            stored, row_of_stored, stored_position, _ = self.indices.take(index)
+            position[(lengths.cumsum(0) - lengths)[row_of_stored] + stored_position] = stored.long()
         if self._spec.layout == "sparse_csr":
             ends = _ends(lengths)
-            return (torch.sparse_csr_tensor(ends, place, values, (len(index), width), check_invariants=False),)
+            return (torch.sparse_csr_tensor(ends, position, values, (len(index), width), check_invariants=False),)
         dense = values.new_zeros(len(index), width)
-        dense[row, place] = values
+        dense[row, position] = values
         return (dense.view(shape),)
 
 
@@ -338,7 +342,8 @@ class Ragged(Field):
         self._elements = ElementSpool(spec.dtype, storage, spec.shape)
         super().__init__(spec, rows=self._elements)
         self.padded = spec.layout == "padded"
-        self.arguments, self.uneven = 1 + self.padded, True
+        self.arguments = 2 if self.padded else 1
+        self.uneven = True
 
     def append(self, column: pa.Array, *, first_row: int = 0, digests: RowDigests | None = None) -> None:
         """Checks and stores the rows of a batch; see `Field.append`."""
@@ -351,13 +356,13 @@ class Ragged(Field):
         true at positions that hold data. Jagged: a nested tensor of shape `(rows, j, *spec.shape)`.
         """
         on_host = self.lengths(index)
-        elements, row, place, lengths = self.rows.take(index)
+        elements, row, position, lengths = self.rows.take(index)
         if self._spec.layout == "jagged":
             return (jagged(elements, _ends(lengths), on_host),)
         longest = max(1, int(on_host.max())) if len(index) else 1
         mask = torch.arange(longest, device=lengths.device) < lengths[:, None]
         padded = elements.new_full((len(index), longest, *self._spec.shape), self._spec.pad)
-        padded[row, place] = elements
+        padded[row, position] = elements
         return padded, mask
 
     def lengths(self, index: torch.Tensor) -> torch.Tensor:

@@ -26,8 +26,8 @@ __all__ = ["Images", "black_image", "image_size"]
 
 _FORMATS = ("JPEG", "PNG")
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
-_DEEP = ("I", "F")  # modes of more than 8 bits a channel begin with these
-_ENCODED, _NULL = 0, -1  # in place of the size, which only decoded images have
+_DEEP = ("I", "F")  # Modes of more than 8 bits a channel begin with these.
+_ENCODED, _NULL = 0, -1  # These stand for the size, which only decoded images have.
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -55,7 +55,7 @@ class Images(Field):
         sizes = np.full((len(column), 3), _ENCODED, np.int32)
         content = column
         if pa.types.is_struct(column.type):
-            content = pc.struct_field(column, "data")  # also null where the struct is
+            content = pc.struct_field(column, "data")  # It is null where the struct is, too.
             for axis, name in enumerate(("height", "width", "nChannels")):
                 sizes[:, axis] = column.field(name).fill_null(_ENCODED).to_numpy()
         valid = content.is_valid().to_numpy(zero_copy_only=False)
@@ -76,15 +76,15 @@ class Images(Field):
         pixels = np.empty((len(rows), *self._shape), np.uint8)
         null = (self.dims[index] == _NULL).all(dim=1)
 
-        def decode(place: int) -> None:
-            pixels[place] = 0 if null[place] else self._pixels(rows[place])
+        def decode(number: int) -> None:
+            pixels[number] = 0 if null[number] else self._pixels(rows[number])
 
         threads = min(torch.get_num_threads(), len(rows))
-        if threads > 1:  # Pillow releases the GIL while it decodes
+        if threads > 1:  # Pillow releases the GIL while it decodes.
             list(self._pool.map(decode, range(len(rows))))
         else:
-            for place in range(len(rows)):
-                decode(place)
+            for number in range(len(rows)):
+                decode(number)
         images = upload(torch.from_numpy(pixels), self._device)
         if self._channels_first:
             images = images.permute(0, 3, 1, 2).contiguous()
@@ -103,11 +103,12 @@ class Images(Field):
         try:
             image = _opened(data, self.dims[row].numpy())
             if self._spec.resize and image.format == "JPEG":
-                image.draft(None, (width, height))  # the JPEG decoder scales down, which is faster
+                # The JPEG decoder scales down to about this size, which is faster than to resize all pixels.
+                image.draft(None, (width, height))
             image = image.convert(_MODES[channels])
             if image.size != (width, height):
                 image = image.resize((width, height), pillow().Resampling.BILINEAR)
-        except Exception as error:  # Pillow raises many types for corrupt files
+        except Exception as error:  # Pillow raises many types for corrupt files.
             raise ColumnError(
                 f"an image of column {self._spec.column!r} cannot be decoded: {error}",
                 hint="leave broken files out: open them in a UDF before fit",
@@ -119,16 +120,16 @@ class Images(Field):
     def _check(self, data: Pixels, size: npt.NDArray[np.int32], row: int) -> None:
         """Checks that the bytes of a row are an image of the right size."""
         if not size.any():
-            found = image_size(data, self._spec, row=row)
+            shape = image_size(data, self._spec, row=row)
         elif size.prod() != len(data) or int(size[2]) not in _MODES:
             raise _no_image(
                 self._spec, row, f"{len(data)} bytes for {size[0]} x {size[1]} pixels of {size[2]} channels"
             )
         else:
-            found = int(size[0]), int(size[1])
-        if not self._spec.resize and found != self._shape[:2]:
+            shape = int(size[0]), int(size[1])
+        if not self._spec.resize and shape != self._shape[:2]:
             raise ColumnError(
-                f"an image of column {self._spec.column!r} is {found[0]} x {found[1]} pixels, the first is "
+                f"an image of column {self._spec.column!r} is {shape[0]} x {shape[1]} pixels, the first is "
                 f"{self._shape[0]} x {self._shape[1]}",
                 hint=f"set inputShapes={{{self._spec.column!r}: {list(self._spec.shape)}}} to have all resized",
                 column=self._spec.column,
@@ -159,7 +160,7 @@ def black_image(spec: TensorSpec) -> bytes:
 
 
 def _axes(spec: TensorSpec) -> tuple[bool, tuple[int, int, int]]:
-    """Returns whether the channels come first, and height, width and channels."""
+    """Returns whether the channels come first, and the number of rows, columns and channels of an image."""
     if spec.shape[0] in _MODES:
         channels, height, width = spec.shape
         return True, (height, width, channels)
@@ -174,7 +175,7 @@ def _opened(data: Pixels, size: npt.NDArray[np.int32]) -> Any:
     pixels = data.reshape(size)
     if size[2] == 1:
         return pillow().fromarray(pixels[:, :, 0])
-    order = [2, 1, 0, 3][: size[2]]  # OpenCV's: blue, green, red
+    order = [2, 1, 0, 3][: size[2]]  # Spark has the channels in the order of OpenCV: blue, green, red.
     return pillow().fromarray(np.ascontiguousarray(pixels[:, :, order]))
 
 

@@ -65,7 +65,7 @@ class ColumnKind(ABC):
         return False
 
     def parts(self, spec: TensorSpec) -> Collection[Collection[str]]:
-        """Returns sets of names: a mapping that has all of one is a row that is a struct; empty if rows are none."""
+        """Returns sets of names: a mapping that is a row has all of one set. There are none if rows are no structs."""
         return ()
 
     def as_fitted(self, column: pa.Array, spec: TensorSpec) -> pa.Array:
@@ -100,17 +100,22 @@ class _Numbers(ColumnKind, kind="number"):
 
     def arrow(self, spec: TensorSpec) -> pa.DataType:
         kind = pa.from_numpy_dtype(spec.dtype)
-        for _ in range(len(spec.levels) + spec.ragged):
+        for _ in spec.levels:
             kind = pa.list_(kind)
-        return kind
+        return pa.list_(kind) if spec.ragged else kind
 
     def zeros(self, spec: TensorSpec) -> Any:
-        shape = () if spec.sources else (1, *spec.levels) if spec.ragged else spec.shape
+        shape = (1, *spec.levels) if spec.ragged else spec.shape
+        if spec.sources:
+            shape = ()
         zeros = np.zeros((2, *shape), spec.dtype)
         return zeros.tolist() if shape else zeros
 
     def measured(self, value: Any, spec: TensorSpec) -> tuple[int, ...]:
-        return _lengths(value, len(spec.levels) + spec.ragged)[spec.ragged :]
+        if spec.ragged:
+            # The first level is that of the rows, whose lengths differ.
+            return _lengths(value, 1 + len(spec.levels))[1:]
+        return _lengths(value, len(spec.levels))
 
     def digestible(self, spec: TensorSpec) -> bool:
         return not spec.ragged
@@ -135,12 +140,12 @@ class _Numbers(ColumnKind, kind="number"):
         """Takes vectors as structs of size (`None` if dense), indices and values; a cast is Spark's."""
         kind = self.arrow(spec)
         if isinstance(value, Mapping) and {"values", *_VECTOR_PARTS} <= set(value):
-            parts = {name: pa.array([value[name]], of) for name, of in _VECTOR_PARTS.items()}
+            parts = {name: pa.array([value[name]], part_type) for name, part_type in _VECTOR_PARTS.items()}
             parts["values"] = held(pa.array([value["values"]]), spec.dtype).cast(kind, safe=False)
             return pa.StructArray.from_arrays(list(parts.values()), names=list(parts))
-        if spec.sources and not isinstance(value, Sequence):  # of one of several packed columns
+        if spec.sources and not isinstance(value, Sequence):  # The value is of one of several packed columns.
             kind = kind.value_type
-        # First the value's own type, then a cast as in Spark: for integers, booleans and decimals.
+        # Arrow chooses a type, and the cast is that of Spark, also for integers, booleans and decimals.
         return held(pa.array([value]), spec.dtype).cast(kind, safe=False)
 
     def of_values(
@@ -148,14 +153,17 @@ class _Numbers(ColumnKind, kind="number"):
     ) -> pa.Array:
         if not nulls:
             return _numbers_of(values, spec, name)
-        import pandas as pd  # not in executors, which may lack it
+        import pandas as pd  # Executors, which may lack pandas, do not come here.
 
-        rows = list(values)  # null if pandas counts a row as missing, or if it contains `None`
+        rows = list(values)
+        # A row is null if pandas counts it as missing, or if it contains `None`.
         missing = np.array([_holds_none(row) or (np.ndim(row) == 0 and bool(pd.isna(row))) for row in rows], bool)
         if not missing.any():
             return _numbers_of(values, spec, name)
-        there = [row for row, gone in zip(rows, missing, strict=True) if not gone]
-        shape = () if spec.sources else spec.shape if not there else np.shape(there[0])
+        present = [row for row, gone in zip(rows, missing, strict=True) if not gone]
+        shape = np.shape(present[0]) if present else spec.shape
+        if spec.sources:
+            shape = ()
         blank = np.zeros((0, *spec.levels) if spec.ragged else shape, spec.dtype)
         filled = pd.Series([blank if gone else row for row, gone in zip(rows, missing, strict=True)], dtype=object)
         return _numbers_of(filled, spec, name).take(pa.array(np.arange(len(rows)), mask=missing))
@@ -225,16 +233,16 @@ class _Unconverted(ColumnKind, kind="any"):
 
     def as_fitted(self, column: pa.Array, spec: TensorSpec) -> pa.Array:
         """Converts numbers to the type of the fit; those that it cannot hold become null. Refuses what is no time."""
-        kind, own = self.arrow(spec), column.type
-        if has_times(kind) and not fits_times(own, kind):
+        kind, column_type = self.arrow(spec), column.type
+        if has_times(kind) and not fits_times(column_type, kind):
             raise ColumnError(
-                f"column {spec.column!r} is {own}, but the model was fitted on {spec.describe()}",
+                f"column {spec.column!r} is {column_type}, but the model was fitted on {spec.describe()}",
                 hint=f"an SQL function takes it as cast(... as {spec.sql})",
                 column=spec.column,
                 code="ST-COLUMN-TYPE",
             )
         sorts = pa.types.is_boolean, pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal, pa.types.is_null
-        if kind == own or spec.sql not in NUMBERS or not any(check(own) for check in sorts):
+        if kind == column_type or spec.sql not in NUMBERS or not any(check(column_type) for check in sorts):
             return column
         return held(column, kind.to_pandas_dtype()).cast(kind, safe=False)
 
@@ -246,7 +254,7 @@ class _Unconverted(ColumnKind, kind="any"):
     def of_values(
         self, values: Any, spec: TensorSpec, name: str, *, nulls: bool, zone: tzinfo | None = timezone.utc
     ) -> pa.Array:
-        import pandas as pd  # not in executors, which may lack it
+        import pandas as pd  # Executors, which may lack pandas, do not come here.
 
         if _is_converted(self.arrow(spec)):
             return _converted(values, spec, name, zone)
@@ -255,11 +263,12 @@ class _Unconverted(ColumnKind, kind="any"):
         rows = list(values)
         try:
             if kind is not None and pa.types.is_boolean(kind):
-                return pa.array(pd.Series(rows).astype("boolean"), kind)  # pandas makes 0.0 and 1.0 beside nulls
-            found = pa.array(rows, kind, from_pandas=True)
-            if kind is None and (pa.types.is_string(found.type) or pa.types.is_large_string(found.type)):
+                # pandas has 0.0 and 1.0 where a column of booleans has nulls.
+                return pa.array(pd.Series(rows).astype("boolean"), kind)
+            array = pa.array(rows, kind, from_pandas=True)
+            if kind is None and (pa.types.is_string(array.type) or pa.types.is_large_string(array.type)):
                 raise TypeError(f"it holds text, such as {next(row for row in rows if isinstance(row, str))!r}")
-            return found
+            return array
         except (pa.ArrowException, ValueError, TypeError) as error:
             raise ColumnError(
                 f"column {name!r} is {spec.sql} in the model: {error}", column=name, code="ST-COLUMN-TYPE"
@@ -288,13 +297,13 @@ def kind_of(spec: TensorSpec) -> ColumnKind:
 
 def _lengths(value: Any, depth: int) -> tuple[int, ...]:
     """Returns the length of the first list on each level, as deep as there are lists, at most `depth`."""
-    found = []
+    lengths = []
     for _ in range(depth):
         if not isinstance(value, list):
             break
-        found.append(len(value))
+        lengths.append(len(value))
         value = value[0] if value else None
-    return tuple(found)
+    return tuple(lengths)
 
 
 def _holds_none(row: Any) -> bool:
@@ -311,7 +320,7 @@ def _numbers_of(values: Any, spec: TensorSpec, name: str) -> pa.Array:
             rows = [_as(_dense(row), spec) for row in values]
             elements = np.concatenate(rows or [np.empty((0, *spec.levels), spec.dtype)])
             return as_lists(to_arrow(elements), np.cumsum([0, *map(len, rows)]))
-        if not len(values):  # They need not have a dtype.
+        if not len(values):  # Without rows, there need not be a dtype.
             return to_arrow(np.empty((0, *(() if spec.sources else spec.levels)), spec.dtype))
         nested = getattr(values, "dtype", None) == np.dtype(object)
         stacked = np.stack([_dense(row) for row in values]) if nested else np.asarray(values)
@@ -340,9 +349,9 @@ def _numbers_of(values: Any, spec: TensorSpec, name: str) -> pa.Array:
 def _dense(row: Any) -> npt.NDArray[Any]:
     """Returns a row as one array; Arrow hands nested lists over as arrays of arrays."""
     array = np.asarray(row)
-    return (
-        np.stack([_dense(inner) for inner in array]) if array.dtype == object and array.ndim and array.size else array
-    )
+    if array.dtype == object and array.ndim and array.size:
+        return np.stack([_dense(inner) for inner in array])
+    return array
 
 
 def _as(values: npt.NDArray[Any], spec: TensorSpec) -> npt.NDArray[Any]:
@@ -357,5 +366,5 @@ def _as(values: npt.NDArray[Any], spec: TensorSpec) -> npt.NDArray[Any]:
             if isinstance(value, _NO_NUMBERS):
                 raise TypeError(f"{value!r} is {type(value).__name__}")
     # NumPy takes an empty list for floats, as which whole numbers beside it would be rounded.
-    kept = np.dtype(spec.dtype).kind == "i" and values.dtype.kind in "iuf" and values.size
-    return np.ascontiguousarray(values, dtype=values.dtype if kept else spec.dtype)
+    unchanged = np.dtype(spec.dtype).kind == "i" and values.dtype.kind in "iuf" and values.size
+    return np.ascontiguousarray(values, dtype=values.dtype if unchanged else spec.dtype)

@@ -15,9 +15,9 @@ from sparktorch.base.no_op import no_op
 
 __all__ = ["Steps", "after_uneven", "steps_of", "typed"]
 
-_DAY = 86_400_000_000  # microseconds
+_DAY = 86_400_000_000  # A day has so many microseconds.
 _NO_REST = np.iinfo(np.int64).min
-_ROWS = 1 << 20  # of many groups, looked at together
+_ROWS = 1 << 20  # About so many rows, of many groups, are looked at in one go.
 
 Int64 = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
@@ -29,7 +29,7 @@ class Steps(NamedTuple):
     Attributes:
         counts: The values, int64 of shape `(rows,)`.
         step: The usual step between two rows.
-        uneven: Places of the rows that are not one step after the one before, int64.
+        uneven: Numbers of the rows that are not one step after the one before, int64.
         values: Returns the values that have some counts, of the column's type.
     """
 
@@ -38,9 +38,9 @@ class Steps(NamedTuple):
     uneven: Int64
     values: Callable[[Int64], pa.Array]
 
-    def after(self, place: int, rows: int) -> pa.Array:
-        """Returns the values of as many rows after the one at `place`."""
-        return self.values(self.counts[place] + self.step * np.arange(1, rows + 1))
+    def after(self, row: int, rows: int) -> pa.Array:
+        """Returns the values of as many rows after a row."""
+        return self.values(self.counts[row] + self.step * np.arange(1, rows + 1))
 
 
 class _Scale(NamedTuple):
@@ -69,8 +69,8 @@ class _Scale(NamedTuple):
             return np.zeros_like(rows.firsts), uneven, fits
         steps, group = np.diff(self.counts)[rows.follows], rows.group[1:][rows.follows]
         usual = _most_frequent(steps, group, rows.firsts - np.arange(len(rows.firsts)))
-        bad = (usual <= 0) | (usual % self.least != 0)
-        uneven[1:][rows.follows] = bad[group] | (steps != usual[group])
+        irregular = (usual <= 0) | (usual % self.least != 0)
+        uneven[1:][rows.follows] = irregular[group] | (steps != usual[group])
         return usual, uneven, fits
 
 
@@ -101,16 +101,19 @@ def _most_frequent(values: Int64, group: Int64, firsts: Int64) -> Int64:
     times = np.diff(np.append(begins, len(values)))
     values, group = values[begins], group[begins]
     best = np.lexsort((values, -times, group))
-    found: Int64 = values[best[np.flatnonzero(np.append(True, np.diff(group[best]) > 0))]]
-    return found
+    most_frequent: Int64 = values[best[np.flatnonzero(np.append(True, np.diff(group[best]) > 0))]]
+    return most_frequent
 
 
 def _bent(counts: Int64, firsts: Int64) -> Int64:
     """Returns the groups, by the numbers of their first rows, in which steps differ."""
     steps = np.diff(counts)
-    bends = np.flatnonzero(steps[1:] != steps[:-1]) + 1  # rows whose next step is another one
-    one, other = (np.searchsorted(firsts, of, side="right") - 1 for of in (bends - 1, bends + 1))
-    return np.unique(one[one == other])
+    # The step after such a row is another one than the step before it.
+    bends = np.flatnonzero(steps[1:] != steps[:-1]) + 1
+    # It counts only if both steps are of one group.
+    group_before = np.searchsorted(firsts, bends - 1, side="right") - 1
+    group_after = np.searchsorted(firsts, bends + 1, side="right") - 1
+    return np.unique(group_before[group_before == group_after])
 
 
 def _in_order(column: pa.Array) -> Int64:
@@ -130,50 +133,54 @@ def steps_of(column: pa.Array) -> Steps:
     calendar if they have a time zone, or by months. Months are counted from one of their first 28 days, or from their
     last. The column has two values at least.
     """
-    rows, found = _Rows(np.array([len(column)])), []
+    rows, candidates = _Rows(np.array([len(column)])), []
     for scale in _scales(column, rows):
         usual, uneven, fits = scale.measured(rows)
         if fits[0]:
             values = partial(scale.values, int(scale.rest[0]))
-            found.append(Steps(scale.counts, int(usual[0]), np.flatnonzero(uneven), values))
-    return min(found, key=lambda steps: len(steps.uneven))  # the first of several
+            candidates.append(Steps(scale.counts, int(usual[0]), np.flatnonzero(uneven), values))
+    # Of several scales with the fewest uneven steps, the first is that of the longest steps.
+    return min(candidates, key=lambda steps: len(steps.uneven))
 
 
-def after_uneven(place: Int64, firsts: Int64, kind: tuple[str, str], moved: Callable[[], object] = no_op) -> Int64:
+def after_uneven(order: Int64, firsts: Int64, kind: tuple[str, str], moved: Callable[[], object] = no_op) -> Int64:
     """Returns the numbers of the rows that do not follow the one before in their group by an even step.
 
     Args:
-        place: The order of the rows as int64, ascending in each group: integers, days or microseconds.
+        order: The order of the rows as int64, ascending in each group: integers, days or microseconds.
         firsts: The number of the first row of each group.
         kind: SQL type and time zone of the order.
         moved: It is called for each million of rows, which count as progress.
     """
-    bent, ends = _bent(place, firsts), np.append(firsts[1:], len(place))
-    found = [np.empty(0, np.int64)]
+    bent, ends = _bent(order, firsts), np.append(firsts[1:], len(order))
+    uneven_rows = [np.empty(0, np.int64)]
     parts = 1 + int((ends - firsts)[bent].sum()) // _ROWS
-    for some in np.array_split(bent, parts) if len(bent) else ():
-        rows = _Rows((ends - firsts)[some])
-        numbers = (firsts[some] - rows.firsts)[rows.group] + np.arange(len(rows.group))
-        uneven, fewest = np.zeros(len(numbers), np.bool_), np.full(len(some), np.iinfo(np.int64).max)
-        for scale in _scales(typed(place[numbers], kind), rows):
-            _, of_scale, fits = scale.measured(rows)
-            count = np.add.reduceat(of_scale, rows.firsts, dtype=np.int64)
-            better = fits & (count < fewest)  # the first of several
+    if not len(bent):
+        return np.empty(0, np.int64)
+    for groups_at_once in np.array_split(bent, parts):
+        rows = _Rows((ends - firsts)[groups_at_once])
+        numbers = (firsts[groups_at_once] - rows.firsts)[rows.group] + np.arange(len(rows.group))
+        uneven, fewest = np.zeros(len(numbers), np.bool_), np.full(len(groups_at_once), np.iinfo(np.int64).max)
+        for scale in _scales(typed(order[numbers], kind), rows):
+            _, uneven_on_scale, fits = scale.measured(rows)
+            count = np.add.reduceat(uneven_on_scale, rows.firsts, dtype=np.int64)
+            better = fits & (count < fewest)  # The first of several scales wins.
             fewest = np.where(better, count, fewest)
-            uneven = np.where(better[rows.group], of_scale, uneven)
-        found.append(numbers[uneven])
-        moved()
-    return np.concatenate(found)
+            uneven = np.where(better[rows.group], uneven_on_scale, uneven)
+        uneven_rows.append(numbers[uneven])
+        if moved is not None:
+            moved()
+    return np.concatenate(uneven_rows)
 
 
-def typed(place: Int64, kind: tuple[str, str]) -> pa.Array:
+def typed(order: Int64, kind: tuple[str, str]) -> pa.Array:
     """Returns int64 values of an order as a column of its SQL type, in its time zone."""
     sql, zone = kind
     if sql == "date":
-        return pa.array(place.astype(np.int32)).cast(pa.date32())
+        return pa.array(order.astype(np.int32)).cast(pa.date32())
     if sql.startswith("timestamp"):
-        return pa.array(place).cast(pa.timestamp("us", zone if sql == "timestamp" else None))
-    return pa.array(place)
+        return pa.array(order).cast(pa.timestamp("us", zone if sql == "timestamp" else None))
+    return pa.array(order)
 
 
 def _scales(column: pa.Array, rows: _Rows) -> Iterator[_Scale]:
@@ -182,28 +189,28 @@ def _scales(column: pa.Array, rows: _Rows) -> Iterator[_Scale]:
     whole = np.zeros(len(column), np.int64)
     if pa.types.is_integer(kind):
 
-        def integers(_: int, found: Int64) -> pa.Array:
-            return pa.array(found).cast(kind)
+        def integers(rest: int, counts: Int64) -> pa.Array:
+            return pa.array(counts).cast(kind)
 
         yield _Scale(_in_order(column), 1, integers, whole)
         return
     if pa.types.is_date(kind):
         instants = _in_order(column) * _DAY
 
-        def dates(rest: int, found: Int64) -> pa.Array:
-            return pa.array(((found + rest) // _DAY).astype(np.int32)).cast(pa.date32()).cast(kind)
+        def dates(rest: int, counts: Int64) -> pa.Array:
+            return pa.array(((counts + rest) // _DAY).astype(np.int32)).cast(pa.date32()).cast(kind)
 
         yield from _months(instants, dates)
         yield _Scale(instants, _DAY, dates, whole)
         return
 
-    def moments(rest: int, found: Int64) -> pa.Array:
-        return pa.array(found + rest).cast(pa.timestamp("us", kind.tz)).cast(kind)
+    def moments(rest: int, counts: Int64) -> pa.Array:
+        return pa.array(counts + rest).cast(pa.timestamp("us", kind.tz)).cast(kind)
 
-    def local(rest: int, found: Int64) -> pa.Array:
+    def local(rest: int, counts: Int64) -> pa.Array:
         if kind.tz is None:
-            return moments(rest, found)
-        return pa.array(_instants(found + rest, kind.tz)[0]).cast(pa.timestamp("us", kind.tz)).cast(kind)
+            return moments(rest, counts)
+        return pa.array(_instants(counts + rest, kind.tz)[0]).cast(pa.timestamp("us", kind.tz)).cast(kind)
 
     instants = _in_order(column)
     wall = instants if kind.tz is None else _clock(column, rows)
@@ -242,7 +249,8 @@ def _months(instants: Int64, values: Callable[[int, Int64], pa.Array]) -> Iterat
     """Yields the scales of months, of which the rest is the time since the first, or before the end of the last day."""
     times = instants.view("datetime64[us]")
     months = times.astype("datetime64[M]")
-    for later, least, most in ((0, 0, 28 * _DAY), (1, -_DAY, 0)):  # the first 28 days, and the last one
+    # Rows of a monthly series are at one time of the first 28 days, or at one time of the last day of a month.
+    for later, least, most in ((0, 0, 28 * _DAY), (1, -_DAY, 0)):
         ahead = np.timedelta64(later, "M")
         rest = (times - (months + ahead).astype("datetime64[us]")).view(np.int64)
 

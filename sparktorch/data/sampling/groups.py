@@ -46,18 +46,18 @@ class Samples:
         """Returns the numbers of the rows of some samples, and the number of rows of each, both int64 on the CPU."""
         numbers = index.numpy()
         sizes = self.sizes[numbers]
-        places = _runs(self.starts[numbers], sizes).clip(max=len(self._rows) - 1)
-        return torch.from_numpy(self._at(places)), torch.from_numpy(sizes)
+        positions = _runs(self.starts[numbers], sizes).clip(max=len(self._rows) - 1)
+        return torch.from_numpy(self._row_numbers(positions)), torch.from_numpy(sizes)
 
     def means(self, values: npt.NDArray[np.float32], *, skipped: int) -> npt.NDArray[np.float64]:
         """Returns the mean of the rows' values in each sample but for its first `skipped` rows, float64.
 
         `values` are by row number; rows that several samples share are added once.
         """
-        sums = np.append(0, np.cumsum(values[self._at(np.arange(len(self._rows)))], dtype=np.float64))
+        sums = np.append(0, np.cumsum(values[self._row_numbers(np.arange(len(self._rows)))], dtype=np.float64))
         starts, sizes = self.starts[: self.count], self.sizes[: self.count]
-        found: npt.NDArray[np.float64] = (sums[starts + sizes] - sums[starts + skipped]) / (sizes - skipped)
-        return found
+        means: npt.NDArray[np.float64] = (sums[starts + sizes] - sums[starts + skipped]) / (sizes - skipped)
+        return means
 
     def only(self, numbers: Numbers) -> tuple[Samples, Int64]:
         """Returns some samples, renumbered, and the numbers of the rows that they refer to, each once."""
@@ -66,18 +66,19 @@ class Samples:
         order = np.argsort(starts, kind="stable")
         first = starts[order]
         last = np.maximum.accumulate(np.minimum(first + sizes[order], len(self._rows)))
-        begins = np.append(True, first[1:] > last[:-1])  # where a run of rows begins that no sample before has
+        # A run begins with a row that no sample before has.
+        begins = np.append(True, first[1:] > last[:-1])
         ends = np.append(begins[1:], True)
         lengths = last[ends] - first[begins]
         run = np.cumsum(begins) - 1
         moved = np.empty_like(starts)
         moved[order] = first + (np.cumsum(lengths) - lengths - first[begins])[run]
-        return Samples(range(int(lengths.sum())), moved, sizes), self._at(_runs(first[begins], lengths))
+        return Samples(range(int(lengths.sum())), moved, sizes), self._row_numbers(_runs(first[begins], lengths))
 
-    def _at(self, places: Int64) -> Int64:
+    def _row_numbers(self, positions: Int64) -> Int64:
         if isinstance(self._rows, range):
-            return places + self._rows.start
-        return self._rows[places].astype(np.int64)
+            return positions + self._rows.start
+        return self._rows[positions].astype(np.int64)
 
 
 class GroupKeys(RowKeys):
@@ -88,49 +89,50 @@ class GroupKeys(RowKeys):
         super().__init__(storage, by_key=False)
         assert columns.groups is not None
         self._groups, self._validation, self._drops = columns.groups, columns.validation, columns.drop_nulls
-        self._group, self._place = storage.spool(np.int64), storage.spool(np.int64)
-        self._dropped_group, self._dropped_place = storage.spool(np.int64), storage.spool(np.int64)
+        self._group, self._order = storage.spool(np.int64), storage.spool(np.int64)
+        self._dropped_group, self._dropped_order = storage.spool(np.int64), storage.spool(np.int64)
         self._end: tuple[int, int] = (0, torch.iinfo(torch.int64).min)
         self.facts = {"groups": 0, "short": 0, "largest": 0, "rows": 0, "gaps": 0, "marked": 0}
 
-    def append_to_groups(self, group: Int64, place: Int64) -> None:
-        """Appends the group of each row of a batch, and its place in its group."""
+    def append_to_groups(self, group: Int64, order: Int64) -> None:
+        """Appends the group of each row of a batch, and what orders the row in its group."""
         if not len(group):
             return
-        before, at = self._end
-        groups, places = np.append(np.uint64(before), group.view(np.uint64)), np.append(at, place)
+        group_before, order_before = self._end
+        groups, orders = np.append(np.uint64(group_before), group.view(np.uint64)), np.append(order_before, order)
         same = groups[1:] == groups[:-1]
-        ordered = (groups[1:] > groups[:-1]) | (same & (places[1:] >= places[:-1]))
+        ordered = (groups[1:] > groups[:-1]) | (same & (orders[1:] >= orders[:-1]))
         self._in_order = self._in_order and bool(ordered.all())
-        self._end = int(groups[-1]), int(places[-1])
+        self._end = int(groups[-1]), int(orders[-1])
         self._group.append(group)
-        self._place.append(place)
+        self._order.append(order)
 
-    def append_dropped(self, group: Int64, place: Int64) -> None:
-        """Appends group and place of rows that were dropped: their steps are even, and no window goes across them."""
+    def append_dropped(self, group: Int64, order: Int64) -> None:
+        """Appends group and order of rows that were dropped: their steps are even, and no window goes across them."""
         self._dropped_group.append(group)
-        self._dropped_place.append(place)
+        self._dropped_order.append(order)
 
     def _follow(self, key: npt.NDArray[np.uint64], held_out: Mask) -> bool:
-        return True  # groups and places alone order the rows
+        return True  # Groups and their order alone order the rows.
 
     def samples(self, moved: Callable[[], object] = no_op) -> Samples:
         """Returns the samples of the rows, and ends appending; `moved` is called for what counts as progress.
 
         Raises:
-            ColumnError: Two rows of a group have the same place, or one of several rows of a whole group validates.
+            ColumnError: Two rows of a group have the same order, or one of several rows of a whole group validates.
         """
         if not self.count:
-            return self._of(range(1), np.empty(0, np.int64), np.empty(0, np.int64), 0)
-        group, place, marks = self._group.finish(), self._place.finish(), self._marks.finish()
+            return self._make_samples(range(1), np.empty(0, np.int64), np.empty(0, np.int64), 0)
+        group, order, marks = self._group.finish(), self._order.finish(), self._marks.finish()
         rows: Numbers | range = range(self.count)
         if not self._in_order:
-            order = torch.from_numpy(place).sort(stable=True).indices
-            order = order[(torch.from_numpy(group)[order] ^ _TOP_BIT).sort(stable=True).indices]
-            rows = order.numpy().astype(np.int32 if self.count < 1 << 31 else np.int64)
-            group, place, marks = group[rows], place[rows], marks[rows]
+            # Two stable sorts: by the order, and then by the group, which flipping its top bit reads as unsigned.
+            sorted_rows = torch.from_numpy(order).sort(stable=True).indices
+            sorted_rows = sorted_rows[(torch.from_numpy(group)[sorted_rows] ^ _TOP_BIT).sort(stable=True).indices]
+            rows = sorted_rows.numpy().astype(np.int32 if self.count < 1 << 31 else np.int64)
+            group, order, marks = group[rows], order[rows], marks[rows]
         same = group[1:] == group[:-1]
-        self._check(same, place, marks)
+        self._check(same, order, marks)
         firsts = np.append(0, np.flatnonzero(~same) + 1)
         sizes = np.diff(np.append(firsts, self.count))
         self.facts |= {"groups": len(sizes), "largest": int(sizes.max())}
@@ -142,15 +144,15 @@ class GroupKeys(RowKeys):
             self.facts["short"] = int((sizes < window.rows).sum())
             gaps = np.empty(0, np.int64)
             if window.even is not None:
-                gaps = self._gaps(group, place, firsts, partial(after_uneven, kind=window.even, moved=moved))
+                gaps = self._gaps(group, order, firsts, partial(after_uneven, kind=window.even, moved=moved))
             starts, held_out = _windows(window, firsts, sizes, marks, gaps)
-            sizes = np.broadcast_to(np.int64(window.rows), len(starts))  # takes no memory
-        if held_out.any():  # training samples come first
+            sizes = np.broadcast_to(np.int64(window.rows), len(starts))  # A broadcast array takes no memory.
+        if held_out.any():  # Training samples come first.
             chosen = np.argsort(held_out, kind="stable")
             starts, sizes = starts[chosen], sizes[chosen]
-        return self._of(rows, starts, sizes, int(held_out.sum()))
+        return self._make_samples(rows, starts, sizes, int(held_out.sum()))
 
-    def _of(self, rows: Numbers | range, starts: Int64, sizes: Int64, held_out: int) -> Samples:
+    def _make_samples(self, rows: Numbers | range, starts: Int64, sizes: Int64, held_out: int) -> Samples:
         self._trained = len(starts) - held_out
         window = self._groups.window
         start, size = (starts[0], sizes[0]) if len(starts) else (len(rows) - 1, 1)
@@ -163,41 +165,45 @@ class GroupKeys(RowKeys):
         """Returns the numbers of the training and of the validation samples."""
         return range(self._trained), range(self._trained, self._samples.count)
 
-    def _gaps(self, group: Int64, place: Int64, firsts: Int64, uneven: Callable[[Int64, Int64], Int64]) -> Int64:
+    def _gaps(self, group: Int64, order: Int64, firsts: Int64, uneven: Callable[[Int64, Int64], Int64]) -> Int64:
         """Returns the rows that follow an uneven step, or a dropped row; refuses them, unless rows are dropped."""
         window = self._groups.window
         assert window is not None
         assert window.even is not None
         groups = np.append(group, self._dropped_group.finish()).view(np.uint64)
-        places = np.append(place, self._dropped_place.finish())
-        dropped = len(places) > len(place)
-        found = _breaks(groups, places, len(place), uneven) if dropped else uneven(place, firsts)
-        self.facts["gaps"] = len(found)
-        if len(found) and not self._drops:
-            one, other = (typed(place[found[:1] + ahead], window.even)[0].as_py() for ahead in (-1, 0))
+        orders = np.append(order, self._dropped_order.finish())
+        dropped = len(orders) > len(order)
+        gaps = _breaks(groups, orders, len(order), uneven) if dropped else uneven(order, firsts)
+        self.facts["gaps"] = len(gaps)
+        if len(gaps) and not self._drops:
+            before, after = (typed(order[gaps[:1] + ahead], window.even)[0].as_py() for ahead in (-1, 0))
             raise ColumnError(
-                f"column {self._groups.order!r} has {counted(len(found), 'uneven step', 'uneven steps')}: in a group, "
-                f"after {one} comes {other}",
+                f"column {self._groups.order!r} has {counted(len(gaps), 'uneven step', 'uneven steps')}: in a group, "
+                f"after {before} comes {after}",
                 hint="add the rows that are missing, or set nullPolicy='drop', which leaves out windows across a gap",
                 column=self._groups.order,
                 code="ST-SERIES",
             )
-        return found
+        return gaps
 
-    def _check(self, same: Mask, place: Int64, marks: Mask) -> None:
-        """Refuses rows of a group with the same place, or other marks for validation; `same` as the row before."""
+    def _check(self, same: Mask, order: Int64, marks: Mask) -> None:
+        """Refuses rows of a group with the same order, or with other marks for validation.
+
+        `same` says whether a row, from the second on, has the group of the row before.
+        """
         groups = self._groups
-        twice = int((same & (place[1:] == place[:-1])).sum()) if groups.order is not None else 0
+        twice = int((same & (order[1:] == order[:-1])).sum()) if groups.order is not None else 0
         if twice:
-            of = f"in a group of column {groups.group!r}" if groups.group else "in the rows"
+            scope = f"in a group of column {groups.group!r}" if groups.group else "in the rows"
             raise ColumnError(
                 f"{counted(twice, 'value', 'values')} of column {groups.order!r} {'is' if twice == 1 else 'are'} there "
-                f"twice {of}",
+                f"twice {scope}",
                 hint="the order of a group's rows must be known: aggregate or drop duplicates, or name a finer column",
                 column=groups.order,
                 code="ST-SERIES",
             )
-        if groups.window is None and (mixed := int((same & (marks[1:] != marks[:-1])).sum())):
+        mixed = int((same & (marks[1:] != marks[:-1])).sum()) if groups.window is None else 0
+        if mixed:
             raise ColumnError(
                 f"column {self._validation!r} marks some rows of a group and not others, {mixed} times",
                 hint=f"a group trains or validates as a whole: derive the mark from {groups.group!r}, as by its hash",
@@ -207,20 +213,20 @@ class GroupKeys(RowKeys):
 
 
 def _breaks(
-    groups: npt.NDArray[np.uint64], places: Int64, count: int, after_uneven: Callable[[Int64, Int64], Int64]
+    groups: npt.NDArray[np.uint64], orders: Int64, count: int, after_uneven: Callable[[Int64, Int64], Int64]
 ) -> Int64:
     """Returns the numbers of kept rows that do not follow the one kept before by an even step, dropped rows included.
 
-    The first `count` groups and places are those of kept rows, in their order; the others are of dropped ones.
+    The first `count` groups and orders are those of kept rows, in their order; the others are of dropped ones.
     """
-    order = np.lexsort((places, groups))
-    groups, places = groups[order], places[order]
+    by_order = np.lexsort((orders, groups))
+    groups, orders = groups[by_order], orders[by_order]
     firsts = np.append(0, np.flatnonzero(groups[1:] != groups[:-1]) + 1)
-    uneven = np.zeros(len(order), np.bool_)
-    uneven[after_uneven(places, firsts)] = True
-    kept = np.flatnonzero(order < count)
-    apart = (np.diff(kept) > 1) | (np.diff(np.cumsum(uneven)[kept]) > 0)
-    return np.flatnonzero(apart & (groups[kept[1:]] == groups[kept[:-1]])) + 1
+    uneven = np.zeros(len(by_order), np.bool_)
+    uneven[after_uneven(orders, firsts)] = True
+    kept_rows = np.flatnonzero(by_order < count)
+    apart = (np.diff(kept_rows) > 1) | (np.diff(np.cumsum(uneven)[kept_rows]) > 0)
+    return np.flatnonzero(apart & (groups[kept_rows[1:]] == groups[kept_rows[:-1]])) + 1
 
 
 def _windows(window: Window, firsts: Int64, sizes: Int64, marks: Mask, gaps: Int64) -> tuple[Int64, Mask]:
@@ -233,11 +239,11 @@ def _windows(window: Window, firsts: Int64, sizes: Int64, marks: Mask, gaps: Int
     starts = np.repeat(firsts + (sizes - window.rows) % window.step, counts)
     starts += window.step * (np.arange(len(starts)) - np.repeat(np.cumsum(counts) - counts, counts))
     marked = np.append(0, np.cumsum(marks))
-    found = marked[starts + window.rows] - marked[starts + window.context]
-    used = (found == 0) | (found == window.horizon)
+    marked_rows = marked[starts + window.rows] - marked[starts + window.context]
+    used = (marked_rows == 0) | (marked_rows == window.horizon)
     if len(gaps):
         used &= np.searchsorted(gaps, starts, side="right") == np.searchsorted(gaps, starts + window.rows - 1, "right")
-    return starts[used], found[used] > 0
+    return starts[used], marked_rows[used] > 0
 
 
 def _runs(starts: Int64, sizes: Int64) -> Int64:

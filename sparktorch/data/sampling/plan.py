@@ -23,7 +23,7 @@ __all__ = [
     "argsort",
     "by_step",
     "mix",
-    "mix_places",
+    "mix_positions",
     "mix_scalar",
     "mix_words",
     "rank_of_key",
@@ -33,7 +33,7 @@ Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
 Numbers = npt.NDArray[np.integer[Any]]
 
-_CHUNK_ROWS = 1 << 15  # ordered at a time: intermediate arrays stay in a core's cache
+_CHUNK_ROWS = 1 << 15  # So many rows are ordered at a time: intermediate arrays stay in a core's cache.
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
@@ -49,9 +49,9 @@ def mix(value: UInt64) -> UInt64:
     return value ^ (value >> np.uint64(31))
 
 
-def mix_places(base: np.uint64, place: npt.NDArray[np.integer[Any]]) -> UInt64:
+def mix_positions(base: np.uint64, position: npt.NDArray[np.integer[Any]]) -> UInt64:
     """Returns a pseudo-random 64-bit word for each position: the output of splitmix64 with seed `base`."""
-    return mix(place.astype(np.uint64) * np.uint64(_GOLDEN) + base)
+    return mix(position.astype(np.uint64) * np.uint64(_GOLDEN) + base)
 
 
 def mix_words(*words: int | Int64) -> UInt64:
@@ -77,10 +77,10 @@ def argsort(keys: UInt64) -> Int64:
     The few keys that are equal in all other bits are sorted once more.
     """
     bits = np.uint64(max(0, len(keys) - 1).bit_length())
-    places = (np.uint64(1) << bits) - np.uint64(1)
-    packed = (keys & ~places) | np.arange(len(keys), dtype=np.uint64)
+    index_bits = (np.uint64(1) << bits) - np.uint64(1)
+    packed = (keys & ~index_bits) | np.arange(len(keys), dtype=np.uint64)
     packed.sort()
-    order = (packed & places).astype(np.int64)
+    order = (packed & index_bits).astype(np.int64)
     packed >>= bits
     same = packed[1:] == packed[:-1]
     if same.any():
@@ -91,17 +91,19 @@ def argsort(keys: UInt64) -> Int64:
 
 def by_step(steps: Numbers, count: int) -> tuple[Numbers, Int64]:
     """Returns the stable order that sorts `steps`, and where each of `count` steps ends in it, int64 `(count,)`."""
+    # Parts are sorted one by one; the indices of a part go behind those that the parts before have in each step.
     size = max(_CHUNK_ROWS, count)
     parts = [steps[start : start + size] for start in range(0, len(steps), size)]
     ends = np.cumsum(sum((np.bincount(part, minlength=count) for part in parts), np.zeros(count, np.int64)))
-    following = np.concatenate([[0], ends[:-1]])  # where the next index of each step goes
-    found = np.empty_like(steps)
+    following = np.concatenate([[0], ends[:-1]])  # The next index of each step goes there.
+    order = np.empty_like(steps)
     for number, part in enumerate(parts):
-        order = np.argsort(part.astype(np.uint16) if count <= 1 << 16 else part, kind="stable")  # radix sort
+        # NumPy sorts integers of 16 bits by radix, which is faster.
+        part_order = np.argsort(part.astype(np.uint16) if count <= 1 << 16 else part, kind="stable")
         rows = np.bincount(part, minlength=count)
-        found[np.arange(len(part)) + np.repeat(following - np.cumsum(rows) + rows, rows)] = order + number * size
+        order[np.arange(len(part)) + np.repeat(following - np.cumsum(rows) + rows, rows)] = part_order + number * size
         following += rows
-    return found, ends
+    return order, ends
 
 
 def rank_of_key(key: Int64, world_size: int) -> Int64:
@@ -174,23 +176,23 @@ class SamplingPlan:
         return [(first, last) for first, last in pieces if first < last]
 
     def _steps_of_turned(self, lo: int, hi: int, epoch: int) -> Numbers:
-        """`steps_of` for positions already shifted by the epoch's offset, `0 <= lo < hi <= rows`."""
+        """Returns `steps_of` for positions that are shifted by the epoch's offset already, `0 <= lo < hi <= rows`."""
         n, strata = self.rows, min(self.batch_size, self.rows)
         base, bits = np.uint64(mix_scalar(self.seed, epoch, 0)), self._stratum_bits
         first, last = lo * strata // n, (hi - 1) * strata // n + 1
-        found = np.empty(hi - lo, self._dtype)
-        some = max(1, _CHUNK_ROWS * strata // n)
-        for number in range(first, last, some):
-            edges = -(-(np.arange(number, min(number + some, last) + 1, dtype=np.int64) * n) // strata)
+        steps = np.empty(hi - lo, self._dtype)
+        strata_at_once = max(1, _CHUNK_ROWS * strata // n)
+        for number in range(first, last, strata_at_once):
+            edges = -(-(np.arange(number, min(number + strata_at_once, last) + 1, dtype=np.int64) * n) // strata)
             begin, end, sizes = int(edges[0]), int(edges[-1]), np.diff(edges)
             # One sort by (stratum, draw): the stratum in the top bits, the draw in the rest. Ties keep
             # the order of their positions, so that every rank breaks them alike.
-            draw = mix_places(base, np.arange(begin, end, dtype=np.int64)) >> bits
+            draw = mix_positions(base, np.arange(begin, end, dtype=np.int64)) >> bits
             draw |= np.repeat(np.arange(len(sizes), dtype=np.uint64) << (np.uint64(64) - bits), sizes)
             step = np.empty(end - begin, self._dtype)
             step[argsort(draw)] = np.arange(end - begin) - np.repeat(edges[:-1] - begin, sizes)
-            found[max(begin - lo, 0) : end - lo] = step[max(lo - begin, 0) : hi - begin]
-        return found
+            steps[max(begin - lo, 0) : end - lo] = step[max(lo - begin, 0) : hi - begin]
+        return steps
 
 
 class RankOrder:
@@ -218,7 +220,7 @@ class RankOrder:
         numbers = np.concatenate(stratum)
         self._start = -(-numbers * n // strata)
         self._end = -(-(numbers + 1) * n // strata)
-        # The rank's own part of a stratum that it shares with its neighbours.
+        # A rank orders whole strata, and keeps its part of one that it shares with its neighbours.
         self._first = np.maximum(self._start, np.concatenate(first))
         self._last = np.minimum(self._end, np.concatenate(last))
         self._blocks = self._order_blocks(np.uint64(mix_scalar(plan.seed, epoch, 0)))
@@ -233,7 +235,7 @@ class RankOrder:
         whole = (self._end - self._start) // block
         number = np.arange(int(whole.max()), dtype=np.int64)
         position = self._start[:, None] + number * block
-        draw = mix_places(base, position) >> self._plan._stratum_bits
+        draw = mix_positions(base, position) >> self._plan._stratum_bits
         draw[number >= whole[:, None]] = _MASK
         return np.argsort(draw, axis=1, kind="stable").astype(np.int32)
 
@@ -252,27 +254,27 @@ class RankOrder:
         return self._ordered(number, slice(None))
 
     def _ordered(self, number: int, strata: slice | npt.NDArray[np.bool_]) -> tuple[Int64, Int64]:
-        """`window`, for some strata only."""
+        """Returns what `window` does, for some strata only."""
         block, start, end = self._plan.block, self._start[strata], self._end[strata]
         whole = (end - start) // block
         at = np.where(number < whole, self._blocks[strata, number], whole) if number < self._blocks.shape[1] else whole
-        place = (start + at * block)[:, None] + np.arange(block, dtype=np.int64)
-        there = (place < end[:, None]) & (number <= whole)[:, None]
-        draw = mix_places(self._base, place)
-        draw[~there] = _MASK  # sorted last; ties keep the order of their positions
-        step = np.empty_like(place)
+        position = (start + at * block)[:, None] + np.arange(block, dtype=np.int64)
+        exists = (position < end[:, None]) & (number <= whole)[:, None]
+        draw = mix_positions(self._base, position)
+        draw[~exists] = _MASK  # These are sorted last; ties keep the order of their positions.
+        step = np.empty_like(position)
         np.put_along_axis(step, np.argsort(draw, axis=1, kind="stable"), np.arange(block)[None, :], axis=1)
-        own = there & (place >= self._first[strata][:, None]) & (place < self._last[strata][:, None])
-        position = place[own] - self._offset
-        return np.where(position < 0, position + self._plan.rows, position), step[own] + number * block
+        in_rank = exists & (position >= self._first[strata][:, None]) & (position < self._last[strata][:, None])
+        turned = position[in_rank] - self._offset
+        return np.where(turned < 0, turned + self._plan.rows, turned), step[in_rank] + number * block
 
     def steps(self) -> Numbers:
         """Returns the step of each of the rank's positions, of shape `(hi - lo,)`."""
-        found = np.empty(max(0, self._hi - self._lo), self._plan._dtype)
+        steps = np.empty(max(0, self._hi - self._lo), self._plan._dtype)
         for number in range(self.windows):
             position, step = self.window(number)
-            found[position - self._lo] = step
-        return found
+            steps[position - self._lo] = step
+        return steps
 
     def step_rows(self) -> Int64:
         """Returns the number of the rank's rows in each step, int64 of shape `(steps,)`, without ordering all rows."""
@@ -284,7 +286,9 @@ class RankOrder:
             return np.diff(ends)
         shared = (self._first > self._start) | (self._last < self._end)
         sizes = np.bincount((self._end - self._start)[~shared], minlength=plan.steps + 1)
-        rows = sizes[::-1].cumsum()[::-1][1:].astype(np.int64)  # each step has a row of every stratum that is longer
-        for number in range(self.windows if shared.any() else 0):
-            np.add.at(rows, self._ordered(number, shared)[1], 1)
+        # Each step has a row of every stratum that is longer than the number of the step.
+        rows = sizes[::-1].cumsum()[::-1][1:].astype(np.int64)
+        if shared.any():
+            for number in range(self.windows):
+                np.add.at(rows, self._ordered(number, shared)[1], 1)
         return rows

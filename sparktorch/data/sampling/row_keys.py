@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sparktorch.data.sampling.plan import Numbers, argsort, mix, mix_places, mix_scalar
+from sparktorch.data.sampling.plan import Numbers, argsort, mix, mix_positions, mix_scalar
 from sparktorch.data.storage import RowStorage
 
 __all__ = ["RowDigests", "RowKeys"]
@@ -47,7 +47,9 @@ class RowKeys:
         keys = np.concatenate([np.array([self._last[1]], np.uint64), key])
         later = marks[1:] > marks[:-1]
         same = marks[1:] == marks[:-1]
-        return bool((later | (same & (keys[1:] >= keys[:-1]) if self._by_key else later | same)).all())
+        if self._by_key:
+            same &= keys[1:] >= keys[:-1]
+        return bool((later | same).all())
 
     def orders(self) -> tuple[Numbers | range, Numbers | range]:
         """Returns the row numbers of the training and of the validation rows, in the order of their positions.
@@ -86,7 +88,11 @@ class RowDigests:
         self._sums += np.einsum("ij,j->i", words, weights, dtype=np.uint64, casting="unsafe")
 
     def add_elements(
-        self, name: str, values: npt.NDArray[Any], places: npt.NDArray[np.integer[Any]], lengths: npt.NDArray[np.int64]
+        self,
+        name: str,
+        values: npt.NDArray[Any],
+        positions: npt.NDArray[np.integer[Any]],
+        lengths: npt.NDArray[np.int64],
     ) -> None:
         """Adds a column of sparse rows; explicit zeros do not change the digest.
 
@@ -95,7 +101,7 @@ class RowDigests:
         """
         words = _words(values)
         count = words.shape[1]
-        weights = _weights(name, places[:, None] * count + np.arange(count))
+        weights = _weights(name, positions[:, None] * count + np.arange(count))
         sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum((words * weights).sum(axis=1, dtype=np.uint64))])
         ends = np.cumsum(lengths)
         self._sums += sums[ends] - sums[ends - lengths]
@@ -105,8 +111,8 @@ class RowDigests:
         return mix(self._sums).view(np.int64)
 
 
-def _weights(name: str, places: npt.NDArray[np.integer[Any]]) -> UInt64:
-    return mix_places(np.uint64(mix_scalar(*name.encode())), places)
+def _weights(name: str, positions: npt.NDArray[np.integer[Any]]) -> UInt64:
+    return mix_positions(np.uint64(mix_scalar(*name.encode())), positions)
 
 
 def _words(values: npt.NDArray[Any]) -> npt.NDArray[Any]:

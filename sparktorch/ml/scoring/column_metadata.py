@@ -1,4 +1,4 @@
-"""ML attributes: column metadata for the Spark stages that follow.
+"""ML attributes: column metadata that later Spark stages read; and checks of columns of numbers and labels.
 
 `VectorAssembler` reads vector sizes from them without a job, also on streams; `IndexToString` reads the labels.
 """
@@ -17,14 +17,20 @@ from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.frame.encoding import NUMERIC
 from sparktorch.spark.frame.refusals import no_number
 
-__all__ = ["check_numbers", "class_index", "classes_of", "labels_of", "nominal", "numeric", "vector"]
+__all__ = ["check_numbers", "class_index", "classes_of", "double_or_null", "labels_of", "nominal", "numeric", "vector"]
 
 
 def check_numbers(names: ColumnNames, columns: Iterable[str]) -> None:
     """Refuses columns of other types than numbers and booleans."""
     for column in columns:
-        if not isinstance(kind := names.type_of(column), NUMERIC):
+        kind = names.type_of(column)
+        if not isinstance(kind, NUMERIC):
             raise no_number(kind, column)
+
+
+def double_or_null(column: Column) -> Column:
+    """Returns a column of numbers as double, with null in place of NaN."""
+    return F.nanvl(column.cast("double"), F.lit(None).cast("double"))
 
 
 def labels_of(dataset: DataFrame, column: str) -> tuple[str, ...]:
@@ -35,23 +41,27 @@ def labels_of(dataset: DataFrame, column: str) -> tuple[str, ...]:
 def classes_of(dataset: DataFrame, column: str) -> int:
     """Returns the number of classes by a column's metadata, as Spark's classifiers take it; 0 if it says none."""
     attribute = _attribute(dataset, column)
-    return 2 if attribute.get("type") == "binary" else len(attribute.get("vals", ())) or attribute.get("num_vals", 0)
+    if attribute.get("type") == "binary":
+        return 2
+    return len(attribute.get("vals", ())) or attribute.get("num_vals", 0)
 
 
 def _attribute(dataset: DataFrame, column: str) -> dict[str, Any]:
-    found = [dataset.schema[name].metadata for name in ColumnNames.of(dataset).called(column)]
-    return found[0].get("ml_attr", {}) if found else {}
+    metadata = [dataset.schema[name].metadata for name in ColumnNames.of(dataset).called(column)]
+    return metadata[0].get("ml_attr", {}) if metadata else {}
 
 
 def class_index(dataset: DataFrame, column: str, labels: Sequence[str]) -> Column:
-    """Returns a column of labels as indices in `labels`: those of strings, -1 where it is none of them, or its numbers.
+    """Returns a column of labels as class indices.
 
-    A `ColumnError` refuses other types, and numbers that stand for other labels by the column's metadata.
+    Strings become their indices in `labels`, and -1 where they are not in it; numbers are indices already. A
+    `ColumnError` refuses other types, and numbers that stand for other labels by the column's metadata.
     """
     names = ColumnNames.of(dataset)
-    kind, found = names.type_of(column), names.column(column)
+    kind, values = names.type_of(column), names.column(column)
     if labels and isinstance(kind, T.StringType):
-        return (F.array_position(F.array(*map(F.lit, labels)), found) - 1).cast("double")
+        # `array_position` counts from 1, and returns 0 for a string that is not in the array.
+        return (F.array_position(F.array(*map(F.lit, labels)), values) - 1).cast("double")
     same = "; transform the rows with the StringIndexerModel that indexed those of the fit"
     if not isinstance(kind, NUMERIC):
         hint = f"labels are the numbers 0, 1, ... of their classes{same if isinstance(kind, T.StringType) else ''}"
@@ -60,7 +70,7 @@ def class_index(dataset: DataFrame, column: str, labels: Sequence[str]) -> Colum
         if ours != theirs:
             what = f"index {index} of column {column!r} is the label {theirs!r}, the model's class {index} is {ours!r}"
             raise ColumnError(what, hint=f"set labelCol to a column of the labels themselves{same}", column=column)
-    return found
+    return values
 
 
 def nominal(classes: int, labels: Sequence[str]) -> dict[str, Any]:
@@ -70,7 +80,7 @@ def nominal(classes: int, labels: Sequence[str]) -> dict[str, Any]:
 
 
 def numeric() -> dict[str, Any]:
-    """Returns the attribute of numbers; Spark omits the type."""
+    """Returns the attribute of numbers, without a type, as Spark writes it."""
     return {"ml_attr": {}}
 
 

@@ -1,4 +1,4 @@
-"""What the evaluations share: the rows that are compared with their labels, and the base class of the summaries."""
+"""Parts of all evaluations: rows that are compared with their labels, and the base class of the summaries."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sparktorch.base.config import one_of
 from sparktorch.errors import ColumnError
 from sparktorch.ml.params.mixins import ClassificationModelParams, RegressionModelParams
 from sparktorch.ml.scoring import html
-from sparktorch.ml.scoring.column_metadata import check_numbers
+from sparktorch.ml.scoring.column_metadata import check_numbers, double_or_null
 from sparktorch.spark.column_names import ColumnNames, quoted
 
 __all__ = ["Summary", "Transform", "compared", "described", "refuse_rows", "totals", "weight_column"]
@@ -41,7 +41,8 @@ class Summary:
     weightCol: str
     numInstances: int
 
-    _shown: ClassVar[tuple[str, ...]] = ("numInstances",)  # the metrics that text and HTML have
+    # The text and the HTML of a summary have these metrics.
+    _main_metrics: ClassVar[tuple[str, ...]] = ("numInstances",)
 
     def __repr__(self) -> str:
         """Returns the class with its main metrics."""
@@ -52,7 +53,7 @@ class Summary:
 
     @property
     def _metrics(self) -> dict[str, str]:
-        return {name: html.number(getattr(self, name)) for name in self._shown}
+        return {name: html.number(getattr(self, name)) for name in self._main_metrics}
 
 
 def totals() -> list[Column]:
@@ -72,41 +73,40 @@ def compared(
     transform: Transform,
     dataset: DataFrame,
     *more: Column,
-    kept: bool,
+    persisted: bool,
     label: Column | None = None,
 ) -> Iterator[tuple[DataFrame, DataFrame]]:
     """Yields two DataFrames: the output of `transform`, and its `label`, `prediction` and `weight` as double.
 
-    `more` are further columns of the second, which is persisted until the block ends if `kept`, so that jobs score
-    once. `label` is what `labelCol` means, if not the number that it has. Rows without label or weight are left out if
-    the model's `nullPolicy` is "drop", as in the fit.
+    `more` are further columns of the second DataFrame. If it is `persisted` until the block ends, several jobs score
+    the rows once. `label` is the class index that `labelCol` stands for; by default `labelCol` is a number itself. Rows
+    without label or weight are left out if the model's `nullPolicy` is "drop", as in the fit.
     """
-    names, weight = ColumnNames.of(dataset), weight_column(model)
-    check_numbers(names, [*([model.getLabelCol()] if label is None else []), *([weight] if weight else [])])
-    label = names.column(model.getLabelCol()) if label is None else label
+    names, weight_name = ColumnNames.of(dataset), weight_column(model)
+    if label is None:
+        check_numbers(names, [model.getLabelCol()])
+        label = names.column(model.getLabelCol())
+    weight = F.lit(1.0)
+    if weight_name:
+        check_numbers(names, [weight_name])
+        weight = double_or_null(names.column(weight_name))
     one_of("nullPolicy", model.getNullPolicy(), ("error", "drop", "fill"))
     if model.getNullPolicy() == "drop":
-        for needed in (label, *([names.column(weight)] if weight else [])):
-            dataset = dataset.where(_there(needed).isNotNull())
+        dataset = dataset.where(double_or_null(label).isNotNull() & weight.isNotNull())
     predictions = transform(dataset)
     rows = predictions.select(
-        _there(label).alias("label"),
-        _there(quoted(model.getPredictionCol())).alias("prediction"),
-        (_there(names.column(weight)) if weight else F.lit(1.0)).alias("weight"),
+        double_or_null(label).alias("label"),
+        double_or_null(quoted(model.getPredictionCol())).alias("prediction"),
+        weight.alias("weight"),
         *more,
     )
-    if kept:
+    if persisted:
         rows.persist()
     try:
         yield predictions, rows
     finally:
-        if kept:
+        if persisted:
             rows.unpersist()
-
-
-def _there(column: Column) -> Column:
-    """Casts a number to double, and NaN to null."""
-    return F.nanvl(column.cast("double"), F.lit(None).cast("double"))
 
 
 def weight_column(model: ClassificationModelParams | RegressionModelParams) -> str:
@@ -115,7 +115,10 @@ def weight_column(model: ClassificationModelParams | RegressionModelParams) -> s
 
 
 def refuse_rows(*cases: tuple[Any, str | None, str, str, str]) -> None:
-    """Refuses rows by the first case whose condition holds: that, the column, what is wrong, a hint, a code."""
+    """Raises a `ColumnError` for the first case whose condition holds.
+
+    A case is a condition, the column, what is wrong, a hint and a code.
+    """
     for refused, column, what, hint, code in cases:
         if refused:
             raise ColumnError(what, hint=hint, column=column, code=code)
@@ -126,17 +129,20 @@ def described(
 ) -> dict[str, Any]:
     """Returns the fields of all summaries, from rows that have labels, weights and predictions."""
     label, weight = model.getLabelCol(), weight_column(model)
-    or_drop = "leave them out with a filter, or set nullPolicy='drop'"
     rows = sum(row["rows"] for row in totals)
-    counted = {name: sum(row[name] or 0 for row in totals) for name in ("labels", "weights", "predictions", "weight")}
-    no_label, no_weight, no_prediction = (rows - counted[name] for name in ("labels", "weights", "predictions"))
-    out, of_weight = "leave them out with a filter", f"null, NaN, infinite or negative in column {weight!r}"
+    no_label = rows - sum(row["labels"] for row in totals)
+    # The sum of no valid weights is null.
+    no_weight = rows - sum(row["weights"] or 0 for row in totals)
+    no_prediction = rows - sum(row["predictions"] for row in totals)
+    total_weight = sum(row["weight"] or 0 for row in totals)
+    out, or_drop = "leave them out with a filter", "leave them out with a filter, or set nullPolicy='drop'"
+    what_weight = f"{no_weight} rows are null, NaN, infinite or negative in column {weight!r}"
     refuse_rows(
         (not rows, None, "the DataFrame has no rows", "check the filter or the path it comes from", "ST-NO-ROWS"),
         (no_label, label, f"{no_label} rows are null or NaN in column {label!r}", or_drop, ""),
-        (no_weight, weight, f"{no_weight} rows are {of_weight}", out, ""),
+        (no_weight, weight, what_weight, out, ""),
         (no_prediction, None, f"{no_prediction} rows are without a prediction", "set handleInvalid='skip'", ""),
-        (not counted["weight"], weight, "all rows have the weight 0", "unset weightCol", "ST-WEIGHT"),
+        (not total_weight, weight, "all rows have the weight 0", "unset weightCol", "ST-WEIGHT"),
     )
     return {
         "predictions": predictions,

@@ -1,8 +1,8 @@
 """Evaluates a fitted model: the metrics of Spark's own summaries, under the same names.
 
-The rows are scored once. A classifier's metrics come from its confusion matrix, which one aggregation counts; of many
-classes, from the sums of its rows and columns. Spark's evaluators compute the areas under curves and the metrics of
-regression.
+The rows are scored once. A classifier's metrics come from its confusion matrix, which one aggregation counts; with many
+classes, they come from the sums of its rows and columns. Spark's evaluators compute the areas under curves and the
+metrics of regression.
 """
 
 from __future__ import annotations
@@ -39,15 +39,16 @@ __all__ = [
     "no_class",
 ]
 
-_MATRIX_CLASSES = 500  # most classes whose confusion matrix comes to the driver unasked
-_UNKNOWN = -1.0  # all labels that are no class: a column of identifiers has too many for the driver
+_MATRIX_CLASSES = 500  # Up to this many classes, the confusion matrix comes to the driver unasked.
+# All labels that are no class count as this one: a column of identifiers would have too many for the driver.
+_UNKNOWN = -1.0
 
 Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Confusion:
-    """What a confusion matrix says of each class that occurs as a label.
+    """The sums of a confusion matrix for each class that occurs as a label.
 
     Attributes:
         labels: The classes, in ascending order.
@@ -106,11 +107,16 @@ class ClassificationSummary(Summary):
     """
 
     numClasses: int
-    _names: Sequence[str] = ()  # of the classes
+    _names: Sequence[str] = ()  # The classes may have names.
     _confusion: Confusion
-    _cells: Callable[[], list[Row]]  # those of the confusion matrix with rows
+    _cells: Callable[[], list[Row]]  # This returns the cells of the confusion matrix that have rows.
 
-    _shown: ClassVar[tuple[str, ...]] = (*Summary._shown, "accuracy", "weightedPrecision", "weightedRecall")
+    _main_metrics: ClassVar[tuple[str, ...]] = (
+        *Summary._main_metrics,
+        "accuracy",
+        "weightedPrecision",
+        "weightedRecall",
+    )
 
     def plotConfusion(self) -> Figure:
         """Draws `confusionMatrix`, with the names of the classes if they have any.
@@ -205,7 +211,7 @@ class BinaryClassificationSummary(ClassificationSummary):
     areaUnderROC: float
     areaUnderPR: float
 
-    _shown: ClassVar[tuple[str, ...]] = (*ClassificationSummary._shown, "areaUnderROC", "areaUnderPR")
+    _main_metrics: ClassVar[tuple[str, ...]] = (*ClassificationSummary._main_metrics, "areaUnderROC", "areaUnderPR")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -224,7 +230,12 @@ class RegressionSummary(Summary):
     r2: float
     explainedVariance: float
 
-    _shown: ClassVar[tuple[str, ...]] = (*Summary._shown, "rootMeanSquaredError", "meanAbsoluteError", "r2")
+    _main_metrics: ClassVar[tuple[str, ...]] = (
+        *Summary._main_metrics,
+        "rootMeanSquaredError",
+        "meanAbsoluteError",
+        "r2",
+    )
 
     @property
     def rootMeanSquaredError(self) -> float:
@@ -248,40 +259,45 @@ def evaluate_classifier(
 ) -> ClassificationSummary:
     """Scores the rows and compares with the labels; all output columns of the model have names.
 
-    `names` are those of the classes, if they have any.
+    `names` are the names of the classes, if they have any.
 
     A `ColumnError` refuses columns that are missing or not numeric, and rows without weight or prediction, or with a
     label that is not a class of the model.
     """
     column = model.getLabelCol()
     index = class_index(dataset, column, names)
-    given = ColumnNames.of(dataset).column(column).alias("given")
+    original_label = ColumnNames.of(dataset).column(column).alias("original_label")
     binary, many = classes == 2, classes > _MATRIX_CLASSES
     score = [quoted(model.getProbabilityCol()).alias("score")] if binary else []
     label = F.col("label")
-    known = label.isNull() | ((label >= 0) & (label < classes) & (label == F.rint(label)))
-    class_of = F.when(known, label).otherwise(_UNKNOWN).alias("class")
+    is_class = label.isNull() | ((label >= 0) & (label < classes) & (label == F.rint(label)))
+    class_of = F.when(is_class, label).otherwise(_UNKNOWN).alias("class")
     hits = F.sum(F.when(label == F.col("prediction"), F.col("weight")).otherwise(0.0)).alias("hits")
-    sums = [*totals(), hits, F.min("given").alias("least")]
-    with compared(model, transform, dataset, given, *score, kept=binary or many, label=index) as (predictions, rows):
+    sums = [*totals(), hits, F.min("original_label").alias("least")]
+    more = [original_label, *score]
+    with compared(model, transform, dataset, *more, persisted=binary or many, label=index) as (predictions, rows):
         cells = rows.groupBy(class_of, "prediction").agg(*sums)
-        groups = rows.groupBy(class_of).agg(*sums).collect() if many else cells.collect()
-        found = described(model, predictions, groups)
-        bad = [group for group in groups if group["class"] == _UNKNOWN]
-        if bad:
-            least, rows_of_it = min(group["least"] for group in bad), sum(group["rows"] for group in bad)
-            raise no_class(least, rows_of_it, classes, column, names)
+        # The cells of many classes are too many for the driver, which then gets sums by label and by prediction.
+        groups = (rows.groupBy(class_of).agg(*sums) if many else cells).collect()
+        fields = described(model, predictions, groups)
+        unknown = [group for group in groups if group["class"] == _UNKNOWN]
+        if unknown:
+            least, count = min(group["least"] for group in unknown), sum(group["rows"] for group in unknown)
+            raise no_class(least, count, classes, column, names)
         by_prediction = rows.groupBy("prediction").agg(*totals()).collect() if many else groups
-        labels = np.unique(_of(groups, "class").astype(np.int64))
-        columns = ((groups, "class", "weight"), (by_prediction, "prediction", "weight"), (groups, "class", "hits"))
-        counts = [np.bincount(_of(of, by).astype(np.int64), _of(of, name), classes) for of, by, name in columns]
-        found |= {"_confusion": Confusion(labels, *(np.asarray(count[labels], np.float64) for count in counts))}
-        found |= {"numClasses": classes, "_names": names, "_cells": cells.collect if many else partial(list, groups)}
+        labels = np.unique(_values(groups, "class").astype(np.int64))
+        fields["_confusion"] = Confusion(
+            labels=labels,
+            true=_sums_by_class(groups, "class", "weight", classes)[labels],
+            predicted=_sums_by_class(by_prediction, "prediction", "weight", classes)[labels],
+            hits=_sums_by_class(groups, "class", "hits", classes)[labels],
+        )
+        fields |= {"numClasses": classes, "_names": names, "_cells": cells.collect if many else partial(list, groups)}
         if not binary:
-            return ClassificationSummary(**found)
+            return ClassificationSummary(**fields)
         areas = BinaryClassificationEvaluator(rawPredictionCol="score", weightCol="weight")
         return BinaryClassificationSummary(
-            **found,
+            **fields,
             scoreCol=model.getProbabilityCol(),
             areaUnderROC=areas.setMetricName("areaUnderROC").evaluate(rows),
             areaUnderPR=areas.setMetricName("areaUnderPR").evaluate(rows),
@@ -290,11 +306,11 @@ def evaluate_classifier(
 
 def evaluate_regressor(model: RegressionModelParams, transform: Transform, dataset: DataFrame) -> RegressionSummary:
     """Scores the rows and compares with the labels; the model's output column has a name, and is a number."""
-    with compared(model, transform, dataset, kept=True) as (predictions, rows):
-        found = described(model, predictions, rows.agg(*totals()).collect())
+    with compared(model, transform, dataset, persisted=True) as (predictions, rows):
+        fields = described(model, predictions, rows.agg(*totals()).collect())
         evaluator = RegressionEvaluator(weightCol="weight")
         return RegressionSummary(
-            **found,
+            **fields,
             meanSquaredError=evaluator.setMetricName("mse").evaluate(rows),
             meanAbsoluteError=evaluator.setMetricName("mae").evaluate(rows),
             r2=evaluator.setMetricName("r2").evaluate(rows),
@@ -302,21 +318,30 @@ def evaluate_regressor(model: RegressionModelParams, transform: Transform, datas
         )
 
 
-def _of(groups: list[Row], name: str) -> Floats:
+def _values(groups: list[Row], name: str) -> Floats:
     return np.array([group[name] for group in groups], np.float64)
+
+
+def _sums_by_class(groups: list[Row], key: str, name: str, classes: int) -> Floats:
+    """Returns the sum of a column of groups for each class that `key` has."""
+    index = _values(groups, key).astype(np.int64)
+    return np.asarray(np.bincount(index, _values(groups, name), classes), np.float64)
 
 
 def no_class(label: Any, rows: int, classes: int, column: str, labels: Sequence[str]) -> ColumnError:
     """Returns the refusal of rows whose label is not a class of the model; `labels` are the names of its classes.
 
-    `label` is one of theirs, or `None` if it is some string.
+    `label` is the label of one of these rows, or `None` if it is some string.
     """
-    known, number = f" ({', '.join(labels)})" if labels else "", isinstance(label, int | float)
-    hint = "index the labels as they were for fit" if number else "leave out rows with labels that fit did not see"
-    held = f"{label:g}" if number else "another label" if label is None else repr(label)
+    if isinstance(label, int | float):
+        value, hint = f"{label:g}", "index the labels as they were for fit"
+    else:
+        value = "another label" if label is None else repr(label)
+        hint = "leave out rows with labels that fit did not see"
+    names = f" ({', '.join(labels)})" if labels else ""
     return ColumnError(
-        f"column {column!r} holds {held}, and the model knows the classes "
-        f"0 ... {classes - 1}{known}: {counted(rows, 'row has', 'rows have')} no label of its",
+        f"column {column!r} holds {value}, and the model knows the classes "
+        f"0 ... {classes - 1}{names}: {counted(rows, 'row has', 'rows have')} no label of its",
         hint=hint,
         column=column,
         code="ST-LABEL-RANGE",

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 __all__ = ["confusion_matrix", "curves", "loss_curve", "picture"]
 
-_MOST_NUMBERS = 20  # classes up to which the counts in cells are legible
-_SHORT = 4  # characters of a label that fit below a cell
-_GRAY = "#808080"  # legible on white and on black
+_MOST_NUMBERS = 20  # With more classes, counts in cells are not legible.
+_SHORT = 4  # So many characters of a label fit below a cell.
+_GRAY = "#808080"  # This gray is legible on white and on black.
 
 
 def loss_curve(history: Sequence[dict[str, Any]]) -> Figure:
@@ -34,12 +34,15 @@ def curves(history: Sequence[dict[str, Any]]) -> Figure:
         name: name.removeprefix("val_") for name in names if name.startswith(("val_", "train_")) and name != "val_loss"
     }
     rates = {record.get("learning_rate") for record in history}
+    # A panel has the label of each curve by its column, and a title.
     panels: list[tuple[dict[str, str], str]] = [({"loss": "training", "val_loss": "validation"}, "loss")]
-    panels += [(metrics, "metrics of validation")] if metrics else []
-    panels += [({"learning_rate": ""}, "learning rate")] if len(rates) > 1 else []
+    if metrics:
+        panels.append((metrics, "metrics of validation"))
+    if len(rates) > 1:
+        panels.append(({"learning_rate": ""}, "learning rate"))
     figure = _figure(4.4 * len(panels), 3.2)
-    for axes, (shown, title) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        _draw(axes, history, shown, title)
+    for axes, (labels, title) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        _draw(axes, history, labels, title)
     return figure
 
 
@@ -63,7 +66,7 @@ def confusion_matrix(counts: Sequence[Sequence[float]], labels: Sequence[str] = 
     axes.set_xticks(ticks, labels=names, rotation=90 if any(len(name) > _SHORT for name in names) else 0)
     axes.set_yticks(ticks, labels=names)
     for label in (*axes.get_xticklabels(), *axes.get_yticklabels()):
-        label.set_parse_math(False)  # a name may have dollars
+        label.set_parse_math(False)  # A name may have dollars, between which matplotlib would set formulas.
     axes.set(xlabel="predicted class", ylabel="class")
     return figure
 
@@ -87,7 +90,7 @@ def picture(figure: Figure) -> bytes:
 
 
 def _figure(width: float, height: float) -> Figure:
-    """Makes a figure of so many inches that notebooks show without pyplot, which would show it twice."""
+    """Returns a figure of this size in inches, which notebooks show without pyplot; pyplot would show it twice."""
     kind: Any = type("Figure", (matplotlib().Figure,), {"_repr_png_": _png})
     figure: Figure = kind(figsize=(width, height), layout="constrained")
     return figure
@@ -99,17 +102,17 @@ def _png(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-def _draw(axes: Axes, history: Sequence[dict[str, Any]], shown: dict[str, str], title: str) -> None:
+def _draw(axes: Axes, history: Sequence[dict[str, Any]], labels: dict[str, str], title: str) -> None:
     """Draws columns of a history, each under its label, over the epochs that have them."""
     from matplotlib.ticker import MaxNLocator
 
-    for name, label in shown.items():
-        known = [record for record in history if name in record]  # not every epoch is validated
-        if known:
-            epochs, values = zip(*((record["epoch"], record[name]) for record in known), strict=True)
+    for name, label in labels.items():
+        records = [record for record in history if name in record]  # Not every epoch is validated.
+        if records:
+            epochs, values = [record["epoch"] for record in records], [record[name] for record in records]
             axes.plot(epochs, values, marker=".", label=label)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.set(xlabel="epoch", ylabel=title)
     axes.grid(alpha=0.3)
-    if any(shown.values()):
+    if any(labels.values()):
         axes.legend()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pyspark.ml.param import Params
 
-from sparktorch.base.redact import shown
+from sparktorch.base.redact import display_text
 from sparktorch.errors import ConfigError
 from sparktorch.ml.scoring.figures import picture
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Shown", "block", "drawn", "grid", "number", "pairs", "settings", "sizes"]
 
-_LONGEST = 100  # characters of a value
+_LONGEST = 100  # A value is cut to so many characters.
 # Notebooks have styles of their own for tables, in light and dark; these keep them narrow and to the left.
 _TABLE = "border-collapse: collapse; margin: 0.3em 0"
 _CELL = "text-align: left; vertical-align: top; padding: 0.15em 0.8em 0.15em 0"
@@ -37,19 +37,21 @@ class Shown(Params):
 
 def settings(params: Params) -> dict[str, str]:
     """Returns the Params that are set as text: functions and modules by name, `***` for secrets."""
-    found = {param.name: shown(value, param.name) for param, value in params._paramMap.items()}
-    return {name: text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…" for name, text in found.items()}
+    texts = {param.name: display_text(value, param.name) for param, value in params._paramMap.items()}
+    return {name: text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…" for name, text in texts.items()}
 
 
 def sizes(model: Any) -> dict[str, int]:
-    """Returns the numbers of a model's classes and input values, where there are any and they are known."""
-    found = {name: getattr(model, name, -1) for name in ("numClasses", "numFeatures")}
-    return {name: size for name, size in found.items() if size >= 0}
+    """Returns the numbers of a model's classes and input values, without those that it does not have or know."""
+    counts = {name: getattr(model, name, -1) for name in ("numClasses", "numFeatures")}
+    return {name: count for name, count in counts.items() if count >= 0}
 
 
 def number(value: Any) -> str:
     """Returns a number with the digits that a table has room for; other values as text."""
-    return f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def block(title: str, about: str, *parts: str) -> str:
@@ -58,7 +60,7 @@ def block(title: str, about: str, *parts: str) -> str:
 
 
 def pairs(values: Mapping[str, str]) -> str:
-    """Returns a table of names and values; nothing for none."""
+    """Returns a table of names and values; "" if there are none."""
     rows = "".join(
         f'<tr><td style="{_CELL}">{escape(name)}</td><td style="{_CELL}"><code>{escape(value)}</code></td></tr>'
         for name, value in values.items()
@@ -67,17 +69,17 @@ def pairs(values: Mapping[str, str]) -> str:
 
 
 def grid(records: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
-    """Returns a table of records, one a row, which may lack columns."""
+    """Returns a table with a row for each record; a record may lack columns."""
     head = "".join(f'<th style="{_CELL}">{escape(name)}</th>' for name in columns)
-    rows = "".join(
-        "<tr>" + "".join(f'<td style="{_CELL}">{escape(number(row.get(name, "")))}</td>' for name in columns) + "</tr>"
-        for row in records
-    )
+    rows = ""
+    for record in records:
+        cells = "".join(f'<td style="{_CELL}">{escape(number(record.get(name, "")))}</td>' for name in columns)
+        rows += f"<tr>{cells}</tr>"
     return f'<table style="{_TABLE}"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
 
 
 def drawn(draw: Callable[[], Figure]) -> str:
-    """Returns a figure as an image; nothing without matplotlib."""
+    """Returns a figure as an image; "" if matplotlib is not installed."""
     try:
         content = base64.b64encode(picture(draw())).decode()
     except ConfigError:

@@ -26,26 +26,27 @@ from sparktorch.spark.session import setting, switched_on
 
 __all__ = ["importance_of"]
 
-_AS_IT_IS = -1
+_UNSHUFFLED = -1  # This is the number of the variant whose rows are as they came.
 
 
 def _ratio(part: Column, whole: Column) -> Column:
-    """Returns a quotient, null for a zero divisor: Spark raises there, or not, by a setting."""
+    """Returns a quotient, null for a zero divisor, where Spark raises an error or not, depending on a setting."""
     return part / F.nullif(whole, F.lit(0.0))
 
 
 def _metric(name: str) -> Column:
-    """Returns what a metric is, by its name in the summaries, of sums by variant."""
-    mean_square = _ratio(F.sum("squares"), F.sum("weight"))
-    metrics = {
-        "accuracy": _ratio(F.sum("hits"), F.sum("weight")),
-        "areaUnderROC": _ratio(F.sum("ordered"), F.sum("positive") * F.sum("negative")),
-        "meanAbsoluteError": _ratio(F.sum("differences"), F.sum("weight")),
-        "meanSquaredError": mean_square,
-        "rootMeanSquaredError": F.sqrt(mean_square),
-        "r2": 1 - _ratio(F.sum("squares"), F.sum("label2") - _ratio(F.sum("label1") ** 2, F.sum("weight"))),
-    }
-    return metrics[name]
+    """Returns a metric, by its name in the summaries, as an expression of the sums of a variant."""
+    weight = F.sum("weight")
+    if name == "accuracy":
+        return _ratio(F.sum("hits"), weight)
+    if name == "areaUnderROC":
+        return _ratio(F.sum("ordered"), F.sum("positive") * F.sum("negative"))
+    if name == "meanAbsoluteError":
+        return _ratio(F.sum("differences"), weight)
+    if name == "r2":
+        return 1 - _ratio(F.sum("squares"), F.sum("label2") - _ratio(F.sum("label1") ** 2, weight))
+    mean_squared_error = _ratio(F.sum("squares"), weight)
+    return F.sqrt(mean_squared_error) if name == "rootMeanSquaredError" else mean_squared_error
 
 
 def importance_of(
@@ -59,9 +60,9 @@ def importance_of(
         label: The labels, as numbers.
         metric: Name of the metric.
         valid: Names of the metrics that the model has.
-        score: Of a classifier with two classes: what is larger for class 1, of the output of `transform`.
+        score: The column of the output of `transform` that is larger for class 1, of a classifier with two classes.
         repeats: How often each column is shuffled (> 0).
-        seed: Of the shuffling.
+        seed: The seed of the shuffling.
 
     Raises:
         ConfigError: `metric` is none of the model's, or `repeats` is out of range.
@@ -71,37 +72,44 @@ def importance_of(
     above("repeats", repeats, 0)
     one_of("metric", metric, tuple(valid))
     inputs, names = input_names(model), ColumnNames.of(dataset)
-    renamed = [f"{model.uid}_{place}" for place in range(len(inputs))]
+    # Inputs get names of their own: one column may be two inputs, or an input and the label.
+    renamed = [f"{model.uid}_{index}" for index in range(len(inputs))]
+    columns = dict(zip(renamed, map(names.column, inputs), strict=True))
+    columns[model.getLabelCol()] = label
     weight = weight_column(model)
-    kept = {model.getLabelCol(): label} | ({weight: names.column(weight)} if weight else {})
-    taken = dict(zip(renamed, map(names.column, inputs), strict=True)) | kept
-    rows = dataset.select(*[column.alias(name) for name, column in taken.items()])
-    mixed = F.xxhash64(F.lit(seed), *map(quoted, taken))  # not in the order of files
+    if weight:
+        columns[weight] = names.column(weight)
+    rows = dataset.select(*[column.alias(name) for name, column in columns.items()])
+    # Rows are shuffled within batches, whose rows must not be alike, as neighbours in a file are: a hash mixes them.
+    row_hash = F.xxhash64(F.lit(seed), *map(quoted, columns))
     parts = _partitions(dataset)
-    rows = (rows.repartition(parts, mixed) if parts else rows.repartition(mixed)).sortWithinPartitions(mixed)
+    rows = rows.repartition(parts, row_hash) if parts else rows.repartition(row_hash)
+    rows = rows.sortWithinPartitions(row_hash)
     variant = f"{model.uid}_variant"
-    schema = rows.withColumn(variant, F.lit(_AS_IT_IS)).schema
+    schema = rows.withColumn(variant, F.lit(_UNSHUFFLED)).schema
     shuffled = partial(_variants, names=schema.names, columns=len(inputs), repeats=repeats, seed=seed)
     variants = rows.mapInArrow(shuffled, schema)
     named = model.copy({model.inputCols: renamed})
-    also = (quoted(variant).alias("variant"), score.alias("score"))
-    with compared(named, named.transform, variants, *also, kept=False) as (_, scored):
-        known = scored.where("label is not null and prediction is not null")
-        origin = _some_label(dataset.select(kept[model.getLabelCol()].cast("double"))) if metric == "r2" else 0.0
-        classes = getattr(model, "numClasses", None)  # a regressor has none
-        by_variant = {row["variant"]: row for row in _by_variant(known, metric, origin, classes).collect()}
+    more = (quoted(variant).alias("variant"), score.alias("score"))
+    with compared(named, named.transform, variants, *more, persisted=False) as (_, scored):
+        complete = scored.where("label is not null and prediction is not null")
+        origin = _some_label(dataset.select(label.cast("double"))) if metric == "r2" else 0.0
+        classes = getattr(model, "numClasses", None)  # A regressor has none.
+        by_variant = {row["variant"]: row for row in _by_variant(complete, metric, origin, classes).collect()}
     hint = "check the filter or the path it comes from"
-    refuse_rows((_AS_IT_IS not in by_variant, None, "no row has a label and a prediction", hint, ""))
-    _check(by_variant[_AS_IT_IS], model, metric)
-    found = {variant: row["metric"] for variant, row in by_variant.items()}
-    worse = -1.0 if metric.endswith("Error") else 1.0
-    drops = worse * (found.pop(_AS_IT_IS) - np.array([found[at] for at in sorted(found)]).reshape(-1, repeats))
+    refuse_rows((_UNSHUFFLED not in by_variant, None, "no row has a label and a prediction", hint, ""))
+    unshuffled = by_variant.pop(_UNSHUFFLED)
+    _check(unshuffled, model, metric)
+    shuffled_metrics = np.array([by_variant[number]["metric"] for number in sorted(by_variant)]).reshape(-1, repeats)
+    # A larger error is worse; for other metrics, a smaller value is.
+    sign = -1.0 if metric.endswith("Error") else 1.0
+    drops = sign * (unshuffled["metric"] - shuffled_metrics)
     table = pd.DataFrame({"column": inputs, "importance": drops.mean(1), "deviation": drops.std(1)})
     return table.sort_values("importance", ascending=False, kind="stable", ignore_index=True)
 
 
 def _partitions(dataset: DataFrame) -> int | None:
-    """Returns how many partitions have rows enough to shuffle; `None` where Spark joins small ones itself."""
+    """Returns in how many partitions each has a full batch to shuffle; `None` if Spark joins small ones itself."""
     spark = dataset.sparkSession
     if all(switched_on(spark, f"spark.sql.adaptive.{name}") for name in ("enabled", "coalescePartitions.enabled")):
         return None
@@ -110,17 +118,18 @@ def _partitions(dataset: DataFrame) -> int | None:
 
 
 def _some_label(labels: DataFrame) -> float:
-    """Returns a label, from which the others differ by less than from 0 where all are large, as times are."""
-    found = labels.toDF("label").where("label is not null and not isnan(label)").first()
-    return float(found["label"]) if found else 0.0
+    """Returns any label: where all are large, as times are, they differ less from it than from 0."""
+    row = labels.toDF("label").where("label is not null and not isnan(label)").first()
+    return float(row["label"]) if row else 0.0
 
 
 def _check(row: Row, model: Any, metric: str) -> None:
-    """Refuses labels that are no classes, and those of which there is no metric, by the row of the unchanged rows."""
+    """Refuses labels that are no classes or of which there is no metric; `row` has the sums of the unshuffled rows."""
     label = model.getLabelCol()
     if row["stranger"] is not None:
-        given = None if model.labels and row["stranger"] == -1 else row["stranger"]
-        raise no_class(given, row["strangers"], model.numClasses, label, model.labels)
+        # The index -1 stands for all strings that are no class.
+        stranger = None if model.labels and row["stranger"] == -1 else row["stranger"]
+        raise no_class(stranger, row["strangers"], model.numClasses, label, model.labels)
     differ = f"{metric!r} compares rows of different labels: take rows that have them"
     refuse_rows(
         (not row["weight"], weight_column(model), "all rows have the weight 0", "unset weightCol", "ST-WEIGHT"),
@@ -135,22 +144,23 @@ def _variants(
     context = TaskContext.get()
     draw = np.random.default_rng([seed, context.partitionId() if context else 0])
     for batch in batches:
-        for variant in range(_AS_IT_IS, columns * repeats):
+        for variant in range(_UNSHUFFLED, columns * repeats):
             arrays = list(batch.columns)
-            if variant != _AS_IT_IS:
-                place = variant // repeats
-                arrays[place] = arrays[place].take(pa.array(draw.permutation(batch.num_rows)))
+            if variant != _UNSHUFFLED:
+                index = variant // repeats
+                arrays[index] = arrays[index].take(pa.array(draw.permutation(batch.num_rows)))
             arrays.append(pa.array(np.full(batch.num_rows, variant, np.int32)))
             yield pa.RecordBatch.from_arrays(arrays, names=names)
 
 
 def _by_variant(scored: DataFrame, metric: str, origin: float, classes: int | None) -> DataFrame:
-    """Returns `variant`, `metric`, `weight` and of labels that are no class the least, `stranger`, and their number.
+    """Returns `variant`, `metric` and `weight` of each variant, and its labels that are no class.
 
-    `scored` has `label`, `prediction`, `weight`, `score` and `variant`; `origin` is near the labels.
+    Of these labels, `stranger` is the least one, and `strangers` their number. `scored` has `label`, `prediction`,
+    `weight`, `score` and `variant`; `origin` is near the labels.
     """
     label, weight, error = F.col("label"), F.col("weight"), F.col("label") - F.col("prediction")
-    apart = label - origin  # squares of large labels would differ by less than their last digit
+    apart = label - origin  # Squares of large labels would differ by less than their last digit.
     strange = F.lit(False) if classes is None else (label < 0) | (label >= classes) | (label != F.rint(label))
     sums: Mapping[str, Column] = {
         "weight": weight,
@@ -167,6 +177,7 @@ def _by_variant(scored: DataFrame, metric: str, origin: float, classes: int | No
     groups = scored.groupBy("variant", "score").agg(
         *[F.sum(column).alias(name) for name, column in sums.items()], stranger.alias("stranger")
     )
+    # The area under the curve counts the negative rows below each positive one, and half of those with its score.
     lower = Window.partitionBy("variant").orderBy("score").rowsBetween(Window.unboundedPreceding, -1)
     below = F.coalesce(F.sum("negative").over(lower), F.lit(0.0))
     groups = groups.withColumn("ordered", F.col("positive") * (below + F.col("negative") / 2))

@@ -11,7 +11,7 @@ __all__ = ["check_apart", "layer_field", "output_fields", "sql_type"]
 
 
 def output_fields(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Returns pairs of column and field as a dict, without columns that have an empty name.
+    """Returns pairs of column and field as a dict, without the columns whose name is empty.
 
     Raises:
         ConfigError: Two columns have the same name.
@@ -22,7 +22,7 @@ def output_fields(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
 
 
 def check_apart(names: Sequence[str], columns: ColumnNames | None = None) -> None:
-    """Refuses two output columns of the same name, or of one that is the same to Spark, as `columns` know."""
+    """Refuses two output columns of the same name, or of names that Spark takes as one by the rules of `columns`."""
     twice = next(((name, name) for name in names if names.count(name) > 1), None)
     if twice is None and columns is not None:
         twice = columns.alike(names)
@@ -34,11 +34,11 @@ def check_apart(names: Sequence[str], columns: ColumnNames | None = None) -> Non
         )
 
 
-def layer_field(place: int) -> str:
-    """Returns the field of the scores that has what a layer returns, by its place in `outputLayers`."""
-    return f"layer:{place}"
+def layer_field(index: int) -> str:
+    """Returns the field of the scores that has the output of a layer, by its index in `outputLayers`."""
+    return f"layer:{index}"
 
 
 def sql_type(shape: tuple[int, ...]) -> str:
-    """Returns the SQL type of an output of that shape of a row."""
+    """Returns the SQL type of an output whose rows have this shape."""
     return "array<" * len(shape) + "float" + ">" * len(shape)

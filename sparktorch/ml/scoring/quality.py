@@ -1,4 +1,4 @@
-"""One number that says how good scored rows are: of those that have both a prediction and a label."""
+"""One metric of scored rows, over those that have both a prediction and a label."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
-from sparktorch.ml.scoring.column_metadata import check_numbers, class_index
+from sparktorch.ml.scoring.column_metadata import check_numbers, class_index, double_or_null
 from sparktorch.spark.column_names import ColumnNames
 
 __all__ = ["accuracy", "rmse"]
@@ -18,7 +18,7 @@ def accuracy(scored: DataFrame, prediction: str, label: str, labels: Sequence[st
     """Returns "accuracy", the number of rows with a prediction and a label, and the share of them that are right."""
     names = ColumnNames.of(scored)
     check_numbers(names, [prediction])
-    error = _number(class_index(scored, label, labels)) - _number(names.column(prediction))
+    error = double_or_null(class_index(scored, label, labels)) - double_or_null(names.column(prediction))
     rows, mean = _mean(scored, F.when(error.isNotNull(), (error == 0).cast("double")))
     return "accuracy", rows, mean
 
@@ -27,17 +27,12 @@ def rmse(scored: DataFrame, prediction: str, label: str) -> tuple[str, int, floa
     """Returns "rmse", the number of rows with a prediction and a label, and the root of their mean squared error."""
     names = ColumnNames.of(scored)
     check_numbers(names, [prediction, label])
-    error = _number(names.column(label)) - _number(names.column(prediction))
+    error = double_or_null(names.column(label)) - double_or_null(names.column(prediction))
     rows, mean = _mean(scored, error**2)
     return "rmse", rows, math.sqrt(mean)
 
 
-def _number(column: Column) -> Column:
-    """Returns a column as doubles, null in place of NaN."""
-    return F.nanvl(column.cast("double"), F.lit(None).cast("double"))
-
-
-def _mean(scored: DataFrame, measured: Column) -> tuple[int, float]:
-    """Returns how many rows are measured, and their mean; 0 of none."""
-    (row,) = scored.agg(F.count(measured).alias("rows"), F.avg(measured).alias("mean")).collect()
+def _mean(scored: DataFrame, values: Column) -> tuple[int, float]:
+    """Returns how many rows have a value, and the mean of the values, 0 if there are none."""
+    (row,) = scored.agg(F.count(values).alias("rows"), F.avg(values).alias("mean")).collect()
     return row["rows"], row["mean"] or 0.0

@@ -21,7 +21,7 @@ from sparktorch.model.trained_module import TrainedModule
 
 __all__ = ["columns_of", "score_row"]
 
-# By model, with the settings of the scorer. Not an attribute of the model, because user functions may pickle a model.
+# Each model has its scorer, and the settings of that. It is no attribute of the model, which user functions may pickle.
 _scorers: WeakKeyDictionary[Any, tuple[Scoring, Scorer]] = WeakKeyDictionary()
 
 
@@ -35,42 +35,45 @@ def score_row(
     here.
     """
     columns = columns_of(row, inputs)
-    known = _scorers.get(model)
-    if known is None or known[0] != scoring:
+    cached = _scorers.get(model)
+    if cached is None or cached[0] != scoring:
         device = "cpu" if scoring.device == "auto" else scoring.device
         # To compile a module takes longer than to score single rows.
         scorer = Scorer(trained, replace(scoring, compiled=False), device=device)
-        known = _scorers[model] = scoring, scorer
-    return [column[0].as_py() for column in known[1].score_arrow(columns, names)]
+        cached = _scorers[model] = scoring, scorer
+    _, scorer = cached
+    return [column[0].as_py() for column in scorer.score_arrow(columns, names)]
 
 
 def columns_of(row: Any, specs: Sequence[TensorSpec]) -> list[pa.Array]:
     """Returns a row as Arrow arrays of length one, as Spark would send them."""
     single = specs[0] if len(specs) == 1 else None
-    given = row.asDict() if isinstance(row, Row) else row
-    if single is not None and (not isinstance(given, Mapping) or _is_struct(given, single)):
-        return [_column(given, single, single.column)]
+    value = row.asDict() if isinstance(row, Row) else row
+    if single is not None and (not isinstance(value, Mapping) or _is_struct(value, single)):
+        return [_column(value, single, single.column)]
     names = [name for spec in specs for name in spec.sources or (spec.column,)]
-    if not isinstance(given, Mapping):
+    if not isinstance(value, Mapping):
         raise ColumnError(
             f"the model takes several columns, {', '.join(names)}, and got one value", hint="pass a Row or a dict"
         )
-    return [_column(_named(given, name), spec, name) for spec in specs for name in spec.sources or (spec.column,)]
+    return [_column(_named(value, name), spec, name) for spec in specs for name in spec.sources or (spec.column,)]
 
 
-def _is_struct(given: Mapping[Any, Any], spec: TensorSpec) -> bool:
-    """Whether a mapping is the value of a column of structs, and no row that has it."""
-    keys = [key for name in (spec.column, name_parts(spec.column)[0]) if (key := _key(given, name)) is not None]
-    if any(given[key] is None or isinstance(given[key], Mapping | Row) for key in keys):
+def _is_struct(mapping: Mapping[Any, Any], spec: TensorSpec) -> bool:
+    """Whether a mapping is the value of a column of structs, and not a row with such a column."""
+    candidates = [_key(mapping, name) for name in (spec.column, name_parts(spec.column)[0])]
+    keys = [key for key in candidates if key is not None]
+    if any(mapping[key] is None or isinstance(mapping[key], Mapping | Row) for key in keys):
         return False
-    return any(set(keys) <= set(parts) <= given.keys() for parts in kind_of(spec).parts(spec))
+    # A struct may have a field of the column's name: then that must be one of the parts that the field's kind takes.
+    return any(set(keys) <= set(parts) <= mapping.keys() for parts in kind_of(spec).parts(spec))
 
 
 def _named(row: Mapping[str, Any], name: str) -> Any:
     """Returns the value of a column name, or of a path into structs and arrays of structs, as Spark finds it."""
 
     def field(value: Any, part: str) -> Any:
-        if value is None:  # what is in a null struct is null
+        if value is None:  # The fields of a null struct are null.
             return None
         fields = value.asDict() if isinstance(value, Row) else value
         if isinstance(fields, list):
@@ -89,8 +92,10 @@ def _named(row: Mapping[str, Any], name: str) -> Any:
 
 
 def _key(fields: Mapping[str, Any], name: str) -> str | None:
-    """Returns the exact name, or else one that differs only in case."""
-    return name if name in fields else next((key for key in fields if str(key).lower() == name.lower()), None)
+    """Returns the key of this name, or else one that differs only in case."""
+    if name in fields:
+        return name
+    return next((key for key in fields if str(key).lower() == name.lower()), None)
 
 
 def _column(value: Any, spec: TensorSpec, name: str) -> pa.Array:
@@ -117,7 +122,8 @@ def _column(value: Any, spec: TensorSpec, name: str) -> pa.Array:
 
 
 def _parts(vector: Any) -> dict[str, Any]:
-    """Returns an ML vector as its encoding has it."""
-    sparse = isinstance(vector, SparseVector)
-    indices = vector.indices.tolist() if sparse else []
-    return {"size": len(vector) if sparse else None, "indices": indices, "values": vector.values.tolist()}
+    """Returns an ML vector as the struct that Spark stores; a dense one has no size and no indices."""
+    values = vector.values.tolist()
+    if isinstance(vector, SparseVector):
+        return {"size": len(vector), "indices": vector.indices.tolist(), "values": values}
+    return {"size": None, "indices": [], "values": values}

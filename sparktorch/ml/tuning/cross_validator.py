@@ -25,7 +25,7 @@ from sparktorch.ml.fit.prepared_data import obstacle
 from sparktorch.ml.fit.translate import Request, translate
 from sparktorch.ml.fit.values import Values
 from sparktorch.ml.tuning.folded_rows import FoldedRows, NotInOnePass
-from sparktorch.ml.tuning.metrics import Metrics, columns_of, results_for, weight_of
+from sparktorch.ml.tuning.metrics import FoldMetrics, columns_of, results_for, weight_of
 from sparktorch.ml.tuning.search import side_by_side
 from sparktorch.ml.tuning.space import check_no_checkpoints
 from sparktorch.ml.tuning.tuned_model import discard
@@ -82,7 +82,8 @@ class TorchCrossValidator(CrossValidator):
         requests = self._check()
         evaluator = self.getEvaluator()
         if isinstance(evaluator, JavaEvaluator) and not is_connect(session_of(dataset)):
-            evaluator._transfer_params_to_java()  # refuses a wrong value, as that of metricName
+            # Java's evaluator refuses a wrong value, such as an unknown metricName, before any training.
+            evaluator._transfer_params_to_java()
         dataset = dataframe_of(dataset, "fit")
         in_pipeline = isinstance(self.getEstimator(), Pipeline)
         try:
@@ -92,6 +93,7 @@ class TorchCrossValidator(CrossValidator):
         except AnalysisException as error:
             if in_pipeline or "UNRESOLVED_COLUMN" not in str(error):
                 raise
+            # Some evaluators read columns that no Param names, and the scores of one pass do not have them.
             why = "the evaluator reads columns that its Params do not name"
         _LOG.info("folds are read one by one: %s", why)
         return super()._fit(dataset)
@@ -102,58 +104,74 @@ class TorchCrossValidator(CrossValidator):
         estimators = [self.getEstimator().copy(params) for params in maps]
         carried = self._carried(estimators, requests, dataset)
         models: list[list[Any]] = [[None] * len(maps) for _ in range(folds)]
-        count, weight = folds * len(maps) + 1, weight_of(evaluator, carried)
-        lock, ended, over = Lock(), list[FoldedRows](), Event()
+        fits, weight = folds * len(maps) + 1, weight_of(evaluator, carried)
+        lock, over = Lock(), Event()
+        ended: list[FoldedRows] = []  # Each group is appended when it has no fit left.
         with ExitStack() as stack:
+            # This stack discards the models that a failed search does not return; `over` is set before it closes.
             unreturned = stack.enter_context(ExitStack())
             stack.callback(over.set)
-            made = partial(FoldedRows, self, estimators[0], dataset, carried=carried, weight=weight, contents=set())
-            together = self._groups(requests[0].launch, count - 1, dataset.sparkSession)
-            groups = [stack.enter_context(made()) for _ in range(together)]
-            metrics = stack.enter_context(Metrics(evaluator, groups, parallelism=self.getParallelism(), weight=weight))
+            # All groups share one set of contents, so that they notice if they have read other rows than each other.
+            rows_of_group = partial(
+                FoldedRows, self, estimators[0], dataset, carried=carried, weight=weight, contents=set()
+            )
+            group_count = self._group_count(requests[0].launch, fits - 1, dataset.sparkSession)
+            groups = [stack.enter_context(rows_of_group()) for _ in range(group_count)]
+            metrics = stack.enter_context(
+                FoldMetrics(evaluator, groups, parallelism=self.getParallelism(), weight=weight)
+            )
 
             def fit(rows: FoldedRows, fold: int, index: int) -> None:
-                title = f"fit {fold * len(maps) + index + 1} of {count}"
+                title = f"fit {fold * len(maps) + index + 1} of {fits}"
                 model = rows.fit(estimators[index], without=fold, title=title)
                 models[fold][index] = model if self.getCollectSubModels() else None
                 with ExitStack() as scored_once:
-                    (unreturned if self.getCollectSubModels() else scored_once).callback(discard, model)
-                    if over.is_set():  # by an error elsewhere: nobody else discards it
+                    owner = unreturned if self.getCollectSubModels() else scored_once
+                    owner.callback(discard, model)
+                    # After an error in another thread, the stack was closed before this model was on it.
+                    if over.is_set():
                         unreturned.close()
-                    shown = model.copy(maps[index])
-                    metrics.add(fold, index, shown, rows.score(shown, fold, results_for(evaluator, shown)))
+                    scorer = model.copy(maps[index])
+                    metrics.add(fold, index, scorer, rows.score(scorer, fold, results_for(evaluator, scorer)))
 
-            left = product(range(folds), range(len(maps)))
+            # All groups take from one iterator: who is done with a fit takes the next one.
+            remaining = product(range(folds), range(len(maps)))
 
             def work(group: FoldedRows) -> None:
-                for fold, index in left:
+                for fold, index in remaining:
                     fit(group, fold, index)
                 with lock:
                     ended.append(group)
                     is_last = len(ended) == len(groups)
+                # The last group keeps its rows for the fit of the best Params on all of them.
                 if not is_last:
                     group.close()
+
+            def stop() -> None:
+                """Leaves no fit to the groups."""
+                for _ in remaining:
+                    pass
 
             if len(groups) == 1:
                 work(groups[0])
             else:
                 _LOG.info("%d groups of ranks train side by side, and each holds all rows", len(groups))
-                side_by_side(groups, work, lambda: list(left))
+                side_by_side(groups, work, stop)
             means, deviations = self._gen_avg_and_std_metrics(metrics.all(folds, len(maps)))
             best = int(np.argmax(means) if evaluator.isLargerBetter() else np.argmin(means))
-            model = ended[-1].fit(estimators[best], without=None, title=f"fit {count} of {count}")
-            unreturned.pop_all()
-        kept = cast("list[list[Model]]", models) if self.getCollectSubModels() else None
-        return self._copyValues(CrossValidatorModel(model, means, kept, deviations))
+            model = ended[-1].fit(estimators[best], without=None, title=f"fit {fits} of {fits}")
+            unreturned.pop_all()  # The search has succeeded: it returns these models, and discards none.
+        sub_models = cast("list[list[Model]]", models) if self.getCollectSubModels() else None
+        return self._copyValues(CrossValidatorModel(model, means, sub_models, deviations))
 
-    def _groups(self, launch: Launch, fits: int, spark: SparkSession) -> int:
+    def _group_count(self, launch: Launch, fits: int, spark: SparkSession) -> int:
         """Returns how many groups of ranks train side by side: `parallelism`, if there are free slots now."""
         most = min(self.getParallelism(), fits)
         if most == 1:
             return 1
         profile = gpu_profile(spark, launch.device, launch.world_size)
-        found = settled_slots(spark, most * launch.world_size, profile, settle=0.0)
-        free = (found or 0) - other_tasks(spark, launch.tag, (), all_jobs=True, gpus=profile is not None)
+        slots = settled_slots(spark, most * launch.world_size, profile, settle=0.0)
+        free = (slots or 0) - other_tasks(spark, launch.tag, (), all_jobs=True, gpus=profile is not None)
         return max(1, min(most, free // launch.world_size))
 
     def _check(self) -> list[Request[TrainJob]]:
@@ -161,23 +179,28 @@ class TorchCrossValidator(CrossValidator):
         _check_params(Values(self))
         estimator: Any = self.getEstimator()
         nested = MetaAlgorithmReadWrite.getAllNestedStages(estimator)
-        known, names = {stage.uid for stage in nested}, [param.name for stage in nested for param in stage.params]
+        uids = {stage.uid for stage in nested}
         maps = self.getEstimatorParamMaps()
-        given = [param for params in maps for param in params]
-        strange = next((param for param in given if getattr(param, "parent", "") not in known), None)
+        keys = [param for params in maps for param in params]
+        strange = next((param for param in keys if getattr(param, "parent", "") not in uids), None)
         if strange is not None:
             name, parent = getattr(strange, "name", str(strange)), getattr(strange, "parent", "a str")
+            names = [param.name for stage in nested for param in stage.params]
             raise ConfigError(
                 f"a param map sets {name!r} of {parent}, which is no stage of the estimator",
                 hint=f"build the grid with the Params of this estimator; {nearest(name, names)}",
                 param=name,
             )
-        stages, requests = estimator.getStages() if isinstance(estimator, Pipeline) else [estimator], []
-        for stage in [stage for stage in stages if isinstance(stage, TorchEstimatorBase)]:
+        stages = estimator.getStages() if isinstance(estimator, Pipeline) else [estimator]
+        requests = []
+        for stage in stages:
+            if not isinstance(stage, TorchEstimatorBase):
+                continue
             for params in maps:
-                fitted = stage.copy(params)
-                requests.append(request := translate(fitted, stage._task))
-                check_no_checkpoints(Values(fitted))
+                configured = stage.copy(params)
+                request = translate(configured, stage._task)
+                requests.append(request)
+                check_no_checkpoints(Values(configured))
                 if request.columns["groups"] is not None and not self.getFoldCol():
                     raise ConfigError(
                         "foldCol is not set, and folds drawn row by row would divide the groups",
@@ -191,14 +214,22 @@ class TorchCrossValidator(CrossValidator):
 
         A `NotInOnePass` says that one pass is impossible.
         """
-        if not isinstance(self.getEstimator(), TorchEstimatorBase) or any(one._learns for one in estimators):
+        if not isinstance(self.getEstimator(), TorchEstimatorBase) or any(
+            candidate._learns for candidate in estimators
+        ):
             name = type(self.getEstimator()).__name__
             raise NotInOnePass(f"{name} learns of the rows that train, of each fold anew, or is of another package")
         evaluator, names = self.getEvaluator(), ColumnNames.of(dataset)
         read = columns_of(evaluator)
-        made = [{one.getOrDefault(name) for name in _OUTPUTS if one.hasParam(name)} - {""} for one in estimators]
-        carried = [name for name in dict.fromkeys(read) if any(name not in outputs for outputs in made)]
-        strange = [one for one in carried if not names.called(one) or not isinstance(names.type_of(one), T.NumericType)]
+        # Each set has the output columns of the models of one estimator.
+        outputs_of = [
+            {candidate.getOrDefault(name) for name in _OUTPUTS if candidate.hasParam(name)} - {""}
+            for candidate in estimators
+        ]
+        carried = [name for name in dict.fromkeys(read) if any(name not in outputs for outputs in outputs_of)]
+        strange = [
+            name for name in carried if not names.called(name) or not isinstance(names.type_of(name), T.NumericType)
+        ]
         why = ""
         if any(request.rows != requests[0].rows for request in requests):
             why = "the param maps need different rows"
@@ -206,9 +237,10 @@ class TorchCrossValidator(CrossValidator):
             why = "ranks cannot hold rows"
         elif requests[0].job.storage.kind != "memory" or requests[0].columns["groups"] is not None:
             why = "storage is not 'memory', or rows have groups"
-        elif any(names.called(name) for name in set().union(*made)):  # which `transform` refuses
+        elif any(names.called(name) for name in set().union(*outputs_of)):
+            # `CrossValidator` itself calls `transform`, which refuses this and says so.
             why = "the DataFrame already has an output column of the model"
-        elif not any(outputs.intersection(read) for outputs in made):
+        elif not any(outputs.intersection(read) for outputs in outputs_of):
             why = f"{type(evaluator).__name__} names no output column of the model"
         elif strange:
             why = f"the evaluator reads {strange[0]!r}, which is no number, and not every model makes it"
@@ -219,7 +251,7 @@ class TorchCrossValidator(CrossValidator):
     def _fit_pipeline(self, dataset: DataFrame) -> CrossValidatorModel:
         """Lets Spark's `CrossValidator` fit a pipeline whose first stages are fitted once per fold."""
         pipeline: Any = self.getEstimator()
-        ours = [place for place, stage in enumerate(pipeline.getStages()) if isinstance(stage, TorchEstimatorBase)]
+        ours = [index for index, stage in enumerate(pipeline.getStages()) if isinstance(stage, TorchEstimatorBase)]
         if not ours:
             return super()._fit(dataset)
         inner = CrossValidator.copy(self)
@@ -261,12 +293,12 @@ class _Reader(CrossValidatorReader):
         session = ml_session(self.sparkSession)
         metadata = DefaultParamsReader.loadMetadata(path, session)
         # pyspark takes classes outside of its own package for those of Java's writers.
-        known = {**metadata, "class": "pyspark.ml.tuning.CrossValidator"}
-        _, estimator, evaluator, maps = _ValidatorSharedReadWrite.load(path, session, known)
-        found = TorchCrossValidator(estimator=estimator, estimatorParamMaps=maps, evaluator=evaluator)
-        found._resetUid(metadata["uid"])
-        DefaultParamsReader.getAndSetParams(found, metadata, skipParams=["estimatorParamMaps"])
-        return found
+        as_pyspark = {**metadata, "class": "pyspark.ml.tuning.CrossValidator"}
+        _, estimator, evaluator, maps = _ValidatorSharedReadWrite.load(path, session, as_pyspark)
+        validator = TorchCrossValidator(estimator=estimator, estimatorParamMaps=maps, evaluator=evaluator)
+        validator._resetUid(metadata["uid"])
+        DefaultParamsReader.getAndSetParams(validator, metadata, skipParams=["estimatorParamMaps"])
+        return validator
 
 
 class _PrefixFittedOnce(Estimator[PipelineModel]):
@@ -275,59 +307,66 @@ class _PrefixFittedOnce(Estimator[PipelineModel]):
     Settings that touch the stages before ours are fitted one by one.
     """
 
-    def __init__(self, pipeline: Pipeline, place: int) -> None:
-        """Sets the pipeline, and the place of our estimator among its stages."""
+    def __init__(self, pipeline: Pipeline, position: int) -> None:
+        """Sets the pipeline, and the position of our estimator among its stages."""
         super().__init__()
-        self._pipeline, self._place = pipeline, place
+        self._pipeline, self._position = pipeline, position
 
     def copy(self, extra: ParamMap | None = None) -> _PrefixFittedOnce:
         """Copies it; the Params in `extra` are those of the pipeline."""
-        return _PrefixFittedOnce(self._pipeline.copy(extra), self._place)
+        return _PrefixFittedOnce(self._pipeline.copy(extra), self._position)
 
     def _fit(self, dataset: DataFrame) -> PipelineModel:
         return self._pipeline.fit(dataset)
 
     def fitMultiple(self, dataset: DataFrame, paramMaps: Sequence[ParamMap]) -> Iterator[tuple[int, PipelineModel]]:
         """Yields a model for each setting, with its index; thread-safe."""
-        return _Models(self._pipeline, self._place, dataset, paramMaps)
+        return _Models(self._pipeline, self._position, dataset, paramMaps)
 
 
 class _Models(Iterator[tuple[int, PipelineModel]]):
-    def __init__(self, pipeline: Pipeline, place: int, dataset: DataFrame, maps: Sequence[ParamMap]) -> None:
+    """The models of a pipeline for several param maps, each with its index; several threads may take them."""
+
+    def __init__(self, pipeline: Pipeline, position: int, dataset: DataFrame, maps: Sequence[ParamMap]) -> None:
         self._pipeline, self._dataset, self._maps = pipeline, dataset, maps
-        self._stages, self._place = pipeline.getStages(), place
-        before = [one.uid for stage in self._stages[:place] for one in MetaAlgorithmReadWrite.getAllNestedStages(stage)]
-        alone = [any(param.parent in (pipeline.uid, *before) for param in params) for params in maps]
-        self._alone = iter([index for index in range(len(maps)) if alone[index]])
-        self._ours = self._fit_ours([index for index in range(len(maps)) if not alone[index]])
+        self._stages, self._position = pipeline.getStages(), position
+        # A param map that sets a Param of the pipeline, or of a stage before ours, needs a fit of all stages.
+        uids_before = {pipeline.uid}
+        for stage in self._stages[:position]:
+            uids_before |= {nested.uid for nested in MetaAlgorithmReadWrite.getAllNestedStages(stage)}
+        refits = [any(param.parent in uids_before for param in params) for params in maps]
+        self._refitted = iter([index for index in range(len(maps)) if refits[index]])
+        self._ours = self._fit_ours([index for index in range(len(maps)) if not refits[index]])
         self._lock = Lock()
 
     def __next__(self) -> tuple[int, PipelineModel]:
         with self._lock:
-            found = next(self._ours, None)
-            index = next(self._alone) if found is None else found[0]
-        if found is None:
+            ours = next(self._ours, None)
+            index = next(self._refitted) if ours is None else ours[0]
+        # Stages are fitted outside of the lock, so that several threads fit at once.
+        if ours is None:
             return index, self._pipeline.fit(self._dataset, self._maps[index])
-        return index, self._completed(*found)
+        return index, self._completed(*ours)
 
     def _fit_ours(self, indices: list[int]) -> Iterator[tuple[int, list[Any], DataFrame]]:
         """Fits the stages before ours, and yields them with ours for each index, and the rows that ours gets."""
         if not indices:
             return
         fitted, data = [], self._dataset
-        for stage in self._stages[: self._place]:
+        for stage in self._stages[: self._position]:
             fitted.append(stage.fit(data) if isinstance(stage, Estimator) else stage)
             data = fitted[-1].transform(data)
-        ours: Any = self._stages[self._place]
-        for place, model in ours.fitMultiple(data, [self._maps[index] for index in indices]):
-            yield indices[place], [*(stage.copy() for stage in fitted), model], data
+        ours: Any = self._stages[self._position]
+        for number, model in ours.fitMultiple(data, [self._maps[index] for index in indices]):
+            yield indices[number], [*(stage.copy() for stage in fitted), model], data
 
     def _completed(self, index: int, fitted: list[Any], data: DataFrame) -> PipelineModel:
         """Returns the pipeline's model, with the stages after ours fitted on what ours makes of the rows."""
-        last = max(at for at, stage in enumerate(self._stages) if isinstance(stage, Estimator))
-        for at, given in enumerate(self._stages[self._place + 1 :], self._place + 1):
-            if at <= last:
+        # As in Spark's pipeline, rows are transformed only as far as the last estimator needs them.
+        last = max(position for position, stage in enumerate(self._stages) if isinstance(stage, Estimator))
+        for position, unset in enumerate(self._stages[self._position + 1 :], self._position + 1):
+            if position <= last:
                 data = fitted[-1].transform(data)
-            stage = given.copy(self._maps[index])
+            stage = unset.copy(self._maps[index])
             fitted.append(stage.fit(data) if isinstance(stage, Estimator) else stage)
         return PipelineModel(fitted)

@@ -29,16 +29,17 @@ from sparktorch.worker import TrainJob, score_fold
 
 __all__ = ["MOST_BYTES", "FoldedRows", "NotInOnePass"]
 
-MOST_BYTES = 1 << 30  # of a fold's scores that come to the driver
+MOST_BYTES = 1 << 30  # A fold's scores that come to the driver take at most these bytes.
 _IDLE_SECONDS = 600.0
-_IN_NO_FOLD = -1  # trained on in every fold, as in Spark
+_IN_NO_FOLD = -1  # As in Spark, such a row trains in every fold.
 _OUT_OF_RANGE = -2
 
-Content = frozenset[tuple[int, int, int, int]]  # each fold, its rows, those marked for validation, sum of rows' keys
+# A tuple describes a fold: its number, its rows, those of them marked for validation, and the sum of the rows' keys.
+Content = frozenset[tuple[int, int, int, int]]
 
 
 class NotInOnePass(Exception):
-    """The rows, once read, do not allow folds to be masks; says why.
+    """The rows, once read, do not allow folds to be masks; the message says why.
 
     Attributes:
         expected: Whether listeners of the fit do not hear of it as a failure.
@@ -64,12 +65,13 @@ class FoldedRows(PreparedData):
 
         `contents` gets what each fold has, whenever rows are read; it is one set for all groups of ranks of a search.
         """
-        self._carried, self._folds, self._column = carried, validator.getNumFolds(), validator.getFoldCol()
-        self._contents, self._weight, name = contents, weight, f"{validator.uid}_fold".replace(".", "_")
-        data = _with_folds(dataset, name, self._folds, validator.getSeed(), self._column)
+        self._carried, self._folds = carried, validator.getNumFolds()
+        self._contents, self._weight = contents, weight
+        name = f"{validator.uid}_fold".replace(".", "_")
+        data = _with_folds(dataset, name, self._folds, validator.getSeed(), validator.getFoldCol())
         super().__init__(estimator, estimator._task, data, idle_timeout=_IDLE_SECONDS)
         self._more_columns = {"fold": name, "carried": carried}
-        self._task_of: Callable[..., Any] | None = None  # scores in place of a training
+        self._scoring_task: Callable[..., Any] | None = None  # If it is set, ranks score in place of training.
         self._last: tuple[DataFrame, Request[TrainJob], FitReport] | None = None
 
     def fit(self, estimator: Any, *, without: int | None, title: str) -> Any:
@@ -97,31 +99,35 @@ class FoldedRows(PreparedData):
         The table has the carried columns and the results, named as asked for, with one row per row of the fold; or each
         row that differs, and its weight. A `NotInOnePass` says that the driver does not take so many scores.
         """
-        weight = self._weight
-        scoring = replace(model._scoring(), layers=())  # No evaluator reads what layers return.
-        weighs = weight and (carried_name(self._carried.index(weight)) if weight in self._carried else "")
+        scoring, weight = replace(model._scoring(), layers=()), self._weight  # No evaluator reads what layers return.
+        # Ranks know a carried column by its wire name; "" lets each row weigh 1, and None sends every row.
+        wire_weight = weight
+        if weight is not None:
+            wire_weight = carried_name(self._carried.index(weight)) if weight in self._carried else ""
         task = partial(score_fold, fold=fold, trained=model.trained, results=list(results), scoring=scoring)
         with self._lock:
             assert self._last is not None
             data, request, report = self._last
-            self._task_of = partial(task, weight=weighs, limit=MOST_BYTES // request.launch.world_size)
+            self._scoring_task = partial(task, weight=wire_weight, limit=MOST_BYTES // request.launch.world_size)
+
+            def attempt(request: Request[TrainJob]) -> Results:
+                return self.attempt(data, request, report)
+
             try:
-                found = with_restarts(
-                    data.sparkSession, request, lambda now: self.attempt(data, now, report), report.attempts
-                )
+                scores = with_restarts(data.sparkSession, request, attempt, report.attempts)
             finally:
-                self._task_of = None
-        if any(meta["beyond"] for meta, _ in found):
+                self._scoring_task = None
+        if any(meta["beyond"] for meta, _ in scores):
             raise NotInOnePass(f"the scores of a fold take more than {MOST_BYTES >> 20:,} MiB")
-        tables = [pa.ipc.open_stream(io.BytesIO(payload)).read_all() for _, payload in found if payload]
+        tables = [pa.ipc.open_stream(io.BytesIO(payload)).read_all() for _, payload in scores if payload]
         names = [name for name in (*self._carried, *results.values()) if name != weight]
         return pa.concat_tables(tables).rename_columns(names if weight is None else [*names, weight])
 
     def _run(self, job: TrainJob, report: FitReport) -> Results:
-        if self._task_of is None:
+        if self._scoring_task is None:
             return super()._run(job, report)
         assert self._pool is not None
-        return self._pool.run(self._task_of)
+        return self._pool.run(self._scoring_task)
 
     def _look_at(self, facts: list[dict[str, Any]], read_with: TrainJob) -> None:
         content = _content(facts)
@@ -137,11 +143,12 @@ class FoldedRows(PreparedData):
             why = "the rows are on disk"
         elif any(fact["dropped"] or fact["nulls"] for fact in facts):
             why = "rows have nulls, NaN or infinity"
-        elif not all(sizes[fold] for fold in range(self._folds)):  # which Spark refuses in the user's folds
+        elif not all(sizes[fold] for fold in range(self._folds)):
+            # Spark refuses empty folds of the user's, with its own message.
             why = "a fold is empty"
         elif read_with.by_place or any(fact["uneven_folds"] for fact in facts):
             why = "equal rows are split by their position"
-        elif self._without is not None:  # of all rows, the folds do not matter
+        elif self._without is not None:  # In a fit on all rows, folds do not matter.
             self._contents.add(content)
             if len(self._contents) > 1:
                 why = "the DataFrame, read again, has other rows, or in other folds"
@@ -151,10 +158,12 @@ class FoldedRows(PreparedData):
 
 def _content(facts: list[dict[str, Any]]) -> Content:
     """Returns what all ranks have of each fold."""
-    folds = {fold for fact in facts for fold in fact["folds"]}
-    counts = {fold: [fact["folds"].get(fold, (0, 0, 0)) for fact in facts] for fold in folds}
-    sums = {fold: [sum(column) for column in zip(*of, strict=True)] for fold, of in counts.items()}
-    return frozenset((int(fold), rows, marked, keys % 2**64) for fold, (rows, marked, keys) in sums.items())
+    sums: dict[int, list[int]] = {}
+    for fact in facts:
+        for fold, counts in fact["folds"].items():
+            before = sums.get(int(fold), [0, 0, 0])
+            sums[int(fold)] = [total + count for total, count in zip(before, counts, strict=True)]
+    return frozenset((fold, rows, marked, keys % 2**64) for fold, (rows, marked, keys) in sums.items())
 
 
 def _with_folds(dataset: DataFrame, name: str, folds: int, seed: int, column: str) -> DataFrame:
@@ -167,7 +176,9 @@ def _with_folds(dataset: DataFrame, name: str, folds: int, seed: int, column: st
         whole = F.when(value == F.floor(value), value.cast("int")).otherwise(F.lit(_IN_NO_FOLD))
         inside = (F.lit(0) <= value) & (value < F.lit(folds))
         return dataset.select("*", F.when(inside, whole).otherwise(F.lit(_OUT_OF_RANGE)).alias(name))
-    draw, share, found = F.col(name), 1.0 / folds, F.lit(_IN_NO_FOLD)
-    for fold in range(folds):  # with the limits of Spark's code, to the last bit
-        found = F.when((draw >= fold * share) & (draw < (fold + 1) * share), F.lit(fold)).otherwise(found)
-    return dataset.select("*", F.rand(seed).alias(name)).withColumn(name, found)
+    draw, share, drawn_fold = F.col(name), 1.0 / folds, F.lit(_IN_NO_FOLD)
+    for fold in range(folds):
+        # The limits are computed as in Spark's code, to the last bit: another rounding would move rows to other folds.
+        is_inside = (draw >= fold * share) & (draw < (fold + 1) * share)
+        drawn_fold = F.when(is_inside, F.lit(fold)).otherwise(drawn_fold)
+    return dataset.select("*", F.rand(seed).alias(name)).withColumn(name, drawn_fold)

@@ -25,45 +25,51 @@ from sparktorch.train.loop.validation import improvements
 
 __all__ = ["DEFAULT", "Search", "side_by_side", "value_of"]
 
-DEFAULT = "sparktorch.default"  # a user attribute of the trial that sets nothing
+DEFAULT = "sparktorch.default"  # The trial that sets nothing has this user attribute.
 
 _LOG = logging.getLogger(__name__)
-_HOPELESS = 5  # failures without a success, or two for each group if there are many
+_HOPELESS = 5  # A search ends after so many failures without a success, or two for each group if there are many.
 _LONGEST_CAUSE = 2000
-_LOOK_SECONDS = 0.1  # in which an interrupt that sends no signal is noticed
+_LOOK_SECONDS = 0.1  # Within this time, the search notices an interrupt that sends no signal.
 _END_SECONDS = 20.0
-_asking = threading.Lock()
+_pruner_lock = threading.Lock()
 
 G = TypeVar("G", bound=PreparedData)
 
 
 class _Judge:
-    """Reports each of the `epochs` of a trial, and says whether the training ends there.
+    """Reports every epoch of a trial to its study, and says whether the training ends there.
 
-    It ends if the pruner says so, unless the trial is that of the default settings, or if a record has other names, the
-    `unknown` ones, but not the metric.
+    It ends if the pruner says so, unless the trial is that of the default settings, or if a record has numbers, but not
+    the metric.
+
+    Attributes:
+        epochs: The last epoch that was reported.
+        pruned: Whether the pruner has ended the trial.
+        unknown: The names in a record without the metric; empty if it was in all of them.
     """
 
     def __init__(self, trial: Any, metric: str, estimator: Any) -> None:
         self.epochs, self.pruned, self.unknown = 0, False, list[str]()
         self._trial, self._metric, self._last, self._reported = trial, metric, config_of(estimator).epochs, False
-        self._stays = bool(trial.user_attrs.get(DEFAULT))
-        self._varies = bool(estimator.getOrDefault("callbacks"))  # which may add numbers to some records only
+        self._is_default = bool(trial.user_attrs.get(DEFAULT))
+        # Callbacks may add a number to some records only.
+        self._varies = bool(estimator.getOrDefault("callbacks"))
 
     def __call__(self, record: dict[str, Any]) -> bool:
-        if record["epoch"] <= self.epochs:  # a restarted training repeats some
+        if record["epoch"] <= self.epochs:  # A training that was restarted repeats some epochs.
             return False
         self.epochs = record["epoch"]
         value = record.get(self._metric)
         if isinstance(value, int | float):
             self._reported = True
-            with _asking:  # some pruners begin with lists that all trials share
+            with _pruner_lock:  # Some pruners fill lists that all trials share when they are first asked.
                 self._trial.report(value, self.epochs)
-                self.pruned = self.epochs < self._last and not self._stays and self._trial.should_prune()
+                self.pruned = self.epochs < self._last and not self._is_default and self._trial.should_prune()
             return self.pruned
         unvalidated = self._metric.startswith("val_") and "val_loss" not in record
         if unvalidated or self._reported or (self._varies and self.epochs < self._last):
-            return False  # a later record may have it
+            return False  # A later record may have the metric.
         self.unknown = [name for name, number in record.items() if isinstance(number, int | float)]
         return True
 
@@ -74,18 +80,18 @@ class Search:
     _bar: tqdm[Any]
 
     def __init__(self, estimator: Any, space: Space, study: Any, *, metric: str, trials: int, named: bool) -> None:
-        """Takes how many trials the study is to have, and whether each is logged in a run that is named for it."""
+        """Takes how many `trials` the study is to have; if `named`, MLflow gets a run for each, named for the trial."""
         self._estimator, self._space, self._study = estimator, space, study
         self.metric, self._trials, self._named = metric, trials, named
         earlier = study.get_trials(deepcopy=False)
         self.left = max(0, trials - sum(trial.state.is_finished() for trial in earlier))
-        self._known = any(trial.state.name == "COMPLETE" for trial in earlier)
+        self._had_success = any(trial.state.name == "COMPLETE" for trial in earlier)
         self.models: dict[int, TorchTunerModel] = {}
         self._best: int | None = None
         self._lock = threading.Lock()
         self._hopeless = _HOPELESS
-        self._causes: list[Exception] = []  # of failures
-        self._fatal: Exception | None = None  # that ends the search
+        self._causes: list[Exception] = []  # These errors made trials fail.
+        self._fatal: Exception | None = None  # This error ends the search.
         self._succeeded = self._stopped = False
 
     def run(self, groups: list[PreparedData], *, timeout: float | None, show: bool) -> None:
@@ -93,19 +99,19 @@ class Search:
 
         If all trials have failed, it raises the first cause; after an interrupt, all trials are cancelled.
         """
-        shown: dict[str, Any] = {"total": self._trials, "initial": self._trials - self.left, "disable": not show}
         self._hopeless = max(_HOPELESS, 2 * len(groups))
-        self._bar = tqdm(**shown, desc="search", unit="trial", dynamic_ncols=True, position=0)
+        progress: dict[str, Any] = {"total": self._trials, "initial": self._trials - self.left, "disable": not show}
+        self._bar = tqdm(**progress, desc="search", unit="trial", dynamic_ncols=True, position=0)
         with optuna_quiet(), self._bar:
-            self.left -= len(groups)  # each begins with one
+            self.left -= len(groups)  # Every group begins with a trial.
             try:
                 side_by_side(groups, partial(self._work, timeout=timeout), self._stop)
-            except BaseException:  # an interrupt, or what ends the search
+            except BaseException:  # This is an interrupt, or the error that ends the search.
                 for model in self.models.values():
                     discard(model.bestModel)
                 self.models.clear()
                 raise
-        if self._causes and not self._succeeded and not self._known:
+        if self._causes and not self._succeeded and not self._had_success:
             raise self._causes[0]
 
     def _stop(self) -> None:
@@ -114,7 +120,7 @@ class Search:
     def _work(self, group: PreparedData, timeout: float | None) -> None:
         """Lets Optuna run trials on a group; its loop ends when no trial is left, or the sampler knows no other."""
         group.bar_stays = group.gives_way = False
-        study = copy(self._study)  # `stop` ends the loop of this copy
+        study = copy(self._study)  # `stop` ends the loop of this copy only, and other groups go on.
         with group:
             study.optimize(
                 partial(self._trial, group), timeout=timeout, catch=(Exception,), callbacks=[self._after_trial]
@@ -125,7 +131,7 @@ class Search:
         group.title = f"trial {trial.number}"
         judge = unneeded = None
         try:
-            with self._lock:  # the functions of users are not made for several threads
+            with self._lock:  # The function of a user may not be safe in several threads.
                 values = self._space.values(trial)
             estimator = self._for_trial(values, trial.number)._knowing(group.estimator)
             judge = _Judge(trial, self.metric, estimator)
@@ -179,7 +185,8 @@ class Search:
                 self.left -= 1
             else:
                 study.stop()
-        if model is not None:  # files are not deleted under the lock
+        # Deleting files takes time, and the other groups need the lock.
+        if model is not None:
             discard(model.bestModel)
         if self._fatal is not None and not self._stopped:
             raise self._fatal
@@ -190,17 +197,17 @@ def value_of(history: list[dict[str, Any]], metric: str, config: TrainConfig) ->
 
     With patience, the model has the weights of the best validation, not the last ones.
     """
-    known = [record for record in history if metric in record]
+    records = [record for record in history if metric in record]
     if config.patience is not None:
-        best = [{**record, **found} for found, record in improvements(history, config)]
-        known = [record for record in best if metric in record] or known
-    return float(known[-1][metric]) if known else None
+        best = [{**record, **validation} for validation, record in improvements(history, config)]
+        records = [record for record in best if metric in record] or records
+    return float(records[-1][metric]) if records else None
 
 
 def side_by_side(groups: Sequence[G], work: Callable[[G], None], stop: Callable[[], object]) -> None:
     """Calls `work` with each group, in a thread of its own, which does not hold up the interpreter's exit.
 
-    After the first error, or an interrupt, which it raises, it calls `stop` and cancels what runs.
+    After the first error, or an interrupt, it calls `stop`, cancels all groups, and raises the error.
     """
     spark = groups[0].dataset.sparkSession
     running: set[Future[None]] = set()

@@ -17,10 +17,10 @@ from sparktorch.ml.params.mixins import EstimatorParams
 
 __all__ = ["Space", "applied", "check_no_checkpoints", "optuna_quiet"]
 
-_SIMPLE = (bool, int, float, str, type(None))  # what Optuna keeps in a storage
+_STORABLE = (bool, int, float, str, type(None))  # Optuna stores choices of these types only.
 _PROBES = 20
 
-optuna_quiet = partial(quiet, "optuna", logging.ERROR)  # it logs every study and trial
+optuna_quiet = partial(quiet, "optuna", logging.ERROR)  # Optuna would log every study and trial.
 
 
 class Space:
@@ -34,31 +34,39 @@ class Space:
 
     def __init__(
         self,
-        given: Mapping[str, Any] | Callable[[Any], Mapping[str, Any]],
+        source: Mapping[str, Any] | Callable[[Any], Mapping[str, Any]],
         estimator: EstimatorParams,
         *,
         of_estimator: bool = False,
     ) -> None:
-        """Takes distributions of Optuna's or lists of choices by name, or a function (trial) -> values by name.
+        """Checks the space.
 
-        With `of_estimator`, the estimator has made it: the first choice of each list is `None`, which sets nothing.
-        A `ConfigError` says that it is empty, a name is no Param, or a value is neither a distribution nor a list.
+        Args:
+            source: Optuna's distributions or lists of choices by name, or a function (trial) -> values by name.
+            estimator: The estimator whose Params the trials set.
+            of_estimator: Whether the estimator has made the space: then the first choice of each list is `None`, which
+                sets nothing.
+
+        Raises:
+            ConfigError: `source` is empty, a name is no Param, or a value is neither a distribution nor a list.
         """
         self._estimator, self._of_estimator = estimator, of_estimator
-        self._function = given if callable(given) else self._choose
-        self._choices: dict[str, dict[str, Any]] = {}  # by name and label, those that Optuna cannot keep
+        self._function = source if callable(source) else self._choose
+        # Optuna stores labels in place of choices that it cannot store; here are these choices, by name and label.
+        self._choices: dict[str, dict[str, Any]] = {}
         self.distributions: dict[str, Any] = {}
-        if callable(given):
+        if callable(source):
             return
-        _check_names(estimator, given)
-        self.distributions = {name: self._distribution(name, value) for name, value in given.items()}
+        _check_names(estimator, source)
+        self.distributions = {name: self._distribution(name, value) for name, value in source.items()}
 
     def values(self, trial: Any) -> dict[str, Any]:
-        """Returns what a trial sets, by name: a running one, or a finished one whose values are wanted again.
+        """Returns what a trial sets, by name; the trial may run, or be finished.
 
         A `ConfigError` says that the function returned no dict, or a name that is no Param.
         """
         trials = optuna().trial
+        # A user's function asks the trial itself, and a finished trial answers only as a `FixedTrial`.
         if isinstance(trial, trials.FrozenTrial) and not self.distributions:
             trial = trials.FixedTrial(trial.params, number=trial.number)
         values = self._function(trial)
@@ -69,11 +77,13 @@ class Space:
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """What Optuna calls the trial of a space of the estimator's that sets nothing; empty for other spaces."""
-        return {name: one.choices[0] for name, one in self.distributions.items()} if self._of_estimator else {}
+        """The choices of the trial that sets nothing, in a space that the estimator has made; else empty."""
+        if not self._of_estimator:
+            return {}
+        return {name: distribution.choices[0] for name, distribution in self.distributions.items()}
 
     def samples(self) -> Iterator[dict[str, Any]]:
-        """Yields the values of some trials that no study keeps, to be checked before any that counts."""
+        """Yields the values of some trials that are in no stored study, for checks before the search."""
         module = optuna()
         with optuna_quiet():
             study = module.create_study(sampler=module.samplers.RandomSampler(seed=0))
@@ -82,9 +92,9 @@ class Space:
                 yield self.values(study.ask())
 
     def choices(self) -> Iterator[dict[str, Any]]:
-        """Yields each choice of a list, alone; of numbers, the least and the most."""
-        for name, one in self.distributions.items():
-            labels = getattr(one, "choices", ())
+        """Yields each choice of a list as the only value that is set; of numbers, the least and the greatest."""
+        for name, distribution in self.distributions.items():
+            labels = getattr(distribution, "choices", ())
             if all(isinstance(label, int | float) for label in labels):
                 labels = sorted(labels)[:: max(1, len(labels) - 1)]
             for label in labels:
@@ -93,10 +103,11 @@ class Space:
                     yield {name: value}
 
     def _choose(self, trial: Any) -> dict[str, Any]:
-        known = trial.params  # of a finished one, whose values may be out of this space
+        # A finished trial is not asked again: its values may be out of this space.
+        finished = trial.params
         chosen = {
-            name: known[name] if name in known else _suggested(trial, name, one)
-            for name, one in self.distributions.items()
+            name: finished[name] if name in finished else _suggested(trial, name, distribution)
+            for name, distribution in self.distributions.items()
         }
         return {name: self._choices.get(name, {}).get(value, value) for name, value in chosen.items()}
 
@@ -104,7 +115,8 @@ class Space:
         distributions = optuna().distributions
         if isinstance(value, distributions.BaseDistribution):
             return value
-        if not isinstance(value, list) or not value:  # a pair may be meant as a range
+        # A tuple is refused, because a pair may be meant as a range.
+        if not isinstance(value, list) or not value:
             raise ConfigError(
                 f"the space of {name!r} is {value!r}",
                 hint="give a list of choices, at least one, or a distribution: optuna.distributions.FloatDistribution, "
@@ -112,7 +124,7 @@ class Space:
                 param=name,
                 code="ST-SEARCH",
             )
-        if all(isinstance(choice, _SIMPLE) for choice in value):
+        if all(isinstance(choice, _STORABLE) for choice in value):
             return distributions.CategoricalDistribution(value)
         labels = [_label(choice) for choice in value]
         if len(set(labels)) < len(labels):
@@ -125,13 +137,14 @@ class Space:
 
 def applied(estimator: Any, values: Mapping[str, Any]) -> Any:
     """Returns a copy of an estimator with values by name; a `TypeError` says that one has the wrong type."""
-    that = estimator.copy()
-    that.setParams(**{name: value for name, value in values.items() if "." not in name})
+    configured = estimator.copy()
+    configured.setParams(**{name: value for name, value in values.items() if "." not in name})
+    # Entries come last: the dict that they belong to may be a value of its own.
     for name, value in values.items():
         param, dot, entry = name.partition(".")
         if dot:
-            that.setParams(**{param: {**_value(that, param), entry: value}})
-    return that
+            configured.setParams(**{param: {**_value(configured, param), entry: value}})
+    return configured
 
 
 def check_no_checkpoints(p: Values) -> None:
@@ -145,17 +158,17 @@ def check_no_checkpoints(p: Values) -> None:
         )
 
 
-def _check_names(estimator: EstimatorParams, given: Any) -> None:
+def _check_names(estimator: EstimatorParams, space: Any) -> None:
     """Refuses what is no dict, and names in it that are neither Params nor entries in dict Params."""
-    if not isinstance(given, Mapping) or not given:
+    if not isinstance(space, Mapping) or not space:
         raise ConfigError(
-            f"the space is {given!r}",
+            f"the space is {space!r}",
             hint="give a dict such as {'learningRate': optuna.distributions.FloatDistribution(1e-4, 0.1), "
             "'batchSize': [32, 64]}, or a function (trial) that returns the values by name of Param",
             param="space",
             code="ST-SEARCH",
         )
-    for name in given:
+    for name in space:
         param, dot, _ = str(name).partition(".")
         check_param_names(estimator, [param])
         if dot and not isinstance(_value(estimator, param), dict):
@@ -171,13 +184,15 @@ def _value(estimator: EstimatorParams, param: str) -> Any:
     return estimator.getOrDefault(param) if estimator.isDefined(param) else None
 
 
-def _suggested(trial: Any, name: str, one: Any) -> Any:
-    if hasattr(one, "choices"):
-        return trial.suggest_categorical(name, one.choices)
-    suggest = trial.suggest_int if isinstance(one, optuna().distributions.IntDistribution) else trial.suggest_float
-    return suggest(name, one.low, one.high, step=one.step, log=one.log)
+def _suggested(trial: Any, name: str, distribution: Any) -> Any:
+    if hasattr(distribution, "choices"):
+        return trial.suggest_categorical(name, distribution.choices)
+    is_int = isinstance(distribution, optuna().distributions.IntDistribution)
+    suggest = trial.suggest_int if is_int else trial.suggest_float
+    return suggest(name, distribution.low, distribution.high, step=distribution.step, log=distribution.log)
 
 
 def _label(choice: Any) -> str:
-    named = getattr(choice, "__qualname__", None)
-    return f"{choice.__module__}.{named}" if named else repr(choice)
+    """Returns the text by which Optuna stores a choice: a class or function by its name, all else by its `repr`."""
+    qualified_name = getattr(choice, "__qualname__", None)
+    return f"{choice.__module__}.{qualified_name}" if qualified_name else repr(choice)

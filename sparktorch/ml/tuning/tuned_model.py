@@ -1,4 +1,4 @@
-"""What a search has found: the best model, and a table and plots of the trials; and what becomes of other models."""
+"""The result of a search: the best model, and a table and plots of the trials. `discard` deletes the other models."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CAUSE", "EPOCHS", "TorchTunerModel", "discard"]
 
-CAUSE, EPOCHS = "sparktorch.cause", "sparktorch.epochs"  # user attributes of trials
+# Trials have these user attributes of Optuna's.
+CAUSE, EPOCHS = "sparktorch.cause", "sparktorch.epochs"
 
 _LOG = logging.getLogger(__name__)
 
@@ -45,9 +46,9 @@ class TorchTunerModel(Model, MLWritable):
 
     def copy(self, extra: ParamMap | None = None) -> TorchTunerModel:
         """Copies the model, with Params of `bestModel` set."""
-        that: TorchTunerModel = super().copy()
-        that.bestModel = self.bestModel.copy(extra)
-        return that
+        copied: TorchTunerModel = super().copy()
+        copied.bestModel = self.bestModel.copy(extra)
+        return copied
 
     @property
     def trials(self) -> pd.DataFrame:
@@ -97,7 +98,7 @@ class TorchTunerModel(Model, MLWritable):
 def discard(model: TorchModelBase) -> None:
     """Deletes the folder of a model that a search does not return, if it was fitted with `modelDir`.
 
-    What MLflow logs keeps its own.
+    A model that MLflow logs stays: what was logged names its folder.
     """
     if not isinstance(model.trained.weights, WeightsFolder) or hasattr(model, "_mlflow_logged"):
         return

@@ -1,4 +1,4 @@
-"""`TorchTuner` searches for the best Params; `TorchTunerModel` is what it found."""
+"""`TorchTuner` searches for the best Params; `TorchTunerModel` is the result."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ if TYPE_CHECKING:
 __all__ = ["TorchTuner", "direction_of"]
 
 _LOG = logging.getLogger(__name__)
-_METRIC = "sparktorch.metric"
-_PRUNERS = (None, "asha", "hyperband")  # The pruners that have names.
+_METRIC = "sparktorch.metric"  # This user attribute of a study names its metric.
+_PRUNERS = (None, "asha", "hyperband")  # The pruners have these names.
 _DIRECTIONS = {"min": "minimize", "max": "maximize"}
-_OF_ITS_OWN = ("ST-UNKNOWN-NAME", "ST-VALUE")  # what is wrong with a value whatever else is set
+# Errors with these codes are about a value itself, whatever else is set.
+_VALUE_CODES = ("ST-UNKNOWN-NAME", "ST-VALUE")
 
 
 class TorchTuner(Estimator[TorchTunerModel]):
@@ -120,9 +121,9 @@ class TorchTuner(Estimator[TorchTunerModel]):
 
     def copy(self, extra: ParamMap | None = None) -> TorchTuner:
         """Copies the tuner, with Params of its estimator set."""
-        that: TorchTuner = super().copy()
-        that.estimator = self.estimator.copy(extra)
-        return that
+        copied: TorchTuner = super().copy()
+        copied.estimator = self.estimator.copy(extra)
+        return copied
 
     def _fit(self, dataset: DataFrame) -> TorchTunerModel:
         self._check()
@@ -139,16 +140,17 @@ class TorchTuner(Estimator[TorchTunerModel]):
         mode = _DIRECTIONS.get(stopping["earlyStoppingMode"]) if metric == stopping["earlyStoppingMetric"] else None
         direction = direction_of(metric, self.direction or mode)
         space = Space(self.space, base) if self.space is not None else _space_of(base)
-        reference, request = _valid_one(base, space, metric)
+        reference, request = _valid_example(base, space, metric)
         first = reference.prepare(dataset)
-        learned, dataset = first.estimator, first.dataset  # as they are once it was learned of the rows
+        # Preparing may have learned statistics of the rows, and rearranged them; all groups share both.
+        learned, dataset = first.estimator, first.dataset
         if metric.startswith("val_") and not Values(learned).validated:
             first.close()
             raise _no_validation(metric, "the rows are too few to hold some out")
-        groups = _groups(dataset.sparkSession, request, workers, self.parallelism)
+        groups = _group_count(dataset.sparkSession, request, workers, self.parallelism)
         study = self._study(base, space, metric, direction)
-        named = bool(callers()) or base.isSet("mlflowExperiment")
-        search = Search(base, space, study, metric=metric, trials=self.trials, named=named)
+        is_logged = bool(callers()) or base.isSet("mlflowExperiment")
+        search = Search(base, space, study, metric=metric, trials=self.trials, named=is_logged)
         if search.left:
             prepared = [first, *(learned.prepare(dataset) for _ in range(min(groups, search.left) - 1))]
             _LOG.info("%s %s: %d trials, %d at a time", direction, metric, search.left, len(prepared))
@@ -198,7 +200,7 @@ class TorchTuner(Estimator[TorchTunerModel]):
                 raise ConfigError(f"{name} must be a whole number, got {value!r}", param=name, code="ST-CLASH")
 
     def _study(self, estimator: Any, space: Space, metric: str, direction: str) -> Any:
-        """Returns the study of the search, the one that its storage holds if there is one of that name."""
+        """Returns the study of the search, which its storage may hold already."""
         module = optuna()
         with optuna_quiet():
             study = module.create_study(
@@ -231,9 +233,9 @@ class TorchTuner(Estimator[TorchTunerModel]):
     def _result(
         self, dataset: DataFrame, base: Any, space: Space, study: Any, search: Search, learned: Any
     ) -> TorchTunerModel:
-        """Returns the best trial's model; fits it again if an earlier run of the study has found it.
+        """Returns the best trial's model; fits it again if the trial belongs to an earlier run of the study.
 
-        `learned` is the estimator that has learned of the rows, which the dataset has as it has arranged them.
+        `learned` is the estimator that has learned statistics of the rows; `dataset` has the rows as it arranged them.
         """
         if all(trial.state.name != "COMPLETE" for trial in study.get_trials(deepcopy=False)):
             raise ConfigError(
@@ -248,7 +250,8 @@ class TorchTuner(Estimator[TorchTunerModel]):
         values = space.values(best)
         estimator = applied(base, values)._knowing(learned)
         model = estimator.fit(dataset)
-        for other in search.models.values():  # only now: should the fit fail, they are the best that there is
+        # Only now: should that fit fail, these models are the best that there is.
+        for other in search.models.values():
             discard(other.bestModel)
         value = value_of(model.summary.history, search.metric, config_of(estimator))
         if value != best.value:
@@ -259,11 +262,14 @@ class TorchTuner(Estimator[TorchTunerModel]):
         return TorchTunerModel(model, values, study)
 
 
-def direction_of(metric: str, given: str | None) -> str:
-    """Returns whether a search minimizes or maximizes its metric; refuses a name that does not say, without `given`."""
-    if given is not None:
-        one_of("direction", given, ("minimize", "maximize"))
-        return given
+def direction_of(metric: str, direction: str | None) -> str:
+    """Returns whether a search minimizes or maximizes its metric: `direction`, or what the metric's name says.
+
+    A `ConfigError` refuses a name that does not say, without a `direction`.
+    """
+    if direction is not None:
+        one_of("direction", direction, ("minimize", "maximize"))
+        return direction
     mode = best_by_name(metric)
     if mode is None:
         raise ConfigError(
@@ -276,7 +282,7 @@ def direction_of(metric: str, given: str | None) -> str:
 
 
 def _space_of(estimator: Any) -> Space:
-    """Returns the space that an estimator has for itself; refuses one that has none."""
+    """Returns the space that an estimator has of its own; refuses an estimator that has none."""
     choices = estimator._search_space()
     if not choices:
         raise ConfigError(
@@ -288,18 +294,20 @@ def _space_of(estimator: Any) -> Space:
     return Space(choices, estimator, of_estimator=True)
 
 
-def _valid_one(base: Any, space: Space, metric: str) -> tuple[Any, Request[TrainJob]]:
+def _valid_example(base: Any, space: Space, metric: str) -> tuple[Any, Request[TrainJob]]:
     """Returns an estimator out of the space that passes the checks of its Params, and its configuration."""
     check_no_checkpoints(Values(base))
-    for choice in space.choices():  # without the others of a trial, it may stand for none
+    # This refuses wrong values. A right one may still not go together with the rest of `base`, which is no error.
+    for choice in space.choices():
         _tried(base, choice)
-    found: list[tuple[Any, Request[TrainJob]]] = []
+    first: tuple[Any, Request[TrainJob]] | None = None
     for values in ({}, *space.samples()):
-        one = _tried(base, values)
-        if one is not None:
-            found.append(one)
-            _check_rows(found[0], one, values)
-    estimator, request = found[0] if found else (base, translate(base, base._task))  # raises what is wrong with it
+        valid = _tried(base, values)
+        if valid is not None:
+            first = first or valid
+            _check_rows(first, valid, values)
+    # Without any valid example, `translate` raises what is wrong with the estimator itself.
+    estimator, request = first or (base, translate(base, base._task))
     if metric.startswith("val_") and request.columns["validation"] is None:
         raise _no_validation(metric, "there are none")
     return estimator, request
@@ -318,7 +326,7 @@ def _no_validation(metric: str, why: str) -> ConfigError:
 def _tried(base: Any, values: dict[str, Any]) -> tuple[Any, Request[TrainJob]] | None:
     """Returns the estimator with values, and its configuration; refuses a value that no trial can have.
 
-    Returns `None` for values that do not go together: a trial that draws them fails, with that cause.
+    It returns `None` for values that do not go together: a trial that draws them fails, with that cause.
     """
     try:
         estimator = applied(base, values)
@@ -327,49 +335,53 @@ def _tried(base: Any, values: dict[str, Any]) -> tuple[Any, Request[TrainJob]] |
     try:
         request = translate(estimator, base._task)
     except Exception as error:
-        given = values.get(error.where.get("param", "")) if isinstance(error, SparkTorchError) else None
-        if getattr(error, "code", None) in _OF_ITS_OWN and given is not None and not isinstance(given, Mapping):
-            raise  # of a dict, what is unknown depends on other Params
+        value = values.get(error.where.get("param", "")) if isinstance(error, SparkTorchError) else None
+        # Which entries of a dict are unknown depends on other Params, so another trial may have it.
+        if getattr(error, "code", None) in _VALUE_CODES and value is not None and not isinstance(value, Mapping):
+            raise
         return None
     check_no_checkpoints(Values(estimator))
     return estimator, request
 
 
-def _groups(spark: SparkSession, request: Request[TrainJob], workers: int, parallelism: int | None) -> int:
-    """Returns how many groups of ranks train side by side: as many as there are slots for, if it is not given."""
+def _group_count(spark: SparkSession, request: Request[TrainJob], workers: int, parallelism: int | None) -> int:
+    """Returns how many groups of ranks train side by side: `parallelism`, or as many as there are slots for."""
     launch, needed = request.launch, workers * (parallelism or 1)
     profile = gpu_profile(spark, launch.device, workers)
-    finding, found = enough_slots(
+    finding, slots = enough_slots(
         spark, needed, profile, all_of_them=parallelism is None, longest=launch.patience.start
     )
-    if found is not None and found <= 0:
+    if slots is not None and slots <= 0:
         findings.refuse([finding])
-    if found is not None and found < needed:
-        name, fit = ("workersPerTrial", found) if found < workers else ("parallelism", found // workers)
-        asked = f"{workers}" if found < workers else f"{parallelism} with {workers} workers a trial"
+    if slots is not None and slots < needed:
+        if slots < workers:
+            name, setting, most = "workersPerTrial", f"{workers}", slots
+        else:
+            name, setting, most = "parallelism", f"{parallelism} with {workers} workers a trial", slots // workers
         raise ConfigError(
-            f"{name} is {asked}, and the cluster has {found} slots",
-            hint=f"set it to {fit} or less",
+            f"{name} is {setting}, and the cluster has {slots} slots",
+            hint=f"set it to {most} or less",
             param=name,
             code="ST-SLOTS",
         )
-    return parallelism or (found or workers) // workers
+    return parallelism or (slots or workers) // workers
 
 
 def _check_study(study: Any, space: Space, metric: str, direction: str) -> None:
     """Refuses to go on with a study of another metric, direction or space."""
-    known, directions = study.user_attrs.get(_METRIC, metric), [one.name.lower() for one in study.directions]
+    stored_metric = study.user_attrs.get(_METRIC, metric)
+    directions = [stored.name.lower() for stored in study.directions]
     what = ""
-    if known != metric or directions != [direction]:
-        what = f"is to {' and '.join(directions)} {known!r}, and this search to {direction} {metric!r}"
-    now, compatible = space.distributions, optuna().distributions.check_distribution_compatibility
-    for trial in study.get_trials(deepcopy=False) if now else ():
+    if stored_metric != metric or directions != [direction]:
+        what = f"is to {' and '.join(directions)} {stored_metric!r}, and this search to {direction} {metric!r}"
+    distributions, check = space.distributions, optuna().distributions.check_distribution_compatibility
+    for trial in study.get_trials(deepcopy=False) if distributions else ():
         before = trial.distributions
-        if trial.state.name == "COMPLETE" and before.keys() != now.keys():
+        if trial.state.name == "COMPLETE" and before.keys() != distributions.keys():
             what = what or f"chose from another space: it had {sorted(before)}"
         try:
-            for name in before.keys() & now.keys():
-                compatible(before[name], now[name])
+            for name in before.keys() & distributions.keys():
+                check(before[name], distributions[name])
         except ValueError as error:
             what = what or f"chose from another space: {error}"
     if what:
@@ -380,10 +392,11 @@ def _check_study(study: Any, space: Space, metric: str, direction: str) -> None:
 def _check_rows(
     first: tuple[Any, Request[TrainJob]], other: tuple[Any, Request[TrainJob]], values: dict[str, Any]
 ) -> None:
-    """Refuses a space whose trials need other rows than the first one, or learn something else of them."""
-    needs, others = first[1].rows, other[1].rows
-    differing = next((name for name in needs if needs[name] != others[name]), None)
-    differing = differing or next(iter(other[0]._differing(first[0])), None)
+    """Refuses a space whose trials need other rows than the first one, or learn other statistics of them."""
+    estimator, request = first
+    other_estimator, other_request = other
+    differing = next((name for name in request.rows if request.rows[name] != other_request.rows[name]), None)
+    differing = differing or next(iter(other_estimator._differing(estimator)), None)
     if differing is None:
         return
     name = next((name for name in values if name in differing), differing)

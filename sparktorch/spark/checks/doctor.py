@@ -17,7 +17,7 @@ from pyspark.sql import SparkSession
 
 from sparktorch.distributed import addresses
 from sparktorch.spark.checks import executor_probe as probe
-from sparktorch.spark.checks.findings import ExecutorReport, Expected, Finding, diagnose, found
+from sparktorch.spark.checks.findings import ExecutorReport, Expected, Finding, diagnose, finding_for
 from sparktorch.spark.checks.preflight import descriptors, enough_slots, gpus, switches
 from sparktorch.spark.compat import on_barrier, uses_pandas
 from sparktorch.spark.launch.barrier_job import Launch, at_driver
@@ -28,14 +28,15 @@ __all__ = ["check_all", "check_executors"]
 
 _SECONDS = 120.0
 
-# What Spark says of tasks that cannot start: pattern, check, text.
+# Spark says such things of tasks that cannot start. A pattern is followed by the check that fails, and by its text.
 _FAILURES = (
     (r"has different version: ([\d.]+) than that in driver: ([\d.]+)", "python", "Python is {0}, on the driver {1}"),
     (r'Cannot run program "([^"]+)"', "python", "the executors have no {0}"),
     (r"(?:ModuleNotFoundError|ImportError|\[PACKAGE_NOT_INSTALLED\]):? (.*)", "packages", "tasks cannot start: {0}"),
 )
 
-for _module in (probe, addresses):  # executors may lack this package
+# Executors may lack this package: the code of these modules is pickled, instead of their names.
+for _module in (probe, addresses):
     cloudpickle.register_pickle_by_value(_module)  # type: ignore[no-untyped-call]
 
 
@@ -50,9 +51,9 @@ def check_all(
     if findings[0].status == "failure":
         text = "not looked at: the job that does would be refused"
         return [*findings, _unknown(text, "turn dynamic allocation off, and check again")]
-    finding, there = enough_slots(spark, launch.world_size, profile, all_of_them=True, longest=seconds)
+    finding, slot_count = enough_slots(spark, launch.world_size, profile, all_of_them=True, longest=seconds)
     findings.append(finding)
-    if there == 0:
+    if slot_count == 0:
         return [*findings, _unknown("there is none to look at", "see to the slots, and check again")]
     return [*findings, *check_executors(spark, replace(launch, profile=profile), checkpoint_dir, seconds)]
 
@@ -67,12 +68,14 @@ def check_executors(
     """
     token, tasks = secrets.token_hex(16), _tasks(spark, launch)
     with ExitStack() as stack:
+
+        def listen(bind: str, advertised: str) -> tuple[str, int]:
+            return advertised, stack.enter_context(probe.greeting(bind, token))
+
         try:
-            driver = at_driver(
-                spark, launch, lambda bind, known: (known, stack.enter_context(probe.greeting(bind, token)))
-            )
+            driver = at_driver(spark, launch, listen)
         except OSError as error:
-            return [found("driver-reachable", "failure", f"the driver cannot listen: {error}", {}, "bind")]
+            return [finding_for("driver-reachable", "failure", f"the driver cannot listen: {error}", {}, "bind")]
         ask = partial(
             probe.answer,
             token=token,
@@ -83,7 +86,8 @@ def check_executors(
         )
         packed = cloudpickle.dumps(ask)  # type: ignore[no-untyped-call]
 
-        def run(batches: Any) -> Any:  # on executors it needs only pyspark and pyarrow
+        # On executors, this function needs only pyspark and pyarrow.
+        def run(batches: Any) -> Any:
             import pickle
 
             return pickle.loads(packed)(batches)
@@ -115,22 +119,23 @@ def check_executors(
 
 def _tasks(spark: SparkSession, launch: Launch) -> int:
     """Returns the number of tasks: one per slot; at most one per rank if slots are unknown or other jobs run."""
-    there = slots(spark, java_profile(launch.profile))
-    if there is None or (not is_connect(spark) and spark.sparkContext.statusTracker().getActiveStageIds()):
-        return min(launch.world_size, there or launch.world_size)
-    return there
+    slot_count = slots(spark, java_profile(launch.profile))
+    if slot_count is None or (not is_connect(spark) and spark.sparkContext.statusTracker().getActiveStageIds()):
+        return min(launch.world_size, slot_count or launch.world_size)
+    return slot_count
 
 
 def _unknown(text: str, hint: str) -> Finding:
-    return found("executors", "warning", text, {}, "executors", hint=hint)
+    return finding_for("executors", "warning", text, {}, "executors", hint=hint)
 
 
 def _about_failure(message: str) -> Finding:
     """Returns the finding for a failed job, such as one whose tasks could not start Python."""
     for pattern, check, text in _FAILURES:
-        if words := re.search(pattern, message):
+        match = re.search(pattern, message)
+        if match is not None:
             version = platform.python_version()
-            text = text.format(*words.groups())
-            return found(check, "failure", text, {}, "python", version=version, executable=sys.executable)
+            text = text.format(*match.groups())
+            return finding_for(check, "failure", text, {}, "python", version=version, executable=sys.executable)
     reason = re.search(r"(?:finished unsuccessfully\.|Job aborted due to stage failure:)\s*(.+)", message)
-    return found("executors", "failure", reason[1] if reason else message.strip().partition("\n")[0], {}, "job")
+    return finding_for("executors", "failure", reason[1] if reason else message.strip().partition("\n")[0], {}, "job")

@@ -1,4 +1,4 @@
-"""Makes the executor report: what a task finds out about its executor and what that can reach.
+"""Makes the executor report, in which a task says what its executor has and can reach.
 
 `answer` runs in tasks, and its code is pickled by value: it must not need this package or torch on the
 executors, since whether they are installed is part of the report. So it imports only the standard library, and
@@ -36,7 +36,7 @@ __all__ = [
 ANSWER_SCHEMA = "answer string"
 
 _IMPORTED = ("torch", "numpy", "pyarrow", "safetensors", "sparktorch")
-_SECONDS = 5.0  # for a connection
+_SECONDS = 5.0  # A connection must be made within this time.
 _STORAGE_SECONDS = 30.0
 
 
@@ -57,16 +57,17 @@ def answer(
     import pyarrow as pa
     from pyspark import BarrierTaskContext
 
-    for _ in batches:  # Spark does not reuse a worker that leaves input unread
+    # Spark does not reuse a worker that leaves input unread.
+    for _ in batches:
         pass
     context: Any = BarrierTaskContext.get()
     rank = context.partitionId()
     executor = context.getTaskInfos()[rank].address
-    given = context.resources().get("gpu")
+    gpu_resource = context.resources().get("gpu")
     local = [path for path in os.environ.get("SPARK_LOCAL_DIRS", "").split(",") if path]
     facts: dict[str, Any] = {
         "rank": rank,
-        "host": host_of(executor),  # as Spark names it
+        "host": host_of(executor),
         "executor": executor,
         "python": platform.python_version(),
         "executable": sys.executable,
@@ -74,7 +75,7 @@ def answer(
         "driver": failure_to_reach(*driver, token) if driver else None,
         "shared_memory": _free("/dev/shm"),
         "disks": {path: _free(path) for path in [*local, tempfile.gettempdir()]},
-        "gpus": given.addresses if given else [],  # by Spark
+        "gpus": gpu_resource.addresses if gpu_resource else [],
         **{"cuda": None, "cuda_visible_devices": None, "gpu_uuids": []},
         **(_gpus() if gpus else {}),
         **{"peers": None, "files": None},
@@ -92,19 +93,20 @@ def answer(
 
 def packages() -> dict[str, dict[str, str]]:
     """Returns what `package` does, for each package that ranks use; for sparktorch also `code`, a digest."""
-    found = {name: package(name) for name in _IMPORTED}
-    with suppress(importlib.metadata.PackageNotFoundError):  # importing it takes half a second
-        found["pandas"] = {"version": importlib.metadata.version("pandas")}
-    if "version" in found["sparktorch"]:
-        found["sparktorch"]["code"] = digest_of("sparktorch")
-    return found
+    versions = {name: package(name) for name in _IMPORTED}
+    # Importing pandas would take half a second.
+    with suppress(importlib.metadata.PackageNotFoundError):
+        versions["pandas"] = {"version": importlib.metadata.version("pandas")}
+    if "version" in versions["sparktorch"]:
+        versions["sparktorch"]["code"] = digest_of("sparktorch")
+    return versions
 
 
 def package(name: str) -> dict[str, str]:
     """Returns the `version` of a package, or the `error` of importing it."""
     try:
         return {"version": str(importlib.import_module(name).__version__)}
-    except Exception as error:  # an import may raise anything
+    except Exception as error:  # An import may raise anything.
         return {"error": f"{type(error).__name__}: {error}"}
 
 
@@ -112,12 +114,12 @@ def digest_of(package: str) -> str:
     """Returns a digest of the source files of a package, in a folder or an archive."""
     digest = hashlib.sha256()
 
-    def add(folder: Any, place: str) -> None:
+    def add(folder: Any, prefix: str) -> None:
         for entry in sorted(folder.iterdir(), key=lambda entry: str(entry.name)):
             if entry.name.endswith(".py"):
-                digest.update(f"{place}{entry.name}\0".encode() + entry.read_bytes())
+                digest.update(f"{prefix}{entry.name}\0".encode() + entry.read_bytes())
             elif entry.is_dir() and entry.name != "__pycache__":
-                add(entry, f"{place}{entry.name}/")
+                add(entry, f"{prefix}{entry.name}/")
 
     add(importlib.resources.files(package), "")
     return digest.hexdigest()[:16]
@@ -143,7 +145,7 @@ def problem(call: Callable[[], Any]) -> str | None:
     """Runs a call to a file system; returns why it fails, or `None` if it does not."""
     try:
         within(_STORAGE_SECONDS, call)
-    except Exception as error:  # a file system may raise anything
+    except Exception as error:  # A file system may raise anything.
         return f"{type(error).__name__}: {error}"
     return None
 
@@ -155,7 +157,7 @@ def greeting(bind: str, token: str) -> Iterator[int]:
     with socket.create_server(address[:2], family=family, backlog=1024) as listener:
 
         def greet() -> None:
-            with suppress(OSError):  # the listener was closed
+            with suppress(OSError):  # The listener was closed.
                 while True:
                     line, _ = listener.accept()
                     with line, suppress(OSError):
@@ -166,18 +168,18 @@ def greeting(bind: str, token: str) -> Iterator[int]:
         try:
             yield listener.getsockname()[1]
         finally:
-            listener.shutdown(socket.SHUT_RDWR)  # wakes the thread; `close` alone does not
+            listener.shutdown(socket.SHUT_RDWR)  # It wakes the thread, which `close` alone does not.
             thread.join()
 
 
 def failure_to_reach(host: str, port: int, token: str) -> str | None:
     """Returns why the token cannot be received from `host`; `None` if it can."""
     try:
-        with socket.create_connection((host, port), timeout=_SECONDS) as line, line.makefile("rb") as words:
-            said = words.read(len(token))
+        with socket.create_connection((host, port), timeout=_SECONDS) as line, line.makefile("rb") as content:
+            received = content.read(len(token))
     except (OSError, UnicodeError) as error:
         return str(error)
-    return None if said == token.encode() else "something else answers there"
+    return None if received == token.encode() else "something else answers there"
 
 
 def _free(path: str) -> int | None:
@@ -189,16 +191,16 @@ def _free(path: str) -> int | None:
 
 def _gpus() -> dict[str, Any]:
     """Returns what a rank would see of the machine's accelerators, and their UUIDs in the order of `nvidia-smi`."""
-    found: dict[str, Any] = {}
-    with suppress(Exception):  # without torch or this package, that is what is reported
+    gpus: dict[str, Any] = {}
+    with suppress(Exception):  # If torch or this package is missing, `packages` reports that.
         from sparktorch.base.devices import accelerator, device_count, visible_devices
 
-        found = {"cuda": device_count(), "cuda_visible_devices": visible_devices(accelerator() or "cuda")}
+        gpus = {"cuda": device_count(), "cuda_visible_devices": visible_devices(accelerator() or "cuda")}
     with suppress(OSError, subprocess.SubprocessError):
         command = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]
         listed = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=True)
-        found["gpu_uuids"] = listed.stdout.split()
-    return found
+        gpus["gpu_uuids"] = listed.stdout.split()
+    return gpus
 
 
 class WriteTrial:
@@ -217,9 +219,10 @@ class WriteTrial:
 
         self._fs, root = fsspec.core.url_to_fs(self._url)
         self._root = root.rstrip("/")
-        if isinstance(self._fs, LocalFileSystem):  # other file systems need no directories
+        # Other file systems need no directories. Where a file can be written, so can a directory.
+        if isinstance(self._fs, LocalFileSystem):
             while self._root and not os.path.exists(self._root):
-                self._root = os.path.dirname(self._root)  # where a file can be written, so can a directory
+                self._root = os.path.dirname(self._root)
         content = uuid.uuid4().bytes
         self._fs.pipe_file(self._path, content)
         self._fs.invalidate_cache()
@@ -255,13 +258,15 @@ def _met(
             port = stack.enter_context(greeting(bind, token))
         except OSError as error:
             failed[f"its own address {bind}"] = str(error)
-        places = [json.loads(offer) for offer in context.allGather(json.dumps([bind, port]))]
-        for peer in sorted({(rank + 1) % len(places), 0 if driver is None else rank} - {rank}):
-            address, number = places[peer]
-            failure = failure_to_reach(address, number, token) if number else None  # otherwise that task reports it
+        offers = [json.loads(offer) for offer in context.allGather(json.dumps([bind, port]))]
+        for peer in sorted({(rank + 1) % len(offers), 0 if driver is None else rank} - {rank}):
+            address, number = offers[peer]
+            # A task that could not listen offers port 0, and reports that itself.
+            failure = failure_to_reach(address, number, token) if number else None
             if failure is not None:
                 failed[f"rank {peer} at {address}"] = failure
         with suppress(Exception):
             files = within(_STORAGE_SECONDS, trial.ranks) if trial else None
+        # Until all tasks have looked, none may close its socket or remove its file.
         context.barrier()
     return failed, files

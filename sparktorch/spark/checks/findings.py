@@ -15,7 +15,7 @@ from sparktorch.base.config import Device
 from sparktorch.errors import ClusterError
 from sparktorch.spark.launch.gpus import AMOUNT, device_index
 
-__all__ = ["FLOORS", "ExecutorReport", "Expected", "Finding", "diagnose", "found", "ok", "refuse", "worst"]
+__all__ = ["FLOORS", "ExecutorReport", "Expected", "Finding", "diagnose", "finding_for", "ok", "refuse", "worst"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ Status = Literal["ok", "warning", "failure"]
 # The oldest releases that ranks support, as in pyproject.toml.
 FLOORS = {"torch": "2.10", "numpy": "1.26", "pyarrow": "14.0.1", "safetensors": "0.4"}
 
-_LITTLE_SHARED_MEMORY = 128 << 20  # the default of containers is 64 MiB
+_LITTLE_SHARED_MEMORY = 128 << 20  # Containers have 64 MiB by default.
 _LITTLE_DISK = 1 << 30
 _NO_DISK = 64 << 20
 
@@ -33,7 +33,7 @@ _SCRIPT = "spark.executor.resource.gpu.discoveryScript"
 _SHM = "spark.kubernetes.executor.volumes.emptyDir.shm"
 _PORTS = "net.ipv4.ip_local_port_range, on Linux usually 32768 to 60999"
 
-# By the cause of a finding: setting, value, hint. What is in braces is filled in.
+# A cause of findings has here the setting to change, its value, and a hint; `finding_for` fills in what is in braces.
 _TO_DO = {
     "switch": ("{name}", "false", "start the session with {name}=false{more}"),
     "descriptors": ("", "", "{hint}"),
@@ -123,7 +123,7 @@ class Finding:
 
     @property
     def advice(self) -> str:
-        """What the user should do; empty if nothing."""
+        """The text that says what the user should do; empty if that is nothing."""
         return self.hint or (f"set {self.setting}={self.value}" if self.setting else "")
 
     def error(self) -> ClusterError:
@@ -131,7 +131,7 @@ class Finding:
         return ClusterError(self.found, hint=self.advice, code=f"ST-{self.check.upper()}", **self.where)
 
 
-def found(check: str, status: Status, text: str, where: dict[str, Any], cause: str, **words: Any) -> Finding:
+def finding_for(check: str, status: Status, text: str, where: dict[str, Any], cause: str, **words: Any) -> Finding:
     """Returns a finding that says what to do about its cause, from the table, with the words filled in."""
     setting, value, hint = (part.format(**words) for part in _TO_DO[cause])
     return Finding(check=check, status=status, found=text, where=where, setting=setting, value=value, hint=hint)
@@ -167,14 +167,14 @@ class ExecutorReport(SimpleNamespace):
     """The facts of one task, see `executor_probe.answer`; those that could not be found out are `None`."""
 
     @property
-    def place(self) -> dict[str, Any]:
-        """For findings that concern all tasks of the executor."""
+    def of_executor(self) -> dict[str, Any]:
+        """The `where` of findings that concern all tasks of the executor."""
         return {"host": self.host, "executor": self.executor}
 
     @property
-    def task(self) -> dict[str, Any]:
-        """For findings that concern this task."""
-        return {**self.place, "rank": self.rank}
+    def of_task(self) -> dict[str, Any]:
+        """The `where` of findings that concern this task."""
+        return {**self.of_executor, "rank": self.rank}
 
 
 def _no_address(_: str) -> str:
@@ -184,12 +184,19 @@ def _no_address(_: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """What executor reports are compared with."""
+    """What executor reports are compared with.
 
-    packages: dict[str, dict[str, str]]  # the driver's
-    pandas: bool = False  # whether tasks need it, as before Spark 4.1
-    driver: str | None  # where executors reach the driver; `None` if rank 0 hosts the store
-    towards: Callable[[str], str] = _no_address  # the driver's local address on the way to a host
+    Attributes:
+        packages: The driver's packages.
+        pandas: Whether tasks need pandas, as before Spark 4.1.
+        driver: The address at which executors reach the driver; `None` if rank 0 hosts the store.
+        towards: Returns the driver's local address on the way to a host.
+    """
+
+    packages: dict[str, dict[str, str]]
+    pandas: bool = False
+    driver: str | None
+    towards: Callable[[str], str] = _no_address
     device: Device = "auto"
     world_size: int = 1
     checkpoint_dir: str | None = None
@@ -200,9 +207,9 @@ def diagnose(answers: Sequence[ExecutorReport], expected: Expected) -> list[Find
     executors = list({answer.executor: answer for answer in answers}.values())
     hosts = list({answer.host: answer for answer in executors}.values())
     names = ", ".join(f"{name} {package.get('version', '')}" for name, package in expected.packages.items())
-    given = sum(bool(answer.gpus) for answer in answers)
-    gpus = f"{given} tasks have one each, and torch sees them" if given else "none: ranks train on the CPU"
-    if not given and any(answer.cuda for answer in answers):
+    holders = sum(bool(answer.gpus) for answer in answers)
+    gpus = f"{holders} tasks have one each, and torch sees them" if holders else "none: ranks train on the CPU"
+    if not holders and any(answer.cuda for answer in answers):
         gpus = "Spark gives none, torch sees enough: ranks of a machine take its GPUs in order"
     driver = "not needed: rank 0 hosts the store, not this process"
     if expected.driver:
@@ -211,7 +218,7 @@ def diagnose(answers: Sequence[ExecutorReport], expected: Expected) -> list[Find
     if any(answer.peers is None for answer in answers):
         peers = "not needed: one task, or one machine"
     python = f"Python {executors[0].python}, and versions that go with the driver's: {names}"
-    kept = f"{len(answers)} tasks wrote, read and deleted a file in {directory}" if directory else ""
+    checkpoints = f"{len(answers)} tasks wrote, read and deleted a file in {directory}" if directory else ""
     findings = []
     for check, problems, fine in (
         ("packages", _packages(executors, expected), python),
@@ -220,7 +227,7 @@ def diagnose(answers: Sequence[ExecutorReport], expected: Expected) -> list[Find
         ("gpu-addresses", _gpus(answers, expected), "" if expected.device == "cpu" else gpus),
         ("shared-memory", _shared_memory(hosts), "/dev/shm has room"),
         ("local-disk", _disks(executors), "the local directories have room"),
-        ("checkpoint-dir", _checkpoints(answers, directory), kept),
+        ("checkpoint-dir", _checkpoints(answers, directory), checkpoints),
     ):
         findings += list(problems) or ([ok(check, fine)] if fine else [])
     return findings
@@ -231,26 +238,29 @@ def _packages(executors: Sequence[ExecutorReport], expected: Expected) -> Iterat
         for name in (*FLOORS, "sparktorch", "pandas"):
             status, text = _difference(name, answer, expected)
             if status != "ok":
-                cause, wanted = "sparktorch" if name == "sparktorch" else "package", expected.packages.get(name, {})
-                words = {"name": name, "wanted": wanted.get("version", "")}
-                yield found("packages", status, text, answer.place, cause, **words)
+                cause = "sparktorch" if name == "sparktorch" else "package"
+                driver_info = expected.packages.get(name, {})
+                words = {"name": name, "wanted": driver_info.get("version", "")}
+                yield finding_for("packages", status, text, answer.of_executor, cause, **words)
 
 
 def _difference(name: str, answer: ExecutorReport, expected: Expected) -> tuple[Status, str]:
-    there, here = answer.packages.get(name, {}), expected.packages.get(name, {})
-    version, wanted, ours = there.get("version"), here.get("version", ""), name == "sparktorch"
+    executor_info, driver_info = answer.packages.get(name, {}), expected.packages.get(name, {})
+    version, driver_version, ours = executor_info.get("version"), driver_info.get("version", ""), name == "sparktorch"
     count = 2 if name == "torch" else 1
     if version is None:
         by = "" if ours else f" by {answer.executable}"
-        text = f"{name} cannot be imported{by}: {there.get('error', 'it is not installed')}"
+        text = f"{name} cannot be imported{by}: {executor_info.get('error', 'it is not installed')}"
         return ("ok", "") if name == "pandas" and not expected.pandas else ("failure", text)
-    if ours and version == wanted and there.get("code") != here.get("code"):
+    if ours and version == driver_version and executor_info.get("code") != driver_info.get("code"):
         return "warning", f"sparktorch is {version}, but not the driver's code"
     if name in FLOORS and _numbers(version) < _numbers(FLOORS[name]):
         return "failure", f"{name} is {version}, and a rank needs {FLOORS[name]} or newer"
-    if version == wanted or (not ours and (not wanted or _numbers(version, count) == _numbers(wanted, count))):
+    if version == driver_version or (
+        not ours and (not driver_version or _numbers(version, count) == _numbers(driver_version, count))
+    ):
         return "ok", ""
-    return "failure" if ours else "warning", f"{name} is {version}, on the driver {wanted}"
+    return "failure" if ours else "warning", f"{name} is {version}, on the driver {driver_version}"
 
 
 def _numbers(version: str, count: int = 3) -> list[int]:
@@ -265,13 +275,15 @@ def _driver(executors: Sequence[ExecutorReport], expected: Expected) -> Iterator
             towards = expected.towards(answer.host)
             value = towards if towards not in ("", expected.driver) else "an address that executors reach"
             such_as = f", such as {towards}" if towards else ""
-            yield found("driver-reachable", "failure", text, answer.place, "driver", value=value, such_as=such_as)
+            yield finding_for(
+                "driver-reachable", "failure", text, answer.of_executor, "driver", value=value, such_as=such_as
+            )
 
 
 def _peers(answers: Sequence[ExecutorReport]) -> Iterator[Finding]:
     for answer in answers:
         for peer, why in (answer.peers or {}).items():
-            yield found("peers-reachable", "failure", f"does not reach {peer}: {why}", answer.task, "peers")
+            yield finding_for("peers-reachable", "failure", f"does not reach {peer}: {why}", answer.of_task, "peers")
 
 
 def _gpus(answers: Sequence[ExecutorReport], expected: Expected) -> Iterator[Finding]:
@@ -281,34 +293,34 @@ def _gpus(answers: Sequence[ExecutorReport], expected: Expected) -> Iterator[Fin
     check, holders = "gpu-addresses", dict[str, list[ExecutorReport]]()
     for answer in answers:
         yield from _unseen(answer)
-        address, known = answer.gpus[0] if answer.gpus else "", answer.gpu_uuids
-        uuid = known[int(address)] if address.isdigit() and int(address) < len(known) else address
+        address, uuids = answer.gpus[0] if answer.gpus else "", answer.gpu_uuids
+        uuid = uuids[int(address)] if address.isdigit() and int(address) < len(uuids) else address
         holders.setdefault(uuid, []).append(answer)
     for uuid, several in holders.items():
         if len(several) > 1 and uuid and not uuid.isdigit():
             text = f"the GPU {uuid} was given to tasks {', '.join(str(holder.rank) for holder in several)}"
-            yield found(check, "failure", text, {"host": several[0].host}, "shared gpu")
+            yield finding_for(check, "failure", text, {"host": several[0].host}, "shared gpu")
     ranks = Counter(answer.host for answer in answers if len(answers) == expected.world_size)
     for host, cuda in {answer.host: answer.cuda for answer in answers if answer.cuda and not answer.gpus}.items():
         if ranks[host] > cuda:
             text = f"{ranks[host]} ranks share {cuda} GPUs, and will train on the CPU"
-            yield found(check, "warning", text, {"host": host}, "idle gpus", cuda=cuda)
+            yield finding_for(check, "warning", text, {"host": host}, "idle gpus", cuda=cuda)
 
 
 def _unseen(answer: ExecutorReport) -> Iterator[Finding]:
     if not answer.gpus or answer.cuda is None:
         return
-    given, visible = answer.gpus[0], answer.cuda_visible_devices
+    address, visible = answer.gpus[0], answer.cuda_visible_devices
     try:
-        index = device_index(given, visible)
+        index = device_index(address, visible)
     except ClusterError as error:
-        yield found("gpu-addresses", "failure", error.what, answer.task, "gpu", hint=error.hint)
+        yield finding_for("gpu-addresses", "failure", error.what, answer.of_task, "gpu", hint=error.hint)
     else:
         if index >= answer.cuda:
-            seen = f"torch sees {answer.cuda} (CUDA_VISIBLE_DEVICES={visible})"
-            text = f"Spark gives GPU {given}, device {index}, but {seen}"
+            visible_to_torch = f"torch sees {answer.cuda} (CUDA_VISIBLE_DEVICES={visible})"
+            text = f"Spark gives GPU {address}, device {index}, but {visible_to_torch}"
             hint = "install there torch for such devices and their driver; let the script list what torch sees"
-            yield found("gpu-addresses", "failure", text, answer.task, "gpu", hint=hint)
+            yield finding_for("gpu-addresses", "failure", text, answer.of_task, "gpu", hint=hint)
 
 
 def _shared_memory(hosts: Sequence[ExecutorReport]) -> Iterator[Finding]:
@@ -316,7 +328,7 @@ def _shared_memory(hosts: Sequence[ExecutorReport]) -> Iterator[Finding]:
         free = answer.shared_memory
         if free is None or free < _LITTLE_SHARED_MEMORY:
             text = "/dev/shm does not exist" if free is None else f"/dev/shm has {_size(free)} free"
-            yield found("shared-memory", "warning", text, {"host": answer.host}, "shared memory")
+            yield finding_for("shared-memory", "warning", text, {"host": answer.host}, "shared memory")
 
 
 def _disks(executors: Sequence[ExecutorReport]) -> Iterator[Finding]:
@@ -324,13 +336,14 @@ def _disks(executors: Sequence[ExecutorReport]) -> Iterator[Finding]:
         for path, free in answer.disks.items():
             if free is not None and free < _LITTLE_DISK:
                 status: Status = "failure" if free < _NO_DISK else "warning"
-                yield found("local-disk", status, f"{path} has {_size(free)} free", answer.place, "disk")
+                yield finding_for("local-disk", status, f"{path} has {_size(free)} free", answer.of_executor, "disk")
 
 
 def _checkpoints(answers: Sequence[ExecutorReport], directory: str | None) -> Iterator[Finding]:
     if not directory:
         return
-    writers, seen = {answer.rank for answer in answers if answer.checkpoint is None}, True
+    writers = {answer.rank for answer in answers if answer.checkpoint is None}
+    all_fine = True
     shared = "name a URL, or an absolute path on a file system that all machines share"
     relative = ""
     if "://" not in directory and not os.path.isabs(directory):
@@ -344,10 +357,10 @@ def _checkpoints(answers: Sequence[ExecutorReport], directory: str | None) -> It
             hint = shared
         else:
             continue
-        seen = False
-        yield found("checkpoint-dir", "failure", text, answer.task, "directory", hint=hint)
-    if relative and seen:
-        yield found("checkpoint-dir", "warning", f"{directory}: {relative}", {}, "directory", hint=shared)
+        all_fine = False
+        yield finding_for("checkpoint-dir", "failure", text, answer.of_task, "directory", hint=hint)
+    if relative and all_fine:
+        yield finding_for("checkpoint-dir", "warning", f"{directory}: {relative}", {}, "directory", hint=shared)
 
 
 def _size(count: int) -> str:

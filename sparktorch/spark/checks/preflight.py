@@ -16,20 +16,20 @@ from pyspark.sql import SparkSession
 from sparktorch.base.config import Device
 from sparktorch.distributed.store import allow_connections
 from sparktorch.errors import ClusterError
-from sparktorch.spark.checks.findings import Finding, found, ok, refuse
+from sparktorch.spark.checks.findings import Finding, finding_for, ok, refuse
 from sparktorch.spark.launch.gpus import AMOUNT, gpu_profile
 from sparktorch.spark.session import is_local, java_profile, setting, slots, switched_on
 
 __all__ = ["check_cluster", "check_result_size", "descriptors", "enough_slots", "gpus", "settled_slots", "switches"]
 
 _SETTLE_SECONDS = 2.0
-_STARTING_SECONDS = 60.0  # wait for the first executors, if no setting says how many there will be
-_PROMISED_SECONDS = 600.0  # as long as Spark waits for the slots of a barrier job
+_STARTING_SECONDS = 60.0  # The first executors have this time, if no setting says how many there will be.
+_PROMISED_SECONDS = 600.0  # Spark waits as long for the slots of a barrier job.
 _WARN_SECONDS = 5.0
 
 _LOG = logging.getLogger(__name__)
 
-# What has to be off: setting, why, what else to set.
+# These have to be off. A name is followed by its setting, the reason, and what else to set.
 _OFF = {
     "dynamic allocation": (
         "spark.dynamicAllocation.enabled",
@@ -67,7 +67,7 @@ def switches(spark: SparkSession) -> list[Finding]:
         elif is_local(spark):
             findings.append(ok(check, f"{what} is on, and Spark has none in local mode"))
         else:
-            findings.append(found(check, "failure", f"{what} is on: {why}", {}, "switch", name=name, more=more))
+            findings.append(finding_for(check, "failure", f"{what} is on: {why}", {}, "switch", name=name, more=more))
     return findings
 
 
@@ -76,7 +76,9 @@ def descriptors(world_size: int) -> Finding:
     try:
         allow_connections(world_size)
     except ClusterError as error:
-        return found("descriptors", "failure", error.what, {"param": "numWorkers"}, "descriptors", hint=error.hint)
+        return finding_for(
+            "descriptors", "failure", error.what, {"param": "numWorkers"}, "descriptors", hint=error.hint
+        )
     return ok("descriptors", "the driver may open the connections of every rank")
 
 
@@ -86,9 +88,9 @@ def gpus(spark: SparkSession, device: Device, world_size: int) -> tuple[Resource
         profile = gpu_profile(spark, device, world_size)
     except ClusterError as error:
         name, value = ("device", "cpu") if is_local(spark) else (AMOUNT, "1")
-        return None, found("gpus", "failure", error.what, {}, "gpus", name=name, value=value, hint=error.hint)
-    given = float(setting(spark, AMOUNT, "0"))
-    text = f"{given:g} an executor, one a rank" if given >= 1 else "the executors were given none"
+        return None, finding_for("gpus", "failure", error.what, {}, "gpus", name=name, value=value, hint=error.hint)
+    gpus_of_executor = float(setting(spark, AMOUNT, "0"))
+    text = f"{gpus_of_executor:g} an executor, one a rank" if gpus_of_executor >= 1 else "the executors were given none"
     if is_local(spark):
         text = "local mode: ranks take those of this machine, if there are enough"
     return profile, ok("gpus", "not asked for" if device == "cpu" else text)
@@ -107,33 +109,33 @@ def enough_slots(
 
     With `all_of_them` it waits until no more slots appear, even if there are enough.
     """
-    there = settled_slots(spark, world_size, profile, longest=longest)
-    if all_of_them and there is not None and there >= world_size:
-        there = settled_slots(spark, sys.maxsize, profile, settle=_SETTLE_SECONDS)
-    if there is None:
+    count = settled_slots(spark, world_size, profile, longest=longest)
+    if all_of_them and count is not None and count >= world_size:
+        count = settled_slots(spark, sys.maxsize, profile, settle=_SETTLE_SECONDS)
+    if count is None:
         text = "behind this server they cannot be counted; Spark itself refuses too many ranks, after ten minutes"
         return ok("slots", text), None
-    if there >= world_size:
-        return ok("slots", f"{there}, of which {world_size} are needed"), there
-    where, asked = {"param": "numWorkers"}, world_size if most in (None, world_size) else f"({world_size}, {most})"
-    if not there and not is_local(spark):
-        text = f"numWorkers={asked}, but no executor has come to this session"
-        return found("slots", "failure", text, where, "no executor", hint=_why_no_executor(spark)), there
+    if count >= world_size:
+        return ok("slots", f"{count}, of which {world_size} are needed"), count
+    where, asked_for = {"param": "numWorkers"}, world_size if most in (None, world_size) else f"({world_size}, {most})"
+    if not count and not is_local(spark):
+        text = f"numWorkers={asked_for}, but no executor has come to this session"
+        return finding_for("slots", "failure", text, where, "no executor", hint=_why_no_executor(spark)), count
     cpus = int(setting(spark, "spark.task.cpus", "1"))
     name, value = "spark.master", f"local[{world_size * cpus}]"
     more = f"master {value!r}"
     if not is_local(spark):
-        each = max(1, int(setting(spark, "spark.executor.cores", "1")) // cpus)
-        name, value = "spark.executor.instances", str(-(-world_size // each))
+        slots_of_executor = max(1, int(setting(spark, "spark.executor.cores", "1")) // cpus)
+        name, value = "spark.executor.instances", str(-(-world_size // slots_of_executor))
         more = "spark.executor.instances x spark.executor.cores / spark.task.cpus"
     words = {
-        "fits": f"{there or 1} or less" if most in (None, world_size) else f"({there or 1}, {most})",
+        "fits": f"{count or 1} or less" if most in (None, world_size) else f"({count or 1}, {most})",
         "more": more,
         "gpus": "" if profile is None else f" (and {AMOUNT}: one GPU a worker)",
         "master": setting(spark, "spark.master", "unknown"),
     }
-    text = f"numWorkers={asked}, but the cluster has {there} slots"
-    return found("slots", "failure", text, where, "slots", name=name, value=value, **words), there
+    text = f"numWorkers={asked_for}, but the cluster has {count} slots"
+    return finding_for("slots", "failure", text, where, "slots", name=name, value=value, **words), count
 
 
 def _why_no_executor(spark: SparkSession) -> str:
@@ -150,8 +152,9 @@ def _why_no_executor(spark: SparkSession) -> str:
 
 def check_result_size(spark: SparkSession, model_bytes: int) -> None:
     """Refuses a model that is larger, in bytes, than what the driver accepts as the result of a job."""
-    given = re.fullmatch(r"(\d+)([kmgtp]?)b?", setting(spark, "spark.driver.maxResultSize", "1g").strip().lower())
-    limit = int(given[1]) << 10 * " kmgtp".index(given[2] or " ") if given else 0
+    size = re.fullmatch(r"(\d+)([kmgtp]?)b?", setting(spark, "spark.driver.maxResultSize", "1g").strip().lower())
+    # Each of the letters stands for 1024 of the one before.
+    limit = int(size[1]) << 10 * " kmgtp".index(size[2] or " ") if size else 0
     if limit and model_bytes > limit:
         raise ClusterError(
             f"the model takes {model_bytes / 2**30:.1f} GiB, and the driver accepts {limit / 2**30:.1f} GiB as the "
@@ -169,7 +172,7 @@ def _none() -> int:
 
 def settled_slots(
     spark: SparkSession,
-    wanted: int,
+    needed: int,
     profile: ResourceProfile | None,
     *,
     settle: float | None = None,
@@ -188,50 +191,59 @@ def settled_slots(
     local = is_local(spark)
 
     def free() -> int | None:
-        count = slots(spark, java_profile(profile))
-        return None if count is None else max(0, count - taken())
+        slot_count = slots(spark, java_profile(profile))
+        return None if slot_count is None else max(0, slot_count - taken())
 
-    def patience(there: int) -> float:
-        return usual(there) if settle is None else settle if there > 0 or local else max(settle, usual(there))
+    def patience(count: int) -> float:
+        if settle is not None and (count > 0 or local):
+            return settle
+        return max(settle or 0.0, _patience(spark, count, needed, promised))
 
-    def usual(there: int) -> float:
-        if promised is not None and promised >= wanted:
-            return _PROMISED_SECONDS
-        age = 0 if there <= 0 else time.time() - spark.sparkContext.startTime / 1000
-        return _SETTLE_SECONDS if promised is not None and there > 0 else max(_SETTLE_SECONDS, _STARTING_SECONDS - age)
-
-    there = free()
-    if there is None or (local and not taken()):
+    count = free()
+    if count is None or (local and not taken()):
         return free()
-    promised = _promised_slots(spark, wanted, gpu_each=profile is not None)
+    promised = _promised_slots(spark, needed, gpu_each=profile is not None)
     begun = time.monotonic()
-    until, warn_at = begun + patience(there), begun + _WARN_SECONDS
-    while there < wanted and (now := time.monotonic()) < min(until, begun + longest):
+    until, warn_at = begun + patience(count), begun + _WARN_SECONDS
+    while count < needed:
+        now = time.monotonic()
+        if now >= min(until, begun + longest):
+            break
         if now > warn_at:
             warn_at = now + _PROMISED_SECONDS
-            if there > 0:
-                _LOG.warning("the cluster has %d of %d slots: waiting for more executors", there, wanted)
+            if count > 0:
+                _LOG.warning("the cluster has %d of %d slots: waiting for more executors", count, needed)
             else:
                 _LOG.warning("no executor has come yet: %s", _why_no_executor(spark))
         time.sleep(0.1)
-        before, there = there, free() or 0
-        if there != before:
-            until = time.monotonic() + patience(there)
-    return there
+        before, count = count, free() or 0
+        if count != before:
+            until = time.monotonic() + patience(count)
+    return count
 
 
-def _promised_slots(spark: SparkSession, wanted: int, *, gpu_each: bool) -> int | None:
+def _patience(spark: SparkSession, count: int, needed: int, promised: int | None) -> float:
+    """Returns for how many seconds after the last new slot more are expected."""
+    if promised is not None and promised >= needed:
+        return _PROMISED_SECONDS
+    if promised is not None and count > 0:
+        return _SETTLE_SECONDS
+    age = 0 if count <= 0 else time.time() - spark.sparkContext.startTime / 1000
+    return max(_SETTLE_SECONDS, _STARTING_SECONDS - age)
+
+
+def _promised_slots(spark: SparkSession, needed: int, *, gpu_each: bool) -> int | None:
     """Returns how many slots the session's settings ask for; `None` if they do not say."""
     master, cpus = setting(spark, "spark.master"), int(setting(spark, "spark.task.cpus", "1"))
     local = re.fullmatch(r"local-cluster\[\s*(\d+)\s*,\s*(\d+)\s*,.*\]", master)
-    if master.startswith("spark:"):  # Standalone: all free cores, up to spark.cores.max
+    if master.startswith("spark:"):  # Standalone gives all free cores, up to spark.cores.max.
         most = setting(spark, "spark.cores.max")
-        return int(most) // cpus if most and int(most) // cpus < wanted else None
+        return int(most) // cpus if most and int(most) // cpus < needed else None
     executors = local[1] if local else setting(spark, "spark.executor.instances")
     if not executors:
         return None
-    each = int(local[2] if local else setting(spark, "spark.executor.cores", "1")) // cpus
+    slots_of_executor = int(local[2] if local else setting(spark, "spark.executor.cores", "1")) // cpus
     gpus_a_task = 1.0 if gpu_each else float(setting(spark, "spark.task.resource.gpu.amount", "0"))
     if gpus_a_task:
-        each = min(each, int(float(setting(spark, AMOUNT, "0")) / gpus_a_task))
-    return int(executors) * each
+        slots_of_executor = min(slots_of_executor, int(float(setting(spark, AMOUNT, "0")) / gpus_a_task))
+    return int(executors) * slots_of_executor

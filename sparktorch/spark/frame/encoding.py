@@ -17,7 +17,7 @@ from pyspark.sql import types as T
 from sparktorch.data.columns import DType, InputOptions, Layout, TensorSpec, input_name
 from sparktorch.data.convert.sql_types import NUMBERS
 from sparktorch.data.fields.kinds import KINDS, kind_of
-from sparktorch.errors import ColumnError, ConfigError, told
+from sparktorch.errors import ColumnError, ConfigError, failure_text
 from sparktorch.spark.column_names import ColumnNames, quoted_name
 from sparktorch.spark.compat import for_pandas
 from sparktorch.spark.frame.kinds import (
@@ -43,9 +43,9 @@ __all__ = [
 
 _NUMPY_TYPES = {sql: dtype for dtype, sql in SQL_TYPES.items()} | {"boolean": "bool"}
 _CHANNELS = (1, 3, 4)
-_NAME = "%column%"  # stands for the name that Spark finds
-_FLOAT_EXACT = 1 << 24  # float32 holds every whole number up to here
-# Types passed unchanged to `preprocess`, besides numbers, lists and structs.
+_NAME = "%column%"  # It stands for the name that Spark finds.
+_FLOAT_EXACT = 1 << 24  # float32 holds every whole number up to this one.
+# `preprocess` gets columns of these types unchanged, besides numbers, lists and structs.
 _PLAIN = (T.StringType, T.BinaryType, T.DateType, T.TimestampType, T.TimestampNTZType)
 
 
@@ -56,16 +56,18 @@ def plan_inputs(columns: ColumnNames, names: Sequence[str], options: InputOption
     them.
     """
     options.check_names(names)
-    numbers = (at for at, name in enumerate(names) if options.assemble and isinstance(columns.type_of(name), NUMERIC))
-    places = tuple(numbers)
-    packed = set(places)
+    packed: list[int] = []
+    if options.assemble:
+        packed = [number for number, name in enumerate(names) if isinstance(columns.type_of(name), NUMERIC)]
+    is_packed = set(packed)
     specs: list[TensorSpec] = []
-    for at, name in enumerate(names):
+    for number, name in enumerate(names):
         wire = input_name(len(specs))
-        if at not in packed:
+        if number not in is_packed:
             specs.append(_spec(columns, name, wire, options))
-        elif at == places[0]:
-            specs.append(replace(_packed(columns, [names[place] for place in places], wire, options), places=places))
+        elif number == packed[0]:
+            spec = _packed(columns, [names[index] for index in packed], wire, options)
+            specs.append(replace(spec, places=tuple(packed)))
     return specs
 
 
@@ -73,7 +75,7 @@ def _spec(columns: ColumnNames, name: str, wire: str, options: InputOptions) -> 
     kind = columns.type_of(name)
     encoding = encoding_of(kind)
     free = encoding is None or encoding.free
-    sql = kept_as(kind) if options.as_they_are and free and not options.given_for(name) else None
+    sql = kept_as(kind) if options.as_they_are and free and not options.params_of(name) else None
     if sql is not None:
         return _as_it_is(kind, sql, name, wire, options)
     if encoding is None or (encoding.asks and name not in options.layouts):
@@ -85,7 +87,9 @@ def _spec(columns: ColumnNames, name: str, wire: str, options: InputOptions) -> 
         raise error
     _check_fill(name, options.fill, dtype, hint=f"or set inputDtypes={{{name!r}: 'float32'}}")
     ragged = layout in ("padded", "jagged")
-    levels = (0,) * (encoding.depth(kind) - ragged)
+    # Lengths that only the sample row shows are 0; the first level of ragged rows has no length.
+    depth = encoding.depth(kind)
+    levels = (0,) * (depth - 1 if ragged else depth)
     shape = tuple(options.shapes.get(name, levels))
     if name in options.shapes and len(levels) == 1:
         levels = (math.prod(shape),)
@@ -127,7 +131,7 @@ def kept_as(kind: T.DataType) -> str | None:
         return f"struct<{','.join(named)}>"
     if isinstance(kind, T.DecimalType):
         return "double"
-    if isinstance(kind, T.StringType):  # of any collation
+    if isinstance(kind, T.StringType):  # `simpleString` would also name a collation.
         return "string"
     return kind.simpleString() if isinstance(kind, (*NUMERIC, *_PLAIN)) else None
 
@@ -135,11 +139,12 @@ def kept_as(kind: T.DataType) -> str | None:
 def _packed(columns: ColumnNames, names: list[str], wire: str, options: InputOptions) -> TensorSpec:
     """Returns the spec of scalar columns packed into one array."""
     for name in names:
-        if given := options.given_for(name):
+        params = options.params_of(name)
+        if params:
             raise ConfigError(
-                f"{given[0]} names {name!r}, which assembleInputs packs together with the other scalar columns",
-                hint=f"leave {given[0]} out: one column that is cast to double makes all of them floats",
-                param=given[0],
+                f"{params[0]} names {name!r}, which assembleInputs packs together with the other scalar columns",
+                hint=f"leave {params[0]} out: one column that is cast to double makes all of them floats",
+                param=params[0],
             )
     integral = all(isinstance(columns.type_of(name), INTEGRAL) for name in names)
     _check_fill(names[0], options.fill, "int64" if integral else "float32", hint="or cast a column to double")
@@ -172,21 +177,21 @@ def _misfits(
     name: str, kind: T.DataType, encoding: Encoding, layout: str, dtype: str, options: InputOptions
 ) -> Iterator[ConfigError]:
     """Yields what layout, dtype, lengths and shape have that does not suit the column's type."""
-    said = f"column {name!r} is {kind.simpleString()}"
+    subject = f"column {name!r} is {kind.simpleString()}"
     possible = encoding.dtypes_as(layout) or (dtype,)
     for param, value, valid in (("inputLayouts", layout, encoding.layouts), ("inputDtypes", dtype, possible)):
         if value not in valid:
             hint = f"it can be {' or '.join(map(repr, valid))}"
-            yield ConfigError(f"{said}, which cannot be {value!r}", hint=hint, param=param)
+            yield ConfigError(f"{subject}, which cannot be {value!r}", hint=hint, param=param)
     if not dtype:
         hint = f"set inputDtypes={{{name!r}: 'float32'}}, or another"
-        yield ConfigError(f"{said}, and nothing says what its bytes are", hint=hint, param="inputDtypes")
-    for param, given, suits in (
+        yield ConfigError(f"{subject}, and nothing says what its bytes are", hint=hint, param="inputDtypes")
+    for param, options_by_name, suits in (
         ("maxLengths", options.limits, layout in ("padded", "jagged")),
         ("padValues", options.pads, layout == "padded"),
         ("inputShapes", options.shapes, layout != "sparse_csr"),
     ):
-        if name in given and not suits:
+        if name in options_by_name and not suits:
             hint = f", or set inputLayouts={{{name!r}: 'padded'}}" if "padded" in encoding.layouts else ""
             yield ConfigError(
                 f"{param} names {name!r}, whose layout is {layout!r}", hint=f"leave it out{hint}", param=param
@@ -194,7 +199,7 @@ def _misfits(
     shape = options.shapes.get(name, (3, 0, 0))
     if layout == "image" and (len(shape) != 3 or (shape[0] not in _CHANNELS and shape[2] not in _CHANNELS)):
         yield ConfigError(
-            f"inputShapes[{name!r}] is {list(shape)}, and {said}",
+            f"inputShapes[{name!r}] is {list(shape)}, and {subject}",
             hint="an image is [channels, height, width] or [height, width, channels], with 1, 3 or 4 channels",
             param="inputShapes",
             code="ST-SHAPE",
@@ -211,20 +216,25 @@ def exact(columns: ColumnNames, spec: TensorSpec, wire: Column) -> Column:
     wide = [name for name in spec.sources if _is_wide(columns.type_of(name))]
     if spec.dtype != "float32" or not wide:
         return wire
-    # Flat: nested, one `when` a column overflows the JVM's stack at 300 columns. The names are one literal.
+    # The expression is flat, and the names are one literal: nested, one `when` a column overflows the JVM's stack at
+    # 300 columns.
     sizes = [F.abs(columns.column(name).cast("double")) for name in wide]
     most = F.greatest(F.lit(0.0), *sizes)
-    known = F.from_json(F.lit(json.dumps([json.dumps(name)[1:-1] for name in wide])), "array<string>")
+    names = F.from_json(F.lit(json.dumps([json.dumps(name)[1:-1] for name in wide])), "array<string>")
     # Spark 3.5's array_position and array_contains take no column, so the names are filtered by position.
     largest = F.array(*sizes)
-    found = F.element_at(F.filter(known, lambda _, place: F.get(largest, place) == most), 1)
+
+    def is_largest(name: Column, index: Column) -> Column:
+        return F.get(largest, index) == most
+
+    widest = F.element_at(F.filter(names, is_largest), 1)
     error = ColumnError(
         f"column '{_NAME}' holds whole numbers beyond 2^24, which are packed as float32 and would be rounded: "
         "different ones would become the same",
         hint="leave identifiers out of the inputs; where rounding is fine, cast it to double",
         column=_NAME,
     )
-    refused = F.raise_error(F.replace(F.lit(told(error)), F.lit(_NAME), found))
+    refused = F.raise_error(F.replace(F.lit(failure_text(error)), F.lit(_NAME), widest))
     return F.when(most <= _FLOAT_EXACT, wire).otherwise(refused).alias(spec.name)
 
 
@@ -292,6 +302,8 @@ def _fits(kind: T.DataType, spec: TensorSpec) -> bool:
         return False
     if not kind_of(spec).numeric:
         return encoding.kind == spec.kind and spec.layout in encoding.layouts
-    wanted = 0 if spec.sources else len(spec.levels) + spec.ragged
+    depth = len(spec.levels) + 1 if spec.ragged else len(spec.levels)
+    if spec.sources:
+        depth = 0
     ragged = not spec.ragged or spec.layout in encoding.layouts
-    return KINDS[encoding.kind].numeric and encoding.depth(kind) == wanted and ragged
+    return KINDS[encoding.kind].numeric and encoding.depth(kind) == depth and ragged

@@ -25,6 +25,7 @@ from sparktorch.spark.frame.nested import any_of, unfit
 
 __all__ = ["first_row", "measured"]
 
+# So many rows are looked at, until one of them is usable.
 _LOOKED_AT = (1, 64, 4096)
 
 
@@ -32,19 +33,20 @@ def first_row(data: DataFrame, columns: Columns, *, filled: bool) -> pa.RecordBa
     """Returns the sample row, the first usable row, as a record batch; `filled` says that ranks fill null inputs."""
     schema = data.schema
     conditions = []
-    for spec in columns.tensors:  # labels and weights are never filled
+    for spec in columns.tensors:
+        # Labels and weights are never filled.
         drop = (columns.drop_nulls and not spec.nulls) or (filled and spec not in columns.inputs)
         condition = _unfit(spec, schema[spec.name].dataType, drop=drop)
         if condition is not None:
             conditions.append(condition)
     rows = data.where(~any_of(conditions)) if conditions else data
     for count in _LOOKED_AT:
-        found = _head(rows, count, schema)
+        head = _head(rows, count, schema)
         # Bytes, which Spark cannot check, may still hold NaN or infinity.
-        fit = RowFilter(columns).rows_of(found, first_row=0) if columns.drop_nulls else found
+        fit = RowFilter(columns).rows_of(head, first_row=0) if columns.drop_nulls else head
         if fit.num_rows:
             return fit.slice(0, 1)
-        if found.num_rows < count:
+        if head.num_rows < count:
             break
     what = "no row without nulls, NaN, infinity or empty lists" if conditions else "no rows"
     raise ColumnError(f"the DataFrame has {what}", hint="check the filter or the path it comes from", code="ST-NO-ROWS")
@@ -52,14 +54,16 @@ def first_row(data: DataFrame, columns: Columns, *, filled: bool) -> pa.RecordBa
 
 def _head(rows: DataFrame, count: int, schema: T.StructType) -> pa.RecordBatch:
     """Returns the first rows as a record batch, as the ranks get it, except that timestamps are in UTC."""
-    timed = {each.name: each.dataType for each in schema.fields if has_timestamps(each.dataType)}
-    if timed:  # pyspark would return them in the time zone of this process
+    timed = {field.name: field.dataType for field in schema.fields if has_timestamps(field.dataType)}
+    if timed:
+        # pyspark would return timestamps in the time zone of this process.
         rows = rows.withColumns({name: as_microseconds(F.col(name), kind) for name, kind in timed.items()})
     try:
-        found = rows.head(count)  # reads one partition; `limit(1).toArrow()` would run a task on every one
-    except (PySparkException, Py4JError) as error:  # pyspark 3.5 does not convert the latter
+        # `head` reads one partition first; `limit(1).toArrow()` would run a task on each of them.
+        head = rows.head(count)
+    except (PySparkException, Py4JError) as error:  # pyspark 3.5 does not convert errors of Py4J.
         raise failure_in(str(error)) or error from None
-    values = [row.asDict(recursive=True) for row in found]
+    values = [row.asDict(recursive=True) for row in head]
     kinds = [(field.name, arrow_type(str(kept_as(field.dataType)))) for field in schema.fields]
     return pa.RecordBatch.from_pylist(values, pa.schema(kinds))
 
@@ -71,20 +75,25 @@ def _unfit(spec: TensorSpec, kind: T.DataType, *, drop: bool) -> Column | None:
     """
     column = F.col(spec.name)
     shapeless = 0 in spec.levels
-    found = []
+    conditions = []
     if drop:
-        found.append(unfit(spec, kind))
+        conditions.append(unfit(spec, kind))
     elif spec.fill is not None and shapeless:
-        found.append(_without_lists(column, kind))
+        conditions.append(_without_lists(column, kind))
     if spec.ragged and shapeless:
-        found.append(F.coalesce(F.size(column) == 0, F.lit(False)))
-    return reduce(or_, found) if found else None
+        conditions.append(F.coalesce(F.size(column) == 0, F.lit(False)))
+    return reduce(or_, conditions) if conditions else None
 
 
 def _without_lists(column: Column, kind: T.DataType) -> Column:
     """Returns a condition that is true for values that are null or hold a null list."""
     if isinstance(kind, T.ArrayType) and isinstance(kind.elementType, T.ArrayType):
-        return column.isNull() | F.exists(column, lambda inner: _without_lists(inner, kind.elementType))
+        element_type = kind.elementType
+
+        def element_without_lists(element: Column) -> Column:
+            return _without_lists(element, element_type)
+
+        return column.isNull() | F.exists(column, element_without_lists)
     return column.isNull()
 
 
@@ -95,10 +104,10 @@ def measured(spec: TensorSpec, sample: pa.RecordBatch) -> TensorSpec:
     value = sample.column(spec.name)[0].as_py()
     if spec.resize:
         return spec
-    found = () if value is None else kind_of(spec).measured(value, spec)
-    if spec.layout == "image" and found:
-        return replace(spec, shape=found)
-    if value is None or len(found) < len(spec.levels) or 0 in found:
+    lengths = () if value is None else kind_of(spec).measured(value, spec)
+    if spec.layout == "image" and lengths:
+        return replace(spec, shape=lengths)
+    if value is None or len(lengths) < len(spec.levels) or 0 in lengths:
         if 0 not in spec.levels:
             return _shaped(spec, spec.levels)
         raise ColumnError(
@@ -107,7 +116,7 @@ def measured(spec: TensorSpec, sample: pa.RecordBatch) -> TensorSpec:
             column=spec.column,
             code="ST-NULL",
         )
-    return _shaped(spec, found)
+    return _shaped(spec, lengths)
 
 
 def _shaped(spec: TensorSpec, levels: tuple[int, ...]) -> TensorSpec:
@@ -117,9 +126,9 @@ def _shaped(spec: TensorSpec, levels: tuple[int, ...]) -> TensorSpec:
     if spec.lists is None:
         return replace(spec, shape=levels)
     if math.prod(levels) != spec.width:
-        of = "each element of a row" if spec.ragged else "a row"
+        subject = "each element of a row" if spec.ragged else "a row"
         raise ColumnError(
-            f"{of} of column {spec.column!r} holds {math.prod(levels)} values, inputShapes says "
+            f"{subject} of column {spec.column!r} holds {math.prod(levels)} values, inputShapes says "
             f"{list(spec.shape)}, which are {spec.width}",
             hint="the ranks reshape each row, they neither pad nor cut it",
             column=spec.column,

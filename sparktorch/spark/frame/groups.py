@@ -14,13 +14,13 @@ from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.frame.kinds import INTEGRAL
 from sparktorch.spark.frame.refusals import unsuitable
 
-__all__ = ["check_group", "placed"]
+__all__ = ["check_group", "group_columns"]
 
 _NESTED = (T.ArrayType, T.MapType, T.StructType)
 
 
-def placed(names: ColumnNames, groups: Groups | None, inputs: Sequence[TensorSpec]) -> list[Column]:
-    """Returns the encoded group of a row, null where the column is, and its place in the group, if that has an order.
+def group_columns(names: ColumnNames, groups: Groups | None, inputs: Sequence[TensorSpec]) -> list[Column]:
+    """Returns the encoded group of a row, null where the column is, and what orders rows in it, if there is an order.
 
     A `ColumnError` says that a column is missing or cannot order rows, or that windows cannot have one of the inputs.
     """
@@ -33,8 +33,10 @@ def placed(names: ColumnNames, groups: Groups | None, inputs: Sequence[TensorSpe
         check_group(names, groups.group)
         column = names.column(groups.group)
         group = F.when(column.isNotNull(), F.xxhash64(column))
-    found = [group.alias(GROUP)]
-    return found if groups.order is None else [*found, _place(names, groups.order).alias(ORDER)]
+    encoded = [group.alias(GROUP)]
+    if groups.order is not None:
+        encoded.append(_order_column(names, groups.order).alias(ORDER))
+    return encoded
 
 
 def check_group(names: ColumnNames, name: str) -> None:
@@ -56,14 +58,15 @@ def _refuse_uneven(specs: Sequence[TensorSpec]) -> None:
             )
 
 
-def _place(names: ColumnNames, name: str) -> Column:
+def _order_column(names: ColumnNames, name: str) -> Column:
     """Returns a column that orders rows as int64: whole numbers, days of dates, microseconds of timestamps."""
     kind, column = names.type_of(name), names.column(name)
     if isinstance(kind, T.DateType):
         return F.unix_date(column).cast("long")
     if isinstance(kind, T.TimestampType):
         return F.unix_micros(column)
-    if isinstance(kind, T.TimestampNTZType):  # in a time zone, a clock that is set back would repeat an hour
+    if isinstance(kind, T.TimestampNTZType):
+        # It is not cast to a timestamp: in a time zone, a clock that is set back would repeat an hour.
         minutes = F.unix_date(column.cast("date")).cast("long") * 1440 + F.hour(column) * 60 + F.minute(column)
         return minutes * 60_000_000 + (F.extract(F.lit("SECOND"), column) * 1_000_000).cast("long")
     if isinstance(kind, INTEGRAL):

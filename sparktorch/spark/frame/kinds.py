@@ -30,6 +30,10 @@ _IMAGE_FIELDS = ("height", "width", "nChannels", "data")
 _OF_IMAGES = ("float32", "uint8")
 
 
+def _one_level(kind: T.DataType) -> int:
+    return 1
+
+
 class Encoding(NamedTuple):
     """Types of columns that become a kind of column in one way.
 
@@ -94,7 +98,8 @@ def _listed(dtype: str, depth: int) -> str:
 def _image(columns: ColumnNames, spec: TensorSpec) -> Column:
     column = columns.column(spec.column)
     fields = F.struct(*[column[name].alias(name) for name in _IMAGE_FIELDS])
-    readable = column["data"].isNotNull() & (column["height"] >= 0)  # unreadable images have height -1
+    # Images that Spark could not read have height -1.
+    readable = column["data"].isNotNull() & (column["height"] >= 0)
     return F.when(readable, fields)
 
 
@@ -107,11 +112,14 @@ def _vectors(columns: ColumnNames, spec: TensorSpec) -> Column:
     fields = F.unwrap_udt(column)
     indices = F.coalesce(fields["indices"], F.array().cast("array<int>"))
     values = fields["values"]
-    if np.dtype(dtype).kind == "i":  # null where it cannot hold a value, for `nullPolicy`
+    if np.dtype(dtype).kind == "i":
         least, most = float(np.iinfo(dtype).min), float(np.iinfo(dtype).max)
-        values = F.transform(
-            values, lambda value: F.when(((value == least) | (value > least - 1)) & (value < most + 1), value)
-        )
+
+        # A value that the dtype cannot hold becomes null, for `nullPolicy`.
+        def held(value: Column) -> Column:
+            return F.when(((value == least) | (value > least - 1)) & (value < most + 1), value)
+
+        values = F.transform(values, held)
     parts = F.struct(
         fields["size"].alias("size"), indices.alias("indices"), values.cast(_listed(dtype, 1)).alias("values")
     )

@@ -15,7 +15,7 @@ from sparktorch.data.columns import TensorSpec
 
 __all__ = ["any_of", "hashed", "unfit"]
 
-_CHAINED = 50  # conditions that Spark's optimizer still walks one within another
+_CHAINED = 50  # Spark's optimizer still walks so many conditions one within another.
 Within = Callable[[Column], list[Column]]
 
 
@@ -26,19 +26,21 @@ def hashed(spec: TensorSpec, kind: T.DataType) -> list[Column]:
     hashed, too.
     """
     column = F.col(spec.name)
-    free = spec.as_it_is  # its lists may have any lengths, on any level
+    free = spec.as_it_is  # Its lists may have any lengths, on any level.
     columns = [F.size(column), column] if spec.ragged or (free and isinstance(kind, T.ArrayType)) else [column]
-    if spec.sources:  # the same flags as below, without a call for every element
-        places = (F.isnull(column.getItem(place)) for place in range(len(spec.sources)))
-        return [*columns, *([] if spec.fill is None else [F.isnull(column), *places])]
+    if spec.sources:  # These are the same flags as below, without a call for every element.
+        null_flags = (F.isnull(column.getItem(index)) for index in range(len(spec.sources)))
+        return [*columns, *([] if spec.fill is None else [F.isnull(column), *null_flags])]
     if isinstance(kind, T.StructType) and not free:
-        kind = T.NullType()  # vectors and images are null as a whole, or not at all
+        kind = T.NullType()  # Vectors and images are null as a whole, or not at all.
 
-    def unknown(value: Column, of: T.DataType) -> list[Column]:
+    def flags_of(value: Column, value_type: T.DataType) -> list[Column]:
         flags = [F.isnull(value)] if spec.takes_nulls else []
-        return flags + [F.size(value)] * (free and isinstance(of, T.ArrayType) and value is not column)
+        if free and isinstance(value_type, T.ArrayType) and value is not column:
+            flags.append(F.size(value))
+        return flags
 
-    return columns + _within(column, kind, unknown, _structs)
+    return columns + _within(column, kind, flags_of, _structs)
 
 
 def unfit(spec: TensorSpec, kind: T.DataType, column: Column | None = None) -> Column:
@@ -47,48 +49,62 @@ def unfit(spec: TensorSpec, kind: T.DataType, column: Column | None = None) -> C
     `column` encodes the values; by default it is the column named `spec.name`.
     """
     column = F.col(spec.name) if column is None else column
-    if isinstance(kind, T.StructType) and "values" in kind.names and not spec.as_it_is:  # dense vectors have no size
+    # The size of a dense vector is null, so that its values alone are looked at.
+    if isinstance(kind, T.StructType) and "values" in kind.names and not spec.as_it_is:
         column, kind = column["values"], kind["values"].dataType
 
-    def bad(value: Column, of: T.DataType) -> list[Column]:
-        if not isinstance(of, T.FloatType | T.DoubleType):
+    def conditions_of(value: Column, value_type: T.DataType) -> list[Column]:
+        if not isinstance(value_type, T.FloatType | T.DoubleType):
             return [value.isNull()]
         return [value.isNull(), F.isnan(value), F.abs(value) == math.inf]
 
-    return any_of(_within(column, kind, bad, _any))
+    return any_of(_within(column, kind, conditions_of, _any))
 
 
 def any_of(conditions: Sequence[Column]) -> Column:
-    """Returns a condition that is true if one of them is; none is null. Flat: a chain of `or` overflows the stack."""
-    return F.array_contains(F.array(*conditions), True) if len(conditions) > _CHAINED else reduce(or_, conditions)
+    """Returns a condition that is true if one of some conditions is, none of which may be null."""
+    if len(conditions) > _CHAINED:
+        # A long chain of `or` would overflow the stack of the JVM.
+        return F.array_contains(F.array(*conditions), True)
+    return reduce(or_, conditions)
 
 
 def _within(
     value: Column,
     kind: T.DataType,
-    found: Callable[[Column, T.DataType], list[Column]],
-    joined: Callable[[Column, Within], Column],
+    columns_of: Callable[[Column, T.DataType], list[Column]],
+    join: Callable[[Column, Within], Column],
 ) -> list[Column]:
-    """Returns the columns that `found` gives for a value, and then for its fields or elements, recursively.
+    """Returns the columns that `columns_of` gives for a value, and then for its fields or elements, recursively.
 
-    `joined` combines the columns for the elements of a list into one column.
+    `join` combines the columns for the elements of a list into one column.
     """
-    columns = found(value, kind)
+    columns = columns_of(value, kind)
     if isinstance(kind, T.StructType):
         for field in kind.fields:
-            columns += _within(value.getField(field.name), field.dataType, found, joined)
-    elif isinstance(kind, T.ArrayType) and _within(F.lit(None), kind.elementType, found, joined):
-        columns.append(joined(value, lambda element: _within(element, kind.elementType, found, joined)))
+            columns += _within(value.getField(field.name), field.dataType, columns_of, join)
+    elif isinstance(kind, T.ArrayType):
+        element_type = kind.elementType
+
+        def within(element: Column) -> list[Column]:
+            return _within(element, element_type, columns_of, join)
+
+        # Where elements give no columns, there is nothing to join.
+        if within(F.lit(None)):
+            columns.append(join(value, within))
     return columns
 
 
 def _structs(lists: Column, within: Within) -> Column:
-    def one(element: Column) -> Column:
+    def of_element(element: Column) -> Column:
         columns = within(element)
         return columns[0] if len(columns) == 1 else F.struct(*columns)
 
-    return F.transform(lists, one)
+    return F.transform(lists, of_element)
 
 
 def _any(lists: Column, within: Within) -> Column:
-    return F.exists(lists, lambda element: any_of(within(element)))
+    def of_element(element: Column) -> Column:
+        return any_of(within(element))
+
+    return F.exists(lists, of_element)

@@ -16,7 +16,7 @@ from sparktorch.spark.session import is_connect
 __all__ = ["keep", "moved_as_they_are", "split", "split_into_folds"]
 
 _COPY = "copy"
-_PLACE = "place"
+_NUMBER = "number"
 
 
 def split(data: DataFrame, parts: int, *, by_place: bool = False, in_order: bool = False) -> DataFrame:
@@ -30,8 +30,8 @@ def split(data: DataFrame, parts: int, *, by_place: bool = False, in_order: bool
     """
     if by_place:
         data = data.withColumn(KEY, F.xxhash64(F.col(KEY), F.monotonically_increasing_id()))
-    placed = repartition_by_id(data, parts, _part(data, parts))
-    return _in_order(placed) if in_order else placed
+    parted = repartition_by_id(data, parts, _part(data, parts))
+    return _in_order(parted) if in_order else parted
 
 
 def split_into_folds(data: DataFrame, parts: int, *, in_order: bool = False) -> DataFrame:
@@ -40,8 +40,8 @@ def split_into_folds(data: DataFrame, parts: int, *, in_order: bool = False) -> 
     copies = data.withColumn(_COPY, F.explode(F.sequence(F.lit(0), F.lit(parts - 1)))).withColumn(
         VALIDATION, part == F.col(_COPY)
     )
-    placed = repartition_by_id(copies, parts, F.col(_COPY)).drop(_COPY)
-    return _in_order(placed) if in_order else placed
+    parted = repartition_by_id(copies, parts, F.col(_COPY)).drop(_COPY)
+    return _in_order(parted) if in_order else parted
 
 
 def keep(data: DataFrame, parts: int) -> DataFrame:
@@ -49,12 +49,16 @@ def keep(data: DataFrame, parts: int) -> DataFrame:
 
     Counting partitions runs the shuffles that produce them, but reads no rows.
     """
-    found = _partitions(data)
-    if found != parts:
+    if is_connect(data.sparkSession):
+        # Only on Connect: a Python worker that leaves rows unread ends, and the next one imports torch again.
+        partitions = len(data.mapInArrow(_one_row, "number int").collect())
+    else:
+        partitions = data.rdd.getNumPartitions()
+    if partitions != parts:
         raise ConfigError(
-            f"split='keep' makes a worker of each partition; the DataFrame has {found}, and numWorkers is {parts}",
-            hint=f"set numWorkers={found}, or leave split at 'key', which balances any partitioning"
-            if found
+            f"split='keep' makes a worker of each partition; the DataFrame has {partitions}, and numWorkers is {parts}",
+            hint=f"set numWorkers={partitions}, or leave split at 'key', which balances any partitioning"
+            if partitions
             else "leave split at 'key'",
             param="split",
             code="ST-PARTITIONS",
@@ -64,24 +68,17 @@ def keep(data: DataFrame, parts: int) -> DataFrame:
 
 def moved_as_they_are(data: DataFrame, parts: int) -> DataFrame:
     """Shuffles the rows of each of `parts` partitions, in their order, to the partition of the same number."""
-    return repartition_by_id(data.withColumn(_PLACE, F.spark_partition_id()), parts, F.col(_PLACE)).drop(_PLACE)
-
-
-def _partitions(data: DataFrame) -> int:
-    """Returns the number of partitions."""
-    if not is_connect(data.sparkSession):
-        return data.rdd.getNumPartitions()
-    # Only on Connect: a Python worker that leaves rows unread ends, and the next one imports torch again.
-    return len(data.mapInArrow(_one_row, "found int").collect())
+    return repartition_by_id(data.withColumn(_NUMBER, F.spark_partition_id()), parts, F.col(_NUMBER)).drop(_NUMBER)
 
 
 def _one_row(_: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    yield pa.RecordBatch.from_pydict({"found": pa.array([1], pa.int32())})
+    yield pa.RecordBatch.from_pydict({"number": pa.array([1], pa.int32())})
 
 
 def _part(data: DataFrame, parts: int) -> Column:
     """Returns the partition of a row by its key; see `sparktorch.data.sampling.plan.rank_of_key`."""
-    key = F.coalesce(F.col(GROUP), F.lit(0)) if GROUP in data.columns else F.col(KEY)  # a rank refuses nulls
+    # A null group goes to any rank, which refuses it.
+    key = F.coalesce(F.col(GROUP), F.lit(0)) if GROUP in data.columns else F.col(KEY)
     return F.shiftright(F.shiftrightunsigned(key, 33) * F.lit(parts), 31).cast("int")
 
 

@@ -30,7 +30,7 @@ from sparktorch.data.preprocess import Function, Preprocess
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.frame.encoding import NUMERIC, column_of, exact, is_numeric, plan_inputs
 from sparktorch.spark.frame.first_row import first_row, measured
-from sparktorch.spark.frame.groups import placed
+from sparktorch.spark.frame.groups import group_columns
 from sparktorch.spark.frame.nested import hashed
 from sparktorch.spark.frame.refusals import no_boolean, no_label, no_number
 
@@ -98,7 +98,8 @@ def prepare(
         grades=grades,
     )
     if weight is not None:
-        _require_number(names, weight)
+        if not isinstance(names.type_of(weight), NUMERIC):
+            raise no_number(names.type_of(weight), weight)
         columns = replace(columns, weight=TensorSpec(name=WEIGHT, column=weight, dtype="float32"))
     wire = [
         exact(names, spec, column_of(names, spec)) if spec in columns.inputs else column_of(names, spec)
@@ -112,8 +113,8 @@ def prepare(
         wire.append(F.xxhash64(names.column(key)).alias(KEY))
     if fold is not None:
         wire.append(names.column(fold).alias(FOLD))
-    wire += placed(names, groups, specs)
-    wire += [names.column(name).cast("double").alias(carried_name(place)) for place, name in enumerate(carried)]
+    wire += group_columns(names, groups, specs)
+    wire += [names.column(name).cast("double").alias(carried_name(position)) for position, name in enumerate(carried)]
     data = dataset.select(*wire)
     if key is None:
         data = _keyed(data, columns)
@@ -143,17 +144,11 @@ def _label(columns: ColumnNames, name: str | Sequence[str], task: Task) -> Tenso
     """
     classes, several = task == "classification", not isinstance(name, str)
     names = [name] if isinstance(name, str) else list(name)
-    for one in names:
-        kind = columns.type_of(one)
+    for label_name in names:
+        kind = columns.type_of(label_name)
         if not (isinstance(kind, NUMERIC) if classes or several else is_numeric(kind)):
-            raise no_number(kind, one) if several else no_label(kind, one, classes=classes)
+            raise no_number(kind, label_name) if several else no_label(kind, label_name, classes=classes)
     if classes:
         return TensorSpec(name=LABEL, column=names[0], dtype="float64")
     (spec,) = plan_inputs(columns, names, InputOptions(assemble=several))
     return replace(spec, name=LABEL, dtype="float32" if task == "regression" else spec.dtype)
-
-
-def _require_number(columns: ColumnNames, name: str) -> None:
-    kind = columns.type_of(name)
-    if not isinstance(kind, NUMERIC):
-        raise no_number(kind, name)

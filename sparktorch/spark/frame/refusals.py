@@ -19,7 +19,7 @@ _TIME = (
     + _TABULAR
     + _PREPROCESS
 )
-# Hints for types without numbers: {0} is the column in SQL, {2} its name.
+# Types that are no numbers have these hints, in which {0} is the column in SQL, {2} its name.
 _INSTEAD: tuple[tuple[type[T.DataType], str], ...] = (
     (
         T.StringType,
@@ -52,10 +52,11 @@ def no_tensor(kind: T.DataType, name: str) -> ColumnError:
         element, depth = element.elementType, depth + 1
     if isinstance(kind, T.BinaryType):
         hint = f"set inputLayouts={{{name!r}: 'image'}} for JPEG or PNG, or 'raw' and inputDtypes for tensors"
-    elif depth and (cast := as_numbers(kind, sql)):
-        hint = f"{cast}; words or categories: {_PREPROCESS}"
     elif depth:
+        cast = as_numbers(kind, sql)
         hint = f"{_PREPROCESS}, or take a number of each element, transform({sql}, x -> ...)"
+        if cast:
+            hint = f"{cast}; words or categories: {_PREPROCESS}"
     elif isinstance(kind, T.UserDefinedType) and kind.module() == "pyspark.mllib.linalg":
         hint = f"it is a vector of spark.mllib: MLUtils.convertVectorColumnsToML(df, {name!r}) makes one of spark.ml"
     else:
@@ -104,8 +105,8 @@ def no_boolean(kind: T.DataType, name: str) -> ColumnError:
 
 def unsuitable(kind: T.DataType, name: str, why: str, hint: str, *, must: str = "") -> ColumnError:
     """Returns the error for a column whose type does not suit, and says `why`, or what it `must` be."""
-    found = f"must be {must}, but is {kind.simpleString()}" if must else f"is {kind.simpleString()}, {why}"
-    return ColumnError(f"column {name!r} {found}", hint=hint, column=name, code="ST-COLUMN-TYPE")
+    problem = f"must be {must}, but is {kind.simpleString()}" if must else f"is {kind.simpleString()}, {why}"
+    return ColumnError(f"column {name!r} {problem}", hint=hint, column=name, code="ST-COLUMN-TYPE")
 
 
 def _sql(name: str) -> str:

@@ -32,7 +32,7 @@ __all__ = ["BarrierJob", "Launch", "at_driver", "control_server", "run_ranks", "
 T = TypeVar("T")
 
 _POLL_SECONDS = 0.05
-_MEETING_SECONDS = 10.0  # between the starts of the first and the last task
+_MEETING_SECONDS = 10.0  # The last task starts within this time after the first one.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +66,7 @@ class BarrierJob:
     def __init__(self, data: DataFrame | RDD[Any], body: Body, launch: Launch, observer: Observer) -> None:
         """Opens the store; `wait` starts the job, in which `body` runs once per partition."""
         spark, self._launch, self._ended = session_of(data), launch, False
+        # Where something here raises, the stack closes the store; otherwise it stays open until `end`.
         with ExitStack() as stack:
             self._server = server = control_server(spark, launch)
             if server is not None:
@@ -75,8 +76,8 @@ class BarrierJob:
             self._causes = RootCause(self._monitor)
             self._stack = stack.pop_all()
 
-    def wait(self, seconds: float, met: Callable[[], bool] = never) -> bool:
-        """Starts the job, and looks at it every so many seconds until it has ended, or until `met`; returns whether so.
+    def wait(self, seconds: float, is_met: Callable[[], bool] = never) -> bool:
+        """Starts the job, and looks at it every so many seconds until it has ended, or `is_met`; returns whether so.
 
         Whatever is raised meanwhile, such as a `KeyboardInterrupt`, cancels the job.
         """
@@ -87,10 +88,10 @@ class BarrierJob:
                 self._monitor.look_for_failure()
                 if self._server is not None and self._monitor.trains and self._launch.pauses(self._launch.tag):
                     self._server.pause()
-                if met():
+                if is_met():
                     return True
             self._monitor.listen()
-        except BaseException:  # an interrupt, stalled ranks, or ranks that do not end after a failure
+        except BaseException:  # It is an interrupt, ranks have stalled, or they do not end after a failure.
             self.cancel()
             raise
         return False
@@ -99,7 +100,7 @@ class BarrierJob:
         """Returns what the ranks of the ended job have returned, in rank order, or raises the root cause."""
         server, size = self._server, self._launch.world_size
         unstarted = next((RuntimeError(meta) for rank, meta, _ in self._job.rows if rank < 0), None)
-        failed = self._causes.of_ended(self._job.error or unstarted)
+        failed = self._causes.explain_ended(self._job.error or unstarted)
         # An executor that is to go ends with its last task, and Spark may hear of that before it notes the task's end.
         if isinstance(failed, RankLostError) and server is not None and server.has_paused(size):
             return [({"paused": True}, b"")] * size
@@ -154,7 +155,7 @@ def at_driver(spark: SparkSession, launch: Launch, listen: Callable[[str, str], 
         return None if address is None else listen(*address)
     except OSError:
         if launch.rendezvous == "auto" and is_connect(spark):
-            return None  # through a tunnel, the server's address is not one of this machine
+            return None  # Through a tunnel, the server's address is not one of this machine.
         raise
 
 
@@ -203,10 +204,10 @@ def _plan(data: DataFrame | RDD[Any], body: Body, launch: Launch, rendezvous: Re
         sent = vars(send(spark, body))
     except ShippingError as error:
         raise unshippable(error) from error.__cause__
-    values: dict[str, Any] = {"log_level": launch.log_level, "patience": launch.patience.driver}
-    values["local"] = is_local(spark)
+    task_fields: dict[str, Any] = {"log_level": launch.log_level, "patience": launch.patience.driver}
+    task_fields["local"] = is_local(spark)
     streamed, hosted = not isinstance(data, RDD), rendezvous is not None
-    task = pickle.dumps(RankTask(device=launch.device, rendezvous=rendezvous, streamed=streamed, **values))
+    task = pickle.dumps(RankTask(device=launch.device, rendezvous=rendezvous, streamed=streamed, **task_fields))
 
     def none_starts() -> bool:
         """Whether no task of the job can start: one that can waits at the store, and never comes here."""
@@ -214,16 +215,16 @@ def _plan(data: DataFrame | RDD[Any], body: Body, launch: Launch, rendezvous: Re
 
         from pyspark import BarrierTaskContext
 
-        met = threading.Event()
+        all_here = threading.Event()
 
-        def meet() -> None:
+        def wait_for_all() -> None:
             BarrierTaskContext.get().allGather()
-            met.set()
+            all_here.set()
 
-        threading.Thread(target=meet, daemon=True).start()
-        return met.wait(_MEETING_SECONDS)
+        threading.Thread(target=wait_for_all, daemon=True).start()
+        return all_here.wait(_MEETING_SECONDS)
 
-    # Both work without this package, which executors may lack.
+    # This function and the one above work without this package, which executors may lack.
     def run(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         import gc
         import pickle

@@ -31,7 +31,8 @@ def gpu_profile(spark: SparkSession, device: Device, world_size: int) -> Resourc
         return None
     local, task = is_local(spark), float(setting(spark, TASK_AMOUNT, "0"))
     gpus, asked, what, hint = float(setting(spark, AMOUNT, "0")), device != "auto", "", ""
-    if local and asked and (count := device_count(device)) < world_size:
+    count = device_count(device) if local and asked else 0
+    if local and asked and count < world_size:
         what = f"device={device!r} with numWorkers={world_size}, but torch sees {count} such devices on this machine"
         hint = f"set numWorkers={count}, or device='cpu' or 'auto'"
         if not count:
@@ -40,7 +41,8 @@ def gpu_profile(spark: SparkSession, device: Device, world_size: int) -> Resourc
         what = f"device={device!r}, but the executors have no GPU"
         hint = f"start the session with {AMOUNT}=1 and "
         hint += "spark.executor.resource.gpu.discoveryScript=conf/gpu_discovery.sh, or set device='cpu'"
-    elif local or gpus < 1 or task >= 1:  # in local mode, Spark refuses resource profiles
+    elif local or gpus < 1 or task >= 1:
+        # Spark refuses resource profiles in local mode.
         return None
     elif not gives_profiles():
         what = f"pyspark {pyspark.__version__} cannot ask Spark for a GPU a worker"

@@ -25,7 +25,8 @@ _POLL_SECONDS = 0.01
 _LOOK_SECONDS = 0.05
 _END_SECONDS = 10.0
 
-Results = list[tuple[dict[str, Any], bytes]]  # of all ranks: metadata, and the weights or nothing
+# Each rank returns metadata, and the weights or nothing.
+Results = list[tuple[dict[str, Any], bytes]]
 
 Judge = Callable[[dict[str, Any]], bool]
 
@@ -61,9 +62,10 @@ class RankPool(BarrierJob):
     def __init__(self, data: DataFrame, body: Body, launch: Launch) -> None:
         """Opens the store; `start` starts the job, in which `body` reads a rank's rows and carries out tasks."""
         super().__init__(data, body, launch, _NoObserver())
-        assert self._server is not None  # as `obstacle` has found
+        # `obstacle` says why there is no pool, also where the driver hosts no store.
+        assert self._server is not None
         self._orders = self._server
-        self._poll_seconds = paced(_POLL_SECONDS, launch.world_size // 10)  # one question for all ranks
+        self._poll_seconds = paced(_POLL_SECONDS, launch.world_size // 10)  # One question asks for all ranks.
         self.facts: list[dict[str, Any]] = []
 
     @property
@@ -119,7 +121,7 @@ class RankPool(BarrierJob):
                         watch.look()
                         looked = time.monotonic()
                 watch.listen()
-            except BaseException:  # an interrupt, or a stalled rank
+            except BaseException:  # It is an interrupt, or a rank has stalled.
                 server.cancel()
                 self.cancel()
                 raise
@@ -129,11 +131,11 @@ class RankPool(BarrierJob):
                 # A rank that died before it took the task has no heartbeat there.
                 missing = None in server.beats(size)
                 ended = self._job.error or RuntimeError("the barrier job of the pool has ended")
-                lost = (self._causes if missing else causes).of(ended)
+                lost = (self._causes if missing else causes).explain(ended)
                 self.end()
                 raise lost
             if not server.ended(range(size)):
-                raise causes.of(RuntimeError("a task of the pool failed"))
+                raise causes.explain(RuntimeError("a task of the pool failed"))
             return server.results(size)
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ from sparktorch.distributed.client import Client, PeerFailure
 from sparktorch.distributed.log_capture import LogCapture
 from sparktorch.distributed.process_group import hang_up
 from sparktorch.distributed.store import UNREACHED_HINT, Rendezvous, connect, host_store
-from sparktorch.errors import JVM_MEMORY_HINT, ClusterError, RankError, RankLostError, SparkTorchError, told
+from sparktorch.errors import JVM_MEMORY_HINT, ClusterError, RankError, RankLostError, SparkTorchError, failure_text
 from sparktorch.spark.launch.gpus import choose_device
 from sparktorch.spark.shipping import Sent
 
@@ -81,13 +81,15 @@ class RankTask:
         The body is unpickled after the client has connected, so that a failure to unpickle is reported.
         """
         started = time.perf_counter()
-        gc.freeze()  # exempts imported objects from the collection that pyspark runs after every task
+        # pyspark collects garbage after every task, and leaves out what is frozen here: all imported objects.
+        gc.freeze()
         context = BarrierTaskContext.get()
         assert isinstance(context, BarrierTaskContext)
         world = _world(context)
         rendezvous = self.rendezvous
         hosted_by_rank0 = rendezvous is None
         if rendezvous is None:
+            # The store is open while rank 0 refers to it.
             rendezvous, _store = _meet_at_rank0(context, world)
         open_store = partial(connect, rendezvous.host, rendezvous.port, token=rendezvous.prefix)
         try:
@@ -97,28 +99,31 @@ class RankTask:
             )
         except dist.DistError as error:
             raise _unreached(error.__cause__ or error, rendezvous, world) from None
-        opened = time.perf_counter() - started
+        connect_seconds = time.perf_counter() - started
         with client.beating():
             device = "cpu"
             try:
                 gpus = context.resources().get("gpu")
                 addresses = gpus.addresses if gpus else []
-                place = {"local_rank": world.local_rank, "local_size": world.local_size}
-                device = choose_device(self.device, addresses, **place)
+                local_numbers = {"local_rank": world.local_rank, "local_size": world.local_size}
+                device = choose_device(self.device, addresses, **local_numbers)
                 body: Body = sent.load()
                 rows = unbroken(batches) if self.streamed else batches
                 result = body(rows, world=replace(world, device=device), client=client)
                 if hosted_by_rank0:
+                    # The store is in the process of rank 0, which waits here for the others.
                     client.leave()
-            except StreamBrokenError:  # a consequence, which is not reported
+            except StreamBrokenError:  # It is a consequence of another failure, and not reported.
                 raise
             except Exception as error:
                 failure = client.fail(error)
                 if hosted_by_rank0 or not _reusable(device, error) or not client.is_heard(error):
                     raise _marked(failure) from None
+                # The process lives on for other tasks: open connections would let peers wait for this rank.
                 hang_up(error)
-                return  # Spark would log what it raises, and Java's stack, for each rank
-        result.meta.setdefault("seconds", {})["connect"] = opened
+                # The driver knows the failure. Spark would log an exception, with Java's stack, for each rank.
+                return
+        result.meta.setdefault("seconds", {})["connect"] = connect_seconds
         yield from _chunks(world.rank, result)
 
 
@@ -131,7 +136,7 @@ def unbroken(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Yields the batches of a stream from Spark; raises `StreamBrokenError` if the stream breaks off."""
     try:
         yield from batches
-    except (pa.ArrowInvalid, OSError, EOFError) as error:  # no memory for them is this rank's own failure
+    except (pa.ArrowInvalid, OSError, EOFError) as error:  # Memory that runs out is a failure of this rank itself.
         raise StreamBrokenError(str(error) or type(error).__name__) from error
 
 
@@ -156,20 +161,22 @@ def _meet_at_rank0(context: BarrierTaskContext, world: World) -> tuple[Rendezvou
         host = host_of(context.getTaskInfos()[0].address)
         store, port = host_store(host)
         offer = json.dumps([host, port, secrets.token_hex(16)])
+    # All ranks call allGather; those but the first offer nothing.
     host, port, prefix = json.loads(context.allGather(offer)[0])
     return Rendezvous(host, port, prefix), store
 
 
 def _unreached(error: BaseException, rendezvous: Rendezvous, world: World) -> RankError:
-    wrong = isinstance(error, socket.gaierror | ConnectionRefusedError)  # other errors may be temporary
+    # Other errors may be temporary.
+    misconfigured = isinstance(error, socket.gaierror | ConnectionRefusedError)
     what = f"a rank does not reach the store at which the ranks meet, {rendezvous.host}:{rendezvous.port}: {error}"
-    kind = ClusterError if wrong else RankLostError
+    kind = ClusterError if misconfigured else RankLostError
     return _marked(kind(what, hint=UNREACHED_HINT, rank=world.rank, host=world.host))
 
 
 def _marked(failure: SparkTorchError) -> RankError:
     """Returns the failure as an exception that carries it in its message, for `failure_in` on the driver."""
-    return RankError(failure.what, **failure.where, code=failure.code, trace=told(failure))
+    return RankError(failure.what, **failure.where, code=failure.code, trace=failure_text(failure))
 
 
 def _chunks(rank: int, result: Result) -> Iterator[pa.RecordBatch]:
@@ -198,8 +205,8 @@ def assemble(rows: Iterable[Row], world_size: int) -> list[tuple[dict[str, Any],
         if meta is not None:
             heads[rank] = json.loads(meta)
         parts[rank].append(payload)
-    found = [(heads.get(rank, {}), b"".join(parts[rank])) for rank in range(world_size)]
-    for rank, (head, payload) in enumerate(found):
+    results = [(heads.get(rank, {}), b"".join(parts[rank])) for rank in range(world_size)]
+    for rank, (head, payload) in enumerate(results):
         if head.get("bytes") != len(payload):
             raise ClusterError(
                 f"only {len(payload):,} of {head.get('bytes', 'an unknown number of')} bytes that the rank returned "
@@ -208,4 +215,4 @@ def assemble(rows: Iterable[Row], world_size: int) -> list[tuple[dict[str, Any],
                 rank=rank,
                 code="ST-DRIVER-MEMORY",
             )
-    return [(head["meta"], payload) for head, payload in found]
+    return [(head["meta"], payload) for head, payload in results]

@@ -15,7 +15,7 @@ __all__ = ["Job", "new_tag", "others_wait"]
 
 _CANCEL_SECONDS = 10.0
 
-_jobs: set[Job] = set()  # of this process, from their start to their end
+_jobs: set[Job] = set()  # The jobs of this process are here from their start to their end.
 _lock = threading.Lock()
 
 
@@ -48,9 +48,11 @@ class Job:
 
         def run() -> None:
             try:
+                # Spark tags the jobs that this thread starts, not those of the thread that made it.
                 tag_tasks(spark, self.tag)
-                self.rows = collect()  # toArrow() would make one vector of all rows, limited to 2 GiB
-            except Exception as error:  # handed to the thread that waits
+                # toArrow() would make one vector of all rows, which is limited to 2 GiB.
+                self.rows = collect()
+            except Exception as error:  # The thread that waits gets it.
                 self.error = error
             finally:
                 with _lock:
@@ -86,6 +88,6 @@ class Job:
         """Cancels the job unless it is done, and waits at most 10 s for its end."""
         if self._done.is_set():
             return
-        with suppress(Exception):  # the session itself may be gone
+        with suppress(Exception):  # The session itself may be gone.
             cancel_tasks(self._spark, self.tag)
         self._done.wait(_CANCEL_SECONDS)

@@ -59,7 +59,7 @@ def evaluate_ranker(
     """
     name = model.getGroupCol()
     group = ColumnNames.of(dataset).column(name).alias("group")
-    with compared(model, transform, dataset, group, kept=True) as (predictions, rows):
+    with compared(model, transform, dataset, group, persisted=True) as (predictions, rows):
         grouped = F.count("group").alias("groups"), F.sum((F.col("label") < 0).cast("int")).alias("negative")
         (counts,) = rows.agg(*totals(), *grouped).collect()
         summary = described(model, predictions, [counts])

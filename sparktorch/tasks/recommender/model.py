@@ -205,10 +205,10 @@ class RecommenderModel(Paired, TorchModelBase, RecommenderModelParams):
             self._vectors[side] = Vectors(pairs.users if side == "user" else pairs.items, folded)
         return self._vectors[side]
 
-    def _kept(self, scored: Column, inputs: Sequence[TensorSpec]) -> Column | None:
+    def _row_filter(self, scored: Column, inputs: Sequence[TensorSpec]) -> Column | None:
         strategy = self.getColdStartStrategy()
         one_of("coldStartStrategy", strategy, ("nan", "drop"))
-        return super()._kept(scored, inputs) if strategy == "nan" else ~F.isnan(scored["prediction"])
+        return super()._row_filter(scored, inputs) if strategy == "nan" else ~F.isnan(scored["prediction"])
 
 
 def structs(table: pa.Table, names: Sequence[str]) -> pa.StructArray:

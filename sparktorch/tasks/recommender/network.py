@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from sparktorch.base.batch import Batch
-from sparktorch.data.sampling.plan import mix_places, mix_words
+from sparktorch.data.sampling.plan import mix_positions, mix_words
 from sparktorch.tasks.shared.layers import perceptron
 
 __all__ = ["IdIndex", "PairLoss", "Pairs", "Towers"]
@@ -131,7 +131,7 @@ class Pairs:
         """Draws other items for each row, uniformly, by a hash of the row and the epoch: the same in any rank."""
         count = len(self.items)
         base = mix_words(self.seed, -1 if epoch is None else epoch, user, item)
-        draws = mix_places(base[:, None], np.arange(self.negatives))  # type: ignore[arg-type]  # There is a base for each row.
+        draws = mix_positions(base[:, None], np.arange(self.negatives))  # type: ignore[arg-type]  # one base for each row
         return (item[:, None] + 1 + (draws % np.uint64(max(1, count - 1))).astype(np.int64)) % count
 
 

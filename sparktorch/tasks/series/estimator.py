@@ -192,7 +192,7 @@ class Forecaster(LearningEstimator, ForecasterParams):
         ahead = (1,) if p["futureCols"] else ()
         order = None if self._learned is None else self._learned.order
         context = p["context"] or max(2, p["horizon"])  # The rows say later which context is chosen.
-        return Window(context=context, horizon=p["horizon"], step=p["step"], known=ahead, even=order)
+        return Window(context=context, horizon=p["horizon"], step=p["step"], known_ahead=ahead, even=order)
 
     def _learn(self, dataset: DataFrame) -> LearnedSeries:
         p, names = Values(self), ColumnNames.of(dataset)
@@ -326,7 +326,9 @@ class Forecaster(LearningEstimator, ForecasterParams):
         """Returns the model, whose inputs are windows, not rows."""
         model: ForecastingModel = super()._model(*parts)
         trained, window = model.trained, self._window()
-        length = [window.context + (index in window.known) * window.horizon for index in range(len(trained.inputs))]
+        length = [
+            window.context + (index in window.known_ahead) * window.horizon for index in range(len(trained.inputs))
+        ]
         inputs = [replace(spec, shape=(rows, *spec.shape)) for rows, spec in zip(length, trained.inputs, strict=True)]
         return model._with(replace(trained, inputs=tuple(inputs)), model._summary)
 

@@ -21,16 +21,20 @@ from sparktorch.train.checkpoint.store import CheckpointStore, Manifest, Share
 
 __all__ = ["Checkpointer", "Position", "unfinished"]
 
-_CONTENTS = re.compile(r" \((sha256|module) [^()]+\)")  # which checkpoints of version 0.1 do not have
-_LEAVING_SECONDS = 5.0  # for a lease that is being renewed
+# Settings name contents in this form, which checkpoints of version 0.1 do not have.
+_CONTENTS = re.compile(r" \((sha256|module) [^()]+\)")
+# The end of a training waits so long for a lease that is just being renewed.
+_LEAVING_SECONDS = 5.0
 _LOOK_SECONDS = 1.0
-_COLLECTING_SECONDS = 60.0  # in which waiting for the others' shares is progress; a rank may never have saved one
-_PATIENCE = 10.0  # seconds without a heartbeat of a rank whose share is missing
+# Waiting for the other ranks' shares counts as progress for so long; a rank may never have saved one.
+_COLLECTING_SECONDS = 60.0
+# A rank whose share is missing may send no heartbeat for so many seconds.
+_PATIENCE = 10.0
 
 
 @dataclass(frozen=True)
 class Position:
-    """How far a training is: steps of the optimizer since it began, its epoch from 0, and steps taken in that."""
+    """How far a training is: steps of the optimizer since it began, its epoch from 0, and steps taken in the epoch."""
 
     step: int = 0
     epoch: int = 0
@@ -73,16 +77,18 @@ class Checkpointer:
         """
         self._config, self._job, self._world, self._client = config, job, world, client
         self._fixed, self._claim_seconds, self._seen_seconds = fixed, claim_seconds, seen_seconds
-        self._kept: dict[int, float | None] = {}  # in rank 0: losses of complete checkpoints by step
-        self._best_delta, self._best = best_delta, -1  # in rank 0: the step of the best of them
+        # Rank 0 knows the losses of complete checkpoints by step, the step of the best one, and the attempts that wrote
+        # them: this one and earlier ones.
+        self._losses: dict[int, float | None] = {}
+        self._best_delta, self._best = best_delta, -1
+        self._attempts: set[str] = set()
         self.seconds = dict.fromkeys(("checkpoint_copy", "checkpoint_wait", "checkpoint_write"), 0.0)
         self._failing = False
-        self._step = -1  # of the last save
-        self._attempts: set[str] = set()  # in rank 0: this attempt and earlier ones
+        self._last_saved_step = -1
         self._thread: threading.Thread | None = None
         self._collecting = False
         self._lost: PersistenceError | None = None
-        self._claim: Lease | None = None
+        self._lease: Lease | None = None
         self._done = threading.Event()
         self._claims = threading.Thread(target=self._renew, name="sparktorch-claim", daemon=True)
         with ExitStack() as undo:
@@ -94,24 +100,24 @@ class Checkpointer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stop_claiming()  # a reused process must not keep the lease
+        self._stop_claiming()  # The process may be reused, and must not go on renewing the lease.
 
     def _find_start(self) -> tuple[CheckpointStore, Manifest | None]:
         """Returns the store and the manifest to resume from, the same in every rank; `None` to start afresh."""
-        found = self._clear_up() if self._world.is_main else {}
-        found = self._client.agree("start", found)[0]
-        store = CheckpointStore(self._config.directory, found["attempt"], self._client.moved)
-        self._check_shared(store, found["host"])
-        if "step" not in found:
+        start = self._clear_up() if self._world.is_main else {}
+        start = self._client.agree("start", start)[0]
+        store = CheckpointStore(self._config.directory, start["attempt"], self._client.moved)
+        self._check_shared(store, start["host"])
+        if "step" not in start:
             return store, None
-        return store, store.read_manifest(found["step"], found["written_by"])
+        return store, store.read_manifest(start["step"], start["written_by"])
 
     def _clear_up(self) -> dict[str, Any]:
         """Acquires the lease, removes unusable checkpoints, and returns what all ranks must know."""
         attempt = secrets.token_hex(4)
         store = CheckpointStore(self._config.directory, attempt, self._client.moved)
         try:
-            self._claim = store.claim(self._config.owner, self._config.restart)
+            self._lease = store.claim(self._config.owner, self._config.restart)
         except SparkTorchError:
             raise
         except Exception as error:
@@ -119,37 +125,39 @@ class Checkpointer:
             raise PersistenceError(
                 f"checkpointDir {reason}", hint=hint, param="checkpointDir", code="ST-CHECKPOINT-DIR"
             ) from error
-        self._claims.start()  # reading all checkpoints may take longer than a lease lasts
+        self._claims.start()  # Reading all checkpoints may take longer than a lease lasts.
         going_on = unfinished(store, self._config.owner, self._job)
-        if going_on is not None:  # checked first: a refused fit leaves the directory as it is
+        if going_on is not None:
+            # The check comes first: a fit that is refused leaves the directory as it is. The training that goes on may
+            # be marked as finished: it had fewer epochs, or a rank was lost before it returned its result.
             _check_same(going_on, self._job, self._config.directory, self._fixed)
-            store.reopen()  # it may have finished with fewer epochs, or a rank was lost before it returned its result
+            store.reopen()
         elif store.finished:
             store.clear()
         manifest, problems = store.usable()
         for problem in problems:
             self._client.warn(f"a checkpoint is left out: {problem}")
-        found = {"attempt": attempt, "host": self._world.host}
+        start = {"attempt": attempt, "host": self._world.host}
         if manifest is None:
             store.keep(set())
             self._attempts = {attempt}
-            return found
+            return start
         begun = manifest.job.get(INITIAL_WEIGHTS)
         if begun is not None and begun != self._job.get(INITIAL_WEIGHTS):
             self._client.warn(
                 f"module has other initial weights than the training in {self._config.directory} began with, which "
                 "goes on with its own; to train from these, set another checkpointDir"
             )
-        for other in sorted(store.manifests(), key=lambda other: other.step):
-            if other.step <= manifest.step:
-                self._keep(other.step, other.loss)
-        store.keep(set(self._kept))
+        for earlier in sorted(store.manifests(), key=lambda earlier: earlier.step):
+            if earlier.step <= manifest.step:
+                self._note_complete(earlier.step, earlier.loss)
+        store.keep(set(self._losses))
         self._attempts = {attempt, *store.attempts()}
-        self._client.warn(f"going on from the checkpoint in {self._config.directory}{_place(manifest)}")
-        return {**found, "step": manifest.step, "written_by": manifest.attempt}
+        self._client.warn(f"going on from the checkpoint in {self._config.directory}{_progress_text(manifest)}")
+        return {**start, "step": manifest.step, "written_by": manifest.attempt}
 
     def _check_shared(self, store: CheckpointStore, host: str) -> None:
-        """Checks that the directory is the same as rank 0's: nobody can resume from files on separate disks."""
+        """Checks that the directory is the same as rank 0's: no training can resume from files on separate disks."""
         deadline = time.monotonic() + self._seen_seconds
         while not store.claimed_by(self._config.owner):
             if time.monotonic() > deadline:
@@ -174,8 +182,10 @@ class Checkpointer:
         a later attempt of this one, has taken over the lease.
         """
         # Only the main threads of ranks are in step: a step's first manifest could cover a second share of the step.
-        assert position.step > self._step, f"step {position.step} is saved after step {self._step}"
-        self._step = position.step
+        assert position.step > self._last_saved_step, (
+            f"step {position.step} is saved after step {self._last_saved_step}"
+        )
+        self._last_saved_step = position.step
         self.seconds["checkpoint_copy"] += share.seconds
         self.wait()
         if self._lost is not None:
@@ -188,18 +198,20 @@ class Checkpointer:
     def is_complete(self) -> bool:
         """Waits for the last save; returns whether there is a checkpoint of it. Every rank calls it."""
         self.wait()
-        found = self._client.agree(f"complete/{self._step}", {"complete": self._step in self._kept})
-        return bool(found[0]["complete"])
+        # Rank 0 alone knows which checkpoints are complete, and tells the others.
+        step = self._last_saved_step
+        answers = self._client.agree(f"complete/{step}", {"complete": step in self._losses})
+        return bool(answers[0]["complete"])
 
     def close(self, position: Position, *, finished: bool = True) -> None:
         """Waits for pending writes, and marks the training as finished; if it is not, another fit goes on with it."""
         self.wait()
-        if self._claim is None:
+        if self._lease is None:
             return
-        self._stop_claiming()  # or the lease could be renewed after its release
+        self._stop_claiming()  # Otherwise, the lease could be renewed after its release.
         try:
-            self._hold()
-            self.store.keep(set(self._kept), attempts=self._attempts)
+            self._check_lease()
+            self.store.keep(set(self._losses), attempts=self._attempts)
             if finished:
                 self.store.finish(position.step, self._config.owner)
             self.store.release(self._config.owner)
@@ -221,26 +233,28 @@ class Checkpointer:
         self.seconds["checkpoint_wait"] += time.perf_counter() - started
 
     def _write(self, position: Position, share: Share, loss: float | None) -> None:
+        """Writes a share and reports it to rank 0, which then completes the checkpoint; runs in a thread."""
         step, topic, started = position.step, f"saved/{position.step}", time.perf_counter()
         try:
             written: dict[str, Any] = {"files": self.store.write_share(step, self._world.rank, share)}
-            self._failing &= self._world.is_main  # rank 0 has still to write the manifest
-        except Exception as error:  # file systems raise various exceptions
+            if not self._world.is_main:  # Rank 0 has still to write the manifest.
+                self._failing = False
+        except Exception as error:  # File systems raise various exceptions.
             written = {"error": str(error)}
             self._failed(step, error)
         self.seconds["checkpoint_write"] += time.perf_counter() - started
         try:
             self._client.post(topic, written)
             self._collecting = self._world.is_main
-            found = self._client.collect(topic, patience=_PATIENCE) if self._world.is_main else []
-        except Exception as error:  # a rank or the driver is lost; the loop will fail, too
-            with suppress(Exception):  # the store may be gone
+            reports = self._client.collect(topic, patience=_PATIENCE) if self._world.is_main else []
+        except Exception as error:  # A rank or the driver is lost; the loop will fail, too.
+            with suppress(Exception):  # The store may be gone.
                 self._client.warn(f"no checkpoint at step {step}: {type(error).__name__}: {error}")
             return
         finally:
             self._collecting = False
         if self._world.is_main:
-            self._complete(position, found, loss)
+            self._complete(position, reports, loss)
 
     def _failed(self, step: int, error: Exception) -> None:
         """Warns that a checkpoint cannot be written, unless the previous one could not be written either."""
@@ -252,86 +266,83 @@ class Checkpointer:
                 f"without a further warning until one is written\n  -> {hint}"
             )
 
-    def _complete(self, position: Position, written: list[dict[str, Any]], loss: float | None) -> None:
-        """Completes a checkpoint from the shares of all ranks, and removes old ones."""
-        if any("error" in share for share in written) or not self._seal(position, written, loss):
-            with suppress(Exception):  # otherwise, it is removed later, with old checkpoints
+    def _complete(self, position: Position, reports: list[dict[str, Any]], loss: float | None) -> None:
+        """Completes a checkpoint from the reports of all ranks, and removes old ones."""
+        if any("error" in report for report in reports) or not self._seal(position, reports, loss):
+            with suppress(Exception):  # What cannot be removed now is removed later, with old checkpoints.
                 self.store.drop(position.step)
             return
+        keep = {*sorted(self._losses)[-self._config.keep :], self._best}
+        self._losses = {step: loss for step, loss in self._losses.items() if step in keep}
         try:
-            self._forget_old(position.step)
+            self._check_lease()
+            self.store.keep(keep, before=position.step, attempts=self._attempts)
         except Exception as error:
             self._client.warn(f"old checkpoints in {self._config.directory} could not be removed: {error}")
 
-    def _seal(self, position: Position, written: list[dict[str, Any]], loss: float | None) -> bool:
+    def _seal(self, position: Position, reports: list[dict[str, Any]], loss: float | None) -> bool:
         """Writes the manifest of a checkpoint; returns whether it could be written."""
         manifest = Manifest(
             **asdict(position),
             world_size=self._world.world_size,
             job=self._job,
             loss=loss,
-            files={name: found for share in written for name, found in share["files"].items()},
+            files={name: file for report in reports for name, file in report["files"].items()},
         )
         try:
-            self._hold()
+            self._check_lease()
             self.store.write_manifest(manifest)
         except Exception as error:
-            if self._lost is None:  # or the next `save` raises
+            if self._lost is None:  # Once the lease is lost, the next `save` raises.
                 self._failed(position.step, error)
             return False
-        self._keep(position.step, loss)
+        self._note_complete(position.step, loss)
         self._failing = False
         return True
 
-    def _keep(self, step: int, loss: float | None) -> None:
+    def _note_complete(self, step: int, loss: float | None) -> None:
         """Notes a complete checkpoint, and whether it is the best so far."""
-        least = self._kept.get(self._best)
-        self._kept[step] = loss
+        least = self._losses.get(self._best)
+        self._losses[step] = loss
         if loss is not None and loss < (math.inf if least is None else least - self._best_delta):
             self._best = step
 
-    def _forget_old(self, step: int) -> None:
-        """Removes old checkpoints after a new one is complete."""
-        kept = {*sorted(self._kept)[-self._config.keep :], self._best}
-        self._kept = {step: loss for step, loss in self._kept.items() if step in kept}
-        self._hold()
-        self.store.keep(kept, before=step, attempts=self._attempts)
-
     def _renew(self) -> None:
-        """Renews the lease until the training ends or somebody else holds the lease."""
+        """Renews the lease until the training ends or somebody else holds the lease; runs in a thread."""
         while self._lost is None and not self._done.wait(self._claim_seconds):
             self._renew_once()
+
+    def _renew_once(self) -> None:
+        assert self._lease is not None
+        try:
+            self._lease.renew()
+        except PersistenceError as error:
+            self._lost = error
+        except Exception as error:  # The file system may be out of reach for a while.
+            self._client.warn(f"the claim on {self._config.directory} could not be renewed: {error}")
 
     def _stop_claiming(self) -> None:
         self._done.set()
         if self._claims.is_alive():
             self._claims.join(_LEAVING_SECONDS)
 
-    def _hold(self) -> None:
+    def _check_lease(self) -> None:
         """Raises if somebody else holds the lease, or has been seen to hold it."""
-        assert self._claim is not None
+        assert self._lease is not None
         try:
             if self._lost is None:
-                self._claim.check()
+                self._lease.check()
         except PersistenceError as error:
             self._lost = error
         if self._lost is not None:
             raise self._lost
 
-    def _renew_once(self) -> None:
-        assert self._claim is not None
-        try:
-            self._claim.renew()
-        except PersistenceError as error:
-            self._lost = error
-        except Exception as error:  # may be temporary
-            self._client.warn(f"the claim on {self._config.directory} could not be renewed: {error}")
-
 
 def unfinished(store: CheckpointStore, owner: str, job: Mapping[str, Any]) -> Manifest | None:
-    """Returns the latest manifest of the training that a fit finds there and goes on with; `None` if there is none.
+    """Returns the latest manifest of the training that a fit goes on with; `None` if the store holds no such training.
 
-    A finished training is one if it was this owner's, or of the same job but for its number of epochs.
+    A fit goes on with an unfinished training. It goes on with a finished one if that was this owner's, or that of the
+    same job but for its number of epochs.
     """
     latest = next(iter(store.manifests()), None)
     if latest is None or not store.finished or store.finished_by(owner):
@@ -341,16 +352,20 @@ def unfinished(store: CheckpointStore, owner: str, job: Mapping[str, Any]) -> Ma
 
 def _differing(saved: Mapping[str, Any], job: Mapping[str, Any]) -> list[str]:
     """Returns the names of the settings in which a job is another than that of a checkpoint."""
-    by_name = {name: _CONTENTS.sub("", text) if isinstance(text, str) else text for name, text in job.items()}
-    return sorted(
-        name
-        for name in (saved.keys() | job.keys()) - {INITIAL_WEIGHTS, *({"rows"} - saved.keys())}  # not in 0.1.0
-        if saved.get(name) not in (job.get(name), by_name.get(name))
-    )
+    names = (saved.keys() | job.keys()) - {INITIAL_WEIGHTS}
+    if "rows" not in saved:  # Version 0.1.0 did not save it.
+        names -= {"rows"}
+    differing = []
+    for name in names:
+        value = job.get(name)
+        without_contents = _CONTENTS.sub("", value) if isinstance(value, str) else value
+        if saved.get(name) not in (value, without_contents):
+            differing.append(name)
+    return sorted(differing)
 
 
-def _place(manifest: Manifest) -> str:
-    """Returns how far a training has come, as text; nothing of a function that counts neither epochs nor steps."""
+def _progress_text(manifest: Manifest) -> str:
+    """Returns how far a training has come, as text, which is empty if a function counts neither epochs nor steps."""
     if manifest.step_in_epoch:
         return f": epoch {manifest.epoch + 1}, after step {manifest.step_in_epoch}"
     return f": after epoch {manifest.epoch}" if manifest.epoch else ""

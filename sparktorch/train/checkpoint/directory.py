@@ -19,18 +19,21 @@ from sparktorch.errors import ClusterError, PersistenceError
 
 __all__ = ["CLAIM", "Directory", "Lease", "cannot_write", "claim_in"]
 
-CLAIM = "claim.json"  # who may write there: one attempt of one fit at a time
+# This file says who may write into a directory: one attempt of one fit at a time.
+CLAIM = "claim.json"
 
 # Errors of a missing or unreadable file, as opposed to those of an unreachable directory.
 _GONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _CLOSED = (errno.EROFS, errno.EACCES, errno.EPERM)
-# What mounts of object stores answer to hard links, and file systems to a sync that they do not know.
+# Mounts of object stores answer with these to hard links, and file systems to a sync that they do not know.
 _NO_LINKS = (errno.ENOSYS, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV)
 _NO_SYNC = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
-_READ_BYTES = 4 << 20  # at once
+# Files are read and written in blocks of so many bytes; each block counts as progress.
+_READ_BYTES = 4 << 20
 _WRITE_BYTES = 64 << 20
-_CLAIM_SECONDS = 30.0  # after which a lease expires if it is not renewed
+# A lease that has not been renewed for so long has expired.
+_CLAIM_SECONDS = 30.0
 
 
 class Directory:
@@ -41,7 +44,7 @@ class Directory:
 
         A `PersistenceError` says that the file system is unknown, or its package is not installed.
         """
-        import fsspec  # slow to import, and needed for checkpoints only
+        import fsspec  # It is slow to import, and needed for checkpoints only.
         from fsspec.implementations.local import LocalFileSystem
 
         self.url, self._moved = url, moved
@@ -65,12 +68,13 @@ class Directory:
         if self.is_local:
             _put_local(Path(path), content, self._moved, new=new)
         elif len(content) > _WRITE_BYTES:
-            # May be truncated on failure, which readers detect by the manifest. That is small and written in one piece.
+            # A failure may truncate the file, which readers detect by the manifest: that is small, and written in one
+            # piece.
             with self._fs.open(path, "wb") as file:
                 for block in _blocks(content):
                     file.write(block)
                     self._moved()
-        elif not new or not self._create(path, content):
+        elif not (new and self._create(path, content)):
             self._fs.pipe_file(path, content)
 
     def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
@@ -128,13 +132,14 @@ class Directory:
             self._fs.pipe_file(path, content, mode="create")
         except FileExistsError:
             raise
-        except Exception:  # any other problem shows again in the plain write
+        except Exception:  # Any other problem shows again in the plain write.
             return False
         return True
 
     def _path(self, name: str) -> str:
         """Returns the path of a file; a link, or a name, that leads out of the directory is a `FileNotFoundError`."""
         path = f"{self._root}/{name}"
+        # Whoever can write into the directory could place a link there that makes this process read another file.
         if self.is_local and os.path.realpath(path) != f"{os.path.realpath(self._root)}/{name}":
             raise FileNotFoundError(errno.ENOENT, "a link, or a name that leads elsewhere", path)
         return path
@@ -179,24 +184,24 @@ def _blocks(content: bytes) -> Iterator[memoryview]:
 
 def _put_local(target: Path, content: bytes, moved: Callable[[], object], *, new: bool) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    # An unpredictable name, so that nobody can have placed a link there.
+    # The name is unpredictable, so that nobody can have placed a link there.
     partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     try:
         with partial.open("xb") as file:
             for block in _blocks(content):
                 file.write(block)
                 file.flush()
-                _sync(file.fileno())  # or one sync at the end would block for long
+                _sync(file.fileno())  # A single sync at the end would block for long.
                 moved()
         if new:
             _link_or_create(partial, target, content)
         else:
             partial.replace(target)
     finally:
-        partial.unlink(missing_ok=True)  # frees space on a full disk
+        partial.unlink(missing_ok=True)  # After a failure, this frees space on a full disk.
     directory = os.open(target.parent, os.O_RDONLY)
     try:
-        _sync(directory)  # makes the new name survive a power failure, too
+        _sync(directory)  # The new name survives a power failure, too.
     finally:
         os.close(directory)
 
@@ -238,18 +243,18 @@ class Lease:
         file systems raise other exceptions than `OSError` when writing fails.
         """
         self._directory, self._owner, self._attempt, self._restart = directory, owner, attempt, restart
-        there = claim_in(self._directory)
-        if there is None:
+        claim = claim_in(self._directory)
+        if claim is None:
             with suppress(FileExistsError):
                 self._write(new=True)
                 return
-            there = claim_in(self._directory) or {}  # another fit has acquired it meanwhile
-        if there.get("owner") == owner and there["restart"] > restart:
-            raise self._lost(there)
-        age = time.time() - there.get("time", 0)
-        if there.get("owner", owner) != owner and age < _CLAIM_SECONDS:
+            claim = claim_in(self._directory) or {}  # Another fit has acquired the lease meanwhile.
+        if claim.get("owner") == owner and claim["restart"] > restart:
+            raise self._lost(claim)
+        age = time.time() - claim.get("time", 0)
+        if claim.get("owner", owner) != owner and age < _CLAIM_SECONDS:
             raise PersistenceError(
-                f"{directory.url} is being written by another fit, {age:.0f} s ago from {there['host']}",
+                f"{directory.url} is being written by another fit, {age:.0f} s ago from {claim['host']}",
                 hint="give each fit a directory of its own; if that fit is dead, try again in "
                 f"{_CLAIM_SECONDS - age:.0f} s",
                 param="checkpointDir",
@@ -264,15 +269,15 @@ class Lease:
 
     def check(self) -> None:
         """Checks that nobody else holds the lease, otherwise raises a `PersistenceError`."""
-        there = claim_in(self._directory)
-        if not there or (there["owner"], there["attempt"]) == (self._owner, self._attempt):
+        claim = claim_in(self._directory)
+        if not claim or (claim["owner"], claim["attempt"]) == (self._owner, self._attempt):
             return
-        if there["owner"] != self._owner or there["restart"] >= self._restart:
-            raise self._lost(there)
+        if claim["owner"] != self._owner or claim["restart"] >= self._restart:
+            raise self._lost(claim)
 
-    def _lost(self, there: dict[str, Any]) -> PersistenceError:
+    def _lost(self, claim: dict[str, Any]) -> PersistenceError:
         return PersistenceError(
-            f"{self._directory.url} was taken by another fit from {there['host']}, or by a later attempt of this "
+            f"{self._directory.url} was taken by another fit from {claim['host']}, or by a later attempt of this "
             f"one, while it had not said for {_CLAIM_SECONDS:.0f} s that it writes there",
             hint="give each fit a directory of its own",
             param="checkpointDir",
@@ -291,11 +296,16 @@ class Lease:
 
 
 def claim_in(directory: Directory) -> dict[str, Any] | None:
-    """Returns the lease on a directory; `None` if there is none, an empty dict if it cannot be read."""
+    """Returns who holds the lease on a directory; `None` if nobody does, an empty dict if it cannot be read."""
     try:
-        there = json.loads(directory.read(CLAIM))
-        numbers = {"restart": int(there["restart"]), "time": float(there["time"])}
-        return {**{name: str(there[name]) for name in ("owner", "attempt", "host")}, **numbers}
+        claim = json.loads(directory.read(CLAIM))
+        return {
+            "owner": str(claim["owner"]),
+            "attempt": str(claim["attempt"]),
+            "host": str(claim["host"]),
+            "restart": int(claim["restart"]),
+            "time": float(claim["time"]),
+        }
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, KeyError):

@@ -66,16 +66,22 @@ def snapshot(tensors: Mapping[str, torch.Tensor], rest: dict[str, Any], saves: C
     them.
     """
     started = time.perf_counter()
-    own = {
-        name: [(part.detach(), offset or [0]) for part, offset in local_parts(value) if part.numel()]
-        for name, value in tensors.items()
-        if (first_copy(value) if hasattr(value, "to_local") else saves(name))
-    }
+    parts_of: dict[str, list[tuple[torch.Tensor, list[int]]]] = {}
+    for name, value in tensors.items():
+        # Ranks that have the same shard of a tensor leave it to the first of them.
+        if first_copy(value) if hasattr(value, "to_local") else saves(name):
+            parts_of[name] = [(part.detach(), offset or [0]) for part, offset in local_parts(value) if part.numel()]
     files = []
-    for number in range(max(map(len, own.values()), default=0)):
-        parts = {name: found[number] for name, found in own.items() if number < len(found)}
+    for number in range(max(map(len, parts_of.values()), default=0)):
+        parts = {name: of_tensor[number] for name, of_tensor in parts_of.items() if number < len(of_tensor)}
         copies = download({name: part for name, (part, _) in parts.items()}, copy=True)
-        files.append({n: (copies[n].reshape(part.shape or (1,)).contiguous(), at) for n, (part, at) in parts.items()})
+        # The layout of files has no scalars: it takes them as one element.
+        files.append(
+            {
+                name: (copies[name].reshape(part.shape or (1,)).contiguous(), offset)
+                for name, (part, offset) in parts.items()
+            }
+        )
     content = io.BytesIO()
     torch.save({name: storable(value, name) for name, value in rest.items()}, content)
     return Share(files, content.getvalue(), time.perf_counter() - started)
@@ -87,12 +93,14 @@ class Manifest:
 
     Attributes:
         step: Optimizer steps taken since the training began.
-        epoch: The epoch it is in, from 0.
+        epoch: The epoch in which the training is, from 0.
+        step_in_epoch: Steps taken in that epoch.
         world_size: Number of ranks that wrote it.
         job: Settings that identify the training; a training with other settings may not resume from it.
         loss: What `TrainConfig.judged` says of the last validation; `None` without one.
         files: Size in bytes and SHA-256 of each file, by name.
         attempt: The attempt that wrote it.
+        format: The version of the layout of the files.
     """
 
     step: int
@@ -104,11 +112,6 @@ class Manifest:
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     attempt: str = ""
     format: int = _FORMAT
-
-
-def _all_parts(*_: object) -> bool:
-    """Returns that a part of a tensor is needed, whichever it is."""
-    return True
 
 
 class CheckpointStore:
@@ -134,9 +137,9 @@ class CheckpointStore:
         contents = {f"rank-{rank:05d}.pt": share.rest}
         for number, parts in enumerate(share.files):
             tensors = {name: part for name, (part, _) in parts.items()}
-            places = {name: {SAVED_OFFSETS_KEY: offset} for name, (_, offset) in parts.items()}
+            offsets = {name: {SAVED_OFFSETS_KEY: offset} for name, (_, offset) in parts.items()}
             name = f"rank-{rank:05d}-{number}" if number else f"rank-{rank:05d}"
-            contents[f"{name}.safetensors"] = save(tensors, {CUSTOM_METADATA_KEY: json.dumps(places)})
+            contents[f"{name}.safetensors"] = save(tensors, {CUSTOM_METADATA_KEY: json.dumps(offsets)})
         for name, content in contents.items():
             self.directory.put(f"{_folder(step, self._attempt)}/{name}", content)
         return {
@@ -159,8 +162,8 @@ class CheckpointStore:
 
     def claimed_by(self, owner: str) -> bool:
         """Returns whether this attempt of a fit holds the lease, which every rank must be able to see."""
-        there = claim_in(self.directory) or {}
-        return (there.get("owner"), there.get("attempt")) == (owner, self._attempt)
+        claim = claim_in(self.directory) or {}
+        return (claim.get("owner"), claim.get("attempt")) == (owner, self._attempt)
 
     def release(self, owner: str) -> None:
         """Releases the lease if this fit holds it."""
@@ -194,7 +197,7 @@ class CheckpointStore:
 
     def attempts(self) -> set[str]:
         """Returns the attempts that have folders."""
-        return {attempt for _, attempt in self._found()}
+        return {attempt for _, attempt in self._folders()}
 
     def keep(self, steps: set[int], *, before: int | None = None, attempts: set[str] | None = None) -> None:
         """Removes incomplete checkpoints, and all that are not of the given steps.
@@ -202,12 +205,12 @@ class CheckpointStore:
         It removes only those `before` a step, because ranks may be writing later ones, and only those of `attempts`,
         because a newer one may have started.
         """
-        for step, attempt in self._found():
+        for step, attempt in self._folders():
             if (before is not None and step >= before) or (attempts is not None and attempt not in attempts):
                 continue
             folder = _folder(step, attempt)
             if step not in steps:
-                # The manifest first, so that a half-removed checkpoint does not look complete.
+                # The manifest goes first, so that a half-removed checkpoint does not look complete.
                 self.directory.remove(f"{folder}/{_MANIFEST}")
                 self.directory.remove(folder)
             elif not self.directory.exists(f"{folder}/{_MANIFEST}"):
@@ -217,11 +220,7 @@ class CheckpointStore:
         """Removes this attempt's files of a checkpoint that will not be completed."""
         self.directory.remove(_folder(step, self._attempt))
 
-    def steps(self) -> list[int]:
-        """Returns the steps that have folders, latest first."""
-        return sorted({step for step, _ in self._found()}, reverse=True)
-
-    def _found(self) -> list[tuple[int, str]]:
+    def _folders(self) -> list[tuple[int, str]]:
         """Returns step and attempt of every folder, latest step first."""
         matches = (_NAME.fullmatch(name) for name in self.directory.names())
         return sorted(((int(match[1]), match[2] or "") for match in matches if match), reverse=True)
@@ -231,12 +230,12 @@ class CheckpointStore:
 
         A `PersistenceError` says that it is missing, damaged, or names files that cannot belong to it.
         """
-        where, says = f"{self.directory.url}/{_folder(step, attempt)}/{_MANIFEST}", ""
+        problem = ""
         try:
             content = json.loads(self.directory.read(f"{_folder(step, attempt)}/{_MANIFEST}"))
             values = content["manifest"]
             manifest, names = Manifest(**values), values["files"]
-            wrong = {
+            refusals = {
                 "it was changed after it was written": content["sha256"] != _digest(values),
                 "it is that of another checkpoint": (manifest.step, manifest.attempt) != (step, attempt),
                 "it was written by a newer version of sparktorch": manifest.format > _FORMAT,
@@ -245,26 +244,29 @@ class CheckpointStore:
                     f"rank-{n:05d}.pt" in names for n in range(manifest.world_size)
                 ),
             }
-            says = next((f"cannot be used: {what}" for what, applies in wrong.items() if applies), "")
+            reasons = [reason for reason, applies in refusals.items() if applies]
+            if reasons:
+                problem = f"cannot be used: {reasons[0]}"
         except FileNotFoundError:
-            says = "was never finished"
+            problem = "was never finished"
         except (ValueError, TypeError, KeyError) as error:
-            says = f"is damaged: {error}"
-        if says:
-            raise PersistenceError(f"checkpoint {where} {says}", code="ST-CHECKPOINT-DAMAGED")
+            problem = f"is damaged: {error}"
+        if problem:
+            path = f"{self.directory.url}/{_folder(step, attempt)}/{_MANIFEST}"
+            raise PersistenceError(f"checkpoint {path} {problem}", code="ST-CHECKPOINT-DAMAGED")
         return manifest
 
     @contextmanager
-    def local(self, manifest: Manifest, needs: Needs = _all_parts) -> Iterator[Path]:
+    def local(self, manifest: Manifest, needs: Needs) -> Iterator[Path]:
         """Context with a local directory that has the tensor files of a checked checkpoint, and no others.
 
         `needs` returns whether a part of a tensor will be read.
         """
         with tempfile.TemporaryDirectory(prefix="sparktorch-") as folder:
-            for name, found in manifest.files.items():
+            for name, file in manifest.files.items():
                 if name.endswith(".safetensors"):
-                    place = f"{_folder(manifest.step, manifest.attempt)}/{name}"
-                    fetch_tensors(self.directory, place, Path(folder, name), found["bytes"], needs)
+                    source = f"{_folder(manifest.step, manifest.attempt)}/{name}"
+                    fetch_tensors(self.directory, source, Path(folder, name), file["bytes"], needs)
             yield Path(folder)
 
     def read_rest(self, manifest: Manifest, rank: int) -> dict[str, Any]:
@@ -282,24 +284,24 @@ class CheckpointStore:
 
     def check(self, manifest: Manifest) -> None:
         """Compares the files of a checkpoint with its manifest; a `PersistenceError` says what differs."""
-        for name, wanted in manifest.files.items():
-            says = ""
+        for name, written in manifest.files.items():
+            problem = ""
             try:
-                found = self.directory.measure(f"{_folder(manifest.step, manifest.attempt)}/{name}")
-                if found != wanted:
-                    size = f"{found['bytes']:,} bytes of {wanted['bytes']:,}"
-                    says = f"is damaged: it has {size}, or others than were written"
+                measured = self.directory.measure(f"{_folder(manifest.step, manifest.attempt)}/{name}")
+                if measured != written:
+                    size = f"{measured['bytes']:,} bytes of {written['bytes']:,}"
+                    problem = f"is damaged: it has {size}, or others than were written"
             except FileNotFoundError as error:
-                says = f"cannot be read: {error}"
-            if says:
+                problem = f"cannot be read: {error}"
+            if problem:
                 what = f"{name} of the checkpoint at step {manifest.step}"
-                raise PersistenceError(f"{what} {says}", code="ST-CHECKPOINT-DAMAGED")
+                raise PersistenceError(f"{what} {problem}", code="ST-CHECKPOINT-DAMAGED")
 
     def usable(self) -> tuple[Manifest | None, list[PersistenceError]]:
         """Returns the latest intact checkpoint, `None` without one, and the errors of later ones."""
         problems: list[PersistenceError] = []
-        for step, attempt in self._found():
-            with _kept(problems):
+        for step, attempt in self._folders():
+            with _adding_errors_to(problems):
                 manifest = self.read_manifest(step, attempt)
                 self.check(manifest)
                 return manifest, problems
@@ -307,11 +309,11 @@ class CheckpointStore:
 
     def manifests(self) -> list[Manifest]:
         """Returns the readable manifests, latest first, without checking the files they name."""
-        found = []
-        for step, attempt in self._found():
+        manifests = []
+        for step, attempt in self._folders():
             with suppress(PersistenceError):
-                found.append(self.read_manifest(step, attempt))
-        return found
+                manifests.append(self.read_manifest(step, attempt))
+        return manifests
 
 
 def read_tensors(directory: Path, rank: int, prefix: str) -> dict[str, torch.Tensor]:
@@ -327,7 +329,7 @@ def read_tensors(directory: Path, rank: int, prefix: str) -> dict[str, torch.Ten
 
 
 @contextmanager
-def _kept(problems: list[PersistenceError]) -> Iterator[None]:
+def _adding_errors_to(problems: list[PersistenceError]) -> Iterator[None]:
     """Context that adds a `PersistenceError` to a list instead of raising it."""
     try:
         yield

@@ -25,12 +25,13 @@ __all__ = [
 ]
 
 Needs = Callable[[str, list[int], list[int]], bool]
-"""Whether a part of a tensor is needed: its name, where in the whole tensor it begins, and its shape."""
+"""Returns whether a part of a tensor is needed; it takes the name, the part's offsets in the tensor, and its shape."""
 
 OPTIMIZER = "optimizer."
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _BLOCK_BYTES = 16 << 20
-_GAP_BYTES = 1 << 20  # reading a gap of this size costs less than a second request
+# Reading a gap of this size costs less than a second request.
+_GAP_BYTES = 1 << 20
 
 
 def named_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -38,13 +39,13 @@ def named_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
 
     Of a `ZeroRedundancyOptimizer`, only this rank's share counts.
     """
-    found = {f"module.{name}": value.detach() for name, value in module.state_dict().items()}
+    tensors = {f"module.{name}": value.detach() for name, value in module.state_dict().items()}
     names = parameter_names(module)
     for parameter, state in own_optimizer(optimizer).state.items():
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
-                found[f"{OPTIMIZER}{names[parameter]}.{key}"] = value
-    return found
+                tensors[f"{OPTIMIZER}{names[parameter]}.{key}"] = value
+    return tensors
 
 
 def own_buffers(module: nn.Module, *, main: bool) -> dict[str, torch.Tensor]:
@@ -80,21 +81,26 @@ def load_buffers(module: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
 
 
 def load_extra_state(module: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
-    """Gives parts their extra state by name, which `load_tensors` cannot fill in place: they return a copy of it."""
-    for name, part in extra_states(module):
-        if (value := values.get(name)) is not None:
-            part.set_extra_state(value)
+    """Gives submodules their extra state by name; they have returned a copy of it, for `load_tensors` to fill."""
+    for name, submodule in extra_states(module):
+        if values.get(name) is not None:
+            submodule.set_extra_state(values[name])
 
 
-def needed_parts(wanted: Mapping[str, torch.Tensor]) -> Needs:
-    """Returns a function that tells whether a saved part of a tensor overlaps this rank's part of a wanted one."""
-    parts = {name: local_parts(tensor) for name, tensor in wanted.items()}
+def needed_parts(tensors: Mapping[str, torch.Tensor]) -> Needs:
+    """Returns a function that returns whether a saved part of a tensor overlaps this rank's part of it."""
+    parts_of = {name: local_parts(tensor) for name, tensor in tensors.items()}
 
     def needs(name: str, first: list[int], shape: list[int]) -> bool:
-        own = (  # a scalar has no axis here, but one in the file
-            zip(begin, part.shape, first, shape, strict=False) for part, begin in parts.get(name, ())
-        )
-        return any(all(a < d + n and d < a + m for a, m, d, n in axes) for axes in own)
+        for part, begin in parts_of.get(name, ()):
+            # A scalar has no axis here, but one in the file.
+            axes = zip(begin, part.shape, first, shape, strict=False)
+            if all(
+                start < saved_start + saved_size and saved_start < start + size
+                for start, size, saved_start, saved_size in axes
+            ):
+                return True
+        return False
 
     return needs
 
@@ -113,12 +119,12 @@ def own_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 def optimizer_values(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
     """Returns the optimizer's non-tensor state, by parameter name."""
     names = parameter_names(module)
-    found = {}
+    values_of = {}
     for parameter, state in own_optimizer(optimizer).state.items():
         values = {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
         if values:
-            found[names[parameter]] = values
-    return found
+            values_of[names[parameter]] = values
+    return values_of
 
 
 def load_optimizer_values(
@@ -135,21 +141,22 @@ def create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
 
     The step may change the parameters: load them afterwards.
     """
-    own = own_optimizer(optimizer)
-    parameters = [p for group in own.param_groups for p in group["params"]]
-    layout = torch.sparse_coo if isinstance(own, torch.optim.SparseAdam) else None  # SparseAdam refuses dense gradients
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter, layout=layout)
-    own.step()
-    own.zero_grad()
+    inner = own_optimizer(optimizer)
+    # SparseAdam refuses dense gradients.
+    layout = torch.sparse_coo if isinstance(inner, torch.optim.SparseAdam) else None
+    for group in inner.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter, layout=layout)
+    inner.step()
+    inner.zero_grad()
 
 
-def forget_optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer, known: set[str]) -> None:
+def forget_optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer, saved_names: set[str]) -> None:
     """Deletes the state of parameters that have none in the checkpoint, because they had no gradient yet."""
     names, state = parameter_names(module), own_optimizer(optimizer).state
     for parameter, values in list(state.items()):
         tensors = [f"{OPTIMIZER}{names[parameter]}.{key}" for key in values if isinstance(values[key], torch.Tensor)]
-        if tensors and not known.intersection(tensors):
+        if tensors and not saved_names.intersection(tensors):
             del state[parameter]
 
 
@@ -195,7 +202,7 @@ def fetch_tensors(directory: Directory, name: str, target: Path, size: int, need
     with target.open("wb") as file:
         file.write(length + header)
         file.truncate(size)
-        _check_header(target)  # afterwards, all ranges in the header lie within the file
+        _check_header(target)  # From here on, all ranges in the header lie within the file.
         for first, end in _joined(_needed(json.loads(header), needs)):
             file.seek(start + first)
             for block in range(first, end, _BLOCK_BYTES):
@@ -216,23 +223,24 @@ def _needed(header: dict[str, Any], needs: Needs) -> Iterator[tuple[int, int]]:
     """Yields the byte ranges of the needed tensors, counted from the end of the header."""
     from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY
 
-    places = json.loads(header.pop("__metadata__", {}).get(CUSTOM_METADATA_KEY, "{}"))
+    offsets = json.loads(header.pop("__metadata__", {}).get(CUSTOM_METADATA_KEY, "{}"))
     for name, entry in header.items():
         shape = entry["shape"]
-        if needs(name, places.get(name, {}).get(SAVED_OFFSETS_KEY, [0] * len(shape)), shape):
+        offset = offsets.get(name, {}).get(SAVED_OFFSETS_KEY, [0] * len(shape))
+        if needs(name, offset, shape):
             first, end = entry["data_offsets"]
             yield first, end
 
 
 def _joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Returns sorted ranges; ranges with small gaps are merged."""
-    found: list[tuple[int, int]] = []
+    joined: list[tuple[int, int]] = []
     for first, end in sorted(ranges):
-        if found and first - found[-1][1] <= _GAP_BYTES:
-            found[-1] = found[-1][0], max(end, found[-1][1])
+        if joined and first - joined[-1][1] <= _GAP_BYTES:
+            joined[-1] = joined[-1][0], max(end, joined[-1][1])
         else:
-            found.append((first, end))
-    return found
+            joined.append((first, end))
+    return joined
 
 
 def _check_header(path: Path) -> None:
@@ -246,7 +254,7 @@ def _check_header(path: Path) -> None:
         raise foreign(path.name, str(error)) from error
 
 
-def load_tensors(directory: Path, wanted: Mapping[str, torch.Tensor]) -> set[str]:
+def load_tensors(directory: Path, tensors: Mapping[str, torch.Tensor]) -> set[str]:
     """Fills tensors, sharded or not, from the files of a directory; returns the names of the tensors in the files.
 
     Every rank reads independently, and only the parts it needs. The files have the layout of
@@ -257,42 +265,43 @@ def load_tensors(directory: Path, wanted: Mapping[str, torch.Tensor]) -> set[str
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
     reader = HuggingFaceStorageReader(str(directory))
-    known: dict[str, Any] = reader.read_metadata().state_dict_metadata
-    flat = {name: _readable(value) for name, value in wanted.items() if name in known}
-    sizes = {name: (tuple(known[name].size), tuple(value.shape)) for name, value in flat.items()}
-    wrong = [
-        f"holds {name!r} of shape {there}, and the model has {own}"
-        for name, (there, own) in sizes.items()
-        if there != own
-    ]
-    wrong += [f"lacks {name}" for name in wanted if name not in known and not name.startswith(OPTIMIZER)]
-    if wrong:
+    saved: dict[str, Any] = reader.read_metadata().state_dict_metadata
+    readable = {name: _readable(value) for name, value in tensors.items() if name in saved}
+    differences = []
+    for name, value in readable.items():
+        saved_shape, shape = tuple(saved[name].size), tuple(value.shape)
+        if saved_shape != shape:
+            differences.append(f"holds {name!r} of shape {saved_shape}, and the model has {shape}")
+    differences += [f"lacks {name}" for name in tensors if name not in saved and not name.startswith(OPTIMIZER)]
+    if differences:
         hint = "is the module the same as when it was saved?"
-        raise PersistenceError(f"the checkpoint {', '.join(wrong[:3])}", hint=hint, code="ST-CHECKPOINT-OTHER")
+        raise PersistenceError(f"the checkpoint {', '.join(differences[:3])}", hint=hint, code="ST-CHECKPOINT-OTHER")
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # intended, by `no_dist`
-        dcp.load(dict(flat), storage_reader=reader, no_dist=True)
-    return set(known)
+        # Each rank reads for itself: `no_dist` is intended.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(dict(readable), storage_reader=reader, no_dist=True)
+    return set(saved)
 
 
 def _readable(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the tensor, or a view of it, as torch's reader can fill it."""
-    if not tensor.dim():  # the reader cannot slice scalars
-        return tensor.view(1)
-    return _InPlaces.of(tensor) if hasattr(tensor, "to_local") else tensor
+    if not tensor.dim():
+        return tensor.view(1)  # The reader cannot slice scalars.
+    return _LocalParts.of(tensor) if hasattr(tensor, "to_local") else tensor
 
 
-class _InPlaces(torch.Tensor):
-    """A sharded tensor by the places of this rank's parts, for which `torch.distributed.checkpoint` asks."""
+class _LocalParts(torch.Tensor):
+    """A sharded tensor as this rank's parts by their offsets, for which `torch.distributed.checkpoint` asks."""
 
     parts: dict[tuple[int, ...], torch.Tensor]
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> _InPlaces:
-        """Returns one of the shape of a `DTensor`, whose parts are views of its shard."""
-        made = torch.empty((), dtype=tensor.dtype).expand(tensor.shape).as_subclass(cls)
-        made.parts = {tuple(offset): part for part, offset in local_parts(tensor)}
-        return made
+    def of(cls, tensor: torch.Tensor) -> _LocalParts:
+        """Returns a tensor of the shape of a `DTensor`, whose parts are views of the `DTensor`'s shard."""
+        # The reader asks for the shape only: one element, expanded, takes no memory.
+        view = torch.empty((), dtype=tensor.dtype).expand(tensor.shape).as_subclass(cls)
+        view.parts = {tuple(offset): part for part, offset in local_parts(tensor)}
+        return view
 
     def __create_chunk_list__(self) -> list[Any]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata

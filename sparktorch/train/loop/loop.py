@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,8 @@ from sparktorch.train.recipe.recipe import Recipe
 __all__ = ["Outcome", "train"]
 
 _PROGRESS_SECONDS = 0.2
-_NORM_STEPS = 32  # between measurements of the gradient norm that need an extra pass over the gradients
+# Every so many steps, the gradient norm is measured even if that needs an extra pass over the gradients.
+_NORM_STEPS = 32
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,8 @@ class Outcome:
     """A rank's result of training.
 
     Attributes:
-        state: The model's state dict on the CPU, without a frozen base; may be empty on ranks other than 0. Or the
-            folder in which the ranks have written it.
+        state: The model's state dict on the CPU, without a frozen base, which may be empty on ranks other than 0; or
+            the folder in which the ranks have written it.
         history: One record per epoch: loss, validation metrics, throughput, times in seconds.
         confusion: Confusion matrix of these weights: validation rows by class (row) and predicted class (column).
             `None` without validation rows or classes, or with too many classes.
@@ -77,11 +79,12 @@ def train(
     sums the weighted losses of its rows and divides by the weight of the whole batch. A rank without rows in a step
     takes part with placeholder rows of weight zero, because its peers wait for it in the all-reduce.
 
-    With checkpoints, the driver may pause the training: then there is one of the last step, and no outcome. If that
-    cannot be written, the training goes on.
+    With checkpoints, the driver may pause the training: it ends with a checkpoint of its last step and returns `None`.
+    If that checkpoint cannot be written, the training goes on.
 
-    `steps` is the number of steps in an epoch, `validation_rows` are the most of any rank, 0 without validation, and
-    `classes` is the number of those that labels index. The checkpointer knows the checkpoint to resume from.
+    `steps` is the number of steps in an epoch, `validation_rows` is the largest number of validation rows of any rank,
+    0 without validation, and `classes` is the number of classes that labels index. The checkpointer knows the
+    checkpoint to resume from.
     """
     with reproducible(config, torch.device(world.device)), explained(config):
         run = _Run(dataset, recipe, config, world, client, steps, validation_rows, classes or 0, checkpointer)
@@ -90,14 +93,15 @@ def train(
         epoch = run.start()
         run.validate_untrained()
         while epoch < config.epochs and not (progress.ended or run.out_of_time):
-            with run.begin(epoch) as (current, batches):
+            with run.begin_epoch(epoch) as (current, batches):
                 for step, batch in batches:
-                    loss = engine.step(batch, float(current.scales[step]), step, measured=run.measures(step))
-                    run.count(step, batch.rows, loss)
-                    run.show(current, step, loss)
-                    del batch, loss  # no memory of theirs is held in validation, or after the epoch
+                    loss = engine.step(batch, float(current.scales[step]), step, measured=run.measures_norm(step))
+                    run.count_step(step, batch.rows, loss)
+                    run.show_progress(current, step, loss)
+                    del batch, loss  # Validation, and what follows the epoch, can use their memory.
                     engine.hooks.end_step(run.context.step)
                     callbacks.call("on_step_end")
+                    # Patience, a pause or the clock ends the epoch early, in all ranks after the same step.
                     if run.validates_now and run.validate_within(epoch, step):
                         break
                     if run.save_within(current):
@@ -105,22 +109,22 @@ def train(
                     if run.out_of_time:
                         break
             run.cut = run.out_of_time and progress.counters.taken < steps
-            record = run.record(current)
+            record = run.epoch_record(current)
             if epoch + 1 == config.epochs or run.validates_after(epoch):
                 run.validate()
-            run.note_validations(record)
+            run.add_validations_to(record)
             engine.end_epoch(record, validated=run.validation is not None)
             callbacks.add_to(record)
             # All ranks see the same losses and stop requests, so they stop after the same epoch.
-            asked = callbacks.ask_to_stop(engine.hooks.asked, lambda: shared_numbers(engine))
+            asked = callbacks.ask_to_stop(engine.hooks.asked, partial(shared_numbers, engine))
             if asked:
                 run.validate()
-                run.note_validations(record)
+                run.add_validations_to(record)
             progress.end_epoch(record)
             if world.is_main:
                 client.epoch_done(epoch + 1, record)
             progress.ended = asked or progress.best.out_of_patience or client.told_to_stop(epoch + 1)
-            run.looks_at_clock(due=run.validation is None or run.validates_after(epoch))
+            run.check_clock(due=run.validation is None or run.validates_after(epoch))
             epoch += 1
             run.save(Position(run.context.step, epoch))
             if run.pauses and epoch < config.epochs and not (progress.ended or run.out_of_time):
@@ -132,10 +136,14 @@ def train(
 
 @dataclass(frozen=True)
 class _Epoch:
-    """The current epoch of a rank, from 0.
+    """The current epoch of a rank.
 
-    `weights` are those of every step over all ranks, float64 of shape `(steps,)`, and `scales` the factors of a rank's
-    loss sums. `started` is by `time.perf_counter`; in a resumed epoch, earlier by the seconds before its checkpoint.
+    Attributes:
+        number: The epoch's number, from 0.
+        weights: The weight of each step's rows over all ranks, float64 of shape `(steps,)`.
+        scales: The factor of this rank's loss sum in each step.
+        started: When the epoch began, by `time.perf_counter`. A resumed epoch begins earlier by the seconds that it had
+            taken before its checkpoint.
     """
 
     number: int
@@ -173,11 +181,15 @@ class _Run:
             )
         self.progress = Progress(steps, config, torch.device(world.device))
         self._state = TrainingState(config, world, engine, self._weights.average, self.callbacks, self.progress)
-        self._waited, self._seconds, self._next_progress = 0.0, 0.0, 0.0
-        self._began, self.out_of_time = time.perf_counter(), False  # A checkpoint keeps neither.
-        self.cut = False  # Whether time was over within the last epoch.
-        self.pauses = False  # after the last step
-        # Same initial weights everywhere; from here on, dropout and the like differ by rank.
+        self._waited, self._seconds = 0.0, 0.0
+        self._next_progress = 0.0
+        # The minutes count from here, even if the training resumes: a checkpoint keeps neither of the two.
+        self._began, self.out_of_time = time.perf_counter(), False
+        # Whether time was over within the last epoch.
+        self.cut = False
+        # Whether the driver pauses the training after the last step.
+        self.pauses = False
+        # All ranks have built the same initial weights; from here on, dropout and the like differ by rank.
         seed_all(config.seed + world.rank + 1)
 
     def _example(self) -> Batch:
@@ -188,28 +200,32 @@ class _Run:
     def start(self) -> int:
         """Tries the loss, warms up for checkpoints, loads the one to resume from; returns the first epoch, from 0."""
         manifest = None if self._checkpointer is None else self._checkpointer.start
+        epoch, steps_taken = 0, 0
+        if manifest is not None:
+            epoch, steps_taken = manifest.epoch, manifest.step
         if self._checkpointer is not None:
-            self._client.pause.begin(1 + (0 if manifest is None else manifest.step))
-        self.engine.hooks.begin_fit(*((0, 0) if manifest is None else (manifest.epoch, manifest.step)))
+            self._client.pause.begin(steps_taken + 1)
+        self.engine.hooks.begin_fit(epoch, steps_taken)
         with self._client.working("trying the loss"):
             check_loss(self.engine, self._config, self._world, self._dataset)
         if self._checkpointer is None:
-            return 0
+            return epoch
         with closing(self._dataset.epoch(0, min_rows=self.engine.min_rows)) as batches:
             self.engine.warm_up(next(batches))
-        self._state.check()  # fails now instead of hours later
+        self._state.check()  # A state that no checkpoint can hold is an error now instead of hours later.
         if manifest is None:
-            return 0
+            return epoch
         self._state.load(self._checkpointer.store, manifest)
-        self.context.step = manifest.step
+        self.context.step = steps_taken
         if self._world.is_main:
-            for record in self.progress.history:  # the driver may have been restarted
+            for record in self.progress.history:  # A driver that was restarted does not know these epochs.
                 self._client.epoch_done(record["epoch"], record)
-        return manifest.epoch
+        return epoch
 
     @contextmanager
-    def begin(self, epoch: int) -> Iterator[tuple[_Epoch, Iterator[tuple[int, Batch]]]]:
+    def begin_epoch(self, epoch: int) -> Iterator[tuple[_Epoch, Iterator[tuple[int, Batch]]]]:
         """Context for the remaining steps of an epoch; yields the epoch, and its steps with this rank's batches."""
+        # A resumed epoch has counters of the steps that it has taken already.
         counters, engine = self.progress.counters, self.engine
         self._client.enter("training", epoch=epoch + 1, step=counters.taken)
         started = time.perf_counter() - counters.seconds
@@ -219,15 +235,16 @@ class _Run:
             self.callbacks.call("on_epoch_start")
         weights = sum_over_ranks(self._dataset.step_weights(epoch), self._world)
         scales = step_scales(weights, engine.sync.divisor)
-        engine.split.begin(self._dataset, epoch, counters.taken)
-        waited, entered = counters.waited, time.perf_counter() - counters.validating
+        engine.micro_batches.begin(self._dataset, epoch, counters.taken)
+        # The time that this start of the training spends in steps is summed up, without that of validation.
+        waited_before, entered = counters.waited, time.perf_counter() - counters.validating
         self._next_progress = 0.0
         with closing(self._dataset.epoch(epoch, min_rows=engine.min_rows, first=counters.taken)) as batches:
             engine.training_mode()
             engine.hooks.begin_epoch(epoch, fresh=not counters.taken)
             engine.trained.look(engine.optimizer)
             yield _Epoch(epoch, weights, scales, started), self._steps_left(batches, len(scales))
-        self._waited += counters.waited - waited
+        self._waited += counters.waited - waited_before
         self._seconds += time.perf_counter() - counters.validating - entered
 
     def _steps_left(self, batches: Iterator[Batch], steps: int) -> Iterator[tuple[int, Batch]]:
@@ -236,42 +253,50 @@ class _Run:
         for step in range(counters.taken, steps):
             self._client.at_step(step + 1)
             asked = time.perf_counter()
-            held = [next(batches)]
+            batch = [next(batches)]
             counters.waited += time.perf_counter() - asked
-            yield step, held.pop()  # this generator does not keep it
+            # While it is suspended, a generator keeps its variables. Popped, the batch is the caller's alone to free.
+            yield step, batch.pop()
 
-    def measures(self, step: int) -> bool:
+    def measures_norm(self, step: int) -> bool:
         """Returns whether to measure this step's gradient norm even if that needs an extra pass over the gradients."""
         return self.context.step % _NORM_STEPS == 0 or step + 1 == self._steps
 
-    def count(self, step: int, rows: int, loss: torch.Tensor | None) -> None:
+    def count_step(self, step: int, rows: int, loss: torch.Tensor | None) -> None:
         """Adds a step to the epoch counters; `loss` is `None` for a skipped step."""
         counters, engine = self.progress.counters, self.engine
-        counters.places += engine.padding[0]
-        counters.elements += engine.padding[1]
+        positions, elements = engine.padding
+        counters.positions += positions
+        counters.elements += elements
         self.context.step += 1
         counters.taken += 1
         counters.rows += rows
-        if loss is None:  # the weights have not changed
+        if loss is None:  # The weights have not changed, so their average does not either.
             counters.skipped.append(step)
             return
         counters.losses[step] = loss
         if counters.norms is not None and engine.gradient_norm is not None:
             counters.norms[step] = engine.gradient_norm
-        self._look_back()
+        self._look_back()  # Every few dozen steps, this is a collective.
         if self._weights.average is not None:
             self._weights.average.update()
 
-    def show(self, epoch: _Epoch, step: int, loss: torch.Tensor | None) -> None:
+    def show_progress(self, epoch: _Epoch, step: int, loss: torch.Tensor | None) -> None:
         """Publishes the progress at most a few times a second, because reading the loss waits for the device."""
         now = time.perf_counter()
         if loss is None or now < self._next_progress:
             return
         self._next_progress = now + _PROGRESS_SECONDS
         if self._world.is_main:
+            # Rank 0 knows its own loss only: scaled to a whole batch, it stands for the losses of all ranks.
             mean = loss.item() * epoch.scales[step] / self.engine.sync.divisor * self._world.world_size
-            place = {"epoch": epoch.number + 1, "epochs": self._config.epochs, "step": step + 1}
-            self._client.progress(**place, steps=len(epoch.scales), loss=float(mean))
+            self._client.progress(
+                epoch=epoch.number + 1,
+                epochs=self._config.epochs,
+                step=step + 1,
+                steps=len(epoch.scales),
+                loss=float(mean),
+            )
 
     @property
     def validates_now(self) -> bool:
@@ -288,13 +313,14 @@ class _Run:
         config = self._config
         return config.validation_unit == "epoch" and (epoch + 1) % config.validation_interval == 0
 
-    def looks_at_clock(self, *, due: bool = True) -> bool:
+    def check_clock(self, *, due: bool = True) -> bool:
         """Returns whether the minutes of the training are over, by the clock of rank 0.
 
         It is a collective of all ranks, unless no look at the clock is `due`.
         """
         minutes = self._config.max_minutes
         if minutes is not None and due and not self.out_of_time:
+            # Clocks of hosts differ: only rank 0's counts, so that all ranks stop after the same step.
             over = self._world.is_main and time.perf_counter() - self._began > 60.0 * minutes
             self.out_of_time = bool(max_over_ranks(torch.tensor([float(over)]), self._world))
         return self.out_of_time
@@ -310,9 +336,10 @@ class _Run:
         with self._weights.averaged(), self.engine.strategy.evaluating(self.engine.module) as module:
             metrics, counts = self.validation.run(module)
         progress.counters.validations.append({"step": self.context.step, **metrics})
+        # Copying the best weights may be a collective. All ranks have the same metrics, so all copy or none does.
         if progress.best.offer(metrics, self._weights.copied):
             progress.confusion = counts
-        self.callbacks.call("on_validation_end", dict(metrics))  # a copy, so that callbacks cannot change it
+        self.callbacks.call("on_validation_end", dict(metrics))  # It is a copy, so that callbacks change no record.
         progress.counters.validating += time.perf_counter() - started
 
     def validate_untrained(self) -> None:
@@ -327,16 +354,17 @@ class _Run:
     def validate_within(self, epoch: int, step: int) -> bool:
         """Validates after a step within an epoch; returns whether patience is over, or else goes back to training."""
         self._look_back(now=True)
-        self.progress.counters.losses.sum().item()  # waits for the device, so that its pending work is not counted
+        # Reading a value waits for the device, so that its pending steps do not count as time of the validation.
+        self.progress.counters.losses.sum().item()
         self.validate()
         if self.progress.best.out_of_patience:
             return True
-        self.looks_at_clock()
+        self.check_clock()
         self._client.enter("training", epoch=epoch + 1, step=step + 1)
         self.engine.training_mode()
         return False
 
-    def note_validations(self, record: dict[str, Any]) -> None:
+    def add_validations_to(self, record: dict[str, Any]) -> None:
         """Adds the epoch's last validation to its record, and all of them if they run by step."""
         validations = self.progress.counters.validations
         if validations:
@@ -344,12 +372,12 @@ class _Run:
         if self.validation is not None and self._config.validation_unit == "step":
             record["validations"] = validations
 
-    def record(self, epoch: _Epoch) -> dict[str, Any]:
+    def epoch_record(self, epoch: _Epoch) -> dict[str, Any]:
         """Returns the record of the epoch's training, the same on every rank except for what depends on time."""
         counters, engine, world = self.progress.counters, self.engine, self._world
         sums = sum_over_ranks(counters.sums(), world)
         norm = float(max_over_ranks(counters.largest_norm(), world))
-        # Read after the all-reduces, so that it is the slowest rank's time.
+        # The clock is read after the all-reduces, so that it shows the slowest rank's time.
         seconds = time.perf_counter() - epoch.started - counters.validating
         rate, number = engine.schedule.learning_rate, epoch.number + 1
         record = self.progress.record(
@@ -357,8 +385,8 @@ class _Run:
         )
         if self._config.validation_unit == "step":
             record["steps"] = counters.taken
-        if engine.split.searches:
-            record["micro_batch_size"] = engine.split.size
+        if engine.micro_batches.searches:
+            record["micro_batch_size"] = engine.micro_batches.size
         if engine.training_step is not None:
             record |= engine.means.over_ranks(world)
         if self._config.non_finite == "skip":
@@ -384,7 +412,7 @@ class _Run:
 
     def save(self, position: Position) -> None:
         """Saves a checkpoint if one is due, or the training pauses or has no time; without one it does not pause."""
-        if self._checkpointer is None or self.cut:  # a cut epoch has its checkpoint
+        if self._checkpointer is None or self.cut:  # An epoch that was cut has saved its own checkpoint.
             return
         if not (self.pauses or self.out_of_time or self._checkpointer.due(position)):
             return
@@ -405,11 +433,11 @@ class _Run:
         engine = self.engine
         if engine.base is not None:
             engine.base.check(engine.strategy.state_dict(engine.module))
-        waited = self._waited / max(self._seconds, 1e-9)
-        return Outcome(weights, progress.history, confusion, waited, out_of_time)
+        data_wait_share = self._waited / max(self._seconds, 1e-9)
+        return Outcome(weights, progress.history, confusion, data_wait_share, out_of_time)
 
     def _look_back(self, *, now: bool = False) -> None:
-        """Raises if a loss was not finite; `now` is set before the weights are used."""
+        """Raises if a loss was not finite; it looks at once if `now`, as before the weights are used."""
         counters = self.progress.counters
         if self.engine.watch is not None and counters.taken:
             self.engine.watch.look_back(counters.losses, counters.taken, now=now)

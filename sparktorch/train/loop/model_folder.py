@@ -1,4 +1,4 @@
-"""The weights that a training returns: those of rank 0, or a folder that ranks write who each hold a share of them."""
+"""The weights that a training returns: those of rank 0, or a folder for ranks that each hold a share of the model."""
 
 from __future__ import annotations
 
@@ -31,14 +31,15 @@ __all__ = ["ModelFolder", "Weights"]
 
 _FILE_BYTES = 1 << 30
 _LEAST_BYTES = 16 << 20
-_SEEN_SECONDS = 10.0
-# What file systems answer that cannot rename folders, as mounts of object stores; gcsfuse says EMFILE.
+# A network file system shows another host's new file after at most so long.
+_VISIBLE_SECONDS = 10.0
+# File systems that cannot rename folders, such as mounts of object stores, answer with these; gcsfuse with EMFILE.
 _NO_FOLDER_RENAME = (errno.ENOSYS, errno.EPERM, errno.EOPNOTSUPP, errno.EXDEV, errno.EMFILE)
 
 
 @dataclass(frozen=True)
-class _Known:
-    """What all ranks know of a tensor: shape and dtype of the whole, and the first rank that has it or a part of it."""
+class _TensorMeta:
+    """Shape and dtype of a whole tensor, and the first rank that has it or a part of it; all ranks know them."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -50,7 +51,7 @@ class _Known:
 
 
 class ModelFolder:
-    """A folder that rank 0 writes, and the driver and whoever scores read.
+    """A folder that rank 0 writes; the driver reads it, and later whoever scores with the model.
 
     The files are safetensors with an index, in the layout of Hugging Face's models. They are written into a folder of
     this attempt alone, whose name begins with a dot, and get their place when all of them are there: a training that
@@ -58,30 +59,35 @@ class ModelFolder:
     """
 
     def __init__(self, path: str, world: World) -> None:
-        """Takes an absolute path, whose last part identifies the training, and this rank's place."""
+        """Takes an absolute path, whose last part identifies the training, and this rank's world."""
         self._path, self._token, self._world = Path(path), Path(path).name, world
         self._new = self._path.with_name(f".{self._token}.{secrets.token_hex(4)}")
 
     def check(self) -> None:
         """Checks that rank 0 can write, and that all ranks see it; removes what an earlier attempt has begun."""
-        own = secrets.randbits(50) if self._world.is_main else 0
-        mark = self._mark(own)
+        # Rank 0 writes an empty file, whose name holds a random number, for the other ranks to look for. Numbers of 50
+        # bits pass unchanged through the float64 of a sum over ranks.
+        number = secrets.randbits(50) if self._world.is_main else 0
+        mark = self._mark(number)
         try:
             if self._world.is_main:
                 mark.parent.mkdir(parents=True, exist_ok=True)
-                for left in mark.parent.glob(f".{self._token}.*"):  # of an earlier attempt, which may even write yet
-                    if left.is_dir():
-                        shutil.rmtree(left, ignore_errors=True)
+                for leftover in mark.parent.glob(f".{self._token}.*"):
+                    if leftover.is_dir():  # An earlier attempt, whose ranks may still run, can be writing into it.
+                        shutil.rmtree(leftover, ignore_errors=True)
                     else:
-                        left.unlink(missing_ok=True)
+                        leftover.unlink(missing_ok=True)
                 mark.touch()
-            main = self._mark(int(sum_over_ranks(torch.tensor([own], dtype=torch.float64), self._world)))
-            until = time.monotonic() + _SEEN_SECONDS
-            while not main.is_file():  # a network file system may take a while
-                if time.monotonic() > until:
-                    raise FileNotFoundError(f"{main.parent} is not the folder that rank 0 has made under this path")
+            main_number = int(sum_over_ranks(torch.tensor([number], dtype=torch.float64), self._world))
+            main_mark = self._mark(main_number)
+            deadline = time.monotonic() + _VISIBLE_SECONDS
+            while not main_mark.is_file():
+                if time.monotonic() > deadline:
+                    raise FileNotFoundError(
+                        f"{main_mark.parent} is not the folder that rank 0 has made under this path"
+                    )
                 time.sleep(0.1)
-            self._wait()
+            self._wait()  # Rank 0 removes its file once all ranks have seen it.
         except OSError as error:
             raise PersistenceError(
                 f"modelDir cannot be used: {error}",
@@ -91,7 +97,7 @@ class ModelFolder:
             ) from error
         finally:
             if self._world.is_main:
-                with suppress(OSError):  # the error above says more
+                with suppress(OSError):  # An error above says more than one of this.
                     mark.unlink(missing_ok=True)
 
     def _mark(self, number: int) -> Path:
@@ -110,70 +116,70 @@ class ModelFolder:
         The ranks that have a tensor gather it, one at a time, and the first of them sends it to rank 0, which holds a
         file at a time, of about half its share of the model.
         """
-        world, known = self._world, self._known(tensors)
-        files = list(self._files({name: each.nbytes for name, each in known.items()}))
-        places: dict[str, str] = {}
+        world, metas = self._world, self._tensor_metas(tensors)
+        files = list(self._files({name: meta.nbytes for name, meta in metas.items()}))
+        file_of: dict[str, str] = {}
+        # Ranks go through the tensors in the same order: gathering one is a collective of the ranks that have it.
         for number, names in enumerate(files):
             file = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
-            held: dict[str, torch.Tensor] = {}
+            whole_tensors: dict[str, torch.Tensor] = {}
             for name in names:
-                tensor = self._at_main(known[name], tensors.get(name))
+                tensor = self._at_main(metas[name], tensors.get(name))
                 if tensor is not None:
-                    held[name] = tensor.cpu().contiguous()
-                places[name] = file
+                    whole_tensors[name] = tensor.cpu().contiguous()
+                file_of[name] = file
             if world.is_main:
-                self._write(file, held)
+                self._write(file, whole_tensors)
         self._wait()
         if world.is_main:
-            size = sum(each.nbytes for each in known.values())
-            index = {"metadata": {"total_size": size, "sparktorch": self._token}, "weight_map": places}
+            size = sum(meta.nbytes for meta in metas.values())
+            index = {"metadata": {"total_size": size, "sparktorch": self._token}, "weight_map": file_of}
             (self._new / INDEX).write_text(json.dumps(index, indent=1))
 
-    def _known(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, _Known]:
-        """Returns what all ranks must know of each tensor that any of them has, in the same order in all ranks."""
-        own = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
-        every: list[Any] = [own]
+    def _tensor_metas(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, _TensorMeta]:
+        """Returns the meta data of each tensor that any rank has, in the same order in all ranks; a collective."""
+        local = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+        by_rank: list[Any] = [local]
         if self._world.world_size > 1:
-            every = [None] * self._world.world_size
-            dist.all_gather_object(every, own)
-        found: dict[str, _Known] = {}
-        for rank, held in enumerate(every):
-            for name, (shape, dtype) in held.items():
-                found.setdefault(name, _Known(shape, dtype, rank))
-        return found
+            by_rank = [None] * self._world.world_size
+            dist.all_gather_object(by_rank, local)
+        metas: dict[str, _TensorMeta] = {}
+        for rank, shapes_and_dtypes in enumerate(by_rank):
+            for name, (shape, dtype) in shapes_and_dtypes.items():
+                metas.setdefault(name, _TensorMeta(shape, dtype, rank))
+        return metas
 
     def _files(self, sizes: Mapping[str, int]) -> Iterable[list[str]]:
         """Yields the names of the tensors in each file; `sizes` has their bytes."""
-        # Half a share, because a mount of an object store has a file written from copies in memory: see `_write`.
+        # A file has half a share at most, because `_write` may hold it twice, where an object store is mounted.
         most = max(_LEAST_BYTES, min(_FILE_BYTES, sum(sizes.values()) // (2 * self._world.world_size)))
         names: list[str] = []
-        held = 0
+        total = 0
         for name, size in sizes.items():
-            if names and held + size > most:
+            if names and total + size > most:
                 yield names
-                names, held = [], 0
+                names, total = [], 0
             names.append(name)
-            held += size
+            total += size
         yield names
 
-    def _at_main(self, known: _Known, own: torch.Tensor | None) -> torch.Tensor | None:
-        """Returns a whole tensor in rank 0, `None` in other ranks; `own` is this rank's share, if it has one."""
+    def _at_main(self, meta: _TensorMeta, share: torch.Tensor | None) -> torch.Tensor | None:
+        """Returns a whole tensor in rank 0, `None` in other ranks; `share` is this rank's share, if it has one."""
         world = self._world
-        found = None if own is None else self._whole(own)  # a collective of those that have one
-        if known.rank == world.rank != 0:
-            assert found is not None
-            dist.send(found.to(world.device).contiguous(), 0)
-        elif known.rank and world.is_main:
-            found = torch.empty(known.shape, dtype=known.dtype, device=world.device)
-            dist.recv(found, known.rank)
-        return found if world.is_main else None
-
-    def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the whole tensor; a collective for a `DTensor`, on the device of its ranks."""
-        if not hasattr(tensor, "device_mesh"):
-            return tensor.detach()
-        with unadvised():
-            return whole(tensor.detach().to(self._world.device))
+        tensor: torch.Tensor | None = None
+        if share is not None and not hasattr(share, "device_mesh"):
+            tensor = share.detach()
+        elif share is not None:
+            # This is a collective of the ranks that have a share, on their device.
+            with unadvised():
+                tensor = whole(share.detach().to(world.device))
+        if meta.rank == world.rank != 0:
+            assert tensor is not None
+            dist.send(tensor.to(world.device).contiguous(), 0)
+        elif meta.rank and world.is_main:
+            tensor = torch.empty(meta.shape, dtype=meta.dtype, device=world.device)
+            dist.recv(tensor, meta.rank)
+        return tensor if world.is_main else None
 
     @contextmanager
     def _published(self) -> Iterator[None]:
@@ -189,7 +195,8 @@ class ModelFolder:
             try:
                 _put_in_place(self._new, self._path)
             except OSError:
-                if not (self._path / INDEX).is_file():  # an earlier attempt was lost after it had written the same
+                # An earlier attempt that was lost at its end may have written the same model.
+                if not (self._path / INDEX).is_file():
                     raise
         except (OSError, SafetensorError) as error:
             raise PersistenceError(
@@ -228,7 +235,7 @@ def _put_in_place(new: Path, target: Path) -> None:
             raise
         if (target / INDEX).is_file():
             raise FileExistsError(errno.EEXIST, "a model is there", str(target)) from error
-        target.mkdir(exist_ok=True)  # an earlier attempt may have been lost while it moved files
+        target.mkdir(exist_ok=True)  # An earlier attempt may have been lost while it moved files.
         for file in sorted(new.iterdir(), key=lambda file: file.name == INDEX):
             file.replace(target / file.name)
 
@@ -257,14 +264,14 @@ class Weights:
             return self._engine.strategy.shares(self._engine.module, copy=True)
 
     def result(self, best: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor] | WeightsFolder:
-        """Returns the best weights, or the current ones if none were kept, or the folder that holds them now.
+        """Returns the best weights, or the folder that holds them now.
 
-        `best` is what `copied` returned.
+        `best` is what `copied` returned of them; with `None`, the current weights are the best.
         """
         if self._folder is None:
             return self._whole(copy=False) if best is None else best
         engine = self._engine
-        engine.optimizer.zero_grad()  # the gradients' memory is that of the files
+        engine.optimizer.zero_grad()  # The files need the memory of the gradients.
         with self.averaged():
             return self._folder.write(engine.strategy.shares(engine.module) if best is None else best)
 

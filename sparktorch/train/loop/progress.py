@@ -31,7 +31,7 @@ class EpochCounters:
         skipped: Indices of the steps that were skipped.
         validations: Metrics of each validation.
         untrained: Metrics of the validation before the first step, in the first epoch; empty without one.
-        places: Positions in padded inputs, padding included.
+        positions: Positions in padded inputs, padding included.
         elements: Positions that hold data.
     """
 
@@ -44,14 +44,14 @@ class EpochCounters:
     skipped: list[int] = field(default_factory=list)
     validations: list[dict[str, Any]] = field(default_factory=list)
     untrained: dict[str, Any] = field(default_factory=dict)
-    places: int = 0
+    positions: int = 0
     elements: int = 0
     norms: torch.Tensor | None = None
 
     def sums(self) -> torch.Tensor:
         """Returns the counters to sum over ranks for `Progress.record`, float64 of shape `(7,)`."""
         norms = self._norms()
-        sums = [float(self.losses.sum()), self.rows, self.waited, self.places, self.elements]
+        sums = [float(self.losses.sum()), self.rows, self.waited, self.positions, self.elements]
         return torch.tensor([*sums, float(norms.sum()), len(norms)], dtype=torch.float64)
 
     def largest_norm(self) -> torch.Tensor:
@@ -72,7 +72,7 @@ class EpochCounters:
             self.norms = torch.fmax(self.norms, other.norms.to(self.norms.device))
         self.rows += other.rows
         self.waited += other.waited
-        self.places += other.places
+        self.positions += other.positions
         self.elements += other.elements
 
 
@@ -96,12 +96,12 @@ class Progress:
         self.confusion: torch.Tensor | None = None
         self.validated_step = -1
         self.ended = False
-        self.counters = self._nothing()
+        self.counters = self._zero_counters()
 
     def end_epoch(self, record: dict[str, Any]) -> None:
         """Adds an epoch's record to the history, and resets the epoch counters."""
         self.history.append(record)
-        self.counters = self._nothing()
+        self.counters = self._zero_counters()
 
     def last_validation(self) -> dict[str, Any]:
         """Returns the last validation of this epoch, or else the previous epoch's record; empty without either."""
@@ -123,10 +123,10 @@ class Progress:
         `sums` are `EpochCounters.sums` of all ranks, `weights` those of each step over all ranks, float64 of shape
         `(steps,)`; `number` counts epochs from 1, and `largest_norm` is the largest gradient norm of any rank.
         """
-        loss_sum, rows, waited, places, elements, norm_sum, norms = sums.tolist()
+        loss_sum, rows, waited, positions, elements, norm_sum, norms = sums.tolist()
         weights = weights.clone()
         weights[self.counters.skipped] = 0
-        weight = float(weights[: self.counters.taken].sum())
+        weight = float(weights[: self.counters.taken].sum())  # An epoch may end early.
         record = {
             "epoch": number,
             "loss": loss_sum / max(weight, torch.finfo(torch.float64).tiny),
@@ -139,22 +139,26 @@ class Progress:
             record |= {"gradient_norm": norm_sum / norms, "gradient_norm_max": largest_norm}
         if self.counters.untrained:
             record["untrained"] = self.counters.untrained
-        if places:
-            record["padding_share"] = 1 - elements / places
+        if positions:
+            record["padding_share"] = 1 - elements / positions
         return record
 
     def state(self) -> dict[str, Any]:
         """Returns the progress without the best weights, on the CPU, for `merge`."""
         counters = self.counters
-        held = {"losses": counters.losses} | ({} if counters.norms is None else {"norms": counters.norms})
-        own: dict[str, Any] = download(held)
+        on_device = {"losses": counters.losses}
+        if counters.norms is not None:
+            on_device["norms"] = counters.norms
+        on_host: dict[str, Any] = download(on_device)
+        tally = asdict(replace(counters, **on_host))
+        tally["places"] = tally.pop("positions")  # The name in checkpoints is that of their first version.
         return {
             "best": self.best.state_dict(),
             "confusion": self.confusion,
             "validated_step": self.validated_step,
             "history": self.history,
             "ended": self.ended,
-            "tally": asdict(replace(counters, **own)),
+            "tally": tally,
         }
 
     def merge(
@@ -168,12 +172,20 @@ class Progress:
         self.best.load_state_dict(main["best"], weights)
         self.confusion, self.validated_step = main["confusion"], main["validated_step"]
         self.history, self.ended = main["history"], main["ended"]
-        sums: dict[str, Any] = dict.fromkeys(("rows", "waited", "places", "elements"), 0)
-        nothing = self._nothing()
-        self.counters = replace(EpochCounters(**main["tally"]), losses=nothing.losses, norms=nothing.norms, **sums)
+        # What all ranks share comes from the old rank 0; what is summed up comes from the old ranks of this one.
+        zeros = self._zero_counters()
+        self.counters = replace(
+            _counters_of(main), losses=zeros.losses, norms=zeros.norms, rows=0, waited=0, positions=0, elements=0
+        )
         for state in states:
-            self.counters.add(EpochCounters(**state["tally"]))
+            self.counters.add(_counters_of(state))
 
-    def _nothing(self) -> EpochCounters:
+    def _zero_counters(self) -> EpochCounters:
         losses = torch.zeros(self._steps, dtype=torch.float64, device=self._device)
         return EpochCounters(losses, norms=torch.full((self._steps,), math.nan, device=self._device))
+
+
+def _counters_of(state: Mapping[str, Any]) -> EpochCounters:
+    """Returns the epoch counters in a state of a rank."""
+    tally = dict(state["tally"])
+    return EpochCounters(positions=tally.pop("places", 0), **tally)

@@ -15,18 +15,19 @@ from sparktorch.train.recipe.recipe import KERNELS
 
 __all__ = ["shared_numbers"]
 
-_HYPERPARAMETERS = {"lr", "momentum", "betas", "weight_decay"}  # Schedulers may change them.
+# Schedulers may change these options of optimizers.
+_HYPERPARAMETERS = {"lr", "momentum", "betas", "weight_decay"}
 _ELEMENTS = 1 << 24  # Longer tensors are summed in parts, because torch copies them to float64 on CPUs.
 
 
 @torch.no_grad()
 def shared_numbers(engine: Engine) -> dict[str, float]:
-    """Returns what of this rank must be equal in all ranks, by its name in messages, under the rank's strategy.
+    """Returns numbers of this rank that must be equal in all ranks under its strategy, by their names in messages.
 
-    Buffers are left out, because running statistics are each rank's own.
+    Buffers are left out, because each rank has running statistics of its own.
     """
     module, kind = engine.unwrapped, engine.kind
-    optimizer = getattr(engine.optimizer, "optim", engine.optimizer)  # `zero1` wraps one.
+    optimizer = getattr(engine.optimizer, "optim", engine.optimizer)  # `zero1` wraps an optimizer.
     names = sorted(_HYPERPARAMETERS | parameters_of(type(optimizer)).keys() - {"params", *KERNELS})
     groups = [_hyperparameters(group, names) for group in engine.optimizer.param_groups]
     numbers = {"hyperparameters of the optimizer": _digest(groups)}
@@ -39,18 +40,22 @@ def shared_numbers(engine: Engine) -> dict[str, float]:
 
 
 def _hyperparameters(group: Mapping[str, Any], names: Sequence[str]) -> list[tuple[str, Any]]:
-    """Returns those options of an optimizer's group that are numbers; beside them, it may keep what it has measured."""
+    """Returns the options of an optimizer's group that are numbers, without what the group keeps beside its options."""
     return [(name, _rounded(group[name])) for name in names if name in group and _is_number(group[name])]
 
 
 def _is_number(value: Any) -> bool:
-    """Whether a value is a number, a truth value or a sequence of some; a tensor is none."""
-    return all(map(_is_number, value)) if isinstance(value, tuple | list) else isinstance(value, Real)
+    """Returns whether a value is a number, a truth value or a sequence of them; a tensor is none of these."""
+    if isinstance(value, tuple | list):
+        return all(map(_is_number, value))
+    return isinstance(value, Real)
 
 
 def _rounded(value: Any) -> Any:
     """Returns a hyperparameter as text, without its last digits, in which the libraries of two hosts may differ."""
-    return [*map(_rounded, value)] if isinstance(value, tuple | list) else f"{float(value):.6g}"
+    if isinstance(value, tuple | list):
+        return [_rounded(item) for item in value]
+    return f"{float(value):.6g}"
 
 
 def _digest(value: object) -> float:
@@ -59,7 +64,7 @@ def _digest(value: object) -> float:
 
 
 def _sizes(parameter: torch.Tensor) -> list[torch.Tensor]:
-    """Returns the sums of the absolute values of a parameter's parts, float64; none of integers."""
+    """Returns the sums of the absolute values of a parameter's parts, float64; of integers it returns none."""
     real = torch.view_as_real(parameter) if parameter.is_complex() else parameter
     parts = torch.split(real.reshape(-1), _ELEMENTS) if real.is_floating_point() else ()
     return [torch.linalg.vector_norm(part, 1, dtype=torch.float64) for part in parts]

@@ -35,7 +35,8 @@ from sparktorch.train.numerics.ema import MovingAverage
 __all__ = ["TrainingState"]
 
 _BEST = "best."
-_OWN = "rank"  # with the rank's number, prefixes tensors that only one rank has
+# Names of tensors that only one rank has begin with this and the number of the rank.
+_RANK = "rank"
 _BUFFER = "buffer."
 _STRATEGY = "strategy."
 
@@ -58,7 +59,7 @@ class TrainingState:
 
     @property
     def _layout(self) -> str:
-        """What decides which rank has which values."""
+        """The settings that decide which rank has which values."""
         return repr((self._config.strategy, sorted(self._config.strategy_params.items())))
 
     def check(self) -> None:
@@ -79,11 +80,12 @@ class TrainingState:
 
     def share(self) -> Share:
         """Returns a copy of this rank's share of the state."""
-        engine, own = self._engine, f"{_OWN}{self._world.rank}."
+        engine, rank_prefix = self._engine, f"{_RANK}{self._world.rank}."
         best = {f"{_BEST}{name}": value for name, value in (self._progress.best.state or {}).items()}
         buffers = own_buffers(engine.unwrapped, main=self._world.is_main)
-        state = {f"{own}{_BUFFER}{name}": value for name, value in buffers.items()}
-        state |= {f"{own}{_STRATEGY}{name}": value for name, value in engine.strategy.own_state.state_dict().items()}
+        state = {f"{rank_prefix}{_BUFFER}{name}": value for name, value in buffers.items()}
+        strategy_state = engine.strategy.own_state.state_dict()
+        state |= {f"{rank_prefix}{_STRATEGY}{name}": value for name, value in strategy_state.items()}
 
         def saves(name: str) -> bool:
             return name in state or engine.strategy.saves(name)
@@ -103,7 +105,7 @@ class TrainingState:
             "asked": self._callbacks.asked(engine.hooks.asked),
             "module": engine.hooks.state_dict(),
             "means": engine.means.state_dict(),
-            "micro_batch_size": engine.split.size if engine.split.searches else None,
+            "micro_batch_size": engine.micro_batches.size if engine.micro_batches.searches else None,
             "generators": generators_state(self._device),
             **self._progress.state(),
         }
@@ -112,8 +114,11 @@ class TrainingState:
         """Loads a checkpoint, which another number of ranks may have written."""
         engine, rank, size = self._engine, self._world.rank, self._world.world_size
         rests = self._read_rests(store, manifest)
-        source = rank if manifest.world_size == size else 0
-        main, own = rests[0], rests[rank if rank < manifest.world_size else 0]
+        # A rank goes on with what the old rank of its number has saved. With another number of ranks, all take over the
+        # buffers of rank 0, and a rank that has no old one its callbacks, too.
+        same_ranks = manifest.world_size == size
+        source = rank if same_ranks else 0
+        main, rank_rest = rests[0], rests[rank if rank < manifest.world_size else 0]
         if main.get("base") != (engine.base.digest if engine.base else None):
             raise PersistenceError(
                 "the frozen parameters under the adapters are not those that the checkpoint was trained on",
@@ -121,65 +126,70 @@ class TrainingState:
                 param="checkpointDir",
                 code="ST-CHECKPOINT-OTHER",
             )
+        # Tensors are loaded in place: the optimizer needs its state before, by a step that changes the weights.
         create_optimizer_state(engine.optimizer)
-        best = self._load_tensors(store, manifest, f"{_OWN}{source}.", best=main["best"]["loss"] < math.inf)
-        # Under "zero1", each rank has the values of its own share only.
-        values = {
-            name: found for _, rest in sorted(rests.items(), reverse=True) for name, found in rest["optimizer"].items()
-        }
+        best = self._load_tensors(store, manifest, source, best=main["best"]["loss"] < math.inf)
+        # Under "zero1", each rank has the values of its share only. Where several have some, rank 0's count.
+        values: dict[str, Any] = {}
+        for _, rest in sorted(rests.items(), reverse=True):
+            values |= rest["optimizer"]
         load_optimizer_values(engine.unwrapped, engine.optimizer, values)
         engine.schedule.load_state_dict(main["schedule"])
         engine.scaler.load_state_dict(main["scaler"])
-        if engine.split.searches:
-            engine.split.size = main.get("micro_batch_size") or engine.split.size
-        mine = [rests[old] for old in range(rank, manifest.world_size, size)]
-        self._progress.merge(main, mine, best)
-        self._callbacks.load_state_dict(own["callbacks"])
+        if engine.micro_batches.searches:
+            engine.micro_batches.size = main.get("micro_batch_size") or engine.micro_batches.size
+        # What ranks sum up goes on in one of them: each old rank's sums go to one new rank.
+        summed_here = [rests[old] for old in range(rank, manifest.world_size, size)]
+        self._progress.merge(main, summed_here, best)
+        self._callbacks.load_state_dict(rank_rest["callbacks"])
         if any(rest.get("asked") for rest in rests.values()):  # Earlier versions did not save it.
             self._callbacks.ask()
-        engine.hooks.load_state_dict(own.get("module", {}), same_ranks=manifest.world_size == size)
+        engine.hooks.load_state_dict(rank_rest.get("module", {}), same_ranks=same_ranks)
         engine.means.clear()
-        for rest in mine:
+        for rest in summed_here:
             engine.means.load_state_dict(rest["means"])
-        if manifest.world_size == size:
-            set_generators_state(own["generators"], self._device)
+        if same_ranks:
+            set_generators_state(rank_rest["generators"], self._device)
         else:
             seed_all(self._config.seed + rank + 1 + manifest.step)
 
     def _load_tensors(
-        self, store: CheckpointStore, manifest: Manifest, own: str, *, best: bool
+        self, store: CheckpointStore, manifest: Manifest, source: int, *, best: bool
     ) -> dict[str, torch.Tensor]:
         """Loads the parts of tensors that this rank needs; returns the best weights: its share, or rank 0's of all.
 
-        `own` is the name prefix of the rank-specific tensors that this rank resumes from.
+        `source` is the old rank whose tensors of its own this rank takes over; `best` says that there are best weights.
         """
-        engine, wanted, shares = self._engine, self._tensors(), dict[str, torch.Tensor]()
+        engine, tensors, shares = self._engine, self._tensors(), dict[str, torch.Tensor]()
+        source_prefix = f"{_RANK}{source}."
         if best and self._config.model_folder:
             shares = engine.strategy.shares(engine.module, copy=True)
-            wanted |= {f"{_BEST}{name}": share for name, share in shares.items()}
-        part_needed, main = needed_parts(wanted), self._world.is_main and not shares
+            tensors |= {f"{_BEST}{name}": share for name, share in shares.items()}
+        part_needed, reads_best = needed_parts(tensors), self._world.is_main and not shares
 
         def needs(name: str, first: list[int], shape: list[int]) -> bool:
-            return name.startswith(own) or (main and name.startswith(_BEST)) or part_needed(name, first, shape)
+            if name.startswith(source_prefix) or (reads_best and name.startswith(_BEST)):
+                return True
+            return part_needed(name, first, shape)
 
         with store.local(manifest, needs) as directory:
-            known = load_tensors(directory, wanted)
-            whole = read_tensors(directory, 0, _BEST) if main else {}
-            state = read_tensors(directory, int(own[len(_OWN) : -1]), own)
-        forget_optimizer_state(engine.unwrapped, engine.optimizer, known)
+            saved_names = load_tensors(directory, tensors)
+            whole = read_tensors(directory, 0, _BEST) if reads_best else {}
+            state = read_tensors(directory, source, source_prefix)
+        forget_optimizer_state(engine.unwrapped, engine.optimizer, saved_names)
         load_buffers(engine.unwrapped, _under(_BUFFER, state))
-        load_extra_state(engine.unwrapped, _under("module.", wanted))
+        load_extra_state(engine.unwrapped, _under("module.", tensors))
         engine.strategy.own_state.load_state_dict(_under(_STRATEGY, state))
         shapes = {name: value.shape for name, value in engine.unwrapped.state_dict().items()}
         return shares or {name: value.view(shapes.get(name, value.shape)) for name, value in whole.items()}
 
     def _read_rests(self, store: CheckpointStore, manifest: Manifest) -> dict[int, dict[str, Any]]:
         """Reads the ranks' other state, by rank: rank 0's and this rank's, or all if ranks have other parts now."""
-        rank, before = self._world.rank, range(manifest.world_size)
-        same = manifest.world_size == self._world.world_size
-        rests = {old: store.read_rest(manifest, old) for old in ({0, rank} if same else before)}
+        every = range(manifest.world_size)
+        same_ranks = manifest.world_size == self._world.world_size
+        rests = {old: store.read_rest(manifest, old) for old in ({0, self._world.rank} if same_ranks else every)}
         if rests[0].get("strategy") != self._layout:
-            rests |= {old: store.read_rest(manifest, old) for old in before if old not in rests}
+            rests |= {old: store.read_rest(manifest, old) for old in every if old not in rests}
         return rests
 
 

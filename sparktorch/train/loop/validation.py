@@ -28,12 +28,18 @@ if TYPE_CHECKING:
 
 __all__ = ["Best", "Validation", "check_loss", "improvements", "rows_at_a_time", "validations_in"]
 
-_MOST_ROWS = 4096  # per forward pass by default: more rows are no faster
-_FEW_ROWS = 64  # with fewer rows, the overhead of a forward pass dominates
-_MOST_CLASSES = 100  # of a confusion matrix
-_ROWS, _TOGETHER = 64, 8  # of a rank, and of a forward pass
-_NUMBERS = (int, float, str, type(None))  # that a module counts in its passes
-_STEPS = 64  # in which a rank looks for most rows
+# By default, a forward pass has at most so many rows: more are no faster. With very few, its overhead dominates.
+_MOST_ROWS = 4096
+_FEW_ROWS = 64
+# A confusion matrix of more classes would be too large to read.
+_MOST_CLASSES = 100
+# `check_loss` compares the losses of so many rows of a rank, in groups of so many rows. It takes them from the largest
+# of the rank's first batches.
+_CHECKED_ROWS = 64
+_GROUP_ROWS = 8
+_CHECKED_STEPS = 64
+# Attributes of these types may count the passes of a module.
+_COUNTER_TYPES = (int, float, str, type(None))
 
 
 class Validation:
@@ -53,27 +59,27 @@ class Validation:
     ) -> None:
         """Prepares the evaluation.
 
-        `reporter` counts every batch as progress; `rows` are the most validation rows of any rank, and `classes` 0 when
-        labels are not classes.
+        `reporter` counts every batch as progress; `rows` is the largest number of validation rows of any rank, and
+        `classes` is 0 if labels are no classes.
         """
         self._shard, self._engine, self._world, self._task = shard, engine, world, config.task
         self._reporter = reporter
         self._config = config
         self._shows_output = config.task == "classification" or bool(recipe.metrics)
-        # Whether to capture the output from the training step's own call of the module. Not with collective forwards:
-        # either all ranks call the module once more, or none does.
-        self._listens = not (
+        # Whether to capture the output from the training step's call of the module. With collective forward passes, it
+        # is not: either all ranks call the module once more, or none does.
+        self._captures = not (
             config.compile or engine.kind.divides_parameters or isinstance(engine.unwrapped, torch.jit.ScriptModule)
         )
         self._metrics = Metrics(recipe.metrics, config.task, world.device)
-        # With collective forwards, all ranks need the same number of batches.
+        # With collective forward passes, all ranks need the same number of batches.
         self._batches = math.ceil(rows / self._size) if engine.kind.divides_parameters else 0
-        self._shown = classes if classes <= _MOST_CLASSES else 0
+        self._confusion_classes = classes if classes <= _MOST_CLASSES else 0
 
     @property
     def _size(self) -> int:
-        """Most rows of a forward pass; "auto" may have found a smaller size since the last validation."""
-        return rows_at_a_time(self._config, self._world.world_size, self._engine.split.size)
+        """The most rows of a forward pass; "auto" may have found a smaller size since the last validation."""
+        return rows_at_a_time(self._config, self._world.world_size, self._engine.micro_batches.size)
 
     @torch.no_grad()
     def run(self, module: nn.Module) -> tuple[dict[str, float], torch.Tensor | None]:
@@ -82,13 +88,15 @@ class Validation:
         Returns the metrics, and the confusion matrix, int64 of shape `(classes, classes)`; `None` without classes, or
         with too many.
         """
-        hooks = self._engine.hooks
+        hooks, step = self._engine.hooks, self._engine.training_step
         means = self._engine.new_means("val_")
         hooks.begin_validation()
         module.eval()
-        # Sums of losses and weights stay on the device: reading one in each batch would wait for the device's work.
+        # Sums stay on the device: reading one in each batch would wait for the device's work. They are those of losses,
+        # of the weights of losses, of the weights of rows, and of the weights of rows that are classified right; the
+        # last one is the number of losses.
         totals = torch.zeros(5, dtype=torch.float64, device=self._world.device)
-        counts = torch.zeros(self._shown**2, dtype=torch.float64, device=self._world.device)
+        counts = torch.zeros(self._confusion_classes**2, dtype=torch.float64, device=self._world.device)
         with closing(self._outputs(module, means)) as outputs:
             for batch, output, label, loss in outputs:
                 weight = torch.ones(batch.rows, device=self._world.device) if batch.weight is None else batch.weight
@@ -99,25 +107,28 @@ class Validation:
                 totals[2] += weight.sum()
                 if self._task == "classification" and label is not None:
                     totals[3] += (correct(output, label) * weight).sum()
-                    if self._shown:
-                        cells = label.long() * self._shown + predicted(output, label)
+                    if self._confusion_classes:
+                        cells = label.long() * self._confusion_classes + predicted(output, label)
                         counts.index_add_(0, cells, counts.new_ones(()).expand_as(cells))
                 if self._shows_output:
                     self._metrics.update(output, label)
         summed = sum_over_ranks(torch.cat([totals, counts]), self._world)
         loss_sum, loss_weight_sum, weight_sum, right, losses = summed[:5].tolist()
         hooks.end_validation_rows()
-        found = {}
-        if self._engine.training_step is not None:
-            found = means.over_ranks(self._world)
-        step = self._engine.training_step
         measured = {"val_loss": mean_of(loss_sum, loss_weight_sum)} if losses else {}
         if self._task == "classification":
             measured["val_accuracy"] = mean_of(right, weight_sum)
-        found = measured | found if step is not None and step.logs_validation else found | measured
-        found |= {f"val_{name}": value for name, value in self._metrics.compute().items()}
-        hooks.end_validation(found)
-        return found, summed[5:].long().view(self._shown, self._shown) if self._shown else None
+        if step is None:
+            metrics = measured
+        elif step.logs_validation:  # What a module logs under these names replaces what is measured here.
+            metrics = measured | means.over_ranks(self._world)
+        else:
+            metrics = means.over_ranks(self._world) | measured
+        metrics |= {f"val_{name}": value for name, value in self._metrics.compute().items()}
+        hooks.end_validation(metrics)
+        if not self._confusion_classes:
+            return metrics, None
+        return metrics, summed[5:].long().view(self._confusion_classes, self._confusion_classes)
 
     def _outputs(
         self, module: nn.Module, means: Means
@@ -128,17 +139,17 @@ class Validation:
         """
         engine = self._engine
         with closing(self._shard.validation(self._size, batches=self._batches)) as batches:
-            for held in self._reporter.moving(batches):
-                batch = engine.strategy.together(held)
+            for part in self._reporter.moving(batches):
+                batch = engine.strategy.together(part)
                 loss: torch.Tensor | None = None
                 if engine.training_step is None:
                     output = engine.forward(module, batch)
                 else:
-                    with _calls(module, listen=self._shows_output and self._listens) as calls:
+                    with _calls(module, capture=self._shows_output and self._captures) as calls:
                         loss, sums = engine.evaluated(module, batch)
                     means.add(sums)
                     output = self._output(module, batch, calls)
-                if not batch.rows:
+                if not batch.rows:  # The rank has taken part in collective forward passes; there is nothing to count.
                     continue
                 label = batch.label
                 if output is not None:
@@ -151,34 +162,45 @@ class Validation:
         """Returns the module's output for a batch of a training step; `None` if nothing needs it."""
         if not self._shows_output:
             return None
+        # The output of the step's only call is that of the batch if it was called with the batch's inputs, and nothing
+        # has changed the output in place since.
         if len(calls) == 1:
-            versions, arguments, named, output = calls[0]
-            same = len(arguments) == len(batch.inputs) and all(map(operator.is_, arguments, batch.inputs))
-            if same and not named and versions is not None and versions == _versions(output):
+            versions, arguments, keywords, output = calls[0]
+            same_inputs = len(arguments) == len(batch.inputs) and all(map(operator.is_, arguments, batch.inputs))
+            if same_inputs and not keywords and versions is not None and versions == _versions(output):
                 return self._engine.widened(output)
         return self._engine.forward(module, batch)
 
 
 @contextmanager
-def _calls(module: nn.Module, *, listen: bool) -> Iterator[list[tuple[Any, ...]]]:
+def _calls(module: nn.Module, *, capture: bool) -> Iterator[list[tuple[Any, ...]]]:
     """Context that records each call of the module: output versions, positional and keyword arguments, output."""
-    found: list[tuple[Any, ...]] = []
-    if not listen:
-        yield found
+    calls: list[tuple[Any, ...]] = []
+    if not capture:
+        yield calls
         return
-    handle = module.register_forward_hook(lambda _, *call: found.append((_versions(call[-1]), *call)), with_kwargs=True)
+
+    def record(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
+        calls.append((_versions(output), arguments, keywords, output))
+
+    handle = module.register_forward_hook(record, with_kwargs=True)
     try:
-        yield found
+        yield calls
     finally:
         handle.remove()
 
 
 def _versions(output: Any) -> list[int] | None:
     """Returns the in-place version counters of an output's tensors; `None` if the output cannot be reused."""
-    parts = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else [output]
+    parts: Iterable[Any] = [output]
+    if isinstance(output, Mapping):
+        parts = output.values()
+    elif isinstance(output, tuple | list):
+        parts = output
     if not all(isinstance(part, torch.Tensor) for part in parts):
         return None
-    if any(part.is_inference() or part.requires_grad for part in parts):  # the latter keeps its graph alive
+    # Tensors of inference mode have no version, and an output that requires a gradient would keep its graph alive.
+    if any(part.is_inference() or part.requires_grad for part in parts):
         return None
     return [part._version for part in parts]
 
@@ -194,8 +216,8 @@ def rows_at_a_time(config: TrainConfig, ranks: int, micro_batch_size: int | None
         return config.validation_batch_size
     share = -(-config.batch_size // ranks)
     trained = min(micro_batch_size or -(-share // config.accumulation_steps), share, _MOST_ROWS)
-    cut = micro_batch_size is not None or config.accumulation_steps > 1
-    return trained if cut else max(trained, min(8 * trained, _FEW_ROWS))
+    is_split = micro_batch_size is not None or config.accumulation_steps > 1
+    return trained if is_split else max(trained, min(8 * trained, _FEW_ROWS))
 
 
 class Best:
@@ -205,9 +227,10 @@ class Best:
     """
 
     def __init__(self, config: TrainConfig) -> None:
-        """Takes what says which validation is the best; without patience, no weights are kept."""
+        """Takes the configuration, which says which validation is the best; without patience, no weights are kept."""
         self._config = config
-        self._loss = math.inf  # `TrainConfig.judged` of the best
+        # What `TrainConfig.judged` says of the best validation.
+        self._loss = math.inf
         self._waited = 0
         self.state: dict[str, torch.Tensor] | None = None
 
@@ -223,7 +246,8 @@ class Best:
         that says which is the best.
         """
         loss = self._config.judged(metrics)
-        if loss is None and (name := self._config.needs_metric) is not None:
+        name = self._config.needs_metric
+        if loss is None and name is not None:
             raise ConfigError(
                 f"earlyStoppingMetric is {name!r}, which the validation does not have",
                 hint=f"set one that it has: {', '.join(sorted(metrics))}",
@@ -262,9 +286,9 @@ def improvements(
     """Yields the validations that were the best so far (all without patience), each with its epoch's record."""
     best = Best(config)
     for record in history:
-        for found in validations_in(record):
-            if config.judged(found) is not None and best.offer(found, dict):
-                yield found, record
+        for validation in validations_in(record):
+            if config.judged(validation) is not None and best.offer(validation, dict):
+                yield validation, record
 
 
 @torch.no_grad()
@@ -276,44 +300,60 @@ def check_loss(engine: Engine, config: TrainConfig, world: World, dataset: RankD
     step, loss = engine.training_step, engine.loss
     if loss is not None and loss.rowwise:
         return
-    given = config.micro_batch_size or config.batch_size // (world.world_size * config.accumulation_steps)
-    size = 2 if given == "auto" else min(max(2, given), _TOGETHER)  # for which there is memory
-    named = {"what": f"loss {loss.name}", "param": "loss"} if loss is not None else {}
+    # The device has room for the rows of a micro-batch, which `"auto"` has still to find out.
+    micro_batch_rows = config.micro_batch_size or config.batch_size // (world.world_size * config.accumulation_steps)
+    size = 2 if micro_batch_rows == "auto" else min(max(2, micro_batch_rows), _GROUP_ROWS)
+    subject: dict[str, Any] = {}
     if step is not None:
-        named = {"what": step.what, "param": step.param, "rowwise": step.rowwise}
+        subject = {"what": step.what, "param": step.param, "rowwise": step.rowwise}
+    elif loss is not None:
+        subject = {"what": f"loss {loss.name}", "param": "loss"}
     rough = step is not None and config.precision in ("bf16", "fp16")
-    most = int(dataset.step_rows(0)[:_STEPS].argmax())
-    with closing(dataset.epoch(0, first=most)) as batches:
+    largest_step = int(dataset.step_rows(0)[:_CHECKED_STEPS].argmax())
+    with closing(dataset.epoch(0, first=largest_step)) as batches:
         batch = next(batches).complete()
-    groups, group = 1, 0
     eager = torch.compiler.set_stance("force_eager") if config.compile else nullcontext()
     evaluating = engine.strategy.evaluating(engine.module)
     with untouched_generators(torch.device(world.device)), engine.hooks.rehearsal(), evaluating as module, eager:
+        # The passes must leave no trace: neither in buffers, nor in what a module or a step counts in attributes.
         buffers = [buffer.clone() for buffer in module.buffers()]
-        stateful = [vars(each) for each in (*module.modules(), *([step] if step else [])) if hasattr(each, "__dict__")]
-        numbers = [{name: value for name, value in of.items() if isinstance(value, _NUMBERS)} for of in stateful]
+        counting = [*module.modules(), *([step] if step else [])]
+        attributes = [vars(owner) for owner in counting if hasattr(owner, "__dict__")]
+        counters = [
+            {name: value for name, value in values.items() if isinstance(value, _COUNTER_TYPES)}
+            for values in attributes
+        ]
         engine.module.eval()
+        group, groups = 0, 1
         while group < groups:
-            first = group * size % batch.rows
+            first = group * size % batch.rows  # A rank with fewer rows than others takes its own once more.
             rows = batch.slice(first, min(first + size, batch.rows))
             losses = _losses(engine, config, module, rows)
             whole = next(losses)
-            if group == 0:  # passes may be collectives, of which every rank takes as many
-                scalar = isinstance(whole, torch.Tensor) and not whole.dim()
-                groups = int(max_over_ranks(torch.tensor(-(-min(batch.rows, _ROWS) // size) * scalar), world))
-            found = [whole, *losses] if groups else []
-            if found and rows.rows > 1:
-                check_mean(found, (rows.rows // 2, rows.rows - rows.rows // 2), **named, rough=rough)
+            if group == 0:
+                # Only a loss that is one number is compared. A pass may be a collective: every rank takes as many as
+                # the one with the most rows.
+                is_number = isinstance(whole, torch.Tensor) and whole.dim() == 0
+                count = math.ceil(min(batch.rows, _CHECKED_ROWS) / size) if is_number else 0
+                groups = int(max_over_ranks(torch.tensor(count), world))
+                if groups == 0:
+                    break
+            compared = [whole, *losses]
+            if rows.rows > 1:
+                check_mean(compared, (rows.rows // 2, rows.rows - rows.rows // 2), **subject, rough=rough)
             group += 1
         for buffer, before in zip(module.buffers(), buffers, strict=True):
             buffer.copy_(before)
-        for of, counted in zip(stateful, numbers, strict=True):
-            of.update(counted)
+        for values, counted in zip(attributes, counters, strict=True):
+            values.update(counted)
     engine.training_mode()
 
 
 def _losses(engine: Engine, config: TrainConfig, module: nn.Module, batch: Batch) -> Iterator[Any]:
-    """Yields what the user's code computes for rows, twice, and for their halves; a loss on the same output."""
+    """Yields what the user's code computes for all rows, twice, for the first half of them, and for the second half.
+
+    A loss is computed on one output of the module; a training step calls the module itself.
+    """
     strategy, step, half = engine.strategy, engine.training_step, batch.rows // 2
     spans = [(0, batch.rows), (0, batch.rows), (0, half or 1), (half, batch.rows)]
     if engine.loss is not None:

@@ -24,7 +24,8 @@ __all__ = [
     "untouched_generators",
 ]
 
-_CUDNN: Any = torch.backends.cudnn  # torch's types lack some of its attributes
+# Torch's types lack some attributes of this module.
+_CUDNN: Any = torch.backends.cudnn
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
@@ -52,17 +53,17 @@ def switched(config: TrainConfig, device: torch.device) -> Iterator[None]:
 def seed_all(seed: int) -> None:
     """Seeds the generators of Python, NumPy and torch, those of GPUs included."""
     random.seed(seed)
-    np.random.seed(seed % 2**32)  # NumPy takes 32 bits
+    np.random.seed(seed % 2**32)  # NumPy takes 32 bits.
     torch.manual_seed(seed)
 
 
 def generators_state(device: torch.device) -> dict[str, Any]:
     """Returns the state of the generators of Python, NumPy, torch and the device, as plain values and tensors."""
-    version, of_python, gauss = random.getstate()
-    kind, of_numpy, *rest = np.random.get_state(legacy=True)
+    version, python_words, gauss = random.getstate()
+    algorithm, numpy_words, *rest = np.random.get_state(legacy=True)
     return {
-        "python": [version, list(of_python), gauss],
-        "numpy": [kind, torch.from_numpy(of_numpy.astype(np.int64)), *rest],  # type: ignore[union-attr]
+        "python": [version, list(python_words), gauss],
+        "numpy": [algorithm, torch.from_numpy(numpy_words.astype(np.int64)), *rest],  # type: ignore[union-attr]
         "torch": torch.get_rng_state(),
         "device": None if is_host(device) else module_of(device).get_rng_state(device),
     }
@@ -70,10 +71,10 @@ def generators_state(device: torch.device) -> dict[str, Any]:
 
 def set_generators_state(state: Mapping[str, Any], device: torch.device) -> None:
     """Restores a state that `generators_state` returned."""
-    version, of_python, gauss = state["python"]
-    random.setstate((version, tuple(of_python), gauss))
-    kind, of_numpy, *rest = state["numpy"]
-    np.random.set_state((kind, of_numpy.numpy().astype(np.uint32), *rest))
+    version, python_words, gauss = state["python"]
+    random.setstate((version, tuple(python_words), gauss))
+    algorithm, numpy_words, *rest = state["numpy"]
+    np.random.set_state((algorithm, numpy_words.numpy().astype(np.uint32), *rest))
     torch.set_rng_state(state["torch"])
     if state.get("device") is not None and not is_host(device):
         module_of(device).set_rng_state(state["device"], device)
@@ -82,18 +83,21 @@ def set_generators_state(state: Mapping[str, Any], device: torch.device) -> None
 @contextmanager
 def untouched_generators(device: torch.device) -> Iterator[None]:
     """Context that restores the state of the generators at its end."""
-    of_python, of_numpy = random.getstate(), np.random.get_state()
+    python_state, numpy_state = random.getstate(), np.random.get_state()
     try:
-        devices, kind = ([], "cuda") if is_host(device) else ([device], device.type)
-        with torch.random.fork_rng(devices, device_type=kind):
+        devices = [] if is_host(device) else [device]
+        # Torch wants to know a type of accelerator even if it has no generator of one to restore.
+        device_type = device.type if devices else "cuda"
+        with torch.random.fork_rng(devices, device_type=device_type):
             yield
     finally:
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
 
 
 @contextmanager
 def _deterministic() -> Iterator[None]:
+    """Context in which torch, cuDNN and cuBLAS choose deterministic kernels."""
     mode, benchmark = torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark
     workspace = os.environ.get(_WORKSPACE)
     torch.use_deterministic_algorithms(True)
@@ -120,14 +124,14 @@ def tf32_allowed(allowed: bool, device: torch.device) -> Iterator[None]:
     def switch(products: bool, convolutions: bool) -> None:
         torch.set_float32_matmul_precision("high" if products else "highest")
         torch.backends.cudnn.allow_tf32 = convolutions
-        for kind in (_CUDNN.conv, _CUDNN.rnn):  # otherwise a switch for all backends would apply
-            kind.fp32_precision = "tf32" if convolutions else "ieee"
+        for operation in (_CUDNN.conv, _CUDNN.rnn):  # Without this, a switch for all backends would apply.
+            operation.fp32_precision = "tf32" if convolutions else "ieee"
 
-    mkldnn: Any = torch.backends.mkldnn  # the first switch also sets its matmul
-    kinds: tuple[Any, ...] = (torch.backends.cuda.matmul, _CUDNN.conv, _CUDNN.rnn, mkldnn.matmul)
-    before = [kind.fp32_precision for kind in kinds]
+    mkldnn: Any = torch.backends.mkldnn  # The older switch of products also sets those of mkldnn.
+    operations: tuple[Any, ...] = (torch.backends.cuda.matmul, _CUDNN.conv, _CUDNN.rnn, mkldnn.matmul)
+    before = [operation.fp32_precision for operation in operations]
     older = "high" if before[0] == "tf32" else "highest"
-    with suppress(RuntimeError):  # the user has set only the newer ones
+    with suppress(RuntimeError):  # The user has set only the newer switches.
         older = torch.get_float32_matmul_precision()
     switch(allowed, allowed)
     try:
@@ -135,5 +139,5 @@ def tf32_allowed(allowed: bool, device: torch.device) -> Iterator[None]:
     finally:
         switch(before[0] == "tf32", before[1] == "tf32")
         torch.set_float32_matmul_precision(older)
-        for kind, precision in zip(kinds, before, strict=True):
-            kind.fp32_precision = precision
+        for operation, precision in zip(operations, before, strict=True):
+            operation.fp32_precision = precision

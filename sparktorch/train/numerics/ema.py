@@ -17,8 +17,8 @@ __all__ = ["MovingAverage"]
 class MovingAverage:
     """The average of a module's trainable parameters; of sharded parameters, the average of this rank's shards.
 
-    It equals that of `torch.optim.swa_utils.AveragedModel`: the weights after the first step, and from
-    then on `decay * average + (1 - decay) * weights`. Buffers are not averaged.
+    It equals that of `torch.optim.swa_utils.AveragedModel`: the weights after the first step, and from then on
+    `decay * average + (1 - decay) * weights`. Buffers are not averaged.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], decay: float) -> None:
@@ -55,7 +55,7 @@ class MovingAverage:
         return {names[parameter]: sharded_like(average, parameter) for parameter, average in pairs}
 
     def _weights(self) -> list[torch.Tensor]:
-        # Sharded parameters are DTensors; the average is computed on this rank's shards.
+        # Sharded parameters are `DTensor`s; the average is computed on this rank's shards.
         return [local(parameter.detach()) for parameter in self._parameters]
 
     @torch.no_grad()
@@ -63,6 +63,6 @@ class MovingAverage:
         if not self._averages:
             return
         for average, weight in zip(self._averages, self._weights(), strict=True):
-            held = weight.clone()  # one at a time, so that memory holds a single extra copy
+            weight_before = weight.clone()  # Memory holds the copy of a single tensor at a time.
             weight.copy_(average)
-            average.copy_(held)
+            average.copy_(weight_before)

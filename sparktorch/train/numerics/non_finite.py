@@ -16,7 +16,7 @@ from sparktorch.train.sharding.dtensor import local
 __all__ = ["LossWatch", "all_finite"]
 
 _LOOK_STEPS = 32
-_NOWHERE = torch.iinfo(torch.int64).max
+_NONE = torch.iinfo(torch.int64).max
 
 
 class LossWatch:
@@ -33,32 +33,36 @@ class LossWatch:
         self._at_once = torch.device(world.device).type == "cpu" if at_once is None else at_once
 
     def check(self, loss: torch.Tensor) -> None:
-        """Raises a `ModuleError` for a loss that is not finite at once, if that does not wait for a device."""
-        if self._at_once and not math.isfinite(value := loss.item()):
+        """Raises a `ModuleError` at once for a loss that is not finite, if that does not wait for a device."""
+        if not self._at_once:
+            return
+        value = loss.item()
+        if not math.isfinite(value):
             raise _stopped(value)
 
     def look_back(self, losses: torch.Tensor, steps: int, *, now: bool = False) -> None:
         """Checks the losses since the last check, every few dozen steps; every rank calls it after each step.
 
-        `losses` are this rank's of the epoch, of shape `(steps of the epoch,)`, of which `steps` were taken; `now` is
-        the same on all ranks. Raises a `ModuleError` if the first loss that is not finite is this rank's, and a
-        `PeerFailure` if it is another rank's.
+        `losses` are those of this rank in the epoch, of shape `(steps of the epoch,)`, of which `steps` were taken.
+        `now`, which is the same on all ranks, checks them at once. Raises a `ModuleError` if the first loss that is not
+        finite is this rank's, and a `PeerFailure` if it is another rank's.
         """
         if self._at_once or (steps % _LOOK_STEPS and steps < len(losses) and not now):
             return
         since = (steps - 1) // _LOOK_STEPS * _LOOK_STEPS
         size, rank = self._world.world_size, self._world.rank
-        seen = losses[since:steps]
-        places = torch.arange(since, steps, device=losses.device) * size + rank
-        first = torch.where(seen.isfinite(), _NOWHERE, places).min()
+        # Each loss has a number that counts the ranks of a step before those of the next one. The smallest number of a
+        # loss that is not finite says which rank caused it, in which step.
+        numbers = torch.arange(since, steps, device=losses.device) * size + rank
+        smallest = torch.where(losses[since:steps].isfinite(), _NONE, numbers).min()
         if size > 1:
-            dist.all_reduce(first, dist.ReduceOp.MIN)
-        place = int(first)
-        if place == _NOWHERE:
+            dist.all_reduce(smallest, dist.ReduceOp.MIN)
+        first = int(smallest)
+        if first == _NONE:
             return
-        step = place // size
-        if place % size != rank:
-            raise PeerFailure(f"the loss of rank {place % size} in step {step + 1} is not finite")
+        step, culprit = divmod(first, size)
+        if culprit != rank:
+            raise PeerFailure(f"the loss of rank {culprit} in step {step + 1} is not finite")
         raise _stopped(float(losses[step]), step=step + 1)
 
 
@@ -80,7 +84,7 @@ def all_finite(loss: torch.Tensor, module: nn.Module, world: World) -> bool:
     """
     gradients = [local(p.grad) for p in module.parameters() if p.grad is not None]
     dense = [part._values() if part.is_sparse else part for part in gradients]
-    # The largest element, because a sum could overflow. Empty shards have none.
+    # The norm is that of the largest element, because a sum could overflow. Empty shards have no largest element.
     largest = nn.utils.get_total_norm([part for part in dense if part.numel()], math.inf)
     finite = (loss.isfinite() & largest.isfinite()).float()
     if world.world_size > 1:

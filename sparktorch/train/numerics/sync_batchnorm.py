@@ -1,7 +1,7 @@
 """Batch normalisation with the statistics of the rows of all ranks.
 
-`torch.nn.SyncBatchNorm` runs on GPUs only, and counts the placeholder rows of ranks without rows: what is here takes
-its place, too, where a module has it.
+`torch.nn.SyncBatchNorm` runs on GPUs only, and counts the placeholder rows of ranks without rows. Where a module has
+it, what is here replaces it, too.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ def synchronise(module: nn.Module, presence: Presence, *, everywhere: bool = Tru
 
     Without `everywhere`, it does so for torch's `SyncBatchNorm` over all ranks alone. It replaces only `forward`, in
     place; class, parameters, buffers and their names stay. The engine updates `presence` before each pass. A `compiled`
-    module needs a graph break at each collective. A batch normalisation with a `forward` or a process
-    group of its own is refused.
+    module needs a graph break at each collective. A batch normalisation with a `forward` or a process group of its own
+    is refused.
     """
     forward = torch.compiler.disable(_forward) if compiled else _forward  # type: ignore[no-untyped-call]
     for name, part in module.named_modules():
-        of_torch = type(part) is nn.SyncBatchNorm and part.process_group in (None, dist.group.WORLD)
-        if not (of_torch or (everywhere and isinstance(part, _BatchNorm))):
+        is_torch_sync = type(part) is nn.SyncBatchNorm and part.process_group in (None, dist.group.WORLD)
+        if not (is_torch_sync or (everywhere and isinstance(part, _BatchNorm))):
             continue
-        if not (of_torch or type(part).forward is _BatchNorm.forward):
+        if not (is_torch_sync or type(part).forward is _BatchNorm.forward):
             what = "process group" if type(part) is nn.SyncBatchNorm else "forward"
             raise ModuleError(
                 f"syncBatchNorm cannot synchronise {name!r}, a {type(part).__qualname__} with a {what} of its own",
@@ -68,15 +68,16 @@ def _forward(norm: Any, presence: Presence, x: torch.Tensor) -> torch.Tensor:
     def real(values: torch.Tensor) -> torch.Tensor:
         return values if presence.rows else values[:0]
 
-    # Two passes, first the mean, then the squared deviations: plain sums of squares lose a variance much smaller than
-    # the mean.
+    # The mean comes first, and then the squared deviations, in another collective: plain sums of squares would lose a
+    # variance that is much smaller than the mean.
     count = wide.new_full([1], real(wide).numel() // wide.shape[1])
     sums = _sum_over_ranks(torch.cat([real(wide).sum(axes), count]))
     mean, count = sums[:-1] / sums[-1], sums[-1].detach()
     centred = wide - mean.view(shape)
     squares = _sum_over_ranks(real(centred).square().sum(axes))
-    several = count > wide[0].numel() // wide.shape[1]  # rows, not values of one: see `Engine.step`
-    _track(norm, mean.detach(), squares.detach() / (count - 1).clamp(min=1), several)
+    # A single row has no variance between rows, even if it has several values a channel: see `Engine.step`.
+    has_several_rows = count > wide[0].numel() // wide.shape[1]
+    _track(norm, mean.detach(), squares.detach() / (count - 1).clamp(min=1), has_several_rows)
     scale = torch.rsqrt(squares / count + norm.eps)
     if norm.affine:
         scale = scale * norm.weight
@@ -91,10 +92,10 @@ def _track(norm: Any, mean: torch.Tensor, variance: torch.Tensor, counts: torch.
     if not norm.track_running_stats or norm.running_mean is None:
         return
     norm.num_batches_tracked.add_(counts)
-    for running, found in (norm.running_mean, mean), (norm.running_var, variance):
+    for running, of_batch in (norm.running_mean, mean), (norm.running_var, variance):
         tracked = norm.num_batches_tracked.clamp(min=1).to(running.dtype)
         share = tracked.reciprocal() if norm.momentum is None else torch.full_like(tracked, norm.momentum)
-        running.lerp_(found.to(running.dtype), share * counts)
+        running.lerp_(of_batch.to(running.dtype), share * counts)
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -118,7 +119,7 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 def _sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
-    if not dist.is_initialized():  # one rank
+    if not dist.is_initialized():  # A single rank has no process group.
         return values
     summed: torch.Tensor = _SumOverRanks.apply(values)  # type: ignore[no-untyped-call]
     return summed

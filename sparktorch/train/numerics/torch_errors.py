@@ -19,14 +19,14 @@ _FULL = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAIL
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error, or one that it was raised from, says that a device has no memory left.
+    """Returns whether an error, or one that it was raised from, says that a device has no memory left.
 
     Libraries under torch have no class of their own for it; torch.compile wraps errors.
     """
     return any(
-        isinstance(one, torch.OutOfMemoryError)
-        or (isinstance(one, RuntimeError) and any(sign in str(one) for sign in _FULL))
-        for one in causes(error)
+        isinstance(cause, torch.OutOfMemoryError)
+        or (isinstance(cause, RuntimeError) and any(sign in str(cause) for sign in _FULL))
+        for cause in causes(error)
     )
 
 

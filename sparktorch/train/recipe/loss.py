@@ -164,7 +164,7 @@ class TrainingStep:
         """Returns the weighted sum of the rows' losses, a scalar tensor, and the sums of the metrics."""
         with nullcontext() if batch.rows else _sending_nothing_back(module):
             losses, metrics = self.per_row(module, batch)
-        rows = batch.rows or batch.shown  # placeholder rows are complete, with weight zero
+        rows = batch.rows or batch.sample_count  # placeholder rows are complete, with weight zero
         if isinstance(losses, torch.Tensor):
             losses = _without_filler(losses, batch)
         total = weigh(losses, rows, batch.loss_weight, what=self.what, param=self.param, rowwise=self.rowwise)
@@ -206,8 +206,8 @@ def _sending_nothing_back(module: nn.Module) -> Iterator[None]:
 
 def _without_filler(values: torch.Tensor, batch: Batch) -> torch.Tensor:
     """Returns a batch's values without those of rows added to reach the minimum rows."""
-    filled = 0 < batch.rows < batch.shown
-    return values[: batch.rows] if filled and values.dim() and len(values) == batch.shown else values
+    filled = 0 < batch.rows < batch.sample_count
+    return values[: batch.rows] if filled and values.dim() and len(values) == batch.sample_count else values
 
 
 class Means:

@@ -18,6 +18,7 @@ from sparktorch.worker.run_context import RunContext
 from tests.support.nets import Tower
 from tests.support.ranks import FunctionJob, control_server, load_state, run_ranks, train_on
 from tests.support.resume import EPOCHS, STEPS, TABLE, job_for, parts, timeless
+from tests.support.saving import saved_steps
 
 NEVER = 1000  # steps from one checkpoint to the next
 
@@ -39,7 +40,7 @@ def paused(job: TrainJob, ranks: int) -> int:
         assert server.first_failure() == (None, False)
     assert [rank.result is not None and rank.result.meta["paused"] for rank in ended] == [True] * ranks
     assert job.checkpoint is not None
-    return CheckpointStore(job.checkpoint.directory).steps()[0]
+    return saved_steps(CheckpointStore(job.checkpoint.directory))[0]
 
 
 def started_again(job: TrainJob, times: int) -> TrainJob:
@@ -86,7 +87,7 @@ def test_a_training_goes_on_if_the_checkpoint_of_its_pause_cannot_be_written(tmp
     assert any("cannot be written: OSError: no space left; the training goes on" in text for text in texts)
     assert [rank.result is not None and rank.result.meta.get("paused", False) for rank in ended] == [False] * 2
     assert job.checkpoint is not None
-    assert CheckpointStore(job.checkpoint.directory).steps() == []
+    assert saved_steps(CheckpointStore(job.checkpoint.directory)) == []
     main = ended[0].result
     assert main is not None
     torch.testing.assert_close(load_state(main), expected, atol=0, rtol=0)
@@ -111,5 +112,5 @@ def test_a_function_is_paused_where_it_saves_and_goes_on_from_there(tmp_path: Pa
         ended = run_ranks(server, parts(2), function)
     assert [rank.result is not None and rank.result.meta for rank in ended] == [{"paused": True, "waits": []}] * 2
     assert job.checkpoint is not None
-    saved = CheckpointStore(job.checkpoint.directory).steps()[0]
+    saved = saved_steps(CheckpointStore(job.checkpoint.directory))[0]
     assert 0 < saved < 20

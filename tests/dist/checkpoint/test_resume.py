@@ -32,6 +32,7 @@ from tests.support.resume import (
     parts,
     timeless,
 )
+from tests.support.saving import saved_steps
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp": {"strategy": "ddp", "strategy_params": {"bucket_cap_mb": 0.0002}},  # several buckets
@@ -84,7 +85,7 @@ def test_the_weights_are_the_same_to_the_last_bit(strategy: str, ranks: int, tmp
     assert expected[0]["wear._extra_state"] >= EPOCHS * STEPS
     step = STEPS + 3 + ranks  # somewhere in the second epoch
     killed(job_for(rough, Counts(rough, rank=1, step=step), **config), ranks)
-    left = CheckpointStore(str(rough / "checkpoints")).steps()
+    left = saved_steps(CheckpointStore(str(rough / "checkpoints")))
     assert left
     assert step - 3 <= left[0] <= step
     check_same_bits(train_on(parts(ranks), job_for(rough, Counts(rough), **config)), expected)
@@ -186,7 +187,7 @@ def test_the_checkpoint_of_the_best_validation_is_kept_over_a_restart(tmp_path: 
     _, metas = train_on(parts(2), job)
     losses = [record["val_loss"] for record in metas[0]["history"]]
     best = losses.index(min(losses)) + 1
-    steps = CheckpointStore(by_epoch.directory).steps()
+    steps = saved_steps(CheckpointStore(by_epoch.directory))
     assert best == 4  # it was saved before the kill, and is not the last
     assert steps == [5 * STEPS, best * STEPS]
 
@@ -196,7 +197,7 @@ def test_what_no_checkpoint_can_hold_is_refused_before_the_first_step(tmp_path: 
         train_on(parts(1), job_for(tmp_path, Keeps()))
     assert "callbacks[0][1]['seen']['sum'], a numpy.ndarray" in caught.value.what
     assert "step" not in caught.value.where
-    assert not CheckpointStore(str(tmp_path / "checkpoints")).steps()
+    assert not saved_steps(CheckpointStore(str(tmp_path / "checkpoints")))
 
 
 @pytest.mark.parametrize(
@@ -285,7 +286,7 @@ def test_epochs_that_a_training_cannot_go_on_to_are_refused_and_leave_it_as_it_i
         train_on(parts(2), longer)
     for name in ("constant", "by_epochs"):
         store = CheckpointStore(str(tmp_path / name / "checkpoints"))
-        assert (store.finished, store.steps()[0]) == (True, 2 * STEPS)
+        assert (store.finished, saved_steps(store)[0]) == (True, 2 * STEPS)
 
 
 def test_rows_or_settings_of_another_training_are_refused(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_a_session_that_was_stopped_is_told_where_pyspark_fails_once_more() -> N
     again = AttributeError("'NoneType' object has no attribute 'setCallSite'")
     again.__context__ = RuntimeError("Job 3 cancelled because SparkContext was shut down")
     with control_server() as server:
-        assert "the Spark session was stopped during the fit" in str(RootCause(watch(server, 2)).of(again))
+        assert "the Spark session was stopped during the fit" in str(RootCause(watch(server, 2)).explain(again))
 
 
 _BROKEN = "Traceback (most recent call last):\n  File\nsparktorch.spark.launch.rank_task.StreamBrokenError: no schema\n"
@@ -120,5 +120,5 @@ _BROKEN = "Traceback (most recent call last):\n  File\nsparktorch.spark.launch.r
 )
 def test_what_ended_the_job_is_found_in_what_spark_says(message: str, said: str) -> None:
     with control_server() as server:
-        found = str(RootCause(watch(server, 2)).of(RuntimeError(message)))
+        found = str(RootCause(watch(server, 2)).explain(RuntimeError(message)))
     assert said in found

@@ -37,7 +37,7 @@ def test_a_root_cause_is_acknowledged_to_all_ranks(server: ControlServer, client
     assert failure.what == BAD.what
     assert clients[1].is_heard(BAD)
     assert clients[0].is_heard(LOST)
-    ended = RootCause(watch(server, 2)).of_ended(None)
+    ended = RootCause(watch(server, 2)).explain_ended(None)
     assert ended is not None
     assert ended.to_dict() == failure.to_dict()
 
@@ -46,7 +46,7 @@ def test_a_module_that_ranks_lack_is_told_with_the_file_of_this_process(
     server: ControlServer, clients: list[Client]
 ) -> None:
     clients[1].fail(ModuleNotFoundError("No module named 'pytest'"))
-    ended = RootCause(watch(server, 2)).of_ended(None)
+    ended = RootCause(watch(server, 2)).explain_ended(None)
     assert ended is not None
     assert ended.hint.endswith(f"spark.addArtifacts; this process has it from {pytest.__file__}")
     assert ended.where["rank"] == 1
@@ -75,7 +75,7 @@ def test_the_driver_raises_itself_where_a_rank_does_not_end(server: ControlServe
 
 
 def test_a_job_without_errors_has_no_failure(server: ControlServer) -> None:
-    assert RootCause(watch(server, 2)).of_ended(None) is None
+    assert RootCause(watch(server, 2)).explain_ended(None) is None
 
 
 @pytest.mark.parametrize(("asked", "paused"), [(True, True), (True, False), (False, True)])

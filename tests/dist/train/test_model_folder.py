@@ -345,7 +345,7 @@ def test_weights_to_begin_with_are_read_from_a_folder(tmp_path: Path) -> None:
 
 
 def _apart(world: World, folders: list[str]) -> str:
-    model_folder._SEEN_SECONDS = 0.5
+    model_folder._VISIBLE_SECONDS = 0.5
     model_folder.secrets.randbits = lambda bits: 5  # type: ignore[assignment]
     model_folder.sum_over_ranks = lambda values, world: torch.tensor([5.0])  # rank 0 would wait for the other
     try:

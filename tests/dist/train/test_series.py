@@ -50,7 +50,7 @@ def table(*, gaps: bool) -> Table:
         ORDER: days + 19_000,
     }
     names = (("x0", "past values", 2), ("x1", "values known ahead", 2), ("x2", "static values", 2))
-    window = Window(context=6, horizon=3, step=2, known=(1,), even=("date", "UTC"))
+    window = Window(context=6, horizon=3, step=2, known_ahead=(1,), even=("date", "UTC"))
     columns = Columns(
         inputs=tuple(TensorSpec(name=n, column=c, dtype="float32", shape=(width,)) for n, c, width in names),
         label=TensorSpec(name=LABEL, column="sold", dtype="float32"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sparktorch import TorchRegressor
-from sparktorch.base.redact import shown
+from sparktorch.base.redact import display_text
 from sparktorch.errors import ConfigError
 from sparktorch.tracking.listener import params
 from sparktorch.train.callbacks import Callback
@@ -42,7 +42,7 @@ class Patient(Callback):
     ],
 )
 def test_a_value_is_shown_without_secrets_and_addresses(value: Any, text: str) -> None:
-    assert shown(value) == text
+    assert display_text(value) == text
 
 
 def test_mlflow_and_messages_show_no_secrets() -> None:

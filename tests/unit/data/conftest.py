@@ -37,7 +37,7 @@ def shard_of(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
             table = table.take(np.lexsort((arrays[KEY].view(np.uint64), held_out)))
         storage = RowStorage() if request.param == "memory" else RowStorage(tmp_path, budget=0)
         shard = read_shard(table.batches(size=30), table.columns, storage=storage, **options)
-        shard.place(first, plan or SamplingPlan(rows=shard.rows, batch_size=batch_size, seed=3))
+        shard.schedule(first, plan or SamplingPlan(rows=shard.rows, batch_size=batch_size, seed=3))
         made.append(shard)
         return shard
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from sparktorch.data.columns import TensorSpec, places_of, plain_names
+from sparktorch.data.columns import TensorSpec, plain_names, positions_of
 
 SCALAR = TensorSpec(name="x0", column="age", dtype="int64")
 IMAGE = TensorSpec(name="x1", column="pixels", dtype="float32", shape=(3, 8, 8))
@@ -28,9 +28,9 @@ def test_a_spec_says_what_a_column_becomes(spec: TensorSpec, width: int, describ
 def test_packed_columns_are_found_between_others_among_the_columns_of_the_user() -> None:
     packed = TensorSpec(name="x0", column="a ... b", dtype="float32", shape=(2,), sources=("a", "b"), places=(0, 2))
     assert TensorSpec.from_dict(json.loads(json.dumps(packed.to_dict()))) == packed
-    assert places_of((packed, IMAGE, SCALAR)) == [0, 2, 1, 3]
+    assert positions_of((packed, IMAGE, SCALAR)) == [0, 2, 1, 3]
     together = TensorSpec(name="x1", column="a ... b", dtype="float32", shape=(2,), sources=("a", "b"))
-    assert places_of((SCALAR, together, IMAGE)) == [0, 1, 2, 3]
+    assert positions_of((SCALAR, together, IMAGE)) == [0, 1, 2, 3]
 
 
 def test_names_lose_their_backticks_unless_two_would_be_the_same() -> None:

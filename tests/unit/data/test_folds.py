@@ -37,7 +37,7 @@ def shard(table: Table, folds: np.ndarray, *, by_key: bool = True) -> InMemorySh
 
 
 def trained(made: InMemoryShard) -> list[list[Any]]:
-    made.place(0, SamplingPlan(rows=made.rows, batch_size=20, seed=3), epochs=2)
+    made.schedule(0, SamplingPlan(rows=made.rows, batch_size=20, seed=3), epochs=2)
     made.weigh_classes([3.0, 0.5, 1.0, 2.0])
     batches = [*made.epoch(0), *made.epoch(1, min_rows=64), *made.validation(16)]
     return [[*batch.inputs, batch.label, batch.weight, batch.loss_weight] for batch in batches]

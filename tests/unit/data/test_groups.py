@@ -88,12 +88,12 @@ def test_a_sample_weighs_the_mean_of_the_rows_that_it_predicts(shard_of: Make, w
 
 
 def test_inputs_that_are_known_ahead_have_all_rows_of_a_window() -> None:
-    table = grouped(SIZES, window=Window(context=4, horizon=2, known=(1,)))
+    table = grouped(SIZES, window=Window(context=4, horizon=2, known_ahead=(1,)))
     first = table.columns.inputs[0]
     columns = replace(table.columns, inputs=(first, replace(first, name="x1")))
     table = Table({**table.arrays, "x1": -table.arrays["x0"]}, columns)
     shard = read_shard(table.batches(), columns)
-    shard.place(0, SamplingPlan(rows=shard.rows, batch_size=9))
+    shard.schedule(0, SamplingPlan(rows=shard.rows, batch_size=9))
     batch = next(shard.epoch(0))
     past, ahead = batch.inputs
     assert batch.label is not None
@@ -105,7 +105,7 @@ def test_inputs_that_are_known_ahead_have_all_rows_of_a_window() -> None:
 def test_micro_batches_have_the_samples_of_a_batch_and_placeholders_weigh_nothing(window: Window | None) -> None:
     table = grouped(SIZES, window=window)
     shard = read_shard(table.batches(), table.columns)
-    shard.place(0, SamplingPlan(rows=shard.rows, batch_size=5))
+    shard.schedule(0, SamplingPlan(rows=shard.rows, batch_size=5))
     batch = next(shard.epoch(0))
     parts = micro_batches(batch, 2, min_rows=2)
     assert sum(part.rows for part in parts) == 5
@@ -126,7 +126,7 @@ def test_a_rank_without_samples_joins_steps_with_placeholders(
     shard = shard_of(table, plan=SamplingPlan(rows=2, batch_size=1))
     whole = next(shard.epoch(0, min_rows=2)).complete()
     assert shard.rows == 0
-    assert (whole.shown, whole.inputs[0].shape[-1]) == (2, 5)
+    assert (whole.sample_count, whole.inputs[0].shape[-1]) == (2, 5)
     assert whole.label is not None
     assert whole.weight is not None
     assert whole.weight.tolist() == [0, 0]
@@ -135,12 +135,12 @@ def test_a_rank_without_samples_joins_steps_with_placeholders(
 def test_a_batch_that_is_filled_up_has_label_and_sizes_of_real_groups_first() -> None:
     table = grouped(SIZES, weighted=True)
     shard = read_shard(table.batches(), table.columns)
-    shard.place(0, SamplingPlan(rows=shard.rows, batch_size=1))
+    shard.schedule(0, SamplingPlan(rows=shard.rows, batch_size=1))
     batch = next(shard.epoch(0, min_rows=3))
     assert batch.sizes is not None
     assert batch.label is not None
     real = int(batch.sizes[0])
-    assert (batch.rows, batch.shown, len(batch.label), batch.sizes[1:].tolist()) == (1, 3, real, [real, real])
+    assert (batch.rows, batch.sample_count, len(batch.label), batch.sizes[1:].tolist()) == (1, 3, real, [real, real])
     whole = batch.complete()
     assert whole.weight.tolist()[1:] == [0, 0]  # type: ignore[union-attr]
     for tensor in (whole.inputs[0], whole.label):  # the others are the same group again
@@ -196,7 +196,7 @@ def test_rows_that_arrive_group_by_group_are_put_in_order() -> None:
     draw = np.random.default_rng(2).random(len(table))
     table = table.take(np.lexsort((draw, table.arrays[GROUP].view(np.uint64))))
     shard = read_shard(table.batches(size=200), table.columns)
-    shard.place(0, SamplingPlan(rows=shard.rows, batch_size=shard.rows))
+    shard.schedule(0, SamplingPlan(rows=shard.rows, batch_size=shard.rows))
     trained, _ = samples_of(table)
     assert sorted_rows(next(shard.epoch(0)), WINDOW) == expected_rows(table, trained, WINDOW)
 
@@ -216,7 +216,7 @@ def test_weights_of_steps_take_memory_for_rows_and_not_for_those_of_each_window(
     table = grouped([3000], window=Window(context=500, horizon=2), weighted=True)
     for storage in (RowStorage(), RowStorage(tmp_path, budget=0)):
         shard = read_shard(table.batches(), table.columns, storage=storage)
-        shard.place(0, SamplingPlan(rows=shard.rows, batch_size=100, block=8))
+        shard.schedule(0, SamplingPlan(rows=shard.rows, batch_size=100, block=8))
         shard.step_rows(0)
         tracemalloc.start()
         shard.step_weights(0)

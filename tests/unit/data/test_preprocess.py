@@ -157,7 +157,7 @@ def taken(function: Any, *, epoch: int | None = 0, seed: int = 1, disk: bool = F
     storage = RowStorage(tempfile.gettempdir(), budget=0) if disk else RowStorage()
     shard = read_shard([pa.RecordBatch.from_pydict(rows)], columns, storage=storage)
     if epoch is not None:
-        shard.place(0, SamplingPlan(rows=20, batch_size=6, seed=seed, shuffle=False))
+        shard.schedule(0, SamplingPlan(rows=20, batch_size=6, seed=seed, shuffle=False))
     batches = shard.validation(6) if epoch is None else shard.epoch(epoch)
     found = [batch.inputs[0] for batch in batches]
     shard.close()

@@ -16,7 +16,7 @@ import torch
 from sparktorch.base.batch import Batch, micro_batches, padding
 from sparktorch.data.columns import KEY, LABEL, VALIDATION, WEIGHT, Columns, TensorSpec
 from sparktorch.data.dataset import shards
-from sparktorch.data.dataset.base import Schedule, Shard
+from sparktorch.data.dataset.base import RankSteps, Shard
 from sparktorch.data.dataset.reader import read_shard
 from sparktorch.data.dataset.rows import Rows
 from sparktorch.data.preprocess import Preprocess
@@ -143,7 +143,7 @@ def test_an_epoch_that_is_ordered_ahead_is_the_same_epoch(shard_of: Make, monkey
     plain = shard_of(table)
     monkeypatch.setattr("sparktorch.data.dataset.base._AHEAD_ROWS", 10)
     ahead = read_shard(table.batches(size=30), table.columns)
-    ahead.place(0, PLAN, epochs=3)
+    ahead.schedule(0, PLAN, epochs=3)
     made: list[tuple[int, str]] = []
     make = ahead._orders._make  # type: ignore[attr-defined]
 
@@ -196,7 +196,7 @@ def test_without_a_spare_row_a_rank_without_rows_holds_zeros_of_any_kind() -> No
     ]
     label = TensorSpec(name=LABEL, column="l", dtype="int64")
     shard = read_shard([], Columns(inputs=tuple(specs), label=label, classes=3, ignored=0))
-    shard.place(0, PLAN)
+    shard.schedule(0, PLAN)
     with closing(shard.epoch(0, min_rows=1)) as batches:
         batch = next(batches)
     shapes = [(), (2, 3), (2,), (1, 2), (1,), (4,), (3,), (3, 2, 5)]  # with the mask of the padded one
@@ -207,7 +207,7 @@ def test_without_a_spare_row_a_rank_without_rows_holds_zeros_of_any_kind() -> No
     text = TensorSpec(name="x0", column="c", dtype="float32", kind="any", sql="string")
     seen = Preprocess(lambda columns, **_: {"x": torch.tensor([len(word) for word in columns["c"].to_pylist()])}, ["c"])
     shard = read_shard([], Columns(inputs=(text,), preprocess=seen))
-    shard.place(0, PLAN)
+    shard.schedule(0, PLAN)
     with closing(shard.epoch(0)) as batches:
         assert next(batches).inputs[0].tolist() == [0]
 
@@ -228,7 +228,7 @@ def test_batches_from_disk_are_those_from_memory_to_the_last_bit(
     disk = read_shard(table.batches(size=30), table.columns, storage=storage, budget=max(budget, 40))
     for shard in (memory, disk):
         plan = SamplingPlan(rows=700, batch_size=20, seed=3, shuffle=shuffle, block=8)
-        shard.place(150, plan, epochs=9)
+        shard.schedule(150, plan, epochs=9)
         shard.weigh_classes([1.0, 0.5, 3.0])
     assert memory.weight_by_class(3) == pytest.approx(disk.weight_by_class(3), rel=1e-12)
     for epoch, first in ((0, 0), (1, 0), (1, 13), (2, 34)):
@@ -242,11 +242,11 @@ def test_batches_from_disk_are_those_from_memory_to_the_last_bit(
 
 
 def test_a_step_has_a_seed_of_its_own_in_each_rank() -> None:
-    schedule = Schedule(SamplingPlan(rows=100, batch_size=10, seed=3), 40, 30, seeded=True)
-    seeds = [context.seed for context in schedule.contexts(2, 0, 10)]
-    assert [context.epoch for context in schedule.contexts(2, 0, 10)] == [2] * 10
+    steps = RankSteps(SamplingPlan(rows=100, batch_size=10, seed=3), 40, 30, seeded=True)
+    seeds = [context.seed for context in steps.contexts(2, 0, 10)]
+    assert [context.epoch for context in steps.contexts(2, 0, 10)] == [2] * 10
     assert [seeds[0], seeds[1], seeds[9]] == [4080407407500865054, 1379048175642033642, 443196961249873548]
-    assert schedule.contexts(2, 4, 6) == schedule.contexts(2, 0, 10)[4:6]
+    assert steps.contexts(2, 4, 6) == steps.contexts(2, 0, 10)[4:6]
 
 
 @pytest.mark.parametrize(
@@ -269,7 +269,7 @@ def test_no_more_rows_are_read_at_a_time_than_the_budget_has_room_for(
 
     monkeypatch.setattr(Rows, "_read", read)
     shard = read_shard(table.batches(), table.columns, storage=RowStorage(tmp_path, budget=0), budget=budget)
-    shard.place(0, SamplingPlan(rows=2_000, batch_size=20, block=8))
+    shard.schedule(0, SamplingPlan(rows=2_000, batch_size=20, block=8))
     assert sum(batch.rows for batch in shard.epoch(0)) == 2_000
     assert max(found.count for found in loaded) == rows + 1  # and the last row, to fill up with
     assert max(len(found.starts) for found in loaded) <= runs + 1
@@ -290,7 +290,7 @@ def test_the_system_is_told_of_the_next_window_before_the_steps_of_the_one_befor
         monkeypatch.setattr(Rows, name, watched)
     table = Table.random(2_000).by_key()
     shard = read_shard(table.batches(), table.columns, storage=RowStorage(tmp_path, budget=0))
-    shard.place(0, SamplingPlan(rows=2_000, batch_size=20, block=8))
+    shard.schedule(0, SamplingPlan(rows=2_000, batch_size=20, block=8))
     with closing(shard.epoch(0)) as batches:
         next(batches)
         assert (len(asked["expect"]), len(asked["load"])) == (1, 1)
@@ -304,7 +304,7 @@ def test_positions_are_the_places_of_the_rows_where_they_keep_them(tmp_path: Pat
     trained = rows_of(table.take(~table.arrays[VALIDATION]))
     for storage in (RowStorage(), RowStorage(tmp_path, budget=0)):
         shard = read_shard(table.batches(size=30), table.columns, storage=storage, by_key=False)
-        shard.place(0, SamplingPlan(rows=shard.rows, batch_size=7, shuffle=False))
+        shard.schedule(0, SamplingPlan(rows=shard.rows, batch_size=7, shuffle=False))
         assert [row for batch in shard.epoch(0) for row in rows_in(batch)] == trained
         shard.close()
 
@@ -327,7 +327,7 @@ def test_no_more_is_decoded_ahead_than_the_budget_has_room_for(
     columns = Columns(inputs=(spec,), preprocess=Preprocess(widened, ["n"]))
     storage = RowStorage(tmp_path, budget=0) if disk else RowStorage()
     shard = read_shard([batch], columns, storage=storage, budget=int(2 * room * part))
-    shard.place(0, SamplingPlan(rows=400, batch_size=20, block=8, shuffle=False))
+    shard.schedule(0, SamplingPlan(rows=400, batch_size=20, block=8, shuffle=False))
     with closing(shard.epoch(0)) as batches:
         for asked in range(1, 5):
             next(batches)
@@ -350,7 +350,7 @@ def test_rows_of_a_step_come_by_length_so_that_micro_batches_are_padded_little()
     shares, seen = {}, {}
     for by_length in (False, True):
         shard = read_shard([pa.RecordBatch.from_pydict(table)], columns, by_length=by_length)
-        shard.place(0, SamplingPlan(rows=200, batch_size=64, seed=1))
+        shard.schedule(0, SamplingPlan(rows=200, batch_size=64, seed=1))
         steps = [micro_batches(batch, 4, min_rows=1) for batch in shard.epoch(0)]
         for part in (part for step in steps for part in step):
             (values, mask), counts = part.inputs, part.label

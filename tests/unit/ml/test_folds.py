@@ -100,13 +100,13 @@ def validated(monkeypatch: pytest.MonkeyPatch) -> Any:
         validator = TorchCrossValidator(parallelism=2)
         validator._set(**given)
         monkeypatch.setattr(cross_validator, "FoldedRows", lambda *_, **__: next(made))
-        monkeypatch.setattr(validator, "_groups", lambda *_: len(groups))
+        monkeypatch.setattr(validator, "_group_count", lambda *_: len(groups))
         validator._in_one_pass(MagicMock(), [MagicMock()])
 
     metrics = MagicMock()
     metrics.return_value.__enter__.return_value.all.return_value = [[0.0], [0.0]]
     monkeypatch.setattr(TorchCrossValidator, "_carried", lambda *_: ())
-    for name, value in (("Metrics", metrics), ("weight_of", MagicMock()), ("results_for", MagicMock())):
+    for name, value in (("FoldMetrics", metrics), ("weight_of", MagicMock()), ("results_for", MagicMock())):
         monkeypatch.setattr(cross_validator, name, value)
     monkeypatch.setattr(cross_validator, "discard", discarded.append)
     monkeypatch.setattr(search, "inheriting", lambda spark, target: target)

@@ -17,6 +17,7 @@ from torch import nn
 from sparktorch import TorchClassificationModel, TorchModel
 from sparktorch.base.imports import load_object
 from sparktorch.data.columns import TensorSpec
+from sparktorch.data.convert.tensors import to_arrow
 from sparktorch.errors import PersistenceError
 from sparktorch.model.formats import write_as
 from sparktorch.model.scorer import Scorer
@@ -79,7 +80,7 @@ def test_weights_are_not_overwritten_by_their_description(tmp_path: Path) -> Non
 def test_onnx_computes_the_scores_of_any_number_of_rows(tmp_path: Path) -> None:
     model = TorchClassificationModel()._with(trained_module(Mlp, task="classification"), None)
     model.export(str(tmp_path / "net.onnx"))
-    expected = Scorer(model.trained).score_arrays([X])["scores"]
+    expected = Scorer(model.trained).score([to_arrow(X)])["scores"]
     for rows in (1, 7, 50):
         found = run(tmp_path / "net.onnx", {"features": X[:rows]})
         assert list(found) == ["output"]
@@ -106,7 +107,7 @@ def test_a_program_has_its_weights_with_it(tmp_path: Path) -> None:
     program = torch.export.load(tmp_path / "net.pt2").module()
     with torch.no_grad():
         found = program(torch.from_numpy(X[:7])).numpy()
-    np.testing.assert_allclose(found, Scorer(model).score_arrays([X[:7]])["prediction"], atol=1e-6)
+    np.testing.assert_allclose(found, Scorer(model).score([to_arrow(X[:7])])["prediction"], atol=1e-6)
 
 
 def test_weights_come_with_what_makes_the_module(tmp_path: Path) -> None:
@@ -117,7 +118,7 @@ def test_weights_come_with_what_makes_the_module(tmp_path: Path) -> None:
     module.load_state_dict(load_file(tmp_path / "net.safetensors"))
     with torch.no_grad():
         found = module(torch.from_numpy(X)).numpy()
-    np.testing.assert_allclose(found, Scorer(model).score_arrays([X])["prediction"], atol=1e-6)
+    np.testing.assert_allclose(found, Scorer(model).score([to_arrow(X)])["prediction"], atol=1e-6)
     assert [spec["column"] for spec in form["inputs"]] == ["features"]
 
 

@@ -82,8 +82,8 @@ def hooked(module: nn.Module) -> dict[str, Any]:
 @pytest.mark.parametrize(("task", "batch"), [("classification", 50), ("generic", 7)])
 def test_layers_return_what_a_hook_sees_beside_the_predictions(task: Task, batch: int) -> None:
     model = trained(task)
-    found = Scorer(model, Scoring(batch_size=batch, layers=tuple(WANTED.items()))).score_arrays([X])
-    plain = Scorer(model, Scoring(batch_size=batch)).score_arrays([X])
+    found = Scorer(model, Scoring(batch_size=batch, layers=tuple(WANTED.items()))).score([to_arrow(X)])
+    plain = Scorer(model, Scoring(batch_size=batch)).score([to_arrow(X)])
     assert set(found) == {*plain, *WANTED}
     for name, values in {**plain, **hooked(model.build())}.items():
         np.testing.assert_allclose(found[name], values, atol=1e-6)
@@ -94,14 +94,14 @@ def test_layers_of_a_compiled_module_return_the_same(monkeypatch: pytest.MonkeyP
     # Hooks are a matter of the graph that is captured, which takes a second; its code takes half a minute.
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     model = trained()
-    found = Scorer(model, Scoring(compiled=True, layers=tuple(WANTED.items()))).score_arrays([X])
+    found = Scorer(model, Scoring(compiled=True, layers=tuple(WANTED.items()))).score([to_arrow(X)])
     for name, values in hooked(model.build()).items():
         np.testing.assert_allclose(found[name], values, atol=1e-5)
 
 
 def test_a_layer_returns_what_it_did_before_it_was_changed_in_place() -> None:
     model = trained(source=InPlace)
-    found = Scorer(model, Scoring(layers=(("first", "first"), ("relu", "relu")))).score_arrays([X])
+    found = Scorer(model, Scoring(layers=(("first", "first"), ("relu", "relu")))).score([to_arrow(X)])
     module: Any = model.build()
     with torch.no_grad():
         first = module.first(torch.from_numpy(X).flatten(1))
@@ -111,9 +111,9 @@ def test_a_layer_returns_what_it_did_before_it_was_changed_in_place() -> None:
 
 def test_threads_that_share_a_scorer_get_the_layers_of_their_own_rows() -> None:
     scorer = Scorer(trained(), Scoring(layers=tuple(WANTED.items())))
-    alone = [scorer.score_arrays([X[row : row + 1]])["pooled"] for row in range(50)]
+    alone = [scorer.score([to_arrow(X[row : row + 1])])["pooled"] for row in range(50)]
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda row: scorer.score_arrays([X[row % 50 : row % 50 + 1]])["pooled"], range(400)))
+        found = list(pool.map(lambda row: scorer.score([to_arrow(X[row % 50 : row % 50 + 1])])["pooled"], range(400)))
     np.testing.assert_allclose(np.stack(found), np.stack(alone * 8), atol=1e-6)
 
 
@@ -137,4 +137,4 @@ def test_rows_that_are_left_out_have_null_layers() -> None:
 )
 def test_layers_that_return_no_row_for_each_row_are_refused(layer: str, message: str) -> None:
     with pytest.raises(ModuleError, match=message):
-        Scorer(trained(), Scoring(layers=(("x", layer),))).score_arrays([X])
+        Scorer(trained(), Scoring(layers=(("x", layer),))).score([to_arrow(X)])

@@ -43,14 +43,14 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> TrainedModule:
 
 
 def expected_of(trained: TrainedModule) -> Any:
-    return Scorer(trained, Scoring(batch_size=10)).score_arrays([X])["prediction"]
+    return Scorer(trained, Scoring(batch_size=10)).score([to_arrow(X)])["prediction"]
 
 
 def test_batches_are_halved_until_they_fit_and_stay_so(trained: TrainedModule) -> None:
     expected = expected_of(trained)
     Cramped.calls.clear()
     scorer = Scorer(trained, Scoring(batch_size="auto"))
-    np.testing.assert_allclose(scorer.score_arrays([X])["prediction"], expected, atol=1e-6)
+    np.testing.assert_allclose(scorer.score([to_arrow(X)])["prediction"], expected, atol=1e-6)
     assert Cramped.calls == [50, 25, *[10] * 5]
     Cramped.calls.clear()
     found = scorer.score_tensors([torch.from_numpy(X)])["prediction"]
@@ -63,16 +63,16 @@ def test_memory_that_runs_out_in_a_later_batch_costs_no_row(
 ) -> None:
     expected = expected_of(trained)
     scorer = Scorer(trained, Scoring(batch_size="auto"))
-    scorer.score_arrays([X[:10]])
+    scorer.score([to_arrow(X[:10])])
     monkeypatch.setattr(Cramped, "room", 3)
-    np.testing.assert_allclose(scorer.score_arrays([X])["prediction"], expected, atol=1e-6)
+    np.testing.assert_allclose(scorer.score([to_arrow(X)])["prediction"], expected, atol=1e-6)
 
 
 def test_a_number_is_kept_and_one_row_that_does_not_fit_is_an_error(
     trained: TrainedModule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(torch.OutOfMemoryError, match="planted"):
-        Scorer(trained, Scoring(batch_size=20)).score_arrays([X])
+        Scorer(trained, Scoring(batch_size=20)).score([to_arrow(X)])
     assert Cramped.calls == [17]
     monkeypatch.setattr(Cramped, "room", 0)
     with pytest.raises(torch.OutOfMemoryError, match="planted"):
@@ -110,6 +110,6 @@ def test_a_module_whose_batch_of_one_row_loses_its_rows_is_told(trained: Trained
             return super().forward(x).squeeze()
 
     scorer = Scorer(replace(trained, source=Squeezing))
-    assert len(scorer.score_arrays([X[:2]])["prediction"]) == 2
+    assert len(scorer.score([to_arrow(X[:2])])["prediction"]) == 2
     with pytest.raises(ModuleError, match=r"forward returned a scalar for 1 row(?s:.*)squeeze\(-1\)"):
-        scorer.score_arrays([X[:1]])
+        scorer.score([to_arrow(X[:1])])

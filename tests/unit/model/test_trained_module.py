@@ -19,6 +19,7 @@ from sparktorch.adapters.huggingface.preprocess import Tokens
 from sparktorch.adapters.neuralforecast import NeuralForecastNetwork
 from sparktorch.base.config import Task
 from sparktorch.data.columns import TensorSpec
+from sparktorch.data.convert.tensors import to_arrow
 from sparktorch.errors import ColumnError, PersistenceError, SparkTorchError
 from sparktorch.model.export import Program
 from sparktorch.model.scorer import Scorer, Scoring
@@ -38,7 +39,7 @@ def trained(source: Any, task: Task = "generic", params: dict[str, Any] | None =
 
 
 def scored(model: TrainedModule) -> dict[str, Any]:
-    return Scorer(model).score_arrays([X, SCALE][: len(model.inputs)])
+    return Scorer(model).score([to_arrow(X), to_arrow(SCALE)][: len(model.inputs)])
 
 
 class Activated(nn.Linear):
@@ -218,7 +219,7 @@ def test_tied_and_integer_weights_survive(tmp_path: Path) -> None:
 @pytest.mark.parametrize("batch_size", [1, 7])
 def test_scores_do_not_depend_on_the_batches(batch_size: int) -> None:
     model = trained(NamedPair)
-    parts = Scorer(model, Scoring(batch_size=batch_size)).score_arrays([X, SCALE])
+    parts = Scorer(model, Scoring(batch_size=batch_size)).score([to_arrow(X), to_arrow(SCALE)])
     for name, whole in scored(model).items():
         np.testing.assert_allclose(parts[name], whole, rtol=1e-5, atol=1e-6)
 
@@ -265,7 +266,7 @@ def test_columns_that_an_sql_function_was_not_made_for_are_named(column: pa.Arra
 def test_a_row_whose_scores_are_nan_is_of_no_class(thresholds: tuple[float, ...] | None) -> None:
     rows = X.copy()
     rows[1, 0] = np.nan
-    found = Scorer(trained(Mlp, "classification"), Scoring(thresholds=thresholds)).score_arrays([rows])["prediction"]
+    found = Scorer(trained(Mlp, "classification"), Scoring(thresholds=thresholds)).score([to_arrow(rows)])["prediction"]
     assert np.flatnonzero(np.isnan(found)).tolist() == [1]
 
 

@@ -13,7 +13,7 @@ from pyspark.sql import Row
 from pyspark.sql.pandas.serializers import ArrowStreamSerializer
 
 from sparktorch.distributed.addresses import address_towards, host_of
-from sparktorch.errors import ClusterError, ColumnError, failure_in, told
+from sparktorch.errors import ClusterError, ColumnError, failure_in, failure_text
 from sparktorch.spark.launch.gpus import choose_device, device_index
 from sparktorch.spark.launch.rank_task import RESULT_SCHEMA, StreamBrokenError, _chunks, assemble, unbroken
 from sparktorch.worker import RankResult
@@ -80,7 +80,7 @@ def test_a_result_that_comes_in_part_is_an_error() -> None:
 @pytest.mark.parametrize("around", ["\n\n\tat org.apache.spark.Worker", " {", "\nsparktorch-failure:{cut off"])
 def test_a_failure_is_found_in_the_message_of_a_spark_job(around: str) -> None:
     failure = ColumnError('a { in it, and "}"', hint="drop\nthem", column="x", rank=1)
-    for message in (f"Job {{1}} aborted: {told(failure)}{around}", f"{around} {told(failure)} }}"):
+    for message in (f"Job {{1}} aborted: {failure_text(failure)}{around}", f"{around} {failure_text(failure)} }}"):
         found = failure_in(message)
         assert type(found) is ColumnError
         assert found.to_dict() == failure.to_dict()

@@ -8,13 +8,13 @@ import torch
 
 from sparktorch.base.config import TrainConfig
 from sparktorch.base.world import World
-from sparktorch.train.loop.micro_batches import Split
+from sparktorch.train.loop.micro_batches import MicroBatches
 
 WORLD = World(rank=0, world_size=1, local_rank=0, host="here", address="127.0.0.1", device="cpu")
 ROWS = [7, 5, 6, 4, 7, 5, 8, 8, 3, 9]
 
 
-def planned(split: Split, rows: list[int], *, varies: bool = False) -> list[bool]:
+def planned(split: MicroBatches, rows: list[int], *, varies: bool = False) -> list[bool]:
     dataset = mock.Mock(varies=varies)
     dataset.step_rows.return_value = torch.tensor(rows)
     split.begin(dataset, 0, 0)
@@ -24,9 +24,9 @@ def planned(split: Split, rows: list[int], *, varies: bool = False) -> list[bool
     return split.tried
 
 
-def split_of(*, min_rows: int = 1) -> Split:
+def split_of(*, min_rows: int = 1) -> MicroBatches:
     config = TrainConfig(batch_size=32, micro_batch_size="auto")
-    return Split(config, WORLD, steps=len(ROWS), min_rows=min_rows, together=False)
+    return MicroBatches(config, WORLD, steps=len(ROWS), min_rows=min_rows, same_count=False)
 
 
 def steps(tried: list[bool]) -> list[int]:

@@ -33,7 +33,7 @@ def in_epoch(ranks: int, taken: int) -> list[Progress]:
         counters.untrained = {"val_loss": 0.5}
         counters.losses[:taken] = torch.arange(taken) + 10.0 * rank
         counters.taken, counters.rows, counters.waited = taken, 3 * taken + rank, 0.5 + rank
-        counters.places, counters.elements, counters.skipped, counters.seconds = 100, 60 + rank, [1], 2.0
+        counters.positions, counters.elements, counters.skipped, counters.seconds = 100, 60 + rank, [1], 2.0
         found.append(progress)
     return found
 

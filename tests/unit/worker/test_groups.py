@@ -14,8 +14,8 @@ from sparktorch.data.columns import GROUP, ORDER, VALIDATION, Window
 from sparktorch.data.dataset.reader import read_shard
 from sparktorch.errors import ColumnError, ConfigError
 from sparktorch.train.recipe.recipe import Recipe
-from sparktorch.worker.held_rows import _tell_of_groups
-from sparktorch.worker.placement import place
+from sparktorch.worker.held_rows import _warn_of_groups
+from sparktorch.worker.placement import assign_positions
 from tests.support.frames import Table
 from tests.support.groups import grouped
 from tests.support.nets import Score
@@ -43,7 +43,7 @@ def facts(table: Table) -> dict[str, Any]:
 def placed(table: Table) -> None:
     """Places the rows of one rank."""
     job = train_job(table, Recipe(module=Score, loss="MSELoss"), TrainConfig(task="regression", patience=1))
-    place(cast(Any, None), World(), job, [facts(table)], cast(Any, None))
+    assign_positions(cast(Any, None), World(), job, [facts(table)], cast(Any, None))
 
 
 def test_a_mark_of_less_than_a_horizon_is_told_apart_from_none() -> None:
@@ -68,5 +68,5 @@ def test_workers_without_groups_are_counted_in_a_warning(shares: list[list[int]]
     number = np.unique(table.arrays[GROUP], return_inverse=True)[1]
     peers = [facts(table.take(np.isin(number, share))) for share in shares]
     assert table.columns.groups is not None
-    _tell_of_groups(table.columns.groups, peers, cast(Any, client))
+    _warn_of_groups(table.columns.groups, peers, cast(Any, client))
     assert ["1 of 3 workers has nothing to train" in text for text in client.warnings] == [True] * warned
