@@ -20,7 +20,6 @@ from sparktorch.ml.fit.translate import Request
 from sparktorch.ml.params.classes import CLASSIFIER, GENERIC
 from sparktorch.spark.frame.kinds import ENCODINGS
 from sparktorch.spark.launch.barrier_job import Launch
-from sparktorch.train.recipe.adapter import _ADAPTERS
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.registry import STRATEGIES
 from tests.device.kinds import KINDS
@@ -45,13 +44,6 @@ NAMES = {
     "storage": StorageConfig,
     "checkpoint": CheckpointConfig,
     "request": Request,
-}
-
-
-ADAPTERS = {
-    f"{file.relative_to(ROOT).with_suffix('').as_posix().replace('/', '.')}:{name}"
-    for file in (ROOT / "sparktorch" / "adapters").rglob("*.py")
-    for name in re.findall(r"^class (\w+Adapter)\(", file.read_text(), re.M)
 }
 
 
@@ -127,10 +119,3 @@ def test_every_public_estimator_has_a_model_that_is_documented() -> None:
     pages = text_of("README.md", "docs/*.md")
     for name in sparktorch.__all__:
         assert name in pages or name.startswith("__"), name
-
-
-def test_adapters_are_in_the_registry_and_what_they_are_for_in_the_architecture() -> None:
-    assert set(_ADAPTERS) == ADAPTERS
-    assert all(
-        f"`adapters/{path.split('.')[2].partition(':')[0]}`" in text_of("docs/architecture.md") for path in ADAPTERS
-    )

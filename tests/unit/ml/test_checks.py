@@ -12,7 +12,7 @@ import pytest
 from pyspark.sql import types as T
 
 from sparktorch import Forecaster, Ranker, Recommender, TorchClassifier, TorchEstimator, TorchRegressor
-from sparktorch.errors import ColumnError, ConfigError, SparkTorchError
+from sparktorch.errors import ColumnError, ConfigError, ModuleError, SparkTorchError
 from sparktorch.ml.fit.checks import check_new_columns, check_version
 from sparktorch.ml.fit.translate import translate
 
@@ -103,3 +103,8 @@ def test_what_an_estimator_of_a_task_cannot_do_is_refused_by_its_params_alone(
 ) -> None:
     with pytest.raises(ConfigError, match=says):
         translate(kind(**params), kind._task)
+
+
+def test_a_module_that_cannot_be_imported_is_refused_as_such_and_not_for_its_lack_of_a_loss() -> None:
+    with pytest.raises(ModuleError, match=r"cannot import 'tests\.support\.nets:Mpl'"):
+        translate(TorchEstimator(module="tests.support.nets:Mpl"), "generic")

@@ -22,7 +22,7 @@ from sparktorch import (
     TorchRegressor,
 )
 from sparktorch.data.columns import InputOptions
-from sparktorch.errors import ConfigError, ModuleError
+from sparktorch.errors import ConfigError
 from sparktorch.ml.fit.translate import translate
 from tests.support.callbacks import Locked, Misspelt, Stops
 from tests.support.nets import Mlp
@@ -320,8 +320,3 @@ def test_params_by_place_are_refused_in_the_name_of_the_class_that_was_called() 
         TorchClassifier(Mlp)  # type: ignore[misc]
     with pytest.raises(TypeError, match=r"^TorchModel\(\) takes no arguments$"):
         TorchModel(Mlp)  # type: ignore[call-arg]
-
-
-def test_a_module_that_cannot_be_imported_is_refused_as_such_and_not_for_its_lack_of_a_loss() -> None:
-    with pytest.raises(ModuleError, match=r"cannot import 'tests\.support\.nets:Mpl'"):
-        translate(TorchEstimator(module="tests.support.nets:Mpl"), "generic")

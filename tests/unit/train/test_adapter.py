@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import pickle
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +18,12 @@ from sparktorch.adapters.huggingface.adapter import HuggingFaceAdapter
 from sparktorch.adapters.huggingface.recipe import HuggingFaceRecipe
 from sparktorch.adapters.peft import PeftAdapter
 from sparktorch.base.batch import Batch
-from sparktorch.train.recipe.adapter import Adapter, adapted_parts, adapter_of, arguments
+from sparktorch.base.imports import import_path, load_object
+from sparktorch.base.moved import MOVED
+from sparktorch.train.recipe.adapter import _ADAPTERS, Adapter, adapted_parts, adapter_of, arguments
 from sparktorch.train.recipe.recipe import Recipe
 from tests.support.adapters import adapted
+from tests.support.programs import ROOT
 from tests.support.tiny_transformers import bert
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft reads it
@@ -68,3 +74,31 @@ def test_a_model_is_called_by_names_and_any_other_module_by_the_order_of_its_inp
     assert arguments(batch, nn.Linear(1, 1)) == ((ids, mask), {})
     assert arguments(batch, model()) == ((), {"input_ids": ids, "attention_mask": mask})
     assert arguments(batch, adapted().model) == ((), {"input_ids": ids, "attention_mask": mask})
+
+
+def test_every_adapter_is_in_the_registry_and_in_the_architecture() -> None:
+    files = (ROOT / "sparktorch" / "adapters").rglob("*.py")
+    classes = {
+        f"{file.relative_to(ROOT).with_suffix('').as_posix().replace('/', '.')}:{name}"
+        for file in files
+        for name in re.findall(r"^class (\w+Adapter)\(", file.read_text(), re.M)
+    }
+    assert classes == set(_ADAPTERS)
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    for path in _ADAPTERS:
+        assert f"`adapters/{path.split('.')[2].partition(':')[0]}`" in page
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_a_module_that_has_moved_is_imported_under_its_earlier_name(name: str) -> None:
+    earlier = importlib.import_module(name)
+    for current in MOVED[name]:
+        assert current not in MOVED
+        assert all(hasattr(earlier, public) for public in getattr(importlib.import_module(current), "__all__", ()))
+
+
+def test_what_earlier_versions_named_or_pickled_is_found_where_it_has_moved_to() -> None:
+    old, name = "sparktorch.model.series.neuralforecast", "NeuralForecastNetwork"
+    network = load_object(f"{old}:{name}")
+    assert import_path(network) == f"sparktorch.adapters.neuralforecast:{name}"
+    assert pickle.loads(f"c{old}\n{name}\n.".encode()) is network
