@@ -23,8 +23,6 @@ from sparktorch.ml.params.mixins import EstimatorParams
 from sparktorch.ml.scoring.output_fields import check_apart
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.train.callbacks import check_callback
-from sparktorch.train.huggingface.models import MODEL_LOSS
-from sparktorch.train.lightning import check_class
 from sparktorch.train.recipe.metrics import has_metric
 from sparktorch.train.recipe.recipe import Recipe
 
@@ -76,7 +74,6 @@ def check_params(p: Values) -> None:
     check_version(p.source)
     if p.brings_its_training:
         check_brought(p)
-        check_class(p.source, validated=p.validated)
     above("learningRate", p["learningRate"], 0)
     one_of("dryRun", p["dryRun"], ("driver", "worker"))
     check_job(p)
@@ -201,7 +198,8 @@ def check_best_metric(config: TrainConfig, recipe: Recipe) -> None:
     """Checks that validations will have the metric of early stopping, as far as that is known, and its best value."""
     name = config.needs_metric
     measured = name in (None, "val_loss") or has_metric(name, config.task, recipe.metrics) or recipe.steps_itself
-    if name and not measured and (recipe.training_step in (None, MODEL_LOSS) or not name.startswith("val_")):
+    has_metrics = recipe.training_step is not None and getattr(recipe.training_step, "has_metrics", True)
+    if name and not measured and not (has_metrics and name.startswith("val_")):
         known = ["val_loss", *(["val_accuracy"] if config.task == "classification" else [])]
         raise ConfigError(
             f"earlyStoppingMetric is {name!r}, which no validation of this fit has",

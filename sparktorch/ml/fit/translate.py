@@ -27,12 +27,8 @@ from sparktorch.ml.params.declare import ParamSpec, input_names
 from sparktorch.ml.params.mixins import EstimatorParams, RunParams
 from sparktorch.spark.launch.barrier_job import Launch
 from sparktorch.train.checkpoint.store import CheckpointStore
-from sparktorch.train.huggingface.folder import opened
-from sparktorch.train.huggingface.models import MODEL_LOSS
-from sparktorch.train.lightning import LightningRecipe, without_trainer
+from sparktorch.train.recipe.groups_loss import GroupsLossStep
 from sparktorch.train.recipe.lookup import check_name, name_of
-from sparktorch.train.recipe.loss import GroupsLossStep
-from sparktorch.train.recipe.metrics import has_metric
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.registry import check_loop, check_strategy, check_workers
 from sparktorch.worker import RankJob, TrainJob
@@ -300,26 +296,15 @@ def _groups(p: Values, task_training: TaskTraining) -> Groups | None:
 
 
 def _recipe(p: Values, config: TrainConfig, loss: Mapping[str, Any]) -> Recipe:
-    module, fields = _module(p), _fields(p, "recipe", _EVERY)
-    if not p.brings_its_training:
-        return Recipe(**{**module, **fields, **loss})
-    return LightningRecipe(
-        **{**module, "module": without_trainer(module["module"])},
-        **fields,
-        stage="fit",
-        loss=None,
-        epochs=p["epochs"],
-        accumulation=p["accumulationSteps"],
-        validates=p.validated,
-        needs_metric=None if has_metric(config.best_metric, config.task, p["metrics"]) else config.needs_metric,
-    )
+    recipe = p.adapter.recipe(**{**_module(p), **_fields(p, "recipe", _EVERY), **loss})
+    return recipe.for_fit(config, validated=p.validated)
 
 
 def _loss(p: Values) -> dict[str, Any]:
     """Returns the recipe's arguments for the loss, the training step, or neither: the loss that the model has."""
     if p["trainingStep"] is not None:
         return {"loss": None}
-    return {"loss": p["loss"]} if p["loss"] is not None else {"loss": None, "training_step": MODEL_LOSS}
+    return {"loss": p["loss"]} if p["loss"] is not None else {"loss": None, "training_step": p.own_loss}
 
 
 def _loss_of_groups(p: Values, task_training: TaskTraining) -> dict[str, Any]:
@@ -343,8 +328,7 @@ def _module(p: Values) -> dict[str, Any]:
     """Returns the recipe's arguments for a module; for a fitted model, its code and weights."""
     module, params, trained = p["module"], p["moduleParams"], p.trained
     if trained is None:
-        found = opened(module, params, seed=p["seed"], in_place=p["modelDir"] is not None)
-        return {"module": module, "module_params": params} if found is None else found
+        return p.adapter.recipe_fields(module, params, seed=p["seed"], in_place=p["modelDir"] is not None)
     fields = {"module": trained.source, "module_params": trained.params}
     return {**fields, "initial": trained.weights, "seed": trained.seed}
 

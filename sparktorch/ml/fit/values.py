@@ -11,7 +11,8 @@ from pyspark.ml.param import Params
 
 from sparktorch.base.imports import load_object
 from sparktorch.model.trained_module import TrainedModule
-from sparktorch.train.lightning import is_lightning
+from sparktorch.train.recipe.adapter import Adapter, adapter_of
+from sparktorch.train.recipe.loss import TrainingStep
 from sparktorch.train.strategies.base import Kind
 from sparktorch.train.strategies.registry import strategy_for, strategy_type
 
@@ -44,9 +45,25 @@ class Values:
         return trained if isinstance(trained, TrainedModule) else None
 
     @property
+    def adapter(self) -> Adapter:
+        """What the module, or that of a fitted model, has beyond torch's conventions."""
+        return adapter_of(self.source)
+
+    @property
+    def own_loss(self) -> TrainingStep | None:
+        """The training step for the loss that the module has itself; `None` if it has none.
+
+        A `ModuleError` says that the import path of the module cannot be imported.
+        """
+        step = self.adapter.loss_step(self.source)
+        if step is None and isinstance(self.source, str) and ":" in self.source:
+            load_object(self.source)  # Its error says more than that the loss is not set.
+        return step
+
+    @property
     def brings_its_training(self) -> bool:
-        """Whether the module is a LightningModule, or a model that was fitted with one."""
-        return is_lightning(self.source)
+        """Whether the module brings its loss, optimizer and schedule."""
+        return self.adapter.brings_training
 
     @property
     def file_in_the_way(self) -> str | None:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from sparktorch.errors import ConfigError, ModuleError
-from sparktorch.train.huggingface.models import is_model, without_caches
+from sparktorch.train.recipe.adapter import without_caches
 from sparktorch.train.sharding.arguments import Arguments
 
 __all__ = ["HOW", "Cut", "Outline", "Output", "Stage", "bare"]
@@ -28,7 +28,7 @@ HOW = (
     "     or divide it with strategyParams.shard"
 )
 _PARAM = "strategyParams"
-_PLAN = "base_model_pp_plan"  # of configurations of transformers
+_PLAN = "base_model_pp_plan"  # of the configurations of models that bring one
 _STACKS = (nn.TransformerEncoder, nn.TransformerDecoder)
 
 
@@ -267,7 +267,7 @@ def _units_of(module: Any) -> tuple[Sequence[Sequence[nn.Module]], Callable[...,
         *layers, last = ([layer] for layer in module.layers)
         units = [*layers, [*last, *([module.norm] if module.norm else [])]]
         return units, _Within(module, module, units)
-    base = getattr(module, "base_model", None) if is_model(module) else None
+    base = module.base_model if hasattr(type(module), "base_model_prefix") else None
     plan = getattr(getattr(base, "config", None), _PLAN, None)
     if plan:
         without_caches(module)

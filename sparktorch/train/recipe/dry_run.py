@@ -15,11 +15,11 @@ from torch import nn
 
 from sparktorch.base.batch import Batch
 from sparktorch.base.config import Task
+from sparktorch.base.deferred import PartialWeights
 from sparktorch.base.state_dict import check_state
 from sparktorch.base.world import World
 from sparktorch.errors import ModuleError, SparkTorchError, line_of_user, refusing
-from sparktorch.train.huggingface.folder import log_differences
-from sparktorch.train.huggingface.models import MODEL_LOSS, call, check_model_loss
+from sparktorch.train.recipe.adapter import adapter_of
 from sparktorch.train.recipe.hints import hints_for
 from sparktorch.train.recipe.loss import Loss, TrainingStep, check_mean, full_precision
 from sparktorch.train.recipe.loss_tensors import check_parameters, unchanged_buffers
@@ -129,7 +129,8 @@ def dry_run(
     """
     device, built = (device, None) if values else ("meta", recipe.build_deferred(seed))
     if built is not None:
-        log_differences(built)
+        if isinstance(built.saved, PartialWeights):
+            built.saved.log_differences(built)
         if jagged := [name for name, tensor in inputs.items() if tensor.is_nested]:
             what = f"{jagged[0]} is jagged, which has no shape to try alone"
             raise ModuleError(what, hint=_WITH_VALUES, param="modelDir")
@@ -206,8 +207,8 @@ def _tried(
         hint = "freeze leaves none; take some out again with '!pattern'" if recipe.freeze else ""
         raise ModuleError(what, hint=hint, param="module", code="ST-NO-PARAMETERS")
     check_state(module.state_dict())
-    own = recipe.build_own(module, World(device=device), _STEPS)
-    training_step = own.training_step(lambda _, function: function()) or recipe.build_training_step()
+    hooks = recipe.build_hooks(module, World(device=device), _STEPS)
+    training_step = hooks.training_step(lambda _, function: function()) or recipe.build_training_step()
     loss = None if training_step else recipe.build_loss()
     recipe.check_optimizer(module)
     recipe.check_scheduler()
@@ -224,15 +225,15 @@ def _tried(
         check_parameters(total, module, f"loss {loss.name}", "loss")
     else:
         assert training_step is not None
-        own.begin_fit(0, 0)
+        hooks.begin_fit(0, 0)
         with unchanged_buffers(training_step, training_step.what, training_step.param, values=values):
             total = _try_step(training_step, module, batch, values=values)
         check_parameters(total, module, training_step.what, training_step.param)
-        if recipe.training_step == MODEL_LOSS and values:
-            check_model_loss(module, batch)
+        if values:
+            training_step.check(module, batch)
     _check_leaves(module)
     unused = any(parameter.grad is None for parameter in trainable)
-    own.try_validation(batch)
+    hooks.try_validation(batch)
     recipe.check_scored(module)
     if values:
         recipe.try_sparse(module, clips=clips)
@@ -251,7 +252,7 @@ def _tried(
 def _forward(module: nn.Module, inputs: Mapping[str, torch.Tensor], names: tuple[str, ...]) -> Any:
     """Calls a module with a few rows; an error says how they arrive."""
     try:
-        return full_precision(prediction(call(module, tuple(inputs.values()), names)))
+        return full_precision(prediction(adapter_of(module).call(module, tuple(inputs.values()), names)))
     except SparkTorchError:
         raise
     except Exception as error:

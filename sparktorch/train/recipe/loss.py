@@ -20,16 +20,14 @@ import torch.distributed as dist
 from torch import nn
 
 from sparktorch.base.batch import Batch
-from sparktorch.base.devices import upload
 from sparktorch.base.world import World
 from sparktorch.errors import ColumnError, ModuleError
-from sparktorch.train.huggingface.models import call, model_loss
 from sparktorch.train.recipe.lookup import building, look_up, name_of, parameters_of
-from sparktorch.train.recipe.task import align, each_tensor, prediction
+from sparktorch.train.recipe.task import each_tensor
 
 __all__ = [
-    *("GroupsLossStep", "Loss", "Means", "Sums", "TrainingStep"),
-    *("check_mean", "full_precision", "mean_of", "step_scales", "weigh"),
+    *("Loss", "Means", "Sums", "TrainingStep"),
+    *("check_mean", "full_precision", "mean_of", "step_scales", "weigh", "with_tensors"),
 ]
 
 _ROWWISE = "return one loss per row: a tensor of shape (rows,)"
@@ -128,10 +126,12 @@ class TrainingStep:
         rowwise: What to do if it should return a loss per row.
         hint: How it is called, for the message of a failure on the first row; empty for a function `(module, batch)`.
         logs_validation: Whether metrics "val_loss" and "val_accuracy" of it are those of a validation.
+        has_metrics: Whether it may return metrics besides the loss.
     """
 
     param, rowwise, hint = "trainingStep", _ROWWISE, ""
     logs_validation = False
+    has_metrics = True
     _module: nn.Module | None = None  # The callable, if it is one or holds one.
 
     def __init__(self, function: Callable[[nn.Module, Batch], Any]) -> None:
@@ -140,6 +140,13 @@ class TrainingStep:
         self._function = function
         if isinstance(function, nn.Module):
             self._module = function
+
+    def is_mean(self, module: nn.Module) -> bool:
+        """Whether the loss is known to be one number for a batch, the mean of its rows, before it is computed."""
+        return False
+
+    def check(self, module: nn.Module, batch: Batch) -> None:
+        """Checks in the dry run, after a pass, what rows one by one do not show; raises a `ModuleError`."""
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Returns the buffers of the callable by name, if it is a module."""
@@ -181,64 +188,6 @@ class TrainingStep:
         return weigh(_without_filler(value, batch), batch.rows, batch.weight, what=what, param=self.param), count
 
 
-class ModelLossStep(TrainingStep):
-    """`model_loss` as training step, which no Param names."""
-
-    param, rowwise = "loss", "set loss, such as 'CrossEntropyLoss', or trainingStep: the rows have weights"
-
-    def __init__(self) -> None:
-        super().__init__(model_loss)
-        self.what = "the model's own loss"
-
-
-class GroupsLossStep(TrainingStep):
-    """The forward pass and a loss of whole groups: `loss(output, label, sizes)`, or `loss(output, sizes)` unlabelled.
-
-    The loss returns one value per group or their mean; `sizes`, int64 of shape `(groups,)`, are the groups' numbers of
-    rows, which follow one another in output and label. In validation, `metrics` is called alike, and returns the values
-    of the groups by name.
-    """
-
-    param, rowwise = "loss", "return one loss per group: a tensor of shape (groups,)"
-    hint = "with groupCol, a loss is called as loss(output, label, sizes)"
-
-    def __init__(
-        self,
-        loss: Callable[..., torch.Tensor],
-        params: Mapping[str, Any] | None = None,
-        metrics: Callable[..., Mapping[str, torch.Tensor]] | None = None,
-    ) -> None:
-        """Takes what can be pickled; `params` are keyword arguments of the loss, or of its class."""
-        super().__init__(self._losses)
-        self.what, options = f"loss {name_of(loss)}", dict(params or {})
-        if isinstance(loss, type):
-            with building("loss", loss):
-                loss, options = loss(**options), {}
-        self._loss, self._params, self._metrics = loss, options, metrics
-        self._module = self._with_tensors = _with_tensors(loss)
-
-    def evaluate(self, module: nn.Module, batch: Batch) -> tuple[torch.Tensor | None, Sums]:
-        """Returns the same as a call for a batch of validation groups, and the sums of the metrics."""
-        self._measures = True
-        try:
-            return self(module, batch)
-        finally:
-            self._measures = False
-
-    _measures = False
-
-    def _losses(self, module: nn.Module, batch: Batch) -> Any:
-        output = full_precision(prediction(call(module, batch.inputs, batch.names, _plain(module))))
-        assert batch.sizes is not None
-        sizes = upload(batch.sizes, batch.inputs[0].device)
-        output, label = align("regression", output, batch.label)
-        given = (output, sizes) if label is None else (output, label, sizes)
-        if self._with_tensors is not None:
-            self._with_tensors.to(output.device)
-        losses = self._loss(*given, **self._params)
-        return (losses, self._metrics(*given)) if self._measures and self._metrics is not None else losses
-
-
 @contextmanager
 def _sending_nothing_back(module: nn.Module) -> Iterator[None]:
     """Context in which the outputs of a module pass gradients of zero back, whatever a loss makes of them."""
@@ -253,10 +202,6 @@ def _sending_nothing_back(module: nn.Module) -> Iterator[None]:
 
     with module.register_forward_hook(listen):
         yield
-
-
-def _plain(module: nn.Module) -> nn.Module:
-    return module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
 
 
 def _without_filler(values: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -351,7 +296,7 @@ class Loss:
         elif reducing:  # the functions of torch.nn.functional
             found = partial(found, reduction="none")
         self._function: Callable[..., torch.Tensor] = found
-        self._with_tensors = _with_tensors(found)
+        self._with_tensors = with_tensors(found)
 
     def _refuse(self, kind: type, weight: Any, reduction: Any) -> None:
         what = hint = ""
@@ -395,7 +340,7 @@ def _first(output: Any) -> torch.Tensor:
     return output
 
 
-def _with_tensors(loss: Any) -> nn.Module | None:
+def with_tensors(loss: Any) -> nn.Module | None:
     """Returns a loss that is a module made with tensors of its own, which go to the device of the output."""
     has = isinstance(loss, nn.Module) and any(True for _ in chain(loss.parameters(), loss.buffers()))
     return loss if has else None

@@ -26,7 +26,7 @@ def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
     for pattern in patterns:
         found = _matching(pattern.removeprefix("!"), named, "freeze")
         unfreezes = pattern.startswith("!")
-        # peft keeps the part that it has copied to train, and does not call it.
+        # An adapter keeps the part that it has copied to train, and does not call it.
         trained |= {name: unfreezes for name in found if not (unfreezes and ".original_module." in name)}
     for name in sorted(trained, key=trained.__getitem__, reverse=True):  # a tensor with two names is frozen by either
         parameter = named[name]

@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparktorch.base.deferred import Deferred, deferred
+from sparktorch.base.config import TrainConfig
+from sparktorch.base.deferred import Deferred, PartialWeights, deferred
 from sparktorch.base.imports import SHIPPING_HINT, load_object
 from sparktorch.base.state_dict import unpack_state
 from sparktorch.base.weights_folder import WeightsFolder
 from sparktorch.base.world import World
 from sparktorch.errors import ConfigError, ModuleError, refusing
-from sparktorch.train.huggingface.folder import ConvertedWeights
-from sparktorch.train.huggingface.models import MODEL_LOSS, is_model, with_config
 from sparktorch.train.recipe.frozen_base import lacks_base, load_weights, seed_of
 from sparktorch.train.recipe.lookup import (
     building,
@@ -29,15 +28,15 @@ from sparktorch.train.recipe.lookup import (
     parameters_of,
     signature_of,
 )
-from sparktorch.train.recipe.loss import Loss, ModelLossStep, TrainingStep
-from sparktorch.train.recipe.own_training import OwnTraining
+from sparktorch.train.recipe.loss import Loss, TrainingStep
+from sparktorch.train.recipe.module_hooks import ModuleHooks
 from sparktorch.train.recipe.parameter_groups import freeze, group
 
 __all__ = ["KERNELS", "ModuleSource", "Recipe", "called", "recipe_of"]
 
 KERNELS = ("foreach", "fused")  # options of optimizers that follow from how parameters are divided
 
-_OF_LIGHTNING = ("training_step", "configure_optimizers", "automatic_optimization")
+_STEPS_ITSELF = ("training_step", "configure_optimizers", "automatic_optimization")
 
 
 def called(make: Callable[[], nn.Module]) -> nn.Module:
@@ -113,18 +112,18 @@ class Recipe:
             return found[0].module
 
         module = self._make_module(seed, build)
-        if self.initial and not isinstance(found[0].saved, ConvertedWeights):
+        if self.initial and not isinstance(found[0].saved, PartialWeights):
             found[0].check_saved()
         freeze(module, self.freeze)
         return found[0]
 
     def _saved_of(self, module: nn.Module) -> Mapping[str, torch.Tensor]:
         """Returns the initial weights under the names of a module."""
-        if isinstance(self.initial, bytes):
-            return unpack_state(self.initial)
-        if self.initial.token or not is_model(module):  # of a training, which writes the names that the module has
-            return self.initial
-        return ConvertedWeights(module, self.initial)
+        return unpack_state(self.initial) if isinstance(self.initial, bytes) else self.initial
+
+    def _arguments(self, factory: Any) -> Mapping[str, Any]:
+        """Returns the keyword arguments with which the factory is called."""
+        return self.module_params
 
     def _make_module(self, seed: int, build: Callable[[Callable[[], nn.Module]], nn.Module] = called) -> nn.Module:
         """Makes the module, and lets `build` call the factory, if it is made by one."""
@@ -137,7 +136,7 @@ class Recipe:
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(self.module_seed(seed))
             try:
-                module = build(lambda: factory(**with_config(factory, self.module_params)))
+                module = build(lambda: factory(**self._arguments(factory)))
             except Exception:  # moduleParams, which may be large, are written only then
                 hint = f"its parameters are {signature_of(factory)}; moduleParams are {dict(self.module_params)}"
                 if build is not called:
@@ -148,7 +147,7 @@ class Recipe:
         if not isinstance(module, nn.Module):
             what = f"{type(module).__name__}, not an nn.Module"
             hint = "pass an nn.Module class, a function that returns one, or an instance"
-        elif type(self) is Recipe and all(hasattr(module, name) for name in _OF_LIGHTNING):
+        elif not self.steps_itself and all(hasattr(module, name) for name in _STEPS_ITSELF):
             what = "a LightningModule, whose steps a fit would not call"
             hint = "pass its class, and its arguments as moduleParams; or an instance"
         if what:
@@ -160,9 +159,13 @@ class Recipe:
         """Whether the module brings its own training step."""
         return False
 
-    def build_own(self, module: nn.Module, world: World, steps: int) -> OwnTraining:
+    def for_fit(self, config: TrainConfig, *, validated: bool) -> Recipe:
+        """Returns the recipe of a fit, in the driver; `validated` says whether there are validation rows."""
+        return self
+
+    def build_hooks(self, module: nn.Module, world: World, steps: int) -> ModuleHooks:
         """Builds what the module brings to its training; `steps` is the number of steps in an epoch."""
-        return OwnTraining()
+        return ModuleHooks()
 
     def check_scored(self, module: nn.Module) -> None:
         """Checks, in the dry run, that trained weights fit the module that scores."""
@@ -187,9 +190,7 @@ class Recipe:
         step: Any = load_object(self.training_step) if isinstance(self.training_step, str) else self.training_step
         if step is None:
             return None
-        if isinstance(step, TrainingStep):
-            return step
-        return ModelLossStep() if self.training_step == MODEL_LOSS else TrainingStep(step)
+        return step if isinstance(step, TrainingStep) else TrainingStep(step)
 
     def build_optimizer(self, module: nn.Module, whole: nn.Module | None = None) -> torch.optim.Optimizer:
         """Builds the optimizer over the module's trainable parameters.

@@ -24,7 +24,7 @@ from sparktorch.base.batch import Batch
 from sparktorch.base.devices import is_host
 from sparktorch.distributed.process_group import KEEPS_ORDER, subgroup
 from sparktorch.errors import ConfigError, Refusal
-from sparktorch.train.huggingface.models import MODEL_LOSS, arguments, gets_row_labels, without_caches
+from sparktorch.train.recipe.adapter import arguments, without_caches
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.sharding.dtensor import (
     divide_gradients,
@@ -169,7 +169,7 @@ class Mesh(Zero3[MeshOptions]):
         if self._options.cpu_offload and not is_host(self._device):  # the device may not hold its part at once
             return None
         args, kwargs = arguments(self.together(start.example().slice(0, 1)), without_caches(module))
-        kwargs.pop("labels", None)  # with which a model of transformers computes a loss, too
+        kwargs.pop("labels", None)  # with which a model may compute a loss, too
         return compare(args, kwargs) if 0 in dist.get_process_group_ranks(self._sharing) else None
 
     def _styles(self, module: nn.Module) -> dict[str, str]:
@@ -276,7 +276,8 @@ def check_mesh(job: Job) -> None:
         options.sizes(job.workers)
     if module is None or job.batch is None or (options.tensor or 1) * options.stacked == 1:
         return
-    if job.recipe.training_step == MODEL_LOSS and gets_row_labels(module):
+    step = job.recipe.build_training_step()
+    if step is not None and step.is_mean(module):
         raise ConfigError(
             f"{type(module).__name__} computes the loss of its rows, which with strategyParams.tensor or pipeline "
             "are those of several ranks",
@@ -287,7 +288,6 @@ def check_mesh(job: Job) -> None:
     if (options.tensor or 1) > 1:
         check_optimizer(job.recipe, module)
         styles_of(module, options)
-        step = job.recipe.build_training_step()
         if step is not None and options.stacked == 1:
             check_parts_within(step, module, job.batch)
 

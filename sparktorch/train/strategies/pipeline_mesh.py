@@ -22,10 +22,10 @@ from sparktorch.base.devices import is_host, seed
 from sparktorch.distributed.process_group import subgroup, sum_over_ranks
 from sparktorch.errors import Refusal
 from sparktorch.train.checkpoint.tensors import OPTIMIZER
-from sparktorch.train.huggingface.models import arguments
 from sparktorch.train.pipeline.checks import MicroLosses, arguments_of, check_equal, check_rows, check_step, stand_in
 from sparktorch.train.pipeline.cut import Cut, Stage
 from sparktorch.train.pipeline.pipe import Pipe, as_bytes
+from sparktorch.train.recipe.adapter import arguments
 from sparktorch.train.recipe.loss import Sums
 from sparktorch.train.sharding.arguments import Arguments
 from sparktorch.train.sharding.dtensor import PIPELINE, part_of, unadvised, whole
@@ -228,7 +228,7 @@ def _check(job: Job) -> None:
     given = None if step is None else check_step(step, module, batch)
     if given is None:
         args, kwargs = arguments(batch, module)
-        kwargs.pop("labels", None)  # with which a model of transformers computes a loss, too
+        kwargs.pop("labels", None)  # with which a model may compute a loss, too
         given = Arguments.of(args, kwargs)
     check_equal(cut, given, module)
     parts = nn.ModuleList(cut.stage(number) for number in range(options.stages))

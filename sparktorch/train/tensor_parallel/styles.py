@@ -41,7 +41,7 @@ _ELEMENTWISE = (
 )
 _ACTIVATIONS = (F.relu, F.gelu, *_ELEMENTWISE)
 # Other names for the same.
-_OF_TRANSFORMERS = {"embedding_rowwise": "rowwise", "colwise_rep": _GATHERED, "replicated_with_grad_allreduce": SUMMED}
+_OTHER_NAMES = {"embedding_rowwise": "rowwise", "colwise_rep": _GATHERED, "replicated_with_grad_allreduce": SUMMED}
 _WITHOUT_PARTNER = ("embedding_rowwise", "colwise_rep", _GATHERED)
 
 
@@ -110,7 +110,7 @@ def check_plan(
 ) -> dict[str, str]:
     """Returns the style of each layer that is divided among `size` ranks, by its name.
 
-    Without a plan, that is the one that a transformers model brings, or the layers that are known to belong together:
+    Without a plan, that is the one that a model brings, or the layers that are known to belong together:
     attention and feed-forward layers of `nn.TransformerEncoderLayer` and `nn.TransformerDecoderLayer`, and pairs of
     `nn.Linear` in an `nn.Sequential` with nothing but activations between them. Of these, those that cannot be divided
     stay whole. A `staged` module is one of a pipeline, whose last stage computes the loss of all rows; with `sequence`,
@@ -204,7 +204,7 @@ def _obstacle(module: nn.Module, size: int, name: str, style: str) -> str:
 
 
 def _own_plan(module: Any, size: int, *, staged: bool) -> dict[str, str] | None:
-    """Returns the plan that a transformers model brings; `None` if it has none.
+    """Returns the plan that a model brings; `None` if it has none.
 
     The logits of a language model are the output of its last layer, or that of elementwise functions behind it.
     """
@@ -227,7 +227,7 @@ def _own_plan(module: Any, size: int, *, staged: bool) -> dict[str, str] | None:
         for name, part in module.named_modules():
             if not fnmatchcase(name, pattern) or _tied(module, part):
                 continue
-            own = _OF_TRANSFORMERS.get(style, style or "nothing")
+            own = _OTHER_NAMES.get(style, style or "nothing")
             if own == _GATHERED and language_model and not staged and part is module.get_output_embeddings():
                 own = OWN_ROWS
             reason = _obstacle(module, size, name, own) if own in STYLES else f"by {style!r}, which is not supported"

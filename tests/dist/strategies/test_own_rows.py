@@ -12,11 +12,12 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from sparktorch.adapters.huggingface.folder import opened
+from sparktorch.adapters.huggingface.recipe import HuggingFaceRecipe
 from sparktorch.base.batch import Batch
 from sparktorch.base.config import TrainConfig
 from sparktorch.base.world import World
 from sparktorch.errors import ModuleError
-from sparktorch.train.huggingface.folder import opened
 from sparktorch.train.plan.memory import plan
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.sharding.dtensor import whole
@@ -154,5 +155,5 @@ def test_the_plan_counts_own_rows_of_the_scores() -> None:
 def test_logits_of_a_language_model_are_those_of_own_rows_but_in_a_pipeline(staged: bool) -> None:
     found = opened(llama("LlamaForCausalLM"), {}, seed=0)
     assert found is not None
-    styles = check_plan(Recipe(**found).build_module(0), {}, 2, staged=staged)
+    styles = check_plan(HuggingFaceRecipe(**found).build_module(0), {}, 2, staged=staged)
     assert styles["lm_head"] == ("colwise_gather_output" if staged else OWN)

@@ -12,8 +12,9 @@ import pytest
 from pyspark.sql import types as T
 
 from sparktorch import TorchClassifier, TorchEstimator, TorchRegressor
-from sparktorch.errors import ColumnError, ConfigError, SparkTorchError
+from sparktorch.errors import ColumnError, ConfigError, ModuleError, SparkTorchError
 from sparktorch.ml.fit.checks import check_new_columns, check_version
+from sparktorch.ml.fit.translate import translate
 
 SCHEMA = T.StructType().add("features", T.ArrayType(T.FloatType())).add("prediction", T.DoubleType())
 
@@ -73,3 +74,8 @@ def test_a_module_that_was_edited_between_two_fits_is_refused(tmp_path: Path, mo
         with pytest.raises(ConfigError, match="module 'edited_net' has other code than in an earlier fit"):
             check_version(source)
     check_version(str(tmp_path))  # a folder
+
+
+def test_a_module_that_cannot_be_imported_is_refused_as_such_and_not_for_its_lack_of_a_loss() -> None:
+    with pytest.raises(ModuleError, match=r"cannot import 'tests\.support\.nets:Mpl'"):
+        translate(TorchEstimator(module="tests.support.nets:Mpl"), "generic")

@@ -18,7 +18,8 @@ from sparktorch.base.batch import Batch
 from sparktorch.base.config import Task
 from sparktorch.errors import ColumnError, ConfigError, ModuleError, SparkTorchError
 from sparktorch.train.recipe.dry_run import DryRunResult, complete, dry_run
-from sparktorch.train.recipe.loss import GroupsLossStep, Loss, check_mean, full_precision, step_scales, weigh
+from sparktorch.train.recipe.groups_loss import GroupsLossStep
+from sparktorch.train.recipe.loss import Loss, check_mean, full_precision, step_scales, weigh
 from sparktorch.train.recipe.metrics import Metrics
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.recipe.task import align, autocast, correct

@@ -12,7 +12,7 @@ import functools
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -21,22 +21,25 @@ from typing import Any
 
 import torch
 
-from sparktorch.base.deferred import Deferred
+from sparktorch.adapters.huggingface.models import is_config, is_folder, is_model
+from sparktorch.base.deferred import Deferred, PartialWeights
 from sparktorch.base.imports import import_path, transformers
 from sparktorch.base.state_dict import pack_state
 from sparktorch.base.weights_folder import WeightsFolder, is_weights_folder
-from sparktorch.errors import ModuleError, PersistenceError, nearest, refusing
-from sparktorch.train.huggingface.models import is_config, is_folder, is_model, model_in
+from sparktorch.errors import ModuleError, nearest, refusing
 
 __all__ = [
-    *("ConvertedWeights", "classifier_in", "config_in", "has_new_weights", "log_differences"),
-    *("opened", "rebuildable", "stamp", "written"),
+    *("ConvertedWeights", "classifier_in", "config_in", "has_new_weights"),
+    *("opened", "rebuildable", "stamp"),
 ]
 
 _log = logging.getLogger(__name__)
 
 _SILENT = ("gradient_checkpointing",)  # entries that transformers reads and no configuration has
-_CHOICES = ("attn_implementation", "experts_implementation")  # which a configuration keeps, and leaves out of its JSON
+_CHOICES = (
+    "attn_implementation",
+    "experts_implementation",
+)  # A configuration keeps them, and leaves them out of its JSON.
 _SHOWN = 6  # names in a message
 
 
@@ -63,13 +66,13 @@ def opened(
                 f"{folder} holds no weights as safetensors", hint=hint, param="module", code="ST-MODEL-FOLDER"
             )
         return {**_described(_class_of(config), config), "initial": WeightsFolder(folder)}
-    found, weights, lacking = _read(folder, json.dumps(dict(params), sort_keys=True), seed, stamp(folder))
+    fields, weights, lacking = _read(folder, json.dumps(dict(params), sort_keys=True), seed, stamp(folder))
     if complete and lacking:
         hint = "train it first: the values would be random"
         raise ModuleError(
             f"{folder} has no values for {', '.join(lacking)}", hint=hint, param="module", code="ST-MODEL-FOLDER"
         )
-    return {**found, "initial": weights}
+    return {**fields, "initial": weights}
 
 
 def rebuildable(module: Any) -> dict[str, Any] | None:
@@ -85,7 +88,7 @@ def rebuildable(module: Any) -> dict[str, Any] | None:
             again = type(module)(copy.deepcopy(config))
     except Exception:
         return None
-    one, other = ({name: tensor.shape for name, tensor in each.state_dict().items()} for each in (module, again))
+    one, other = ({name: tensor.shape for name, tensor in model.state_dict().items()} for model in (module, again))
     return _described(type(module), config) if one == other and repr(module) == repr(again) else None
 
 
@@ -119,8 +122,8 @@ def _are_new(folder: str, _: tuple[tuple[str, int], ...]) -> bool:
 
 def classifier_in(folder: str, auto: str, classes: int | None) -> dict[str, Any]:
     """Returns the entries of a folder's configuration that make its model a classifier, one that `auto` names."""
-    config, known = config_in(folder), getattr(transformers(), auto)._model_mapping
-    if type(config) not in known:
+    config, classes_by_config = config_in(folder), getattr(transformers(), auto)._model_mapping
+    if type(config) not in classes_by_config:
         raise ModuleError(
             f"{auto} knows no {config.model_type}",
             hint="use TorchClassifier",
@@ -128,23 +131,8 @@ def classifier_in(folder: str, auto: str, classes: int | None) -> dict[str, Any]
             code="ST-MODEL-FOLDER",
         )
     more = {} if classes in (None, config.num_labels) else {"num_labels": classes}
-    return {"architectures": [known[type(config)].__name__], "problem_type": "single_label_classification", **more}
-
-
-def written(module: Any, folder: str, labels: Sequence[str], beside: Any = None) -> None:
-    """Writes a model, with a tokenizer or image processor `beside` it, as a folder that transformers opens.
-
-    Of adapters, it writes what `peft` does: their weights and configuration, without the base.
-    """
-    model = model_in(module)
-    if Path(folder).is_file():
-        raise PersistenceError(f"{folder} is a file", hint="name a folder, which is made if it is missing")
-    if labels and model is not None:
-        model.config.id2label = dict(enumerate(labels))
-        model.config.label2id = {label: number for number, label in enumerate(labels)}
-    module.save_pretrained(folder)
-    if beside is not None:
-        beside.save_pretrained(folder)
+    architecture = classes_by_config[type(config)].__name__
+    return {"architectures": [architecture], "problem_type": "single_label_classification", **more}
 
 
 def stamp(folder: str) -> tuple[tuple[str, int], ...]:
@@ -162,10 +150,10 @@ def _untied(folder: str, model: Any, one: str, other: str) -> ModuleError:
 
 def _described(kind: type, config: Any, chosen: Any = None) -> dict[str, Any]:
     """Returns an import path and JSON of a class and a configuration; `chosen` has its choices if it has lost them."""
-    found = json.loads(config.to_json_string(use_diff=False))
+    values = json.loads(config.to_json_string(use_diff=False))
     choices = {name: getattr(chosen or config, f"_{name}_internal", None) for name in _CHOICES}
-    found |= {name: choice for name, choice in choices.items() if isinstance(choice, str)}
-    return {"module": import_path(kind), "module_params": {"config": found}}
+    values |= {name: choice for name, choice in choices.items() if isinstance(choice, str)}
+    return {"module": import_path(kind), "module_params": {"config": values}}
 
 
 def _class_of(config: Any) -> Any:
@@ -239,13 +227,13 @@ def _read(
 class _Source:
     """What a parameter is made of: saved tensors, each with the part of the rule that asks for it, by that rule."""
 
-    name: str  # where a rule makes several parameters, that of the first one
+    name: str  # Where a rule makes several parameters, it is the first one's.
     dtype: torch.dtype
     rule: Any = None  # none for one saved tensor as it is
     tensors: list[tuple[str, str]] = field(default_factory=list)
 
 
-class ConvertedWeights(Mapping[str, torch.Tensor]):
+class ConvertedWeights(PartialWeights):
     """A model's parameters and buffers by name, as far as a folder has them; each is made when it is asked for.
 
     Attributes:
@@ -259,7 +247,7 @@ class ConvertedWeights(Mapping[str, torch.Tensor]):
             raise self._wrong("are quantized", "leave modelDir out, or give a folder with weights that are not")
         self.unknown: list[str] = []
         wanted = model.state_dict()
-        self._sources = self._found(wanted)
+        self._sources = self._matched(wanted)
         other_head = self._shapes_of_other_head()
         for name in list(self._sources):
             shape = self._made(name, "meta").shape
@@ -291,14 +279,14 @@ class ConvertedWeights(Mapping[str, torch.Tensor]):
         with torch.device("meta"):
             return {name: tensor.shape for name, tensor in type(self._model)(config).state_dict().items()}
 
-    def _found(self, wanted: Mapping[str, torch.Tensor]) -> dict[str, _Source]:
+    def _matched(self, wanted: Mapping[str, torch.Tensor]) -> dict[str, _Source]:
         """Returns the source of each parameter that the folder has, as transformers matches them."""
         loading: Any = import_module("transformers.core_model_loading")
         rules = import_module("transformers.conversion_mapping").get_model_conversion_mapping(self._model)
         renamings = [rule for rule in rules if isinstance(rule, loading.WeightRenaming)]
         converters = [rule for rule in rules if isinstance(rule, loading.WeightConverter)]
         by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
-        prefix, found = self._model.base_model_prefix, dict[str, _Source]()
+        prefix, sources = self._model.base_model_prefix, dict[str, _Source]()
         for key in sorted(self._saved, key=loading.dot_natural_key):  # some rules depend on the order
             name, pattern = loading.rename_source_key(key, renamings, converters, prefix, wanted)
             if name not in wanted and key in wanted:
@@ -306,12 +294,12 @@ class ConvertedWeights(Mapping[str, torch.Tensor]):
             if name not in wanted:
                 self.unknown.append(name)
                 continue
-            source = found.setdefault(name, _Source(name, wanted[name].dtype, by_pattern.get(pattern)))
+            source = sources.setdefault(name, _Source(name, wanted[name].dtype, by_pattern.get(pattern)))
             source.tensors.append((pattern or key, key))
-        for source in [source for source in found.values() if source.rule is not None]:
+        for source in [source for source in sources.values() if source.rule is not None]:
             for name in self._converted(source, "meta"):  # one rule may make several
-                found.setdefault(name, source)
-        return {name: source for name, source in found.items() if name in wanted}
+                sources.setdefault(name, source)
+        return {name: source for name, source in sources.items() if name in wanted}
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """Returns a parameter, on the CPU."""
@@ -350,16 +338,13 @@ class ConvertedWeights(Mapping[str, torch.Tensor]):
     def _read(self, key: str, device: str, dtype: torch.dtype) -> torch.Tensor:
         return self._saved[key].to(device, dtype)
 
-
-def log_differences(built: Deferred) -> None:
-    """Logs what a model has and its folder has not, and the other way round, but for what transformers passes over."""
-    if isinstance(built.saved, ConvertedWeights):
-        model: Any = built.module
-        found = SimpleNamespace(missing_keys=set(built.lacking), unexpected_keys=set(built.saved.unknown))
-        model._adjust_missing_and_unexpected_keys(found)
-        if lacking := [name for name in built.lacking if name in found.missing_keys]:
+    def log_differences(self, built: Deferred) -> None:
+        """Logs what the model has and its folder has not, and the reverse, but for what transformers passes over."""
+        differences = SimpleNamespace(missing_keys=set(built.lacking), unexpected_keys=set(self.unknown))
+        self._model._adjust_missing_and_unexpected_keys(differences)
+        if lacking := [name for name in built.lacking if name in differences.missing_keys]:
             _log.warning("new in the model, as the folder has no values for them: %s", _listed(lacking))
-        if unknown := [name for name in built.saved.unknown if name in found.unexpected_keys]:
+        if unknown := [name for name in self.unknown if name in differences.unexpected_keys]:
             _log.warning("in the folder, and not in the model: %s", _listed(unknown))
 
 

@@ -163,11 +163,11 @@ def _opened(record: Any, admitted: Container[str]) -> tuple[str, tuple[Any, ...]
     return path, args, record.state
 
 
-def _dtype(found: Any, field: str) -> str:
-    if isinstance(found, type) and issubclass(found, _Record) and found.path in _DTYPES:
-        return _DTYPES[found.path]
-    if isinstance(found, _Record) and found.path == _NUMPY_DTYPE and _is_code(found.args[0]):
-        return _DTYPES[f"numpy.{np.dtype(found.args[0]).type.__name__}"]
+def _dtype(value: Any, field: str) -> str:
+    if isinstance(value, type) and issubclass(value, _Record) and value.path in _DTYPES:
+        return _DTYPES[value.path]
+    if isinstance(value, _Record) and value.path == _NUMPY_DTYPE and _is_code(value.args[0]):
+        return _DTYPES[f"numpy.{np.dtype(value.args[0]).type.__name__}"]
     raise ValueError(f"the type of field {field!r} is none of NumPy's that Petastorm stores")
 
 

@@ -9,31 +9,50 @@ from typing import Any
 import torch
 from torch import nn
 
+from sparktorch.adapters.lightning.optimizers import Configured
+from sparktorch.adapters.lightning.recognise import check_class, check_instance, overrides, without_trainer
+from sparktorch.adapters.lightning.state import TrainerView
+from sparktorch.adapters.lightning.training import LightningTraining, training_of
+from sparktorch.base.config import TrainConfig
 from sparktorch.base.world import World
 from sparktorch.errors import ModuleError, refusing
-from sparktorch.train.lightning.optimizers import Configured
-from sparktorch.train.lightning.recognise import check_instance, is_lightning, overrides
-from sparktorch.train.lightning.state import TrainerView
-from sparktorch.train.lightning.training import LightningTraining, training_of
+from sparktorch.train.recipe.metrics import has_metric
 from sparktorch.train.recipe.recipe import Recipe, called, recipe_of
 
-__all__ = ["LightningRecipe", "recipe_type"]
-
-
-def recipe_type(source: Any) -> type[Recipe]:
-    """Returns the class of the recipe for a module's source."""
-    return LightningRecipe if is_lightning(source) else Recipe
+__all__ = ["LightningRecipe"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LightningRecipe(Recipe):
-    """What is trained, with a LightningModule; the fields of loss, optimizer and scheduler are not used."""
+    """What is trained, with a LightningModule; the fields of loss, optimizer and scheduler are not used.
+
+    Attributes:
+        epochs: Number of epochs.
+        accumulation: Number of micro-batches in a step.
+        validates: Whether there are validation rows.
+        needs_metric: The metric that validations must log; `None` if any will do.
+        stage: The argument of the module's `setup`.
+    """
 
     epochs: int = 1
-    accumulation: int = 1  # micro-batches of a step
-    validates: bool = False  # whether there are validation rows
-    needs_metric: str | None = None  # which its validations must give
-    stage: str = "predict"  # the argument of the module's `setup`
+    accumulation: int = 1
+    validates: bool = False
+    needs_metric: str | None = None
+    stage: str = "predict"
+
+    def for_fit(self, config: TrainConfig, *, validated: bool) -> LightningRecipe:
+        """Returns the recipe of a fit; refuses classes whose methods a fit would not call."""
+        check_class(self.module, validated=validated)
+        return replace(
+            self,
+            module=without_trainer(self.module),
+            loss=None,
+            epochs=config.epochs,
+            accumulation=config.accumulation_steps,
+            validates=validated,
+            needs_metric=None if has_metric(config.best_metric, config.task, self.metrics) else config.needs_metric,
+            stage="fit",
+        )
 
     def _make_module(self, seed: int, build: Callable[[Callable[[], nn.Module]], nn.Module] = called) -> nn.Module:
         """Builds the module; calls `setup` and `configure_model`, which may make layers."""
@@ -52,7 +71,7 @@ class LightningRecipe(Recipe):
         """Whether the module brings its own training step: a LightningModule does."""
         return True
 
-    def build_own(self, module: nn.Module, world: World, steps: int) -> LightningTraining:
+    def build_hooks(self, module: nn.Module, world: World, steps: int) -> LightningTraining:
         """Attaches the training to the module."""
         trainer = TrainerView(world, epochs=self.epochs, steps=steps, accumulation=self.accumulation)
         return LightningTraining(module, world, trainer, validates=self.validates, needs_metric=self.needs_metric)
@@ -66,7 +85,7 @@ class LightningRecipe(Recipe):
         if not overrides(module, "setup"):
             return
         states = module.state_dict(), replace(self, stage="predict")._make_module(0).state_dict()
-        trained, scored = ({(name, each.shape) for name, each in state.items()} for state in states)
+        trained, scored = ({(name, tensor.shape) for name, tensor in state.items()} for state in states)
         if differs := sorted(trained ^ scored):
             what = f"setup('fit') and setup('predict') of {type(module).__qualname__} make another {differs[0][0]}"
             hint = "make weights and buffers in every stage, or in __init__: the fitted model is set up to predict"
@@ -77,8 +96,8 @@ class LightningRecipe(Recipe):
         where = f"configure_optimizers of {type(module).__qualname__}"
         with refusing(f"{where} failed", "on the driver, self.trainer tells of 100 steps in an epoch", param="module"):
             made: Configured = training_of(module).configured
-        own = {parameter for group in made.optimizer.param_groups for parameter in group["params"]}
-        if not own <= set(module.parameters()):
+        trained = {parameter for group in made.optimizer.param_groups for parameter in group["params"]}
+        if not trained <= set(module.parameters()):
             raise ModuleError(f"{where} has parameters that are not the module's", param="module")
 
     def optimizer_call(

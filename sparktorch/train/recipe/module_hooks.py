@@ -11,12 +11,12 @@ from torch import nn
 
 from sparktorch.base.batch import Batch
 
-__all__ = ["OwnTraining", "Within"]
+__all__ = ["ModuleHooks", "Within"]
 
-Within = Callable[[nn.Module, Callable[[], Any]], Any]  # as `Strategy.within_forward`
+Within = Callable[[nn.Module, Callable[[], Any]], Any]  # It has the arguments of `Strategy.within_forward`.
 
 
-class OwnTraining:
+class ModuleHooks:
     """The parts of a training that come from the module itself, and its hooks; this one has none.
 
     A recipe builds it in every rank and in the dry run, after the module and before the strategy wraps that. Every rank

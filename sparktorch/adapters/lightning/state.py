@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from sparktorch.adapters.lightning.recognise import overrides
 from sparktorch.base.world import World
 from sparktorch.errors import refusing
-from sparktorch.train.lightning.recognise import overrides
 from sparktorch.train.recipe.metrics import quiet, reduce_over_ranks
 
 __all__ = ["ModuleMetrics", "Saved", "TrainerView", "unchanged"]
@@ -103,15 +103,15 @@ def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
     """
     before = [(vars(module), {n: v for n, v in vars(module).items() if n not in _OF_TORCH}) for module in modules]
     held: dict[int, tuple[Any, Any]] = {}
-    for _, own in before:
-        _hold(list(own.values()), held)
+    for _, attributes in before:
+        _hold(list(attributes.values()), held)
     try:
         yield
     finally:
-        for now, own in before:
-            for name in now.keys() - own.keys() - _OF_TORCH:
+        for now, attributes in before:
+            for name in now.keys() - attributes.keys() - _OF_TORCH:
                 del now[name]
-            now |= own
+            now |= attributes
         for container, items in held.values():
             container.clear()
             (container.extend if type(container) in _LISTS else container.update)(items)
@@ -127,8 +127,8 @@ def _hold(values: Iterable[Any], held: dict[int, tuple[Any, Any]]) -> None:
 
 def _plain(module: nn.Module) -> dict[str, Any]:
     """Returns copies of a module's own attributes that are numbers, strings, or lists and dicts of them."""
-    own = {name: value for name, value in vars(module).items() if not name.startswith("_")}
-    return {name: copy.deepcopy(value) for name, value in own.items() if name != "training" and _is_plain(value)}
+    public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+    return {name: copy.deepcopy(value) for name, value in public.items() if name != "training" and _is_plain(value)}
 
 
 def _is_plain(value: Any) -> bool:
@@ -143,25 +143,25 @@ class ModuleMetrics:
     def __init__(self, module: nn.Module) -> None:
         """Finds the metrics, and lets them reduce their states over ranks of which some may have no rows."""
         torchmetrics = sys.modules.get("torchmetrics")
-        known = getattr(torchmetrics, "Metric", ())
+        kind = getattr(torchmetrics, "Metric", ())
         groups = getattr(torchmetrics, "MetricCollection", ())
         self.collections = [part for part in module.modules() if isinstance(part, groups)]
-        self._found: dict[str, Any] = {path: part for path, part in module.named_modules() if isinstance(part, known)}
-        for metric in self._found.values():
+        self._by_path: dict[str, Any] = {path: part for path, part in module.named_modules() if isinstance(part, kind)}
+        for metric in self._by_path.values():
             reduce_over_ranks(metric)
 
     def path_of(self, value: Any) -> str:
         """Returns the path of a metric in the module; empty if it is none of them."""
-        return next((path for path, metric in self._found.items() if metric is value), "")
+        return next((path for path, metric in self._by_path.items() if metric is value), "")
 
     def to(self, device: torch.device) -> None:
         """Moves the metrics to the device."""
-        for metric in self._found.values():
+        for metric in self._by_path.values():
             metric.to(device)
 
     def compute(self, path: str) -> float:
         """Returns a metric's value over the rows of all ranks; a collective."""
-        metric = self._found[path]
+        metric = self._by_path[path]
         with quiet():  # a rank without rows has not called update
             value = metric.compute()
         with refusing(f"metric {path!r} does not give one number", "log its values one by one"):
@@ -170,31 +170,31 @@ class ModuleMetrics:
     def reset(self, paths: Iterable[str]) -> None:
         """Resets metrics."""
         for path in paths:
-            self._found[path].reset()
+            self._by_path[path].reset()
 
     @contextmanager
-    def kept(self, kept: bool) -> Iterator[None]:
-        """Context after which the metrics are as before, if `kept`."""
-        before = self.held() if kept else {}
+    def restored(self, restores: bool) -> Iterator[None]:
+        """Context after which the metrics are as before, if it `restores` them."""
+        before = self.held() if restores else {}
         yield
         # As in the other ranks, a value that is computed stays so, and one that an update has removed is gone.
-        self.put_back({path: (*state[:2], self._found[path]._computed) for path, state in before.items()})
+        self.put_back({path: (*state[:2], self._by_path[path]._computed) for path, state in before.items()})
 
     def set_aside(self, paths: Iterable[str]) -> dict[str, Any]:
         """Resets metrics; returns what `put_back` takes."""
         held = self.held()
-        found = {path: held[path] for path in paths}
-        self.reset(found)
-        return found
+        aside = {path: held[path] for path in paths}
+        self.reset(aside)
+        return aside
 
     def held(self) -> dict[str, Any]:
         """Returns copies of the metrics' states by path, how many updates made them, and what was computed of them."""
-        return {path: (m._copy_state_dict(), m._update_count, m._computed) for path, m in self._found.items()}
+        return {path: (m._copy_state_dict(), m._update_count, m._computed) for path, m in self._by_path.items()}
 
     def put_back(self, held: Mapping[str, Any]) -> None:
         """Restores such states."""
         for path, (values, updates, computed) in held.items():
-            metric = self._found[path]
+            metric = self._by_path[path]
             for name, value in values.items():
                 setattr(metric, name, _on(metric.device, value))
             metric._update_count, metric._computed = updates, computed

@@ -16,7 +16,7 @@ from sparktorch.base.batch import Batch
 from sparktorch.base.world import World
 from sparktorch.errors import ModuleError
 from sparktorch.train.recipe.loss import Means, Sums, TrainingStep, mean_of, weigh
-from sparktorch.train.recipe.own_training import Within
+from sparktorch.train.recipe.module_hooks import Within
 
 __all__ = ["Call", "LightningStep", "Logs", "arguments_of", "called", "check_logged", "loss_of", "number_of"]
 
@@ -138,18 +138,18 @@ class Logs(Means):
     def over_ranks(self, world: World) -> dict[str, float]:
         """Returns the values over all ranks; a collective, called by every rank."""
         whole = Logs(self._computed)
-        for state in self._of_ranks(world):  # in rank order: all ranks see the same names in the same order
+        for state in self._of_ranks(world):  # In rank order, so that all ranks see the same names in the same order.
             whole.load_state_dict(state)
         self.metrics = whole.logged_metrics
-        found: dict[str, float] = {}
+        values: dict[str, float] = {}
         for name, logged in whole._logged.items():
             both = logged.on_step and logged.on_epoch
             if logged.on_step and logged.last is not None and (both or name not in _OF_EPOCH):
-                found[f"{name}_step" if both else name] = logged.value(logged.last)
+                values[f"{name}_step" if both else name] = logged.value(logged.last)
             if logged.on_epoch and (logged.metric or logged.epoch is not None):
                 value = self._computed(logged.metric) if logged.metric else logged.value(logged.epoch or (0, 0))
-                found |= {name: value, f"{name}_epoch": value} if both else {name: value}
-        return found
+                values |= {name: value, f"{name}_epoch": value} if both else {name: value}
+        return values
 
     def _add(self, name: str, logged: _Logged) -> None:
         if name in self._logged:

@@ -10,13 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparktorch.base.batch import Batch
-from sparktorch.base.world import World
-from sparktorch.errors import ModuleError, nearest, refusing
-from sparktorch.train.lightning.optimizers import Configured, LightningSchedule, configured
-from sparktorch.train.lightning.recognise import overrides, parts
-from sparktorch.train.lightning.state import ModuleMetrics, Saved, TrainerView, unchanged
-from sparktorch.train.lightning.step import (
+from sparktorch.adapters.lightning.optimizers import Configured, LightningSchedule, configured
+from sparktorch.adapters.lightning.recognise import overrides, parts
+from sparktorch.adapters.lightning.state import ModuleMetrics, Saved, TrainerView, unchanged
+from sparktorch.adapters.lightning.step import (
     Call,
     LightningStep,
     Logs,
@@ -26,9 +23,12 @@ from sparktorch.train.lightning.step import (
     loss_of,
     number_of,
 )
+from sparktorch.base.batch import Batch
+from sparktorch.base.world import World
+from sparktorch.errors import ModuleError, nearest, refusing
 from sparktorch.train.recipe.loss import TrainingStep
 from sparktorch.train.recipe.metrics import quiet
-from sparktorch.train.recipe.own_training import OwnTraining, Within
+from sparktorch.train.recipe.module_hooks import ModuleHooks, Within
 
 __all__ = ["LightningTraining", "training_of"]
 
@@ -38,7 +38,7 @@ def training_of(module: nn.Module) -> LightningTraining:
     return vars(module)["log"].__self__  # type: ignore[no-any-return]
 
 
-class LightningTraining(OwnTraining):
+class LightningTraining(ModuleHooks):
     """One rank's training of a LightningModule, which sees it as `self.trainer`, `self.log` and `self.optimizers`."""
 
     def __init__(
@@ -57,8 +57,8 @@ class LightningTraining(OwnTraining):
         self._logs = self._training_logs = self._early = Logs(self._metrics.compute)
         self._muted = False  # whether logged values are dropped
         self._within_step = False
-        self._rows = 1  # of the batch whose values are logged
-        self._step_rows = 0  # of the step so far
+        self._rows = 1  # The rows of the batch whose values are logged.
+        self._step_rows = 0  # The rows of the step so far.
         self._rehearsing = False
         self._batch_index = self._validation_index = 0
         self._last: tuple[dict[str, Any], Batch, int] | None = None  # for on_train_batch_end
@@ -77,9 +77,9 @@ class LightningTraining(OwnTraining):
     @cached_property
     def configured(self) -> Configured:
         """The module's optimizer and schedulers."""
-        found = configured(self._module)
-        self.trainer.optimizers, self.trainer.lr_scheduler_configs = [found.optimizer], list(found.schedulers)
-        return found
+        made = configured(self._module)
+        self.trainer.optimizers, self.trainer.lr_scheduler_configs = [made.optimizer], list(made.schedulers)
+        return made
 
     def training_step(self, within: Within) -> TrainingStep:
         """Returns the step that calls the module's `training_step`, and its `validation_step`."""
@@ -287,11 +287,11 @@ class LightningTraining(OwnTraining):
             self.begin_validation()
             loss, _ = step.evaluate(self._module, batch)
             self.end_validation_rows()
-            found = ({} if loss is None else {"val_loss": float(loss)}) | logs.over_ranks(World())
-            self.end_validation(found)
-        if (name := self._needs_metric) is not None and name not in found:
+            metrics = ({} if loss is None else {"val_loss": float(loss)}) | logs.over_ranks(World())
+            self.end_validation(metrics)
+        if (name := self._needs_metric) is not None and name not in metrics:
             what = f"earlyStoppingMetric is {name!r}, which {self.name} does not log"
-            hint = f"log it in validation_step; {nearest(name, found)}"
+            hint = f"log it in validation_step; {nearest(name, metrics)}"
             raise ModuleError(what, hint=hint, param="earlyStoppingMetric")
 
     def state_dict(self) -> dict[str, Any]:
@@ -329,8 +329,8 @@ class LightningTraining(OwnTraining):
         self._muted = self._rehearsing or not batch.rows
         try:
             # Attributes of a training are left to the module: a counter that differed between ranks would part them.
-            own = self._parts if self._muted and not within_step else []
-            with self._metrics.kept(self._muted), unchanged([*own, *self._metrics.collections] if self._muted else ()):
+            restored = [*(() if within_step else self._parts), *self._metrics.collections] if self._muted else []
+            with self._metrics.restored(self._muted), unchanged(restored):
                 yield
         finally:
             self._muted, self._within_step = False, False

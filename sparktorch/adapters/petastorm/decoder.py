@@ -18,9 +18,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from sparktorch.adapters.petastorm.unischema import UnischemaField, read_unischema
 from sparktorch.base.imports import pillow
 from sparktorch.data.columns import KEY, VALIDATION, Columns
-from sparktorch.data.petastorm.unischema import UnischemaField, read_unischema
 from sparktorch.errors import ColumnError, DatasetError
 
 __all__ = ["ARROW_TYPES", "SHAPE_SUFFIX", "Decoder", "Layout", "reader_batches", "schema_in"]
@@ -34,7 +34,7 @@ ARROW_TYPES = {
     **{"uint8": pa.int16(), "uint16": pa.int32(), "uint32": pa.int64(), "uint64": pa.int64(), "float16": pa.float32()},
     **{"str": pa.string(), "bytes": pa.binary()},
 }
-_NUMPY_NAMES = {"U": "str", "S": "bytes"}  # of types that have another width in each array
+_NUMPY_NAMES = {"U": "str", "S": "bytes"}  # These types have another width in each array.
 
 SHAPE_SUFFIX = "_shape"
 
@@ -49,16 +49,16 @@ def schema_in(common_metadata: bytes) -> tuple[tuple[UnischemaField, ...], froze
     `DatasetError` says that there is no Unischema, or one that `read_unischema` refuses.
     """
     try:
-        found = pq.read_metadata(pa.BufferReader(common_metadata))
+        metadata = pq.read_metadata(pa.BufferReader(common_metadata))
     except pa.ArrowException as error:
         raise DatasetError(f"_common_metadata is no Parquet file: {error}") from None
-    pickled = (found.metadata or {}).get(_UNISCHEMA_KEY)
+    pickled = (metadata.metadata or {}).get(_UNISCHEMA_KEY)
     if pickled is None:
         raise DatasetError(
             "_common_metadata holds no Unischema",
             hint="a data set that Petastorm has not written is read with spark.read.parquet",
         )
-    return read_unischema(pickled), frozenset(found.schema.to_arrow_schema().names)
+    return read_unischema(pickled), frozenset(metadata.schema.to_arrow_schema().names)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,11 +104,11 @@ class Decoder:
         for batch in batches:
             start = 0
             while start < batch.num_rows:
-                found = self._decode(batch.slice(start, rows), first_row)
-                start += found.num_rows
-                first_row += found.num_rows
-                rows = max(1, self.batch_bytes * found.num_rows // max(1, found.nbytes))
-                yield found
+                decoded = self._decode(batch.slice(start, rows), first_row)
+                start += decoded.num_rows
+                first_row += decoded.num_rows
+                rows = max(1, self.batch_bytes * decoded.num_rows // max(1, decoded.nbytes))
+                yield decoded
 
     def _decode(self, batch: pa.RecordBatch, first_row: int) -> pa.RecordBatch:
         fields = {field.name: field for field in self.encoded}
@@ -127,11 +127,11 @@ class Decoder:
             for axis in range(len(field.shape) - 1, 0, -1):
                 flat = _lists(flat, np.repeat(shapes[:, axis], shapes[:, :axis].prod(axis=1)), None)
             return {field.name: _lists(flat, shapes[:, 0], present)}
-        found = {field.name: _lists(flat, shapes.prod(axis=1), present)}
+        columns = {field.name: _lists(flat, shapes.prod(axis=1), present)}
         if len(self.columns(field)) > 1:
             sizes = pa.array(shapes.reshape(-1), pa.int32())
-            found[field.name + SHAPE_SUFFIX] = _lists(sizes, np.full(len(shapes), shapes.shape[1]), present)
-        return found
+            columns[field.name + SHAPE_SUFFIX] = _lists(sizes, np.full(len(shapes), shapes.shape[1]), present)
+        return columns
 
 
 def _lists(values: pa.Array, lengths: npt.NDArray[np.int64], present: npt.NDArray[np.bool_] | None) -> pa.ListArray:
@@ -183,18 +183,18 @@ def _decoded(column: pa.Array, field: UnischemaField, first_row: int) -> tuple[p
 def _row(blob: bytes, field: UnischemaField, number: np.int64) -> Array:
     """Decodes one value, and compares its dtype and shape with those of the field."""
     try:
-        found = _DECODE[field.codec](blob, field)
-        name = _NUMPY_NAMES.get(found.dtype.kind, found.dtype.name)
-        lengths = [size if wanted is None else wanted for size, wanted in zip(found.shape, field.shape, strict=False)]
-        if name != field.dtype or found.ndim != len(field.shape) or list(found.shape) != lengths:
-            raise ValueError(f"it is {name} of shape {found.shape}")
+        value = _DECODE[field.codec](blob, field)
+        name = _NUMPY_NAMES.get(value.dtype.kind, value.dtype.name)
+        lengths = [size if wanted is None else wanted for size, wanted in zip(value.shape, field.shape, strict=False)]
+        if name != field.dtype or value.ndim != len(field.shape) or list(value.shape) != lengths:
+            raise ValueError(f"it is {name} of shape {value.shape}")
     except Exception as error:  # NumPy, zipfile, zlib and Pillow raise many types for corrupt data
         raise ColumnError(
             f"{field.describe()} has a row that cannot be decoded: {type(error).__name__}: {error}",
             column=field.name,
             row_of_partition=int(number),
         ) from None
-    return found
+    return value
 
 
 def _alike(files: pa.LargeBinaryArray, first: Array) -> Array | None:
@@ -211,7 +211,7 @@ def _alike(files: pa.LargeBinaryArray, first: Array) -> Array | None:
 
 
 def _npy(blob: bytes, field: UnischemaField) -> Array:
-    size = 10 + int.from_bytes(blob[8:10], "little")  # of a header of version 1, which Petastorm writes
+    size = 10 + int.from_bytes(blob[8:10], "little")  # Petastorm writes headers of version 1.
     shape, fortran, dtype = _header(blob[:size])
     if not dtype.itemsize:  # empty strings
         return np.zeros(shape, dtype)
@@ -258,9 +258,9 @@ def reader_batches(reader: Iterable[Any], columns: Columns, *, key: str) -> Iter
     names = {spec.name: spec.column for spec in columns.tensors}
     names |= {VALIDATION: columns.validation} if columns.validation else {}
     for batch in reader:
-        found = batch._asdict() if hasattr(batch, "_asdict") else batch
-        arrays = {wire: _rows(found[name]) for wire, name in names.items()}
-        arrays[KEY] = _rows(found[key])
+        by_name = batch._asdict() if hasattr(batch, "_asdict") else batch
+        arrays = {wire: _rows(by_name[name]) for wire, name in names.items()}
+        arrays[KEY] = _rows(by_name[key])
         yield pa.RecordBatch.from_arrays(list(arrays.values()), names=list(arrays))
 
 

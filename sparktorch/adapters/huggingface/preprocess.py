@@ -13,20 +13,21 @@ from typing import Any, ClassVar
 import pyarrow as pa
 import torch
 
+from sparktorch.adapters.huggingface.folder import stamp
 from sparktorch.base.imports import pillow, transformers
+from sparktorch.data.preprocess import LoadedPreprocess
 from sparktorch.errors import ModuleError, refusing
-from sparktorch.train.huggingface.folder import stamp
 
 __all__ = ["FromFolder", "Pixels", "Tokens"]
 
 
 @dataclass(frozen=True)
-class FromFolder:
+class FromFolder(LoadedPreprocess):
     """A `preprocess` of one column, that is sent as a path and read in the process that needs it."""
 
     folder: str  # the same on each machine
     auto: ClassVar[str]  # the class in transformers that reads it
-    libraries: ClassVar[tuple[str, ...]] = ("transformers",)  # which it imports
+    libraries: ClassVar[tuple[str, ...]] = ("transformers",)
 
     def load(self) -> Any:
         """Returns the tokenizer or image processor in the folder, which must be on this machine."""
@@ -67,8 +68,8 @@ class Tokens(FromFolder):
         """Returns what the tokenizer returns, such as `input_ids` and `attention_mask`."""
         texts = _values(columns, (pa.string(), pa.large_string()), "text", "name a string column", "textCol")
         options = {"padding": True, "truncation": True, "max_length": self.max_length, "return_tensors": "pt"}
-        found = self.load()(texts, **options)
-        return {name: value for name, value in found.items() if name in self.arguments or not self.arguments}
+        tokens = self.load()(texts, **options)
+        return {name: value for name, value in tokens.items() if name in self.arguments or not self.arguments}
 
 
 @dataclass(frozen=True)
@@ -91,5 +92,5 @@ def _values(columns: Mapping[str, Any], kinds: tuple[pa.DataType, ...], what: st
     ((name, column),) = columns.items()
     if getattr(column, "type", None) not in kinds:
         raise ModuleError(f"column {name!r} holds no {what}", hint=hint, param=param)
-    found: list[Any] = column.to_pylist()
-    return found
+    values: list[Any] = column.to_pylist()
+    return values

@@ -10,7 +10,7 @@ from torch import nn
 from sparktorch.base.imports import load_object
 from sparktorch.errors import ModuleError
 
-__all__ = ["base_of", "check_class", "check_instance", "is_lightning", "overrides", "parts", "without_trainer"]
+__all__ = ["base_of", "check_class", "check_instance", "overrides", "parts", "without_trainer"]
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
@@ -39,16 +39,6 @@ _NEEDED = {
 }
 
 
-def is_lightning(source: Any) -> bool:
-    """Returns whether a module's class, its import path or an instance is a LightningModule; imports no Lightning."""
-    if isinstance(source, str):
-        try:
-            source = load_object(source)
-        except ModuleError:  # only the ranks may have it
-            return False
-    return base_of(source if isinstance(source, type) else type(source)) is not None
-
-
 def base_of(kind: type) -> type | None:
     """Returns the LightningModule that a class inherits from, or `None`."""
     for base in kind.__mro__:
@@ -67,8 +57,8 @@ def overrides(source: Any, name: str) -> bool:
     """Returns whether a LightningModule's class, or the instance itself, has its own version of a method."""
     kind = source if isinstance(source, type) else type(source)
     base = base_of(kind)
-    own = not isinstance(source, type) and name in vars(source)
-    return own or getattr(kind, name, None) is not getattr(base, name, None)
+    in_instance = not isinstance(source, type) and name in vars(source)
+    return in_instance or getattr(kind, name, None) is not getattr(base, name, None)
 
 
 def check_class(source: Any, *, validated: bool) -> None:

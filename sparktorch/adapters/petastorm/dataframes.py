@@ -12,10 +12,10 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import types as T
 from pyspark.sql.pandas.types import from_arrow_type
 
+from sparktorch.adapters.petastorm.decoder import ARROW_TYPES, Decoder, Layout, schema_in
+from sparktorch.adapters.petastorm.unischema import UnischemaField
 from sparktorch.base.config import one_of
 from sparktorch.base.imports import pillow
-from sparktorch.data.petastorm.decoder import ARROW_TYPES, Decoder, Layout, schema_in
-from sparktorch.data.petastorm.unischema import UnischemaField
 from sparktorch.errors import DatasetError
 from sparktorch.spark.column_names import quoted
 from sparktorch.spark.session import is_connect
