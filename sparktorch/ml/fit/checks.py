@@ -200,10 +200,10 @@ def check_best_metric(config: TrainConfig, recipe: Recipe) -> None:
     measured = name in (None, "val_loss") or has_metric(name, config.task, recipe.metrics) or recipe.steps_itself
     has_metrics = recipe.training_step is not None and getattr(recipe.training_step, "has_metrics", True)
     if name and not measured and not (has_metrics and name.startswith("val_")):
-        known = ["val_loss", *(["val_accuracy"] if config.task == "classification" else [])]
+        standard = ["val_loss", *(["val_accuracy"] if config.task == "classification" else [])]
         raise ConfigError(
             f"earlyStoppingMetric is {name!r}, which no validation of this fit has",
-            hint=nearest(name, [*known, *(f"val_{metric}" for metric in recipe.metrics)]),
+            hint=nearest(name, [*standard, *(f"val_{metric}" for metric in recipe.metrics)]),
             param="earlyStoppingMetric",
             code="ST-METRIC",
         )

@@ -24,11 +24,12 @@ def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
     named = dict(module.named_parameters(remove_duplicate=False))
     trained: dict[str, bool] = {}
     for pattern in patterns:
-        found = _matching(pattern.removeprefix("!"), named, "freeze")
+        matching = _matching(pattern.removeprefix("!"), named, "freeze")
         unfreezes = pattern.startswith("!")
         # An adapter keeps the part that it has copied to train, and does not call it.
-        trained |= {name: unfreezes for name in found if not (unfreezes and ".original_module." in name)}
-    for name in sorted(trained, key=trained.__getitem__, reverse=True):  # a tensor with two names is frozen by either
+        trained |= {name: unfreezes for name in matching if not (unfreezes and ".original_module." in name)}
+    # A tensor with two names is frozen by either of them, so that those to freeze come last.
+    for name in sorted(trained, key=trained.__getitem__, reverse=True):
         parameter = named[name]
         parameter.requires_grad_(trained[name] and (parameter.is_floating_point() or parameter.is_complex()))
 
@@ -56,31 +57,33 @@ def group(
         of_whole = group(whole, groups)
         return [{**options, "params": [twins[p] for p in options["params"] if p in twins]} for options in of_whole]
     named = dict(module.named_parameters(remove_duplicate=False))
-    rest = {parameter: None for parameter in named.values() if parameter.requires_grad}  # in order, tied ones once
-    made = []
+    # A dict holds parameters in their order, and tied ones once.
+    ungrouped = {parameter: None for parameter in named.values() if parameter.requires_grad}
+    parameter_groups = []
     for number, options in enumerate(groups):
-        given = options.get("params", ())
-        patterns = given if isinstance(given, Iterable) and not isinstance(given, str) else [given]
-        found = {name for pattern in patterns for name in _matching(str(pattern), named, "parameterGroups")}
-        own = list(dict.fromkeys(named[name] for name in named if name in found and named[name] in rest))
-        if not own:
+        patterns = options.get("params", ())
+        if isinstance(patterns, str) or not isinstance(patterns, Iterable):
+            patterns = [patterns]
+        matching = {name for pattern in patterns for name in _matching(str(pattern), named, "parameterGroups")}
+        parameters = list(dict.fromkeys(p for name, p in named.items() if name in matching and p in ungrouped))
+        if not parameters:
             raise ConfigError(
                 f"parameterGroups[{number}] is left without a parameter",
                 hint="its 'params' are globs of parameter names; those that they match are frozen, or belong to an "
                 "earlier group",
                 param="parameterGroups",
             )
-        for parameter in own:
-            del rest[parameter]
-        made.append({**options, "params": own})
-    return [{"params": list(rest)}, *made] if rest else made
+        for parameter in parameters:
+            del ungrouped[parameter]
+        parameter_groups.append({**options, "params": parameters})
+    return [{"params": list(ungrouped)}, *parameter_groups] if ungrouped else parameter_groups
 
 
 def _matching(pattern: str, names: Iterable[str], param: str) -> set[str]:
     """Returns the names that match a pattern; raises `ConfigError` if there are none."""
-    found = {name for name in names if fnmatchcase(name, pattern)}
-    if not found:
+    matching = {name for name in names if fnmatchcase(name, pattern)}
+    if not matching:
         parts = {f"{name.rsplit('.', above)[0]}.*" for name in names for above in range(1, name.count(".") + 1)}
         hint = nearest(pattern, {*names, *parts}, f"names are {', '.join(list(names)[:3])}, ...")
         raise ConfigError(f"{param}: {pattern!r} matches no parameter", hint=hint, param=param, code="ST-PATTERN")
-    return found
+    return matching
