@@ -44,7 +44,7 @@ _WITH_VALUES = (
     "with modelDir, the driver tries shapes alone; dryRun='worker' tries values, in one worker, which then holds the "
     "whole model"
 )
-_STEPS = 100  # of an epoch, as far as the dry run knows
+_STEPS = 100  # The dry run supposes that an epoch has so many steps.
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,19 @@ class OutputSpec:
 
 @dataclass(frozen=True)
 class ArgumentSpec:
-    """One tensor that `forward` gets."""
+    """One tensor that `forward` gets.
 
-    name: str  # for messages, such as `column 'x'`
+    Attributes:
+        name: Its name in messages, such as `column 'x'`.
+        dtype: Its dtype, without "torch.".
+        shape: The shape of one row: of the first, if rows differ; empty for jagged tensors.
+        layout: "strided", "sparse_csr" or "jagged".
+    """
+
+    name: str
     dtype: str
-    shape: tuple[int, ...]  # of one row; if rows differ, of the first, and empty for jagged tensors
-    layout: str = "strided"  # or "sparse_csr" or "jagged"
+    shape: tuple[int, ...]
+    layout: str = "strided"
 
 
 @dataclass(frozen=True)
@@ -100,9 +107,9 @@ class DryRunResult:
     @classmethod
     def unpacked(cls, _: Mapping[str, Any], content: bytes) -> DryRunResult:
         """Rebuilds a result from `packed`; unpickles only it, and tensors in plain containers."""
-        torch.serialization.add_safe_globals([cls, OutputSpec, ArgumentSpec])  # once for all threads
-        found: DryRunResult = torch.load(io.BytesIO(content), weights_only=True)
-        return found
+        torch.serialization.add_safe_globals([cls, OutputSpec, ArgumentSpec])  # This is for all threads.
+        result: DryRunResult = torch.load(io.BytesIO(content), weights_only=True)
+        return result
 
 
 def dry_run(
@@ -138,22 +145,22 @@ def dry_run(
     try:
         with nullcontext() if values else torch.device(device):
             inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
-            shown, rows = tuple(inputs.values()), len(next(iter(inputs.values())))
+            arguments, rows = tuple(inputs.values()), len(next(iter(inputs.values())))
             sizes = torch.ones(rows, dtype=torch.int64, device="cpu") if grouped else None
-            batch = Batch(shown, None if label is None else label.to(device), None, rows, names=names, sizes=sizes)
+            batch = Batch(arguments, None if label is None else label.to(device), None, rows, names=names, sizes=sizes)
             if check is not None:
                 check(module, batch)
             weight = torch.ones(rows, device=device) if weighted else None
             batch = replace(batch, weight=weight, loss_weight=weight)
-            found = _tried(recipe, task, module, inputs, batch, values=values, clips=clips)
+            result = _tried(recipe, task, module, inputs, batch, values=values, clips=clips)
     except ModuleError as error:
         if values or "meta" not in str(error.__cause__):
             raise
         raise ModuleError(error.what, hint=_WITH_VALUES, code=error.code, **error.where) from error
     if built is None:
-        return found
+        return result
     built.check_reset()
-    return replace(found, aligned=each_tensor(ones_for, found.aligned))
+    return replace(result, aligned=each_tensor(ones_for, result.aligned))
 
 
 def _shipped(value: Any) -> Any:
@@ -280,11 +287,11 @@ def try_forward(
 
 def arguments_of(inputs: Mapping[str, torch.Tensor]) -> tuple[ArgumentSpec, ...]:
     """Returns one spec per argument of `forward`, of a few rows by a name for messages."""
-    found = []
+    specs = []
     for name, tensor in inputs.items():
         dtype, layout = str(tensor.dtype).removeprefix("torch."), str(tensor.layout).removeprefix("torch.")
-        found.append(ArgumentSpec(name, dtype, () if tensor.is_nested else tuple(tensor.shape[1:]), layout))
-    return tuple(found)
+        specs.append(ArgumentSpec(name, dtype, () if tensor.is_nested else tuple(tensor.shape[1:]), layout))
+    return tuple(specs)
 
 
 def complete(trial: DryRunResult, metrics: Mapping[str, Any], task: Task) -> DryRunResult:

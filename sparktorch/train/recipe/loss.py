@@ -31,9 +31,11 @@ __all__ = [
 ]
 
 _ROWWISE = "return one loss per row: a tensor of shape (rows,)"
-_NOISE = 1e-6  # of sums in float32 that cancel
+_NOISE = 1e-6  # Sums in float32 that cancel leave about so much.
 
-Sums = Mapping[str, tuple[torch.Tensor | float, torch.Tensor | float]]  # weighted sums, and sums of weights
+Sums = Mapping[
+    str, tuple[torch.Tensor | float, torch.Tensor | float]
+]  # Each name has a weighted sum, and the sum of its weights.
 
 
 def step_scales(weights: torch.Tensor, divisor: int) -> npt.NDArray[np.float64]:
@@ -44,9 +46,9 @@ def step_scales(weights: torch.Tensor, divisor: int) -> npt.NDArray[np.float64]:
     """
     if not weights.any():
         raise ColumnError("all rows have the weight 0", hint="see weightCol and classWeights", code="ST-WEIGHT")
-    found: npt.NDArray[np.float64] = weights.numpy()
-    scales = np.zeros_like(found)
-    np.divide(divisor, found, out=scales, where=found > 0)
+    sums: npt.NDArray[np.float64] = weights.numpy()
+    scales = np.zeros_like(sums)
+    np.divide(divisor, sums, out=scales, where=sums > 0)
     return scales
 
 
@@ -75,11 +77,11 @@ def weigh(
     """
     tensor = isinstance(losses, torch.Tensor)
     if not tensor or (losses.dim() and len(losses) != rows):
-        found = (
+        returned = (
             f"shape {tuple(losses.shape)} for {rows} rows" if tensor else f"{type(losses).__name__}, which is no tensor"
         )
         hint = "return one loss per row, shape (rows,), or their mean; a trainingStep may add a dict of metrics"
-        raise ModuleError(f"{what} returned {found}", hint=hint, param=param, code="ST-LOSS")
+        raise ModuleError(f"{what} returned {returned}", hint=hint, param=param, code="ST-LOSS")
     losses = _wide(losses)
     if losses.dim() == 0:
         if weight is not None and weight.any():
@@ -168,15 +170,15 @@ class TrainingStep:
         if isinstance(losses, torch.Tensor):
             losses = _without_filler(losses, batch)
         total = weigh(losses, rows, batch.loss_weight, what=self.what, param=self.param, rowwise=self.rowwise)
-        if not batch.rows:  # the loss of a placeholder may be NaN, which no weight of zero hides
+        if not batch.rows:  # The loss of a placeholder may be NaN, which no weight of zero hides.
             return total.nan_to_num(0.0, 0.0, 0.0), {}
         return total, {name: self._sums(name, value, batch) for name, value in metrics.items()}
 
     def per_row(self, module: nn.Module, batch: Batch) -> tuple[Any, Mapping[str, Any]]:
         """Returns the loss as the callable returned it, and its metrics."""
-        found = self._function(module, batch.complete())
-        with_metrics = isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)
-        return found if with_metrics else (found, {})
+        returned = self._function(module, batch.complete())
+        with_metrics = isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping)
+        return returned if with_metrics else (returned, {})
 
     def _sums(self, name: str, value: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | int]:
         """Returns the weighted sum of a metric and the sum of its weights; a scalar counts for all rows."""
@@ -197,7 +199,7 @@ def _sending_nothing_back(module: nn.Module) -> Iterator[None]:
             tensor.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
         return tensor
 
-    def listen(_module: nn.Module, _given: Any, output: Any) -> None:
+    def listen(_module: nn.Module, _arguments: Any, output: Any) -> None:
         each_tensor(hook, output)
 
     with module.register_forward_hook(listen):
@@ -271,32 +273,32 @@ class Loss:
     def __init__(self, loss: str | Callable[..., torch.Tensor] | None, params: Mapping[str, Any]) -> None:
         """Resolves a name, class or callable; classes with a `reduction` are made with "none"."""
         self.name = loss if isinstance(loss, str) else name_of(loss)
-        found = look_up(loss, "loss")
-        reducing = "reduction" in parameters_of(found)
-        kind = found if isinstance(found, type) else type(found)
-        self.rowwise = reducing and found.__module__.startswith("torch.nn.")
-        self.takes_probabilities = issubclass(kind, nn.BCELoss) or found is nn.functional.binary_cross_entropy
-        self.ignored = _ignored(found, params) if reducing or hasattr(found, "reduction") else None
-        if isinstance(found, type):
+        function = look_up(loss, "loss")
+        reducing = "reduction" in parameters_of(function)
+        kind = function if isinstance(function, type) else type(function)
+        self.rowwise = reducing and function.__module__.startswith("torch.nn.")
+        self.takes_probabilities = issubclass(kind, nn.BCELoss) or function is nn.functional.binary_cross_entropy
+        self.ignored = _ignored(function, params) if reducing or hasattr(function, "reduction") else None
+        if isinstance(function, type):
             options = dict(params)
-            self._refuse(found, options.get("weight"), options.get("reduction") if reducing else None)
-            for name in ("weight", "pos_weight") if issubclass(found, nn.modules.loss._Loss) else ():
+            self._refuse(function, options.get("weight"), options.get("reduction") if reducing else None)
+            for name in ("weight", "pos_weight") if issubclass(function, nn.modules.loss._Loss) else ():
                 if isinstance(options.get(name), list | tuple):
                     options[name] = torch.tensor(options[name], dtype=torch.float32)
             options |= {"reduction": "none"} if reducing else {}
-            with building("loss", found):
-                found = found(**options)
+            with building("loss", function):
+                function = function(**options)
         elif params:
             raise ModuleError("lossParams are given, but loss is not a class", param="lossParams")
-        elif isinstance(found, nn.Module):
-            self._refuse(type(found), getattr(found, "weight", None), getattr(found, "reduction", None))
-            found = copy.copy(found)
-            if hasattr(found, "reduction"):
-                vars(found)["reduction"] = "none"
-        elif reducing:  # the functions of torch.nn.functional
-            found = partial(found, reduction="none")
-        self._function: Callable[..., torch.Tensor] = found
-        self._with_tensors = with_tensors(found)
+        elif isinstance(function, nn.Module):
+            self._refuse(type(function), getattr(function, "weight", None), getattr(function, "reduction", None))
+            function = copy.copy(function)
+            if hasattr(function, "reduction"):
+                vars(function)["reduction"] = "none"
+        elif reducing:  # These are the functions of torch.nn.functional.
+            function = partial(function, reduction="none")
+        self._function: Callable[..., torch.Tensor] = function
+        self._with_tensors = with_tensors(function)
 
     def _refuse(self, kind: type, weight: Any, reduction: Any) -> None:
         what = hint = ""
@@ -329,8 +331,8 @@ class Loss:
 def _ignored(loss: Any, params: Mapping[str, Any]) -> int | None:
     """Returns the `ignore_index` of a loss: an instance, or a class or function with its parameters."""
     declared = parameters_of(loss).get("ignore_index")
-    found = params.get("ignore_index", getattr(loss, "ignore_index", declared.default if declared else None))
-    return found if isinstance(found, int) else None
+    ignored = params.get("ignore_index", getattr(loss, "ignore_index", declared.default if declared else None))
+    return ignored if isinstance(ignored, int) else None
 
 
 def _first(output: Any) -> torch.Tensor:

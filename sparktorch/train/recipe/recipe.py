@@ -105,17 +105,17 @@ class Recipe:
 
     def build_deferred(self, seed: int) -> Deferred:
         """Builds the module without values, whose parts get others than by `build_module`, but for saved ones."""
-        found: list[Deferred] = []
+        built: list[Deferred] = []
 
         def build(make: Callable[[], nn.Module]) -> nn.Module:
-            found.append(deferred(make, self._saved_of if self.initial else None, seed=self.module_seed(seed)))
-            return found[0].module
+            built.append(deferred(make, self._saved_of if self.initial else None, seed=self.module_seed(seed)))
+            return built[0].module
 
         module = self._make_module(seed, build)
-        if self.initial and not isinstance(found[0].saved, PartialWeights):
-            found[0].check_saved()
+        if self.initial and not isinstance(built[0].saved, PartialWeights):
+            built[0].check_saved()
         freeze(module, self.freeze)
-        return found[0]
+        return built[0]
 
     def _saved_of(self, module: nn.Module) -> Mapping[str, torch.Tensor]:
         """Returns the initial weights under the names of a module."""
@@ -219,17 +219,17 @@ class Recipe:
                 param="optimizer",
                 code="ST-OPTIMIZER",
             )
-        known: Mapping[str, Any] | None = None
+        defaults: Mapping[str, Any] | None = None
         if not getattr(factory, "__module__", "").startswith("torch.optim."):
-            known = self.build_optimizer(module).defaults
+            defaults = self.build_optimizer(module).defaults
         elif _refusal(factory, options):
-            self.build_optimizer(module)  # raises with the reason
-        for number, given in enumerate(self.parameter_groups):
-            own = {name: value for name, value in given.items() if name != "params"}
-            if known is None:
-                reason = _refusal(factory, {**options, **own})
-            else:  # an optimizer silently keeps unknown options of a group
-                reason = ", ".join(f"unknown option {name!r}" for name in own if name not in known)
+            self.build_optimizer(module)  # It raises with the reason.
+        for number, options_of in enumerate(self.parameter_groups):
+            options_of_group = {name: value for name, value in options_of.items() if name != "params"}
+            if defaults is None:
+                reason = _refusal(factory, {**options, **options_of_group})
+            else:  # An optimizer silently keeps unknown options of a group.
+                reason = ", ".join(f"unknown option {name!r}" for name in options_of_group if name not in defaults)
             if reason:
                 raise ConfigError(
                     f"parameterGroups[{number}] does not suit optimizer {name_of(factory)}: {reason}",
@@ -239,7 +239,8 @@ class Recipe:
 
     def try_sparse(self, module: nn.Module, *, clips: bool) -> None:
         """Takes a step with gradients that are there, if some are sparse, in the dry run: parameters change."""
-        sparse = [name for name, each in module.named_parameters() if each.grad is not None and each.grad.is_sparse]
+        gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
+        sparse = [name for name, gradient in gradients.items() if gradient is not None and gradient.is_sparse]
         if not sparse:
             return
         what, dense = f"the gradient of {sparse[0]!r} is sparse", "make its table with sparse=False"
@@ -269,12 +270,12 @@ class Recipe:
 
     def scheduler_call(self, steps: int) -> tuple[Any, dict[str, Any]]:
         """Returns the scheduler's factory and its options."""
-        found = look_up(self.scheduler, "scheduler")
+        scheduler = look_up(self.scheduler, "scheduler")
         options = dict(self.scheduler_params)
         for name in ("T_max", "total_steps"):
-            if name in parameters_of(found) and name not in options:
+            if name in parameters_of(scheduler) and name not in options:
                 options[name] = steps
-        return found, options
+        return scheduler, options
 
     def optimizer_call(
         self, module: nn.Module, whole: nn.Module | None = None
@@ -311,8 +312,8 @@ def recipe_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> Recipe:
     Call it before a strategy prepares the module, which may replace its parameters, and before the first step.
     """
     names = {parameter: name for name, parameter in module.named_parameters()}
-    own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    lacking = [name for parameter, name in names.items() if parameter.requires_grad and parameter not in own]
+    in_optimizer = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    lacking = [name for parameter, name in names.items() if parameter.requires_grad and parameter not in in_optimizer]
     reasons = (
         (
             any(state.get("step", 1) for state in optimizer.state.values()),  # Adagrad's state begins with a step 0
@@ -320,7 +321,7 @@ def recipe_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> Recipe:
             "wrap module and optimizer before the first step",
         ),
         (
-            own - names.keys(),
+            in_optimizer - names.keys(),
             "has parameters that are not the module's",
             "build it from module.parameters(), of the module that is wrapped",
         ),
@@ -355,12 +356,12 @@ def recipe_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> Recipe:
 
 def _accepted(kind: type, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the defaults of an optimizer that its constructor takes; a base class may add some."""
-    known = inspect.signature(kind).parameters
-    every = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in known.values())
+    parameters = inspect.signature(kind).parameters
+    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     return {
         name: value
         for name, value in defaults.items()
-        if (every or name in known) and not (name in KERNELS and value is None)
+        if (takes_all or name in parameters) and not (name in KERNELS and value is None)
     }
 
 
