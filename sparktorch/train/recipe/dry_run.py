@@ -44,7 +44,7 @@ _WITH_VALUES = (
     "with modelDir, the driver tries shapes alone; dryRun='worker' tries values, in one worker, which then holds the "
     "whole model"
 )
-_STEPS = 100  # The dry run knows no number of steps in an epoch, so that it takes this one.
+_STEPS = 100  # The dry run supposes that an epoch has so many steps.
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,10 @@ class ArgumentSpec:
     """One tensor that `forward` gets.
 
     Attributes:
-        name: Its name for messages, such as `column 'x'`.
+        name: Its name in messages, such as `column 'x'`.
         dtype: Its dtype, without "torch.".
-        shape: The shape of one row; if rows differ, that of the first, and empty for jagged tensors.
-        layout: Its layout: "strided", "sparse_csr" or "jagged".
+        shape: The shape of one row: of the first, if rows differ; empty for jagged tensors.
+        layout: "strided", "sparse_csr" or "jagged".
     """
 
     name: str
@@ -107,7 +107,7 @@ class DryRunResult:
     @classmethod
     def unpacked(cls, _: Mapping[str, Any], content: bytes) -> DryRunResult:
         """Rebuilds a result from `packed`; unpickles only it, and tensors in plain containers."""
-        torch.serialization.add_safe_globals([cls, OutputSpec, ArgumentSpec])  # They are for all threads.
+        torch.serialization.add_safe_globals([cls, OutputSpec, ArgumentSpec])  # This is for all threads.
         result: DryRunResult = torch.load(io.BytesIO(content), weights_only=True)
         return result
 
@@ -138,18 +138,16 @@ def dry_run(
     if built is not None:
         if isinstance(built.saved, PartialWeights):
             built.saved.log_differences(built)
-        jagged = [name for name, tensor in inputs.items() if tensor.is_nested]
-        if jagged:
+        if jagged := [name for name, tensor in inputs.items() if tensor.is_nested]:
             what = f"{jagged[0]} is jagged, which has no shape to try alone"
             raise ModuleError(what, hint=_WITH_VALUES, param="modelDir")
     module = _with_values(recipe.build_module(seed), device) if built is None else built.module
     try:
         with nullcontext() if values else torch.device(device):
             inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
-            tensors = tuple(inputs.values())
-            rows = len(tensors[0])
+            arguments, rows = tuple(inputs.values()), len(next(iter(inputs.values())))
             sizes = torch.ones(rows, dtype=torch.int64, device="cpu") if grouped else None
-            batch = Batch(tensors, None if label is None else label.to(device), None, rows, names=names, sizes=sizes)
+            batch = Batch(arguments, None if label is None else label.to(device), None, rows, names=names, sizes=sizes)
             if check is not None:
                 check(module, batch)
             weight = torch.ones(rows, device=device) if weighted else None
@@ -217,16 +215,16 @@ def _tried(
         raise ModuleError(what, hint=hint, param="module", code="ST-NO-PARAMETERS")
     check_state(module.state_dict())
     hooks = recipe.build_hooks(module, World(device=device), _STEPS)
-    training_step = hooks.training_step(_called_at_once) or recipe.build_training_step()
+    training_step = hooks.training_step(lambda _, function: function()) or recipe.build_training_step()
     loss = None if training_step else recipe.build_loss()
     recipe.check_optimizer(module)
     recipe.check_scheduler()
-    module.eval()  # A few equal rows have no batch statistics.
+    module.eval()  # a few equal rows have no batch statistics
     output = _forward(module, inputs, batch.names)
     outputs = describe_outputs(output)
     classes = _check_classes(task, output, rows, loss)
     if label is not None and classes is not None:
-        label = label.to(torch.int64).clamp(0, classes - 1)  # The ranks check every label.
+        label = label.to(torch.int64).clamp(0, classes - 1)  # the ranks check every label
     batch = replace(batch, label=label)
     if loss is not None:
         with unchanged_buffers(loss, f"loss {loss.name}", "loss", values=values):
@@ -278,11 +276,6 @@ def _forward(module: nn.Module, inputs: Mapping[str, torch.Tensor], names: tuple
         ) from error
 
 
-def _called_at_once(_module: nn.Module, function: Callable[[], Any]) -> Any:
-    """Calls a function as if it were the module's forward pass: no strategy has changed the module."""
-    return function()
-
-
 @torch.no_grad()
 def try_forward(
     module: nn.Module, task: Task, inputs: Mapping[str, torch.Tensor], names: tuple[str, ...]
@@ -294,11 +287,11 @@ def try_forward(
 
 def arguments_of(inputs: Mapping[str, torch.Tensor]) -> tuple[ArgumentSpec, ...]:
     """Returns one spec per argument of `forward`, of a few rows by a name for messages."""
-    arguments = []
+    specs = []
     for name, tensor in inputs.items():
         dtype, layout = str(tensor.dtype).removeprefix("torch."), str(tensor.layout).removeprefix("torch.")
-        arguments.append(ArgumentSpec(name, dtype, () if tensor.is_nested else tuple(tensor.shape[1:]), layout))
-    return tuple(arguments)
+        specs.append(ArgumentSpec(name, dtype, () if tensor.is_nested else tuple(tensor.shape[1:]), layout))
+    return tuple(specs)
 
 
 def complete(trial: DryRunResult, metrics: Mapping[str, Any], task: Task) -> DryRunResult:
@@ -332,12 +325,10 @@ def _try_step(step: TrainingStep, module: nn.Module, whole: Batch, *, values: bo
     arrives = ", ".join(described(tensor) for tensor in whole.inputs)
     got = "" if whole.label is None else f" and label {described(whole.label)}"
     hint = f"{step.hint or 'it is called with the module and a batch'}; inputs ({arrives}){got}"
-
-    def of_rows(start: int, end: int) -> Any:
-        return step.per_row(module, whole.slice(start, end))[0]
-
     with refusing(f"{step.what} failed on the first row", hint, param=step.param, code="ST-LOSS"):
-        _check_rows(of_rows, step.what, step.param, hint, values=values)
+        _check_rows(
+            lambda *span: step.per_row(module, whole.slice(*span))[0], step.what, step.param, hint, values=values
+        )
         total, _ = step(module, whole)
         total.backward()  # type: ignore[no-untyped-call]
     return total

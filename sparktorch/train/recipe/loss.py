@@ -31,9 +31,11 @@ __all__ = [
 ]
 
 _ROWWISE = "return one loss per row: a tensor of shape (rows,)"
-_NOISE = 1e-6  # Sums in float32 that cancel are as exact as this.
+_NOISE = 1e-6  # Sums in float32 that cancel leave about so much.
 
-Sums = Mapping[str, tuple[torch.Tensor | float, torch.Tensor | float]]  # weighted sums, and sums of weights
+Sums = Mapping[
+    str, tuple[torch.Tensor | float, torch.Tensor | float]
+]  # Each name has a weighted sum, and the sum of its weights.
 
 
 def step_scales(weights: torch.Tensor, divisor: int) -> npt.NDArray[np.float64]:
@@ -57,11 +59,7 @@ def mean_of(total: float, weight: float) -> float:
 
 def full_precision(output: Any) -> Any:
     """Returns what a module returned, with tensors of half precision in float32, for the loss."""
-
-    def widened(tensor: torch.Tensor) -> torch.Tensor:
-        return _wide(tensor) if tensor.is_floating_point() else tensor
-
-    return each_tensor(widened, output)
+    return each_tensor(lambda tensor: _wide(tensor) if tensor.is_floating_point() else tensor, output)
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
@@ -168,7 +166,7 @@ class TrainingStep:
         """Returns the weighted sum of the rows' losses, a scalar tensor, and the sums of the metrics."""
         with nullcontext() if batch.rows else _sending_nothing_back(module):
             losses, metrics = self.per_row(module, batch)
-        rows = batch.rows or batch.sample_count  # Placeholder rows are complete, with weight zero.
+        rows = batch.rows or batch.sample_count  # placeholder rows are complete, with weight zero
         if isinstance(losses, torch.Tensor):
             losses = _without_filler(losses, batch)
         total = weigh(losses, rows, batch.loss_weight, what=self.what, param=self.param, rowwise=self.rowwise)
@@ -178,9 +176,9 @@ class TrainingStep:
 
     def per_row(self, module: nn.Module, batch: Batch) -> tuple[Any, Mapping[str, Any]]:
         """Returns the loss as the callable returned it, and its metrics."""
-        result = self._function(module, batch.complete())
-        with_metrics = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)
-        return result if with_metrics else (result, {})
+        returned = self._function(module, batch.complete())
+        with_metrics = isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping)
+        return returned if with_metrics else (returned, {})
 
     def _sums(self, name: str, value: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | int]:
         """Returns the weighted sum of a metric and the sum of its weights; a scalar counts for all rows."""
@@ -201,7 +199,7 @@ def _sending_nothing_back(module: nn.Module) -> Iterator[None]:
             tensor.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
         return tensor
 
-    def listen(_module: nn.Module, _inputs: Any, output: Any) -> None:
+    def listen(_module: nn.Module, _arguments: Any, output: Any) -> None:
         each_tensor(hook, output)
 
     with module.register_forward_hook(listen):
@@ -297,7 +295,7 @@ class Loss:
             function = copy.copy(function)
             if hasattr(function, "reduction"):
                 vars(function)["reduction"] = "none"
-        elif reducing:  # It is a function of torch.nn.functional.
+        elif reducing:  # These are the functions of torch.nn.functional.
             function = partial(function, reduction="none")
         self._function: Callable[..., torch.Tensor] = function
         self._with_tensors = with_tensors(function)

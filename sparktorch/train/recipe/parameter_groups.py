@@ -28,8 +28,7 @@ def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
         unfreezes = pattern.startswith("!")
         # An adapter keeps the part that it has copied to train, and does not call it.
         trained |= {name: unfreezes for name in matching if not (unfreezes and ".original_module." in name)}
-    # A tensor with two names is frozen by either of them, so that those to freeze come last.
-    for name in sorted(trained, key=trained.__getitem__, reverse=True):
+    for name in sorted(trained, key=trained.__getitem__, reverse=True):  # Either name of a tensor freezes it.
         parameter = named[name]
         parameter.requires_grad_(trained[name] and (parameter.is_floating_point() or parameter.is_complex()))
 
@@ -57,26 +56,26 @@ def group(
         of_whole = group(whole, groups)
         return [{**options, "params": [twins[p] for p in options["params"] if p in twins]} for options in of_whole]
     named = dict(module.named_parameters(remove_duplicate=False))
-    # A dict holds parameters in their order, and tied ones once.
-    ungrouped = {parameter: None for parameter in named.values() if parameter.requires_grad}
-    parameter_groups = []
+    ungrouped = {
+        parameter: None for parameter in named.values() if parameter.requires_grad
+    }  # The order is that of names, and tied parameters are there once.
+    grouped = []
     for number, options in enumerate(groups):
-        patterns = options.get("params", ())
-        if isinstance(patterns, str) or not isinstance(patterns, Iterable):
-            patterns = [patterns]
+        globs = options.get("params", ())
+        patterns = globs if isinstance(globs, Iterable) and not isinstance(globs, str) else [globs]
         matching = {name for pattern in patterns for name in _matching(str(pattern), named, "parameterGroups")}
-        parameters = list(dict.fromkeys(p for name, p in named.items() if name in matching and p in ungrouped))
-        if not parameters:
+        members = list(dict.fromkeys(named[name] for name in named if name in matching and named[name] in ungrouped))
+        if not members:
             raise ConfigError(
                 f"parameterGroups[{number}] is left without a parameter",
                 hint="its 'params' are globs of parameter names; those that they match are frozen, or belong to an "
                 "earlier group",
                 param="parameterGroups",
             )
-        for parameter in parameters:
+        for parameter in members:
             del ungrouped[parameter]
-        parameter_groups.append({**options, "params": parameters})
-    return [{"params": list(ungrouped)}, *parameter_groups] if ungrouped else parameter_groups
+        grouped.append({**options, "params": members})
+    return [{"params": list(ungrouped)}, *grouped] if ungrouped else grouped
 
 
 def _matching(pattern: str, names: Iterable[str], param: str) -> set[str]:

@@ -105,7 +105,7 @@ class Recipe:
 
     def build_deferred(self, seed: int) -> Deferred:
         """Builds the module without values, whose parts get others than by `build_module`, but for saved ones."""
-        built: list[Deferred] = []  # `build` leaves its one result here, because it has to return the module.
+        built: list[Deferred] = []
 
         def build(make: Callable[[], nn.Module]) -> nn.Module:
             built.append(deferred(make, self._saved_of if self.initial else None, seed=self.module_seed(seed)))
@@ -137,7 +137,7 @@ class Recipe:
             torch.manual_seed(self.module_seed(seed))
             try:
                 module = build(lambda: factory(**self._arguments(factory)))
-            except Exception:  # Only now are moduleParams, which may be large, written out.
+            except Exception:  # moduleParams, which may be large, are written only then
                 hint = f"its parameters are {signature_of(factory)}; moduleParams are {dict(self.module_params)}"
                 if build is not called:
                     hint += "; with modelDir, only what is made by NumPy or device='cpu' has values there"
@@ -224,12 +224,12 @@ class Recipe:
             defaults = self.build_optimizer(module).defaults
         elif _refusal(factory, options):
             self.build_optimizer(module)  # It raises with the reason.
-        for number, parameter_group in enumerate(self.parameter_groups):
-            group_options = {name: value for name, value in parameter_group.items() if name != "params"}
+        for number, options_of in enumerate(self.parameter_groups):
+            options_of_group = {name: value for name, value in options_of.items() if name != "params"}
             if defaults is None:
-                reason = _refusal(factory, {**options, **group_options})
+                reason = _refusal(factory, {**options, **options_of_group})
             else:  # An optimizer silently keeps unknown options of a group.
-                reason = ", ".join(f"unknown option {name!r}" for name in group_options if name not in defaults)
+                reason = ", ".join(f"unknown option {name!r}" for name in options_of_group if name not in defaults)
             if reason:
                 raise ConfigError(
                     f"parameterGroups[{number}] does not suit optimizer {name_of(factory)}: {reason}",
@@ -238,7 +238,7 @@ class Recipe:
                 )
 
     def try_sparse(self, module: nn.Module, *, clips: bool) -> None:
-        """Takes a step of the dry run with the gradients that there are, if some are sparse: parameters change."""
+        """Takes a step with gradients that are there, if some are sparse, in the dry run: parameters change."""
         gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
         sparse = [name for name, gradient in gradients.items() if gradient is not None and gradient.is_sparse]
         if not sparse:
@@ -270,12 +270,12 @@ class Recipe:
 
     def scheduler_call(self, steps: int) -> tuple[Any, dict[str, Any]]:
         """Returns the scheduler's factory and its options."""
-        factory = look_up(self.scheduler, "scheduler")
+        scheduler = look_up(self.scheduler, "scheduler")
         options = dict(self.scheduler_params)
         for name in ("T_max", "total_steps"):
-            if name in parameters_of(factory) and name not in options:
+            if name in parameters_of(scheduler) and name not in options:
                 options[name] = steps
-        return factory, options
+        return scheduler, options
 
     def optimizer_call(
         self, module: nn.Module, whole: nn.Module | None = None
@@ -312,8 +312,8 @@ def recipe_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> Recipe:
     Call it before a strategy prepares the module, which may replace its parameters, and before the first step.
     """
     names = {parameter: name for name, parameter in module.named_parameters()}
-    trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    lacking = [name for parameter, name in names.items() if parameter.requires_grad and parameter not in trained]
+    in_optimizer = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    lacking = [name for parameter, name in names.items() if parameter.requires_grad and parameter not in in_optimizer]
     reasons = (
         (
             any(state.get("step", 1) for state in optimizer.state.values()),  # Adagrad's state begins with a step 0
@@ -321,7 +321,7 @@ def recipe_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> Recipe:
             "wrap module and optimizer before the first step",
         ),
         (
-            trained - names.keys(),
+            in_optimizer - names.keys(),
             "has parameters that are not the module's",
             "build it from module.parameters(), of the module that is wrapped",
         ),
@@ -357,11 +357,11 @@ def recipe_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> Recipe:
 def _accepted(kind: type, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the defaults of an optimizer that its constructor takes; a base class may add some."""
     parameters = inspect.signature(kind).parameters
-    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     return {
         name: value
         for name, value in defaults.items()
-        if (takes_any or name in parameters) and not (name in KERNELS and value is None)
+        if (takes_all or name in parameters) and not (name in KERNELS and value is None)
     }
 
 

@@ -111,11 +111,7 @@ def correct(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
 
 def rows_of(output: Any, start: int, end: int) -> Any:
     """Returns the rows from `start` to `end` of what a module returned: a tensor, or a mapping or tuple of tensors."""
-
-    def sliced(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor[start:end]
-
-    return each_tensor(sliced, output)
+    return each_tensor(lambda tensor: tensor[start:end], output)
 
 
 def each_tensor(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
