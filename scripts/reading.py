@@ -27,12 +27,12 @@ ORDERING = frozenset({"sorted", "max", "min", "sort"})
 
 # Each bound is what was reached; it may only fall.
 BOUNDS = {
-    "lambdas": 0,
-    "vague names": 0,
-    "fragments": 0,
-    "lines of the package": 0,
-    "lines of the stub": 0,
-    "lines of the tests": 0,
+    "lambdas": 65,
+    "vague names": 238,
+    "fragments": 42,
+    "lines of the package": 50_300,
+    "lines of the stub": 900,
+    "lines of the tests": 42_700,
 }
 
 
