@@ -60,7 +60,8 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/check_tests.py tests
-	$(BIN)/python -m benchmarks.tables --check && $(BIN)/python scripts/params.py --check
+	$(BIN)/python -m benchmarks.tables --check && $(BIN)/python scripts/params.py --check && \
+		$(BIN)/python scripts/reading.py --check
 
 # Two rings at a time, the longest first; beside it faults, which mostly wait. What looks at the clock runs afterwards.
 AT_ONCE := echo "tests: the output of a ring is shown when it has ended"; $(MAKE) --no-print-directory --keep-going \

@@ -124,7 +124,7 @@ def logged(folder: Path) -> list[tuple[float, int]]:
 def step_seconds(folder: Path) -> float:
     """Returns the median seconds of a step."""
     pairs = itertools.pairwise(logged(folder))
-    return statistics.median(later - earlier for (earlier, one), (later, other) in pairs if other == one + 1)
+    return statistics.median(end - start for (start, step), (end, following) in pairs if following == step + 1)
 
 
 def fitted(spark: SparkSession, data: Path, folder: Path, epochs: int, seconds: float) -> TorchRegressionModel:
@@ -168,9 +168,9 @@ def by_torchrun(data: Path, folder: Path, epochs: int, seconds: float) -> Weight
     return weights
 
 
-def apart(one: Weights, other: Weights) -> float:
+def apart(weights: Weights, others: Weights) -> float:
     """Returns the largest difference of two modules' weights."""
-    return max(float((one[name] - value).abs().max()) for name, value in other.items())
+    return max(float((weights[name] - value).abs().max()) for name, value in others.items())
 
 
 def measured(kills: Kills, folder: Path, train: Callable[[], Weights], steps: int) -> tuple[float, Weights]:

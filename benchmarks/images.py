@@ -110,23 +110,23 @@ def main() -> None:
         for seed in range(options.seeds):
             order = np.random.default_rng(seed).permutation(len(images))
             train, test = order[:trained], order[trained : trained + scored]
-            rows, others = (
-                written(spark, work / f"{name}-{seed}", images[of], labels[of])
-                for name, of in (("train", train), ("test", test))
+            rows, held_out = (
+                written(spark, work / f"{name}-{seed}", images[positions], labels[positions])
+                for name, positions in (("train", train), ("test", test))
             )
             models: list[Any] = []
             estimator = ImageClassifier(numWorkers=CORES, seed=seed, progress=False)
             wall = seconds(lambda: models.append(estimator.fit(rows)))  # noqa: B023
             summary = models[0].summary
             epochs.append(len(summary.history))
-            error = 1 - models[0].evaluate(others).accuracy
+            error = 1 - models[0].evaluate(held_out).accuracy
             chosen = (len(summary.history), summary.settings, seed)
             inputs, targets = tensor(images[train]), torch.from_numpy(labels[train])
             loop = seconds(lambda: models.append(by_hand(inputs, targets, *chosen)))  # noqa: B023
             with torch.inference_mode():
                 wrong = [
-                    (models[1](tensor(images[of])).argmax(1).numpy() != labels[of]).mean()
-                    for of in np.array_split(test, 10)
+                    (models[1](tensor(images[batch])).argmax(1).numpy() != labels[batch]).mean()
+                    for batch in np.array_split(test, 10)
                 ]
             shares = trained - summary.heldOut.get("samples", 0), trained
             for name, value in (

@@ -50,8 +50,8 @@ class Sides:
         held = np.random.default_rng(seed).random(groups)[rows["group"]] < share
         self._train, self._held, self._seed = rows[~held], rows[held], seed
         self._frames = [
-            _written(spark, work / f"{name}-{seed}-{part}", of)
-            for part, of in (("train", self._train), ("held", self._held))
+            _written(spark, work / f"{name}-{seed}-{part}", split)
+            for part, split in (("train", self._train), ("held", self._held))
         ]
         self._texts = [name for name, dtype in rows.dtypes.items() if dtype.kind == "O"]
         self._categories = {name: pd.CategoricalDtype(self._train[name].dropna().unique()) for name in self._texts}
@@ -81,7 +81,9 @@ class Sides:
         return self._boosted(ranker, group=self._train["group"].value_counts(sort=False).to_numpy())
 
     def _boosted(self, ranker: Any, **groups: Any) -> tuple[float, dict[str, float]]:
-        train, held = (of.drop(columns=["grade", "group"]).astype(self._categories) for of in (self._train, self._held))
+        train, held = (
+            split.drop(columns=["grade", "group"]).astype(self._categories) for split in (self._train, self._held)
+        )
         wall = seconds(lambda: ranker.fit(train, self._train["grade"], **groups))
         return wall, _ndcg(self._held, ranker.predict(held))
 
@@ -121,29 +123,32 @@ def show(results: Mapping[str, Mapping[str, list[dict[str, float]]]]) -> None:
     sides = [OURS, XGBOOST, LIGHTGBM, CHANCE]
     print(f"{'NDCG@10':24}" + "".join(f"{side:>12}" for side in sides) + f"{'ours / better':>16}")
     for gain in GAINS:
-        for name, of in results.items():
-            cells = "".join(f"{_mean(of[side], gain):12.4f}" for side in sides)
-            print(f"{name + ', ' + gain:24}{cells}{_against(of, gain):16.3f}")
+        for name, by_side in results.items():
+            cells = "".join(f"{_mean(by_side[side], gain):12.4f}" for side in sides)
+            print(f"{name + ', ' + gain:24}{cells}{_against(by_side, gain):16.3f}")
 
 
-def _mean(of: list[dict[str, float]], gain: str) -> float:
-    return statistics.mean(by_gain[gain] for by_gain in of)
+def _mean(splits: list[dict[str, float]], gain: str) -> float:
+    return statistics.mean(by_gain[gain] for by_gain in splits)
 
 
-def _against(of: Mapping[str, list[dict[str, float]]], gain: str) -> float:
+def _against(by_side: Mapping[str, list[dict[str, float]]], gain: str) -> float:
     """Returns our mean divided by that of the better of the others."""
-    return _mean(of[OURS], gain) / max(_mean(of[side], gain) for side in (XGBOOST, LIGHTGBM))
+    return _mean(by_side[OURS], gain) / max(_mean(by_side[side], gain) for side in (XGBOOST, LIGHTGBM))
 
 
 def ratios_of(results: Mapping[str, Mapping[str, list[dict[str, float]]]]) -> dict[str, float]:
     """Returns what is compared with the goals, and what it is made of."""
     ratios = {
-        f"{name}: NDCG@10, gain {gain}, ours / better": _against(of, gain)
+        f"{name}: NDCG@10, gain {gain}, ours / better": _against(by_side, gain)
         for gain in GAINS
-        for name, of in results.items()
+        for name, by_side in results.items()
     }
-    reported = [of for name, of in results.items() if name in {make.__name__ for make in REPORTED}]
-    return ratios | ({WORST[gain]: min(_against(of, gain) for of in reported) for gain in GAINS} if reported else {})
+    reported_names = {make.__name__ for make in REPORTED}
+    reported = [by_side for name, by_side in results.items() if name in reported_names]
+    if reported:
+        ratios |= {WORST[gain]: min(_against(by_side, gain) for by_side in reported) for gain in GAINS}
+    return ratios
 
 
 def main() -> None:
@@ -180,8 +185,8 @@ def main() -> None:
                 OURS,
                 dict.fromkeys(results, f"NDCG@10, gain {GRADE}"),
                 {
-                    name: {side: _mean(values, GRADE) for side, values in of.items() if side != CHANCE}
-                    for name, of in results.items()
+                    name: {side: _mean(values, GRADE) for side, values in by_side.items() if side != CHANCE}
+                    for name, by_side in results.items()
                 },
                 more=list(results),
             ),

@@ -36,7 +36,7 @@ def _alternatives(choices: pd.DataFrame, chosen: str, names: list[str], column: 
         pd.DataFrame({column: choices[f"{column}.{name}"], "brand": name, "grade": choices[chosen].astype(str) == name})
         for name in names
     ]
-    return pd.concat(rows).assign(group=lambda of: of.index).astype({"grade": int})
+    return pd.concat(rows).assign(group=lambda table: table.index).astype({"grade": int})
 
 
 def cars() -> pd.DataFrame:
@@ -50,7 +50,7 @@ def cars() -> pd.DataFrame:
         .assign(alternative=number, grade=(choices["choice"] == f"choice{number}").astype(int))
         for number in range(1, 7)
     ]
-    return pd.concat(rows).assign(group=lambda of: of.index)
+    return pd.concat(rows).assign(group=lambda table: table.index)
 
 
 def films() -> pd.DataFrame:
@@ -66,7 +66,7 @@ def departures() -> pd.DataFrame:
     """Flights of a day to a place, by how early they arrive, of those days and places that have ten."""
     rows = _read("nycflights13", "flights").dropna(subset=["arr_delay"])
     rows["group"] = rows["dest"] + rows["month"].astype(str) + "-" + rows["day"].astype(str)
-    groups = np.sort(rows.groupby("group").filter(lambda of: len(of) > 9)["group"].unique())
+    groups = np.sort(rows.groupby("group").filter(lambda group: len(group) > 9)["group"].unique())
     rows = rows[rows["group"].isin(np.random.default_rng(1).choice(groups, 1500, replace=False))]
     rows["grade"] = 4 - np.digitize(rows["arr_delay"], [-20, -5, 10, 45])
     return rows.drop(columns=["year", "dep_time", "dep_delay", "arr_time", "arr_delay", "air_time", "time_hour"])
@@ -85,7 +85,9 @@ def letor() -> pd.DataFrame:
             assert file is not None
             for line in file.read().decode().splitlines():
                 grade, query, *features = line.split()
-                values = {f"f{number}": float(value) for number, _, value in (of.partition(":") for of in features)}
+                values = {
+                    f"f{number}": float(value) for number, _, value in (feature.partition(":") for feature in features)
+                }
                 rows.append({**values, "grade": int(grade), "group": f"{part} {query}"})
     return pd.DataFrame(rows)
 

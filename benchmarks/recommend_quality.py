@@ -112,9 +112,9 @@ def drawn(users: int, items: int, tastes: int, seed: int) -> Frame:
 def fitted(side: str, kind: str, rows: DataFrame, settings: dict[str, Any], seed: int) -> tuple[Any, float]:
     """Fits a side; returns its model and the seconds."""
     params = {"implicitPrefs": kind == "choices", "seed": seed, **settings}
-    made: Any = Recommender(numWorkers=2, progress=False, **params) if side == OURS else ALS(**params)
+    estimator: Any = Recommender(numWorkers=2, progress=False, **params) if side == OURS else ALS(**params)
     started = time.perf_counter()
-    model = made.fit(rows)
+    model = estimator.fit(rows)
     return model, time.perf_counter() - started
 
 
@@ -179,9 +179,9 @@ def show(results: dict[tuple[str, str], dict[str, list[dict[str, Any]]]]) -> Non
     for (data, kind), sides in results.items():
         for side, fits in sides.items():
             best = _best(kind, fits)
-            said = ", ".join(f"{name}={value}" for name, value in best["settings"].items()) or "defaults"
+            settings = ", ".join(f"{name}={value}" for name, value in best["settings"].items()) or "defaults"
             first = f"{fits[0]['value']:>10.4f}{fits[0]['seconds']:>9.1f}"
-            print(f"{f'{data}, {MEASURES[kind]}, {side}':30}{first}{best['value']:>14.4f}  {said}")
+            print(f"{f'{data}, {MEASURES[kind]}, {side}':30}{first}{best['value']:>14.4f}  {settings}")
 
 
 def _best(kind: str, fits: list[dict[str, Any]]) -> dict[str, Any]:

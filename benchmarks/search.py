@@ -105,9 +105,9 @@ class Sides:
 
     def fits(self) -> float:
         """Runs as many fits, one after another."""
-        one = self._validated(epochs=EPOCHS)
-        rates = np.geomspace(1e-4, 1e-1, TRIALS)
-        return seconds(lambda: [one.fit(self._data, {one.learningRate: float(rate)}) for rate in rates])
+        estimator = self._validated(epochs=EPOCHS)
+        rates = [{estimator.learningRate: float(rate)} for rate in np.geomspace(1e-4, 1e-1, TRIALS)]
+        return seconds(lambda: [estimator.fit(self._data, rate) for rate in rates])
 
     def processes(self) -> float:
         """Runs as many processes, two at a time, each of which reads the rows."""
@@ -121,11 +121,11 @@ class Sides:
 
     def prepared(self) -> float:
         """Times the second fit on rows that ranks hold."""
-        one = self._validated(epochs=EPOCHS)
-        with one.prepare(self._data) as rows:
-            one.fit(rows)
+        estimator = self._validated(epochs=EPOCHS)
+        with estimator.prepare(self._data) as rows:
+            estimator.fit(rows)
             models: list[Any] = []
-            wall = seconds(lambda: models.append(one.fit(rows)))
+            wall = seconds(lambda: models.append(estimator.fit(rows)))
         self._note("second fit on prepared rows - its loop, s", wall - models[0].summary.seconds["rank0.train"])
         return wall
 

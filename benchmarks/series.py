@@ -59,60 +59,60 @@ GOALS = {
 }
 
 
-def ours(of: Collection, end: int, spark: SparkSession, params: Mapping[str, Any]) -> tuple[float, Floats]:
+def ours(data: Collection, end: int, spark: SparkSession, params: Mapping[str, Any]) -> tuple[float, Floats]:
     """Returns the seconds of a fit, and forecasts of shape `(series, horizon)`."""
     names = {"series": "series", "time": "time", "target": "value"}
-    seen = of.rows(0, end, **names)
-    ahead = of.rows(end, end + of.horizon, **names).assign(value=None)
-    train = spark.createDataFrame(seen).cache()
+    past = data.rows(0, end, **names)
+    ahead = data.rows(end, end + data.horizon, **names).assign(value=None)
+    train = spark.createDataFrame(past).cache()
     train.count()
     forecaster = Forecaster(
         groupCol="series",
         orderCol="time",
         labelCol="value",
-        context=of.context,
-        horizon=of.horizon,
-        futureCols=list(of.future),
+        context=data.context,
+        horizon=data.horizon,
+        futureCols=list(data.future),
         progress=False,
         **params,
     )
     models: list[Any] = []
     wall = seconds(lambda: models.append(forecaster.fit(train)))
-    recent = of.rows(end - of.context, end, **names)
-    rows = spark.createDataFrame(pd.concat([recent, ahead.astype({"value": float})]) if of.future else recent)
-    rows = rows.selectExpr("series", "time", "nullif(value, double('NaN')) value", *of.future)
+    recent = data.rows(end - data.context, end, **names)
+    rows = spark.createDataFrame(pd.concat([recent, ahead.astype({"value": float})]) if data.future else recent)
+    rows = rows.selectExpr("series", "time", "nullif(value, double('NaN')) value", *data.future)
     forecasts = models[0].forecast(rows).toPandas().sort_values(["series", "time"])
     train.unpersist()
-    return wall, forecasts["prediction"].to_numpy().reshape(-1, of.horizon)
+    return wall, forecasts["prediction"].to_numpy().reshape(-1, data.horizon)
 
 
 def warm_up() -> Collection:
     return Collection("warm-up", np.random.default_rng(0).normal(size=(2, 72)), 12, 24, 12)
 
 
-def naive(of: Collection, end: int) -> Floats:
-    return np.stack([np.resize(values[end - of.season : end], of.horizon) for values in of.values])
+def naive(data: Collection, end: int) -> Floats:
+    return np.stack([np.resize(values[end - data.season : end], data.horizon) for values in data.values])
 
 
-def statistical(of: Collection, end: int) -> dict[str, tuple[float, Floats]]:
+def statistical(data: Collection, end: int) -> dict[str, tuple[float, Floats]]:
     """Returns seconds and forecasts of AutoETS and AutoTheta."""
     from statsforecast import StatsForecast
     from statsforecast.models import AutoETS, AutoTheta
 
-    rows = of._replace(future={}).rows(0, end, series="unique_id", time="ds", target="y")
+    rows = data._replace(future={}).rows(0, end, series="unique_id", time="ds", target="y")
     result = {}
     for name, kind in ((ETS, AutoETS), (THETA, AutoTheta)):
         forecasts: list[Any] = []
-        forecaster = StatsForecast(models=[kind(season_length=of.season, alias="forecast")], freq=1)
-        wall = seconds(lambda to=forecasts, by=forecaster: to.append(by.forecast(df=rows, h=of.horizon)))
+        forecaster = StatsForecast(models=[kind(season_length=data.season, alias="forecast")], freq=1)
+        wall = seconds(lambda to=forecasts, by=forecaster: to.append(by.forecast(df=rows, h=data.horizon)))
         result[name] = (
             wall,
-            forecasts[0].sort_values(["unique_id", "ds"])["forecast"].to_numpy().reshape(-1, of.horizon),
+            forecasts[0].sort_values(["unique_id", "ds"])["forecast"].to_numpy().reshape(-1, data.horizon),
         )
     return result
 
 
-def nhits(of: Collection, end: int) -> tuple[float, Floats]:
+def nhits(data: Collection, end: int) -> tuple[float, Floats]:
     """Returns the seconds of a fit of NHITS by its defaults, and its forecasts."""
     from neuralforecast import NeuralForecast
     from neuralforecast.models import NHITS as Network  # noqa: N811
@@ -121,13 +121,13 @@ def nhits(of: Collection, end: int) -> tuple[float, Floats]:
     quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, "accelerator": "cpu"}
     quiet["enable_model_summary"] = False
     network = Network(
-        h=of.horizon, input_size=of.context, futr_exog_list=list(of.future) or None, alias="forecast", **quiet
+        h=data.horizon, input_size=data.context, futr_exog_list=list(data.future) or None, alias="forecast", **quiet
     )
     trained = NeuralForecast(models=[network], freq=1)
-    wall = seconds(lambda: trained.fit(df=of.rows(0, end, **names)))
-    ahead = of.rows(end, end + of.horizon, **names).drop(columns="y") if of.future else None
+    wall = seconds(lambda: trained.fit(df=data.rows(0, end, **names)))
+    ahead = data.rows(end, end + data.horizon, **names).drop(columns="y") if data.future else None
     forecasts = trained.predict(futr_df=ahead).reset_index().sort_values(["unique_id", "ds"])
-    return wall, forecasts["forecast"].to_numpy().reshape(-1, of.horizon)
+    return wall, forecasts["forecast"].to_numpy().reshape(-1, data.horizon)
 
 
 def _neural() -> list[str]:
@@ -135,28 +135,28 @@ def _neural() -> list[str]:
     return ["neuralforecast"] if importlib.util.find_spec("neuralforecast") else []
 
 
-def scaled_error(of: Collection, end: int, forecasts: Floats) -> float:
+def scaled_error(data: Collection, end: int, forecasts: Floats) -> float:
     """Returns the mean of the series' MASE; a series that is constant before the forecast has none."""
-    before, season = of.values[:, :end], of.season
+    before, season = data.values[:, :end], data.season
     scales = np.abs(before[:, season:] - before[:, :-season]).mean(1)
-    errors = np.abs(forecasts - of.values[:, end : end + of.horizon]).mean(1)
+    errors = np.abs(forecasts - data.values[:, end : end + data.horizon]).mean(1)
     return float((errors[scales > 0] / scales[scales > 0]).mean())
 
 
 def measured(
-    of: Collection, spark: SparkSession, params: Mapping[str, Any], *, quick: bool, without_nhits: bool
+    data: Collection, spark: SparkSession, params: Mapping[str, Any], *, quick: bool, without_nhits: bool
 ) -> dict[str, tuple[float, float]]:
     """Returns each side's seconds of all fits on a set, and its mean MASE."""
     walls: dict[str, list[float]] = {}
     errors: dict[str, list[float]] = {}
-    for end in of.ends[: 1 if quick else None]:
-        sides = {NAIVE: (0.0, naive(of, end)), OURS: ours(of, end, spark, params), **statistical(of, end)}
-        slow = (len(of.values) < MANY and of.season != HOURS) or without_nhits
+    for end in data.ends[: 1 if quick else None]:
+        sides = {NAIVE: (0.0, naive(data, end)), OURS: ours(data, end, spark, params), **statistical(data, end)}
+        slow = (len(data.values) < MANY and data.season != HOURS) or without_nhits
         if not slow and _neural():
-            sides[NHITS] = nhits(of, end)
+            sides[NHITS] = nhits(data, end)
         for name, (wall, forecasts) in sides.items():
             walls.setdefault(name, []).append(wall)
-            errors.setdefault(name, []).append(scaled_error(of, end, forecasts))
+            errors.setdefault(name, []).append(scaled_error(data, end, forecasts))
     return {name: (sum(walls[name]), statistics.mean(errors[name])) for name in walls}
 
 
@@ -205,14 +205,14 @@ def main() -> None:
         for make in DEVELOPMENT if options.development else REPORTED:
             if options.sets and make.__name__ not in options.sets:
                 continue
-            of = make()
+            data = make()
             if options.quick:
-                of = of._replace(values=of.values[:MANY])
-            sizes[of.name] = len(of.values)
-            results[of.name] = measured(
-                of, spark, options.params, quick=options.quick, without_nhits=options.without_nhits
+                data = data._replace(values=data.values[:MANY])
+            sizes[data.name] = len(data.values)
+            results[data.name] = measured(
+                data, spark, options.params, quick=options.quick, without_nhits=options.without_nhits
             )
-            print(of.name, {side: round(error, 3) for side, (_, error) in results[of.name].items()}, flush=True)
+            print(data.name, {side: round(error, 3) for side, (_, error) in results[data.name].items()}, flush=True)
         _, text = printed(lambda: show(results))
     ratios = ratios_of(results, sizes)
     report(

@@ -63,14 +63,14 @@ class Sides:
         self._table, self._seed = table, seed
         held = np.random.default_rng(seed).random(len(table.rows)) < 0.2
         plain = table.without_times()
-        self._train, self._held = (plain._replace(rows=plain.rows[of]) for of in (~held, held))
+        self._train, self._held = (plain._replace(rows=plain.rows[mask]) for mask in (~held, held))
         parts = {"train": ~held, "held": held}
         self._raw, self._boosted = (
             [
-                _written(spark, work / f"{table.name}-{seed}-{kind}-{part}", of.rows[rows])
+                _written(spark, work / f"{table.name}-{seed}-{kind}-{part}", form.rows[rows])
                 for part, rows in parts.items()
             ]
-            for kind, of in (("raw", table), ("plain", plain))
+            for kind, form in (("raw", table), ("plain", plain))
         )
         self._texts = [name for name, dtype in self._train.inputs.dtypes.items() if dtype.kind == "O"]
         self._numbers = [name for name in self._train.inputs if name not in self._texts]
@@ -158,9 +158,9 @@ def show(errors: Mapping[str, Mapping[str, list[float]]], kinds: Mapping[str, st
     """Prints the mean error of each side on each table."""
     sides = [OURS, XGBOOST, BOOSTING, REALMLP]
     print(f"{'':24}" + "".join(f"{side:>20}" for side in sides) + f"{'ours / best booster':>21}")
-    for table, of in errors.items():
-        cells = [f"{statistics.mean(of[side]):20.4g}" if side in of else f"{'':20}" for side in sides]
-        print(f"{table + ', ' + kinds[table]:24}{''.join(cells)}{against_boosters(of):21.3f}")
+    for table, by_side in errors.items():
+        cells = [f"{statistics.mean(by_side[side]):20.4g}" if side in by_side else f"{'':20}" for side in sides]
+        print(f"{table + ', ' + kinds[table]:24}{''.join(cells)}{against_boosters(by_side):21.3f}")
 
 
 def against_boosters(errors: Mapping[str, list[float]]) -> float:
@@ -170,28 +170,28 @@ def against_boosters(errors: Mapping[str, list[float]]) -> float:
 
 def ratios_of(errors: Mapping[str, Mapping[str, list[float]]], times: Mapping[str, float]) -> dict[str, float]:
     """Returns what is compared with the goals, and what it is made of; `times` are ratios of seconds by table."""
-    ratios = {f"{table}: error, ours / best booster": against_boosters(of) for table, of in errors.items()}
+    ratios = {f"{table}: error, ours / best booster": against_boosters(by_side) for table, by_side in errors.items()}
     ratios |= {f"{table}: seconds, ours / XGBoost": ratio for table, ratio in times.items()}
     for half, makers in (("development", DEVELOPMENT), ("reported", REPORTED)):
         of_half = [against_boosters(errors[make.__name__]) for make in makers if make.__name__ in errors]
         if of_half:
             ratios[f"{half} half: error, ours / best booster, mean"] = statistics.mean(of_half)
             ratios[f"{half} half: error, ours / best booster, worst"] = max(of_half)
-    compared = [of[OURS][0] / of[REALMLP][0] for of in errors.values() if REALMLP in of]
-    return (
-        ratios
-        | ({SECONDS: max(times.values())} if times else {})
-        | ({AGAINST_REALMLP: statistics.mean(compared)} if compared else {})
-    )
+    compared = [by_side[OURS][0] / by_side[REALMLP][0] for by_side in errors.values() if REALMLP in by_side]
+    if times:
+        ratios[SECONDS] = max(times.values())
+    if compared:
+        ratios[AGAINST_REALMLP] = statistics.mean(compared)
+    return ratios
 
 
 def main() -> None:
     """Measures, prints and writes the result."""
     options = arguments(__doc__ or "", options_of)
     seeds = 1 if options.quick else options.seeds
-    wanted = options.tables or (QUICK if options.quick else None)
+    names = options.tables or (QUICK if options.quick else None)
     halves = DEVELOPMENT if options.development else (*DEVELOPMENT, *REPORTED)
-    makers = [make for make in halves if wanted is None or make.__name__ in wanted]
+    makers = [make for make in halves if names is None or make.__name__ in names]
     realmlp = importlib.util.find_spec("pytabkit") is not None and not options.quick
     errors: dict[str, dict[str, list[float]]] = {}
     samples: dict[str, list[float]] = {}
@@ -217,7 +217,7 @@ def main() -> None:
                 times[table.name] = statistics.median(ours) / statistics.median(xgboost)
         _, text = printed(lambda: show(errors, kinds))
     ratios = ratios_of(errors, times)
-    means = {name: {side: statistics.mean(of) for side, of in sides.items()} for name, sides in errors.items()}
+    means = {name: {side: statistics.mean(splits) for side, splits in sides.items()} for name, sides in errors.items()}
     report(
         "tabular",
         samples=samples,

@@ -25,7 +25,7 @@ class Table(NamedTuple):
     name: str
     rows: pd.DataFrame
     label: str
-    classes: int  # 0 of a number
+    classes: int  # It is 0 where the label is a number.
 
     @property
     def inputs(self) -> pd.DataFrame:
@@ -40,7 +40,7 @@ class Table(NamedTuple):
                 at = rows.pop(name)
                 parts = {"month": at.dt.month, "weekday": at.dt.weekday, "hour": at.dt.hour}
                 parts["seconds"] = (at - pd.Timestamp(0)) / pd.Timedelta(seconds=1)
-                rows = rows.assign(**{f"{name}_{part}": of.astype("float64") for part, of in parts.items()})
+                rows = rows.assign(**{f"{name}_{part}": values.astype("float64") for part, values in parts.items()})
             elif rows[name].dtype == bool:
                 rows[name] = rows[name].astype(int)
         return self._replace(rows=rows)

@@ -48,8 +48,8 @@ def options_of(parser: argparse.ArgumentParser) -> None:
 def show(errors: Mapping[str, Mapping[str, list[float]]], kinds: Mapping[str, str]) -> None:
     """Prints the mean error of each side on each table."""
     print(f"{'':24}{DEFAULT:>20}{TUNED:>20}{'search / default':>20}")
-    for table, of in errors.items():
-        default, tuned = (statistics.mean(of[side]) for side in (DEFAULT, TUNED))
+    for table, by_side in errors.items():
+        default, tuned = (statistics.mean(by_side[side]) for side in (DEFAULT, TUNED))
         print(f"{table + ', ' + kinds[table]:24}{default:20.4g}{tuned:20.4g}{tuned / default:20.3f}")
 
 
@@ -57,8 +57,8 @@ def main() -> None:
     """Measures, prints and writes the result."""
     options = arguments(__doc__ or "", options_of)
     halves = DEVELOPMENT if options.development or options.quick else REPORTED
-    wanted = options.tables or (QUICK if options.quick else None)
-    makers = [make for make in halves if wanted is None or make.__name__ in wanted]
+    names = options.tables or (QUICK if options.quick else None)
+    makers = [make for make in halves if names is None or make.__name__ in names]
     trials, most = (3, 2_000) if options.quick else (options.trials, options.rows)
     errors: dict[str, dict[str, list[float]]] = {}
     samples: dict[str, list[float]] = {}
@@ -80,8 +80,8 @@ def main() -> None:
                     print(f"{table.name} {seed} {name}: {error:.4g}, {wall:.1f} s", file=sys.stderr, flush=True)
         _, text = printed(lambda: show(errors, kinds))
     ratios = {
-        f"{table}: error, search / default": statistics.mean(of[TUNED]) / statistics.mean(of[DEFAULT])
-        for table, of in errors.items()
+        f"{table}: error, search / default": statistics.mean(by_side[TUNED]) / statistics.mean(by_side[DEFAULT])
+        for table, by_side in errors.items()
     }
     by_table = list(ratios.values())
     ratios |= {BETTER: statistics.mean(ratio < 1.0 for ratio in by_table), MEAN: statistics.mean(by_table)}

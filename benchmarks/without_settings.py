@@ -137,7 +137,7 @@ def summary_table(folder: Path) -> str:
     for kind, (_, rows) in results(folder).items():
         ratios = [row.ratio for row in rows]
         equal = sum(ratio <= 1.0 for ratio in ratios)
-        figures = " | ".join(f"{of(ratios):.3f}" for of in (statistics.median, min, max))
+        figures = " | ".join(f"{figure(ratios):.3f}" for figure in (statistics.median, min, max))
         lines.append(f"| {kind} | {len(rows)} | {equal} | {figures} |")
     return _with_sources(lines, folder)
 

@@ -24,8 +24,8 @@ def _in_scope(scope: ast.AST, outer: frozenset[str]) -> set[int]:
         if isinstance(node, (ast.Assign, ast.AnnAssign, ast.NamedExpr)) and _is_scored(node.value, scored):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             scored |= {target.id for target in targets if isinstance(target, ast.Name)}
-    found = {node.lineno for node in nodes if isinstance(node, ast.Call) and _counts(node, scored)}
-    return found.union(*(_in_scope(node, frozenset(scored)) for node in nodes if isinstance(node, _FUNCTIONS)))
+    lines = {node.lineno for node in nodes if isinstance(node, ast.Call) and _counts(node, scored)}
+    return lines.union(*(_in_scope(node, frozenset(scored)) for node in nodes if isinstance(node, _FUNCTIONS)))
 
 
 def _nodes(scope: ast.AST) -> Iterator[ast.AST]:
@@ -39,7 +39,7 @@ def _nodes(scope: ast.AST) -> Iterator[ast.AST]:
 def _counts(call: ast.Call, scored: set[str]) -> bool:
     if not (isinstance(call.func, ast.Attribute) and _is_scored(call.func.value, scored)):
         return False
-    if call.func.attr == "count" and not call.args:  # a text counts something in it
+    if call.func.attr == "count" and not call.args:  # With an argument, it counts something in a text.
         return True
     return any(_is_count_of_rows(node) for argument in call.args for node in ast.walk(argument))
 
@@ -58,21 +58,21 @@ def _is_scored(node: ast.AST | None, names: set[str]) -> bool:
         return _is_scored(node.value, names)
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)) or node.func.attr in _COLLECTS:
         return False
-    functions = isinstance(node.func.value, ast.Name) and node.func.value.id in ("F", "functions")  # of arrays
-    if node.func.attr == "transform" and not functions:
+    of_arrays = isinstance(node.func.value, ast.Name) and node.func.value.id in ("F", "functions")
+    if node.func.attr == "transform" and not of_arrays:  # `F.transform` scores nothing: it changes arrays.
         return True
     return any(_is_scored(part, names) for part in (node.func.value, *node.args))
 
 
 def main(folder: str) -> int:
     """Prints the places in a folder; returns how many there are."""
-    found = [
+    messages = [
         f"{path}:{line}: counts what transform returns, which scores nothing; collect a column of it"
         for path in sorted(Path(folder).rglob("*.py"))
         for line in counts_of_nothing(ast.parse(path.read_text()))
     ]
-    print("\n".join(found), end="\n" if found else "")
-    return len(found)
+    print("\n".join(messages), end="\n" if messages else "")
+    return len(messages)
 
 
 if __name__ == "__main__":

@@ -38,5 +38,5 @@ with tempfile.TemporaryDirectory() as folder:
     jvm = spark.sparkContext._gateway.proc
     spark.stop()
     jvm.stdin.close()
-    jvm.wait()  # it writes the archive when it ends
+    jvm.wait()  # The JVM writes the archive when it ends.
 partial.rename(archive)

@@ -32,8 +32,8 @@ def draw() -> None:
     mpl.rcParams.update({"svg.hashsalt": "demo", "svg.fonttype": "none", "font.size": 10})
     figure, (curves, table) = plt.subplots(1, 2, figsize=(8, 2.6), width_ratios=(2, 1), layout="constrained")
     for name, label in CURVES.items():
-        history = sorted(client.get_metric_history(run.info.run_id, name), key=lambda one: one.step)
-        curves.plot([one.step for one in history], [one.value for one in history], label=label)
+        history = sorted(client.get_metric_history(run.info.run_id, name), key=lambda point: point.step)
+        curves.plot([point.step for point in history], [point.value for point in history], label=label)
     curves.set(xlabel="epoch", ylabel="loss", yscale="log")
     curves.spines[["top", "right"]].set_visible(False)
     curves.legend(frameon=False)

@@ -80,7 +80,7 @@ def refused(strategy: str, options: dict[str, Any], feature: dict[str, Any]) -> 
 
 def page() -> str:
     """Returns the page, as Markdown."""
-    columns = [(name, *each) for name in STRATEGIES for each in OPTIONS.get(name, [("", {})])]
+    columns = [(name, variant, options) for name in STRATEGIES for variant, options in OPTIONS.get(name, [("", {})])]
     heads = [
         " ".join([re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=depen)", "&shy;", name), variant]) for name, variant, _ in columns
     ]

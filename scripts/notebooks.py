@@ -30,11 +30,14 @@ def run(notebook: nbformat.NotebookNode, folder: str) -> None:
     Raises:
         nbclient.exceptions.CellExecutionError: A cell failed.
     """
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("SPARK", "PYSPARK", "_PYSPARK"))}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("SPARK", "PYSPARK", "_PYSPARK"))
+    }
     NotebookClient(notebook, timeout=240, resources={"metadata": {"path": folder}}).execute(env=environment)
     for cell in code_of(notebook):
-        cell.metadata.pop("execution", None)  # times
-        cell.outputs = [one for one in cell.outputs if one.get("name") != "stderr"]  # progress bars, what Spark logs
+        cell.metadata.pop("execution", None)  # It has times, which differ from run to run.
+        # Progress bars and the log of Spark go to stderr.
+        cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
     notebook.metadata["language_info"] = {"name": "python"}
     notebook.metadata["outputs_of"] = digest(notebook)
 

@@ -64,8 +64,8 @@ def stubs() -> str:
         f"from pyspark.ml.param.shared import {', '.join(shared)}",
         "from typing_extensions import Self, Unpack",
     ]
-    taken = {_arguments(name): table for name, (_, table) in CLASSES.items() if _takes_params(name)}
-    for name, parts, specs in _divided(taken, "Arguments", _argument):
+    constructors = {_arguments(name): table for name, (_, table) in CLASSES.items() if _takes_params(name)}
+    for name, parts, specs in _divided(constructors, "Arguments", _argument):
         lines += ["", f"class {name}({', '.join(parts or ['TypedDict'])}, total=False):"]
         lines += map(_argument, specs) if specs else ["    ..."]
     types = {name: {spec.name: spec.type for spec in table} for name, (_, table) in CLASSES.items()}
@@ -101,8 +101,8 @@ def _divided(
     private = {}
     for names, part in parts.items():
         if len(names) > 1:
-            both = "And".join(name.removeprefix("_").removesuffix(suffix) for name in names)
-            private[names] = f"_{both if len(names) == 2 else part[0].accessor}{suffix}"
+            joined = "And".join(name.removeprefix("_").removesuffix(suffix) for name in names)
+            private[names] = f"_{joined if len(names) == 2 else part[0].accessor}{suffix}"
     for name in tables:
         yield from ((base, [], parts[names]) for names, base in private.items() if names[0] == name)
         yield name, [base for names, base in private.items() if name in names], parts.get((name,), [])
@@ -132,7 +132,7 @@ def _constructor(name: str) -> Iterator[str]:
 
 def _is_changed(spec: ParamSpec) -> bool:
     """Whether `EstimatorParams` has the Param with another type."""
-    return any(other.name == spec.name and other.type != spec.type for other in classes.ESTIMATOR)
+    return any(shared.name == spec.name and shared.type != spec.type for shared in classes.ESTIMATOR)
 
 
 def _accessors(spec: ParamSpec) -> str:
@@ -185,8 +185,11 @@ def _only() -> dict[str, list[str]]:
         "TorchRegressor": classes.REGRESSOR,
         "TorchEstimator": classes.GENERIC,
     }
-    every = {spec.name for table in kinds.values() for spec in table}
-    return {name: [kind for kind, table in kinds.items() if name in {s.name for s in table}] for name in every}
+    owners: dict[str, list[str]] = {}
+    for kind, table in kinds.items():
+        for spec in table:
+            owners.setdefault(spec.name, []).append(kind)
+    return owners
 
 
 def main() -> None:

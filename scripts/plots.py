@@ -73,12 +73,12 @@ def memory(axes: Axes, result: dict[str, Any]) -> None:
 
 def scaling(axes: Axes, result: dict[str, Any]) -> None:
     """The efficiency that the model of a cluster predicts."""
-    found = result["efficiency"]
-    for (name, values), colour in zip(found[NET].items(), PARTS, strict=True):
+    efficiency = result["efficiency"]
+    for (name, values), colour in zip(efficiency[NET].items(), PARTS, strict=True):
         label = "loopback, as measured here" if name == "as here" else name
-        axes.plot(found["ranks"], values, "o-", color=colour, label=label)
+        axes.plot(efficiency["ranks"], values, "o-", color=colour, label=label)
     axes.set_xscale("log", base=2)
-    axes.set_xticks(found["ranks"], [f"{ranks:,}" for ranks in found["ranks"]])
+    axes.set_xticks(efficiency["ranks"], [f"{ranks:,}" for ranks in efficiency["ranks"]])
     axes.set_ylim(0, 1.05)
     axes.set_xlabel("ranks")
     axes.set_ylabel("efficiency, predicted")
@@ -93,15 +93,15 @@ def draw(folder: Path, names: Sequence[str] = tuple(PLOTS)) -> None:
     """Writes `NAME-light.svg` and `NAME-dark.svg` of each plot."""
     folder.mkdir(exist_ok=True)
     for name in names:
-        plot, of = PLOTS[name]
-        result = json.loads((RESULTS / f"{of}.json").read_text())
+        plot, benchmark = PLOTS[name]
+        result = json.loads((RESULTS / f"{benchmark}.json").read_text())
         for style, base in STYLES.items():
             with plt.style.context(
                 [base, {"svg.hashsalt": name, "axes.spines.top": False, "axes.spines.right": False}]
             ):
                 figure, axes = plt.subplots(figsize=(7, 3 if plot in (memory, scaling) else 2.2), layout="constrained")
                 plot(axes, result)
-                source = f"benchmarks.{of}, commit {result['commit']}, {result['date']}, {result['cores']} cores"
+                source = f"benchmarks.{benchmark}, commit {result['commit']}, {result['date']}, {result['cores']} cores"
                 figure.text(0.99, 0.0, source, ha="right", va="top", size=7, color="#888888")
                 figure.savefig(
                     folder / f"{name}-{style}.svg", transparent=True, bbox_inches="tight", metadata={"Date": None}

@@ -28,8 +28,8 @@ model = TorchClassifier(module="torch.nn:Linear", moduleParams=sizes, numWorkers
 model.save("model")
 with torch.inference_mode():
     expected = model.module(torch.as_tensor(x, dtype=torch.float32)).argmax(1).tolist()
-for one in (model, TorchClassificationModel.load("model")):
-    scored = one.transform(data).orderBy("id").collect()
+for scorer in (model, TorchClassificationModel.load("model")):
+    scored = scorer.transform(data).orderBy("id").collect()
     assert [row["prediction"] for row in scored] == expected
 accuracy = np.mean([row["prediction"] == row["label"] for row in scored])
 assert accuracy > 0.9, accuracy

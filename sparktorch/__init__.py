@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from sparktorch.base import moved
 
 if TYPE_CHECKING:
+    from sparktorch.adapters.petastorm.dataframes import read_petastorm
     from sparktorch.errors import SparkTorchError
     from sparktorch.ml.classification import TorchClassificationModel, TorchClassifier
     from sparktorch.ml.estimator import TorchEstimator
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from sparktorch.ml.regression import TorchRegressionModel, TorchRegressor
     from sparktorch.ml.tuning.cross_validator import TorchCrossValidator
     from sparktorch.ml.tuning.tuner import TorchTuner
-    from sparktorch.spark.petastorm import read_petastorm
     from sparktorch.spark.rdd import tensor_rdd, to_dataframe
     from sparktorch.tasks.images.estimator import ImageClassificationModel, ImageClassifier
     from sparktorch.tasks.ranking.estimator import Ranker, RankingModel
@@ -105,7 +105,7 @@ _HOMES = {
     "TorchRegressor": "sparktorch.ml.regression",
     "TorchTuner": "sparktorch.ml.tuning.tuner",
     "collective_map": "sparktorch.ml.fit.run",
-    "read_petastorm": "sparktorch.spark.petastorm",
+    "read_petastorm": "sparktorch.adapters.petastorm.dataframes",
     "run": "sparktorch.ml.fit.run",
     "tensor_rdd": "sparktorch.spark.rdd",
     "to_dataframe": "sparktorch.spark.rdd",

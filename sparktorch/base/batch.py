@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 MASK = "attention_mask"
-IGNORED = -100  # No loss counts a token with this label, as in transformers.
+IGNORED = -100  # No loss counts a token with this label, nor do torch's own.
 # Tokenizers give these names to tensors of shape (rows, tokens).
 _TOKENS = ("input_ids", MASK, "token_type_ids", "position_ids", "labels")
 

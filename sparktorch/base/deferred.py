@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from itertools import chain
@@ -21,14 +22,22 @@ from sparktorch.base.host_memory import trim
 from sparktorch.base.state_dict import extra_states
 from sparktorch.errors import ModuleError, refusing
 
-__all__ = ["Deferred", "deferred"]
+__all__ = ["Deferred", "PartialWeights", "deferred"]
 
-# torch remembers, from the first tensor that is made on a device by context, which functions make tensors. transformers
-# replaces one of them, linspace, while it loads a model.
+# torch remembers, from the first tensor that is made on a device by context, which functions make tensors. A library
+# may replace one of them, such as linspace, while it loads a model.
 with torch.device("meta"):
     torch.empty(0)
 
 _SMALL = 1 << 20  # A check draws the values of a module that has fewer numbers than this.
+
+
+class PartialWeights(Mapping[str, torch.Tensor]):
+    """Saved values, by name, of which a module may have more or fewer: what differs is logged and not refused."""
+
+    @abstractmethod
+    def log_differences(self, built: Deferred) -> None:
+        """Logs which values the module has and these lack, and the reverse."""
 
 
 class Deferred:
@@ -167,7 +176,7 @@ class Deferred:
         for name in filter(None, path.split(".")):
             parts.insert(0, parts[0].get_submodule(name))
         methods = [getattr(part, "reset_parameters", getattr(part, "_reset_parameters", None)) for part in parts]
-        # A model of transformers sets the tensors of each part of it by _init_weights(part); the nearest one counts.
+        # A model may set the tensors of each part of it by _init_weights(part); the nearest one counts.
         for number, part in enumerate(parts):
             for above in parts[number:]:
                 init = getattr(above, "_init_weights", None)

@@ -11,13 +11,16 @@ from types import ModuleType
 
 __all__ = ["MOVED", "install"]
 
-_TASKS = "sparktorch.tasks"
+_ADAPTERS, _TASKS = "sparktorch.adapters", "sparktorch.tasks"
 MOVED: dict[str, tuple[str, ...]] = {
     "sparktorch.artifact": ("sparktorch.model.trained_module",),
     "sparktorch.config": ("sparktorch.base.config",),
     "sparktorch.data.image_network": (f"{_TASKS}.images.network",),
     "sparktorch.data.pairs": (f"{_TASKS}.recommender.network",),
-    "sparktorch.data.pretrained": ("sparktorch.train.huggingface.preprocess",),
+    "sparktorch.data.petastorm": (f"{_ADAPTERS}.petastorm",),
+    "sparktorch.data.petastorm.decoder": (f"{_ADAPTERS}.petastorm.decoder",),
+    "sparktorch.data.petastorm.unischema": (f"{_ADAPTERS}.petastorm.unischema",),
+    "sparktorch.data.pretrained": (f"{_ADAPTERS}.huggingface.preprocess",),
     "sparktorch.data.ranking": (f"{_TASKS}.ranking.loss",),
     "sparktorch.data.ranking.losses": (f"{_TASKS}.ranking.loss",),
     "sparktorch.data.ranking.metrics": (f"{_TASKS}.ranking.loss",),
@@ -34,11 +37,23 @@ MOVED: dict[str, tuple[str, ...]] = {
     "sparktorch.model.script": ("sparktorch.model.export",),
     "sparktorch.model.series": (f"{_TASKS}.series",),
     "sparktorch.model.series.module": (f"{_TASKS}.series.network",),
-    "sparktorch.model.series.neuralforecast": (f"{_TASKS}.series.neuralforecast",),
+    "sparktorch.model.series.neuralforecast": (f"{_ADAPTERS}.neuralforecast",),
     "sparktorch.model.series.seasonal": (f"{_TASKS}.series.seasonal",),
     "sparktorch.model.series.training": (f"{_TASKS}.series.loss",),
     "sparktorch.program": ("sparktorch.model.export",),
+    "sparktorch.spark.petastorm": (f"{_ADAPTERS}.petastorm.dataframes",),
     "sparktorch.train.dryrun": ("sparktorch.train.recipe.dry_run",),
+    "sparktorch.train.huggingface": (f"{_ADAPTERS}.huggingface",),
+    "sparktorch.train.huggingface.folder": (f"{_ADAPTERS}.huggingface.folder",),
+    "sparktorch.train.huggingface.models": (f"{_ADAPTERS}.huggingface.models",),
+    "sparktorch.train.huggingface.preprocess": (f"{_ADAPTERS}.huggingface.preprocess",),
+    "sparktorch.train.lightning": (f"{_ADAPTERS}.lightning",),
+    "sparktorch.train.lightning.optimizers": (f"{_ADAPTERS}.lightning.optimizers",),
+    "sparktorch.train.lightning.recipe": (f"{_ADAPTERS}.lightning.recipe",),
+    "sparktorch.train.lightning.recognise": (f"{_ADAPTERS}.lightning.recognise",),
+    "sparktorch.train.lightning.state": (f"{_ADAPTERS}.lightning.state",),
+    "sparktorch.train.lightning.step": (f"{_ADAPTERS}.lightning.step",),
+    "sparktorch.train.lightning.training": (f"{_ADAPTERS}.lightning.training",),
 }
 
 

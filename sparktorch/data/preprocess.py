@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from sparktorch.errors import ConfigError, ModuleError
 
-__all__ = ["EVALUATION", "Preprocess", "StepContext", "check_signature"]
+__all__ = ["EVALUATION", "LoadedPreprocess", "Preprocess", "StepContext", "check_signature"]
 
 Function = Callable[..., Mapping[str, torch.Tensor]]
+
+
+class LoadedPreprocess(ABC):
+    """A `preprocess` that is sent without what it needs, and loads that in each process.
+
+    Attributes:
+        libraries: Names of the packages that it imports.
+    """
+
+    libraries: ClassVar[tuple[str, ...]] = ()
+
+    @abstractmethod
+    def load(self) -> Any:
+        """Returns what it needs, which `save_pretrained(folder)` writes beside a model; it must be on this machine."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from sparktorch.ml.fit.prepared_data import FreshData, PreparedData, Source
 from sparktorch.ml.fit.summary import TrainingSummary
 from sparktorch.ml.fit.task_training import TaskTraining
 from sparktorch.ml.model import TorchModel, TorchModelBase
-from sparktorch.ml.params.declare import own
+from sparktorch.ml.params.declare import separate_copy
 from sparktorch.ml.params.mixins import EstimatorParams, GenericParams
 from sparktorch.ml.persistence import EstimatorReader, EstimatorWriter
 from sparktorch.ml.scoring.column_metadata import labels_of
@@ -89,13 +89,13 @@ class TorchEstimatorBase(Shown, Estimator[M], EstimatorParams, MLReadable[Any], 
         """
         copied = super().copy(extra)
         for values in (copied._paramMap, copied._defaultParamMap):
-            values.update({param: own(value) for param, value in values.items()})
+            values.update({param: separate_copy(value) for param, value in values.items()})
         copied._callers = {**self._callers, **callers()}
         return copied
 
     def _setDefault(self, **values: Any) -> Self:
         """Sets copies of lists and dicts as defaults: who appends to one changes no other estimator."""
-        return super()._setDefault(**{name: own(value) for name, value in values.items()})
+        return super()._setDefault(**{name: separate_copy(value) for name, value in values.items()})
 
     def _fit(self, dataset: DataFrame | PreparedData) -> M:
         if isinstance(dataset, PreparedData):

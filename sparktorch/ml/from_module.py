@@ -23,8 +23,7 @@ from sparktorch.ml.fit.translate import input_columns
 from sparktorch.model.export import Script, example_inputs, export_program
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.frame.prepare import prepare
-from sparktorch.train.huggingface.folder import opened
-from sparktorch.train.lightning import recipe_type
+from sparktorch.train.recipe.adapter import adapter_of
 from sparktorch.train.recipe.dry_run import arguments_of, try_forward
 
 if TYPE_CHECKING:
@@ -125,8 +124,9 @@ def _source_of(module: Any, params: Mapping[str, Any], weights: Weights | None, 
 
 
 def _fields_of_module(module: Any, params: Mapping[str, Any], weights: Weights | None) -> dict[str, Any]:
-    """Returns the fields of an instance, a class or factory, or a model of Hugging Face's."""
-    recipe = opened(module, params, seed=0, complete=weights is None) or {"module": module, "module_params": params}
+    """Returns the fields of an instance, a class or factory, or of what a library makes a module of."""
+    adapter = adapter_of(module)
+    recipe = adapter.recipe_fields(module, params, seed=0, complete=weights is None)
     source = recipe["module"]
     factory = load_object(source) if isinstance(source, str) else source
     factory = factory.func if isinstance(factory, partial) else factory
@@ -136,7 +136,7 @@ def _fields_of_module(module: Any, params: Mapping[str, Any], weights: Weights |
         raise ConfigError(
             f"module is made of the class {factory.__qualname__}, without weights", hint=hint, param="weights"
         )
-    built = recipe_type(source)(**recipe).build_module(0)
+    built = adapter.recipe(**recipe).build_module(0)
     if weights is not None:
         state = _state(weights)
         inner = [key for key, value in state.items() if isinstance(value, Mapping)]

@@ -19,6 +19,7 @@ from sparktorch.base.imports import load_object
 from sparktorch.base.redact import display_text
 from sparktorch.base.weights_folder import WeightsFolder
 from sparktorch.data.columns import TensorSpec, positions_of
+from sparktorch.data.preprocess import LoadedPreprocess
 from sparktorch.errors import ConfigError, PersistenceError, shortens
 from sparktorch.ml.fit.checks import check_layers, check_outputs, check_scoring, naming_params
 from sparktorch.ml.fit.prepared_data import make_room
@@ -48,8 +49,7 @@ from sparktorch.spark.scoring_udf import (
     without_invalid,
 )
 from sparktorch.spark.session import session_of
-from sparktorch.train.huggingface.folder import written
-from sparktorch.train.huggingface.preprocess import FromFolder
+from sparktorch.train.recipe.adapter import adapter_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -322,8 +322,9 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
             AttributeError: The module is no model of transformers.
         """
         trained = self.trained
-        beside = trained.preprocess.load() if isinstance(trained.preprocess, FromFolder) else None
-        written(trained.build(), folder, trained.labels, beside)
+        beside = trained.preprocess.load() if isinstance(trained.preprocess, LoadedPreprocess) else None
+        module = trained.build()
+        adapter_of(module).write(module, folder, trained.labels, beside)
 
     def export(self, path: str, format: str = "onnx") -> None:
         """Writes the module to a local file for other programs.

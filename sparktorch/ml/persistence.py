@@ -37,7 +37,7 @@ from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.compat import frame_of, ml_session
 from sparktorch.spark.replace import save_beside
 from sparktorch.spark.session import is_connect, switched_on
-from sparktorch.train.huggingface.models import is_config
+from sparktorch.train.recipe.adapter import adapter_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -261,8 +261,8 @@ class EstimatorWriter(_Writer):
                 values[param.name] = {"$tuples": marked}
             elif (target := import_path(value)) is not None:
                 values[param.name] = {"$import": target}
-            elif is_config(value) and (target := import_path(type(value))) is not None:
-                values[param.name] = {"$config": target, "values": json.loads(value.to_json_string(use_diff=False))}
+            elif (config := adapter_of(value).to_json(value)) and (target := import_path(type(value))) is not None:
+                values[param.name] = {"$config": target, "values": config}
             else:
                 pickled[param.name] = value
         if pickled and not self._allow_pickle:
@@ -319,8 +319,8 @@ class EstimatorReader(_Reader[R]):
 
 
 def _config(path: str, values: dict[str, Any]) -> Any:
-    """Returns a configuration of a transformers model."""
+    """Returns a configuration that is a module; no other class is called."""
     kind = load_object(path)
-    if not (isinstance(kind, type) and is_config(kind)):
+    if (config := adapter_of(kind).from_json(kind, values)) is None:
         raise PersistenceError(f"{path} is no configuration of transformers, and loading does not call it")
-    return kind.from_dict(values)  # type: ignore[attr-defined]
+    return config

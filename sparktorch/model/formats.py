@@ -21,7 +21,7 @@ from sparktorch.data.columns import TensorSpec
 from sparktorch.errors import PersistenceError, causes
 from sparktorch.model.export import ExportError, export_whole, exported_whole, quiet_export
 from sparktorch.model.trained_module import TrainedModule
-from sparktorch.train.huggingface.models import call
+from sparktorch.train.recipe.adapter import adapter_of
 from sparktorch.train.recipe.task import prediction
 
 __all__ = ["write_as"]
@@ -95,11 +95,11 @@ def _inputs(trained: TrainedModule) -> list[str]:
 
 
 class _Called(nn.Module):
-    """A module as scoring calls it: a model of transformers by names of arguments, and it returns its logits."""
+    """A module as scoring calls it: by names of arguments where its library does so, and it returns its logits."""
 
     def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
         super().__init__()
-        self.module, self._argument_names = module, tuple(names)
+        self.module, self._argument_names, self._adapter = module, tuple(names), adapter_of(module)
 
     def forward(self, *inputs: torch.Tensor) -> Any:
-        return prediction(call(self.module, inputs, self._argument_names))
+        return prediction(self._adapter.call(self.module, inputs, self._argument_names))

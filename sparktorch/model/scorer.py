@@ -28,9 +28,9 @@ from sparktorch.data.preprocess import Preprocess
 from sparktorch.data.storage import RowStorage
 from sparktorch.errors import ModuleError
 from sparktorch.model.trained_module import TrainedModule
-from sparktorch.train.huggingface.models import call
 from sparktorch.train.numerics.determinism import tf32_allowed
 from sparktorch.train.numerics.torch_errors import is_out_of_memory
+from sparktorch.train.recipe.adapter import adapter_of
 from sparktorch.train.recipe.task import align, autocast, check_rows, prediction
 
 __all__ = ["Scorer", "Scoring", "first_batch_size"]
@@ -121,6 +121,7 @@ class Scorer:
         self._autocast = autocast(self._device, scoring.precision)
         self._names = trained.names
         self._plain = trained.build(weights).to(self._device)
+        self._adapter = adapter_of(self._plain)
         self._layers = dict(scoring.layers)
         self._layer_outputs: dict[str, Any] = {}
         # Hooks of another thread would put their outputs into the same dict.
@@ -245,7 +246,7 @@ class Scorer:
         rows = len(inputs[0])
         with self._alone, self._autocast, tf32_allowed(False, self._device):
             try:
-                output = prediction(call(self._module, inputs, self._names, self._plain))
+                output = prediction(self._adapter.call(self._module, inputs, self._names, self._plain))
                 of_layers = {
                     field: _by_row(self._layer_outputs.get(field), layer, rows) for field, layer in self._layers.items()
                 }

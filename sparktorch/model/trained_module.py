@@ -35,9 +35,7 @@ from sparktorch.data.preprocess import Function, check_signature
 from sparktorch.errors import PersistenceError, SparkTorchError
 from sparktorch.model.bundled_code import check_code, fingerprints
 from sparktorch.model.export import ExportError, Program, Script, check_archive, export_program
-from sparktorch.train.huggingface.folder import rebuildable
-from sparktorch.train.huggingface.models import model_in
-from sparktorch.train.lightning import recipe_type
+from sparktorch.train.recipe.adapter import adapter_of
 from sparktorch.train.recipe.dry_run import ArgumentSpec, OutputSpec
 from sparktorch.train.recipe.frozen_base import load_weights, seed_of
 from sparktorch.train.recipe.recipe import ModuleSource, Recipe
@@ -96,7 +94,7 @@ class TrainedModule:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the arguments of `forward`, by which models of transformers are called."""
+        """Names of the arguments of `forward`, by which some libraries' models are called."""
         return argument_names(self.inputs) if self.preprocess is None else self.returned or ()
 
     def build(self, state: Mapping[str, torch.Tensor] | None = None) -> nn.Module:
@@ -152,7 +150,7 @@ class TrainedModule:
 
     def _recipe(self, **initial: Any) -> Recipe:
         assert not isinstance(self.source, Program | Script)
-        return recipe_type(self.source)(module=self.source, module_params=self.params, **initial)
+        return adapter_of(self.source).recipe(module=self.source, module_params=self.params, **initial)
 
     def unpacked(self) -> tuple[TrainedModule, dict[str, torch.Tensor] | None]:
         """Returns the module without its weights, and these as the argument of `build`: nothing holds them twice."""
@@ -187,8 +185,8 @@ class TrainedModule:
         if isinstance(self.source, Script):
             (directory / _SCRIPT).write_bytes(self.source.archive)
             return {"script": _SCRIPT}
-        path, params = self._path, dict(self.params)
-        code = rebuildable(self.source)
+        path, params, adapter = self._path, dict(self.params), adapter_of(self.source)
+        code = adapter.rebuildable(self.source)
         if code is not None:
             path, params = code["module"], code["module_params"]
         if path is None:
@@ -202,7 +200,7 @@ class TrainedModule:
                 raise ExportError("it was fitted with modelDir, and a graph holds the weights")
             if layers:
                 raise ExportError("a graph has no layers, which outputLayers names")
-            if model_in(self.source) is not None:
+            if adapter.argument_names(self.source, self.names):
                 raise ExportError("its configuration makes another model, and a graph takes no arguments by name")
             return _write_program(export_program(self.build(), self.takes), directory)
         except ExportError as error:

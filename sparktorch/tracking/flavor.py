@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import sparktorch
+from sparktorch.data.preprocess import LoadedPreprocess
 from sparktorch.errors import ModuleError, PersistenceError, SparkTorchError
 from sparktorch.model.export import ExportError, export_whole
-from sparktorch.train.huggingface.preprocess import FromFolder
 
 if TYPE_CHECKING:
     from mlflow.models import Model, ModelSignature
@@ -195,7 +195,7 @@ def _packages(trained: TrainedModule) -> set[str]:
     modules = [_module_of(source) for source in (trained.source, trained.preprocess) if source is not None]
     with suppress(SparkTorchError):  # The weights may be in a folder that this process cannot read.
         modules += [kind.__module__ for part in trained.parts() for kind in type(part).__mro__]
-    if isinstance(trained.preprocess, FromFolder):
+    if isinstance(trained.preprocess, LoadedPreprocess):
         modules += trained.preprocess.libraries
     if any(spec.layout == "image" for spec in trained.inputs):
         modules.append("PIL")

@@ -14,9 +14,9 @@ from petastorm.spark.spark_dataset_converter import SparkDatasetConverter, make_
 from pyspark.sql import DataFrame, SparkSession
 
 from sparktorch import TorchRegressor
+from sparktorch.adapters.petastorm.decoder import reader_batches
 from sparktorch.base.config import TrainConfig
 from sparktorch.data.columns import Columns
-from sparktorch.data.petastorm.decoder import reader_batches
 from sparktorch.data.sampling.plan import rank_of_key
 from sparktorch.spark.frame.prepare import Frame, prepare
 from sparktorch.train.recipe.recipe import Recipe

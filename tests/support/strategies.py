@@ -23,7 +23,7 @@ from sparktorch.worker import TrainJob
 from tests.support.frames import Table
 from tests.support.nets import Tower
 from tests.support.ranks import train_job, train_on
-from tests.support.reference import Part, global_batches, validation_rows
+from tests.support.reference import plain_training
 
 Trained = tuple[dict[str, torch.Tensor], list[dict[str, Any]]]  # weights, and every rank's meta
 
@@ -65,21 +65,9 @@ def plain(
     accumulation_steps: int = 1,  # are the same to one that has all rows at once
 ) -> tuple[dict[str, torch.Tensor], float]:
     """Returns what a loop over the same batches trains, and the loss of the rows that are held out."""
-    made = {**_RECIPE, **(recipe or {})}
-    torch.manual_seed(SEED)
-    module = made["module"](**made["module_params"])
-    kind = getattr(torch.optim, made["optimizer"])
-    optimizer = kind(module.parameters(), lr=made["learning_rate"], **made["optimizer_params"])
-
-    def loss_of(part: Part) -> torch.Tensor:
-        return ((module(part.x) - part.y) ** 2 * part.w).sum().div(part.w.sum())
-
-    for _, part in global_batches(TABLE, TrainConfig(batch_size=batch_size, epochs=epochs, seed=SEED)):
-        optimizer.zero_grad()
-        loss_of(part).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-    with torch.no_grad():
-        return module.state_dict(), float(loss_of(validation_rows(TABLE)))
+    job = job_for(recipe=recipe, batch_size=batch_size, epochs=epochs)
+    state, history = plain_training(TABLE, job)
+    return state, history[-1]["val_loss"]
 
 
 def trained(job: TrainJob, ranks: int = 1, *, table: Table = TABLE, **options: Any) -> Trained:

@@ -1,4 +1,4 @@
-"""What people deploy with: the lists, manifests and files of `conf/`; the pipeline, and the figures of the README."""
+"""What people read and deploy with: job files, manifests, the README's figures, the site, and the notebooks."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+import nbformat
 import pytest
 import yaml
 
-from sparktorch import TabularClassifier, TorchClassifier
+import sparktorch
+from sparktorch import TabularClassifier, TorchClassifier, errors, tracking
 from sparktorch.cli.job_file import read_job
+from tests.support.notebooks import NOTEBOOKS, RUNNER, assert_it_answers
 from tests.support.programs import ROOT
 
 CONF = ROOT / "conf"
@@ -148,3 +151,48 @@ def test_the_pipeline_runs_the_two_commands_of_the_readme_on_the_pythons_of_the_
 def test_a_figure_of_the_readme_is_that_of_its_benchmark(benchmark: str, ratio: str, said: str) -> None:
     found = json.loads((ROOT / "benchmarks" / "results" / f"{benchmark}.json").read_text())["ratios"][ratio]
     assert said.format(found) in (ROOT / "README.md").read_text()
+
+
+REFERENCE = "\n".join(page.read_text() for page in sorted((ROOT / "docs" / "reference").glob("*.md")))
+LISTED = {name.rsplit(".")[-1] for name in re.findall(r"\.\. auto\w+:: ([\w.]+)", REFERENCE)}
+PAGES = sorted(page.stem for page in (ROOT / "docs").glob("*.md"))
+
+
+@pytest.mark.parametrize("name", [*sparktorch.__all__, *tracking.__all__])
+def test_a_public_name_is_in_the_reference(name: str) -> None:
+    index = (ROOT / "docs" / "reference" / "index.md").read_text()
+    assert name == "__version__" or (name in LISTED and f"`{name}`" in index)
+
+
+def test_every_exception_is_in_the_reference() -> None:
+    raised = {name for name in errors.__all__ if isinstance(getattr(errors, name), type) and name.endswith("Error")}
+    assert raised <= LISTED
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_is_in_the_navigation(page: str) -> None:
+    texts = [REFERENCE, *((ROOT / "docs" / f"{each}.md").read_text() for each in PAGES)]
+    trees = [tree for text in texts for tree in re.findall(r"```\{toctree\}.*?```", text, re.DOTALL)]
+    named = {line.strip().removeprefix("../") for tree in trees for line in tree.splitlines()}
+    assert page in {"index", *named}
+
+
+SHORT = {
+    *("elsewhere", "embeddings", "hybrid", "images", "language_model", "lora", "pictures", "recommendations"),
+    *("resnet", "series", "streaming", "tables", "text"),
+}
+MOST_LINES = 25
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_it_is_stored_with_the_outputs_of_its_code(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    assert notebook.metadata.get("outputs_of") == RUNNER["digest"](notebook), "scripts/notebooks.py runs and stores it"
+    assert_it_answers(path, notebook)
+    texts = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]
+    assert "?" in texts[0]
+    assert "What to change:" in texts[-1]
+    stored = path.read_text()
+    assert not [word for word in ("/tmp/", "/home/", "/root/", "/work/") if word in stored]
+    lines = [line for cell in RUNNER["code_of"](notebook) for line in cell.source.splitlines() if line.strip()]
+    assert path.stem not in SHORT or len(lines) <= MOST_LINES

@@ -1,15 +1,18 @@
-"""The core knows neither Spark nor MLflow, and the package loads what is asked for."""
+"""The core knows neither Spark nor MLflow, and the package loads what is asked for, without garbage collection."""
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pyspark
 import pytest
 
 import sparktorch
+from sparktorch.base.imports import uncollected
 
 CORE = [
     "train.loop",
@@ -69,3 +72,16 @@ def test_the_namesake_on_pypi_is_refused_beside_this_package(tmp_path: Path) -> 
     assert done.returncode != 0
     assert "the distribution 'sparktorch' 0.2.0 is installed: an unrelated project" in done.stderr
     assert "pip uninstall -y sparktorch" in done.stderr
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_garbage_collection_is_off_within_and_then_as_it_was(enabled: bool) -> None:
+    before = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with suppress(ImportError), uncollected():
+            assert not gc.isenabled()
+            raise ImportError
+        assert gc.isenabled() is enabled
+    finally:
+        (gc.enable if before else gc.disable)()

@@ -42,13 +42,13 @@ __all__ = ["one_rank", "partitioned", "run_on_rows", "train_with_restarts", "wit
 J = TypeVar("J", bound=RankJob)
 
 _LOG = logging.getLogger(__name__)
-_LONGEST_PAUSE = 30.0  # before a restart, in seconds
-_COMEBACK_SECONDS = 10.0  # for executors that Spark starts again
-_SETTLE_SECONDS = 2.0  # for them, where a fit may go on without, and take them later
-_LOOK_SECONDS = 1.0  # between two looks at the cluster
-_STAY_SECONDS = 2.0  # that new slots have been there
-_CHANGE_SECONDS = 3.0  # after a change of the cluster, in which Spark says whether an executor is to go
-_ASK_SECONDS = 10.0  # between two such questions without a change: Spark's word of tasks may be late
+_LONGEST_PAUSE = 30.0  # The pause before a restart grows up to so many seconds.
+_COMEBACK_SECONDS = 10.0  # An attempt waits so long for lost executors, which Spark may start again.
+_SETTLE_SECONDS = 2.0  # It waits shorter where it can take them later.
+_LOOK_SECONDS = 1.0  # The driver looks at the cluster once in this time.
+_STAY_SECONDS = 2.0  # New slots count once they have been free for so long.
+_CHANGE_SECONDS = 3.0  # Spark says within this time after a change whether an executor is to go.
+_ASK_SECONDS = 10.0  # Without a change, Spark is asked again after this time: its word of tasks may be late.
 
 
 def partitioned(data: DataFrame, request: Request[J], start: Callable[[DataFrame, J], Results]) -> Results:
@@ -57,7 +57,7 @@ def partitioned(data: DataFrame, request: Request[J], start: Callable[[DataFrame
     A training that goes on is split as it was when it began: the ranks read that from its checkpoint.
     """
     job, ranks = request.job, request.launch.world_size
-    in_order = job.storage.kind != "memory"  # sorted rows on disk can be read sequentially in training order
+    in_order = job.storage.kind != "memory"  # Sorted rows on disk can be read sequentially in training order.
     if request.folds:
         job = replace(job, columns=replace(job.columns, validation="fold"), max_imbalance=None)
         parts = split_into_folds(data, ranks, in_order=in_order)
@@ -69,7 +69,7 @@ def partitioned(data: DataFrame, request: Request[J], start: Callable[[DataFrame
         _LOG.info("split='keep' behind coalesce() or union(): the rows go through a shuffle, each to its own partition")
         parts = moved_as_they_are(parts, ranks)
     else:
-        if job.columns.groups is not None:  # a split by position would divide groups
+        if job.columns.groups is not None:  # A split by position would divide groups.
             job = replace(job, max_imbalance=None)
         parts = split(data, ranks, in_order=in_order)
     results = start(parts, job)
@@ -92,14 +92,14 @@ def one_rank(spark: SparkSession, request: Request[Any], observer: Observer, bod
     """Runs a body in a barrier job of one rank, which gets no rows."""
     launch = replace(request.launch, world_size=1, tag=new_tag())
     if on_cpus(spark, launch.device, request.launch.world_size):
-        launch = replace(launch, device="cpu")  # though one rank alone could have a device
+        launch = replace(launch, device="cpu")  # The fit trains on CPUs, though one rank alone could have a device.
     return run_ranks(spark.range(0, 1, 1, 1), body, launch, observer)
 
 
 def train_with_restarts(
     spark: SparkSession, request: Request[TrainJob], run: Callable[[Request[TrainJob]], Results], log: AttemptLog
 ) -> Results:
-    """Trains by `run`; after a lost rank, again from its checkpoint, and with a search for parameters that need one."""
+    """Trains by `run`, and restarts as `with_restarts` does; after unused parameters, attempts search for them."""
     searches = request.job.config.unused_parameters
 
     def attempt(request: Request[TrainJob]) -> Results:
@@ -122,78 +122,82 @@ def with_restarts(
     spark: SparkSession, request: Request[J], run: Callable[[Request[J]], Results], log: AttemptLog
 ) -> Results:
     """Runs a job by `run`, and again, from its last checkpoint if it has one, after a lost rank or a pause."""
-    checkpoint, now = request.job.checkpoint, request
-    tags: list[str] = []  # of the attempts before
-    lost = vain = 0  # attempts that lost a rank, and the last of them that have trained nothing
-    former = 0  # workers before the fit has grown to those of this attempt
+    checkpoint, current = request.job.checkpoint, request
+    earlier_tags: list[str] = []
+    restarts = fruitless = 0  # `fruitless` counts the last restarts in a row that have trained nothing.
+    workers_before_growth = 0  # It is 0 unless this attempt has more workers than the one before.
     try:
         while True:
             if checkpoint is not None:
-                now = now.with_job(checkpoint=replace(checkpoint, restart=len(tags)))
-            outlook, paused, size = _Outlook(spark, now, tags), False, now.launch.world_size
-            log.begin(size)
+                current = current.with_job(checkpoint=replace(checkpoint, restart=len(earlier_tags)))
+            outlook = _Outlook(spark, current, earlier_tags)
+            workers, paused = current.launch.world_size, False
+            log.begin(workers)
             try:
-                results = run(now if checkpoint is None else now.with_launch(pauses=outlook))
+                results = run(current if checkpoint is None else current.with_launch(pauses=outlook))
             except RankLostError as error:
                 log.end(error.what)
-                if lost == request.max_restarts:
+                if restarts == request.max_restarts:
                     raise
-                lost += 1
-                vain = 0 if log.has_trained else vain + 1
-                pause = min(_LONGEST_PAUSE, 2.0 ** (vain - 1)) if vain else 0.0
+                restarts += 1
+                fruitless = 0 if log.has_trained else fruitless + 1
+                pause = min(_LONGEST_PAUSE, 2.0 ** (fruitless - 1)) if fruitless else 0.0
                 message = "%s; restart %d of %d in %.0f s, from %s"
-                _LOG.warning(message, error, lost, request.max_restarts, pause, now.origin)
+                _LOG.warning(message, error, restarts, request.max_restarts, pause, current.origin)
                 time.sleep(pause)
             except SparkTorchError as error:
-                if not former or outlook.asked:
+                # Ranks that fail before they train, right after the fit has grown, may have failed by growing.
+                if not workers_before_growth or outlook.ranks_train:
                     raise
                 log.end(error.what)
-                request = replace(request, workers=(request.workers[0], former))
-                _LOG.warning("%s; the fit goes on with at most %d workers, as before it grew", error, former)
+                request = replace(request, workers=(request.workers[0], workers_before_growth))
+                message = "%s; the fit goes on with at most %d workers, as before it grew"
+                _LOG.warning(message, error, workers_before_growth)
             else:
                 paused = results[0][0].get("paused", False)
                 log.end(outlook.reason if paused else "")
                 if not paused:
                     return results
-            tags.append(now.launch.tag)
-            now = with_slots(spark, request, tags, paused=paused)
-            former = size if paused and now.launch.world_size > size else 0
+            earlier_tags.append(current.launch.tag)
+            current = with_slots(spark, request, earlier_tags, paused=paused)
+            workers_before_growth = workers if paused and current.launch.world_size > workers else 0
     finally:
         if checkpoint is not None:
-            with suppress(Exception):  # if only ranks reach the directory, the lease expires by itself
+            with suppress(Exception):  # Where only ranks reach the directory, the lease expires by itself.
                 CheckpointStore(checkpoint.directory).release(checkpoint.owner)
 
 
 def with_slots(
-    spark: SparkSession, request: Request[J], before: Sequence[str] = (), *, paused: bool = False
+    spark: SparkSession, request: Request[J], earlier_tags: Sequence[str] = (), *, paused: bool = False
 ) -> Request[J]:
     """Returns the request for as many ranks as there are slots, after a while in which lost executors may come back.
 
-    `before` has the tags of the attempts before; if the last one has `paused`, the fewest slots are waited for as long
-    as `startTimeout` says. A `ClusterError` says that there are too few slots.
+    The tags are those of the attempts before, whose last tasks may still hold slots. If the last attempt has `paused`,
+    the fewest slots are waited for as long as `startTimeout` says. A `ClusterError` says that there are too few slots.
     """
     (least, most), profile, start = request.workers, request.launch.profile, request.launch.patience.start
     request = request.with_launch(tag=new_tag(), world_size=most)
-    settle = _SETTLE_SECONDS if _grows(request) or not before else _COMEBACK_SECONDS
-    if not before and not _grows(request):  # it keeps what it begins with, and so waits for what the settings promise
+    settle = _SETTLE_SECONDS if _grows(request) or not earlier_tags else _COMEBACK_SECONDS
+    # A fit that keeps the number of workers that it begins with waits for the slots that the settings promise.
+    if not earlier_tags and not _grows(request):
         settled_slots(spark, most, profile, longest=start)
     # A fixed number of workers waits for the slots that other jobs hold.
     all_jobs, gpus = least < most, profile is not None
-    taken = partial(other_tasks, spark, request.launch.tag, before, all_jobs=all_jobs, gpus=gpus)
-    found = settled_slots(spark, most, profile, settle=settle, taken=taken)
-    if paused and found is not None and found < least:  # it has ended ranks that could run
-        _LOG.warning("free slots: %d; the fit waits for %d, at most %.0f s", found, least, start)
-        found = settled_slots(spark, least, profile, settle=start, longest=start, taken=taken)
-    if found is None or found >= most:
+    taken = partial(other_tasks, spark, request.launch.tag, earlier_tags, all_jobs=all_jobs, gpus=gpus)
+    free = settled_slots(spark, most, profile, settle=settle, taken=taken)
+    if paused and free is not None and free < least:  # The pause has ended ranks that could run.
+        _LOG.warning("free slots: %d; the fit waits for %d, at most %.0f s", free, least, start)
+        free = settled_slots(spark, least, profile, settle=start, longest=start, taken=taken)
+    if free is None or free >= most:
         return request
     check_cluster(spark, least, profile, most=most, longest=start)
     config = request.job.config
-    fewer = workers_for(config, found, least)
+    fewer = workers_for(config, free, least)
     if fewer is None:
-        _LOG.warning("free slots: %d; the fit waits for those that others hold", found)
+        _LOG.warning("free slots: %d; the fit waits for those that others hold", free)
         fewer = next(number for number in range(least, most + 1) if workers_for(config, number, number))
     else:
-        _LOG.warning("free slots: %d; the fit has %d of %d workers", found, fewer, most)
+        _LOG.warning("free slots: %d; the fit has %d of %d workers", free, fewer, most)
     return request.with_launch(world_size=fewer)
 
 
@@ -206,32 +210,32 @@ class _Outlook:
     """Looks, once a second, whether an attempt had better end now: more slots are free, or an executor is to go.
 
     Attributes:
-        reason: Why; empty before.
-        asked: Whether its ranks have trained: before, nobody asks.
+        reason: Why it had better end; empty as long as it had not.
+        ranks_train: Whether its ranks have begun to train: nobody asks before that.
     """
 
-    def __init__(self, spark: SparkSession, request: Request[Any], before: Sequence[str]) -> None:
+    def __init__(self, spark: SparkSession, request: Request[Any], earlier_tags: Sequence[str]) -> None:
         """Takes the request as the attempt runs it, and the tags of the attempts before."""
-        self.reason, self.asked, self._failed = "", False, False
-        self._spark, self._request, self._before = spark, request, tuple(before)
+        self.reason, self.ranks_train, self._failed = "", False, False
+        self._spark, self._request, self._earlier_tags = spark, request, tuple(earlier_tags)
         local = is_local(spark)
         self._may_leave = not local and switched_on(spark, "spark.decommission.enabled")
         self._may_grow = not local and _grows(request) and request.launch.world_size < request.workers[1]
-        self._next = self._grows_at = self._changes_until = self._asks_at = 0.0
-        self._seen: tuple[int, frozenset[str]] | None = None  # slots and executors
+        self._looks_at = self._grows_at = self._changes_until = self._asks_at = 0.0
+        self._slots_and_executors: tuple[int, frozenset[str]] | None = None
         self._more_since: float | None = None
 
     def __call__(self, tag: str) -> bool:
         """Returns whether the ranks of the job with a tag, which train, are to save a checkpoint and end."""
         now = time.monotonic()
-        if not self.asked:
-            self.asked, self._grows_at = True, now + self._request.grow_after
-        if self.reason or now < self._next or not (self._may_leave or self._may_grow):
+        if not self.ranks_train:
+            self.ranks_train, self._grows_at = True, now + self._request.grow_after
+        if self.reason or now < self._looks_at or not (self._may_leave or self._may_grow):
             return bool(self.reason)
-        self._next = now + _LOOK_SECONDS
+        self._looks_at = now + _LOOK_SECONDS
         try:
             self._look(tag, now)
-        except Exception as error:  # such as of a session that is being stopped, as the job will tell
+        except Exception as error:  # A session that is being stopped raises here, too; the job will say so.
             level, name = logging.DEBUG if self._failed else logging.WARNING, type(error).__name__
             _LOG.log(level, "the cluster does not say what has changed (%s)", name, exc_info=self._failed)
             self._failed = True
@@ -243,9 +247,10 @@ class _Outlook:
         launch = self._request.launch
         total = slots(self._spark, java_profile(launch.profile)) or 0
         if self._may_leave:
-            seen = (total, executor_ids(self._spark))  # those of an executor that is to go are no slots any more
-            if seen != self._seen:
-                self._seen, self._changes_until = seen, now + _CHANGE_SECONDS
+            # An executor that is to go loses its slots at once, so that the total tells of it, too.
+            slots_and_executors = (total, executor_ids(self._spark))
+            if slots_and_executors != self._slots_and_executors:
+                self._slots_and_executors, self._changes_until = slots_and_executors, now + _CHANGE_SECONDS
             if now < self._changes_until or now >= self._asks_at:
                 self._asks_at = now + _ASK_SECONDS
                 self.reason = "an executor is being decommissioned" if is_leaving(self._spark, tag) else ""
@@ -262,5 +267,5 @@ class _Outlook:
     def _most(self, tag: str, total: int) -> int:
         """Returns how many ranks could run on the slots that no other job holds, of so many in total."""
         (least, most), gpus = self._request.workers, self._request.launch.profile is not None
-        free = total - other_tasks(self._spark, tag, self._before, all_jobs=True, gpus=gpus)
+        free = total - other_tasks(self._spark, tag, self._earlier_tags, all_jobs=True, gpus=gpus)
         return workers_for(self._request.job.config, min(free, most), least) or 0

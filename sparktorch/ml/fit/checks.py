@@ -23,8 +23,6 @@ from sparktorch.ml.params.mixins import EstimatorParams
 from sparktorch.ml.scoring.output_fields import check_apart
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.train.callbacks import check_callback
-from sparktorch.train.huggingface.models import MODEL_LOSS
-from sparktorch.train.lightning import check_class
 from sparktorch.train.recipe.metrics import has_metric
 from sparktorch.train.recipe.recipe import Recipe
 
@@ -41,8 +39,9 @@ _INPUTS = (
 _ROLES = ("labelCol", "labelCols", "ratingCol", "weightCol", "validationIndicatorCol", "idCol", "groupCol", "orderCol")
 _OF_SERIES = ("pastCols", "futureCols", "staticCols")
 _COLUMNS = (*_INPUTS, *_ROLES, *_OF_SERIES)
-_INSTEAD = {"featuresCol": "inputCols", "labelCol": "labelCols"}  # the Param that takes the place of another
-_first: dict[tuple[str, str], dict[str, bytes]] = {}  # by application and module: the code of its first fit
+_INSTEAD = {"featuresCol": "inputCols", "labelCol": "labelCols"}  # The second Param takes the place of the first.
+# The code of modules as of their first fit is here by application and module.
+_first: dict[tuple[str, str], dict[str, bytes]] = {}
 _OUTPUTS = ("rawPredictionCol", "probabilityCol", "predictionCol")
 _VALID = {
     "logLevel": ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"),
@@ -75,7 +74,6 @@ def check_params(p: Values) -> None:
     check_version(p.source)
     if p.brings_its_training:
         check_brought(p)
-        check_class(p.source, validated=p.validated)
     above("learningRate", p["learningRate"], 0)
     one_of("dryRun", p["dryRun"], ("driver", "worker"))
     check_job(p)
@@ -148,9 +146,9 @@ def check_thresholds(instance: Params, classes: int | None) -> None:
         )
 
 
-def check_layers(wanted: Mapping[str, str], layers: Sequence[str] | None) -> None:
+def check_layers(output_layers: Mapping[str, str], layers: Sequence[str] | None) -> None:
     """Checks that a module has the layers of `outputLayers`; a graph has none, and `layers` is `None`."""
-    name = next((name for name in wanted.values() if name not in (layers or ())), None)
+    name = next((name for name in output_layers.values() if name not in (layers or ())), None)
     if name is not None:
         what, hint = f"the module has no layer {name!r}", nearest(name, layers or ())
         if layers is None:
@@ -165,19 +163,19 @@ def check_new_columns(estimator: EstimatorParams, dataset: DataFrame, outputs: i
     """
     p = Values(estimator)
     names = p["outputCols"] or [p[name] for name in _OUTPUTS]
-    if outputs > 1 and estimator.hasParam("outputCols") and not p["outputCols"]:  # the model asks for names
+    if outputs > 1 and estimator.hasParam("outputCols") and not p["outputCols"]:  # The model asks for names.
         names = []
     check_outputs(ColumnNames.of(dataset), [name for name in (*names, *estimator.getOutputLayers()) if name])
 
 
 def check_outputs(columns: ColumnNames, names: Sequence[str]) -> None:
     """Refuses output columns that the DataFrame has, and two that have the same name to Spark."""
-    taken = [name for name in names if columns.called(name)]
-    if taken:
+    existing = [name for name in names if columns.called(name)]
+    if existing:
         raise ColumnError(
-            f"the DataFrame already has a column {taken[0]!r}",
+            f"the DataFrame already has a column {existing[0]!r}",
             hint="drop it, or name the model's output columns otherwise",
-            column=taken[0],
+            column=existing[0],
             code="ST-COLUMN-TAKEN",
         )
     check_apart(names, columns)
@@ -200,11 +198,12 @@ def check_best_metric(config: TrainConfig, recipe: Recipe) -> None:
     """Checks that validations will have the metric of early stopping, as far as that is known, and its best value."""
     name = config.needs_metric
     measured = name in (None, "val_loss") or has_metric(name, config.task, recipe.metrics) or recipe.steps_itself
-    if name and not measured and (recipe.training_step in (None, MODEL_LOSS) or not name.startswith("val_")):
-        known = ["val_loss", *(["val_accuracy"] if config.task == "classification" else [])]
+    has_metrics = recipe.training_step is not None and getattr(recipe.training_step, "has_metrics", True)
+    if name and not measured and not (has_metrics and name.startswith("val_")):
+        standard = ["val_loss", *(["val_accuracy"] if config.task == "classification" else [])]
         raise ConfigError(
             f"earlyStoppingMetric is {name!r}, which no validation of this fit has",
-            hint=nearest(name, [*known, *(f"val_{metric}" for metric in recipe.metrics)]),
+            hint=nearest(name, [*standard, *(f"val_{metric}" for metric in recipe.metrics)]),
             param="earlyStoppingMetric",
             code="ST-METRIC",
         )
@@ -231,29 +230,29 @@ def naming_params(instance: Any, *, fits: bool = True) -> Iterator[None]:
         yield
     except ColumnError as error:
         p = Values(instance)
-        given = {name: p[name] for name in _COLUMNS if p[name] is not None}
-        read = [name for name in given if (fits or name in _INPUTS) and _INSTEAD.get(name) not in given]
+        columns = {name: p[name] for name in _COLUMNS if p[name] is not None}
+        read = [name for name in columns if (fits or name in _INPUTS) and _INSTEAD.get(name) not in columns]
         naming = [
             name
             for name in read
-            if error.where.get("column") in ([given[name]] if isinstance(given[name], str) else given[name])
+            if error.where.get("column") in ([columns[name]] if isinstance(columns[name], str) else columns[name])
         ]
         if len(naming) != 1:
             raise
-        named = error.at(param=naming[0])
+        with_param = error.at(param=naming[0])
         if naming == ["featuresCol"] and not instance.isSet("featuresCol"):
-            named.hint = f"{error.hint}; featuresCol is not set: inputCols names other columns".removeprefix("; ")
-        raise named.with_traceback(error.__traceback__) from error.__cause__
+            with_param.hint = f"{error.hint}; featuresCol is not set: inputCols names other columns".removeprefix("; ")
+        raise with_param.with_traceback(error.__traceback__) from error.__cause__
 
 
 def check_version(source: Any) -> None:
     """Refuses a class or function whose Python module was edited and imported again since its first fit."""
     try:
-        found = load_object(source) if isinstance(source, str) else source
-    except ModuleError:  # a folder, or what cannot be imported, as others say
+        factory = load_object(source) if isinstance(source, str) else source
+    except ModuleError:  # It is a folder, or cannot be imported, which other checks say.
         return
-    kind = type(found) if isinstance(found, nn.Module) else found
-    if import_path(kind) is None:  # is sent by value
+    kind = type(factory) if isinstance(factory, nn.Module) else factory
+    if import_path(kind) is None:  # Spark sends its code with each fit.
         return
     application = getattr(SparkContext._active_spark_context, "applicationId", "")
     code = _code_of(kind.__module__)
@@ -271,12 +270,12 @@ def check_version(source: Any) -> None:
 
 def _code_of(module: str) -> dict[str, bytes]:
     """Returns the code of a module's functions and methods by name, without line numbers."""
-    found = {}
+    codes = {}
     for value in list(vars(sys.modules[module]).values()):
         if getattr(value, "__module__", None) != module:
             continue
         for part in list(vars(value).values()) if isinstance(value, type) else [value]:
             code = getattr(part, "__code__", None)
             if isinstance(code, CodeType):
-                found[part.__qualname__] = marshal.dumps(code.replace(co_firstlineno=1, co_linetable=b""), 2)
-    return found
+                codes[part.__qualname__] = marshal.dumps(code.replace(co_firstlineno=1, co_linetable=b""), 2)
+    return codes

@@ -40,7 +40,7 @@ __all__ = ["Ready", "as_planned", "first_inputs", "plan_of", "try_out"]
 
 E = TypeVar("E", bound=EstimatorParams)
 
-# What a training needs: the request with all that its job knows before ranks, the rows, and what the first one told.
+# What a training needs: the request, complete but for what ranks find out; the rows; and the result of the dry run.
 Ready = tuple[Request[TrainJob], DataFrame, DryRunResult]
 
 
@@ -59,7 +59,7 @@ def try_out(
         run = partial(run, values=False)
     if request.dry_run == "driver":
         trial = _on_driver(frame, request, run)
-    else:  # on the device that a rank will have
+    else:  # A worker tries the module on the device that a rank will have.
         trial = DryRunResult.unpacked(*in_worker(partial(try_in_rank, run=run, config=config))[0])
     config.check_classes(trial.classes)
     trial = complete(trial, recipe.metrics, config.task)
@@ -83,20 +83,20 @@ def plan_of(estimator: EstimatorParams, task: Task, dataset: DataFrame, memory: 
     estimator = as_planned(estimator)
     request = translate(estimator, task)
     config, recipe = request.job.config, request.job.recipe
-    if request.launch.device == "cpu":  # under "auto", the plan may be for other machines
+    if request.launch.device == "cpu":  # Under "auto", the plan may be for other machines.
         check_device(config, "cpu")
     with naming_params(estimator):
         _, run = _trial(prepare(dataset, task, **request.columns), request)
     try:
         trial = run(values=False)
-    except Exception:  # as in `plan`; with values, the error has hints
+    except Exception:  # Without values, torch may lack a shape, as in `plan`; and with values, errors have hints.
         trial = run()
-    of, label = run.keywords, run.keywords["label"]
+    samples, label = run.keywords, run.keywords["label"]
     if label is not None and trial.classes is not None:
         label = torch.zeros_like(label, dtype=torch.int64)
-    weight = torch.ones(2) if of["weighted"] else None
-    sizes = torch.ones(2, dtype=torch.int64) if of["grouped"] else None
-    batch = Batch(tuple(of["inputs"].values()), label, weight, 2, weight, names=of["names"], sizes=sizes)
+    weight = torch.ones(2) if samples["weighted"] else None
+    sizes = torch.ones(2, dtype=torch.int64) if samples["grouped"] else None
+    batch = Batch(tuple(samples["inputs"].values()), label, weight, 2, weight, names=samples["names"], sizes=sizes)
     most = None if memory is None else int(memory * 10**6)
     return plan(recipe, config, Values(estimator).workers[1], batch, memory=most)
 
@@ -117,19 +117,21 @@ def first_inputs(frame: Frame) -> tuple[Frame, dict[str, torch.Tensor]]:
     screen.rows_of(frame.sample, first_row=0)
     screen.close(sample=True)
     preprocess = frame.columns.preprocess
-    taken = [
+    columns = [
         _twice(kind_of(spec).field(spec, RowStorage()), frame.sample.column(spec.name)) for spec in frame.columns.inputs
     ]
     inputs: dict[str, torch.Tensor] = {}
     if preprocess is not None:
-        made = _preprocessed(preprocess, taken)
-        inputs = {f"preprocess, {name!r}": tensor for name, tensor in made.items()}
-        frame = replace(frame, columns=replace(frame.columns, preprocess=replace(preprocess, arguments=tuple(made))))
-    for spec, arguments in zip(frame.columns.inputs, taken if preprocess is None else (), strict=False):
-        shown = f"column {spec.column!r}"
-        if shown in inputs:  # the same column once more
-            shown = f"input {spec.name[1:]}, {shown}"
-        inputs |= dict(zip((shown, f"where {shown} has elements"), arguments, strict=False))
+        tensors = _preprocessed(preprocess, columns)
+        inputs = {f"preprocess, {name!r}": tensor for name, tensor in tensors.items()}
+        preprocess = replace(preprocess, arguments=tuple(tensors))
+        return replace(frame, columns=replace(frame.columns, preprocess=preprocess)), inputs
+    for spec, parts in zip(frame.columns.inputs, columns, strict=True):
+        title = f"column {spec.column!r}"
+        if title in inputs:  # The same column is an input once more.
+            title = f"input {spec.name[1:]}, {title}"
+        # A padded column has a second tensor, which tells where it has elements.
+        inputs |= dict(zip((title, f"where {title} has elements"), parts, strict=False))
     return frame, inputs
 
 
@@ -138,10 +140,10 @@ def _trial(frame: Frame, request: Request[TrainJob]) -> tuple[Frame, partial[Dry
     frame, inputs = first_inputs(frame)
     inputs, label = _sampled(frame, inputs)
     config, columns = request.job.config, frame.columns
-    grouped = columns.groups is not None and columns.groups.window is None  # each sample is the first row
+    grouped = columns.groups is not None and columns.groups.window is None  # Each sample is the first row.
     weighted = columns.weight is not None or config.class_weights is not None
-    told: dict[str, Any] = {"names": columns.arguments, "weighted": weighted, "grouped": grouped}
-    return frame, partial(dry_run, request.job.recipe, config.task, config.seed, inputs=inputs, label=label, **told)
+    run = partial(dry_run, request.job.recipe, config.task, config.seed, inputs=inputs, label=label)
+    return frame, partial(run, names=columns.arguments, weighted=weighted, grouped=grouped)
 
 
 def _sampled(frame: Frame, inputs: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
@@ -153,8 +155,8 @@ def _sampled(frame: Frame, inputs: dict[str, torch.Tensor]) -> tuple[dict[str, t
         return inputs, label
     rows = groups.window.rows
     columns = [tensor.repeat_interleave(rows, 0) for tensor in inputs.values()]
-    seen, label = windowed(groups.window, columns, None if label is None else label.repeat_interleave(rows, 0))
-    return dict(zip(inputs, seen, strict=True)), label
+    windows, label = windowed(groups.window, columns, None if label is None else label.repeat_interleave(rows, 0))
+    return dict(zip(inputs, windows, strict=True)), label
 
 
 def _on_driver(frame: Frame, request: Request[TrainJob], run: partial[DryRunResult]) -> DryRunResult:
@@ -163,8 +165,8 @@ def _on_driver(frame: Frame, request: Request[TrainJob], run: partial[DryRunResu
     except ModuleError as error:
         if not has_gpus(frame.data.sparkSession, request.launch.device):
             raise
-        more = "dryRun='worker' tries the module on a worker's device, and not on the driver's CPU"
-        raise ModuleError(error.what, hint=f"{error.hint}\n     {more}", code=error.code, **error.where) from error
+        other_way = "dryRun='worker' tries the module on a worker's device, and not on the driver's CPU"
+        raise ModuleError(error.what, hint=f"{error.hint}\n     {other_way}", code=error.code, **error.where) from error
 
 
 def _twice(field: Field, column: pa.Array) -> tuple[Any, ...]:
@@ -179,8 +181,9 @@ def _preprocessed(preprocess: Preprocess, columns: list[tuple[Any, ...]]) -> dic
 
     A `ModuleError` says that it returns other tensors in training than in scoring.
     """
-    named = zip(preprocess.names, columns, strict=True)
-    kinds = (f"{name!r}: {' and '.join(type(part).__name__ for part in column)}" for name, column in named)
+    kinds = []
+    for name, column in zip(preprocess.names, columns, strict=True):
+        kinds.append(f"{name!r}: {' and '.join(type(part).__name__ for part in column)}")
     hint = f"the columns arrive as {', '.join(kinds)}"
     with refusing("preprocess failed on the first row", hint, param="preprocess", code="ST-PREPROCESS"):
         return replace(preprocess, arguments=tuple(preprocess(columns, 2)))(columns, 2, StepContext(0, 0))

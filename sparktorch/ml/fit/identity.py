@@ -22,7 +22,8 @@ from sparktorch.model.trained_module import TrainedModule
 __all__ = ["described"]
 
 _CHECKPOINTED = ("module", "moduleParams")
-_SKIPPED = {*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"}  # torch's; recurrent layers list parameters again
+# These attributes are torch's; recurrent layers list their parameters in them once more.
+_SKIPPED = {*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"}
 
 
 def described(values: Mapping[str, Any]) -> dict[str, str]:
@@ -32,10 +33,12 @@ def described(values: Mapping[str, Any]) -> dict[str, str]:
     apart, under `INITIAL_WEIGHTS`.
     """
     weights: list[str] = []
-    found = {
-        name: _Contents(weights if name in _CHECKPOINTED else None).of(value, name) for name, value in values.items()
-    }
-    return {**found, **({INITIAL_WEIGHTS: _digest("".join(weights).encode())} if weights else {})}
+    texts = {}
+    for name, value in values.items():
+        texts[name] = _Contents(weights if name in _CHECKPOINTED else None).text(value, name)
+    if weights:
+        texts[INITIAL_WEIGHTS] = _digest("".join(weights).encode())
+    return texts
 
 
 class _Contents:
@@ -43,28 +46,28 @@ class _Contents:
 
     def __init__(self, weights: list[str] | None) -> None:
         self._weights = weights
-        self._seen: dict[int, tuple[Any, str]] = {}  # holds the values, so that no other one gets their ids
+        self._texts: dict[int, tuple[Any, str]] = {}  # It holds the values, so that no other one gets their ids.
 
-    def of(self, value: Any, name: object = "") -> str:
-        """Returns the text of a value, of secrets a digest; a `name` such as "hf_token" is that of one."""
+    def text(self, value: Any, name: object = "") -> str:
+        """Returns the text of a value, of secrets a digest; a `name` such as "hf_token" is that of a secret."""
         if isinstance(value, Mapping):
-            return "{" + ", ".join(f"{key}: {self.of(item, key)}" for key, item in value.items()) + "}"
+            return "{" + ", ".join(f"{key}: {self.text(item, key)}" for key, item in value.items()) + "}"
         if isinstance(value, list | tuple):
-            return "[" + ", ".join(self.of(item, name) for item in value) + "]"
+            return "[" + ", ".join(self.text(item, name) for item in value) + "]"
         if is_secret(value, name):
             return f"*** (sha256 {_digest(repr(value).encode())[:16]})"
         if isinstance(value, str | int | float | bool | None):
             return repr(value)
-        if id(value) not in self._seen:
+        if id(value) not in self._texts:
             kind = str(getattr(value, "__qualname__", type(value).__qualname__))
-            self._seen[id(value)] = value, kind  # for a value that holds itself
+            self._texts[id(value)] = value, kind  # A value that holds itself is known by its kind within itself.
             if import_path(value) is not None:
                 text = f"{kind} (module {value.__module__})"
             else:
                 contents = self._contents(value)
-                text = kind if contents is None else f"{kind} (sha256 {_digest(self.of(contents).encode())[:16]})"
-            self._seen[id(value)] = value, text
-        return self._seen[id(value)][1]
+                text = kind if contents is None else f"{kind} (sha256 {_digest(self.text(contents).encode())[:16]})"
+            self._texts[id(value)] = value, text
+        return self._texts[id(value)][1]
 
     def _contents(self, value: Any) -> Any:
         """Returns what a value consists of; `None` if it cannot be looked into."""
@@ -80,22 +83,27 @@ class _Contents:
             case nn.Module():
                 return self._module(value)
             case set() | frozenset():
-                return sorted(map(self.of, value))
+                return sorted(map(self.text, value))
         return _code(value)
 
     def _module(self, module: nn.Module) -> Any:
-        passing = module._non_persistent_buffers_set
-        own = {name: value for name, value in vars(module).items() if name not in _SKIPPED}
-        kept = {n: t for n, t in module._buffers.items() if n not in passing} | dict(module._parameters.items())
-        shapes = {n: t if t is None else [str(t.dtype), t.shape, t.requires_grad] for n, t in kept.items()}
-        weights = {n: t if t is None else self._weight(t) for n, t in kept.items()}
-        return [type(module), own, shapes, weights, {n: module._buffers[n] for n in sorted(passing)}, module._modules]
+        unsaved_names = module._non_persistent_buffers_set
+        attributes = {name: value for name, value in vars(module).items() if name not in _SKIPPED}
+        saved = {name: buffer for name, buffer in module._buffers.items() if name not in unsaved_names}
+        saved |= module._parameters
+        shapes: dict[str, Any] = {}
+        weights: dict[str, Any] = {}
+        for name, tensor in saved.items():
+            shapes[name] = None if tensor is None else [str(tensor.dtype), tensor.shape, tensor.requires_grad]
+            weights[name] = None if tensor is None else self._weight(tensor)
+        unsaved = {name: module._buffers[name] for name in sorted(unsaved_names)}
+        return [type(module), attributes, shapes, weights, unsaved, module._modules]
 
     def _weight(self, value: Any) -> Any:
         """Returns a weight, or notes it as one that a checkpoint has."""
         if self._weights is None:
             return value
-        self._weights.append(self.of(value))
+        self._weights.append(self.text(value))
         return None
 
 
@@ -103,15 +111,19 @@ def _code(value: Any) -> Any:
     """Returns what functions and classes consist of, and what pickle takes of all else."""
     match value:
         case FunctionType():
-            code, there = value.__code__, value.__globals__
-            used = {name: there[name] for name in _globals(code) if name in there}
+            code, namespace = value.__code__, value.__globals__
+            used = {name: namespace[name] for name in _globals(code) if name in namespace}
             return [code, value.__defaults__, value.__kwdefaults__, value.__closure__, used]
         case CellType():
             return None if value == CellType() else [value.cell_contents]
-        case CodeType():  # without file and lines, which may move
+        case CodeType():  # The file and its lines are left out, because code may move.
             return [value.co_code, value.co_consts, value.co_names, value.co_varnames]
         case type():
-            members = {n: m for n, m in vars(value).items() if n[:2] != "__" or isinstance(m, FunctionType)}
+            members = {
+                name: member
+                for name, member in vars(value).items()
+                if name[:2] != "__" or isinstance(member, FunctionType)
+            }
             return [value.__bases__, members]
         case staticmethod() | classmethod():
             return [value.__func__]
@@ -130,9 +142,11 @@ def _tensor(tensor: torch.Tensor) -> Any:
 
 def _globals(code: CodeType) -> list[str]:
     """Returns the names that code looks up among the globals, and so do the functions within it."""
-    names = [one.argval for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL"]
-    within = [name for one in code.co_consts if isinstance(one, CodeType) for name in _globals(one)]
-    return sorted({*names, *within})
+    names = {instruction.argval for instruction in dis.get_instructions(code) if instruction.opname == "LOAD_GLOBAL"}
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names.update(_globals(constant))
+    return sorted(names)
 
 
 def _reduced(value: Any) -> Any:
@@ -140,9 +154,12 @@ def _reduced(value: Any) -> Any:
     try:
         reduce = copyreg.dispatch_table.get(type(value))
         parts = value.__reduce_ex__(4) if reduce is None else reduce(value)
-    except Exception:  # it holds a lock, a file, or code of its own; many kinds of errors
+    except Exception:  # An object that holds a lock, a file, or code of its own raises any kind of error.
         return None
-    return parts if isinstance(parts, str) else [*parts[:3], *([*items] for items in parts[3:5] if items is not None)]
+    if isinstance(parts, str):
+        return parts
+    # The fourth and fifth part are iterators, over items of lists and dicts.
+    return [*parts[:3], *([*items] for items in parts[3:5] if items is not None)]
 
 
 def _digest(content: Any) -> str:

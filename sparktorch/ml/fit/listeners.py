@@ -25,9 +25,9 @@ __all__ = ["LISTENERS", "AttemptLog", "Fit", "FitListener", "FitReport", "caller
 
 _LOG = logging.getLogger(__name__)
 
-# Modules with two functions: `listener_for(fit) -> FitListener | None`, called at the start of each
-# fit, and `caller() -> Any`, called in the thread that copies an estimator.
-# They are import paths, because this layer must not import the layers above it.
+# Each module has two functions: `listener_for(fit) -> FitListener | None` is called at the start of each fit, and
+# `caller() -> Any` in the thread that copies an estimator. This layer must not import the layers above it, so that
+# these are import paths.
 LISTENERS = ["sparktorch.tracking.listener"]
 
 
@@ -37,6 +37,7 @@ class Fit:
 
     Attributes:
         estimator: The estimator, or the Params of `run`.
+        spark: The session of the fit.
         callers: What `callers` returned when the estimator was copied.
         columns: The training columns, once the DataFrame has been checked; `None` also for a run without one.
         kind: What it is: the class of the estimator, or "run".
@@ -107,26 +108,28 @@ class AttemptLog:
     @property
     def has_trained(self) -> bool:
         """Whether the last attempt has got further than all before."""
-        before = max((each["last_step"] for each in self._records[:-1]), default=0)
+        before = max((attempt["last_step"] for attempt in self._records[:-1]), default=0)
         return bool(self._records[-1]["last_step"] > before)
 
     def records(self, steps: int) -> list[dict[str, Any]]:
         """Returns the attempts of a training that has taken so many steps."""
-        begins = [each["first_step"] for each in self._records if each["first"] is not None]
-        found, trained = list[dict[str, Any]](), 0
-        for each in self._records:
-            record = {name: each[name] for name in ("workers", "began", "ended", "why")}
+        first_steps = [attempt["first_step"] for attempt in self._records if attempt["first"] is not None]
+        records: list[dict[str, Any]] = []
+        trained = 0
+        for attempt in self._records:
+            record = {name: attempt[name] for name in ("workers", "began", "ended", "why")}
             record |= {"steps": 0, "redone": 0, "training": 0.0, "first_step_after": None}
-            if each["first"] is not None:
+            if attempt["first"] is not None:
                 trained += 1
-                end = min(begins[trained:], default=max(steps, each["last_step"]) + 1) - 1
-                done = max(each["last_step"], end) - each["first_step"] + 1
-                kept = max(0, end - each["first_step"] + 1)
-                record |= {"steps": kept, "redone": done - kept}
-                record["training"] = (each["last"] - each["first"]) * kept / done
-                record["first_step_after"] = each["first"] - each["began"]
-            found.append(record)
-        return found
+                # Steps count up to where the earliest of the later attempts begins, which repeats the rest.
+                end = min(first_steps[trained:], default=max(steps, attempt["last_step"]) + 1) - 1
+                done = max(attempt["last_step"], end) - attempt["first_step"] + 1
+                counted = max(0, end - attempt["first_step"] + 1)
+                record |= {"steps": counted, "redone": done - counted}
+                record["training"] = (attempt["last"] - attempt["first"]) * counted / done
+                record["first_step_after"] = attempt["first"] - attempt["began"]
+            records.append(record)
+        return records
 
     def _seconds(self) -> float:
         return time.monotonic() - self._started
@@ -156,14 +159,15 @@ class FitReport:
         self._fit, self._params = fit, Values(fit.estimator)
         self._bar: tqdm[Any] | None = None
         self._listeners: list[FitListener] = []
-        self._first = (time.monotonic(), 0)
-        self._place = self._furthest = (0, 0)
-        self._epochs_told = 0
+        self._bar_began = (time.monotonic(), 0)
+        self._position = self._furthest = (0, 0)
+        self._epochs_reported = 0
 
     def __enter__(self) -> FitReport:
         for module in LISTENERS:
             listener = _ask(module, "listener_for", self._fit)
-            self._listeners += [listener] if listener is not None else []
+            if listener is not None:
+                self._listeners.append(listener)
         return self
 
     def prepared(self, columns: Columns | None) -> None:
@@ -181,12 +185,12 @@ class FitReport:
     def progress(self, record: dict[str, Any]) -> None:
         """Moves the bar to rank 0's position, and reports each position to the listeners once."""
         self.attempts.note(record)
-        place = (record["epoch"], record["step"])
-        if place == self._place:
+        position = (record["epoch"], record["step"])
+        if position == self._position:
             return
-        self._place = place
-        if place > self._furthest:  # a resumed training repeats some steps
-            self._furthest = place
+        self._position = position
+        if position > self._furthest:  # A resumed training repeats some steps.
+            self._furthest = position
             self._tell("progress", record)
         if not self._params["progress"]:
             return
@@ -194,24 +198,26 @@ class FitReport:
         if self._bar is None:
             total = record["epochs"] * record["steps"]
             self._bar = tqdm(total=total, unit="step", desc=self._title, leave=self._stays, dynamic_ncols=True)
-            self._first = (time.monotonic(), done)
-        per_second = (done - self._first[1]) / max(time.monotonic() - self._first[0], 1e-9)
+            self._bar_began = (time.monotonic(), done)
+        began, done_before = self._bar_began
+        per_second = (done - done_before) / max(time.monotonic() - began, 1e-9)
         self._move(done, record["epoch"], record["epochs"], record["loss"], per_second * self._params["batchSize"])
 
     def epoch(self, record: dict[str, Any]) -> None:
         """Reports a finished epoch to the listeners once; a resumed training repeats some."""
-        if record["epoch"] <= self._epochs_told:
+        if record["epoch"] <= self._epochs_reported:
             return
-        self._epochs_told = record["epoch"]
+        self._epochs_reported = record["epoch"]
         self._tell("epoch", record)
 
     def finished(self, model: Model, summary: TrainingSummary) -> None:
         """Completes the bar, and passes the fitted model to the listeners."""
         if self._bar is not None:
             last, epochs = summary.history[-1], len(summary.history)
-            self._bar.total = summary.totalIterations  # fewer, where the training has ended by itself
+            self._bar.total = summary.totalIterations  # They are fewer where the training has ended early.
             self._move(summary.totalIterations, epochs, epochs, last["loss"], last["rows_per_second"])
-        for record in summary.history[self._epochs_told :]:  # all epochs if rank 0 hosts the store
+        # Where rank 0 hosts the store, the driver has seen no epoch before, and reports all of them here.
+        for record in summary.history[self._epochs_reported :]:
             self.epoch(record)
         self._tell("finished", model, summary)
 
@@ -223,12 +229,13 @@ class FitReport:
 
     def _move(self, done: int, epoch: int, epochs: int, loss: float | None, rate: float) -> None:
         assert self._bar is not None
-        shown = f", loss {loss:.4g}" if loss is not None else ""
-        self._bar.set_postfix_str(f"epoch {epoch}/{epochs}{shown}, {rate:,.0f} samples/s", refresh=False)
+        loss_text = f", loss {loss:.4g}" if loss is not None else ""
+        self._bar.set_postfix_str(f"epoch {epoch}/{epochs}{loss_text}, {rate:,.0f} samples/s", refresh=False)
         self._bar.update(done - self._bar.n)
 
-    def _tell(self, what: str, *arguments: Any) -> None:
-        self._listeners = [listener for listener in self._listeners if _heard(listener, what, arguments)]
+    def _tell(self, method: str, *arguments: Any) -> None:
+        """Calls a method of each listener, and drops those that raise."""
+        self._listeners = [listener for listener in self._listeners if _heard(listener, method, arguments)]
 
 
 class _CallbackListener(FitListener):
@@ -249,21 +256,23 @@ class _CallbackListener(FitListener):
 
 def callers() -> dict[str, Any]:
     """Returns each listener module's `caller()` of the current thread, by module."""
-    found = {module: _ask(module, "caller") for module in LISTENERS}
-    return {module: caller for module, caller in found.items() if caller is not None}
+    by_module = {module: _ask(module, "caller") for module in LISTENERS}
+    return {module: caller for module, caller in by_module.items() if caller is not None}
 
 
-def _ask(module: str, name: str, *arguments: Any) -> Any:
+def _ask(module: str, function: str, *arguments: Any) -> Any:
+    """Returns what a function of a listener's module returns; `None`, with a warning, if it raises."""
     try:
-        return getattr(importlib.import_module(module), name)(*arguments)
+        return getattr(importlib.import_module(module), function)(*arguments)
     except Exception:
         _LOG.warning("listener %s could not start; the fit goes on without it", module, exc_info=True)
         return None
 
 
-def _heard(listener: FitListener, what: str, arguments: tuple[Any, ...]) -> bool:
+def _heard(listener: FitListener, method: str, arguments: tuple[Any, ...]) -> bool:
+    """Calls a method of a listener; returns whether it did without raising."""
     try:
-        getattr(listener, what)(*arguments)
+        getattr(listener, method)(*arguments)
     except Exception:
         _LOG.warning("%r failed and hears no more of this fit", listener, exc_info=True)
         return False

@@ -23,9 +23,9 @@ from sparktorch.worker import TrainJob
 __all__ = ["fit_multiple"]
 
 _IDLE_SECONDS = 600.0
-_AGAIN_SECONDS = 0.5
+_AGAIN_SECONDS = 0.5  # A cancelled fit may start other jobs, so they are cancelled again after this time.
 _LOOK_SECONDS = 0.1
-_MOST_BYTES = 1 << 30  # of models that nobody has taken, before the fits wait
+_MOST_BYTES = 1 << 30  # The fits wait once the models that nobody has taken have so many bytes.
 
 
 def fit_multiple(estimators: Sequence[Any], dataset: DataFrame | PreparedData) -> Iterator[tuple[int, Any]]:
@@ -39,17 +39,17 @@ class _Models(Iterator[tuple[int, Any]]):
     """The fitted models with their indices, in order; thread-safe. Garbage collection of it cancels the fits."""
 
     def __init__(self, work: _Work) -> None:
-        self._work, self._lock, self._taken = work, threading.Lock(), 0
+        self._work, self._lock, self._next_index = work, threading.Lock(), 0
         finalize(self, work.cancel).atexit = False
 
     def __next__(self) -> tuple[int, Any]:
         """Returns the next model once it is trained, or raises the error of its fit."""
         try:
             with self._lock:
-                index = self._taken
+                index = self._next_index
                 if index == self._work.count:
                     raise StopIteration
-                self._taken += 1
+                self._next_index += 1
                 self._work.begin()
             return index, self._work.result(index)
         except KeyboardInterrupt:
@@ -69,7 +69,7 @@ class _Work:
         self._spark = (dataset.dataset if isinstance(dataset, PreparedData) else dataset).sparkSession
         self._thread: threading.Thread | None = None
         self._held: PreparedData | None = None
-        self._tag, self._asked = new_tag(), set[int]()
+        self._tag, self._awaited = new_tag(), set[int]()
         self._cancelled, self._over = False, threading.Event()
 
     def begin(self) -> None:
@@ -81,12 +81,12 @@ class _Work:
 
     def result(self, index: int) -> Any:
         """Waits for a model, and forgets it."""
-        self._asked.add(index)
+        self._awaited.add(index)
         try:
             return self._futures[index].result()
         finally:
             self._futures[index] = Future()
-            self._asked.discard(index)
+            self._awaited.discard(index)
 
     def cancel(self) -> None:
         """Begins no other fit, and ends the current one, but on rows that the caller has prepared."""
@@ -99,13 +99,13 @@ class _Work:
         """Cancels the Spark jobs of the current fit, and those that it starts before it sees that it is over."""
         if self._held is not None:
             self._held.cancel()
-        with suppress(Exception):  # the session itself may be gone
+        with suppress(Exception):  # The session itself may be gone.
             while not self._over.is_set():
                 cancel_tasks(self._spark, self._tag)
                 self._over.wait(_AGAIN_SECONDS)
 
     def _fit_all(self) -> None:
-        left = set(range(self.count))
+        unfinished = set(range(self.count))
         tag_tasks(self._spark, self._tag)
         try:
             for group in self._groups():
@@ -113,9 +113,9 @@ class _Work:
                     for index in group:
                         self._wait_for_takers(source)
                         self._fit_one(index, source)
-                        left.discard(index)
-        except BaseException as error:  # of preparing the rows, or of letting them go
-            for index in left:
+                        unfinished.discard(index)
+        except BaseException as error:  # Rows could not be prepared, or let go; each fit has its errors itself.
+            for index in unfinished:
                 self._futures[index].set_exception(error)
         finally:
             self._over.set()
@@ -139,34 +139,41 @@ class _Work:
         """Where untaken models fill the memory, frees the slots until all are taken, or another one is asked for."""
         if self._bytes_ahead() < _MOST_BYTES:
             return
-        if isinstance(source, PreparedData):  # who takes a model may need them to score with it
+        if isinstance(source, PreparedData):  # Who takes a model may need the slots to score with it.
             source.let_go()
         while self._bytes_ahead() and not self._cancelled:
             time.sleep(_LOOK_SECONDS)
 
     def _bytes_ahead(self) -> int:
         """Returns the bytes of the models that nobody has taken; 0 if somebody waits for one that is not trained."""
-        if any(not self._futures[index].done() for index in list(self._asked)):
+        if any(not self._futures[index].done() for index in list(self._awaited)):
             return 0
-        trained = [future.result() for future in self._futures if future.done() and future.exception() is None]
-        return sum(len(weights) for model in trained if isinstance(weights := model.trained.weights, bytes))
+        models = [future.result() for future in self._futures if future.done() and future.exception() is None]
+        # Weights that are no bytes are in a folder, and take no memory here.
+        return sum(len(model.trained.weights) for model in models if isinstance(model.trained.weights, bytes))
 
     def _groups(self) -> list[list[int]]:
-        """Returns the indices of the fits that need the same rows, in the order of their first ones."""
+        """Returns the indices of the fits that need the same rows, in the order of their first ones.
+
+        Where ranks cannot hold rows for several fits, each fit is a group of its own.
+        """
         if isinstance(self._dataset, PreparedData):
             return [list(range(self.count))]
         groups: list[list[int]] = []
         needs = [request.rows for request in self._requests]
         for index, need in enumerate(needs):
-            found = next((group for group in groups if needs[group[0]] == need), None)
-            if found is None:
+            same_rows = next((group for group in groups if needs[group[0]] == need), None)
+            if same_rows is None:
                 groups.append([index])
             else:
-                found.append(index)
-        spark = self._dataset.sparkSession
-        held = [len(group) > 1 and obstacle(self._requests[group[0]], spark) is None for group in groups]
-        parts = ([group] if one else [[index] for index in group] for group, one in zip(groups, held, strict=True))
-        return [part for group in parts for part in group]
+                same_rows.append(index)
+        possible: list[list[int]] = []
+        for group in groups:
+            if len(group) > 1 and obstacle(self._requests[group[0]], self._dataset.sparkSession) is None:
+                possible.append(group)
+            else:
+                possible += [[index] for index in group]
+        return possible
 
     def _rows(self, group: list[int]) -> AbstractContextManager[Source]:
         """Returns a context with the rows of a group of fits, which `cancel` cancels."""
@@ -181,13 +188,13 @@ class _Work:
 
 def _check_checkpoints(requests: Sequence[Request[TrainJob]]) -> None:
     """Refuses fits that would write their checkpoints into the same directory."""
-    seen = set()
+    directories = set()
     for request in requests:
         directory = None if request.job.checkpoint is None else request.job.checkpoint.directory
-        if directory is not None and directory in seen:
+        if directory is not None and directory in directories:
             raise ConfigError(
                 f"several settings of Params have the checkpointDir {directory!r}, and each is a training of its own",
                 hint="give each a checkpointDir in its param map, or set none",
                 param="checkpointDir",
             )
-        seen.add(directory)
+        directories.add(directory)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -29,7 +29,7 @@ from sparktorch.spark.launch.rank_pool import RankPool, Results
 from sparktorch.spark.launch.spark_job import new_tag
 from sparktorch.spark.session import check_running, slots
 from sparktorch.train.strategies.registry import check_device, strategy_type
-from sparktorch.worker import RankJob, TrainJob, run_held, serve, train_held, train_partition
+from sparktorch.worker import RankJob, RankResult, TrainJob, run_held, serve, train_held, train_partition
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -39,7 +39,7 @@ __all__ = ["FreshData", "PreparedData", "Source", "launchable", "make_room", "ne
 J = TypeVar("J", bound=RankJob)
 
 _LOG = logging.getLogger(__name__)
-_all: WeakSet[PreparedData] = WeakSet()  # of this process
+_in_this_process: WeakSet[PreparedData] = WeakSet()
 
 
 class FreshData:
@@ -129,8 +129,9 @@ class PreparedData:
         self.dataset, self.title, self.bar_stays = dataset, "fit", True
         self._idle_timeout = idle_timeout
         request = translate(estimator, task)
-        if (found := obstacle(request, dataset.sparkSession)) is not None:
-            raise found
+        refusal = obstacle(request, dataset.sparkSession)
+        if refusal is not None:
+            raise refusal
         self._needs = request.rows
         self._frame: Frame | None = None
         self._pool: RankPool | None = None
@@ -138,7 +139,7 @@ class PreparedData:
         self._lock = threading.RLock()
         self._timer: threading.Timer | None = None
         self._closed = False
-        _all.add(self)
+        _in_this_process.add(self)
         self._more_columns: dict[str, Any] = {}
         self._without: int | None = None
 
@@ -179,7 +180,7 @@ class PreparedData:
         with self._lock:
             try:
                 return self._checked(estimator, task, report)
-            finally:  # the time may have run out meanwhile, and what raises here starts no attempt
+            finally:  # The time may have run out meanwhile, and a check that raises starts no attempt.
                 self._wait_for_more()
 
     def _checked(self, estimator: EstimatorParams, task: Task, report: FitReport) -> Ready:
@@ -189,15 +190,15 @@ class PreparedData:
         spark, pool = self.dataset.sparkSession, self._pool
         if pool is not None and pool.is_open:
             request = _with_profile(request, spark)
-            # A restart waits for the tasks of this job to end.
+            # With the tag of this job, a restart waits for its tasks to end.
             request = request.with_launch(tag=pool.tag, world_size=len(pool.facts))
-            alone = partial(lambda body, pool: pool.run(partial(run_held, body=body), report), pool=pool)
+            in_worker = partial(_in_ranks, pool, report)
         else:
             request = launchable(request, spark, self)
-            alone = partial(one_rank, spark, request, report)
+            in_worker = partial(one_rank, spark, request, report)
         if self._frame is None:
             self._frame = prepare(self.dataset, task, **request.columns, **self._more_columns)
-        return try_out(estimator, request, self._frame, alone)
+        return try_out(estimator, request, self._frame, in_worker)
 
     def attempt(self, data: DataFrame, request: Request[TrainJob], report: FitReport) -> Results:
         """Trains in the ranks; starts them if they do not run, or hold other rows than the job needs.
@@ -211,6 +212,7 @@ class PreparedData:
                 if self._pool is not None and self._pool.is_open and self._fits(request):
                     return self._run(request.job, report)
                 launch = request.launch
+                # Tasks are cancelled and counted by tag: those of the ranks that end now must not pass for new ones.
                 if self._pool is not None and self._pool.tag == launch.tag:
                     launch = replace(launch, tag=new_tag())
                 self.let_go()
@@ -263,7 +265,7 @@ class PreparedData:
         return self._pool.run(task, report, judge)
 
     def _look_at(self, facts: list[dict[str, Any]], read_with: TrainJob) -> None:
-        """Called with what the ranks tell of the rows that they have read."""
+        """Receives what the ranks tell of the rows that they have read; subclasses may refuse them."""
 
     def _fits(self, request: Request[TrainJob]) -> bool:
         """Whether the ranks hold what a fit needs: a restart may have fewer ranks, a module other classes."""
@@ -285,9 +287,9 @@ class PreparedData:
                 hint="use another strategy in a search",
                 param="strategy",
             )
-        other = [name for name, value in request.rows.items() if value != self._needs[name]]
-        if other:
-            raise needs_other_rows(other)
+        differing = [name for name, value in request.rows.items() if value != self._needs[name]]
+        if differing:
+            raise needs_other_rows(differing)
 
     def _wait_for_more(self) -> None:
         """Starts the time after which ranks without work are ended."""
@@ -299,7 +301,7 @@ class PreparedData:
             self._timer.start()
 
     def _time_out(self) -> None:
-        if self._lock.acquire(blocking=False):  # else a fit has begun
+        if self._lock.acquire(blocking=False):  # If the lock is taken, a fit has begun.
             try:
                 _LOG.info("no fit for %.0f s: %r lets go of its slots", self._idle_timeout, self)
                 self.let_go()
@@ -307,12 +309,17 @@ class PreparedData:
                 self._lock.release()
 
 
-Source = FreshData | PreparedData  # where a fit's rows come from
+Source = FreshData | PreparedData
+
+
+def _in_ranks(pool: RankPool, report: FitReport, body: Callable[..., RankResult]) -> Results:
+    """Runs a body in ranks that hold rows."""
+    return pool.run(partial(run_held, body=body), report)
 
 
 def make_room(spark: SparkSession, count: int, *, without: PreparedData | None = None) -> None:
     """Makes idle ranks of this process, but for those of `without`, free their slots if fewer than `count` are free."""
-    holding = [held for held in list(_all) if held is not without and held.slots_held]
+    holding = [held for held in list(_in_this_process) if held is not without and held.slots_held]
     total = slots(spark) if holding else None
     if total is None:
         return

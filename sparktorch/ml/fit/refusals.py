@@ -11,7 +11,6 @@ from sparktorch.base.devices import is_kind
 from sparktorch.errors import ConfigError
 from sparktorch.ml.fit.values import Values
 from sparktorch.model.export import Program, Script
-from sparktorch.train.huggingface.models import has_own_loss
 from sparktorch.train.strategies.registry import resumable
 
 __all__ = [
@@ -49,7 +48,7 @@ def check_set(p: Values, name: str, hint: str) -> None:
 def check_module(p: Values) -> None:
     """Refuses a module that cannot be trained, and one without a loss."""
     check_set(p, "module", "pass module=... to the constructor")
-    if p["loss"] is None and not (p["trainingStep"] or p.brings_its_training or has_own_loss(p["module"])):
+    if p["loss"] is None and not (p["trainingStep"] or p.brings_its_training or p.own_loss):
         raise ConfigError("loss is not set", hint="pass loss=... to the constructor", param="loss", code="ST-NOT-SET")
     if isinstance(p["module"], torch.jit.ScriptModule | torch.export.ExportedProgram):
         raise ConfigError(

@@ -71,18 +71,18 @@ def run(
         ClusterError: The cluster cannot run the job.
         RankError: A rank raised; names it, with its traceback.
     """
-    given = _params(params)
-    request = translate_run(given, function)
-    call = _shippable(given, function, args, kwargs)
+    run_params = _run_params(params)
+    request = translate_run(run_params, function)
+    call = _shippable(run_params, function, args, kwargs)
     rows = None if data is None else dataframe_of(data, "run")
     session = session_of(rows) if spark is None or rows is not None else spark
 
     def attempt(report: FitReport, request: Request[RankJob], data: DataFrame | None = None) -> Results:
         if data is None:
-            return _ranks(session, report, partial(run_function, job=request.job, function=call), request)
+            return _without_rows(session, report, partial(run_function, job=request.job, function=call), request)
         return run_on_rows(data, request, report, partial(run_on_partition, function=call))
 
-    results = _results(given, request, session, attempt, rows)
+    results = _results(run_params, request, session, attempt, rows)
     return [pickle.loads(payload) for _, payload in results]
 
 
@@ -134,17 +134,19 @@ def collective_map(
             hint="leave numWorkers out, or repartition the RDD",
             param="numWorkers",
         )
-    given = _params({**params, "split": "keep"})
-    request = translate_run(given, function)
-    call = _shippable(given, function, args, kwargs, first="elements, context")
+    run_params = _run_params({**params, "split": "keep"})
+    request = translate_run(run_params, function)
+    call = _shippable(run_params, function, args, kwargs, first="elements, context")
 
     def attempt(report: FitReport, request: Request[RankJob]) -> Results:
         body = partial(run_on_elements, job=request.job, function=call)
+        # Spark runs no barrier job behind coalesce() or union(): the elements then go through a shuffle first.
         with suppress(ChainError):
             return run_ranks(rdd, body, request.launch, report)
         return run_ranks(moved(rdd), body, request.launch, report)
 
-    return [pickle.loads(payload) for _, payload in _results(given, request, session_of(rdd), attempt)]
+    results = _results(run_params, request, session_of(rdd), attempt)
+    return [pickle.loads(payload) for _, payload in results]
 
 
 def run_script(path: str | Path, arguments: Sequence[str] = (), *, spark: SparkSession, **params: Any) -> None:
@@ -165,29 +167,33 @@ def run_script(path: str | Path, arguments: Sequence[str] = (), *, spark: SparkS
     """
     file = Path(path)
     source = file.read_text(encoding="utf-8")
-    given = _params(params)
-    given._resetUid(f"run {file.name}")
-    request = translate_run(given, file.name)
+    run_params = _run_params(params)
+    run_params._resetUid(f"run {file.name}")
+    request = translate_run(run_params, file.name)
     body = partial(run_script_in_rank, path=file.resolve(), source=source, arguments=list(arguments))
-    _results(given, request, spark, lambda report, request: _ranks(spark, report, body, request))
+
+    def attempt(report: FitReport, request: Request[RankJob]) -> Results:
+        return _without_rows(spark, report, body, request)
+
+    _results(run_params, request, spark, attempt)
 
 
 @shortens
 def _results(
-    given: RunParams,
+    run_params: RunParams,
     request: Request[RankJob],
     spark: SparkSession,
     attempt: Callable[..., Results],
     rows: DataFrame | None = None,
 ) -> Results:
     """Runs ranks by `attempt(report, request)`; if they get `rows`, it is also called with these, prepared."""
-    with FitReport(Fit(estimator=given, spark=spark), title="run") as report:
+    with FitReport(Fit(estimator=run_params, spark=spark), title="run") as report:
         request = launchable(request, spark)
         if rows is None:
             run_once = partial(attempt, report)
             report.prepared(None)
         else:
-            with naming_params(given):
+            with naming_params(run_params):
                 frame, _ = first_inputs(prepare(rows, "generic", **request.columns))
             request = request.with_job(columns=frame.columns, placeholder=frame.sample)
             run_once = partial(attempt, report, data=frame.data)
@@ -208,8 +214,8 @@ def _shippable(
     """Names a run by its function; returns the function with its arguments, to be called with what is `first`."""
     name = str(getattr(function, "__qualname__", type(function).__qualname__))
     params._resetUid(f"run {name}")
-    several = isinstance(args, Iterable) and not isinstance(args, str | bytes | Mapping)
-    if not several or not isinstance({} if kwargs is None else kwargs, Mapping):
+    is_sequence = isinstance(args, Iterable) and not isinstance(args, str | bytes | Mapping)
+    if not is_sequence or not isinstance({} if kwargs is None else kwargs, Mapping):
         raise ConfigError(
             f"args is {args!r} and kwargs {kwargs!r}",
             hint="args is a list or tuple, and kwargs a dict: args=[0.1], kwargs={'lr': 0.1}",
@@ -227,7 +233,7 @@ def _check_arguments(
 ) -> None:
     try:
         inspect.signature(function, follow_wrapped=False).bind(*first.split(", "), *args, **keywords)
-    except ValueError:  # a builtin has no signature
+    except ValueError:  # A builtin may have no signature.
         return
     except TypeError as error:
         raise ConfigError(
@@ -237,7 +243,7 @@ def _check_arguments(
         ) from error
 
 
-def _params(values: Mapping[str, Any]) -> RunParams:
+def _run_params(values: Mapping[str, Any]) -> RunParams:
     try:
         return RunParams(**values)
     except TypeError as error:
@@ -247,7 +253,7 @@ def _params(values: Mapping[str, Any]) -> RunParams:
         ) from error
 
 
-def _ranks(spark: SparkSession, report: FitReport, body: Body, request: Request[RankJob]) -> Results:
+def _without_rows(spark: SparkSession, report: FitReport, body: Body, request: Request[RankJob]) -> Results:
     """Runs a body in a barrier job whose ranks get no rows."""
     count = request.launch.world_size
     return run_ranks(spark.range(0, count, 1, count), body, request.launch, report)

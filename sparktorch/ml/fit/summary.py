@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TrainingSummary"]
 
-_SHOWN_EPOCHS = 8
+_TABLE_EPOCHS = 8
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -106,13 +106,14 @@ class TrainingSummary:
         `attempts` returns those of a training of so many steps; `chosen` are fields that the estimator knows.
         """
         ranks = [meta for meta, _ in results]
+        # Only the rank that returns the model has a payload.
         best = next(rank for rank, (_, payload) in enumerate(results) if payload)
         main = ranks[best]
-        joined = [main] if "epochs" in main else ranks  # independent ranks have a model each
+        joined = [main] if "epochs" in main else ranks  # Independent ranks have a model each.
         history, steps = main.pop("history"), main["steps_per_epoch"]
         confusion, chosen = main.pop("confusion"), dict(chosen or {})
         validation_rows = sum(meta["validation_rows"] for meta in joined)
-        if "heldOut" in chosen:  # the estimator may have counted about as many
+        if "heldOut" in chosen:  # An estimator that has counted the samples itself keeps its number.
             chosen["heldOut"] = {"samples": validation_rows, **chosen["heldOut"]}
         return cls(
             history=history,
@@ -219,7 +220,7 @@ class TrainingSummary:
         names = dict.fromkeys(name for record in self.history for name in record)
         columns = ["epoch", *_measured(names)]
         columns += [name for name in ("learning_rate", "seconds") if name in names]
-        table = html.grid(_shown(self.history), [*columns, ""]) if self.history else ""
+        table = html.grid(_table_rows(self.history), [*columns, ""]) if self.history else ""
         return html.block("Training", "", html.pairs(facts), table, html.drawn(self.plot) if self.history else "")
 
     def to_dict(self) -> dict[str, Any]:
@@ -242,7 +243,7 @@ def ending(history: Sequence[Mapping[str, Any]], config: TrainConfig, *, out_of_
 
 
 def best_validation(history: Sequence[Mapping[str, Any]], config: TrainConfig) -> dict[str, Any]:
-    """Returns the metrics of the best validation, its epoch, 0 before the first step, and of those by step its step."""
+    """Returns metrics and epoch of the best validation; the epoch is 0 before the first step. Some have a `step`."""
     best, loss = {}, math.inf
     for record in history:
         for validation in validations_in(record):
@@ -266,15 +267,16 @@ def _measured(names: Iterable[str]) -> list[str]:
     return ["loss", *(name for name in names if name.startswith(("val_", "train_")))]
 
 
-def _shown(history: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _table_rows(history: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns the epochs that a table has room for: the first, that of the lowest loss, with a mark, and the last."""
     judged = [record for record in history if "val_loss" in record] or history
     loss = "val_loss" if "val_loss" in judged[0] else "loss"
     best = min(judged, key=lambda record: (math.isnan(record[loss]), record[loss]))
-    last, found = len(history) - _SHOWN_EPOCHS, list[dict[str, Any]]()
-    for place, record in enumerate(history):
-        if place in (0, history.index(best)) or place > last:
-            found.append({**record, "": f"lowest {loss}" if record is best else ""})
-        elif found[-1]["epoch"] != "…":
-            found.append({"epoch": "…"})
-    return found
+    best_position, before_last = history.index(best), len(history) - _TABLE_EPOCHS
+    rows: list[dict[str, Any]] = []
+    for position, record in enumerate(history):
+        if position in (0, best_position) or position > before_last:
+            rows.append({**record, "": f"lowest {loss}" if record is best else ""})
+        elif rows[-1]["epoch"] != "…":
+            rows.append({"epoch": "…"})
+    return rows

@@ -27,12 +27,8 @@ from sparktorch.ml.params.declare import ParamSpec, input_names
 from sparktorch.ml.params.mixins import EstimatorParams, RunParams
 from sparktorch.spark.launch.barrier_job import Launch
 from sparktorch.train.checkpoint.store import CheckpointStore
-from sparktorch.train.huggingface.folder import opened
-from sparktorch.train.huggingface.models import MODEL_LOSS
-from sparktorch.train.lightning import LightningRecipe, without_trainer
+from sparktorch.train.recipe.groups_loss import GroupsLossStep
 from sparktorch.train.recipe.lookup import check_name, name_of
-from sparktorch.train.recipe.loss import GroupsLossStep
-from sparktorch.train.recipe.metrics import has_metric
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.registry import check_loop, check_strategy, check_workers
 from sparktorch.worker import RankJob, TrainJob
@@ -40,7 +36,7 @@ from sparktorch.worker import RankJob, TrainJob
 __all__ = ["Request", "config_of", "input_columns", "translate", "translate_run"]
 
 _EVERY = {spec.name: spec for spec in (*GENERIC, *CLASSIFIER)}
-_SHUFFLE_BLOCK = 32  # for storage on disk
+_SHUFFLE_BLOCK = 32  # Rows that may be on disk are shuffled in blocks of so many.
 
 
 # The Params behind the arguments of `spark.frame.prepare`.
@@ -123,10 +119,10 @@ class Request(Generic[J]):
 
 def translate(estimator: EstimatorParams, task: Task) -> Request[TrainJob]:
     """Checks the Params and translates them."""
-    estimator = estimator.completed()  # type: ignore[attr-defined]  # what all estimators have
+    estimator = estimator.completed()  # type: ignore[attr-defined]  # All estimators have it.
     p = Values(estimator)
     check_params(p)
-    task_training: TaskTraining = estimator._task_training()  # type: ignore[attr-defined]  # what all estimators have
+    task_training: TaskTraining = estimator._task_training()  # type: ignore[attr-defined]  # All estimators have it.
     groups = _groups(p, task_training)
     identity = {} if p["modelDir"] is None else {"modelDir": "set"}
     if groups is not None and groups.window is not None:
@@ -138,8 +134,8 @@ def translate(estimator: EstimatorParams, task: Task) -> Request[TrainJob]:
     recipe = _recipe(p, config, loss)
     train_job = TrainJob(recipe=recipe, **job)
     request = _request(estimator, p, _EVERY, train_job, groups=groups, graded=task_training.graded)
-    for what in ("loss", "optimizer", "scheduler"):
-        check_name(getattr(recipe, what), what)
+    for kind in ("loss", "optimizer", "scheduler"):
+        check_name(getattr(recipe, kind), kind)
     check_best_metric(config, recipe)
     check_strategy(config, recipe)
     check_workers(config, p.workers[1])
@@ -153,8 +149,9 @@ def translate_run(params: RunParams, function: Any) -> Request[RankJob]:
     """Checks the Params of `run` and translates them."""
     p, table = Values(params), {spec.name: spec for spec in RUN}
     check_job(p)
-    named = repr(function) if isinstance(function, str) else name_of(function)  # its code decides itself what resumes
-    job = RankJob(**_job(p, _config(p, "generic", table), table, function=named))
+    # A run resumes the checkpoint of a function of the same name, whose code decides itself what it goes on with.
+    name = repr(function) if isinstance(function, str) else name_of(function)
+    job = RankJob(**_job(p, _config(p, "generic", table), table, function=name))
     request = _request(params, p, table, job, groups=_groups(p, TaskTraining()), graded=False)
     check_loop(request.job.config)
     check_workers(request.job.config, p.workers[1])
@@ -242,33 +239,37 @@ def _job(p: Values, config: TrainConfig, table: Mapping[str, ParamSpec], **ident
     }
 
 
-def _config(p: Values, task: Task, table: Mapping[str, ParamSpec], **more: Any) -> TrainConfig:
+def _config(p: Values, task: Task, table: Mapping[str, ParamSpec], **fields: Any) -> TrainConfig:
     return TrainConfig(
         task=task,
         shuffle_block=_shuffle_block(p),
         class_weights=_class_weights(p["classWeights"]),
-        **more,
+        **fields,
         **_fields(p, "config", table),
     )
 
 
 def _fields(p: Values, configuration: str, table: Mapping[str, ParamSpec] = _EVERY) -> dict[str, Any]:
     """Returns the Param values for one configuration class, by field."""
-    named = ((spec.field.partition("."), p[name]) for name, spec in table.items())
-    found = {field: value for (of, _, field), value in named if of == configuration}
-    return {field: tuple(value) if isinstance(value, list) else value for field, value in found.items()}
+    values = {}
+    for name, spec in table.items():
+        configuration_name, _, field = spec.field.partition(".")
+        if configuration_name == configuration:
+            value = p[name]
+            values[field] = tuple(value) if isinstance(value, list) else value
+    return values
 
 
 def _checkpoint(p: Values, table: Mapping[str, ParamSpec], identity: Mapping[str, str]) -> CheckpointConfig | None:
     if p["checkpointDir"] is None:
         return None
-    CheckpointStore(p["checkpointDir"])  # raises if the file system is unknown
-    compared = {  # what must be equal to resume
-        name: p[name]
-        for name, spec in table.items()
-        if spec.compared is True or (spec.compared and p[name] != spec.default)
-    } | {"shuffleBlock": _shuffle_block(p)}
-    if p.trained is not None:  # the model's uid is another in every process
+    CheckpointStore(p["checkpointDir"])  # It raises if the file system is unknown.
+    compared = {}  # A training resumes a checkpoint only if these are equal.
+    for name, spec in table.items():
+        if spec.compared is True or (spec.compared == "unless default" and p[name] != spec.default):
+            compared[name] = p[name]
+    compared["shuffleBlock"] = _shuffle_block(p)
+    if p.trained is not None:  # The model itself has a uid, which is another in every process.
         compared["module"] = p.trained
     job = {**described(compared), **identity}
     return CheckpointConfig(owner=secrets.token_hex(16), job=job, **_fields(p, "checkpoint", table))
@@ -295,26 +296,15 @@ def _groups(p: Values, task_training: TaskTraining) -> Groups | None:
 
 
 def _recipe(p: Values, config: TrainConfig, loss: Mapping[str, Any]) -> Recipe:
-    module, fields = _module(p), _fields(p, "recipe", _EVERY)
-    if not p.brings_its_training:
-        return Recipe(**{**module, **fields, **loss})
-    return LightningRecipe(
-        **{**module, "module": without_trainer(module["module"])},
-        **fields,
-        stage="fit",
-        loss=None,
-        epochs=p["epochs"],
-        accumulation=p["accumulationSteps"],
-        validates=p.validated,
-        needs_metric=None if has_metric(config.best_metric, config.task, p["metrics"]) else config.needs_metric,
-    )
+    recipe = p.adapter.recipe(**{**_module(p), **_fields(p, "recipe", _EVERY), **loss})
+    return recipe.for_fit(config, validated=p.validated)
 
 
 def _loss(p: Values) -> dict[str, Any]:
     """Returns the recipe's arguments for the loss, the training step, or neither: the loss that the model has."""
     if p["trainingStep"] is not None:
         return {"loss": None}
-    return {"loss": p["loss"]} if p["loss"] is not None else {"loss": None, "training_step": MODEL_LOSS}
+    return {"loss": p["loss"]} if p["loss"] is not None else {"loss": None, "training_step": p.own_loss}
 
 
 def _loss_of_groups(p: Values, task_training: TaskTraining) -> dict[str, Any]:
@@ -338,8 +328,7 @@ def _module(p: Values) -> dict[str, Any]:
     """Returns the recipe's arguments for a module; for a fitted model, its code and weights."""
     module, params, trained = p["module"], p["moduleParams"], p.trained
     if trained is None:
-        found = opened(module, params, seed=p["seed"], in_place=p["modelDir"] is not None)
-        return {"module": module, "module_params": params} if found is None else found
+        return p.adapter.recipe_fields(module, params, seed=p["seed"], in_place=p["modelDir"] is not None)
     fields = {"module": trained.source, "module_params": trained.params}
     return {**fields, "initial": trained.weights, "seed": trained.seed}
 

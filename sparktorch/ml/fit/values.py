@@ -11,7 +11,8 @@ from pyspark.ml.param import Params
 
 from sparktorch.base.imports import load_object
 from sparktorch.model.trained_module import TrainedModule
-from sparktorch.train.lightning import is_lightning
+from sparktorch.train.recipe.adapter import Adapter, adapter_of
+from sparktorch.train.recipe.loss import TrainingStep
 from sparktorch.train.strategies.base import Kind
 from sparktorch.train.strategies.registry import strategy_for, strategy_type
 
@@ -44,19 +45,35 @@ class Values:
         return trained if isinstance(trained, TrainedModule) else None
 
     @property
+    def adapter(self) -> Adapter:
+        """What the module, or that of a fitted model, has beyond torch's conventions."""
+        return adapter_of(self.source)
+
+    @property
+    def own_loss(self) -> TrainingStep | None:
+        """The training step for the loss that the module has itself; `None` if it has none.
+
+        A `ModuleError` says that the import path of the module cannot be imported.
+        """
+        step = self.adapter.loss_step(self.source)
+        if step is None and isinstance(self.source, str) and ":" in self.source:
+            load_object(self.source)  # Its error says more than that the loss is not set.
+        return step
+
+    @property
     def brings_its_training(self) -> bool:
-        """Whether the module is a LightningModule, or a model that was fitted with one."""
-        return is_lightning(self.source)
+        """Whether the module brings its loss, optimizer and schedule."""
+        return self.adapter.brings_training
 
     @property
     def file_in_the_way(self) -> str | None:
         """The file that stands where `modelDir` or a folder above it should."""
-        wanted = PurePath(self["modelDir"])
-        return next((str(path) for path in (wanted, *wanted.parents) if os.path.isfile(path)), None)
+        folder = PurePath(self["modelDir"])
+        return next((str(path) for path in (folder, *folder.parents) if os.path.isfile(path)), None)
 
     @property
     def strategy(self) -> Kind:
-        """What is known of the strategy."""
+        """The kind of strategy, with what holds for it whatever its options."""
         return strategy_type(self["strategy"])
 
     @cached_property
@@ -73,8 +90,8 @@ class Values:
     @property
     def workers(self) -> tuple[int, int]:
         """The fewest and the most workers."""
-        given, least = self["numWorkers"], self["minWorkers"]
-        return given if isinstance(given, tuple) else (given if least is None else least, given)
+        workers, least = self["numWorkers"], self["minWorkers"]
+        return workers if isinstance(workers, tuple) else (workers if least is None else least, workers)
 
     @property
     def sharing(self) -> int:

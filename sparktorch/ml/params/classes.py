@@ -17,7 +17,7 @@ __all__ = [
 ]
 
 
-def _loss_of(default: str) -> tuple[ParamSpec, ...]:
+def _loss_with_default(default: str) -> tuple[ParamSpec, ...]:
     return tuple(replace(spec, default=default) if spec.name == "loss" else spec for spec in t.LOSS)
 
 
@@ -34,20 +34,16 @@ _OR_AUTO = {"int": "int | str", "float": "float | str"}
 
 
 def _automatic(table: tuple[ParamSpec, ...]) -> tuple[ParamSpec, ...]:
-    """Returns a table whose Params of `AUTOMATIC` are "auto" by default, with that of the rows to hold out."""
-    changed = [
-        replace(
-            spec,
-            type=_OR_AUTO.get(spec.type, spec.type),
-            default="auto",
-            doc=f"{spec.doc}; 'auto' chooses by the number of rows",
-        )
-        if spec.name in AUTOMATIC
-        else spec
-        for spec in table
-    ]
-    after = 1 + [spec.name for spec in changed].index("validationIndicatorCol")
-    return (*changed[:after], *tasks.HELD_OUT, *changed[after:])
+    """Returns a table whose Params of `AUTOMATIC` are "auto" by default, and adds the Param of rows to hold out."""
+    changed = []
+    for spec in table:
+        if spec.name in AUTOMATIC:
+            kind, doc = _OR_AUTO.get(spec.type, spec.type), f"{spec.doc}; 'auto' chooses by the number of rows"
+            spec = replace(spec, type=kind, default="auto", doc=doc)
+        changed.append(spec)
+        if spec.name == "validationIndicatorCol":
+            changed += tasks.HELD_OUT
+    return tuple(changed)
 
 
 _BEFORE_LABELS = (*t.MODULE, *t.COLUMNS, *t.INPUTS, *t.LABEL)
@@ -63,7 +59,7 @@ GENERIC = (
     *(*_BEFORE_LABELS, *t.LABELS, *t.PREDICTION, *t.OUTPUTS, *t.WEIGHT, *t.ROWS, *t.GROUPS),
     *(*t.LOSS, *_AFTER_LOSS),
 )
-REGRESSOR = (*_BEFORE_LABELS, *t.LABELS, *_BEFORE_LOSS, *_loss_of("MSELoss"), *_AFTER_LOSS)
+REGRESSOR = (*_BEFORE_LABELS, *t.LABELS, *_BEFORE_LOSS, *_loss_with_default("MSELoss"), *_AFTER_LOSS)
 _GROUP = tuple(replace(spec, doc="the column that groups rows, such as a query") for spec in t.GROUPS[:1])
 _RANKING = (
     "'listnet', 'ranknet' or 'lambdarank', or a callable (scores, labels, sizes) -> loss per group, or its import path"
@@ -71,13 +67,13 @@ _RANKING = (
 RANKER = _automatic(
     (
         *(*_BEFORE_LABELS, *_GROUP, *_BEFORE_LOSS, *tasks.TABLE),
-        *(replace(spec, doc=_RANKING) if spec.name == "loss" else spec for spec in _loss_of("listnet")),
+        *(replace(spec, doc=_RANKING) if spec.name == "loss" else spec for spec in _loss_with_default("listnet")),
         *_AFTER_LOSS,
     )
 )
 CLASSIFIER = (
     *(*_BEFORE_LABELS, *t.PREDICTION, *t.CLASSIFIED, *t.WEIGHT, *t.ROWS),
-    *(*_loss_of("CrossEntropyLoss"), *t.CLASS_WEIGHTS, *_AFTER_LOSS),
+    *(*_loss_with_default("CrossEntropyLoss"), *t.CLASS_WEIGHTS, *_AFTER_LOSS),
 )
 
 _FROM_FOLDER = tuple(
@@ -107,12 +103,12 @@ RECOMMENDER = _automatic(
     )
 )
 
-_KEPT = ("nullPolicy", "validationIndicatorCol")
-_OF_SERIES = {
+_ROW_PARAMS = ("nullPolicy", "validationIndicatorCol")
+_SERIES_DOCS = {
     "groupCol": "the column that tells series apart; without it, all rows are one",
     "orderCol": "the column that orders the rows of a series in even steps: whole numbers, dates or timestamps",
 }
-_SERIES = (*(replace(spec, doc=_OF_SERIES[spec.name]) for spec in t.GROUPS), *tasks.SERIES)
+_SERIES = (*(replace(spec, doc=_SERIES_DOCS[spec.name]) for spec in t.GROUPS), *tasks.SERIES)
 FORECASTER = _automatic(
     (
         *(*_SERIES, *tasks.WINDOWS),
@@ -121,9 +117,9 @@ FORECASTER = _automatic(
             *t.LABEL,
             *t.PREDICTION,
             *t.WEIGHT,
-            *(spec for spec in (*t.INPUTS, *t.ROWS) if spec.name in _KEPT),
+            *(spec for spec in (*t.INPUTS, *t.ROWS) if spec.name in _ROW_PARAMS),
         ),
-        *(*_loss_of("L1Loss"), *_AFTER_LOSS),
+        *(*_loss_with_default("L1Loss"), *_AFTER_LOSS),
     )
 )
 

@@ -56,11 +56,13 @@ class ParamSpec:
 
 class _Explained(Params):
     def explainParam(self, param: str | Param[Any]) -> str:
-        """Explains a Param: its name, its doc, its default and its value. That of pyspark fails for a tuple."""
-        one: Param[Any] = self._resolveParam(param)
-        maps = {"default": self._defaultParamMap, "current": self._paramMap}
-        values = [f"{what}: {values[one]}" for what, values in maps.items() if one in values]
-        return f"{one.name}: {one.doc} ({', '.join(values) or 'undefined'})"
+        """Explains a Param: its name, its doc, its default and its value. pyspark's method fails for a tuple."""
+        resolved: Param[Any] = self._resolveParam(param)
+        values = []
+        for title, param_map in (("default", self._defaultParamMap), ("current", self._paramMap)):
+            if resolved in param_map:
+                values.append(f"{title}: {param_map[resolved]}")
+        return f"{resolved.name}: {resolved.doc} ({', '.join(values) or 'undefined'})"
 
 
 def params_class(name: str, table: Sequence[ParamSpec], doc: str, *bases: type[Params]) -> type[Params]:
@@ -84,9 +86,14 @@ def params_class(name: str, table: Sequence[ParamSpec], doc: str, *bases: type[P
             members[f"get{spec.accessor}"] = _getter(spec)
         members[f"set{spec.accessor}"] = _setter(spec)
     for member in members.values():
-        if callable(member):  # so that it can be pickled by name
+        if callable(member):  # Pickle writes a function as its module and its qualified name.
             member.__module__, member.__qualname__ = members["__module__"], f"{name}.{member.__name__}"
-    return types.new_class(name, (*(bases or (_Explained,)), *shared), {}, lambda namespace: namespace.update(members))
+
+    def fill(namespace: dict[str, Any]) -> None:
+        namespace.update(members)
+
+    # `type` would not resolve the metaclass of the bases.
+    return types.new_class(name, (*(bases or (_Explained,)), *shared), {}, fill)
 
 
 def with_constructor(kind: type[Params], table: Sequence[ParamSpec], *, arguments: bool) -> type[Params]:
@@ -97,28 +104,30 @@ def with_constructor(kind: type[Params], table: Sequence[ParamSpec], *, argument
     defaults = {spec.name: spec.default for spec in table if spec.default is not None}
 
     def __init__(self: Any, *positional: Any, **values: Any) -> None:
-        made = f"{type(self).__name__}()"
+        constructor = f"{type(self).__name__}()"
         if positional:
             takes = f"takes Params by name, such as {names[0]}=..., and not by place" if names else "takes no arguments"
-            raise TypeError(f"{made} {takes}")
+            raise TypeError(f"{constructor} {takes}")
         for name in values:
             if name not in names:
                 hint = f": {nearest(name, names)}" if names else ""
-                raise TypeError(f"{made} got an unexpected keyword argument {name!r}{hint}")
-        self._input_kwargs = values  # as pyspark's `keyword_only` leaves them
+                raise TypeError(f"{constructor} got an unexpected keyword argument {name!r}{hint}")
+        self._input_kwargs = values  # pyspark's `keyword_only` leaves them there, too.
         super(kind, self).__init__()
-        self._setDefault(**{name: own(value) for name, value in defaults.items()})
+        self._setDefault(**{name: separate_copy(value) for name, value in defaults.items()})
         self._set(**{name: value for name, value in values.items() if value is not None})
 
-    keyword, itself = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-    taken = table if arguments else ()
-    named = [inspect.Parameter(s.name, keyword, default=s.shown_default, annotation=optional(s)) for s in taken]
-    signature = inspect.Signature([itself, *named], return_annotation="None")
-    names = [spec.name for spec in taken]
-    __init__.__annotations__ = {**{spec.name: optional(spec) for spec in taken}, "return": None}
-    __init__.__signature__ = signature  # type: ignore[attr-defined]
+    accepted = table if arguments else ()
+    names = [spec.name for spec in accepted]
+    parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)]
+    for spec in accepted:
+        keyword, default = inspect.Parameter.KEYWORD_ONLY, spec.shown_default
+        parameters.append(inspect.Parameter(spec.name, keyword, default=default, annotation=optional(spec)))
+    # Signatures are for `help`; the interpreter itself goes by `*positional` and `**values`.
+    __init__.__signature__ = inspect.Signature(parameters, return_annotation="None")  # type: ignore[attr-defined]
+    __init__.__annotations__ = {**{spec.name: optional(spec) for spec in accepted}, "return": None}
     __init__.__qualname__ = f"{kind.__name__}.__init__"
-    __init__.__doc__ = described(taken)
+    __init__.__doc__ = described(accepted)
     kind.__init__ = __init__  # type: ignore[method-assign]
     return kind
 
@@ -136,24 +145,25 @@ def optional(spec: ParamSpec) -> str:
     return spec.type if spec.type == "Any" or spec.shown_default is not None else f"{spec.type} | None"
 
 
-def own(value: Any) -> Any:
+def separate_copy(value: Any) -> Any:
     """Returns a copy of a list or dict and those within it, so that changing one affects no other instance."""
     if type(value) is dict:
-        return {key: own(item) for key, item in value.items()}
+        return {key: separate_copy(item) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(map(own, value))
+        return type(value)(map(separate_copy, value))
     return copy.copy(value) if isinstance(value, _MUTABLE) else value
 
 
 def _getter(spec: ParamSpec) -> Any:
     def get(self: Any) -> Any:
-        if spec.default is not None and not self.isDefined(spec.name):  # pickled before there was this Param
-            return own(spec.default)
+        # An instance that was pickled before there was this Param lacks its default.
+        if spec.default is not None and not self.isDefined(spec.name):
+            return separate_copy(spec.default)
         return self.getOrDefault(spec.name)
 
     end = "." if spec.default is None else " or its default."
     get.__annotations__ = {"return": spec.type}
-    return _named(get, f"get{spec.accessor}", f"Gets the value of `{spec.name}`{end}")
+    return _with_name(get, f"get{spec.accessor}", f"Gets the value of `{spec.name}`{end}")
 
 
 def _setter(spec: ParamSpec) -> Any:
@@ -161,17 +171,17 @@ def _setter(spec: ParamSpec) -> Any:
         return self._set(**{spec.name: value})
 
     set_value.__annotations__ = {"value": spec.type}
-    return _named(set_value, f"set{spec.accessor}", f"Sets the value of `{spec.name}`: {spec.doc}.")
+    return _with_name(set_value, f"set{spec.accessor}", f"Sets the value of `{spec.name}`: {spec.doc}.")
 
 
-def _named(function: Any, name: str, doc: str) -> Any:
+def _with_name(function: Any, name: str, doc: str) -> Any:
     function.__name__ = function.__qualname__ = name
     function.__doc__ = doc
     return function
 
 
 def _to_dict(value: Any) -> dict[str, Any]:
-    return dict(own(_checked(value, Mapping, "a dict")))
+    return dict(separate_copy(_checked(value, Mapping, "a dict")))
 
 
 def _to_dicts(value: Any) -> list[dict[str, Any]]:
@@ -182,9 +192,9 @@ def _by_column(convert: Callable[[Any], Any], value: Any) -> dict[str, Any]:
     return {str(name): convert(item) for name, item in _checked(value, Mapping, "a dict by column name").items()}
 
 
-def _checked(value: Any, kind: Any, what: str) -> Any:
+def _checked(value: Any, kind: Any, title: str) -> Any:
     if not isinstance(value, kind):
-        raise TypeError(f"expected {what}, got {type(value).__name__}")
+        raise TypeError(f"expected {title}, got {type(value).__name__}")
     return value
 
 

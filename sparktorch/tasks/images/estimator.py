@@ -7,6 +7,7 @@ from typing import Any
 
 from pyspark.sql import DataFrame
 
+from sparktorch.adapters.huggingface.preprocess import FromFolder, Pixels
 from sparktorch.errors import ConfigError
 from sparktorch.ml.params.mixins import ImageClassificationModelParams, ImageClassifierParams
 from sparktorch.tasks.images.image_size import usual_size
@@ -14,7 +15,6 @@ from sparktorch.tasks.images.network import ImageNetwork
 from sparktorch.tasks.shared.labelled import LabelledEstimator, LearnedOfLabels
 from sparktorch.tasks.shared.pretrained import FolderClassifier, FolderModel
 from sparktorch.tasks.shared.settings import TaskSettings
-from sparktorch.train.huggingface.preprocess import FromFolder, Pixels
 
 __all__ = ["IMAGES", "NEW_IMAGES", "ImageClassificationModel", "ImageClassifier"]
 

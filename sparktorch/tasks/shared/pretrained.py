@@ -7,6 +7,8 @@ from abc import abstractmethod
 from dataclasses import replace
 from typing import Any
 
+from sparktorch.adapters.huggingface.folder import classifier_in, config_in, has_new_weights
+from sparktorch.adapters.huggingface.preprocess import FromFolder
 from sparktorch.errors import ConfigError
 from sparktorch.ml.classification import TorchClassificationModel, TorchClassifier
 from sparktorch.ml.fit.refusals import check_set
@@ -14,8 +16,6 @@ from sparktorch.ml.fit.values import Values
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.tasks.shared.labelled import LabelledEstimator
 from sparktorch.tasks.shared.settings import TaskSettings
-from sparktorch.train.huggingface.folder import classifier_in, config_in, has_new_weights
-from sparktorch.train.huggingface.preprocess import FromFolder
 
 __all__ = ["FolderClassifier", "FolderModel"]
 

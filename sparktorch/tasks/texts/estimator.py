@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from sparktorch.adapters.huggingface.folder import config_in
+from sparktorch.adapters.huggingface.models import names_of_arguments
+from sparktorch.adapters.huggingface.preprocess import FromFolder, Tokens
 from sparktorch.base.config import at_least
 from sparktorch.base.imports import transformers
 from sparktorch.errors import ConfigError, ModuleError
 from sparktorch.ml.params.mixins import TextClassificationModelParams, TextClassifierParams
 from sparktorch.tasks.shared.pretrained import FolderClassifier, FolderModel
 from sparktorch.tasks.shared.settings import TaskSettings
-from sparktorch.train.huggingface.folder import config_in
-from sparktorch.train.huggingface.models import names_of_arguments
-from sparktorch.train.huggingface.preprocess import FromFolder, Tokens
 
 __all__ = ["NEW_TEXTS", "TEXTS", "TextClassificationModel", "TextClassifier"]
 

@@ -17,12 +17,12 @@ from sparktorch.base.devices import let_go
 from sparktorch.base.no_op import no_op
 from sparktorch.base.world import World
 from sparktorch.errors import ModuleError
-from sparktorch.train.huggingface.models import call, model_in
 from sparktorch.train.loop.micro_batches import MicroBatches
 from sparktorch.train.numerics.determinism import generators_state, set_generators_state, untouched_generators
 from sparktorch.train.numerics.non_finite import LossWatch, all_finite
 from sparktorch.train.numerics.sync_batchnorm import Presence, has_batch_norm, synchronise
 from sparktorch.train.numerics.torch_errors import is_out_of_memory
+from sparktorch.train.recipe.adapter import adapted_parts, adapter_of
 from sparktorch.train.recipe.frozen_base import FrozenBase
 from sparktorch.train.recipe.loss import Loss, Means, Sums, TrainingStep, full_precision
 from sparktorch.train.recipe.lr_schedule import Schedule
@@ -82,8 +82,8 @@ class Engine:
         if built is None and config.model_folder:
             built = recipe.build_deferred(config.seed)
         unwrapped = recipe.build_module(config.seed) if built is None else built.module
-        self.hooks = recipe.build_own(unwrapped, world, steps)
-        self.base = FrozenBase.of(unwrapped, recipe.module_seed(config.seed), recipe.packed)
+        self.hooks = recipe.build_hooks(unwrapped, world, steps)
+        self.base = FrozenBase.of(unwrapped, adapted_parts(unwrapped), recipe.module_seed(config.seed), recipe.packed)
         # A rank without rows joins every all-reduce with placeholder rows. Batch normalisation refuses a single row in
         # training, unless it is synchronised over the ranks, as torch's `SyncBatchNorm` in the module is.
         self._presence: Presence | None = None
@@ -102,8 +102,9 @@ class Engine:
         # A forward pass through divided parameters is a collective, of which all ranks need as many.
         same_count = self.kind.divides_parameters
         self.micro_batches = MicroBatches(config, world, steps=steps, min_rows=self.min_rows, same_count=same_count)
-        # Models of transformers ignore what the attention mask hides, so padding can be cut off each micro-batch.
-        self._masks = model_in(unwrapped) is not None and self.strategy.ranks_of_rows == 1
+        self._adapter = adapter_of(unwrapped)
+        # Padding that the module ignores is cut off each micro-batch.
+        self._trims = self._adapter.ignores_padding(unwrapped) and self.strategy.ranks_of_rows == 1
         if config.channels_last:
             unwrapped.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             unwrapped.register_forward_pre_hook(_in_channels_last, with_kwargs=True)
@@ -231,17 +232,17 @@ class Engine:
     def forward(self, module: nn.Module, batch: Batch) -> Any:
         """Returns the module's output for a batch, at least in float32."""
         with self._autocast:
-            output = call(module, batch.inputs, batch.names, self.unwrapped)
+            output = self._adapter.call(module, batch.inputs, batch.names, self.unwrapped)
         return self.widened(output)
 
     def widened(self, output: Any) -> Any:
-        """Returns a module's output as `forward` does: the logits of a transformers model, at least in float32."""
+        """Returns a module's output as `forward` does: the logits among named outputs, at least in float32."""
         return full_precision(prediction(output))
 
     def _split(self, batch: Batch, step: int) -> list[Batch]:
         """Returns the micro-batches of a step."""
         parts = micro_batches(batch, self.micro_batches.parts[step], min_rows=self.min_rows)
-        if self._masks:
+        if self._trims:
             parts = [part.trimmed() for part in parts]
         self.padding = padding(parts)
         return parts

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from sparktorch.errors import ConfigError, ModuleError
-from sparktorch.train.huggingface.models import is_model, without_caches
+from sparktorch.train.recipe.adapter import without_caches
 from sparktorch.train.sharding.arguments import Arguments
 
 __all__ = ["HOW", "Cut", "Outline", "Output", "Stage", "bare"]
@@ -27,7 +27,7 @@ HOW = (
     "     or divide it with strategyParams.shard"
 )
 _PARAM = "strategyParams"
-_PLAN = "base_model_pp_plan"  # of configurations of transformers
+_PLAN = "base_model_pp_plan"  # Configurations of models may bring a plan by this name.
 
 
 class Outline(nn.Module):
@@ -261,7 +261,7 @@ def _units_of(module: Any) -> tuple[Sequence[Sequence[nn.Module]], Callable[...,
         raise ModuleError(f"{type(module).__name__} {what}", hint=HOW, param="module", code="ST-PIPELINE")
     if type(module).forward is nn.Sequential.forward:
         return [[part] for part in _flat(module)], _chained
-    base = getattr(module, "base_model", None) if is_model(module) else None
+    base = module.base_model if hasattr(type(module), "base_model_prefix") else None
     plan = getattr(getattr(base, "config", None), _PLAN, None)
     if plan:
         without_caches(module)

@@ -51,9 +51,10 @@ def plan(recipe: Recipe, config: TrainConfig, workers: int, first: Batch, *, mem
     """Returns what each strategy takes of a worker, which has so many bytes of memory, if they are given.
 
     It runs forward passes on `first`, a batch of two rows, and on twice as many, of a module that has shapes and no
-    values where that is possible. Instances, LightningModules, adapters and modules that look at values take as much
-    memory here as a training. The configuration's own strategy is tried besides those of the table. A `ConfigError`
-    refuses inputs that are sparse or jagged; a `ModuleError` says that the module cannot be built or called.
+    values where that is possible. Instances, modules that bring their training, adapters, and modules that look at
+    values take as much memory here as a training. The configuration's own strategy is tried besides those of the table.
+    A `ConfigError` refuses inputs that are sparse or jagged; a `ModuleError` says that the module cannot be built or
+    called.
     """
     if odd := [name for name, tensor in first.named.items() if tensor.layout is not torch.strided]:
         what = f"input {odd[0]!r} is sparse or jagged, and a plan is made of rows with as many numbers each"

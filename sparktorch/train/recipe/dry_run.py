@@ -15,11 +15,11 @@ from torch import nn
 
 from sparktorch.base.batch import Batch
 from sparktorch.base.config import Task
+from sparktorch.base.deferred import PartialWeights
 from sparktorch.base.state_dict import check_state
 from sparktorch.base.world import World
 from sparktorch.errors import ModuleError, SparkTorchError, line_of_user, refusing
-from sparktorch.train.huggingface.folder import log_differences
-from sparktorch.train.huggingface.models import MODEL_LOSS, call, check_model_loss
+from sparktorch.train.recipe.adapter import adapter_of
 from sparktorch.train.recipe.hints import hints_for
 from sparktorch.train.recipe.loss import Loss, TrainingStep, check_mean, full_precision
 from sparktorch.train.recipe.loss_tensors import check_parameters, unchanged_buffers
@@ -44,7 +44,7 @@ _WITH_VALUES = (
     "with modelDir, the driver tries shapes alone; dryRun='worker' tries values, in one worker, which then holds the "
     "whole model"
 )
-_STEPS = 100  # of an epoch, as far as the dry run knows
+_STEPS = 100  # The dry run supposes that an epoch has so many steps.
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,19 @@ class OutputSpec:
 
 @dataclass(frozen=True)
 class ArgumentSpec:
-    """One tensor that `forward` gets."""
+    """One tensor that `forward` gets.
 
-    name: str  # for messages, such as `column 'x'`
+    Attributes:
+        name: Its name in messages, such as `column 'x'`.
+        dtype: Its dtype, without "torch.".
+        shape: The shape of one row: of the first, if rows differ; empty for jagged tensors.
+        layout: "strided", "sparse_csr" or "jagged".
+    """
+
+    name: str
     dtype: str
-    shape: tuple[int, ...]  # of one row; if rows differ, of the first, and empty for jagged tensors
-    layout: str = "strided"  # or "sparse_csr" or "jagged"
+    shape: tuple[int, ...]
+    layout: str = "strided"
 
 
 @dataclass(frozen=True)
@@ -100,9 +107,9 @@ class DryRunResult:
     @classmethod
     def unpacked(cls, _: Mapping[str, Any], content: bytes) -> DryRunResult:
         """Rebuilds a result from `packed`; unpickles only it, and tensors in plain containers."""
-        torch.serialization.add_safe_globals([cls, OutputSpec, ArgumentSpec])  # once for all threads
-        found: DryRunResult = torch.load(io.BytesIO(content), weights_only=True)
-        return found
+        torch.serialization.add_safe_globals([cls, OutputSpec, ArgumentSpec])  # This is for all threads.
+        result: DryRunResult = torch.load(io.BytesIO(content), weights_only=True)
+        return result
 
 
 def dry_run(
@@ -129,7 +136,8 @@ def dry_run(
     """
     device, built = (device, None) if values else ("meta", recipe.build_deferred(seed))
     if built is not None:
-        log_differences(built)
+        if isinstance(built.saved, PartialWeights):
+            built.saved.log_differences(built)
         if jagged := [name for name, tensor in inputs.items() if tensor.is_nested]:
             what = f"{jagged[0]} is jagged, which has no shape to try alone"
             raise ModuleError(what, hint=_WITH_VALUES, param="modelDir")
@@ -137,22 +145,22 @@ def dry_run(
     try:
         with nullcontext() if values else torch.device(device):
             inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
-            shown, rows = tuple(inputs.values()), len(next(iter(inputs.values())))
+            arguments, rows = tuple(inputs.values()), len(next(iter(inputs.values())))
             sizes = torch.ones(rows, dtype=torch.int64, device="cpu") if grouped else None
-            batch = Batch(shown, None if label is None else label.to(device), None, rows, names=names, sizes=sizes)
+            batch = Batch(arguments, None if label is None else label.to(device), None, rows, names=names, sizes=sizes)
             if check is not None:
                 check(module, batch)
             weight = torch.ones(rows, device=device) if weighted else None
             batch = replace(batch, weight=weight, loss_weight=weight)
-            found = _tried(recipe, task, module, inputs, batch, values=values, clips=clips)
+            result = _tried(recipe, task, module, inputs, batch, values=values, clips=clips)
     except ModuleError as error:
         if values or "meta" not in str(error.__cause__):
             raise
         raise ModuleError(error.what, hint=_WITH_VALUES, code=error.code, **error.where) from error
     if built is None:
-        return found
+        return result
     built.check_reset()
-    return replace(found, aligned=each_tensor(ones_for, found.aligned))
+    return replace(result, aligned=each_tensor(ones_for, result.aligned))
 
 
 def _shipped(value: Any) -> Any:
@@ -206,8 +214,8 @@ def _tried(
         hint = "freeze leaves none; take some out again with '!pattern'" if recipe.freeze else ""
         raise ModuleError(what, hint=hint, param="module", code="ST-NO-PARAMETERS")
     check_state(module.state_dict())
-    own = recipe.build_own(module, World(device=device), _STEPS)
-    training_step = own.training_step(lambda _, function: function()) or recipe.build_training_step()
+    hooks = recipe.build_hooks(module, World(device=device), _STEPS)
+    training_step = hooks.training_step(lambda _, function: function()) or recipe.build_training_step()
     loss = None if training_step else recipe.build_loss()
     recipe.check_optimizer(module)
     recipe.check_scheduler()
@@ -224,15 +232,15 @@ def _tried(
         check_parameters(total, module, f"loss {loss.name}", "loss")
     else:
         assert training_step is not None
-        own.begin_fit(0, 0)
+        hooks.begin_fit(0, 0)
         with unchanged_buffers(training_step, training_step.what, training_step.param, values=values):
             total = _try_step(training_step, module, batch, values=values)
         check_parameters(total, module, training_step.what, training_step.param)
-        if recipe.training_step == MODEL_LOSS and values:
-            check_model_loss(module, batch)
+        if values:
+            training_step.check(module, batch)
     _check_leaves(module)
     unused = any(parameter.grad is None for parameter in trainable)
-    own.try_validation(batch)
+    hooks.try_validation(batch)
     recipe.check_scored(module)
     if values:
         recipe.try_sparse(module, clips=clips)
@@ -251,7 +259,7 @@ def _tried(
 def _forward(module: nn.Module, inputs: Mapping[str, torch.Tensor], names: tuple[str, ...]) -> Any:
     """Calls a module with a few rows; an error says how they arrive."""
     try:
-        return full_precision(prediction(call(module, tuple(inputs.values()), names)))
+        return full_precision(prediction(adapter_of(module).call(module, tuple(inputs.values()), names)))
     except SparkTorchError:
         raise
     except Exception as error:
@@ -279,11 +287,11 @@ def try_forward(
 
 def arguments_of(inputs: Mapping[str, torch.Tensor]) -> tuple[ArgumentSpec, ...]:
     """Returns one spec per argument of `forward`, of a few rows by a name for messages."""
-    found = []
+    specs = []
     for name, tensor in inputs.items():
         dtype, layout = str(tensor.dtype).removeprefix("torch."), str(tensor.layout).removeprefix("torch.")
-        found.append(ArgumentSpec(name, dtype, () if tensor.is_nested else tuple(tensor.shape[1:]), layout))
-    return tuple(found)
+        specs.append(ArgumentSpec(name, dtype, () if tensor.is_nested else tuple(tensor.shape[1:]), layout))
+    return tuple(specs)
 
 
 def complete(trial: DryRunResult, metrics: Mapping[str, Any], task: Task) -> DryRunResult:

@@ -1,4 +1,4 @@
-"""Adapters on a frozen base (`peft`): their weights without the base's, which the module's source makes again."""
+"""Adapters on a frozen base: their weights without the base's, which the module's source makes again."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ class FrozenBase:
     seed: int
 
     @classmethod
-    def of(cls, module: nn.Module, seed: int, initial: bytes = b"") -> FrozenBase | None:
-        """Returns the base in a module on the CPU; `None` if no part of it has adapters.
+    def of(
+        cls, module: nn.Module, parts: Mapping[str, nn.Module], seed: int, initial: bytes = b""
+    ) -> FrozenBase | None:
+        """Returns the base in a module on the CPU; `None` if none of its `parts`, by path, has a frozen parameter.
 
-        Such a part has the dict `peft_config`: a `PeftModel`, or a model of transformers after `add_adapter`. What the
-        factory does not make belongs to no base: the initial weights, as those of an earlier training that `freeze`
-        now freezes.
+        The parts are those with adapters; see `adapted_parts`. What the factory does not make belongs to no base: the
+        initial weights, as those of an earlier training that `freeze` now freezes.
         """
         names = {
             f"{path}.{name}".removeprefix(".")
-            for path, part in module.named_modules()
-            if isinstance(getattr(part, "peft_config", None), dict)
+            for path, part in parts.items()
             for name, parameter in part.named_parameters(remove_duplicate=False)
             if not parameter.requires_grad
         }
@@ -59,8 +59,8 @@ class FrozenBase:
         if not state:
             return {}
         record = json.dumps({"sha256": self.digest, "seed": self.seed}).encode()
-        kept = {name: value for name, value in state.items() if name not in self.names}
-        return kept | {_RECORD: torch.tensor(list(record), dtype=torch.uint8)}
+        rest = {name: value for name, value in state.items() if name not in self.names}
+        return rest | {_RECORD: torch.tensor(list(record), dtype=torch.uint8)}
 
     def check(self, state: Mapping[str, torch.Tensor]) -> None:
         """Checks that training has not changed the base, in the rank that has a state dict."""
@@ -87,21 +87,21 @@ def load_weights(module: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
     if _RECORD not in state:
         module.load_state_dict(state)
         return
-    own = module.state_dict()
-    if _digest(own, own.keys() - state.keys()) != _record(state)["sha256"]:
+    current = module.state_dict()
+    if _digest(current, current.keys() - state.keys()) != _record(state)["sha256"]:
         raise ModuleError(
             "the module's frozen parameters are not those that its adapters were trained on",
             hint="the factory must make the same base in every process: has the folder that it loads changed, or is it "
             "another one on this host? A base that is computed, as PiSSA's, needs an instance as module",
             param="module",
         )
-    kept = {name: value for name, value in state.items() if name != _RECORD}
-    module.load_state_dict({name: kept.get(name, value) for name, value in own.items()} | kept)
+    saved = {name: value for name, value in state.items() if name != _RECORD}
+    module.load_state_dict({name: saved.get(name, value) for name, value in current.items()} | saved)
 
 
 def _record(state: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    found: dict[str, str] = json.loads(bytes(state[_RECORD].tolist()))
-    return found
+    record: dict[str, str] = json.loads(bytes(state[_RECORD].tolist()))
+    return record
 
 
 def _digest(state: Mapping[str, torch.Tensor], names: Iterable[str]) -> str:

@@ -15,7 +15,7 @@ from sparktorch.errors import ModuleError, nearest, refusing
 
 __all__ = ["building", "check_name", "has_fused_kernel", "look_up", "name_of", "parameters_of", "signature_of"]
 
-# Where torch has the classes that a name may be of, their base class, and how the names end.
+# A name is that of a class in a namespace of torch, with a base class and an ending of the name.
 _OF_TORCH: dict[str, tuple[Any, type, str]] = {
     "loss": (nn, nn.Module, "Loss"),
     "optimizer": (optim, optim.Optimizer, ""),
@@ -44,8 +44,8 @@ def look_up(value: Any, what: str) -> Any:
     namespace, base, suffix = _OF_TORCH[what]
     names = {
         name
-        for name, found in vars(namespace).items()
-        if isinstance(found, type) and issubclass(found, base) and found is not base and name.endswith(suffix)
+        for name, member in vars(namespace).items()
+        if isinstance(member, type) and issubclass(member, base) and member is not base and name.endswith(suffix)
     }
     if str(value) not in names:
         raise ModuleError(

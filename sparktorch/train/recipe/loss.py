@@ -20,23 +20,22 @@ import torch.distributed as dist
 from torch import nn
 
 from sparktorch.base.batch import Batch
-from sparktorch.base.devices import upload
 from sparktorch.base.world import World
 from sparktorch.errors import ColumnError, ModuleError
-from sparktorch.train.huggingface.models import call, model_loss
 from sparktorch.train.recipe.lookup import building, look_up, name_of, parameters_of
-from sparktorch.train.recipe.task import align, each_tensor, prediction
+from sparktorch.train.recipe.task import each_tensor
 
 __all__ = [
-    *("GroupsLossStep", "Loss", "Means", "Step", "Sums", "TrainingStep"),
-    *("check_mean", "full_precision", "mean_of", "step_scales", "weigh"),
+    *("Loss", "Means", "Step", "Sums", "TrainingStep"),
+    *("check_mean", "full_precision", "mean_of", "step_scales", "weigh", "with_tensors"),
 ]
 
 _ROWWISE = "return one loss per row: a tensor of shape (rows,)"
-_NOISE = 1e-6  # of sums in float32 that cancel
+_NOISE = 1e-6  # Sums in float32 that cancel leave about so much.
 
-Sums = Mapping[str, tuple[torch.Tensor | float, torch.Tensor | float]]  # weighted sums, and sums of weights
-# What computes the sum of the weighted losses of a batch, and sums of metrics, with a module that it is given.
+# Each name has a weighted sum, and the sum of its weights.
+Sums = Mapping[str, tuple[torch.Tensor | float, torch.Tensor | float]]
+# A step computes the sum of the weighted losses of a batch, and sums of metrics, with a module that it is given.
 Step = Callable[[nn.Module, Batch], tuple[torch.Tensor, Sums]]
 
 
@@ -48,9 +47,9 @@ def step_scales(weights: torch.Tensor, divisor: int) -> npt.NDArray[np.float64]:
     """
     if not weights.any():
         raise ColumnError("all rows have the weight 0", hint="see weightCol and classWeights", code="ST-WEIGHT")
-    found: npt.NDArray[np.float64] = weights.numpy()
-    scales = np.zeros_like(found)
-    np.divide(divisor, found, out=scales, where=found > 0)
+    sums: npt.NDArray[np.float64] = weights.numpy()
+    scales = np.zeros_like(sums)
+    np.divide(divisor, sums, out=scales, where=sums > 0)
     return scales
 
 
@@ -79,11 +78,11 @@ def weigh(
     """
     tensor = isinstance(losses, torch.Tensor)
     if not tensor or (losses.dim() and len(losses) != rows):
-        found = (
+        returned = (
             f"shape {tuple(losses.shape)} for {rows} rows" if tensor else f"{type(losses).__name__}, which is no tensor"
         )
         hint = "return one loss per row, shape (rows,), or their mean; a trainingStep may add a dict of metrics"
-        raise ModuleError(f"{what} returned {found}", hint=hint, param=param, code="ST-LOSS")
+        raise ModuleError(f"{what} returned {returned}", hint=hint, param=param, code="ST-LOSS")
     losses = _wide(losses)
     if losses.dim() == 0:
         if weight is not None and weight.any():
@@ -130,10 +129,12 @@ class TrainingStep:
         rowwise: What to do if it should return a loss per row.
         hint: How it is called, for the message of a failure on the first row; empty for a function `(module, batch)`.
         logs_validation: Whether metrics "val_loss" and "val_accuracy" of it are those of a validation.
+        has_metrics: Whether it may return metrics besides the loss.
     """
 
     param, rowwise, hint = "trainingStep", _ROWWISE, ""
     logs_validation = False
+    has_metrics = True
     _module: nn.Module | None = None  # The callable, if it is one or holds one.
 
     def __init__(self, function: Callable[[nn.Module, Batch], Any]) -> None:
@@ -142,6 +143,13 @@ class TrainingStep:
         self._function = function
         if isinstance(function, nn.Module):
             self._module = function
+
+    def is_mean(self, module: nn.Module) -> bool:
+        """Whether the loss is known to be one number for a batch, the mean of its rows, before it is computed."""
+        return False
+
+    def check(self, module: nn.Module, batch: Batch) -> None:
+        """Checks in the dry run, after a pass, what rows one by one do not show; raises a `ModuleError`."""
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Returns the buffers of the callable by name, if it is a module."""
@@ -163,15 +171,15 @@ class TrainingStep:
         if isinstance(losses, torch.Tensor):
             losses = _without_filler(losses, batch)
         total = weigh(losses, rows, batch.loss_weight, what=self.what, param=self.param, rowwise=self.rowwise)
-        if not batch.rows:  # the loss of a placeholder may be NaN, which no weight of zero hides
+        if not batch.rows:  # The loss of a placeholder may be NaN, which no weight of zero hides.
             return total.nan_to_num(0.0, 0.0, 0.0), {}
         return total, {name: self._sums(name, value, batch) for name, value in metrics.items()}
 
     def per_row(self, module: nn.Module, batch: Batch) -> tuple[Any, Mapping[str, Any]]:
         """Returns the loss as the callable returned it, and its metrics."""
-        found = self._function(module, batch.complete())
-        with_metrics = isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)
-        return found if with_metrics else (found, {})
+        returned = self._function(module, batch.complete())
+        with_metrics = isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping)
+        return returned if with_metrics else (returned, {})
 
     def _sums(self, name: str, value: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | int]:
         """Returns the weighted sum of a metric and the sum of its weights; a scalar counts for all rows."""
@@ -183,64 +191,6 @@ class TrainingStep:
         return weigh(_without_filler(value, batch), batch.rows, batch.weight, what=what, param=self.param), count
 
 
-class ModelLossStep(TrainingStep):
-    """`model_loss` as training step, which no Param names."""
-
-    param, rowwise = "loss", "set loss, such as 'CrossEntropyLoss', or trainingStep: the rows have weights"
-
-    def __init__(self) -> None:
-        super().__init__(model_loss)
-        self.what = "the model's own loss"
-
-
-class GroupsLossStep(TrainingStep):
-    """The forward pass and a loss of whole groups: `loss(output, label, sizes)`, or `loss(output, sizes)` unlabelled.
-
-    The loss returns one value per group or their mean; `sizes`, int64 of shape `(groups,)`, are the groups' numbers of
-    rows, which follow one another in output and label. In validation, `metrics` is called alike, and returns the values
-    of the groups by name.
-    """
-
-    param, rowwise = "loss", "return one loss per group: a tensor of shape (groups,)"
-    hint = "with groupCol, a loss is called as loss(output, label, sizes)"
-
-    def __init__(
-        self,
-        loss: Callable[..., torch.Tensor],
-        params: Mapping[str, Any] | None = None,
-        metrics: Callable[..., Mapping[str, torch.Tensor]] | None = None,
-    ) -> None:
-        """Takes what can be pickled; `params` are keyword arguments of the loss, or of its class."""
-        super().__init__(self._losses)
-        self.what, options = f"loss {name_of(loss)}", dict(params or {})
-        if isinstance(loss, type):
-            with building("loss", loss):
-                loss, options = loss(**options), {}
-        self._loss, self._params, self._metrics = loss, options, metrics
-        self._module = self._with_tensors = _with_tensors(loss)
-
-    def evaluate(self, module: nn.Module, batch: Batch) -> tuple[torch.Tensor | None, Sums]:
-        """Returns the same as a call for a batch of validation groups, and the sums of the metrics."""
-        self._measures = True
-        try:
-            return self(module, batch)
-        finally:
-            self._measures = False
-
-    _measures = False
-
-    def _losses(self, module: nn.Module, batch: Batch) -> Any:
-        output = full_precision(prediction(call(module, batch.inputs, batch.names, _plain(module))))
-        assert batch.sizes is not None
-        sizes = upload(batch.sizes, batch.inputs[0].device)
-        output, label = align("regression", output, batch.label)
-        given = (output, sizes) if label is None else (output, label, sizes)
-        if self._with_tensors is not None:
-            self._with_tensors.to(output.device)
-        losses = self._loss(*given, **self._params)
-        return (losses, self._metrics(*given)) if self._measures and self._metrics is not None else losses
-
-
 @contextmanager
 def _sending_nothing_back(module: nn.Module) -> Iterator[None]:
     """Context in which the outputs of a module pass gradients of zero back, whatever a loss makes of them."""
@@ -250,15 +200,11 @@ def _sending_nothing_back(module: nn.Module) -> Iterator[None]:
             tensor.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
         return tensor
 
-    def listen(_module: nn.Module, _given: Any, output: Any) -> None:
+    def listen(_module: nn.Module, _arguments: Any, output: Any) -> None:
         each_tensor(hook, output)
 
     with module.register_forward_hook(listen):
         yield
-
-
-def _plain(module: nn.Module) -> nn.Module:
-    return module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
 
 
 def _without_filler(values: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -328,32 +274,32 @@ class Loss:
     def __init__(self, loss: str | Callable[..., torch.Tensor] | None, params: Mapping[str, Any]) -> None:
         """Resolves a name, class or callable; classes with a `reduction` are made with "none"."""
         self.name = loss if isinstance(loss, str) else name_of(loss)
-        found = look_up(loss, "loss")
-        reducing = "reduction" in parameters_of(found)
-        kind = found if isinstance(found, type) else type(found)
-        self.rowwise = reducing and found.__module__.startswith("torch.nn.")
-        self.takes_probabilities = issubclass(kind, nn.BCELoss) or found is nn.functional.binary_cross_entropy
-        self.ignored = _ignored(found, params) if reducing or hasattr(found, "reduction") else None
-        if isinstance(found, type):
+        function = look_up(loss, "loss")
+        reducing = "reduction" in parameters_of(function)
+        kind = function if isinstance(function, type) else type(function)
+        self.rowwise = reducing and function.__module__.startswith("torch.nn.")
+        self.takes_probabilities = issubclass(kind, nn.BCELoss) or function is nn.functional.binary_cross_entropy
+        self.ignored = _ignored(function, params) if reducing or hasattr(function, "reduction") else None
+        if isinstance(function, type):
             options = dict(params)
-            self._refuse(found, options.get("weight"), options.get("reduction") if reducing else None)
-            for name in ("weight", "pos_weight") if issubclass(found, nn.modules.loss._Loss) else ():
+            self._refuse(function, options.get("weight"), options.get("reduction") if reducing else None)
+            for name in ("weight", "pos_weight") if issubclass(function, nn.modules.loss._Loss) else ():
                 if isinstance(options.get(name), list | tuple):
                     options[name] = torch.tensor(options[name], dtype=torch.float32)
             options |= {"reduction": "none"} if reducing else {}
-            with building("loss", found):
-                found = found(**options)
+            with building("loss", function):
+                function = function(**options)
         elif params:
             raise ModuleError("lossParams are given, but loss is not a class", param="lossParams")
-        elif isinstance(found, nn.Module):
-            self._refuse(type(found), getattr(found, "weight", None), getattr(found, "reduction", None))
-            found = copy.copy(found)
-            if hasattr(found, "reduction"):
-                vars(found)["reduction"] = "none"
-        elif reducing:  # the functions of torch.nn.functional
-            found = partial(found, reduction="none")
-        self._function: Callable[..., torch.Tensor] = found
-        self._with_tensors = _with_tensors(found)
+        elif isinstance(function, nn.Module):
+            self._refuse(type(function), getattr(function, "weight", None), getattr(function, "reduction", None))
+            function = copy.copy(function)
+            if hasattr(function, "reduction"):
+                vars(function)["reduction"] = "none"
+        elif reducing:  # These are the functions of torch.nn.functional.
+            function = partial(function, reduction="none")
+        self._function: Callable[..., torch.Tensor] = function
+        self._with_tensors = with_tensors(function)
 
     def _refuse(self, kind: type, weight: Any, reduction: Any) -> None:
         what = hint = ""
@@ -386,8 +332,8 @@ class Loss:
 def _ignored(loss: Any, params: Mapping[str, Any]) -> int | None:
     """Returns the `ignore_index` of a loss: an instance, or a class or function with its parameters."""
     declared = parameters_of(loss).get("ignore_index")
-    found = params.get("ignore_index", getattr(loss, "ignore_index", declared.default if declared else None))
-    return found if isinstance(found, int) else None
+    ignored = params.get("ignore_index", getattr(loss, "ignore_index", declared.default if declared else None))
+    return ignored if isinstance(ignored, int) else None
 
 
 def _first(output: Any) -> torch.Tensor:
@@ -397,7 +343,7 @@ def _first(output: Any) -> torch.Tensor:
     return output
 
 
-def _with_tensors(loss: Any) -> nn.Module | None:
+def with_tensors(loss: Any) -> nn.Module | None:
     """Returns a loss that is a module made with tensors of its own, which go to the device of the output."""
     has = isinstance(loss, nn.Module) and any(True for _ in chain(loss.parameters(), loss.buffers()))
     return loss if has else None

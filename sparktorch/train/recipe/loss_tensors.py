@@ -22,12 +22,12 @@ def check_parameters(total: torch.Tensor, module: nn.Module, what: str, param: s
     `total` is a loss with its autograd graph; messages name what has computed it, and its Param.
     """
     of_module = {id(parameter) for parameter in module.parameters()}
-    nodes, seen = [total.grad_fn], set[object]()
+    nodes, visited = [total.grad_fn], set[object]()
     while nodes:
         node = nodes.pop()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         nodes += [following for following, _ in node.next_functions]
         parameter = getattr(node, "variable", None)  # Nodes of leaves have one.
         if isinstance(parameter, nn.Parameter) and id(parameter) not in of_module:

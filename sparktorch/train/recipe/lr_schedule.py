@@ -14,7 +14,7 @@ from sparktorch.train.recipe.recipe import KERNELS, Recipe
 
 __all__ = ["Schedule", "fixed_epochs", "without_step_warning"]
 
-_WARMUP_EPOCHS = 5  # Goyal et al. 2017, section 2.2
+_WARMUP_EPOCHS = 5  # The number is that of Goyal et al. 2017, section 2.2.
 
 
 class Schedule:

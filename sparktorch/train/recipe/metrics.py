@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Metrics", "has_metric", "ones_for", "quiet", "reduce_over_ranks", "try_metrics"]
 
-_HOMES = ("torchmetrics", "torchmetrics.classification", "torchmetrics.regression")
-_TAKEN = {"loss", "accuracy"}  # names that validation reports itself
+_MODULES = ("torchmetrics", "torchmetrics.classification", "torchmetrics.regression")
+_TAKEN = {"loss", "accuracy"}  # A validation reports these itself.
 
 
 class Metrics:
@@ -55,12 +55,12 @@ class Metrics:
 
     def compute(self) -> dict[str, float]:
         """Returns the values over the rows of all ranks and resets the metrics; a collective, called by every rank."""
-        found: dict[str, float] = {}
+        values: dict[str, float] = {}
         for name, metric in self._metrics.items():
-            with quiet():  # a rank without rows has not called update
-                found |= _numbers(name, metric.compute())
+            with quiet():  # In a rank without rows, nobody has called update.
+                values |= _numbers(name, metric.compute())
             metric.reset()
-        return found
+        return values
 
     def check(self) -> None:
         """Refuses metrics with a state that cannot be reduced over ranks, by name."""
@@ -71,17 +71,19 @@ class Metrics:
                 for state, reduction in part._reductions.items():
                     listed = isinstance(part._defaults[state], list) and reduction is not dim_zero_cat
                     if listed or reduction is dim_zero_mean:
-                        kept = "a list that is not concatenated" if listed else "a mean of means"
+                        form = "a list that is not concatenated" if listed else "a mean of means"
                         what = (
-                            f"cannot be computed over several workers: {type(part).__name__} keeps {state!r} as {kept}"
+                            f"cannot be computed over several workers: {type(part).__name__} keeps {state!r} as {form}"
                         )
                         raise _refused(name, what, "keep sums, counts or lists with dist_reduce_fx='cat'")
 
 
 def has_metric(name: str, task: Task, metrics: Iterable[str]) -> bool:
     """Whether a validation computes this from the module's output, by its task or the named metrics."""
-    named = any(name == f"val_{metric}" or name.startswith(f"val_{metric}_") for metric in metrics)  # see `_numbers`
-    return named or (name == "val_accuracy" and task == "classification")
+    if name == "val_accuracy" and task == "classification":
+        return True
+    # A metric of several numbers adds an index or a key to its name, see `_numbers`.
+    return any(name == f"val_{metric}" or name.startswith(f"val_{metric}_") for metric in metrics)
 
 
 def ones_for(tensor: torch.Tensor) -> torch.Tensor:
@@ -119,11 +121,11 @@ def _filled_in(name: str, value: Any, classes: int, output: torch.Tensor, label:
     if isinstance(value, nn.Module):
         return value
     factory, params = _resolve(name, value)
-    one_score = label is not None and output.dim() == label.dim()
-    known: dict[str, Any] = {"task": "binary"} if one_score else {"task": "multiclass", "num_classes": classes}
-    asked = inspect.signature(factory).parameters
-    named = value["name"] if isinstance(value, Mapping) else value
-    return {"name": named, **{key: known[key] for key in known if key in asked}, **params}
+    has_one_score = label is not None and output.dim() == label.dim()
+    usual: dict[str, Any] = {"task": "binary"} if has_one_score else {"task": "multiclass", "num_classes": classes}
+    accepted = inspect.signature(factory).parameters
+    filled_in = {key: setting for key, setting in usual.items() if key in accepted}
+    return {"name": value["name"] if isinstance(value, Mapping) else value, **filled_in, **params}
 
 
 def _build(name: str, value: Any) -> Metric:
@@ -147,23 +149,24 @@ def _refused(name: str, what: str, hint: str) -> ConfigError:
 def _resolve(name: str, value: Any) -> tuple[Callable[..., Any], dict[str, Any]]:
     """Returns the factory and the parameters of a metric that is not an instance."""
     params = dict(value) if isinstance(value, Mapping) else {"name": value}
-    named = params.pop("name", None)
-    if callable(named):
-        return named, params
-    if isinstance(named, str) and ":" in named:
-        return load_object(named), params
+    factory = params.pop("name", None)
+    if callable(factory):
+        return factory, params
+    if isinstance(factory, str) and ":" in factory:
+        return load_object(factory), params
     base = _torchmetrics().Metric
-    classes = {
-        key: found
-        for home in _HOMES
-        for key, found in vars(importlib.import_module(home)).items()
-        if isinstance(found, type) and issubclass(found, base) and found is not base
-    }
-    if str(named) not in classes:
-        raise ConfigError(
-            f"metric {named!r} is unknown", hint=nearest(str(named), classes), param="metrics", code="ST-UNKNOWN-NAME"
-        )
-    return classes[str(named)], params
+    classes: dict[str, Any] = {}
+    for module in _MODULES:
+        members = vars(importlib.import_module(module))
+        classes |= {
+            key: member
+            for key, member in members.items()
+            if isinstance(member, type) and issubclass(member, base) and member is not base
+        }
+    if str(factory) not in classes:
+        hint = nearest(str(factory), classes)
+        raise ConfigError(f"metric {factory!r} is unknown", hint=hint, param="metrics", code="ST-UNKNOWN-NAME")
+    return classes[str(factory)], params
 
 
 def _torchmetrics() -> Any:
@@ -198,7 +201,10 @@ def _parts(metric: Metric) -> Iterator[Metric]:
 def _numbers(name: str, value: Any) -> dict[str, float]:
     """Returns a metric's result as named numbers; elements of vectors and mappings add index or key to the name."""
     if isinstance(value, Mapping):
-        return {key: number for part in value for key, number in _numbers(f"{name}_{part}", value[part]).items()}
+        numbers: dict[str, float] = {}
+        for key, part in value.items():
+            numbers |= _numbers(f"{name}_{key}", part)
+        return numbers
     values = torch.as_tensor(value)
     if values.dim() > 1:
         shape = tuple(values.shape)
@@ -214,15 +220,16 @@ def _gather(values: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
     torchmetrics' own function needs tensors of equal dtype and number of axes on all ranks, which a rank without rows
     does not know.
     """
-    every: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(every, values.detach().cpu().clone(), group)  # a view would travel with all that it shows
-    found = [part.to(values.device) for part in every]
-    return [part for part in found if part.numel()] or found
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    # A view would travel with the whole tensor that it is a part of, so it is cloned.
+    dist.all_gather_object(gathered, values.detach().cpu().clone(), group)
+    parts = [part.to(values.device) for part in gathered]
+    return [part for part in parts if part.numel()] or parts
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Context without torchmetrics' warnings, such as those of metrics that got no rows."""
+    """Silences torchmetrics' warnings in its context, such as those of metrics that got no rows."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="torchmetrics")
         warnings.filterwarnings("ignore", message="The ``compute`` method of metric")

@@ -24,11 +24,11 @@ def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
     named = dict(module.named_parameters(remove_duplicate=False))
     trained: dict[str, bool] = {}
     for pattern in patterns:
-        found = _matching(pattern.removeprefix("!"), named, "freeze")
+        matching = _matching(pattern.removeprefix("!"), named, "freeze")
         unfreezes = pattern.startswith("!")
-        # peft keeps the part that it has copied to train, and does not call it.
-        trained |= {name: unfreezes for name in found if not (unfreezes and ".original_module." in name)}
-    for name in sorted(trained, key=trained.__getitem__, reverse=True):  # a tensor with two names is frozen by either
+        # An adapter keeps the part that it has copied to train, and does not call it.
+        trained |= {name: unfreezes for name in matching if not (unfreezes and ".original_module." in name)}
+    for name in sorted(trained, key=trained.__getitem__, reverse=True):  # Either name of a tensor freezes it.
         parameter = named[name]
         parameter.requires_grad_(trained[name] and (parameter.is_floating_point() or parameter.is_complex()))
 
@@ -56,31 +56,33 @@ def group(
         of_whole = group(whole, groups)
         return [{**options, "params": [twins[p] for p in options["params"] if p in twins]} for options in of_whole]
     named = dict(module.named_parameters(remove_duplicate=False))
-    rest = {parameter: None for parameter in named.values() if parameter.requires_grad}  # in order, tied ones once
-    made = []
+    ungrouped = {
+        parameter: None for parameter in named.values() if parameter.requires_grad
+    }  # The order is that of names, and tied parameters are there once.
+    grouped = []
     for number, options in enumerate(groups):
-        given = options.get("params", ())
-        patterns = given if isinstance(given, Iterable) and not isinstance(given, str) else [given]
-        found = {name for pattern in patterns for name in _matching(str(pattern), named, "parameterGroups")}
-        own = list(dict.fromkeys(named[name] for name in named if name in found and named[name] in rest))
-        if not own:
+        globs = options.get("params", ())
+        patterns = globs if isinstance(globs, Iterable) and not isinstance(globs, str) else [globs]
+        matching = {name for pattern in patterns for name in _matching(str(pattern), named, "parameterGroups")}
+        members = list(dict.fromkeys(named[name] for name in named if name in matching and named[name] in ungrouped))
+        if not members:
             raise ConfigError(
                 f"parameterGroups[{number}] is left without a parameter",
                 hint="its 'params' are globs of parameter names; those that they match are frozen, or belong to an "
                 "earlier group",
                 param="parameterGroups",
             )
-        for parameter in own:
-            del rest[parameter]
-        made.append({**options, "params": own})
-    return [{"params": list(rest)}, *made] if rest else made
+        for parameter in members:
+            del ungrouped[parameter]
+        grouped.append({**options, "params": members})
+    return [{"params": list(ungrouped)}, *grouped] if ungrouped else grouped
 
 
 def _matching(pattern: str, names: Iterable[str], param: str) -> set[str]:
     """Returns the names that match a pattern; raises `ConfigError` if there are none."""
-    found = {name for name in names if fnmatchcase(name, pattern)}
-    if not found:
+    matching = {name for name in names if fnmatchcase(name, pattern)}
+    if not matching:
         parts = {f"{name.rsplit('.', above)[0]}.*" for name in names for above in range(1, name.count(".") + 1)}
         hint = nearest(pattern, {*names, *parts}, f"names are {', '.join(list(names)[:3])}, ...")
         raise ConfigError(f"{param}: {pattern!r} matches no parameter", hint=hint, param=param, code="ST-PATTERN")
-    return found
+    return matching

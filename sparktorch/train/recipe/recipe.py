@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparktorch.base.deferred import Deferred, deferred
+from sparktorch.base.config import TrainConfig
+from sparktorch.base.deferred import Deferred, PartialWeights, deferred
 from sparktorch.base.imports import SHIPPING_HINT, load_object
 from sparktorch.base.state_dict import unpack_state
 from sparktorch.base.weights_folder import WeightsFolder
 from sparktorch.base.world import World
 from sparktorch.errors import ConfigError, ModuleError, refusing
-from sparktorch.train.huggingface.folder import ConvertedWeights
-from sparktorch.train.huggingface.models import MODEL_LOSS, is_model, with_config
 from sparktorch.train.recipe.frozen_base import lacks_base, load_weights, seed_of
 from sparktorch.train.recipe.lookup import (
     building,
@@ -29,15 +28,15 @@ from sparktorch.train.recipe.lookup import (
     parameters_of,
     signature_of,
 )
-from sparktorch.train.recipe.loss import Loss, ModelLossStep, TrainingStep
-from sparktorch.train.recipe.own_training import OwnTraining
+from sparktorch.train.recipe.loss import Loss, TrainingStep
+from sparktorch.train.recipe.module_hooks import ModuleHooks
 from sparktorch.train.recipe.parameter_groups import freeze, group
 
 __all__ = ["KERNELS", "ModuleSource", "Recipe", "called", "recipe_of"]
 
 KERNELS = ("foreach", "fused")  # options of optimizers that follow from how parameters are divided
 
-_OF_LIGHTNING = ("training_step", "configure_optimizers", "automatic_optimization")
+_STEPS_ITSELF = ("training_step", "configure_optimizers", "automatic_optimization")
 
 
 def called(make: Callable[[], nn.Module]) -> nn.Module:
@@ -106,25 +105,25 @@ class Recipe:
 
     def build_deferred(self, seed: int) -> Deferred:
         """Builds the module without values, whose parts get others than by `build_module`, but for saved ones."""
-        found: list[Deferred] = []
+        built: list[Deferred] = []
 
         def build(make: Callable[[], nn.Module]) -> nn.Module:
-            found.append(deferred(make, self._saved_of if self.initial else None, seed=self.module_seed(seed)))
-            return found[0].module
+            built.append(deferred(make, self._saved_of if self.initial else None, seed=self.module_seed(seed)))
+            return built[0].module
 
         module = self._make_module(seed, build)
-        if self.initial and not isinstance(found[0].saved, ConvertedWeights):
-            found[0].check_saved()
+        if self.initial and not isinstance(built[0].saved, PartialWeights):
+            built[0].check_saved()
         freeze(module, self.freeze)
-        return found[0]
+        return built[0]
 
     def _saved_of(self, module: nn.Module) -> Mapping[str, torch.Tensor]:
         """Returns the initial weights under the names of a module."""
-        if isinstance(self.initial, bytes):
-            return unpack_state(self.initial)
-        if self.initial.token or not is_model(module):  # of a training, which writes the names that the module has
-            return self.initial
-        return ConvertedWeights(module, self.initial)
+        return unpack_state(self.initial) if isinstance(self.initial, bytes) else self.initial
+
+    def _arguments(self, factory: Any) -> Mapping[str, Any]:
+        """Returns the keyword arguments with which the factory is called."""
+        return self.module_params
 
     def _make_module(self, seed: int, build: Callable[[Callable[[], nn.Module]], nn.Module] = called) -> nn.Module:
         """Makes the module, and lets `build` call the factory, if it is made by one."""
@@ -137,7 +136,7 @@ class Recipe:
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(self.module_seed(seed))
             try:
-                module = build(lambda: factory(**with_config(factory, self.module_params)))
+                module = build(lambda: factory(**self._arguments(factory)))
             except Exception:  # moduleParams, which may be large, are written only then
                 hint = f"its parameters are {signature_of(factory)}; moduleParams are {dict(self.module_params)}"
                 if build is not called:
@@ -148,7 +147,7 @@ class Recipe:
         if not isinstance(module, nn.Module):
             what = f"{type(module).__name__}, not an nn.Module"
             hint = "pass an nn.Module class, a function that returns one, or an instance"
-        elif type(self) is Recipe and all(hasattr(module, name) for name in _OF_LIGHTNING):
+        elif not self.steps_itself and all(hasattr(module, name) for name in _STEPS_ITSELF):
             what = "a LightningModule, whose steps a fit would not call"
             hint = "pass its class, and its arguments as moduleParams; or an instance"
         if what:
@@ -160,9 +159,13 @@ class Recipe:
         """Whether the module brings its own training step."""
         return False
 
-    def build_own(self, module: nn.Module, world: World, steps: int) -> OwnTraining:
+    def for_fit(self, config: TrainConfig, *, validated: bool) -> Recipe:
+        """Returns the recipe of a fit, in the driver; `validated` says whether there are validation rows."""
+        return self
+
+    def build_hooks(self, module: nn.Module, world: World, steps: int) -> ModuleHooks:
         """Builds what the module brings to its training; `steps` is the number of steps in an epoch."""
-        return OwnTraining()
+        return ModuleHooks()
 
     def check_scored(self, module: nn.Module) -> None:
         """Checks, in the dry run, that trained weights fit the module that scores."""
@@ -187,9 +190,7 @@ class Recipe:
         step: Any = load_object(self.training_step) if isinstance(self.training_step, str) else self.training_step
         if step is None:
             return None
-        if isinstance(step, TrainingStep):
-            return step
-        return ModelLossStep() if self.training_step == MODEL_LOSS else TrainingStep(step)
+        return step if isinstance(step, TrainingStep) else TrainingStep(step)
 
     def build_optimizer(self, module: nn.Module, whole: nn.Module | None = None) -> torch.optim.Optimizer:
         """Builds the optimizer over the module's trainable parameters.
@@ -218,17 +219,17 @@ class Recipe:
                 param="optimizer",
                 code="ST-OPTIMIZER",
             )
-        known: Mapping[str, Any] | None = None
+        defaults: Mapping[str, Any] | None = None
         if not getattr(factory, "__module__", "").startswith("torch.optim."):
-            known = self.build_optimizer(module).defaults
+            defaults = self.build_optimizer(module).defaults
         elif _refusal(factory, options):
-            self.build_optimizer(module)  # raises with the reason
-        for number, given in enumerate(self.parameter_groups):
-            own = {name: value for name, value in given.items() if name != "params"}
-            if known is None:
-                reason = _refusal(factory, {**options, **own})
-            else:  # an optimizer silently keeps unknown options of a group
-                reason = ", ".join(f"unknown option {name!r}" for name in own if name not in known)
+            self.build_optimizer(module)  # It raises with the reason.
+        for number, options_of in enumerate(self.parameter_groups):
+            options_of_group = {name: value for name, value in options_of.items() if name != "params"}
+            if defaults is None:
+                reason = _refusal(factory, {**options, **options_of_group})
+            else:  # An optimizer silently keeps unknown options of a group.
+                reason = ", ".join(f"unknown option {name!r}" for name in options_of_group if name not in defaults)
             if reason:
                 raise ConfigError(
                     f"parameterGroups[{number}] does not suit optimizer {name_of(factory)}: {reason}",
@@ -238,7 +239,8 @@ class Recipe:
 
     def try_sparse(self, module: nn.Module, *, clips: bool) -> None:
         """Takes a step with gradients that are there, if some are sparse, in the dry run: parameters change."""
-        sparse = [name for name, each in module.named_parameters() if each.grad is not None and each.grad.is_sparse]
+        gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
+        sparse = [name for name, gradient in gradients.items() if gradient is not None and gradient.is_sparse]
         if not sparse:
             return
         what, dense = f"the gradient of {sparse[0]!r} is sparse", "make its table with sparse=False"
@@ -268,12 +270,12 @@ class Recipe:
 
     def scheduler_call(self, steps: int) -> tuple[Any, dict[str, Any]]:
         """Returns the scheduler's factory and its options."""
-        found = look_up(self.scheduler, "scheduler")
+        scheduler = look_up(self.scheduler, "scheduler")
         options = dict(self.scheduler_params)
         for name in ("T_max", "total_steps"):
-            if name in parameters_of(found) and name not in options:
+            if name in parameters_of(scheduler) and name not in options:
                 options[name] = steps
-        return found, options
+        return scheduler, options
 
     def optimizer_call(
         self, module: nn.Module, whole: nn.Module | None = None
@@ -310,8 +312,8 @@ def recipe_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> Recipe:
     Call it before a strategy prepares the module, which may replace its parameters, and before the first step.
     """
     names = {parameter: name for name, parameter in module.named_parameters()}
-    own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    lacking = [name for parameter, name in names.items() if parameter.requires_grad and parameter not in own]
+    in_optimizer = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    lacking = [name for parameter, name in names.items() if parameter.requires_grad and parameter not in in_optimizer]
     reasons = (
         (
             any(state.get("step", 1) for state in optimizer.state.values()),  # Adagrad's state begins with a step 0
@@ -319,7 +321,7 @@ def recipe_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> Recipe:
             "wrap module and optimizer before the first step",
         ),
         (
-            own - names.keys(),
+            in_optimizer - names.keys(),
             "has parameters that are not the module's",
             "build it from module.parameters(), of the module that is wrapped",
         ),
@@ -354,12 +356,12 @@ def recipe_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> Recipe:
 
 def _accepted(kind: type, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the defaults of an optimizer that its constructor takes; a base class may add some."""
-    known = inspect.signature(kind).parameters
-    every = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in known.values())
+    parameters = inspect.signature(kind).parameters
+    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     return {
         name: value
         for name, value in defaults.items()
-        if (every or name in known) and not (name in KERNELS and value is None)
+        if (takes_all or name in parameters) and not (name in KERNELS and value is None)
     }
 
 

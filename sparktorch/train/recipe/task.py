@@ -94,8 +94,8 @@ def classes_in(shape: tuple[int, ...]) -> int:
 
 
 def prediction(output: Any) -> Any:
-    """Returns the logits, if a transformers model returned them among other things; anything else as it is."""
-    named = isinstance(output, Mapping) and hasattr(output, "to_tuple")  # transformers' ModelOutput
+    """Returns the logits, if a model returned them among other named outputs; anything else as it is."""
+    named = isinstance(output, Mapping) and hasattr(output, "to_tuple")
     return output["logits"] if named and "logits" in output else output
 
 
@@ -118,7 +118,7 @@ def each_tensor(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
     """Returns what a function makes of a tensor, or of those in mappings, tuples and lists; anything else as it is.
 
     A container in which nothing changes is returned itself. Others keep their classes: losses may read attributes of a
-    `NamedTuple`, or of a `ModelOutput` of transformers. A mapping that is not built from its items becomes a `dict`.
+    `NamedTuple`, or of a mapping. A mapping that is not built from its items becomes a `dict`.
     """
     if isinstance(value, torch.Tensor):
         return function(value)

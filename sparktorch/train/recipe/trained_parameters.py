@@ -23,18 +23,22 @@ class TrainedParameters:
 
         Hooks may freeze parameters. Others must not become trainable: no rank would get their gradients of others.
         """
-        if late := sorted(self._trainable() - self._names):
+        late = sorted(self._trainable() - self._names)
+        if late:
             what = f"a hook has set requires_grad of {late[0]!r} during the training"
             hint = (
                 "let it require a gradient from the beginning, in a group of the optimizer with a rate of 0 until then"
             )
             raise ModuleError(what, hint=hint, param="module")
         used = _ids(optimizer)
-        self._left_out = [each for each in self._module.parameters() if each.requires_grad and id(each) not in used]
+        trainable = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+        self._left_out = [parameter for parameter in trainable if id(parameter) not in used]
 
     def drop_unused_gradients(self, optimizer: Optimizer) -> None:
         """Removes gradients that the optimizer neither uses nor sets to zero: they would add up, and be clipped."""
-        used = _ids(optimizer) if self._left_out else set[int]()  # a hook may have added some since
+        if not self._left_out:
+            return
+        used = _ids(optimizer)  # A hook may have added some to the optimizer since the last look.
         for parameter in self._left_out:
             if id(parameter) not in used:
                 parameter.grad = None
@@ -44,4 +48,5 @@ class TrainedParameters:
 
 
 def _ids(optimizer: Optimizer) -> set[int]:
-    return {id(each) for group in optimizer.param_groups for each in group["params"]}
+    """Returns the identities of the parameters in all groups of an optimizer."""
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

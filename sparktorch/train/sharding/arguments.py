@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from sparktorch.base.batch import Batch
-from sparktorch.train.huggingface.models import arguments
+from sparktorch.train.recipe.adapter import arguments
 
 __all__ = ["Arguments"]
 
@@ -34,7 +34,7 @@ class Arguments:
 
     @classmethod
     def of_batch(cls, batch: Batch, module: nn.Module) -> Arguments:
-        """Takes those of a call with a batch, without labels: a model of transformers would compute a loss, too."""
+        """Takes those of a call with a batch, without labels, with which a model may compute a loss, too."""
         args, kwargs = arguments(batch, module)
         kwargs.pop("labels", None)
         return cls.of(args, kwargs)

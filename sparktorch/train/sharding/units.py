@@ -12,6 +12,7 @@ from torch import nn
 
 from sparktorch.base.config import at_least, one_of
 from sparktorch.errors import ConfigError, ModuleError, nearest
+from sparktorch.train.recipe.adapter import adapter_of
 from sparktorch.train.recipe.recipe import Recipe
 
 __all__ = [
@@ -38,7 +39,7 @@ class ShardingOptions:
     Attributes:
         min_parameters: A block, or a submodule outside of blocks, with at least this many parameters is a unit: its
             parameters are gathered, and its gradients reduced, separately. The rest belongs to the unit of the whole
-            module. Blocks are the layers that a model of transformers names (`_no_split_modules`), or else submodules
+            module. Blocks are the layers that a model names (`_no_split_modules`), or else submodules
             of whose class a `ModuleList`, `ModuleDict` or `Sequential` has several. One that has most of its parameters
             in such submodules is a stage, whose blocks are units; experts belong to their block.
         wrap_classes: Class names of the submodules that are units, such as a transformer's layers; replaces blocks and
@@ -124,7 +125,7 @@ def check_parts(module: nn.Module, *, staged: bool) -> None:
             "batch normalisation": isinstance(part, nn.modules.batchnorm._BatchNorm),
             "sparse gradients": isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse,
             "extra state": staged and type(part).get_extra_state is not nn.Module.get_extra_state,
-            "adapters": hasattr(part, "peft_config"),
+            "adapters": adapter_of(part).has_frozen_base,
         }
         what = [each for each, there in found.items() if there]
         if what:
@@ -185,7 +186,7 @@ def units(module: nn.Module, options: ShardingOptions, whole: nn.Module | None =
 
 
 def _blocks(module: nn.Module) -> set[nn.Module]:
-    """Returns the layers that a model of transformers is made of, or those of a class that a container repeats.
+    """Returns the layers that a model says it is made of, or those of a class that a container repeats.
 
     Blocks may have blocks within. A stage, a tower or a member of an ensemble is repeated, and no block itself.
     """

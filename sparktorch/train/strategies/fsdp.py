@@ -23,7 +23,7 @@ from sparktorch.base.devices import download, is_host
 from sparktorch.base.host_memory import available_bytes, given_back
 from sparktorch.distributed.process_group import attach
 from sparktorch.errors import ConfigError
-from sparktorch.train.huggingface.models import without_caches
+from sparktorch.train.recipe.adapter import without_caches
 from sparktorch.train.sharding.dtensor import gradients_by_copies, mesh_of_training, unadvised, unviewed, whole
 from sparktorch.train.sharding.same_units import SameCalls, SameParameters
 from sparktorch.train.sharding.units import (

@@ -25,7 +25,7 @@ from sparktorch.base.devices import is_host
 from sparktorch.base.imports import load_object
 from sparktorch.distributed.process_group import KEEPS_ORDER, subgroup
 from sparktorch.errors import ConfigError, ModuleError
-from sparktorch.train.huggingface.models import MODEL_LOSS, gets_row_labels, without_caches
+from sparktorch.train.recipe.adapter import without_caches
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.sharding.arguments import Arguments
 from sparktorch.train.sharding.dtensor import (
@@ -301,7 +301,8 @@ def check_mesh(job: Job) -> None:
         options.sizes(job.workers)
     if module is None or job.batch is None or options.ranks_of_rows == 1:
         return
-    if options.stacked > 1 and job.recipe.training_step == MODEL_LOSS and gets_row_labels(module):
+    step = job.recipe.build_training_step()
+    if options.stacked > 1 and step is not None and step.is_mean(module):
         raise ConfigError(
             f"{type(module).__name__} computes the loss of its rows, which a pipeline computes of micro-batches",
             hint="set loss, such as 'CrossEntropyLoss'",

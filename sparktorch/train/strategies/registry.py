@@ -13,6 +13,7 @@ from sparktorch.base.config import TrainConfig, from_dict, one_of
 from sparktorch.base.state_dict import check_returned
 from sparktorch.base.world import World
 from sparktorch.errors import ConfigError, ModuleError
+from sparktorch.train.recipe.adapter import adapted_parts
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies import ddp, fsdp, independent, local_sgd, mesh, pipeline_mesh
 from sparktorch.train.strategies.base import Job, Kind, Strategy
@@ -143,7 +144,7 @@ def check_module(config: TrainConfig, recipe: Recipe, workers: int, module: nn.M
         check_returned(module)
     job = _job(config, recipe, workers=workers, module=module, batch=batch)
     job.kind.check(job)
-    if config.model_folder and any(isinstance(getattr(part, "peft_config", None), dict) for part in module.modules()):
+    if config.model_folder and adapted_parts(module):
         raise ModuleError(
             "modelDir is set, and the module has adapters, whose base is not divided",
             hint="leave modelDir out: of adapters, only what is trained is sent",

@@ -40,7 +40,7 @@ _ELEMENTWISE = (
 )
 _ACTIVATIONS = (F.relu, F.gelu, *_ELEMENTWISE)
 # Other names for the same.
-_OF_TRANSFORMERS = {"embedding_rowwise": "rowwise", "colwise_rep": _GATHERED, "replicated_with_grad_allreduce": SUMMED}
+_OTHER_NAMES = {"embedding_rowwise": "rowwise", "colwise_rep": _GATHERED, "replicated_with_grad_allreduce": SUMMED}
 _WITHOUT_PARTNER = ("embedding_rowwise", "colwise_rep", _GATHERED)
 
 
@@ -87,7 +87,7 @@ def _check_index(part: Any, inputs: Any) -> None:
 def check_plan(module: nn.Module, plan: Mapping[str, str], size: int) -> dict[str, str]:
     """Returns the style of each layer that is divided among `size` ranks, by its name.
 
-    Without a plan, that is the one that a transformers model brings, or the layers that are known to belong together:
+    Without a plan, that is the one that a model brings, or the layers that are known to belong together:
     feed-forward layers of `nn.TransformerEncoderLayer` and `nn.TransformerDecoderLayer`, and pairs of `nn.Linear` in an
     `nn.Sequential` with nothing but activations between them. Of these, those that cannot be divided stay whole. A
     `ConfigError` says that a pattern matches no layer, or one that cannot be divided, or that nothing is known of the
@@ -174,7 +174,7 @@ def _obstacle(module: nn.Module, size: int, name: str, style: str) -> str:
 
 
 def _own_plan(module: Any, size: int) -> dict[str, str] | None:
-    """Returns the plan that a transformers model brings; `None` if it has none."""
+    """Returns the plan that a model brings; `None` if it has none."""
     plan = getattr(module, "_tp_plan", None)
     if not plan or not isinstance(plan, Mapping):
         return None
@@ -193,7 +193,7 @@ def _own_plan(module: Any, size: int) -> dict[str, str] | None:
         for name, part in module.named_modules():
             if not fnmatchcase(name, pattern) or _tied(module, part):
                 continue
-            ours = _OF_TRANSFORMERS.get(style, style or "nothing")
+            ours = _OTHER_NAMES.get(style, style or "nothing")
             reason = _obstacle(module, size, name, ours) if ours in STYLES else f"by {style!r}, which is not supported"
             if not reason:
                 found[name] = ours

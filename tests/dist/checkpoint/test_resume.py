@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from sparktorch import Callback
+from sparktorch.base.config import StorageConfig
 from sparktorch.data.columns import KEY
 from sparktorch.errors import PersistenceError
 from sparktorch.ml.fit.summary import ending
@@ -40,6 +41,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "zero2": {"strategy": "zero2", "strategy_params": {"min_parameters": 60}},
     "zero3": {"strategy": "zero3", "strategy_params": {"min_parameters": 60}},
     "mesh": {"strategy": "mesh", "strategy_params": {"min_parameters": 60, "shard": 2}},
+    "from disk": {"strategy": "zero3", "shuffle_block": 4},
 }
 
 
@@ -77,18 +79,21 @@ class Worn(Noisy):
         return super().forward(self.wear(x))
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 3), ("zero1", 2), ("zero2", 3), ("zero3", 2), ("mesh", 4)])
+@pytest.mark.parametrize(
+    ("strategy", "ranks"), [("ddp", 3), ("zero1", 2), ("zero2", 3), ("zero3", 2), ("mesh", 4), ("from disk", 2)]
+)
 def test_the_weights_are_the_same_to_the_last_bit(strategy: str, ranks: int, tmp_path: Path) -> None:
     calm, rough = tmp_path / "calm", tmp_path / "rough"
     config = {"module": Worn, **STRATEGIES[strategy]}
     expected = train_on(parts(ranks), job_for(calm, Counts(calm), **config))
     assert expected[0]["wear._extra_state"] >= EPOCHS * STEPS
     step = STEPS + 3 + ranks  # somewhere in the second epoch
-    killed(job_for(rough, Counts(rough, rank=1, step=step), **config), ranks)
+    kept = {"storage": StorageConfig(kind="disk", budget=1)} if strategy == "from disk" else {}
+    killed(replace(job_for(rough, Counts(rough, rank=1, step=step), **config), **kept), ranks)
     left = saved_steps(CheckpointStore(str(rough / "checkpoints")))
     assert left
     assert step - 3 <= left[0] <= step
-    check_same_bits(train_on(parts(ranks), job_for(rough, Counts(rough), **config)), expected)
+    check_same_bits(train_on(parts(ranks), replace(job_for(rough, Counts(rough), **config), **kept)), expected)
     for rank in range(ranks):
         assert (rough / f"steps-{rank}").read_text() == (calm / f"steps-{rank}").read_text() == str(EPOCHS * STEPS)
 

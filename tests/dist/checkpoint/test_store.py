@@ -1,11 +1,14 @@
-"""Checkpoints: what one number of ranks wrote, another reads; damage is noticed."""
+"""Checkpoints: what one number of ranks wrote, another reads, however slow one of them is; damage is noticed."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 
@@ -13,6 +16,7 @@ from sparktorch.base.config import TrainConfig
 from sparktorch.base.state_dict import pack_state, unpack_state
 from sparktorch.base.world import World
 from sparktorch.errors import PersistenceError
+from sparktorch.train.callbacks import FitContext
 from sparktorch.train.checkpoint import tensors as tensors_of
 from sparktorch.train.checkpoint.store import CheckpointStore, Manifest, read_tensors, snapshot
 from sparktorch.train.checkpoint.tensors import create_optimizer_state, load_tensors, named_tensors, needed_parts
@@ -20,8 +24,10 @@ from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.base import Start
 from sparktorch.train.strategies.registry import build_strategy
 from tests.support.nets import Tower
-from tests.support.ranks import in_group
-from tests.support.saving import Counted
+from tests.support.ranks import in_group, train_on
+from tests.support.resume import STEPS, Counts, check_same_bits, job_for, killed, parts
+from tests.support.saving import Counted, LocalFiles, wait_for_saves
+from tests.support.waiting import until
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "zero1": {},
@@ -110,3 +116,42 @@ def test_a_rank_fetches_what_it_needs_and_no_more(tmp_path: Path) -> None:
 def test_an_unknown_file_system_is_refused() -> None:
     with pytest.raises(PersistenceError, match="cannot be opened"):
         CheckpointStore("nosuch://bucket/run")
+
+
+class Held(LocalFiles):
+    """The local files; rank 0's first share waits for `Ahead`, and rank 0 is killed once its checkpoint is there."""
+
+    protocol = "held"
+
+    def pipe_file(self, path: str, value: bytes, **options: Any) -> None:
+        name, marks = path.rpartition("/")[2], Path("/", path).parents[2]
+        if name == "rank-00000.pt" and not (marks / "killed").exists():
+            until((marks / "ahead").exists, seconds=60, what="the other rank is ahead")
+        super().pipe_file(path, value, **options)
+        if name == "manifest.json" and not (marks / "killed").exists():
+            (marks / "killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+fsspec.register_implementation("held", Held, clobber=True)
+
+
+class Ahead(Counts):
+    """Says when rank 1 is in its second epoch, and has written what it had to write of the first."""
+
+    def on_epoch_start(self, context: FitContext) -> None:
+        if (context.world.rank, context.epoch) == (1, 2):
+            wait_for_saves()
+            (self._folder / "ahead").touch()
+
+
+def test_a_checkpoint_at_the_end_of_an_epoch_holds_the_same_moment_of_all_ranks(tmp_path: Path) -> None:
+    calm, rough = tmp_path / "calm", tmp_path / "rough"
+    expected = train_on(parts(2), job_for(calm, Counts(calm)))
+    job = job_for(f"held://{rough}", Ahead(rough), interval=STEPS)
+    killed(job, 2)
+    found = train_on(parts(2), job)
+    check_same_bits(found, expected)
+    for meta in found[1]:
+        assert meta["seconds"]["checkpoint_copy"] > 0
+        assert meta["seconds"]["checkpoint_write"] > 0

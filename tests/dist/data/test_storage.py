@@ -2,55 +2,27 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from sparktorch import Callback
-from sparktorch.base.config import CheckpointConfig, StorageConfig, TrainConfig
-from sparktorch.train.callbacks import FitContext
-from sparktorch.train.recipe.recipe import Recipe
+from sparktorch.base.config import StorageConfig
 from sparktorch.worker import TrainJob
 from tests.support.callbacks import FailsIn
 from tests.support.frames import Table
-from tests.support.nets import Mlp, Score
-from tests.support.ranks import DEVICE, control_server, run_ranks, train_job, train_on
+from tests.support.ranks import DEVICE, control_server, run_ranks, train_on
+from tests.support.small import small_job
 
 TABLE = Table.random(1_001, classes=3, weighted=True, validated=True)
 ON_DISK = StorageConfig(kind="disk", budget=1)
 
 
-class Killed(Callback):
-    """Writes down the steps of one rank, and kills it after the 13th, the first time."""
-
-    ranks = "all"
-
-    def __init__(self, steps: Path) -> None:
-        self._steps = steps
-
-    def on_step_end(self, context: FitContext) -> None:
-        if context.world.rank == 1:
-            with self._steps.open("a") as file:
-                file.write(f"{context.step} ")
-            if context.step == 13 == len(self._steps.read_text().split()):
-                os.kill(os.getpid(), signal.SIGKILL)
-
-
 def job_for(table: Table, *, storage: StorageConfig = ON_DISK, **config: Any) -> TrainJob:
-    values: dict[str, Any] = {"batch_size": 64, "epochs": 3, "seed": 11, "shuffle_block": 4, **config}
-    classes = table.columns.classes
-    return train_job(
-        table,
-        Recipe(module=Mlp if classes else Score, loss="CrossEntropyLoss" if classes else "MSELoss"),
-        TrainConfig(task="classification" if classes else "regression", **values),
-        storage=storage,
-    )
+    return replace(small_job(table, **{"shuffle_block": 4, **config}), storage=storage)
 
 
 def parts(table: Table, ranks: int) -> list[Any]:
@@ -86,19 +58,6 @@ def test_each_rank_goes_to_disk_by_itself_and_the_order_stays() -> None:
     assert [meta["storage"] for meta in metas] == ["disk", "memory" if DEVICE == "cpu" else "device"]
     expected, _ = train_on(partitions, job_for(table, storage=StorageConfig(), **config))
     assert all(torch.equal(state[name], value) for name, value in expected.items())
-
-
-def test_a_training_from_disk_goes_on_from_its_checkpoint_to_the_same_bits(tmp_path: Path) -> None:
-    expected, _ = train_on(parts(TABLE, 2), job_for(TABLE, strategy="zero3", storage=StorageConfig()))
-    checkpoint = CheckpointConfig(directory=str(tmp_path / "saved"), unit="step", owner="me")
-    job = replace(job_for(TABLE, strategy="zero3"), checkpoint=checkpoint)
-    job = replace(job, recipe=replace(job.recipe, callbacks=(Killed(tmp_path / "steps"),)))
-    with control_server() as server:
-        ended = run_ranks(server, parts(TABLE, 2), job)
-    assert -signal.SIGKILL in [rank.exitcode for rank in ended]
-    found, _ = train_on(parts(TABLE, 2), job)
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
-    assert (tmp_path / "steps").read_text().split().count("1") == 1
 
 
 def test_a_rank_that_fails_ends_its_threads() -> None:

@@ -13,9 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.optim import lr_scheduler
 
-from sparktorch.base.config import TrainConfig
 from sparktorch.data.columns import LABEL, VALIDATION
 from sparktorch.errors import RankError, RankLostError
 from sparktorch.worker import TrainJob
@@ -36,7 +34,7 @@ from tests.support.nets import (
     output_times_label,
 )
 from tests.support.ranks import cause_of_death, control_server, run_ranks, train_on
-from tests.support.reference import global_batches
+from tests.support.reference import plain_training
 from tests.support.strategies import SGD
 
 ROWS, BATCH, EPOCHS, SEED = 403, 64, 3, 11
@@ -44,6 +42,7 @@ pytestmark = pytest.mark.landing
 
 STEPS = -(-ROWS // BATCH)
 TABLE = Table.random(ROWS, weighted=True)
+LINEAR = {"module": Linear, "loss": output_times_label}
 MODES = [{"staleness": 1}, {"staleness": 4, "servers": None}, {}]
 
 
@@ -58,25 +57,6 @@ def job_for(
 
 def parts(ranks: int, table: Table = TABLE) -> list[Any]:
     return [part.batches() for part in table.parts(ranks)]
-
-
-def plain(
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    linear: bool = False,
-    after_step: Any = lambda: None,
-    batch_size: int = BATCH,
-    epochs: int = EPOCHS,
-) -> dict[str, torch.Tensor]:
-    for _, (x, y, w) in global_batches(TABLE, TrainConfig(batch_size=batch_size, epochs=epochs, seed=SEED)):
-        output = module(x).view(-1)
-        losses = output * y if linear else (output - y) ** 2
-        optimizer.zero_grad()
-        (losses * w).sum().div(w.sum()).backward()
-        optimizer.step()
-        after_step()
-    return {name: value.detach() for name, value in module.state_dict().items()}
 
 
 def seeded(make: type[nn.Module]) -> nn.Module:
@@ -94,48 +74,12 @@ def test_servers_on_all_ranks_train_what_one_server_trains_to_the_last_bit() -> 
         torch.testing.assert_close(state, states[0], atol=0, rtol=0)
 
 
-def test_servers_keep_to_the_groups_of_parameters_and_to_a_schedule_of_rates_and_momentum() -> None:
-    module = seeded(Score)
-    named = dict(module.named_parameters())
-    del named["layers.0.weight"]  # is frozen
-    groups = [
-        {"params": [named["layers.0.bias"], named["layers.2.bias"]], "weight_decay": 0.0, "lr": 0.02},
-        {"params": [named["layers.2.weight"]], "weight_decay": 0.1},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=0.01)
-    cycle = {"max_lr": 0.05, "total_steps": EPOCHS * STEPS + 1}
-    scheduler = lr_scheduler.OneCycleLR(optimizer, **cycle)
-    expected = plain(module, optimizer, after_step=scheduler.step)
-    recipe = {
-        "optimizer": "AdamW",
-        "optimizer_params": {"weight_decay": 0.1},
-        "learning_rate": 0.01,
-        "parameter_groups": [{"params": "*.bias", "weight_decay": 0.0, "lr": 0.02}],
-        "freeze": ["layers.0.weight"],
-        "scheduler": "OneCycleLR",
-        "scheduler_params": cycle,
-    }
-    for ranks in (1, 3):
-        job = job_for(recipe=recipe, options={"staleness": 0, "servers": None}, schedule_interval="step")
-        state, _ = train_on(parts(ranks), job)
-        torch.testing.assert_close(state, expected, atol=1e-5, rtol=0)
-
-
 @pytest.mark.parametrize("options", MODES)
 def test_pushes_in_any_order_add_up_to_the_steps_of_sgd_at_their_learning_rates(options: dict[str, Any]) -> None:
     # Gradients that do not depend on the parameters do not depend on how stale those are.
-    module = seeded(Linear)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
-    scheduler = lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS * STEPS)
-    expected = plain(module, optimizer, linear=True, after_step=scheduler.step)
-    recipe = {
-        "module": Linear,
-        "loss": output_times_label,
-        "learning_rate": 0.5,
-        "scheduler": "CosineAnnealingLR",
-    }
+    recipe = {**LINEAR, "learning_rate": 0.5, "scheduler": "CosineAnnealingLR"}
     job = job_for(recipe=recipe, options=options, schedule_interval="step")
-    torch.testing.assert_close(train_on(parts(3), job)[0], expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(train_on(parts(3), job)[0], plain_training(TABLE, job)[0], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("options", MODES)
@@ -143,15 +87,14 @@ def test_a_step_of_adam_is_as_long_on_three_ranks_as_on_one(options: dict[str, A
     def distance(state: dict[str, torch.Tensor]) -> torch.Tensor:
         return (state["bias"] - seeded(Linear).state_dict()["bias"]).abs()
 
-    module = seeded(Linear)
     # The same gradient in each of 20 steps: Adam goes a learning rate a step.
-    expected = plain(module, torch.optim.Adam(module.parameters(), lr=0.01), linear=True, batch_size=ROWS, epochs=20)
-    torch.testing.assert_close(distance(expected), torch.tensor([0.2]), atol=1e-3, rtol=0)
-    positive = TABLE.with_values(LABEL, np.abs(TABLE.arrays[LABEL]))
-    recipe = {"module": Linear, "loss": output_times_label, "optimizer": "Adam", "learning_rate": 0.01}
+    recipe = {**LINEAR, "optimizer": "Adam", "learning_rate": 0.01}
     job = job_for(recipe=recipe, options=options, batch_size=ROWS, epochs=20)
+    expected = distance(plain_training(TABLE, job)[0])
+    torch.testing.assert_close(expected, torch.tensor([0.2]), atol=1e-3, rtol=0)
+    positive = TABLE.with_values(LABEL, np.abs(TABLE.arrays[LABEL]))
     state, _ = train_on(parts(3, positive), job)
-    torch.testing.assert_close(distance(state), distance(expected), atol=0.02, rtol=0)
+    torch.testing.assert_close(distance(state), expected, atol=0.02, rtol=0)
 
 
 def watched(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,15 @@ import pytest
 import torch
 
 from sparktorch import Callback
-from sparktorch.base.config import TrainConfig
-from sparktorch.errors import ConfigError, ModuleError, RankError
+from sparktorch.errors import ConfigError, RankError
 from sparktorch.train.callbacks import FitContext
-from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.worker import TrainJob
 from tests.support.callbacks import Adds, Clamps, Diary, FailsIn, Freezes, Halves, Stops
 from tests.support.frames import Table
-from tests.support.nets import Paired, Score, Tower
-from tests.support.ranks import train_job, train_on
+from tests.support.nets import Paired, Tower
+from tests.support.ranks import train_on
+from tests.support.small import small_job
+from tests.support.small import trained as trained_by
 from tests.support.strategies import SGD, trained
 from tests.support.strategies import job_for as strategy_job
 
@@ -27,13 +28,10 @@ TABLE = Table.random(200, validated=True)
 
 
 def job_for(*callbacks: Callback, **config: Any) -> TrainJob:
-    values: dict[str, Any] = {"batch_size": 64, "epochs": 2, "seed": 3, **config}
-    return train_job(TABLE, Recipe(module=Score, callbacks=callbacks), TrainConfig(task="regression", **values))
+    return small_job(TABLE, {"callbacks": callbacks}, **{"epochs": 2, "seed": 3, **config})
 
 
-def train(job: TrainJob, ranks: int = 2) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
-    state, metas = train_on([part.batches() for part in TABLE.parts(ranks)], job)
-    return state, metas[0]["history"]
+train = partial(trained_by, TABLE)
 
 
 @pytest.mark.parametrize("ranks", ["main", "all"])
@@ -141,12 +139,6 @@ def test_ranks_that_differ_name_the_callbacks_of_rank_0_and_those_of_all_ranks()
 def test_any_number_of_the_optimizer_that_ranks_change_differently_ends_the_fit() -> None:
     with pytest.raises(ConfigError, match="hyperparameters of the optimizer differ"):
         train(job_for(Epsilon()))
-
-
-def test_layers_that_a_callback_unfreezes_end_the_fit() -> None:
-    recipe = Recipe(module=Score, callbacks=[Freezes("all", requires_grad=True)], freeze=["layers.0.*"])
-    with pytest.raises(ModuleError, match=r"a hook has set requires_grad of 'layers\.0\.bias' during the training"):
-        train(replace(job_for(), recipe=recipe))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Two runs give the same bits, ranks draw differently, and the process has its generators back afterwards."""
+"""Two runs give the same bits, ranks draw differently, and a compiled module trains what the plain one does."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ import pytest
 import torch
 
 from sparktorch.base.config import TrainConfig
-from sparktorch.errors import ModuleError
+from sparktorch.errors import ClusterError, ModuleError
 from sparktorch.train.numerics.determinism import reproducible, seed_all, switched
+from sparktorch.train.numerics.torch_errors import explained
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.worker import TrainJob
-from tests.support.callbacks import Draws, draws
+from tests.support.callbacks import Draws, NoCompiler, draws
 from tests.support.frames import Table
-from tests.support.parts import Drawn, Dropped, Marked
+from tests.support.parts import Drawn, Dropped, Marked, NormalisedScore
 from tests.support.ranks import train_job, train_on
+from tests.support.small import small_job, trained
 
 TABLE = Table.random(203)
 CPU = torch.device("cpu")
 
 
 def job_for(module: Any, **config: Any) -> TrainJob:
-    values: dict[str, Any] = {"batch_size": 64, "epochs": 2, "seed": 7, **config}
-    return train_job(TABLE, Recipe(module=module, learning_rate=0.02), TrainConfig(task="regression", **values))
+    return small_job(TABLE, {"module": module, "learning_rate": 0.02}, **{"epochs": 2, "seed": 7, **config})
 
 
 def train(job: TrainJob, ranks: int) -> dict[str, torch.Tensor]:
-    return train_on([part.batches() for part in TABLE.parts(ranks)], job)[0]
+    return trained(TABLE, job, ranks)[0]
 
 
 def test_two_deterministic_runs_with_dropout_give_the_same_bits() -> None:
@@ -93,3 +94,38 @@ def test_switches_are_set_for_the_fit_alone() -> None:
     with switched(TrainConfig(precision="tf32"), torch.device("cuda:0")):
         assert switches() == [False, False, "tf32", "tf32"]
     assert switches() == before
+
+
+VALIDATED = Table.random(100, validated=True)
+JOB = train_job(
+    VALIDATED,
+    Recipe(module=NormalisedScore, optimizer="SGD", learning_rate=0.05),
+    TrainConfig(task="regression", batch_size=32, epochs=2, seed=7, sync_batch_norm=True),
+)
+
+
+def compiled(job: TrainJob) -> TrainJob:
+    return replace(job, config=replace(job.config, compile=True))
+
+
+@pytest.mark.landing
+def test_a_compiled_module_trains_and_validates_the_same() -> None:
+    partitions = [part.batches() for part in VALIDATED.parts(2)]
+    expected, plain = train_on(partitions, JOB)
+    state, metas = train_on(partitions, compiled(JOB), seconds=240)  # a compiler on a busy machine
+    torch.testing.assert_close(state, expected, atol=1e-5, rtol=1e-6)
+    losses = [[record["val_loss"] for record in meta[0]["history"]] for meta in (plain, metas)]
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5)
+
+
+@pytest.mark.landing
+def test_a_worker_without_a_compiler_says_so(tmp_path: Path) -> None:
+    job = compiled(replace(JOB, recipe=replace(JOB.recipe, callbacks=[NoCompiler(tmp_path)])))
+    with pytest.raises(ClusterError, match="compile=True needs a C\\+\\+ compiler on every worker") as caught:
+        train_on([VALIDATED.batches()], job)
+    assert "install g++ where the executors run" in caught.value.hint
+
+
+def test_errors_that_have_nothing_to_do_with_a_param_are_left_alone() -> None:
+    with pytest.raises(RuntimeError, match=r"^planted$"), explained(TrainConfig(compile=True, deterministic=True)):
+        raise RuntimeError("planted")

@@ -1,88 +1,39 @@
-"""Clipping, accumulation, schedules and precision give on N ranks what a plain torch loop gives."""
+"""Micro-batches, precision, rows of a batch, odd modules; the rest is in tests/dist/strategies/test_conformance.py."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.optim import lr_scheduler
 
 from sparktorch.base.config import TrainConfig
+from sparktorch.data.columns import KEY, input_name
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.worker import TrainJob
-from tests.support.frames import Table
-from tests.support.nets import Counting, Score
+from tests.support.frames import WIDTH, Table
+from tests.support.nets import Counting, Logarithm, Score, Seen, Spare
 from tests.support.ranks import train_job, train_on
-from tests.support.reference import epoch_batches, tensors
+from tests.support.reference import plain_training, validated
+from tests.support.small import small_job, trained
 
-ROWS, BATCH, EPOCHS, SEED, RATE = 403, 64, 3, 11, 0.05
-STEPS = -(-ROWS // BATCH)
+ROWS, EPOCHS, STEPS, RATE = 403, 3, 7, 0.05
 TABLE = Table.random(ROWS, weighted=True)
-Step = Callable[[torch.optim.Optimizer, nn.Module, int], None]
+VALIDATED = Table.random(ROWS, weighted=True, validated=True)
 
 
-def job_for(*, recipe: dict[str, Any] | None = None, **config: Any) -> TrainJob:
-    values: dict[str, Any] = {"batch_size": BATCH, "epochs": EPOCHS, "seed": SEED, **config}
-    made: dict[str, Any] = {"module": Score, "optimizer": "SGD", "learning_rate": RATE, **(recipe or {})}
-    return train_job(
-        TABLE, Recipe(optimizer_params={"momentum": 0.9}, **made), TrainConfig(task="regression", **values)
-    )
-
-
-def plain(
-    before_step: Step = lambda *_: None, after_step: Step = lambda *_: None, after_epoch: Step = lambda *_: None
-) -> dict[str, torch.Tensor]:
-    config = TrainConfig(batch_size=BATCH, epochs=EPOCHS, seed=SEED)
-    torch.manual_seed(SEED)
-    module = Score()
-    optimizer = torch.optim.SGD(module.parameters(), lr=RATE, momentum=0.9)
-    for epoch in range(EPOCHS):
-        for number, (x, y, w) in enumerate(map(tensors, epoch_batches(TABLE, config, epoch)), epoch * STEPS + 1):
-            optimizer.zero_grad()
-            ((module(x) - y) ** 2 * w).sum().div(w.sum()).backward()
-            before_step(optimizer, module, number)
-            optimizer.step()
-            after_step(optimizer, module, number)
-        after_epoch(optimizer, module, epoch)
-    return module.state_dict()
-
-
-def check(job: TrainJob, expected: dict[str, torch.Tensor], strategy: str) -> list[dict[str, Any]]:
-    job = replace(job, config=replace(job.config, strategy=strategy))
-    history: list[dict[str, Any]] = []
-    for count in (1, 3) if strategy == "ddp" else (3,):
-        state, metas = train_on([part.batches() for part in TABLE.parts(count)], job)
-        torch.testing.assert_close(state, expected, atol=1e-5, rtol=0)
-        history = metas[0]["history"]
-    return history
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
-def test_the_norm_of_the_gradient_is_that_of_the_whole_batch(strategy: str) -> None:
-    def clip(_: Any, module: nn.Module, __: int) -> None:
-        nn.utils.clip_grad_norm_(module.parameters(), 0.1)
-
-    expected = plain(clip)
-    assert not torch.allclose(expected["layers.0.weight"], plain()["layers.0.weight"], atol=1e-3)
-    check(job_for(clip_norm=0.1), expected, strategy)
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-def test_elements_of_the_gradient_are_cut_off(strategy: str) -> None:
-    def clip(_: Any, module: nn.Module, __: int) -> None:
-        nn.utils.clip_grad_value_(module.parameters(), 0.02)
-
-    check(job_for(clip_value=0.02), plain(clip), strategy)
+def job_for(table: Table = TABLE, *, recipe: dict[str, Any] | None = None, **config: Any) -> TrainJob:
+    made = {"optimizer": "SGD", "learning_rate": RATE, "optimizer_params": {"momentum": 0.9}, **(recipe or {})}
+    return small_job(table, made, **config)
 
 
 def test_micro_batches_send_their_gradients_once_a_step() -> None:
     def counts(**split: int) -> tuple[int, int]:
-        job = job_for(recipe={"module": Counting}, **split)
-        state, _ = train_on([part.batches() for part in TABLE.parts(2)], job)
+        state, _ = trained(TABLE, job_for(recipe={"module": Counting}, **split))
         return int(state["forwards"]), int(state["collectives"])
 
     forwards, collectives = counts()
@@ -91,81 +42,53 @@ def test_micro_batches_send_their_gradients_once_a_step() -> None:
     assert counts(accumulation_steps=4) == (4 * forwards, collectives)
 
 
-def by_torch(make: Callable[[torch.optim.Optimizer], Any], *, by_step: bool) -> dict[str, torch.Tensor]:
-    made: list[Any] = []
-
-    def first(optimizer: torch.optim.Optimizer, _: Any, __: int) -> None:
-        if not made:
-            made.append(make(optimizer))
-
-    def step(*_: Any) -> None:
-        made[0].step()
-
-    return plain(first, after_step=step) if by_step else plain(first, after_epoch=step)
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-def test_schedules_of_torch_step_by_epoch_or_by_step(strategy: str) -> None:
-    cosine = by_torch(lambda o: lr_scheduler.CosineAnnealingLR(o, EPOCHS * STEPS), by_step=True)
-    history = check(job_for(recipe={"scheduler": "CosineAnnealingLR"}, schedule_interval="step"), cosine, strategy)
-    rates = [record["learning_rate"] for record in history]
-    assert RATE > rates[0] > rates[1] > rates[2] > 0
-
-    staged = by_torch(lambda o: lr_scheduler.StepLR(o, 1, 0.3), by_step=False)
-    options = {"scheduler": "StepLR", "scheduler_params": {"step_size": 1, "gamma": 0.3}}
-    history = check(job_for(recipe=options), staged, strategy)
-    assert [record["learning_rate"] for record in history] == pytest.approx([RATE, RATE * 0.3, RATE * 0.09])
-
-
-def test_a_plateau_of_the_loss_lowers_the_rate_on_every_rank() -> None:
-    def after(optimizer: torch.optim.Optimizer, _: Any, epoch: int) -> None:
-        if epoch == 1:
-            optimizer.param_groups[0]["lr"] = RATE * 0.1
-
-    options = {
-        "scheduler": "ReduceLROnPlateau",
-        "scheduler_params": {"patience": 0, "threshold": 1e9, "threshold_mode": "abs"},
-    }
-    history = check(job_for(recipe=options), plain(after_epoch=after), "ddp")
-    assert [record["learning_rate"] for record in history] == pytest.approx([RATE, RATE, RATE * 0.1])
-
-
 def test_bfloat16_trains_close_to_float32_and_keeps_its_weights_in_it() -> None:
-    expected = plain()
-    state, metas = train_on([part.batches() for part in TABLE.parts(2)], job_for(precision="bf16"))
+    expected, _ = plain_training(TABLE, job_for())
+    state, history = trained(TABLE, job_for(precision="bf16"))
     assert all(value.dtype == torch.float32 for value in state.values())
     difference = max(float((state[name] - expected[name]).abs().max()) for name in expected)
     assert 1e-5 < difference < 0.1
-    assert metas[0]["history"][-1]["loss"] < metas[0]["history"][0]["loss"]
-
-
-@pytest.mark.parametrize(
-    ("strategy", "clips"),
-    [("ddp", {}), ("ddp", {"clip_norm": 0.2}), ("zero3", {"clip_norm": 0.2, "clip_value": 0.05})],
-)
-def test_the_history_tells_the_norm_of_the_gradient_before_clipping(clips: dict[str, float], strategy: str) -> None:
-    norms: list[float] = []
-
-    def measure(_: Any, module: nn.Module, number: int) -> None:
-        norms.append(float(nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None])))
-        if "clip_value" in clips:
-            nn.utils.clip_grad_value_(module.parameters(), clips["clip_value"])
-        if clips:
-            nn.utils.clip_grad_norm_(module.parameters(), clips["clip_norm"])
-
-    plain(measure)
-    _, metas = train_on([part.batches() for part in TABLE.parts(2)], job_for(strategy=strategy, **clips))
-    every = strategy == "ddp" and clips.keys() == {"clip_norm"}
-    for epoch, record in enumerate(metas[0]["history"]):
-        steps = range(epoch * STEPS, (epoch + 1) * STEPS)
-        seen = [norms[step] for step in steps if every or step % 32 == 0 or step == steps[-1]]
-        assert record["gradient_norm"] == pytest.approx(sum(seen) / len(seen), rel=1e-4)
-        assert record["gradient_norm_max"] == pytest.approx(max(seen), rel=1e-4)
+    assert history[-1]["loss"] < history[0]["loss"]
 
 
 def test_validation_runs_every_few_epochs_and_after_the_last() -> None:
-    table = Table.random(ROWS, validated=True)
-    job = replace(job_for(epochs=5, validation_interval=2), columns=table.columns)
-    _, metas = train_on([part.batches() for part in table.parts(2)], job)
-    assert ["val_loss" in record for record in metas[0]["history"]] == [False, True, False, True, True]
+    _, history = trained(VALIDATED, job_for(VALIDATED, epochs=5, validation_interval=2))
+    assert ["val_loss" in record for record in history] == [False, True, False, True, True]
+
+
+def test_early_stopping_keeps_the_average_of_the_best_validation() -> None:
+    job = job_for(VALIDATED, recipe={"learning_rate": 0.4}, epochs=40, patience=2, ema_decay=0.5)
+    state, history = trained(VALIDATED, job)
+    losses = [record["val_loss"] for record in history]
+    assert len(losses) == losses.index(min(losses)) + 1 + 2 < 40
+    module = Score()
+    module.load_state_dict(state)
+    assert validated(VALIDATED, job, module)["val_loss"] == pytest.approx(min(losses), abs=1e-5)
+
+
+@pytest.mark.parametrize("module", [Spare, Logarithm])
+def test_a_module_that_one_process_trains_is_trained_by_several(module: type[nn.Module]) -> None:
+    table = Table.random(ROWS)
+    job = job_for(table, recipe={"module": module, "learning_rate": 3e-3}, epochs=1, unused_parameters=module is Spare)
+    job = replace(job, placeholder=table.batches()[0].slice(7, 1))
+    alone, _ = train_on([table.batches()], job)
+    for partitions in ([part.batches() for part in table.parts(2)], [table.batches(), []]):
+        torch.testing.assert_close(train_on(partitions, job)[0], alone, atol=1e-5, rtol=0.0)
+
+
+def test_ranks_train_the_rows_that_are_written_here(tmp_path: Path) -> None:
+    rows = 11
+    random = Table.random(rows)
+    x = np.zeros((rows, WIDTH), np.float32)
+    x[:, 0] = np.arange(rows)
+    keys = (np.arange(rows, dtype=np.uint64) * np.uint64(2**64 // rows)).view(np.int64)
+    table = replace(random, arrays={**random.arrays, input_name(0): x, KEY: keys})
+    job = train_job(
+        table,
+        Recipe(module=Seen, module_params={"folder": str(tmp_path)}),
+        TrainConfig(task="regression", batch_size=4, epochs=2, seed=7),
+    )
+    train_on([part.batches() for part in table.parts(2)], job)
+    files = [path.read_text().splitlines() for path in sorted(tmp_path.iterdir())]
+    steps = [sorted(int(number) for line in both for number in line.split()) for both in zip(*files, strict=True)]
+    assert steps == [[1, 3, 7, 8], [0, 4, 6, 9], [2, 5, 10], [0, 3, 4, 9], [2, 5, 7, 10], [1, 6, 8]]

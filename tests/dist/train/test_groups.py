@@ -15,7 +15,7 @@ from sparktorch.base.config import StorageConfig, TrainConfig
 from sparktorch.data.columns import GROUP, LABEL, WEIGHT, Window
 from sparktorch.data.sampling.plan import SamplingPlan
 from sparktorch.tasks.ranking.loss import LOSSES
-from sparktorch.train.recipe.loss import GroupsLossStep
+from sparktorch.train.recipe.groups_loss import GroupsLossStep
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.worker import TrainJob
 from tests.support.frames import WIDTH, Table

@@ -10,11 +10,12 @@ import pytest
 import torch
 from transformers import BertForSequenceClassification, GPT2LMHeadModel
 
+from sparktorch.adapters.huggingface.folder import opened
+from sparktorch.adapters.huggingface.loss import ModelLossStep
+from sparktorch.adapters.huggingface.recipe import HuggingFaceRecipe
 from sparktorch.base.config import TrainConfig
 from sparktorch.data.columns import KEY, LABEL, Columns, TensorSpec
 from sparktorch.data.preprocess import Preprocess
-from sparktorch.train.huggingface.folder import opened
-from sparktorch.train.huggingface.models import MODEL_LOSS
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.worker import TrainJob
 from tests.support.frames import Table
@@ -43,7 +44,7 @@ def job_for(table: Table, model: Any, **config: Any) -> TrainJob:
     values: dict[str, Any] = {"batch_size": 20, "epochs": 2, "seed": SEED, **config}
     found = opened(model, {}, seed=SEED)
     assert found is not None
-    recipe = Recipe(**found, loss=None, training_step=MODEL_LOSS, optimizer="SGD", learning_rate=0.1)
+    recipe = HuggingFaceRecipe(**found, loss=None, training_step=ModelLossStep(), optimizer="SGD", learning_rate=0.1)
     task = TrainConfig(task="generic", **values)
     return train_job(table, recipe, task)
 
@@ -91,7 +92,7 @@ def test_a_causal_model_is_trained_on_the_mean_of_its_rows_own_losses() -> None:
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out")  # peft sets it
 def test_adapters_are_called_by_the_names_of_their_base_and_alone_come_back() -> None:
     table = sentences(causal, labelled=False)
-    recipe = Recipe(module=lora, loss=None, training_step=MODEL_LOSS, optimizer="SGD", learning_rate=0.1)
+    recipe = Recipe(module=lora, loss=None, training_step=ModelLossStep(), optimizer="SGD", learning_rate=0.1)
     job = replace(job_for(table, gpt2(), micro_batch_size=7), recipe=recipe)
     state, metas = train_on([part.batches() for part in table.parts(2)], job)
     torch.manual_seed(SEED)
@@ -106,7 +107,7 @@ def test_adapters_are_called_by_the_names_of_their_base_and_alone_come_back() ->
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft reads it
 def test_virtual_tokens_have_no_labels() -> None:
     table = sentences(causal, labelled=False)
-    recipe = Recipe(module=prompts, loss=None, training_step=MODEL_LOSS, optimizer="SGD", learning_rate=0.1)
+    recipe = Recipe(module=prompts, loss=None, training_step=ModelLossStep(), optimizer="SGD", learning_rate=0.1)
     job = replace(job_for(table, gpt2()), recipe=recipe)
     state, _ = train_on([part.batches() for part in table.parts(2)], job)
     torch.manual_seed(SEED)

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+from sparktorch.adapters.lightning.recipe import LightningRecipe
 from sparktorch.base.config import CheckpointConfig, TrainConfig
 from sparktorch.data.columns import LABEL, VALIDATION
 from sparktorch.data.sampling.plan import SamplingPlan
-from sparktorch.train.lightning import LightningRecipe
 from sparktorch.worker import TrainJob
 from tests.support.frames import Table
 from tests.support.ranks import preload, train_job, train_on

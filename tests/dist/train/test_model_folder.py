@@ -21,6 +21,8 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from sparktorch import Callback
+from sparktorch.adapters.huggingface.folder import opened
+from sparktorch.adapters.huggingface.recipe import HuggingFaceRecipe
 from sparktorch.base.batch import Batch
 from sparktorch.base.deferred import deferred
 from sparktorch.base.state_dict import pack_state, unpacked_weights
@@ -28,7 +30,6 @@ from sparktorch.base.weights_folder import INDEX, WeightsFolder
 from sparktorch.base.world import World
 from sparktorch.data.columns import VALIDATION
 from sparktorch.errors import PersistenceError
-from sparktorch.train.huggingface.folder import opened
 from sparktorch.train.loop import model_folder
 from sparktorch.train.loop.engine import Engine
 from sparktorch.train.loop.model_folder import Weights
@@ -387,7 +388,7 @@ def test_a_model_of_hugging_face_is_read_and_written_in_place(tmp_path: Path) ->
     parted = opened(str(tmp_path / "base"), {}, seed=0, in_place=True)
     assert parted is not None
     config = job_for(strategy="zero3", strategy_params=PARTED).config
-    built = Recipe(**parted).build_module(0)
+    built = HuggingFaceRecipe(**parted).build_module(0)
     assert built.lm_head.weight is built.model.embed_tokens.weight
     found = in_group(2, _rewritten, parted, replace(config, model_folder=str(tmp_path / "model")))[0]
     again = transformers.LlamaForCausalLM.from_pretrained(
@@ -397,7 +398,7 @@ def test_a_model_of_hugging_face_is_read_and_written_in_place(tmp_path: Path) ->
 
 
 def _rewritten(world: World, fields: dict[str, Any], config: Any) -> str:
-    engine = Engine(Recipe(**fields), config, world, steps=1)
+    engine = Engine(HuggingFaceRecipe(**fields), config, world, steps=1)
     written = Weights(engine, config, world).result(None)
     assert isinstance(written, WeightsFolder)
     return written.path

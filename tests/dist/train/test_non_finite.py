@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from sparktorch.base.config import TrainConfig
 from sparktorch.base.world import World
@@ -22,9 +21,10 @@ from sparktorch.train.numerics.non_finite import LossWatch
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.worker import TrainJob
 from tests.support.frames import Table
-from tests.support.nets import Mlp, NormalisedLogarithm, Score
+from tests.support.nets import Mlp, NormalisedLogarithm
 from tests.support.ranks import control_server, in_group, run_ranks, train_job, train_on
-from tests.support.reference import epoch_batches, tensors
+from tests.support.reference import epoch_batches, plain_training, tensors
+from tests.support.small import small_job
 
 ROWS, BATCH, EPOCHS, SEED, RATE = 301, 32, 3, 11, 0.05
 STEPS = -(-ROWS // BATCH)
@@ -56,9 +56,8 @@ def constant_step(module: nn.Module, batch: Any) -> tuple[torch.Tensor, dict[str
 
 
 def job_for(config: dict[str, Any] | None = None, **recipe: Any) -> TrainJob:
-    made = {"module": Score, "loss": spoilt_loss, "optimizer": "SGD", "optimizer_params": {"momentum": 0.9}, **recipe}
-    values = {"task": "regression", "batch_size": BATCH, "epochs": EPOCHS, "seed": SEED, **(config or {})}
-    return train_job(MARKED, Recipe(learning_rate=RATE, **made), TrainConfig(**values))
+    made = {"loss": spoilt_loss, "optimizer": "SGD", "optimizer_params": {"momentum": 0.9}, "learning_rate": RATE}
+    return small_job(MARKED, {**made, **recipe}, batch_size=BATCH, **(config or {}))
 
 
 def place_of_mark(ranks: int) -> tuple[int, int]:
@@ -95,32 +94,6 @@ def test_a_loss_that_is_not_finite_is_an_error_with_its_place(
     assert all(other.error for other in ended)
 
 
-def skipping(loss: Any) -> tuple[nn.Module, nn.Module, list[float], list[int]]:
-    """Returns the module, its moving average, and for each epoch the loss and the number of steps left out."""
-    torch.manual_seed(SEED)
-    module, history, skipped = Score(), [], []
-    averaged = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.9))  # type: ignore[no-untyped-call]
-    optimizer = torch.optim.SGD(module.parameters(), lr=RATE, momentum=0.9)
-    for epoch in range(EPOCHS):
-        sums = np.zeros(2)
-        left_out = 0
-        for rows in epoch_batches(MARKED, job_for().config, epoch):
-            x, y, w = tensors(rows)
-            optimizer.zero_grad()
-            total = (loss(module(x), y) * w).sum()
-            (total / w.sum()).backward()
-            gradients = [parameter.grad for parameter in module.parameters()]
-            if total.isfinite() and all(g is not None and g.isfinite().all() for g in gradients):
-                optimizer.step()
-                averaged.update_parameters(module)
-                sums += [total.item(), w.sum().item()]
-            else:
-                left_out += 1
-        history.append(sums[0] / sums[1])
-        skipped.append(left_out)
-    return module, averaged.module, history, skipped
-
-
 @pytest.mark.parametrize(
     ("loss", "config", "step"),
     [
@@ -131,18 +104,19 @@ def skipping(loss: Any) -> tuple[nn.Module, nn.Module, list[float], list[int]]:
     ],
 )
 def test_a_step_is_left_out_on_all_ranks_if_it_is_spoilt_on_one(loss: Any, config: dict[str, Any], step: Any) -> None:
-    module, average, losses, skipped = skipping(loss)
-    expected = (average if "ema_decay" in config else module).state_dict()
-    recipe = {"loss": None, "training_step": step} if step else {"loss": loss}
-    assert skipped == [1] * EPOCHS
+    job = job_for(
+        {"non_finite": "skip", **config}, **({"loss": None, "training_step": step} if step else {"loss": loss})
+    )
+    expected, records = plain_training(MARKED, replace(job, recipe=replace(job.recipe, loss=loss)))
+    assert [record["skipped_steps"] for record in records] == [1] * EPOCHS
     first, second = (part.batches() for part in MARKED.parts(2))
     for parts in ([MARKED.batches()], [first, [], second]):
-        state, metas = train_on(parts, job_for({"non_finite": "skip", **config}, **recipe))
+        state, metas = train_on(parts, job)
         torch.testing.assert_close(state, expected, atol=1e-5, rtol=0)
         history = metas[0]["history"]
-        assert [record["skipped_steps"] for record in history] == skipped
+        assert [record["skipped_steps"] for record in history] == [1] * EPOCHS
         for name in ("loss", "train_loss") if step else ("loss",):  # what a training step measures is left out, too
-            assert [record[name] for record in history] == pytest.approx(losses, abs=1e-5)
+            assert [record[name] for record in history] == pytest.approx([of["loss"] for of in records], abs=1e-5)
 
 
 def test_a_metric_of_the_name_of_the_loss_does_not_take_its_place() -> None:

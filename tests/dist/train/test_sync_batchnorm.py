@@ -19,34 +19,21 @@ from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.worker import TrainJob
 from tests.support.frames import Table
 from tests.support.parts import Convolved, NormalisedImages, NormalisedScore, OwnNorm
-from tests.support.ranks import train_job, train_on
-from tests.support.reference import global_batches
+from tests.support.ranks import train_on
+from tests.support.reference import plain_training
+from tests.support.small import small_job
 
 TABLE = Table.random(203, weighted=True)
 
 
 def job_for(module: Any, **config: Any) -> TrainJob:
-    values: dict[str, Any] = {"batch_size": 41, "epochs": 3, "seed": 7, "sync_batch_norm": True, **config}
-    return train_job(
-        TABLE, Recipe(module=module, optimizer="SGD", learning_rate=0.05), TrainConfig(task="regression", **values)
-    )
-
-
-def plain(make: Any, table: Table, config: TrainConfig) -> dict[str, torch.Tensor]:
-    torch.manual_seed(config.seed)
-    module = make()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
-    for _, part in global_batches(table, config):
-        optimizer.zero_grad()
-        (((module(part.x) - part.y) ** 2 * part.w).sum() / part.w.sum()).backward()
-        optimizer.step()
-    state: dict[str, torch.Tensor] = module.state_dict()
-    state.pop("strides", None)
-    return state
+    recipe = {"module": module, "optimizer": "SGD", "learning_rate": 0.05}
+    return small_job(TABLE, recipe, **{"batch_size": 41, "seed": 7, "sync_batch_norm": True, **config})
 
 
 def check(job: TrainJob, table: Table, partitions: list[Any]) -> None:
-    expected = plain(job.recipe.module, table, job.config)
+    expected, _ = plain_training(table, job)
+    expected.pop("strides", None)
     state, _ = train_on(partitions, job)
     state.pop("strides", None)
     for name in expected:  # squares of 300 have no more digits than this
@@ -106,7 +93,9 @@ def test_channels_last_lays_out_images_and_weights_and_changes_nothing_else() ->
     partitions = [part.batches() for part in TABLE.parts(2)]
     state, _ = train_on(partitions, job_for(Convolved, channels_last=True))
     strides = state.pop("strides").tolist()
-    torch.testing.assert_close(state, plain(Convolved, TABLE, job_for(Convolved).config), atol=1e-5, rtol=0)
+    expected, _ = plain_training(TABLE, job_for(Convolved))
+    expected.pop("strides")
+    torch.testing.assert_close(state, expected, atol=1e-5, rtol=0)
     assert strides[4:] == [8, 1, 4, 2]
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import gc
+import math
 import time
 from dataclasses import replace
-from itertools import groupby
-from operator import itemgetter
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from sparktorch import Callback
 from sparktorch.base.batch import Batch
 from sparktorch.base.config import TrainConfig
+from sparktorch.data.columns import VALIDATION
 from sparktorch.errors import ConfigError
 from sparktorch.train.callbacks import FitContext
 from sparktorch.train.loop import loop
@@ -26,7 +27,7 @@ from sparktorch.worker import TrainJob
 from tests.support.frames import Table
 from tests.support.nets import Mlp, Score, Sized
 from tests.support.ranks import train_job, train_on
-from tests.support.reference import Part, global_batches, validation_rows
+from tests.support.reference import global_batches, plain_steps, validated, validation_rows
 
 TABLE = Table.random(403, weighted=True, validated=True)
 RATE = 0.4  # at which the loss soon jumps about
@@ -38,28 +39,14 @@ JOB = train_job(
 STEPS = len({number for number, _ in enumerate(global_batches(TABLE, replace(JOB.config, epochs=1)))})
 
 
-def loss_of(module: torch.nn.Module, part: Part) -> torch.Tensor:
-    losses: torch.Tensor = (module(part.x) - part.y) ** 2 * part.w
-    return losses.sum() / part.w.sum()
-
-
-def plain(config: TrainConfig) -> tuple[list[float], list[tuple[float, float]], list[dict[str, torch.Tensor]]]:
-    torch.manual_seed(config.seed)
-    module = Score()
-    optimizer = torch.optim.SGD(module.parameters(), lr=RATE)
-    held_out = validation_rows(TABLE)
-    validated, trained, states = [], [], []
-    for _, part in global_batches(TABLE, config):
-        optimizer.zero_grad()
-        loss = loss_of(module, part)
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        with torch.no_grad():
-            validated.append(float(loss_of(module, held_out)))
-        weight = float(part.w.double().sum())
-        trained.append((float(loss.detach()) * weight, weight))
-        states.append({name: value.clone() for name, value in module.state_dict().items()})
-    return validated, trained, states
+def plain(job: TrainJob) -> tuple[list[float], list[tuple[float, float]], list[dict[str, torch.Tensor]]]:
+    """Returns, of every step, the validation's loss after it, its own loss with its weight, and the weights."""
+    losses, trained, states = [], [], []
+    for step in plain_steps(TABLE, job):
+        losses.append(validated(TABLE, job, step.module)["val_loss"])
+        trained.append((step.loss, step.weight))
+        states.append({name: value.clone() for name, value in step.module.state_dict().items()})
+    return losses, trained, states
 
 
 def squares(module: torch.nn.Module, batch: Batch) -> Any:
@@ -78,7 +65,7 @@ def train(job: TrainJob, ranks: int) -> tuple[dict[str, torch.Tensor], list[dict
 
 @pytest.mark.parametrize(("interval", "ranks"), [(2, 3), (100, 1)])
 def test_validation_every_few_steps_of_the_run_and_at_its_end(interval: int, ranks: int) -> None:
-    losses, trained, states = plain(JOB.config)
+    losses, trained, states = plain(JOB)
     state, history = train(with_config(validation_interval=interval), ranks)
     last = 3 * STEPS
     due = sorted({*range(interval, last + 1, interval), last})
@@ -97,7 +84,7 @@ def test_validation_every_few_steps_of_the_run_and_at_its_end(interval: int, ran
 
 def test_training_ends_within_an_epoch_and_its_loss_is_that_of_the_rows_it_trained() -> None:
     config = replace(JOB.config, epochs=40, validation_interval=3, patience=2)
-    losses, trained, states = plain(config)
+    losses, trained, states = plain(replace(JOB, config=config))
     best, end, worse = 0, 0, 0
     for step in range(3, len(losses) + 1, 3):
         if not best or losses[step - 1] < losses[best - 1]:
@@ -151,7 +138,7 @@ def test_a_training_whose_minutes_are_over_by_the_clock_of_rank_0_ends_with_a_va
     assert sum(record.get("steps", STEPS) for record in history) == end
     assert "val_loss" in history[-1]
     assert metas[0]["out_of_time"] == (end < 4 * STEPS)
-    torch.testing.assert_close(state, plain(job.config)[2][end - 1], atol=1e-5, rtol=0)
+    torch.testing.assert_close(state, plain(job)[2][end - 1], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("rule", [{}, {"best_mode": "max", "best_delta": 0.02}])
@@ -160,29 +147,23 @@ def test_training_ends_by_accuracy_with_the_weights_of_a_plain_loop(rule: dict[s
     config = TrainConfig(
         task="classification", batch_size=32, epochs=30, patience=3, best_metric="val_accuracy", **rule
     )
-    torch.manual_seed(config.seed)
-    module, held_out = Mlp(), validation_rows(table)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    recipe = Recipe(module=Mlp, loss="CrossEntropyLoss", optimizer="SGD", learning_rate=0.1)
+    job = train_job(table, recipe, config)
     losses, accuracies, states = [], [], []
-    for epoch, batches in groupby(global_batches(table, config), key=itemgetter(0)):
-        for _, part in batches:
-            optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(module(part.x), part.y).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-        with torch.no_grad():
-            output = module(held_out.x)
-        losses.append(float(torch.nn.functional.cross_entropy(output, held_out.y)))
-        accuracies.append(float((output.argmax(1) == held_out.y).double().mean()))
-        states.append({name: value.clone() for name, value in module.state_dict().items()})
+    per_epoch = math.ceil(int((~table.arrays[VALIDATION]).sum()) / 32)
+    for step in islice(plain_steps(table, job), per_epoch - 1, None, per_epoch):
+        found = validated(table, job, step.module)
+        losses.append(found["val_loss"])
+        accuracies.append(found["val_accuracy"])
+        states.append({name: value.clone() for name, value in step.module.state_dict().items()})
         best = 0
         for number, accuracy in enumerate(accuracies):
             best = number if accuracy > accuracies[best] + rule.get("best_delta", 0.0) else best
-        if epoch - best == 3:
+        if step.epoch - best == 3:
             break
     assert len(states) < 30
     assert best != losses.index(min(losses)), "by val_loss it would be another"
-    recipe = Recipe(module=Mlp, loss="CrossEntropyLoss", optimizer="SGD", learning_rate=0.1)
-    state, metas = train_on([part.batches() for part in table.parts(3)], train_job(table, recipe, config))
+    state, metas = train_on([part.batches() for part in table.parts(3)], job)
     assert [record["val_accuracy"] for record in metas[0]["history"]] == pytest.approx(accuracies)
     torch.testing.assert_close(state, states[best], atol=1e-5, rtol=0)
 

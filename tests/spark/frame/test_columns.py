@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import mlflow
 import numpy as np
 import pandas as pd
 import pyarrow as pa
@@ -23,11 +22,9 @@ from sparktorch.data.columns import InputOptions, TensorSpec
 from sparktorch.data.fields.kinds import kind_of
 from sparktorch.data.storage import RowStorage
 from sparktorch.errors import ColumnError
-from sparktorch.ml.fit.translate import input_names
 from sparktorch.spark.compat import table_of
 from sparktorch.spark.frame.encoding import input_columns
 from sparktorch.spark.frame.prepare import prepare
-from sparktorch.tracking import save_model
 from tests.spark.columns import Flat, Mixed, Padded
 from tests.spark.scored import sorted_rows
 from tests.support.mlflow import QUIET
@@ -199,25 +196,7 @@ def test_a_scorer_makes_of_columns_the_tensors_made_by_hand(rows: DataFrame) -> 
     np.testing.assert_allclose(found.scores, found.model.module(*by_hand).detach()[:, 0], atol=1e-5)
 
 
-def test_a_model_scores_other_columns_of_the_same_meaning_in_sql_and_after_loading(
-    spark: SparkSession, rows: DataFrame, models: dict[str, Fitted], tmp_path: Path
-) -> None:
-    rows.createOrReplaceTempView("rows_to_score")
-    calls = {"between": "c0, short, c4, c5", "sparse": "sparse", "ragged": "ragged"}
-    for name, (model, expected) in models.items():
-        model.save(str(tmp_path / name))
-        loaded = type(model).load(str(tmp_path / name))
-        assert loaded.trained.inputs == model.trained.inputs
-        assert scores(loaded, rows) == expected
-        save_model(loaded, str(tmp_path / "mlflow" / name))
-        served = mlflow.pyfunc.load_model(str(tmp_path / "mlflow" / name))
-        table = rows.select("id", *input_names(loaded)).toPandas().sort_values("id").drop(columns="id")
-        if name == "sparse":
-            table["sparse"] = [vector.toArray() for vector in table["sparse"]]
-        np.testing.assert_allclose(served.predict(table)["prediction"], expected, atol=1e-5)
-        loaded.registerUDF(f"score_{name}")
-        found = sorted_rows(spark.sql(f"select id, score_{name}({calls[name]}) s from rows_to_score"), "id")
-        np.testing.assert_allclose([row["s"] for row in found], expected, atol=1e-6)
+def test_a_model_scores_other_columns_of_the_same_meaning(rows: DataFrame, models: dict[str, Fitted]) -> None:
     sparse = models["sparse"]
     for other in ("dense", "mixed", "plain"):
         np.testing.assert_allclose(scores(sparse.model.copy().setFeaturesCol(other), rows), sparse.scores, atol=1e-5)

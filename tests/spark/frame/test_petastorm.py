@@ -13,10 +13,10 @@ from pyspark.errors import PythonException
 from pyspark.sql import SparkSession
 
 from sparktorch import read_petastorm
-from sparktorch.data.petastorm.decoder import Decoder
-from sparktorch.data.petastorm.unischema import UnischemaField
+from sparktorch.adapters.petastorm.dataframes import _decoded, _through_executor, _through_hadoop
+from sparktorch.adapters.petastorm.decoder import Decoder
+from sparktorch.adapters.petastorm.unischema import UnischemaField
 from sparktorch.errors import ConfigError, DatasetError
-from sparktorch.spark.petastorm import _decoded, _through_executor, _through_hadoop
 from tests.support.petastorm import FIELDS, ROWS, STORED, row
 
 PATH = str(STORED)

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import mlflow
-import numpy as np
 import pytest
-import torch
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
-from sparktorch import TorchRegressionModel, TorchRegressor
+from sparktorch import TorchRegressor
 from sparktorch.errors import ConfigError, ModuleError, SparkTorchError
-from sparktorch.tracking import save_model
 from tests.spark.columns import Flat, fails, letters, widened
-from tests.spark.scored import sorted_rows
+from tests.spark.scored import same_weights, sorted_rows
 from tests.support.mlflow import QUIET
 
 pytestmark = QUIET
@@ -38,23 +33,14 @@ def fit(data: DataFrame, *inputs: str, **params: Any) -> Any:
     return TorchRegressor(inputCols=list(inputs), **{**module, **given, **params}).fit(data)
 
 
-def test_text_trains_and_scores_as_what_is_made_of_it(spark: SparkSession, texts: DataFrame, tmp_path: Path) -> None:
+def test_text_trains_and_scores_as_what_is_made_of_it(texts: DataFrame) -> None:
     model = fit(texts, "text", "extra", preprocess=letters, numWorkers=2)
     expected = fit(texts, "by_hand", numWorkers=2)
-    for found, wanted in zip(model.module.parameters(), expected.module.parameters(), strict=True):
-        assert torch.equal(found, wanted)
-    scores = [row["prediction"] for row in sorted_rows(expected.transform(texts), "id")]
-    model.save(str(tmp_path / "model"))
-    loaded = TorchRegressionModel.load(str(tmp_path / "model"))
-    assert [row["prediction"] for row in sorted_rows(loaded.transform(texts), "id")] == pytest.approx(scores)
-    loaded.registerUDF("score_text")
-    texts.createOrReplaceTempView("texts")
-    found = sorted_rows(spark.sql("select id, score_text(text, extra) s from texts"), "id")
-    assert [row["s"] for row in found] == pytest.approx(scores)
-    save_model(loaded, str(tmp_path / "mlflow"))
-    served = mlflow.pyfunc.load_model(str(tmp_path / "mlflow"))
-    table = texts.orderBy("id").select("text", "extra").toPandas()
-    np.testing.assert_allclose(served.predict(table)["prediction"], scores, atol=1e-5)
+    assert same_weights(model, expected)
+    found, wanted = (
+        [row["prediction"] for row in sorted_rows(one.transform(texts), "id")] for one in (model, expected)
+    )
+    assert found == pytest.approx(wanted)
 
 
 def test_columns_of_which_something_is_said_come_as_tensors(texts: DataFrame) -> None:

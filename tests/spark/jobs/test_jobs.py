@@ -155,16 +155,6 @@ def test_a_score_that_fails_or_has_no_rows_leaves_what_was_there_and_says_why_in
     assert spark.read.json(str(job_file.parent / "out")).count() == 30
 
 
-@pytest.mark.usefixtures("shared")
-def test_a_training_on_an_unknown_format_is_refused_in_a_sentence(
-    job_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data = {"source": None, "format": "jsn", "path": str(job_file)}
-    assert main(["train", changed(job_file, data=data)]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "DATA_SOURCE_NOT_FOUND" in line
-
-
 @pytest.mark.usefixtures("shared", "store")
 def test_a_table_is_trained_on_and_scored_by_its_job_file_alone(
     spark: SparkSession, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -105,16 +105,6 @@ def test_any_number_of_workers_holds_out_the_same_rows_and_trains_the_same(custo
             torch.testing.assert_close(weights(other)[name], tensor, rtol=1e-6, atol=1e-6)
 
 
-def test_with_epochs_all_rows_train_as_before(customers: DataFrame) -> None:
-    given = {"labelCol": "gone", "epochs": 2, **SMALL}
-    model = TabularClassifier(**given).fit(customers)
-    usual = {"batchSize": 256, "learningRate": 1e-3, "validationInterval": 1, "validationUnit": "epoch"}
-    same = TabularClassifier(**given, **usual).fit(customers)
-    assert (model.summary.rows, model.summary.validationRows, model.summary.heldOut) == (600, 0, {})
-    assert model.summary.totalIterations == 6
-    assert all(torch.equal(tensor, weights(same)[name]) for name, tensor in weights(model).items())
-
-
 def test_a_label_that_only_held_out_rows_have_is_learned(customers: DataFrame) -> None:
     held_out = customers.where(in_share([F.col("id")], 0.1)).first()
     assert held_out is not None
@@ -187,16 +177,6 @@ def test_rows_without_a_label_are_neither_counted_nor_learned_of_nor_evaluated_w
     assert model.evaluate(rows).numInstances == 450
     with pytest.raises(ColumnError, match="150 rows are null or NaN in column 'gone'"):
         model.copy({model.nullPolicy: "error"}).evaluate(rows)
-
-
-def test_a_text_is_no_number_to_predict_and_is_refused_before_any_job(customers: DataFrame) -> None:
-    tracker = customers.sparkSession.sparkContext.statusTracker()
-    before = len(tracker.getJobIdsForGroup(None))
-    with pytest.raises(
-        ColumnError, match=r"'gone' must be a number.* but is string(.|\n)*TabularClassifier(.|\n)*cast"
-    ):
-        TabularRegressor(labelCol="gone", **SMALL).fit(customers)
-    assert len(tracker.getJobIdsForGroup(None)) == before
 
 
 def test_few_rows_all_train_for_some_hundred_steps(customers: DataFrame) -> None:

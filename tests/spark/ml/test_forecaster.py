@@ -140,21 +140,6 @@ def test_the_network_starts_from_the_season_of_the_rows_that_train_unless_one_is
         Forecaster(**SUNSPOTS, season=0).fit(sunspots)
 
 
-@pytest.mark.parametrize("season", [None, 12])
-def test_one_short_series_with_trend_and_season_is_forecast_far_better_than_by_its_last_season(
-    spark: SparkSession, season: int | None
-) -> None:
-    time = np.arange(84)
-    sold = (100 + 2.0 * time) * (1 + 0.2 * np.sin(time * np.pi / 6)) + np.random.default_rng(5).normal(size=84)
-    rows = spark.createDataFrame(
-        [(int(t), float(v)) for t, v in zip(time, sold, strict=True)], "month int, sold double"
-    )
-    named = {"orderCol": "month", "labelCol": "sold", "horizon": 12, "season": season, "progress": False}
-    model = Forecaster(**named).fit(rows.where("month < 72").repartition(3))
-    found = [row["prediction"] for row in rows_of(model.forecast(rows.where("month < 72")))]
-    assert np.abs(found - sold[72:]).mean() < 0.5 * np.abs(sold[60:72] - sold[72:]).mean()
-
-
 def test_the_start_is_learned_of_the_rows_that_train_and_set_by_module_params(spark: SparkSession) -> None:
     rows = spark.createDataFrame([(day, float(day if day < 60 else 60)) for day in range(90)], "day int, sold double")
     named = {"orderCol": "day", "labelCol": "sold", "context": 6, "horizon": 3, "epochs": 1, "progress": False}

@@ -144,8 +144,6 @@ def test_what_a_folder_cannot_be_used_for_is_refused_before_a_job(
         TextClassifier(modelFolder=str(folder), maxLength=17, **QUICK).fit(texts)
     usual = TextClassifier(modelFolder=str(folder), **QUICK)
     assert usual.completed().getPreprocess().max_length == 16
-    with pytest.raises(ConfigError, match="nullPolicy is 'fill', and fillValue stands for no text"):
-        usual.copy({usual.nullPolicy: "fill"}).fit(texts)
     with pytest.raises(ConfigError, match="module is set, which the estimator chooses itself"):
         TextClassifier(modelFolder=str(folder), maxLength=9, **QUICK).setModule("torch.nn:Linear").fit(texts)
     with pytest.raises(ModuleError, match=r"(?s)BertConfig has no entry 'num_label' .*did you mean 'num_labels'"):

@@ -24,7 +24,7 @@ from sparktorch import (
     TorchTuner,
 )
 from sparktorch.base.weights_folder import INDEX, WeightsFolder
-from sparktorch.errors import ConfigError, ModuleError, PersistenceError, RankError
+from sparktorch.errors import ModuleError, PersistenceError, RankError
 from sparktorch.train.callbacks import FitContext
 from tests.spark.modules import MLP, Fixed
 from tests.spark.scored import same_weights, sorted_rows
@@ -162,7 +162,6 @@ class Looks(Fixed):
 @pytest.mark.parametrize(
     ("params", "error", "said"),
     [
-        ({"strategy": "ddp", "strategyParams": {}}, ConfigError, "under strategy 'ddp' each worker holds the whole"),
         ({"module": Adapted, "moduleParams": {}}, ModuleError, "the module has adapters"),
         ({"module": Looks}, ModuleError, r"(?s)test_model_dir.py:\d+, 'return.*meta.*dryRun='worker' tries values"),
     ],

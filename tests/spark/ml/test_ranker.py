@@ -21,7 +21,6 @@ from torch import nn
 
 from sparktorch import Ranker, RankingModel, TorchEstimator, TorchRegressor, TorchTuner
 from sparktorch.errors import ColumnError, ConfigError, RankError
-from sparktorch.tasks.ranking.loss import LOSSES
 from sparktorch.tracking import save_model
 from tests.support.mlflow import QUIET
 
@@ -186,26 +185,17 @@ def test_a_ranker_of_a_table_refuses_columns_that_cannot_be_inputs_and_a_group_t
         Ranker(**SMALL, featuresCol="places").fit(rows)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize(
     "changes",
     [{"search": "monotonically_increasing_id()"}, {"grade": "2.0"}, {"grade": "0.0"}, {"grade": "hash(search) & 1"}],
     ids=["groups of one", "one grade", "no grade above 0", "one grade in each group"],
 )
-def test_groups_that_teach_nothing_give_a_model_and_never_nan(
-    spark: SparkSession, changes: dict[str, str], loss: str
-) -> None:
+def test_groups_that_teach_nothing_give_a_model_and_never_nan(spark: SparkSession, changes: dict[str, str]) -> None:
     rows = offers(spark, 12).selectExpr("*").withColumns({name: F.expr(text) for name, text in changes.items()})
-    model = Ranker(**SMALL, loss=loss).fit(rows)
+    model = Ranker(**SMALL).fit(rows)
     assert np.isfinite(model.transform(rows).toPandas().prediction).all()
     assert np.isfinite([record["loss"] for record in model.summary.history]).all()
     assert 0 <= model.evaluate(rows).ndcg(10) <= 1
-
-
-def test_workers_and_storage_do_not_change_what_is_trained(rows: DataFrame) -> None:
-    from_disk = {"numWorkers": 3, "storage": "disk", "shuffleBlock": 1}
-    plain, other = (ranker(epochs=3, optimizer="SGD", **each).fit(rows) for each in ({}, from_disk))
-    torch.testing.assert_close(other.module.state_dict(), plain.module.state_dict(), atol=1e-5, rtol=0)
 
 
 def test_a_model_scores_row_by_row_once_loaded_in_sql_and_in_mlflow(

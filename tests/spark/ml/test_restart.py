@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -40,23 +39,6 @@ def regressor(folder: Path, **params: Any) -> TorchRegressor:
         **params,
     }
     return TorchRegressor(**values)
-
-
-def test_a_lost_worker_costs_the_steps_since_the_last_checkpoint(
-    frame: DataFrame, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    calm = regressor(tmp_path / "calm").fit(frame)
-    killer = Dies(tmp_path / "killed", rank=1, step=15)
-    with caplog.at_level(logging.WARNING, "sparktorch"):
-        model = regressor(tmp_path, callbacks=[killer], maxRestarts=2).fit(frame)
-    (warning,) = [record.getMessage() for record in caplog.records if "restart 1 of 2" in record.getMessage()]
-    assert "rank 1 died" in warning
-    assert model.summary.seconds["job"] >= model.summary.attempts[-1]["ended"]
-    assert same_weights(model, calm)
-    losses = [record["loss"] for record in calm.summary.history]
-    assert [record["loss"] for record in model.summary.history] == losses
-    # On the driver every epoch was told once, although the second try told the first one again.
-    assert [record["epoch"] for record in killer.told] == [1, 2, 3]
 
 
 def test_ranks_wait_for_a_silent_driver_as_long_as_they_are_told(

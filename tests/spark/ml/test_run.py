@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -119,24 +118,6 @@ def test_a_run_whose_rank_is_killed_goes_on_from_its_last_save(frame: DataFrame,
         states.append(found[0][0])
         assert [resumed for _, resumed in found] == [bool(flag)] * 2
     torch.testing.assert_close(states[0], states[1], atol=0, rtol=0)
-
-
-@pytest.mark.parametrize(
-    ("function", "params", "says"),
-    [
-        (lambda: None, {}, "cannot be called: too many positional arguments"),
-        (loop, {"numWorker": 2}, "did you mean 'numWorkers'"),
-        (loop, {"strategy": "independent"}, "trains a model in each worker"),
-        (loop, {"strategy": "mesh", "strategyParams": {"shard": 2}, "numWorkers": 3}, "3 workers cannot be divided"),
-        (lambda context, lock: None, {"args": [threading.Lock()]}, "cannot be shipped to the ranks"),
-        (loop, {"kwargs": {"lr": 1}}, "cannot be called: got an unexpected keyword argument 'lr'"),
-        (loop, {"lr": 1}, "arguments of the function go into args"),
-        (loop, {"data": [1, 2]}, "run takes a DataFrame of Spark's, and got builtins's list"),
-    ],
-)
-def test_what_cannot_run_is_refused_before_a_job(spark: SparkSession, function: Any, params: Any, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        sparktorch.run(function, **params)
 
 
 def test_a_missing_column_too_few_slots_and_a_loader_without_rows_are_named(frame: DataFrame) -> None:

@@ -188,15 +188,6 @@ def test_frames_with_columns_of_equal_names_are_scored(frame: DataFrame, model: 
         model.transform(joined.select("*", F.col("features").alias("features")))
 
 
-def test_names_are_compared_as_spark_does(frame: DataFrame, model: TorchClassificationModel) -> None:
-    with pytest.raises(ColumnError, match="already has a column 'prediction'"):
-        model.transform(frame.withColumn("PREDICTION", F.lit(1)))
-    other = model.copy().setFeaturesCol("Features")
-    assert len(other.transform(frame).limit(3).collect()) == 3
-    with pytest.raises(ConfigError, match="two output columns are called 'same'"):
-        model.copy().setPredictionCol("same").setProbabilityCol("same").transform(frame)
-
-
 def test_sql_calls_the_model_on_whatever_columns_it_could_be_fitted_on(
     spark: SparkSession, frame: DataFrame, model: TorchClassificationModel
 ) -> None:
@@ -277,35 +268,6 @@ def test_a_setting_of_the_users_stays_when_the_model_becomes_an_sql_function(
     model.registerUDF("score_there", spark=third)
     assert (setting(third, COLUMNAR), setting(spark, COLUMNAR)) == (default and "false", default)
     assert [COLUMNAR in record.getMessage() for record in caplog.records] == ([True] if default else [])
-
-
-@pytest.mark.newest
-def test_a_stream_is_scored_and_goes_on_where_it_stopped(
-    spark: SparkSession, frame: DataFrame, model: TorchClassificationModel, tmp_path: Path
-) -> None:
-    source, sink = str(tmp_path / "source"), str(tmp_path / "sink")
-
-    def arrive(data: DataFrame) -> None:
-        data.coalesce(1).write.mode("append").parquet(source)
-
-    def score() -> list[int]:
-        stream = spark.readStream.schema(frame.schema).option("maxFilesPerTrigger", 1).parquet(source)
-        writer = model.transform(stream).writeStream.option("checkpointLocation", str(tmp_path / "checkpoint"))
-        query = writer.trigger(availableNow=True).format("parquet").start(sink)
-        query.awaitTermination(120)
-        assert query.exception() is None
-        return [int(progress["numInputRows"]) for progress in query.recentProgress if progress["numInputRows"]]
-
-    arrive(frame.where("target < 0"))
-    first = score()
-    arrive(frame.where("target >= 0 and target < 3"))
-    arrive(frame.where("target >= 3"))
-    second = score()  # a new query over the checkpoint of the first
-    assert (len(first), len(second)) == (1, 2)
-    assert sum(first) + sum(second) == 1001
-    columns = ["target", "prediction", "probability"]
-    found = sorted_rows(spark.read.parquet(sink).select(columns))
-    assert found == sorted_rows(model.transform(frame).select(columns))
 
 
 @pytest.mark.newest

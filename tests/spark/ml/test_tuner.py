@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import _thread
-import math
 import os
 import signal
 import threading
@@ -117,23 +116,16 @@ def test_a_pruned_trial_trains_no_further_epoch(frame: DataFrame, tmp_path: Path
     assert len((tmp_path / "marks").read_text().split()) == 6
 
 
-def test_a_trial_that_raises_has_failed_and_the_search_goes_on(frame: DataFrame, tmp_path: Path) -> None:
+def test_an_error_or_a_rank_that_dies_costs_its_trial_alone(frame: DataFrame, tmp_path: Path) -> None:
     estimator = regressor(callbacks=[Marks(tmp_path / "marks")])
-    model = tuner([RAISES, 0.01, 0.02], estimator=estimator, parallelism=1).fit(frame)
-    assert states(model) == {RAISES: ("FAIL", 1), 0.01: ("COMPLETE", 4), 0.02: ("COMPLETE", 4)}
-    failed = model.trials[model.trials["state"] == "FAIL"].iloc[0]
-    assert failed["cause"].startswith("RankError: ")
-    assert "planted at this rate" in failed["cause"]
-    assert math.isnan(failed["value"])
-
-
-def test_a_rank_that_dies_costs_its_trial_alone(frame: DataFrame, tmp_path: Path) -> None:
-    estimator = regressor(callbacks=[Marks(tmp_path / "marks")])
-    model = tuner([KILLED, 0.01, 0.02, 0.03], estimator=estimator, parallelism=2).fit(frame)
+    model = tuner([RAISES, KILLED, 0.01, 0.02, 0.03], estimator=estimator, parallelism=2).fit(frame)
     done = dict.fromkeys((0.01, 0.02, 0.03), ("COMPLETE", 4))
-    assert states(model) == {KILLED: ("FAIL", 1), **done}
-    (cause,) = model.trials[model.trials["state"] == "FAIL"]["cause"]
-    assert cause.startswith("RankLostError: ")
+    assert states(model) == {RAISES: ("FAIL", 1), KILLED: ("FAIL", 1), **done}
+    failed = model.trials[model.trials["state"] == "FAIL"].set_index("params_learningRate")
+    assert failed["cause"][RAISES].startswith("RankError: ")
+    assert "planted at this rate" in failed["cause"][RAISES]
+    assert failed["cause"][KILLED].startswith("RankLostError: ")
+    assert failed["value"].isna().all()
 
 
 def test_groups_of_ranks_train_trials_side_by_side(frame: DataFrame, tmp_path: Path) -> None:
@@ -220,31 +212,13 @@ def test_a_tuner_is_a_stage_and_its_model_saves_the_best(frame: DataFrame, tmp_p
     assert loaded.transform(frame).collect() == model.transform(frame).collect()
 
 
-@pytest.mark.parametrize(
-    ("changed", "param"),
-    [
-        ({"space": lambda trial: {"lerningRate": 1}}, "lerningRate"),
-        ({"space": {"numWorkers": [1, 2]}}, "numWorkers"),
-        ({"space": {"labelCol": ["target", "label"]}}, "labelCol"),
-        ({"metric": "val_loss"}, "metric"),
-        ({"workersPerTrial": 4}, "workersPerTrial"),
-        ({"workersPerTrial": 2, "parallelism": 2}, "parallelism"),
-        ({"estimator": regressor(checkpointDir="/nowhere")}, "checkpointDir"),
-        ({"estimator": Pipeline()}, "estimator"),
-        ({"pruner": "best"}, "pruner"),
-        ({"storage": "sqlite:///x.db"}, "studyName"),
-    ],
-    ids=lambda value: "" if isinstance(value, dict) else str(value),  # uids would differ between processes
-)
-def test_what_cannot_work_is_refused_before_any_job(
-    spark: SparkSession, frame: DataFrame, changed: dict[str, Any], param: str
-) -> None:
-    given = {"estimator": regressor(), "space": {"learningRate": [0.1]}, "trials": 2} | changed
+def test_more_workers_than_the_cluster_has_are_refused_before_any_job(spark: SparkSession, frame: DataFrame) -> None:
     spark.sparkContext.setJobGroup("refused", "")
     try:
-        with pytest.raises(ConfigError) as raised:
-            TorchTuner(**given).fit(frame)
-        assert raised.value.where["param"] == param
+        for workers, parallelism, param in ((4, None, "workersPerTrial"), (2, 2, "parallelism")):
+            with pytest.raises(ConfigError) as raised:
+                tuner([0.1, 0.2], workersPerTrial=workers, parallelism=parallelism).fit(frame)
+            assert raised.value.where["param"] == param
         assert not spark.sparkContext.statusTracker().getJobIdsForGroup("refused")
     finally:
         spark.sparkContext.setLocalProperty("spark.jobGroup.id", None)

@@ -130,21 +130,6 @@ def test_structs_that_a_callable_takes_score_as_dicts_and_as_rows_of_spark(
     np.testing.assert_allclose(served.predict(as_rows)["prediction"], expected, atol=1e-5)
 
 
-def test_mlflows_own_udf_scores_alike(
-    spark: SparkSession, frame: DataFrame, logged: tuple[TorchClassificationModel, ModelInfo]
-) -> None:
-    model, info = logged
-    udf = mlflow.pyfunc.spark_udf(
-        spark,
-        info.model_uri,
-        env_manager="local",
-        result_type="rawPrediction array<double>, probability array<double>, prediction double",
-    )
-    found = sorted_rows(frame.select("target", udf("features").alias("scored")))
-    expected = sorted_rows(model.transform(frame))
-    assert [row["scored"]["prediction"] for row in found] == [row["prediction"] for row in expected]
-
-
 @pytest.fixture
 def without_spark(tmp_path: Path) -> dict[str, str]:
     site = tmp_path / "site"

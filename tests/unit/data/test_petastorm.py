@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from PIL import Image
 
+from sparktorch.adapters.petastorm.decoder import Decoder, reader_batches, schema_in
+from sparktorch.adapters.petastorm.unischema import UnischemaField, read_unischema
 from sparktorch.data.columns import LABEL, Columns, TensorSpec
-from sparktorch.data.petastorm.decoder import Decoder, reader_batches, schema_in
-from sparktorch.data.petastorm.unischema import UnischemaField, read_unischema
 from sparktorch.errors import ColumnError, DatasetError
 from tests.support.petastorm import FIELDS, ROWS, STORED, Kind, pickled, row
 

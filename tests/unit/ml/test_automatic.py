@@ -10,7 +10,6 @@ import pytest
 from sparktorch import Forecaster, Ranker, Recommender, TabularClassifier, TextClassifier, TorchClassifier
 from sparktorch.base.config import TrainConfig
 from sparktorch.data.columns import Window
-from sparktorch.errors import ConfigError
 from sparktorch.ml.fit.summary import best_validation, ending, majority
 from sparktorch.ml.fit.translate import translate
 from sparktorch.ml.fit.values import Values
@@ -167,20 +166,6 @@ def test_with_epochs_a_fit_holds_out_nothing_unless_a_share_is_set() -> None:
     assert not TabularClassifier(validationFraction=0.0)._holds_out
     assert not TabularClassifier(validationIndicatorCol="late")._holds_out
     assert TabularClassifier(epochs=7, validationFraction=0.2)._holds_out
-
-
-@pytest.mark.parametrize(
-    ("params", "says"),
-    [
-        ({"epochs": "many"}, "epochs is 'many'"),
-        ({"learningRate": "fast"}, "learningRate is 'fast'"),
-        ({"validationFraction": 1.0}, "validationFraction must be less than 1"),
-        ({"validationFraction": -0.1}, "validationFraction must be at least 0"),
-    ],
-)
-def test_other_words_and_shares_are_refused(params: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        translate(TabularClassifier(**params), "classification")
 
 
 def test_estimators_of_any_module_have_no_auto() -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from pyspark.sql import types as T
 
-from sparktorch import Forecaster, Ranker, Recommender, TorchClassifier, TorchEstimator, TorchRegressor
-from sparktorch.errors import ColumnError, ConfigError, SparkTorchError
+from sparktorch import TorchClassifier, TorchEstimator, TorchRegressor
+from sparktorch.errors import ColumnError, ConfigError, ModuleError, SparkTorchError
 from sparktorch.ml.fit.checks import check_new_columns, check_version
 from sparktorch.ml.fit.translate import translate
 
@@ -76,30 +76,6 @@ def test_a_module_that_was_edited_between_two_fits_is_refused(tmp_path: Path, mo
     check_version(str(tmp_path))  # a folder
 
 
-SERIES = {"orderCol": "day", "labelCol": "sold", "context": 3, "horizon": 2}
-RANKED = {"module": "torch.nn:Linear", "groupCol": "query"}
-
-
-@pytest.mark.parametrize(
-    ("kind", "params", "says"),
-    [
-        (Forecaster, {**SERIES, "orderCol": None}, "param=orderCol"),
-        (Forecaster, {**SERIES, "context": 1}, "param=context"),
-        (Forecaster, {**SERIES, "quantiles": [0.9, 0.1]}, "param=quantiles"),
-        (Forecaster, {**SERIES, "quantiles": [0.5], "loss": "MSELoss"}, "param=loss"),
-        (Forecaster, {**SERIES, "nullPolicy": "fill"}, "param=nullPolicy"),
-        (Forecaster, {**SERIES, "scaling": "series"}, "param=scaling"),
-        (Recommender, {"ratingCol": ""}, "param=ratingCol"),
-        (Recommender, {"rank": 0}, "param=rank"),
-        (Recommender, {"coldStartStrategy": "zero"}, "param=coldStartStrategy"),
-        (Ranker, {**RANKED, "groupCol": None}, "param=groupCol"),
-        (Ranker, {**RANKED, "loss": "listnett"}, "param=loss"),
-        (Ranker, {**RANKED, "split": "keep"}, "param=split"),
-        (Ranker, {**RANKED, "strategy": "mesh", "strategyParams": {"shard": 1}}, "param=strategy"),
-    ],
-)
-def test_what_an_estimator_of_a_task_cannot_do_is_refused_by_its_params_alone(
-    kind: Any, params: dict[str, Any], says: str
-) -> None:
-    with pytest.raises(ConfigError, match=says):
-        translate(kind(**params), kind._task)
+def test_a_module_that_cannot_be_imported_is_refused_as_such_and_not_for_its_lack_of_a_loss() -> None:
+    with pytest.raises(ModuleError, match=r"cannot import 'tests\.support\.nets:Mpl'"):
+        translate(TorchEstimator(module="tests.support.nets:Mpl"), "generic")

@@ -62,6 +62,20 @@ def test_what_is_not_set_is_refused(more: dict[str, Any], says: str) -> None:
         validator._check()
 
 
+def test_folds_and_param_maps_that_cannot_work_are_refused_by_name() -> None:
+    ours, other = TorchEstimator(**LINEAR, loss="MSELoss"), TorchEstimator(**LINEAR)
+    for more, param in (
+        ({"numFolds": 1}, "numFolds"),
+        ({"estimatorParamMaps": [{other.learningRate: 0.1}]}, "learningRate"),
+        ({"estimatorParamMaps": [{ours.checkpointDir: "/nowhere"}]}, "checkpointDir"),
+        ({"estimatorParamMaps": [{ours.learningRate: rate} for rate in (0.1, -1.0)]}, "learningRate"),
+    ):
+        given = {"estimator": ours, "estimatorParamMaps": [{}], "evaluator": Nothing(), **more}
+        with pytest.raises(ConfigError) as caught:
+            TorchCrossValidator(**given)._check()
+        assert caught.value.where == {"param": param}
+
+
 class Rows:
     """Stands for rows that ranks hold; `train` is what a fit calls with the group and the fold."""
 

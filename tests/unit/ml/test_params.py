@@ -8,10 +8,7 @@ from dataclasses import replace
 from typing import Any, get_type_hints
 
 import pytest
-import torch
 from pyspark.ml.param import Params
-from torch.optim import SGD
-from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from sparktorch import (
     TorchClassificationModel,
@@ -24,7 +21,6 @@ from sparktorch import (
 from sparktorch.data.columns import InputOptions
 from sparktorch.errors import ConfigError
 from sparktorch.ml.fit.translate import translate
-from tests.support.callbacks import Locked, Misspelt, Stops
 from tests.support.nets import Mlp
 
 ESTIMATORS = [TorchClassifier, TorchRegressor, TorchEstimator]
@@ -151,72 +147,6 @@ def test_what_is_asked_of_the_inputs_travels_together() -> None:
     assert translate(TorchRegressor(module=Mlp, labelCols=["a", "b"]), "regression").columns["label"] == ["a", "b"]
 
 
-@pytest.mark.parametrize(
-    ("params", "param"),
-    [
-        ({"module": None}, "module"),
-        ({"loss": None}, "loss"),
-        ({"accumulationSteps": 2, "microBatchSize": 8}, "microBatchSize"),
-        ({"scheduler": "ReduceLROnPlateau", "schedulerInterval": "step"}, "schedulerInterval"),
-        ({"scheduler": ReduceLROnPlateau}, "scheduler"),  # without validation rows
-        ({"schedulerParams": {"gamma": 0.5}}, "schedulerParams"),
-        ({"epochs": 0}, "epochs"),
-        ({"device": "gpu"}, "device"),
-        ({"optimizer": SGD(Mlp().parameters())}, "optimizer"),
-        ({"scheduler": StepLR(SGD(Mlp().parameters()), 1)}, "scheduler"),
-        ({"module": torch.export.export(Mlp(), (torch.ones(2, 5),))}, "module"),
-        ({"batchSize": 3, "numWorkers": 4}, "batchSize"),
-        ({"batchSize": 16, "numWorkers": 3, "accumulationSteps": 6}, "accumulationSteps"),
-        ({"trainingStep": "tests.support.nets:mean_output_error"}, "trainingStep"),  # and a loss
-        ({"earlyStoppingPatience": 2}, "earlyStoppingPatience"),
-        ({"earlyStoppingMetric": "val_mae"}, "earlyStoppingMetric"),
-        (
-            {"earlyStoppingMetric": "val_accuracy", "validationIndicatorCol": "v", "metrics": {"r2": "R2Score"}},
-            "earlyStoppingMetric",
-        ),
-        (
-            {"earlyStoppingMetric": "val_x", "validationIndicatorCol": "v", "metrics": {"x": "R2Score"}},
-            "earlyStoppingMode",
-        ),
-        (
-            {"earlyStoppingMetric": "loss", "validationIndicatorCol": "v", "earlyStoppingPatience": 1},
-            "earlyStoppingMetric",
-        ),
-        ({"strategy": "zero1", "optimizer": lambda parameters, lr: None}, "optimizer"),
-        ({"metrics": {"r2": "R2Score"}}, "metrics"),
-        ({"callbacks": [3]}, "callbacks"),
-        ({"callbacks": [Stops]}, "callbacks"),
-        ({"callbacks": [Misspelt()]}, "ranks of Misspelt"),
-        ({"callbacks": [Locked()]}, "callbacks"),
-        ({"syncBatchNorm": True, "microBatchSize": 8}, "syncBatchNorm"),
-        ({"syncBatchNorm": True, "strategy": "localSGD"}, "syncBatchNorm"),
-        ({"channelsLast": True, "strategy": "zero3"}, "channelsLast"),
-        ({"predictBatchSize": "64"}, "predictBatchSize"),
-        ({"microBatchSize": "auto", "strategy": "zero2"}, "microBatchSize"),
-        ({"strategy": "fsdp"}, "strategy"),
-        ({"optimizerParams": {"lr": 1}}, "optimizerParams"),
-        ({"inputCols": []}, "inputCols"),
-        ({"nullPolicy": "skip"}, "nullPolicy"),
-        ({"fillValue": 1.0}, "fillValue"),
-        ({"inputShapes": {"a": [2, 0]}}, "inputShapes"),
-        ({"labelCols": ["a"], "labelCol": "b"}, "labelCols"),
-        ({"labelCols": []}, "labelCols"),
-        ({"split": "keep", "strategy": "independent", "strategyParams": {"folds": True}}, "split"),
-        ({"split": "keep", "numWorkers": (1, 2)}, "split"),
-        ({"memoryBudget": 10}, "memoryBudget"),
-        ({"checkpointDir": "/folder", "strategy": "localSGD"}, "checkpointDir"),
-        ({"inputCols": ["a"], "featuresCol": "b"}, "inputCols"),
-        ({"modelDir": "s3://bucket/models", "strategy": "zero3"}, "modelDir"),
-        ({"modelDir": f"{__file__}/within", "strategy": "zero3"}, "modelDir"),
-        ({"modelDir": "/models", "strategy": "zero3", "module": Mlp()}, "module"),
-    ],
-)
-def test_a_param_that_cannot_work_is_refused_by_name(params: dict[str, Any], param: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        translate(TorchEstimator(**{"module": Mlp, "loss": "MSELoss", **params}), "generic")
-    assert caught.value.where == {"param": param}
-
-
 def test_a_preprocess_of_none_is_none() -> None:
     estimator = TorchRegressor(module=Mlp).setPreprocess(None)
     assert translate(estimator, "regression").columns["options"] == InputOptions()
@@ -274,8 +204,11 @@ def test_an_instance_can_be_pickled(kind: Any) -> None:
 
 
 def test_a_constructor_takes_known_names_alone_and_says_which_is_wrong() -> None:
-    with pytest.raises(TypeError, match="takes Params by name"):
+    by_name = r"^TorchClassifier\(\) takes Params by name, such as module=\.\.\., and not by"
+    with pytest.raises(TypeError, match=by_name):
         TorchClassifier(Mlp)  # type: ignore[misc]
+    with pytest.raises(TypeError, match=r"^TorchModel\(\) takes no arguments$"):
+        TorchModel(Mlp)  # type: ignore[call-arg]
     unknown: Any = {"epoch": 3, "batchsize": 4}
     for names in (["epoch", "batchsize"], ["batchsize", "epoch"]):  # the first as written
         with pytest.raises(TypeError, match=f"unexpected keyword argument '{names[0]}': did you mean"):
@@ -311,12 +244,3 @@ def test_params_are_explained_as_pyspark_explains_them_also_where_a_value_is_a_t
     assert lines["numWorkers"].endswith("(default: 1, current: (2, 8))")
     for name in ("epochs", "weightCol", "loss", "modelDir"):
         assert lines[name] == Params.explainParam(estimator, name)
-
-
-def test_params_by_place_are_refused_in_the_name_of_the_class_that_was_called() -> None:
-    with pytest.raises(
-        TypeError, match=r"^TorchClassifier\(\) takes Params by name, such as module=\.\.\., and not by"
-    ):
-        TorchClassifier(Mlp)  # type: ignore[misc]
-    with pytest.raises(TypeError, match=r"^TorchModel\(\) takes no arguments$"):
-        TorchModel(Mlp)  # type: ignore[call-arg]

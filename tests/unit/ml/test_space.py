@@ -11,6 +11,7 @@ import torch
 optuna = pytest.importorskip("optuna")
 
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution  # noqa: E402
+from pyspark.ml import Pipeline  # noqa: E402
 
 from sparktorch import TabularClassifier, TorchEstimator, TorchRegressor  # noqa: E402
 from sparktorch.base.config import TrainConfig  # noqa: E402
@@ -169,11 +170,9 @@ def test_an_error_that_is_no_refusal_is_that_of_its_trial(error: Exception, monk
     assert estimator.getEpochs() != 2
 
 
-def test_names_say_whether_smaller_is_better() -> None:
-    assert {
-        direction_of(name, None) for name in ("loss", "val_mae", "val_RMSE", "val_mse_0", "val_loss_epoch", "val_nll")
-    } == {"minimize"}
-    assert {direction_of(name, None) for name in ("val_accuracy", "val_f1", "rows_per_second")} == {"maximize"}
+def test_a_metrics_name_says_whether_smaller_is_better_unless_the_user_does() -> None:
+    found = [direction_of(name, None) for name in ("val_loss", "val_f1", "rows_per_second")]
+    assert found == ["minimize", "maximize", "maximize"]
     assert direction_of("val_loss", "maximize") == "maximize"
     with pytest.raises(ConfigError, match="metric 'val_answer' does not say"):
         direction_of("val_answer", None)
@@ -215,3 +214,26 @@ def test_an_estimator_without_a_space_of_its_own_wants_one() -> None:
     with pytest.raises(ConfigError, match="TorchRegressor has no space of its own") as refused:
         _space_of(ESTIMATOR)
     assert refused.value.where == {"param": "space"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "param"),
+    [
+        ({"space": lambda trial: {"lerningRate": 1}}, "lerningRate"),
+        ({"space": {"numWorkers": [1, 2]}}, "numWorkers"),
+        ({"space": {"labelCol": ["target", "label"]}}, "labelCol"),
+        ({"metric": "val_loss"}, "metric"),
+        ({"estimator": ESTIMATOR.copy().setParams(checkpointDir="/nowhere")}, "checkpointDir"),
+        ({"estimator": Pipeline()}, "estimator"),
+        ({"pruner": "best"}, "pruner"),
+        ({"storage": "sqlite:///x.db"}, "studyName"),
+    ],
+    ids=lambda value: "" if isinstance(value, dict) else str(value),  # uids would differ between processes
+)
+def test_a_search_that_cannot_work_is_refused_before_its_rows_are_looked_at(
+    changed: dict[str, Any], param: str
+) -> None:
+    given = {"estimator": ESTIMATOR, "space": {"learningRate": [0.1]}, "trials": 2} | changed
+    with pytest.raises(ConfigError) as raised:
+        tuner.TorchTuner(**given)._fit(None)  # type: ignore[arg-type]
+    assert raised.value.where["param"] == param

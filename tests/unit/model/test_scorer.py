@@ -1,19 +1,21 @@
-"""Batches without room or without rows: predictBatchSize="auto", and rows that are all invalid."""
+"""Batches without room or without rows, options of scoring in files, and the best of many scores."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import pytest
 import torch
 
-from sparktorch.base.config import Task
+from sparktorch.base.config import Invalid, Task
 from sparktorch.data.convert.tensors import to_arrow
 from sparktorch.errors import ModuleError
 from sparktorch.model.scorer import Scorer, Scoring
 from sparktorch.model.trained_module import TrainedModule
+from sparktorch.tasks.recommender.top_k import NOTHING, block_rows, top_k
 from sparktorch.tracking.pyfunc import PyFuncModel
 from sparktorch.train.recipe.dry_run import OutputSpec
 from tests.support.models import trained_module
@@ -113,3 +115,36 @@ def test_a_module_whose_batch_of_one_row_loses_its_rows_is_told(trained: Trained
     assert len(scorer.score([to_arrow(X[:2])])["prediction"]) == 2
     with pytest.raises(ModuleError, match=r"forward returned a scalar for 1 row(?s:.*)squeeze\(-1\)"):
         scorer.score([to_arrow(X[:1])])
+
+
+def test_what_results_depend_on_comes_back_from_the_json_of_a_saved_model() -> None:
+    scoring = Scoring(batch_size="auto", invalid="skip", thresholds=(0.2, 0.8), layers=(("pooled", "head.0"),))
+    assert Scoring.from_dict({"inputs": ["x"], **json.loads(json.dumps(scoring.to_dict()))}) == scoring
+
+
+@pytest.mark.parametrize(("form", "invalid"), [({"keep_null": True}, "keep"), ({"keep_null": False}, "error")])
+def test_models_of_older_versions_say_whether_a_row_with_a_null_gets_null_results(
+    form: dict[str, Any], invalid: str
+) -> None:
+    assert Scoring.from_dict({**form, "thresholds": None}) == Scoring(batch_size="auto", invalid=cast(Invalid, invalid))
+
+
+@pytest.mark.parametrize("columns", [1, 5, 63, 64, 65, 1_000])
+@pytest.mark.parametrize("k", [1, 10, 200])
+def test_lists_are_those_of_a_stable_sort_however_many_scores_are_equal(columns: int, k: int) -> None:
+    draw = torch.Generator().manual_seed(columns)
+    for scores in (
+        torch.randn(20, columns, generator=draw),
+        torch.randint(-2, 3, (20, columns), generator=draw).float() * -0.0,
+        torch.randint(-2, 3, (20, columns), generator=draw).float(),
+        torch.full((20, columns), NOTHING),
+    ):
+        expected = np.argsort(-scores.numpy(), axis=1, kind="stable")[:, :k]
+        found, places = top_k(scores, k)
+        np.testing.assert_array_equal(places, expected)
+        np.testing.assert_array_equal(found, np.take_along_axis(scores.numpy(), expected, 1))
+
+
+def test_a_block_has_a_row_at_least() -> None:
+    assert block_rows(10**9) == 1
+    assert block_rows(1_000) * 1_000 * 4 <= 2 << 20

@@ -15,6 +15,8 @@ import pytest
 import torch
 from torch import nn
 
+from sparktorch.adapters.huggingface.preprocess import Tokens
+from sparktorch.adapters.neuralforecast import NeuralForecastNetwork
 from sparktorch.base.config import Task
 from sparktorch.data.columns import TensorSpec
 from sparktorch.data.convert.tensors import to_arrow
@@ -23,7 +25,6 @@ from sparktorch.model.export import Program
 from sparktorch.model.scorer import Scorer, Scoring
 from sparktorch.model.trained_module import FORMAT_VERSION, TrainedModule
 from sparktorch.tracking.pyfunc import PyFuncModel
-from sparktorch.train.huggingface.preprocess import Tokens
 from tests.support.models import FEATURES, trained_module
 from tests.support.nets import Fourier, Logit, Mlp, NamedPair, Pair, Score
 
@@ -134,6 +135,14 @@ def test_thresholds_decide_in_a_pyfunc_too() -> None:
     found = PyFuncModel(classifier, {**settings, "thresholds": thresholds}, "cpu").predict(X)
     assert (found["class"] == np.argmax(np.stack(found["p"]) / thresholds, axis=1)).all()
     assert (found["class"] != usual["class"]).any()
+
+
+def test_code_that_an_earlier_version_has_pickled_is_loaded_from_where_it_has_moved_to(tmp_path: Path) -> None:
+    trained(Mlp).save(tmp_path)
+    old = b"csparktorch.model.series.neuralforecast\nNeuralForecastNetwork\n"
+    (tmp_path / "module.pkl").write_bytes(b"(" + old + b"(dt.")
+    planted(tmp_path, pickle="module.pkl")
+    assert TrainedModule.load(tmp_path, allow_pickle=True).source is NeuralForecastNetwork
 
 
 def test_a_planted_pickle_is_not_run(tmp_path: Path) -> None:

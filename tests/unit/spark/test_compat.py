@@ -1,8 +1,9 @@
-"""What pyspark 4.0 and older hand to a scoring function, pandas in place of Arrow, becomes what was sent."""
+"""What pyspark 4.0 and older hand to a scoring function becomes what was sent, in the time zone that the task knows."""
 
 from __future__ import annotations
 
-import datetime
+from collections.abc import Callable, Iterator
+from datetime import date, datetime, timedelta, timezone
 from typing import Any
 
 import pandas as pd
@@ -15,8 +16,9 @@ from sparktorch.data.convert.sql_types import arrow_type
 from sparktorch.data.fields.kinds import kind_of
 from sparktorch.errors import ColumnError
 from sparktorch.spark.compat import from_pandas
+from sparktorch.spark.zone import zone_in_udf
 
-DAY = datetime.date(2020, 1, 31)
+DAY = date(2020, 1, 31)
 MICROSECOND = 1_600_000_000_000_001  # a timestamp, as `for_pandas` sends it
 
 VECTOR = "struct<type:tinyint,size:int,indices:array<int>,values:array<double>>"
@@ -119,3 +121,38 @@ def test_a_function_in_sql_names_its_columns_when_it_gets_another_number(given: 
     ids = TensorSpec(name="x1", column="b", dtype="int64")
     with pytest.raises(ColumnError, match=f"takes 3 columns, and got {given}\n.*give it a, b, c, in this order"):
         from_pandas((in_pandas(pa.array([1.0])),) * given, [pair, ids])
+
+
+UTC = timezone.utc
+
+
+@pytest.fixture
+def task() -> Iterator[Callable[[dict[str, str]], None]]:
+    def begins(properties: dict[str, str]) -> None:
+        TaskContext._getOrCreate()._localProperties = properties
+
+    yield begins
+    TaskContext._setTaskContext(None)
+
+
+def test_outside_of_a_task_the_zone_is_the_callers() -> None:
+    assert zone_in_udf("UTC") is UTC
+
+
+def test_in_a_udf_the_zone_is_the_sessions(task: Callable[[dict[str, str]], None]) -> None:
+    summer = datetime(2024, 7, 1)
+    for name, hours in {"America/New_York": -4, "+05:30": 5.5, "Z": 0, "GMT-3": -3, "Asia/Kolkata": 5.5}.items():
+        task({"spark.sql.execution.id": "1", "spark.sql.session.timeZone": name})
+        zone = zone_in_udf("UTC")
+        assert zone.utcoffset(summer) == timedelta(hours=hours)
+    task({"spark.sql.session.timeZone": "PST", "spark.sql.execution.id": "1"})
+    with pytest.raises(ValueError, match="'PST' is no time zone that Python has"):
+        zone_in_udf("UTC")
+
+
+def test_a_task_that_was_sent_no_zone_does_not_guess_its_sessions(task: Callable[[dict[str, str]], None]) -> None:
+    for properties in ({}, {"spark.sql.execution.id": "1"}):
+        task(properties)
+        with pytest.raises(ColumnError, match="does not know that of its session") as refused:
+            zone_in_udf("UTC")
+        assert "model_config={'time_zone': 'UTC'}" in refused.value.hint

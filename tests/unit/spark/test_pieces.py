@@ -1,9 +1,13 @@
-"""Parts of the Spark side that are arithmetic on strings and bytes."""
+"""Parts of the Spark side that are arithmetic on strings and bytes, and the scorers that a process keeps."""
 
 from __future__ import annotations
 
+import gc
 import io
+import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -11,12 +15,16 @@ import pytest
 import torch
 from pyspark.sql import Row
 from pyspark.sql.pandas.serializers import ArrowStreamSerializer
+from torch import nn
 
 from sparktorch.distributed.addresses import address_towards, host_of
 from sparktorch.errors import ClusterError, ColumnError, failure_in, failure_text
+from sparktorch.model.scorer import Scoring
+from sparktorch.spark import scoring_udf
 from sparktorch.spark.launch.gpus import choose_device, device_index
 from sparktorch.spark.launch.rank_task import RESULT_SCHEMA, StreamBrokenError, _chunks, assemble, unbroken
 from sparktorch.worker import RankResult
+from tests.unit.model.test_trained_module import trained
 
 
 @pytest.mark.parametrize(
@@ -117,3 +125,41 @@ def test_a_rank_without_memory_for_its_rows_has_failed_itself() -> None:
 def test_a_stream_that_breaks_off_is_told_from_what_fails_in_the_rank(upto: float) -> None:
     with pytest.raises(StreamBrokenError):
         streamed(upto=upto)
+
+
+class Cyclic(nn.Linear):
+    """Refers to itself, and is told of."""
+
+    alive: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def __init__(self) -> None:
+        super().__init__(5, 1)
+        self.itself = [self]
+        self.alive.add(self)
+
+
+def test_scorers_that_leave_the_cache_are_freed_also_where_modules_are_in_cycles() -> None:
+    try:
+        model = trained(Cyclic)
+        for key in range(8):
+            sent: Any = SimpleNamespace(key=str(key), load=lambda: model)
+            scoring_udf.scorer_here(sent, Scoring(device="cpu"), local=True)
+        assert len(scoring_udf._scorers) == scoring_udf._KEPT_SCORERS
+        assert len(Cyclic.alive) <= scoring_udf._KEPT_SCORERS + 1  # and the one that was trained
+    finally:
+        scoring_udf._scorers.clear()
+        gc.unfreeze()
+
+
+def test_what_the_first_task_of_a_scorer_has_imported_is_not_looked_at_after_every_later_task() -> None:
+    model, left = trained(nn.Linear, params={"in_features": 5, "out_features": 1}), []
+    sent: Any = SimpleNamespace(key="one", load=lambda: model)
+    try:
+        for _ in range(3):
+            scoring_udf.scorer_here(sent, Scoring(device="cpu"), local=True)
+            left.append(["an object that the collector knows"])
+        known = {id(each) for each in gc.get_objects()}
+        assert [id(each) in known for each in left] == [False, True, True]
+    finally:
+        scoring_udf._scorers.clear()
+        gc.unfreeze()

@@ -8,12 +8,9 @@ from typing import Any
 
 import pytest
 
-from sparktorch import TorchRegressor
 from sparktorch.distributed.store import allow_connections
-from sparktorch.errors import ClusterError, ConfigError
-from sparktorch.ml.fit.translate import translate
+from sparktorch.errors import ClusterError
 from sparktorch.spark.checks import preflight
-from tests.support.nets import Mlp
 
 
 class Clock:
@@ -82,20 +79,6 @@ def test_too_few_slots_are_told_with_the_number_of_workers_as_it_was_given(
     spark: Any = SimpleNamespace(conf={"spark.master": "local[2]"})
     with pytest.raises(ClusterError, match=f"numWorkers={named}, but the cluster has 2 slots"):
         preflight.check_cluster(spark, 3, most=most)
-
-
-@pytest.mark.parametrize(
-    ("params", "param"),
-    [
-        ({"startTimeout": 0.0}, "startTimeout"),
-        ({"minWorkers": 3, "numWorkers": 2}, "numWorkers"),
-        ({"numWorkers": (1, 2), "strategy": "localSGD"}, "numWorkers"),
-    ],
-)
-def test_what_cannot_be_waited_for_is_refused(params: dict[str, Any], param: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        translate(TorchRegressor(module=Mlp, **params), "regression")
-    assert caught.value.where == {"param": param}
 
 
 def test_the_doctor_refuses_the_number_of_ranks_whose_connections_a_fit_refuses() -> None:

@@ -28,6 +28,7 @@ from pyspark.ml.linalg import Vectors
 from torch import nn
 
 from sparktorch import TorchClassificationModel, TorchRegressionModel
+from sparktorch.adapters.huggingface.preprocess import Pixels, Tokens
 from sparktorch.data.columns import TensorSpec
 from sparktorch.data.fields.kinds import kind_of
 from sparktorch.errors import ColumnError, PersistenceError
@@ -36,7 +37,6 @@ from sparktorch.tracking.flavor import requirements
 from sparktorch.tracking.pyfunc import PyFuncModel
 from sparktorch.tracking.signature import type_of
 from sparktorch.tracking.stages import _input_type, _type_of
-from sparktorch.train.huggingface.preprocess import Pixels, Tokens
 from tests.support.mlflow import QUIET
 from tests.support.models import trained_module
 from tests.support.nets import Mlp

@@ -17,7 +17,7 @@ from torch import nn
 from sparktorch.base.config import Task
 from sparktorch.errors import ModuleError, SparkTorchError, line_of_user
 from sparktorch.train.recipe.dry_run import DryRunResult, OutputSpec, dry_run
-from sparktorch.train.recipe.loss import GroupsLossStep
+from sparktorch.train.recipe.groups_loss import GroupsLossStep
 from sparktorch.train.recipe.recipe import Recipe
 from tests.support.nets import Bias, Logit, Lookup, Mlp, NamedPair, Pair, Score, Spare
 

@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sparktorch import TextClassifier
+from sparktorch.adapters.huggingface.folder import has_new_weights, opened, rebuildable
+from sparktorch.adapters.huggingface.recipe import HuggingFaceRecipe
 from sparktorch.errors import ModuleError, SparkTorchError
 from sparktorch.tasks.texts.estimator import NEW_TEXTS, TEXTS
-from sparktorch.train.huggingface.folder import has_new_weights, opened, rebuildable
 from sparktorch.train.recipe.dry_run import dry_run
-from sparktorch.train.recipe.recipe import Recipe
 
 transformers = pytest.importorskip("transformers")
 
@@ -35,10 +35,10 @@ def saved(folder: Path, config: Any) -> str:
     return str(folder)
 
 
-def recipe(folder: str, in_place: bool, **params: Any) -> Recipe:
+def recipe(folder: str, in_place: bool, **params: Any) -> HuggingFaceRecipe:
     fields = opened(folder, params, seed=5, in_place=in_place)
     assert fields is not None
-    return Recipe(**fields)
+    return HuggingFaceRecipe(**fields)
 
 
 def check_same(folder: str, new: set[str] = frozenset(), **params: Any) -> dict[str, torch.Tensor]:  # type: ignore[assignment]
@@ -82,8 +82,8 @@ def test_a_folder_and_its_configuration_make_a_model_in_float32_whatever_dtype_t
     model.save_pretrained(tmp_path)
     read = transformers.AutoConfig.from_pretrained(tmp_path)
     assert torch.bfloat16 in (read.dtype, read.get_text_config().dtype)
-    recipes = [recipe(str(tmp_path), True), Recipe(**opened(read, {}, seed=5) or {})]
-    recipes.append(Recipe(**rebuildable(model.float()) or {}))
+    recipes = [recipe(str(tmp_path), True), HuggingFaceRecipe(**opened(read, {}, seed=5) or {})]
+    recipes.append(HuggingFaceRecipe(**rebuildable(model.float()) or {}))
     assert [kinds(each.build_module(5)) for each in recipes] == [{torch.float32}] * 3
 
 
@@ -92,11 +92,12 @@ def test_models_compute_attention_and_experts_as_a_configuration_or_moduleparams
     with pytest.raises(ModuleError, match="one choice holds for the whole model"):
         opened(folder, {"attn_implementation": {"": "eager"}}, seed=0)
     asked = transformers.BertConfig(**{**bert().to_dict(), **eager})
-    recipes = [Recipe(**opened(asked, {}, seed=0) or {}), Recipe(**opened(bert(), eager, seed=0) or {})]
+    made = [opened(asked, {}, seed=0), opened(bert(), eager, seed=0)]
+    recipes = [HuggingFaceRecipe(**fields or {}) for fields in made]
     recipes += [recipe(folder, in_place, **eager) for in_place in (True, False)]
     assert [made.build_module(0).config._attn_implementation for made in recipes] == ["eager"] * 4  # type: ignore[union-attr]
     assert recipe(folder, False).module_params["config"].keys().isdisjoint(eager)
-    batched = Recipe(**opened(mixtral(), {"experts_implementation": "batched_mm"}, seed=0) or {})
+    batched = HuggingFaceRecipe(**opened(mixtral(), {"experts_implementation": "batched_mm"}, seed=0) or {})
     assert batched.build_module(0).config._experts_implementation == "batched_mm"  # type: ignore[union-attr]
 
 
@@ -153,7 +154,7 @@ def test_a_new_head_is_that_of_a_new_model(
     folder = saved(tmp_path, config)
     found = check_same(folder, {"classifier.weight"}, **params)
     read = recipe(folder, True, **params)
-    built = Recipe(module=read.module, module_params=read.module_params).build_deferred(5)
+    built = HuggingFaceRecipe(module=read.module, module_params=read.module_params).build_deferred(5)
     built.materialise(built.module)
     fresh = built.module.state_dict()
     assert all(torch.equal(found[name], fresh[name]) for name in HEAD)

@@ -13,13 +13,14 @@ import torch
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
+from sparktorch.adapters.lightning.optimizers import configured
+from sparktorch.adapters.lightning.recipe import LightningRecipe
+from sparktorch.adapters.lightning.recognise import _REFUSED, check_class
+from sparktorch.adapters.lightning.state import TrainerView, unchanged
+from sparktorch.adapters.lightning.step import Logs
 from sparktorch.base.world import World
 from sparktorch.errors import ModuleError
-from sparktorch.train.lightning import LightningRecipe, check_class, is_lightning
-from sparktorch.train.lightning.optimizers import configured
-from sparktorch.train.lightning.recognise import _REFUSED
-from sparktorch.train.lightning.state import TrainerView, unchanged
-from sparktorch.train.lightning.step import Logs
+from sparktorch.train.recipe.adapter import adapter_of
 from sparktorch.train.recipe.dry_run import dry_run
 from sparktorch.train.recipe.recipe import Recipe
 
@@ -34,13 +35,13 @@ from tests.support.lightning_modules import LitMinimal
 
 def test_modules_are_known_by_class_path_and_instance_and_lightning_is_not_imported_for_others() -> None:
     for source in (LitMinimal, LitMinimal(), "tests.support.lightning_modules:LitMinimal"):
-        assert is_lightning(source)
+        assert adapter_of(source).brings_training
     for other in (torch.nn.Linear, torch.nn.Linear(1, 1), "torch.nn:Linear", "nowhere:Net"):
-        assert not is_lightning(other)
+        assert not adapter_of(other).brings_training
     program = """
 import sys, torch
-from sparktorch.train.lightning import is_lightning
-assert not is_lightning(torch.nn.Linear(1, 1))
+from sparktorch.train.recipe.adapter import adapter_of
+assert not adapter_of(torch.nn.Linear(1, 1)).brings_training
 print([name for name in sys.modules if "lightning" in name and "sparktorch" not in name])
 """
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import nn
 
+from sparktorch.adapters.huggingface.folder import opened
+from sparktorch.adapters.huggingface.loss import ModelLossStep
+from sparktorch.adapters.huggingface.recipe import HuggingFaceRecipe
 from sparktorch.errors import ConfigError, ModuleError
-from sparktorch.train.huggingface.folder import opened
-from sparktorch.train.huggingface.models import MODEL_LOSS
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies.registry import check_module, check_strategy
 from tests.support.nets import Chain, Paired, Tower, Unit
@@ -219,7 +220,8 @@ def test_modules_that_options_of_a_mesh_do_not_fit_are_refused(
 def test_heads_that_cannot_be_divided_and_losses_of_rows_are_refused(kind: str, sizes: Any, says: str) -> None:
     found = opened(llama(kind), {}, seed=0)
     assert found is not None
-    recipe, config = Recipe(**found, loss=None, training_step=MODEL_LOSS), job_for(sizes=sizes).config
+    recipe = HuggingFaceRecipe(**found, loss=None, training_step=ModelLossStep())
+    config = job_for(sizes=sizes).config
     check_strategy(config, recipe)
     with pytest.raises(ConfigError, match=says):
         check_module(config, recipe, 4, recipe.build_module(0), FEW)

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from sparktorch.adapters.huggingface.folder import opened
+from sparktorch.adapters.huggingface.recipe import HuggingFaceRecipe
 from sparktorch.base.config import TrainConfig
 from sparktorch.base.world import World
 from sparktorch.errors import ModuleError
-from sparktorch.train.huggingface.folder import opened
-from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.sharding.units import ShardingOptions, units
 from sparktorch.train.strategies.base import Start
 from sparktorch.train.strategies.registry import build_strategy
@@ -30,7 +30,7 @@ def kinds(module: nn.Module, **options: Any) -> Counter[str]:
 def model_of(config: Any) -> nn.Module:
     made = opened(config, {}, seed=0)
     assert made is not None
-    return Recipe(**made).build_module(0)
+    return HuggingFaceRecipe(**made).build_module(0)
 
 
 def convolution() -> nn.Sequential:

@@ -10,7 +10,7 @@ from torch import nn
 
 from sparktorch.tasks.series.network import SeriesModule
 
-NETWORK = "sparktorch.tasks.series.neuralforecast:NeuralForecastNetwork"
+NETWORK = "sparktorch.adapters.neuralforecast:NeuralForecastNetwork"
 COLUMNS: dict[str, Any] = {"past": [(0.0, 1.0)], "future": [(0.0, 1.0), (0.0, 1.0)], "static": [(0.0, 1.0)]}
 
 

@@ -1,0 +1,1 @@
+"""What other libraries have conventions for: their models, trained and scored as modules, and their data sets, read."""

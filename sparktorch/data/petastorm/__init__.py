@@ -1,5 +1,0 @@
-"""Reads Petastorm data sets without the petastorm package."""
-
-from sparktorch.data.petastorm.decoder import reader_batches
-
-__all__ = ["reader_batches"]

@@ -1,6 +1,0 @@
-"""LightningModules: their steps, optimizers, logged values and hooks as the parts of a training."""
-
-from sparktorch.train.lightning.recipe import LightningRecipe, recipe_type
-from sparktorch.train.lightning.recognise import check_class, is_lightning, without_trainer
-
-__all__ = ["LightningRecipe", "check_class", "is_lightning", "recipe_type", "without_trainer"]
