@@ -27,12 +27,12 @@ ORDERING = frozenset({"sorted", "max", "min", "sort"})
 
 # Each bound is what was reached; it may only fall.
 BOUNDS = {
-    "lambdas": 65,
-    "vague names": 238,
-    "fragments": 42,
-    "lines of the package": 50_300,
+    "lambdas": 25,
+    "vague names": 181,
+    "fragments": 31,
+    "lines of the package": 49_600,
     "lines of the stub": 900,
-    "lines of the tests": 42_700,
+    "lines of the tests": 42_200,
 }
 
 
