@@ -232,7 +232,7 @@ def _watch(pipe: Connection, size: int, counter: Counter) -> None:
                 elif name == "begun":
                     pipe.send(sum(beat is not None for beat in server.beats(size)))
                 elif name == "lost":
-                    cause = causes.of(RuntimeError(value))
+                    cause = causes.explain(RuntimeError(value))
                     pipe.send((cause.where.get("rank"), cause.what, time.monotonic()))
             watch.look()
             if known_since is None and server.acknowledge() is not None:

@@ -67,11 +67,11 @@ def lambdas(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 def fragments(text: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Yields comments and docstrings that begin with a preposition or a pronoun in lower case."""
+    source = ["", *text.splitlines()]
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
-            comment = token.string.lstrip("#: ")
-            above = text.splitlines()[token.start[0] - 2].lstrip() if token.start[0] > 1 else ""
-            goes_on = above.startswith("#") and text.splitlines()[token.start[0] - 1].lstrip().startswith("#")
+            comment, row = token.string.lstrip("#: "), token.start[0]
+            goes_on = all(line.lstrip().startswith("#") for line in source[row - 1 : row + 1])
             if FRAGMENT.match(comment) and not goes_on:
                 yield token.start[0], token.string
     for node in ast.walk(tree):

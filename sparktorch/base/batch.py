@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 MASK = "attention_mask"
-IGNORED = -100  # No loss counts a token with this label, nor do torch's own.
+IGNORED = -100  # Losses of models leave a token with this label out, as torch's do.
 # Tokenizers give these names to tensors of shape (rows, tokens).
 _TOKENS = ("input_ids", MASK, "token_type_ids", "position_ids", "labels")
 

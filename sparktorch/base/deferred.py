@@ -114,10 +114,10 @@ class Deferred:
         if not wrong:
             for name, tensor in state.items():
                 saved_name = self._saved_name(id(tensor))
-                shape = tensor.shape if saved_name is None else self.saved[saved_name].shape
-                if shape != tensor.shape:
-                    what = f"have {name!r} of the shape {tuple(shape)}, and that of {kind} has {tuple(tensor.shape)}"
-                    wrong.append(what)
+                if saved_name is None or self.saved[saved_name].shape == tensor.shape:
+                    continue
+                shape = tuple(self.saved[saved_name].shape)
+                wrong.append(f"have {name!r} of the shape {shape}, and that of {kind} has {tuple(tensor.shape)}")
         if wrong:
             hint = "they must be those of the same module, under its names"
             raise ModuleError(f"the saved weights {wrong[0]}", hint=hint, param="module")

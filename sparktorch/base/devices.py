@@ -121,7 +121,7 @@ def let_go(device: str) -> None:
         # Modules and their hooks form reference cycles, which only a collection frees.
         gc.collect()
         module_of(device).empty_cache()
-        # The function that frees cached pinned memory has another name in each version of torch.
+        # The function that frees cached pinned memory has one of two names, by the version of torch.
         empty_host_cache = getattr(torch.accelerator, "empty_host_cache", None) or getattr(
             torch._C, "_host_emptyCache", None
         )

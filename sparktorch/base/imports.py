@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from sparktorch.base.moved import earlier_name
 from sparktorch.errors import ConfigError, ModuleError, nearest
 
 __all__ = [
@@ -54,7 +55,11 @@ def load_object(path: str) -> Any:
 
 def is_object(value: Any, expected: Any) -> bool:
     """Whether a value is the expected object, or an import path of it, also that of an earlier version."""
-    return value is expected or (isinstance(value, str) and ":" in value and load_object(value) is expected)
+    if not isinstance(value, str) or ":" not in value:
+        return value is expected
+    module = getattr(expected, "__module__", "")
+    named = value.partition(":")[2] == getattr(expected, "__qualname__", "")
+    return named and value.partition(":")[0] in (module, earlier_name(module))
 
 
 def import_path(value: Any) -> str | None:

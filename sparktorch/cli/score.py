@@ -104,7 +104,7 @@ def evaluated(model: Any, scored: DataFrame, label: str) -> tuple[int, str]:
     try:
         if not isinstance(model, TorchModelBase):
             raise ConfigError(f"the model is a {type(model).__name__}, whose predictions are not known")
-        if not label:
+        if not label and model._scores_by_row:
             raise ConfigError("choices are no ratings, with which predictions are compared")
         name, compared, value = model._quality(scored, label)
     except (ColumnError, ConfigError) as error:

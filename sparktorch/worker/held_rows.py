@@ -212,8 +212,7 @@ class HeldRows:
         """
         peers = self._peers_without(without)
         self.shard.leave_out(without)
-        # The first training has waited for the rows; later ones have not.
-        clock, self._reading_seconds = Clock(self._reading_seconds), {}
+        clock = Clock(self._reading_seconds)
         team, config, plan = assign_positions(self.shard, self.world, job, peers, client)
         strategy, options = strategy_for(config.strategy, config.strategy_params)
         # With collective forward passes, every rank validates in as many batches as the one with the most rows.
@@ -233,6 +232,7 @@ class HeldRows:
             checkpointer=find_checkpoint(job, identity, self.world, client),
             clock=clock,
         )
+        self._reading_seconds = {}  # The first training has waited for the rows; later ones have not.
         limit = timedelta(seconds=job.collective_seconds)
         lone = lone or strategy.needs_group(options)
         opened = process_group(team, client.store, timeout=limit, lone=lone, report=client.fail)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager
 from datetime import timedelta
 from typing import Any, overload
 
@@ -80,6 +80,7 @@ class RunContext(Collectives):
         self._epoch, self._step = 0, 0
         self._diverged = False
         self._generators: Mapping[str, Any] | None = None
+        self._generators_outside: Mapping[str, Any] | None = None
         self._loss: torch.Tensor | None = None
         self._next_progress = 0.0
         self.restored: dict[str, Any] | None = None
@@ -263,7 +264,7 @@ class RunContext(Collectives):
             "state": _on_host(state, "state") if self.world.is_main else None,
             "own": _on_host(own or {}, "own"),
             "reports": self._reports,
-            "generators": generators_state(self.device),
+            "generators": self._generators_outside or generators_state(self.device),
         }
         share = snapshot({}, rest, never)
         self._checkpointer.save(Position(self._saves, self._epoch, self._step), share, None)
@@ -305,11 +306,26 @@ class RunContext(Collectives):
         self._saves, self._reports = manifest.step, main["reports"]
         self._epoch, self._step = manifest.epoch, manifest.step_in_epoch
 
-    def _shared_rows(self, batch: Batch) -> AbstractContextManager[Batch]:
-        """Returns a context of a batch with the rows of all ranks that share layers of a wrapped module."""
+    @contextmanager
+    def _shared_rows(self, batch: Batch) -> Iterator[Batch]:
+        """Context of a batch with the rows of all ranks that share layers of a wrapped module.
+
+        In it, these ranks draw the same numbers. What `save` keeps are those that each of them draws afterwards.
+        """
         sharing = (strategy for strategy in self._strategies.values() if strategy.ranks_of_rows > 1)
         strategy = next(sharing, None)
-        return nullcontext(batch) if strategy is None else strategy.shared_rows(batch)
+        if strategy is None:
+            yield batch
+            return
+
+        def keep_generators() -> None:
+            self._generators_outside = generators_state(self.device)
+
+        try:
+            with strategy.shared_rows(batch, keep_generators) as shared:
+                yield shared
+        finally:
+            self._generators_outside = None
 
     @property
     def _divisor(self) -> int:

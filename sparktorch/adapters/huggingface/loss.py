@@ -43,7 +43,7 @@ class ModelLossStep(TrainingStep):
             return
         expected, step = float(module(**inputs).loss), float(_model_loss(module, batch).mean())
         if math.isfinite(expected) and abs(expected - step) > 1e-4 * max(1.0, abs(expected)):
-            kind = type(module).__name__
+            kind = type(module).__qualname__
             what = f"the loss of {kind} is no mean over tokens with a label: {expected:.6g}, not {step:.6g}"
             hint = "set trainingStep to a function (module, batch) that returns one loss per row"
             raise ModuleError(what, hint=hint, param="loss")

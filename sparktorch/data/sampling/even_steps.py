@@ -168,8 +168,7 @@ def after_uneven(order: Int64, firsts: Int64, kind: tuple[str, str], moved: Call
             fewest = np.where(better, count, fewest)
             uneven = np.where(better[rows.group], uneven_on_scale, uneven)
         uneven_rows.append(numbers[uneven])
-        if moved is not None:
-            moved()
+        moved()
     return np.concatenate(uneven_rows)
 
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from sparktorch.base.config import INITIAL_WEIGHTS
 from sparktorch.base.imports import import_path
+from sparktorch.base.moved import earlier_name
 from sparktorch.base.redact import is_secret
 from sparktorch.model.trained_module import TrainedModule
 
@@ -56,13 +57,16 @@ class _Contents:
             return "[" + ", ".join(self.text(item, name) for item in value) + "]"
         if is_secret(value, name):
             return f"*** (sha256 {_digest(repr(value).encode())[:16]})"
+        if isinstance(value, str) and value.startswith("sparktorch.") and ":" in value:
+            module, _, path = value.partition(":")
+            return repr(f"{earlier_name(module)}:{path}")
         if isinstance(value, str | int | float | bool | None):
             return repr(value)
         if id(value) not in self._texts:
             kind = str(getattr(value, "__qualname__", type(value).__qualname__))
             self._texts[id(value)] = value, kind  # A value that holds itself is known by its kind within itself.
             if import_path(value) is not None:
-                text = f"{kind} (module {value.__module__})"
+                text = f"{kind} (module {earlier_name(value.__module__)})"
             else:
                 contents = self._contents(value)
                 text = kind if contents is None else f"{kind} (sha256 {_digest(self.text(contents).encode())[:16]})"

@@ -187,16 +187,18 @@ class TrainingSummary:
         return figures.confusion_matrix(self.confusionMatrix, self.labels)
 
     def __repr__(self) -> str:
-        """Returns the numbers of rows, workers and epochs, and losses and metrics: of the best validation, if any."""
-        metrics = {**(self.history[-1] if self.history else {}), **self.best}
+        """Returns the numbers of rows, workers and epochs, the last epoch's losses and metrics, and the best ones."""
+        last = self.history[-1] if self.history else {}
         facts: dict[str, Any] = {"rows": self.rows, "validationRows": self.validationRows}
         facts["numWorkers"] = self.numWorkers
         if len(self.attempts) > 1:
             facts |= {"attempts": len(self.attempts), "goodput": self.goodput}
         facts |= {"ended": self.ended} if self.ended else {}
         facts["epochs"] = len(self.history)
-        facts |= {"bestEpoch": self.best["epoch"]} if self.best else {}
-        facts |= {name: metrics[name] for name in _measured(metrics) if name in metrics}
+        facts |= {name: last[name] for name in _measured(last) if name in last}
+        if self.best:
+            facts["bestEpoch"] = self.best["epoch"]
+            facts |= {f"best_{name}": value for name, value in self.best.items() if name.startswith("val_")}
         return f"TrainingSummary({', '.join(f'{name}={html.number(value)}' for name, value in facts.items())})"
 
     def _repr_html_(self) -> str:

@@ -13,7 +13,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from sparktorch.base.config import CheckpointConfig, StorageConfig, Task, TrainConfig
 from sparktorch.base.imports import load_object
-from sparktorch.data.columns import Groups, InputOptions
+from sparktorch.data.columns import Groups, InputOptions, Window
 from sparktorch.data.preprocess import check_signature
 from sparktorch.distributed.monitor import Timeouts
 from sparktorch.errors import ConfigError
@@ -126,7 +126,7 @@ def translate(estimator: EstimatorParams, task: Task) -> Request[TrainJob]:
     groups = _groups(p, task_training)
     identity = {} if p["modelDir"] is None else {"modelDir": "set"}
     if groups is not None and groups.window is not None:
-        identity["window"] = str(groups.window)
+        identity["window"] = _window_text(groups.window)
     untrained = task_training.validates_untrained
     config = _config(p, task, _EVERY, model_folder=_new_folder(p), validates_untrained=untrained)
     job = _job(p, config, _EVERY, **identity)
@@ -280,6 +280,14 @@ def _shuffle_block(p: Values) -> int:
     if p["shuffleBlock"] is not None:
         return int(p["shuffleBlock"])
     return 1 if p["storage"] == "memory" else _SHUFFLE_BLOCK
+
+
+def _window_text(window: Window) -> str:
+    """Returns the text by which checkpoints identify windows; it has the names of fields that the first ones have."""
+    return (
+        f"Window(context={window.context}, horizon={window.horizon}, step={window.step}, known={window.known_ahead}, "
+        f"even={window.even})"
+    )
 
 
 def _groups(p: Values, task_training: TaskTraining) -> Groups | None:

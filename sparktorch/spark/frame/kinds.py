@@ -30,10 +30,6 @@ _IMAGE_FIELDS = ("height", "width", "nChannels", "data")
 _OF_IMAGES = ("float32", "uint8")
 
 
-def _one_level(kind: T.DataType) -> int:
-    return 1
-
-
 class Encoding(NamedTuple):
     """Types of columns that become a kind of column in one way.
 

@@ -16,6 +16,7 @@ from sparktorch.ml.fit.task_training import TaskTraining
 from sparktorch.ml.fit.values import Values
 from sparktorch.ml.params.mixins import RankerParams, RankingModelParams
 from sparktorch.ml.regression import ValueModel
+from sparktorch.ml.scoring.column_metadata import check_numbers
 from sparktorch.model.trained_module import TrainedModule
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.frame.groups import check_group
@@ -55,6 +56,7 @@ class RankingModel(TabularModel, ValueModel, RankingModelParams):
     _estimator = "sparktorch.tasks.ranking.estimator:Ranker"
 
     def _quality(self, scored: DataFrame, label: str) -> tuple[str, int, float]:
+        check_numbers(ColumnNames.of(scored), [self.getPredictionCol()])
         ranked = evaluate_ranker(self, lambda rows: rows, scored)
         return "NDCG at 10", ranked.numInstances, ranked.ndcg(10)
 

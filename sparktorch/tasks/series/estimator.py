@@ -172,12 +172,12 @@ class Forecaster(LearningEstimator, ForecasterParams):
             "quantiles": p["quantiles"],
             "deviation": deviation,
             "season": season,
-            "past": [self._figures_of(name) for name in p["pastCols"]],
-            "future": [self._figures_of(name) for name in p["futureCols"]],
-            "static": [self._figures_of(name) for name in p["staticCols"]],
         }
         if self._learned is not None and any(values is not None for values in self._learned.categories):
             params["categories"] = self._learned.categories
+        # Checkpoints compare these as text, in this order.
+        for kind in ("past", "future", "static"):
+            params[kind] = [self._figures_of(name) for name in p[f"{kind}Cols"]]
         return params
 
     def _figures_of(self, column: str) -> tuple[float, float]:

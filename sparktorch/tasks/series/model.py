@@ -28,7 +28,6 @@ from sparktorch.spark.session import is_local, setting
 from sparktorch.spark.shipping import send
 from sparktorch.tasks.series.evaluation import ForecastSummary, summary_of
 from sparktorch.tasks.series.forecasts import Backtest, SeriesColumns, columns_of_quantiles, forecast
-from sparktorch.tasks.series.pyfunc import series_example, series_signature
 
 if TYPE_CHECKING:
     from mlflow.models import ModelSignature
@@ -56,9 +55,13 @@ class ForecastingModel(TorchModelBase, ForecastingModelParams):
         return {"series": self.columns.to_dict()}
 
     def _mlflow_signature(self) -> ModelSignature:
+        from sparktorch.tasks.series.pyfunc import series_signature
+
         return series_signature(self.columns)
 
     def _mlflow_example(self) -> Any:
+        from sparktorch.tasks.series.pyfunc import series_example
+
         return series_example(self.columns)
 
     @property

@@ -56,7 +56,8 @@ class TableColumns:
     @property
     def cardinalities(self) -> list[int]:
         """Number of indices of each column of the tensor `categories`."""
-        return [FIRST_CATEGORY + len(values) for values in self.vocabulary.values()]
+        parts = [_PARTS[part][1] for parts in self.times.values() for part in parts]
+        return [FIRST_CATEGORY + len(values) for values in (*self.categories.values(), *parts)]
 
     @property
     def width(self) -> int:

@@ -308,8 +308,9 @@ class Engine:
         """Accumulates the gradients of a batch; returns its loss sum and metric sums."""
         with self.strategy.shared_rows(batch) as shared:
             loss, metric_sums = self._pass(shared, scale)
-        # All ranks that compute on the same rows have computed this loss.
-        return loss / self.strategy.ranks_of_rows, metric_sums
+        if self.strategy.ranks_of_rows > 1:
+            loss = loss / self.strategy.ranks_of_rows  # All ranks that compute on the same rows have computed it.
+        return loss, metric_sums
 
     def _pass(self, batch: Batch, scale: float) -> tuple[torch.Tensor, Sums]:
         """Accumulates the gradients of rows that may be of several ranks; returns their loss sum and metric sums."""
@@ -321,7 +322,8 @@ class Engine:
             loss, metric_sums = self.strategy.run_pass(self.module, batch, self.losses_of, scale, self._autocast)
         else:
             loss, metric_sums = self.losses_of(self.module, batch)
-        # On CPUs, a loss that is not finite is an error before its gradients are sent to other ranks.
+        # On CPUs, a loss that is not finite is an error before its gradients are sent to other ranks. Those of a
+        # pipeline, whose passes are over, are not reduced yet.
         if self.watch is not None:
             self.watch.check(loss)
         if not self.kind.runs_passes:

@@ -261,7 +261,7 @@ def _units_of(module: Any) -> tuple[Sequence[Sequence[nn.Module]], Callable[...,
         raise ModuleError(f"{type(module).__name__} {what}", hint=HOW, param="module", code="ST-PIPELINE")
     if type(module).forward is nn.Sequential.forward:
         return [[part] for part in _flat(module)], _chained
-    base = module.base_model if hasattr(type(module), "base_model_prefix") else None
+    base = getattr(module, "base_model", None) if hasattr(type(module), "base_model_prefix") else None
     plan = getattr(getattr(base, "config", None), _PLAN, None)
     if plan:
         without_caches(module)

@@ -23,10 +23,11 @@ from sparktorch.train.recipe.recipe import Recipe
 
 __all__ = ["Adapter", "adapted_parts", "adapter_of", "arguments", "without_caches"]
 
-# The first adapter that recognises a module is its adapter. PEFT's comes before those of the models that it adapts.
+# The first adapter that recognises a module is its adapter. A LightningModule trains itself, whatever it holds; PEFT's
+# models come before the models of transformers that they adapt.
 _ADAPTERS = (
-    "sparktorch.adapters.peft:PeftAdapter",
     "sparktorch.adapters.lightning.adapter:LightningAdapter",
+    "sparktorch.adapters.peft:PeftAdapter",
     "sparktorch.adapters.huggingface.adapter:HuggingFaceAdapter",
 )
 

@@ -279,10 +279,11 @@ class Strategy(ABC, Generic[O]):
         """Whether this rank reports what is computed of its rows: one of the ranks that compute on the same does."""
         return True
 
-    def shared_rows(self, batch: Batch) -> AbstractContextManager[Batch]:
+    def shared_rows(self, batch: Batch, before: Callable[[], object] = no_op) -> AbstractContextManager[Batch]:
         """Returns a context of a pass on a batch, which yields it with the rows of all ranks that compute on the same.
 
-        These ranks draw the same numbers in it. It is a collective of them, if there are several.
+        These ranks draw the same numbers in it; `before` is called while each still has its own. It is a collective of
+        them, if there are several.
         """
         return nullcontext(batch)
 

@@ -9,7 +9,7 @@ parameters without the network between hosts, which carries 1/`shard` of the gra
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from sparktorch.base.batch import Batch
 from sparktorch.base.devices import is_host
 from sparktorch.base.imports import load_object
+from sparktorch.base.no_op import no_op
 from sparktorch.distributed.process_group import KEEPS_ORDER, subgroup
 from sparktorch.errors import ConfigError, ModuleError
 from sparktorch.train.recipe.adapter import without_caches
@@ -129,11 +130,11 @@ class Mesh(Zero3[MeshOptions]):
         """Whether this rank reports what is computed of its rows: the first of those that compute on the same does."""
         return self.ranks_of_rows == 1 or self._sharing.rank() == 0
 
-    def shared_rows(self, batch: Batch) -> AbstractContextManager[Batch]:
+    def shared_rows(self, batch: Batch, before: Callable[[], object] = no_op) -> AbstractContextManager[Batch]:
         """Returns a context of a pass on the rows of all ranks that compute on the same."""
         if self.ranks_of_rows == 1:
             return super().shared_rows(batch)
-        return shared_rows(batch, self._sharing, self._device)
+        return shared_rows(batch, self._sharing, self._device, before)
 
     @classmethod
     def shards(cls, options: MeshOptions, workers: int) -> bool:

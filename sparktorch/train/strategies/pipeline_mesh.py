@@ -7,7 +7,7 @@ Huang et al. 2019, GPipe (https://arxiv.org/abs/1811.06965). How a module become
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property, partial
@@ -19,6 +19,7 @@ from torch import nn
 
 from sparktorch.base.batch import Batch
 from sparktorch.base.devices import is_host, seed
+from sparktorch.base.no_op import no_op
 from sparktorch.distributed.process_group import sum_over_ranks
 from sparktorch.errors import ConfigError
 from sparktorch.train.checkpoint.tensors import OPTIMIZER
@@ -115,13 +116,13 @@ class PipelineMesh(Mesh):
             return {}
         return passed
 
-    def shared_rows(self, batch: Batch) -> AbstractContextManager[Batch]:
+    def shared_rows(self, batch: Batch, before: Callable[[], object] = no_op) -> AbstractContextManager[Batch]:
         """Returns a context of a pass on the rows of all ranks of a pipeline, padded as those of its copies are."""
         if batch.pads:
             longest = torch.tensor([batch.inputs[place].shape[1] for place in batch.pads])
             dist.all_reduce(longest, dist.ReduceOp.MAX)
             batch = batch.padded(dict(zip(batch.pads, longest.tolist(), strict=True)))
-        return super().shared_rows(batch)
+        return super().shared_rows(batch, before)
 
     def shown(self, module: nn.Module) -> nn.Module:
         """Returns what stands for the pipeline: it has the methods of the user's module, and no parts."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from sparktorch.base.batch import Batch
 from sparktorch.base.devices import seed
+from sparktorch.base.no_op import no_op
 from sparktorch.errors import ModuleError
 from sparktorch.train.numerics.determinism import untouched_generators
 
@@ -28,13 +29,17 @@ __all__ = ["compare_first_call", "shared_rows"]
 
 
 @contextmanager
-def shared_rows(batch: Batch, group: dist.ProcessGroup, device: torch.device) -> Iterator[Batch]:
+def shared_rows(
+    batch: Batch, group: dist.ProcessGroup, device: torch.device, before: Callable[[], object] = no_op
+) -> Iterator[Batch]:
     """Context of a pass on the rows of all ranks of a group, in which they draw the same numbers; a collective.
 
     It yields a batch of the rows in the order of the ranks. Where some ranks have rows and others only placeholders,
     the latter are left out. A `ModuleError` in all ranks refuses rows of other shapes, and sparse and jagged ones.
+    `before` is called while each rank still draws numbers of its own.
     """
     every, number = _of_all(batch, group)
+    before()
     with untouched_generators(device):
         seed(number, device)
         random.seed(number)

@@ -43,4 +43,5 @@ def test_import_paths_and_pickles_of_earlier_versions_name_the_same_classes() ->
     assert load_object("sparktorch.data.tables:TableColumns") is TableColumns
     assert is_object("sparktorch.data.tables:TableNetwork", TableNetwork)
     assert not is_object("sparktorch.data.tables:TableColumns", TableNetwork)
+    assert not is_object("only_on_executors:TableNetwork", TableNetwork)  # It is not imported to compare.
     assert pickle.loads(b"csparktorch.data.tables\nTableNetwork\n.") is TableNetwork

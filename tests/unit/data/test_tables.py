@@ -81,6 +81,7 @@ def test_times_are_parts_in_utc() -> None:
         assert found["categories"] == [[2 + 1, 2 + 3, 2 + 23, 2 + 2, 2 + 0], [1, 1, 1, 1, 1]]
     assert table.cardinalities == [14, 9, 26, 14, 9]
     assert list(table.vocabulary) == ["at.month", "at.weekday", "at.hour", "day.month", "day.weekday"]
+    assert TableColumns({"at.month": ["a"]}, times=table.times).cardinalities == [3, *table.cardinalities]
 
 
 def test_the_network_takes_columns_of_one_kind_alone_and_begins_with_nothing_known_of_the_unknown() -> None:

@@ -62,7 +62,7 @@ def test_a_summary_shows_the_first_the_best_and_the_last_epochs() -> None:
         "TrainingSummary(rows=1,000, validationRows=200, numWorkers=2, epochs=20, loss=0.05, val_loss=19)"
     )
     best = summary(history, best={"epoch": 2, "val_loss": 1.0})
-    assert repr(best).endswith("epochs=20, bestEpoch=2, loss=0.05, val_loss=1)")
+    assert repr(best).endswith("epochs=20, loss=0.05, val_loss=19, bestEpoch=2, best_val_loss=1)")
     cells = [part.split("</td>")[0].rpartition(">")[2] for part in html.split("<tr>")[5:]]
     assert cells == ["1", "2", "…", *map(str, range(14, 21))]
     (best,) = [part for part in html.split("<tr>") if "lowest val_loss" in part]

@@ -13,8 +13,12 @@ import pytest
 import torch
 from torch import nn
 
-from sparktorch import TorchRegressor
+from sparktorch import Forecaster, TorchRegressor
+from sparktorch.ml.fit.identity import described
 from sparktorch.ml.fit.translate import translate
+from sparktorch.tasks.series.loss import SeriesStep
+from sparktorch.tasks.tables.network import TableNetwork
+from sparktorch.tasks.tables.preprocess import TableColumns
 
 # A user's script, in which nothing has an import path.
 SCRIPT = """
@@ -137,3 +141,23 @@ def test_secrets_are_a_digest_in_what_a_training_is_known_by() -> None:
     assert "s3cret-of-mine" not in first
     assert "width: 3" in first
     assert first == text("s3cret-of-mine") != text("s3cret-of-yours")
+
+
+def test_checkpoints_know_the_classes_of_tasks_by_their_first_names() -> None:
+    values = {
+        "module": TableNetwork,
+        "preprocess": TableColumns({"a": ["x"]}),
+        "moduleParams": {"module": "sparktorch.tasks.series.network:SeriesNetwork"},
+        "trainingStep": SeriesStep("L1Loss", {}, "window", 1.0),
+    }
+    assert described(values) == {
+        "module": "TableNetwork (module sparktorch.data.tables)",
+        "preprocess": "TableColumns (sha256 be4993651a7b3d49)",
+        "moduleParams": "{module: 'sparktorch.model.series.module:SeriesNetwork'}",
+        "trainingStep": "SeriesStep (sha256 c00528d6d473d9c0)",
+    }
+    windows = {"orderCol": "t", "labelCol": "y", "context": 4, "horizon": 2, "futureCols": ["p"]}
+    job = translate(Forecaster(**windows, checkpointDir="/checkpoints"), "generic").job
+    assert job.checkpoint is not None
+    assert job.checkpoint.job["window"] == "Window(context=4, horizon=2, step=1, known=(1,), even=None)"
+    assert job.checkpoint.job["moduleParams"].startswith("{module: 'sparktorch.model.series.module:SeriesNetwork'")

@@ -23,6 +23,7 @@ from sparktorch.base.moved import MOVED
 from sparktorch.train.recipe.adapter import _ADAPTERS, Adapter, adapted_parts, adapter_of, arguments
 from sparktorch.train.recipe.recipe import Recipe
 from tests.support.adapters import adapted
+from tests.support.lightning_modules import LitMinimal
 from tests.support.programs import ROOT
 from tests.support.tiny_transformers import bert
 
@@ -102,3 +103,9 @@ def test_what_earlier_versions_named_or_pickled_is_found_where_it_has_moved_to()
     network = load_object(f"{old}:{name}")
     assert import_path(network) == f"sparktorch.adapters.neuralforecast:{name}"
     assert pickle.loads(f"c{old}\n{name}\n.".encode()) is network
+
+
+def test_a_lightning_module_trains_itself_although_it_has_an_attribute_of_adapters_too() -> None:
+    module: Any = LitMinimal()
+    module.peft_config = {"r": 8}
+    assert adapter_of(module).brings_training
