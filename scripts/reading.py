@@ -30,7 +30,7 @@ BOUNDS = {
     "lambdas": 25,
     "vague names": 181,
     "fragments": 31,
-    "lines of the package": 49_600,
+    "lines of the package": 49_650,
     "lines of the stub": 900,
     "lines of the tests": 42_200,
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import pickle
 import re
 from pathlib import Path
@@ -19,7 +18,6 @@ from sparktorch.adapters.huggingface.recipe import HuggingFaceRecipe
 from sparktorch.adapters.peft import PeftAdapter
 from sparktorch.base.batch import Batch
 from sparktorch.base.imports import import_path, load_object
-from sparktorch.base.moved import MOVED
 from sparktorch.train.recipe.adapter import _ADAPTERS, Adapter, adapted_parts, adapter_of, arguments
 from sparktorch.train.recipe.recipe import Recipe
 from tests.support.adapters import adapted
@@ -88,14 +86,6 @@ def test_every_adapter_is_in_the_registry_and_in_the_architecture() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text()
     for path in _ADAPTERS:
         assert f"`adapters/{path.split('.')[2].partition(':')[0]}`" in page
-
-
-@pytest.mark.parametrize("name", MOVED)
-def test_a_module_that_has_moved_is_imported_under_its_earlier_name(name: str) -> None:
-    earlier = importlib.import_module(name)
-    for current in MOVED[name]:
-        assert current not in MOVED
-        assert all(hasattr(earlier, public) for public in getattr(importlib.import_module(current), "__all__", ()))
 
 
 def test_what_earlier_versions_named_or_pickled_is_found_where_it_has_moved_to() -> None:
