@@ -10,6 +10,7 @@ import pytest
 import sparktorch
 from sparktorch.base.imports import is_object, load_object
 from sparktorch.base.moved import MOVED
+from sparktorch.tasks.images.estimator import ImageClassifier
 from sparktorch.tasks.tables.network import TableNetwork
 from sparktorch.tasks.tables.preprocess import TableColumns
 
@@ -44,4 +45,5 @@ def test_import_paths_and_pickles_of_earlier_versions_name_the_same_classes() ->
     assert is_object("sparktorch.data.tables:TableNetwork", TableNetwork)
     assert not is_object("sparktorch.data.tables:TableColumns", TableNetwork)
     assert not is_object("only_on_executors:TableNetwork", TableNetwork)  # It is not imported to compare.
+    assert load_object("sparktorch.ml.pretrained:ImageClassifier") is ImageClassifier
     assert pickle.loads(b"csparktorch.data.tables\nTableNetwork\n.") is TableNetwork
