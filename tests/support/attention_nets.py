@@ -17,7 +17,8 @@ class Encoder(nn.Module):
         super().__init__()
         self.first = nn.Linear(5, 4 * width)
         layer = nn.TransformerEncoderLayer(width, heads, 12, dropout=0.0, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, layers)
+        # Nested tensors, which padding makes in evaluation, warn that they are a prototype.
+        self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
         self.last = nn.Linear(width, 1)
         self.padded = padded
 
