@@ -21,16 +21,29 @@ REPORTS = -1  # as many as there may have been in the time of the training
 DEVICE = "sim" if on.DEVICE == "cpu" else on.DEVICE
 
 # What the loop does beside its steps.
-BESIDE = ("__init__", "start", "begin", "record", "validate", "save", "epoch_done", "finish", "reproducible")
+BESIDE = (
+    "__init__",
+    "start",
+    "begin_epoch",
+    "epoch_record",
+    "validate",
+    "save",
+    "epoch_done",
+    "finish",
+    "reproducible",
+)
 
 # What a rank may wait for while it takes steps: a part of the line; how often in a training of a few steps; why.
 ALLOWED = {
     "mean = loss.item()": (REPORTS, "the report, every 0.2 s"),
-    "place = int(first) < look_back < _look_back < count": (
+    "first = int(smallest) < look_back < _look_back < count_step": (
         2,
         "losses that are not finite are looked for every 32 steps and at an epoch's end",
     ),
-    "place = int(first) < look_back < _look_back < validate_within": (None, "and before a validation within an epoch"),
+    "first = int(smallest) < look_back < _look_back < validate_within": (
+        None,
+        "and before a validation within an epoch",
+    ),
     "module(*": (
         2,
         "DDP orders its buckets anew after its first backward pass, as one rank has seen them",
