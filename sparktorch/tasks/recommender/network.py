@@ -131,7 +131,8 @@ class Pairs:
         """Draws other items for each row, uniformly, by a hash of the row and the epoch: the same in any rank."""
         count = len(self.items)
         base = mix_words(self.seed, -1 if epoch is None else epoch, user, item)
-        draws = mix_positions(base[:, None], np.arange(self.negatives))  # type: ignore[arg-type]  # one base for each row
+        # Each row has a base of its own, where the function's type names a single one.
+        draws = mix_positions(base[:, None], np.arange(self.negatives))  # type: ignore[arg-type]
         return (item[:, None] + 1 + (draws % np.uint64(max(1, count - 1))).astype(np.int64)) % count
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import Window as Rows
 from pyspark.sql import functions as F
-from pyspark.sql import types as T
 
 from sparktorch.base.config import one_of
 from sparktorch.base.imports import import_path, is_object
@@ -21,12 +20,11 @@ from sparktorch.ml.fit.values import Values
 from sparktorch.ml.params.mixins import ForecasterParams
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.compat import frame_of_rows
-from sparktorch.spark.session import setting
+from sparktorch.tasks.series.learned import LearnedSeries, check_columns, learn_series
 from sparktorch.tasks.series.loss import QuantileLoss, SeriesStep
-from sparktorch.tasks.series.model import COMPARED, ForecastingModel, check_categories, check_series, check_windows
+from sparktorch.tasks.series.model import COMPARED, ForecastingModel, check_windows
 from sparktorch.tasks.series.network import SeriesModule, SeriesNetwork
-from sparktorch.tasks.series.season import context_for, learned_season, learned_start, longest_context, middle_length
-from sparktorch.tasks.shared.column_statistics import categories_and_figures
+from sparktorch.tasks.series.season import context_for, learned_season, longest_context, middle_length
 from sparktorch.tasks.shared.held_out import MOST_HELD_OUT, windows_held_out
 from sparktorch.tasks.shared.layers import UNTRAINED
 from sparktorch.tasks.shared.learning import LearningEstimator
@@ -44,36 +42,12 @@ SERIES = TaskSettings(largest_batch=256, least_steps=1_000, rows_per_epoch=50, l
 
 # The columns of windows, which are arrays; messages name them.
 _PAST, _FUTURE, _STATIC = "past values", "values known ahead", "static values"
-_MOST_CATEGORIES = 1000  # A static column has at most so many, its most frequent ones.
 # A training that goes on from a fitted model has the same values of these.
 _KEPT = ("context", "horizon", "quantiles", "pastCols", "futureCols", "staticCols")
 _LEARNS_FROM = (
     *("labelCol", "pastCols", "futureCols", "staticCols", "validationIndicatorCol", "nullPolicy"),
     *("context", "horizon", "season"),
 )
-
-
-class LearnedSeries(NamedTuple):
-    """What an estimator has learned of the rows.
-
-    Attributes:
-        figures: Mean and standard deviation by column.
-        order: The SQL type of the order, and the time zone.
-        season: Rows of a season; `None` where the module is the user's.
-        start: Arguments of the network, for the forecast from which it starts.
-        categories: The categories of each static column; a column of numbers has `None`.
-    """
-
-    figures: dict[str, tuple[float, float]]
-    order: tuple[str, str]
-    season: int | None
-    start: dict[str, float]
-    categories: list[list[Any] | None]
-
-
-def _named(p: Values) -> list[str]:
-    """Returns the columns of numbers and categories."""
-    return [p["labelCol"], *p["pastCols"], *p["futureCols"], *p["staticCols"]]
 
 
 class Forecaster(LearningEstimator, ForecasterParams):
@@ -195,16 +169,8 @@ class Forecaster(LearningEstimator, ForecasterParams):
         return Window(context=context, horizon=p["horizon"], step=p["step"], known_ahead=ahead, even=order)
 
     def _learn(self, dataset: DataFrame) -> LearnedSeries:
-        p, names = Values(self), ColumnNames.of(dataset)
-        if repeated := names.repeated([*(p[name] for name in ("groupCol", "orderCol") if p[name]), *_named(p)]):
-            hint = "name it once: the target's past and what is known ahead are seen in the context, too"
-            raise ConfigError(f"column {repeated!r} is named twice", hint=hint)
-        texts = _check(dataset, names, p)
-        zone = setting(dataset.sparkSession, "spark.sql.session.timeZone")
-        figures = _figures(dataset, names, p, [name for name in _named(p) if name not in texts])
-        season, start = learned_start(dataset, names, p, p["context"]) if _starts_from_season(p) else (None, {})
-        order = (names.type_of(p["orderCol"]).simpleString(), zone)
-        return LearnedSeries(figures, order, season, start, _categories(dataset, names, p, texts))
+        p = Values(self)
+        return learn_series(dataset, ColumnNames.of(dataset), p, starts_from_season=_starts_from_season(p))
 
     def _learn_and_hold_out(self, dataset: DataFrame) -> tuple[Self, DataFrame]:
         """Chooses the context where none is set, and then learns of the rows."""
@@ -212,7 +178,7 @@ class Forecaster(LearningEstimator, ForecasterParams):
         if p["context"] is None and p.trained is not None:
             estimator = self.copy()._set(context=Values(p["module"])["context"])
         elif p["context"] is None:
-            _check(dataset, names, p)
+            check_columns(dataset, names, p)
             estimator = self.copy()
             estimator._chose_context = True
             rows, season = middle_length(self._lengths(dataset)), p["season"] or 1
@@ -242,7 +208,7 @@ class Forecaster(LearningEstimator, ForecasterParams):
     ) -> tuple[DataFrame, tuple[int, int] | None]:
         """Marks the last rows of each series, and counts its windows."""
         p, window = Values(self), self._window()
-        _check(dataset, names, p)
+        check_columns(dataset, names, p)
         lengths = self._lengths(dataset)
         windows = sum(windows_held_out(length, window, 0.0)[0] * series for length, series in lengths)
         if lengths and not windows:
@@ -383,66 +349,9 @@ def _inputs(p: Values) -> dict[str, list[str]]:
     return {_PAST: [p["labelCol"], *p["pastCols"]], _FUTURE: p["futureCols"], _STATIC: p["staticCols"]}
 
 
-def _check(dataset: DataFrame, names: ColumnNames, p: Values) -> list[str]:
-    """Refuses columns of other types than they must have; returns those static ones that are categories."""
-    texts = [name for name in p["staticCols"] if isinstance(names.type_of(name), T.StringType | T.BooleanType)]
-    if p.trained is not None:
-        pairs = zip(p["staticCols"], p.trained.params.get("categories", ()), strict=False)
-        vocabulary = {name: categories for name, categories in pairs if categories is not None}
-        check_categories(names, vocabulary)
-        texts = list(vocabulary)
-    numbers = [name for name in _named(p) if name not in texts]
-    check_series(dataset.sparkSession, names, p["groupCol"], p["orderCol"], numbers)
-    return texts
-
-
-def _categories(dataset: DataFrame, names: ColumnNames, p: Values, texts: list[str]) -> list[list[Any] | None]:
-    """Returns the most frequent categories, in the rows that train, of each static column that has categories."""
-    if p.trained is not None:
-        return list(p.trained.params.get("categories") or [None] * len(p["staticCols"]))
-    if not texts:
-        return [None] * len(p["staticCols"])
-    trains = ~names.column(p["validationIndicatorCol"]) if p["validationIndicatorCol"] else F.lit(True)
-    values = [F.when(trains, names.column(name).cast("string")) for name in texts]
-    counts, _ = categories_and_figures(dataset, values, [], limited=len(texts), most=_MOST_CATEGORIES, labels=0)
-    vocabulary: dict[str, list[Any]] = {name: sorted(values) for name, values in zip(texts, counts, strict=True)}
-    for name in texts:
-        if isinstance(names.type_of(name), T.BooleanType):
-            vocabulary[name] = [value == "true" for value in vocabulary[name]]
-    return [vocabulary.get(name) for name in p["staticCols"]]
-
-
 def _input(column: Column, categories: Sequence[Any] | None) -> Column:
     """Returns a column of numbers as it is, and one of categories as the indices that forecasts have for them."""
     if categories is None:
         return column
     position = F.array_position(F.array(*map(F.lit, categories)), column) if categories else F.lit(0)
     return F.when(column.isNull(), 1).when(position > 0, position + (UNTRAINED - 1)).otherwise(0)
-
-
-def _figures(
-    dataset: DataFrame, names: ColumnNames, p: Values, columns: Sequence[str]
-) -> dict[str, tuple[float, float]]:
-    """Returns mean and standard deviation of columns in the rows that train; refuses nulls unless they are dropped."""
-    trains = ~names.column(p["validationIndicatorCol"]) if p["validationIndicatorCol"] else F.lit(True)
-    doubles = [names.column(name).cast("double") for name in columns]
-    # NaN is larger than infinity in Spark, so that this makes nulls of both.
-    numbers = [F.when(F.abs(number) < float("inf"), number) for number in doubles]
-    trained = [F.when(trains, number) for number in numbers]
-    aggregates = [*map(F.count, numbers), *map(F.avg, trained), *map(F.stddev_pop, trained)]
-    rows, *values = dataset.agg(F.count(F.lit(1)), *aggregates).collect()[0]
-    counts, means, deviations = (values[start : start + len(columns)] for start in range(0, len(values), len(columns)))
-    for name, count in zip(columns, counts, strict=True):
-        if count < rows and p["nullPolicy"] == "error":
-            what = f"column {name!r} has {counted(rows - count, 'row', 'rows')} with null, NaN or infinity"
-            hint = "fill them before fit, leave rows out that are yet to come, or set nullPolicy='drop', which leaves "
-            raise ColumnError(what, hint=f"{hint}out windows that hold a null", column=name)
-    figures = {}
-    for name, mean, deviation in zip(columns, means, deviations, strict=True):
-        figures[name] = _rounded(mean), _rounded(deviation) or 1.0
-    return figures
-
-
-def _rounded(value: float | None) -> float:
-    """Returns a number without its last digits, which depend on the order in which Spark adds up; 0 for null."""
-    return float(f"{value or 0.0:.8g}")

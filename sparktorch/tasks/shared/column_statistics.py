@@ -17,7 +17,7 @@ from sparktorch.data.distribution import MOST_VALUES, DistinctValues, Distributi
 from sparktorch.distributed.root_cause import missing_module
 from sparktorch.tasks.shared.columns import as_doubles
 
-__all__ = ["Figures", "categories_and_figures"]
+__all__ = ["Figures", "categories_and_figures", "rounded"]
 
 _SCHEMA = pa.schema(
     [
@@ -111,6 +111,11 @@ def categories_and_figures(
         distribution = Distribution.of(counts[column], whole=sizes[column] < most_values)
         figures[column] = figures[column]._replace(distribution=distribution)
     return values, figures
+
+
+def rounded(value: float | None) -> float:
+    """Returns a figure without its last digits, which depend on the order in which Spark adds up; 0 for null."""
+    return float(f"{value or 0.0:.8g}")
 
 
 def _with_batch(squares: Column, batch: Column) -> Column:

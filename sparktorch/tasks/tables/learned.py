@@ -18,7 +18,7 @@ from sparktorch.ml.scoring.column_metadata import check_numbers, classes_of
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.frame.encoding import NUMERIC, is_numeric, kept_as
 from sparktorch.spark.frame.refusals import unsuitable
-from sparktorch.tasks.shared.column_statistics import Figures, categories_and_figures
+from sparktorch.tasks.shared.column_statistics import Figures, categories_and_figures, rounded
 from sparktorch.tasks.shared.learning import check_rows
 from sparktorch.tasks.tables.preprocess import BINS, TableColumns, scaled_edges
 
@@ -123,7 +123,7 @@ def learn_table(dataset: DataFrame, estimator: Any) -> LearnedTable:
         name for name in kinds.numeric if 0 < statistics.numbers[name].rows < statistics.rows and name not in categories
     ]
     centres = {
-        name: [*figures.distribution.centre_and_scale(_rounded(figures.deviation))]
+        name: [*figures.distribution.centre_and_scale(rounded(figures.deviation))]
         for name, figures in statistics.numbers.items()
     }
     return LearnedTable(
@@ -131,7 +131,7 @@ def learn_table(dataset: DataFrame, estimator: Any) -> LearnedTable:
         inputs=_ordered(p, names, kinds),
         outputs=outputs,
         labels=labels,
-        scales=[[_rounded(figures.mean), _rounded(figures.deviation)] for figures in statistics.labels],
+        scales=[[rounded(figures.mean), rounded(figures.deviation)] for figures in statistics.labels],
         edges=[
             scaled_edges(figures.distribution.edges(BINS), centres[name], _BOUND)
             for name, figures in statistics.numbers.items()
@@ -402,8 +402,3 @@ def _by_column(names: ColumnNames, called: Iterable[str]) -> dict[str, str]:
 
 def _is_number(kind: T.DataType) -> bool:
     return isinstance(kind, NUMERIC) and not isinstance(kind, T.BooleanType)
-
-
-def _rounded(value: float) -> float:
-    """Returns a number without its last digits, which depend on the order in which Spark has added up."""
-    return float(f"{value:.8g}")

@@ -17,8 +17,8 @@ from sparktorch.tasks.shared.settings import TaskSettings
 
 __all__ = ["NEW_TEXTS", "TEXTS", "TextClassificationModel", "TextClassifier"]
 
-# Trained weights want a small rate, which rises first: the new head would send them large gradients. A tenth of fewer
-# than 500 rows says too little of which epoch is the best: the loss of 20 was the least long before the error was.
+# Trained weights want a small rate, which rises first: the new head would send them large gradients. A tenth of 500
+# rows or fewer says too little of which epoch is the best: the loss of 20 was the least long before the error was.
 TEXTS = TaskSettings(
     learning_rate=1e-4,
     usual_rate=5e-5,

@@ -33,8 +33,8 @@ _MOST_ROWS = 4096
 _FEW_ROWS = 64
 # A confusion matrix of more classes would be too large to read.
 _MOST_CLASSES = 100
-# `check_loss` compares the losses of so many rows of a rank, in groups of so many rows. It takes them from the largest
-# of the rank's first batches.
+# `check_loss` compares the losses of so many rows of a rank, in groups of so many rows. They are those of one batch,
+# the largest among the rank's first ones.
 _CHECKED_ROWS = 64
 _GROUP_ROWS = 8
 _CHECKED_STEPS = 64
@@ -92,9 +92,8 @@ class Validation:
         means = self._engine.new_means("val_")
         hooks.begin_validation()
         module.eval()
-        # Sums stay on the device: reading one in each batch would wait for the device's work. They are those of losses,
-        # of the weights of losses, of the weights of rows, and of the weights of rows that are classified right; the
-        # last one is the number of losses.
+        # Sums stay on the device: reading one in each batch would wait for the device's work. There are five: losses,
+        # their weights, the weights of rows, the weights of rows that are classified right, and the number of losses.
         totals = torch.zeros(5, dtype=torch.float64, device=self._world.device)
         counts = torch.zeros(self._confusion_classes**2, dtype=torch.float64, device=self._world.device)
         with closing(self._outputs(module, means)) as outputs:

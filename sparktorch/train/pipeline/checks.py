@@ -97,7 +97,7 @@ def _check_evaluation(cut: Cut, given: Arguments, module: nn.Module) -> None:
 
     try:
         together = results_of(module, both)
-    except Exception:  # of the second row
+    except Exception:  # The module does not take the second row, which is made up.
         return
     if not together.drawn and together.difference(results_of(module, apart), tolerance_of(module, _TOLERANCE)):
         raise _differs(

@@ -71,7 +71,7 @@ def _of_all(batch: Batch, group: dist.ProcessGroup) -> tuple[Batch, int]:
             param="strategyParams",
         )
     part, total = real, sum(samples)
-    if not total:  # every rank has placeholders only
+    if not total:  # Every rank has placeholders only.
         part, samples, rows = batch, all_samples, all_rows
     part = part.padded(dict(zip(batch.pads, map(max, lengths), strict=True)))
     ones = torch.ones(part.sample_count, device=part.inputs[0].device)
@@ -83,7 +83,8 @@ def _of_all(batch: Batch, group: dist.ProcessGroup) -> tuple[Batch, int]:
     def of_rows(tensor: torch.Tensor | None) -> Any:
         return None if tensor is None else _exchanged(tensor, rows, group)
 
-    def of_samples(tensor: torch.Tensor | None) -> Any:  # which are groups of rows, if there are `sizes`
+    # A sample is a row or, where there are `sizes`, a group of rows.
+    def of_samples(tensor: torch.Tensor | None) -> Any:
         return None if tensor is None else _exchanged(tensor, samples, group)
 
     every = replace(
@@ -104,7 +105,7 @@ def _form(batch: Batch) -> int:
     """Returns a number for all that the batches of several ranks must have in common; -1 of sparse and nested ones."""
     if any(tensor.layout is not torch.strided or tensor.is_nested for tensor in batch.inputs):
         return -1
-    padded = {place + more for place in batch.pads for more in (0, 1)}  # the second one is the mask
+    padded = {place + more for place in batch.pads for more in (0, 1)}  # The second one is the mask.
     shapes = [(t.shape[1 + (place in padded) :], t.dtype) for place, t in enumerate(batch.inputs)]
     label = None if batch.label is None else (batch.label.shape[1:], batch.label.dtype)
     others = (batch.tokens is None, batch.sizes is None, sorted(batch.lengths))

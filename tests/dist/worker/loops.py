@@ -22,7 +22,7 @@ from sparktorch.errors import ConfigError
 from tests.support.nets import Noisy, Score
 
 __all__ = [
-    *("batches", "by_hand", "drawing", "left_early", "mean_of_gradients"),
+    *("batches", "by_hand", "drawing", "drawing_together", "left_early", "mean_of_gradients"),
     *("reduced_by_hand", "resumable", "sums", "two_modules", "wrapped"),
 ]
 
@@ -124,6 +124,20 @@ def resumable(
         schedule.step()
         context.report(loss=loss)
     return {"state": context.state_dict(net), "steps": steps, "seen": seen, "resumed": context.restored is not None}
+
+
+def drawing_together(context: RunContext, fails: bool) -> list[float]:
+    """Draws a number in each step beside a module whose layers are divided, and fails after a save, if it is to."""
+    context.wrap(nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1)))
+    drawn: list[float] = [] if context.restored is None else context.restored["drawn"]
+    for epoch in context.epochs:
+        for _ in context.loader(epoch):
+            drawn.append(float(torch.rand(())))
+            if len(drawn) == 5:
+                context.save({"drawn": drawn})
+                if fails:
+                    raise RuntimeError("after a save")
+    return drawn
 
 
 def left_early(context: RunContext) -> list[list[int]]:

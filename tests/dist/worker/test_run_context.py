@@ -179,6 +179,17 @@ def test_a_save_before_an_error_counts(tmp_path: Path) -> None:
     assert run_on(parts, job(PLAIN, loops.saving, checkpoint=checkpoint)) == [1 << 20] * 2
 
 
+def test_ranks_that_share_layers_draw_the_same_numbers_after_a_save_in_a_step_as_without_it(tmp_path: Path) -> None:
+    parts = [part.batches() for part in PLAIN.parts(2)]
+    config = {"strategy": "mesh", "strategy_params": {"tensor": 2}}
+    checkpoint = CheckpointConfig(directory=str(tmp_path), owner="me")
+    expected = run_on(parts, job(PLAIN, loops.drawing_together, False, config=config))
+    with pytest.raises(SparkTorchError, match="after a save"):
+        run_on(parts, job(PLAIN, loops.drawing_together, True, config=config, checkpoint=checkpoint))
+    found = run_on(parts, job(PLAIN, loops.drawing_together, True, config=config, checkpoint=checkpoint))
+    assert expected[0] == expected[1] == found[0] == found[1]
+
+
 @pytest.mark.parametrize(
     ("what", "says"),
     [
