@@ -143,7 +143,7 @@ class RootCause:
         # Where Spark has seen that the process of the task is gone, no heartbeat needs to be waited for.
         gone = first & quiet.keys() if re.search(_GONE, message) else set[int]()
         for suspects in (first & quiet.keys(), server.silent() & quiet.keys(), set(quiet)):
-            dead = gone or self._watch.dead(suspects)
+            dead = gone or self._watch.wait_for_dead(suspects)
             if dead:
                 break
         else:

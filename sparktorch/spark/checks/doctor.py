@@ -20,7 +20,7 @@ from sparktorch.spark.checks import executor_probe as probe
 from sparktorch.spark.checks.findings import ExecutorReport, Expected, Finding, diagnose, finding_for
 from sparktorch.spark.checks.preflight import descriptors, enough_slots, gpus, switches
 from sparktorch.spark.compat import on_barrier, uses_pandas
-from sparktorch.spark.launch.barrier_job import Launch, at_driver
+from sparktorch.spark.launch.barrier_job import Launch, listening_on_driver
 from sparktorch.spark.launch.spark_job import Job, new_tag
 from sparktorch.spark.session import is_connect, is_local, java_profile, slots
 
@@ -73,7 +73,7 @@ def check_executors(
             return advertised, stack.enter_context(probe.greeting(bind, token))
 
         try:
-            driver = at_driver(spark, launch, listen)
+            driver = listening_on_driver(spark, launch, listen)
         except OSError as error:
             return [finding_for("driver-reachable", "failure", f"the driver cannot listen: {error}", {}, "bind")]
         ask = partial(

@@ -110,7 +110,8 @@ class RankPool(BarrierJob):
         except ShippingError as error:
             raise unshippable(error) from error.__cause__
         with closing(self._orders.another()) as server:
-            watch = self._watch(server, observer if judge is None else _Judged(observer, judge, server), running=True)
+            listener = observer if judge is None else _Judged(observer, judge, server)
+            watch = self._make_monitor(server, listener, has_slots=True)
             causes = RootCause(watch)
             self._job.idle = False
             try:

@@ -229,7 +229,7 @@ def test_the_driver_knows_when_rank_0_trains(server: ControlServer, clients: lis
             return 0 in seen._pulses and seen._pulses[0].record["phase"] == phase
 
         until(heard, seconds=20, what="the driver has heard of the phase")
-        assert seen.trains == trains
+        assert seen.is_training == trains
 
 
 def test_counters_that_a_stranger_moves_and_values_that_he_forges_hold_nobody_up(
