@@ -23,7 +23,7 @@ __all__ = ["ControlServer"]
 
 _LOG = logging.getLogger(__name__)
 _BEAT_SECONDS = 1.0
-# Parcels of a rank that have not come by so many looks were lost with a connection.
+# A rank's parcels that have not come after this many looks were lost with a connection.
 _LATE_LOOKS = 10
 
 
@@ -33,26 +33,37 @@ class ControlServer:
     def __init__(self, bind: str, advertise: str, *, beside: ControlServer | None = None) -> None:
         """Starts the store at the local address `bind`, and a thread that sends the driver's heartbeat.
 
-        Executors reach it at `advertise`. `beside` shares the store of that server, under the token of its next task.
+        Executors reach the store at `advertise`. With `beside`, this server shares the store of the other server, under
+        the token of that server's next task.
         """
         self._server: dist.TCPStore
-        self._server, port = host_store(bind) if beside is None else (beside._server, beside.rendezvous.port)
-        token = secrets.token_hex(16) if beside is None else beside._store.token_of(len(beside._orders))
+        if beside is None:
+            self._server, port = host_store(bind)
+            token = secrets.token_hex(16)
+        else:
+            self._server = beside._server
+            port = beside.rendezvous.port
+            token = beside._store.token_of(len(beside._orders))
         self.rendezvous: Rendezvous = Rendezvous(advertise, port, token)
         self._store: SealedStore = SealedStore(self.rendezvous.prefix, self._server)
-        # Whether a value had no valid signature.
-        self._forged = False
+        # Whether this server has warned of a value without a valid signature.
+        self._has_warned = False
         self._last_epoch: int = 0
-        # The number of pieces of each task of a pool, and the stores of tasks whose keys may not be deleted yet.
+        # The number of pieces of each of a pool's tasks.
         self._orders: list[int] = []
+        # The stores of the tasks whose keys are not deleted yet.
         self._earlier: list[SealedStore] = []
+        # The readers of heartbeats, by number of ranks.
         self._readers: dict[int, Beats] = {}
-        # By kind (lines or warnings) and rank: how many parcels were read, and at how many looks some were late.
+        # By kind (lines or warnings) and rank: the number of parcels that were read, and of looks at which some were
+        # late.
         self._read_parcels: Counter[tuple[str, int]] = Counter()
         self._late: Counter[tuple[str, int]] = Counter()
+        # The reports of failures, by key, and the time from which on further ones are read.
         self._failed: dict[str, dict[str, Any]] = {}
         self._next_failures = 0.0
         self._last_lines: dict[int, deque[str]] = defaultdict(partial(deque, maxlen=KEPT_LINES))
+        # The driver's heartbeat; its fields are what the ranks are told.
         self._message: dict[str, Any] = {"count": 0, "cancelled": False, "cause": False, "pause": False, "stacks": []}
         self._saying = threading.Lock()
         self._closed = threading.Event()
@@ -75,11 +86,11 @@ class ControlServer:
         return [record for record in records if record is not None]
 
     def new_warnings(self, beats: Sequence[dict[str, Any] | None]) -> list[dict[str, Any]]:
-        """Returns the warnings that have come with these `beats`, each with rank, host and text."""
+        """Returns the warnings that have come with `beats`, each with rank, host and text."""
         return [warning for _, warning in self._new("warning", beats)]
 
     def new_lines(self, beats: Sequence[dict[str, Any] | None]) -> list[tuple[int, int, str]]:
-        """Returns the lines, logged and printed, that have come with these `beats`, each with rank and level."""
+        """Returns the lines, logged and printed, that have come with `beats`, each with rank and level."""
         new: list[tuple[int, int, str]] = []
         for rank, parcel in self._new("lines", beats):
             if parcel["lost"]:
@@ -115,32 +126,37 @@ class ControlServer:
         return _first(self._failures())
 
     def acknowledge(self) -> SparkTorchError | None:
-        """Returns the root cause once a rank has reported it, and tells the ranks that it is known: see `is_heard`."""
-        # The more failures are reported, the less often it looks for further ones.
-        failures = self._failures() if time.monotonic() >= self._next_failures else list(self._failed.values())
-        failure, primary = _first(failures)
-        if primary and not self._message["cause"]:
-            self._tell(cause=True)
-        return failure if primary else None
+        """Returns the root cause once a rank has reported it, and tells the ranks that the driver knows it.
 
-    def silent(self) -> set[int]:
+        Ranks that have failed wait for this word, see `Client.is_heard`.
+        """
+        # The more failures are reported, the less often the server looks for further ones.
+        failures = self._failures() if time.monotonic() >= self._next_failures else list(self._failed.values())
+        failure, is_primary = _first(failures)
+        if not is_primary:
+            return None
+        if not self._message["cause"]:
+            self._tell(cause=True)
+        return failure
+
+    def silent_peers(self) -> set[int]:
         """Returns the ranks whose heartbeats had stopped when the first failed rank looked, before it ended."""
         report = self._read("silent")
         return set() if report is None else set(report["ranks"])
 
-    def quiet(self, world_size: int) -> dict[int, dict[str, Any]]:
-        """Returns the last heartbeats, by rank, of ranks that have started and reported no failure."""
+    def beats_without_failure(self, world_size: int) -> dict[int, dict[str, Any]]:
+        """Returns the last heartbeats, by rank, from ranks that have started and reported no failure."""
         reported = {form["where"].get("rank") for form in self._failures()}
         beats = enumerate(self.beats(world_size))
         return {rank: beat for rank, beat in beats if beat is not None and rank not in reported}
 
     def ended(self, ranks: Iterable[int]) -> bool:
-        """Returns whether all these ranks have ended without raising."""
+        """Returns whether all of `ranks` have ended without raising."""
         return bool(self._store.check([f"ended/{rank}" for rank in ranks]))
 
     def out_of_memory_kills(self, host: str) -> int:
         """Returns how many processes the out-of-memory killer has killed on a host, as its failed ranks reported."""
-        # Ranks of one host have counted the same kills.
+        # The ranks on one host have counted the same kills.
         counts = [form["out_of_memory_kills"] for form in self._failures() if form["where"].get("host") == host]
         return max(counts, default=0)
 
@@ -156,7 +172,9 @@ class ControlServer:
 
     def has_paused(self, world_size: int) -> bool:
         """Returns whether the ranks were asked to pause, and all have ended so."""
-        if not self._message["pause"] or self.first_failure()[0] is not None or not self.ended(range(world_size)):
+        if not self._message["pause"]:
+            return False
+        if self.first_failure()[0] is not None or not self.ended(range(world_size)):
             return False
         ends = self._read_all([f"ended/{rank}" for rank in range(world_size)])
         return all(end is not None and end["paused"] for end in ends)
@@ -166,7 +184,7 @@ class ControlServer:
         self._closed.set()
         self._heart.join()
         self._earlier.clear()
-        self._readers.clear()  # Each holds the store, whose port would stay open.
+        self._readers.clear()  # The readers hold the store, whose port would stay open.
         del self._store, self._server
 
     def another(self) -> ControlServer:
@@ -178,12 +196,14 @@ class ControlServer:
     def send(self, content: bytes) -> None:
         """Sends the ranks of a pool their next task, for which `another` has made a server.
 
-        Every rank has taken the task before. So none still writes keys of the tasks before that one, which are deleted.
+        Every rank has taken the previous task. So no rank still writes keys for the tasks before the previous one, and
+        those keys are deleted.
         """
         if len(self._orders) > 1:
             old = len(self._orders) - 2
-            for key in (f"order/{old}", *(f"order/{old}/{number}" for number in range(self._orders[old]))):
-                self._store.delete_key(key)
+            self._store.delete_key(f"order/{old}")
+            for number in range(self._orders[old]):
+                self._store.delete_key(f"order/{old}/{number}")
         for store in self._earlier[:-2]:
             for key in store.list_keys():
                 store.delete_key(key)
@@ -200,23 +220,24 @@ class ControlServer:
         self._orders.append(pieces or 0)
 
     def judge(self, epoch: int, *, stop: bool) -> None:
-        """Tells the ranks whether to end the training after that epoch, counted from 1."""
+        """Tells the ranks whether to end the training after an epoch, counted from 1."""
         self._store.set(f"verdict/{epoch}", json.dumps({"stop": stop}))
 
     def ready(self, world_size: int) -> list[dict[str, Any]] | None:
-        """Returns what the ranks of a pool report of their rows, in rank order; `None` until all have read them."""
+        """Returns what a pool's ranks report about their rows, in rank order; `None` until all have read their rows."""
         keys = [f"ready/{rank}" for rank in range(world_size)]
         return self._read_all(keys) if self._store.check(keys) else None
 
     def over(self, world_size: int) -> bool:
         """Returns whether every rank has ended a pool's task, with a result or with an error."""
-        failed = {form["where"].get("rank") for form in self._failures()}
-        return self.ended(rank for rank in range(world_size) if rank not in failed)
+        failed_ranks = {form["where"].get("rank") for form in self._failures()}
+        return self.ended(rank for rank in range(world_size) if rank not in failed_ranks)
 
     def results(self, world_size: int) -> list[tuple[dict[str, Any], bytes]]:
         """Returns and deletes `(meta, payload)` of each rank of a pool's task, in rank order."""
         results = []
-        for rank, head in enumerate(self._store.multi_get([f"result/{rank}" for rank in range(world_size)])):
+        heads = self._store.multi_get([f"result/{rank}" for rank in range(world_size)])
+        for rank, head in enumerate(heads):
             result = json.loads(head)
             results.append((result["meta"], self._store.get_pieces(f"result/{rank}", result["pieces"])))
             for number in range(result["pieces"]):
@@ -241,7 +262,7 @@ class ControlServer:
             for rank, count in sent.items()
             if count > self._read_parcels[kind, rank]
         }
-        # One question is enough where all have arrived, as nearly always.
+        # Nearly always, all parcels have arrived, and one question is enough.
         if keys_of and not self._store.check([key for keys in keys_of.values() for key in keys]):
             arrived = {rank: self._arrived(kind, rank, keys) for rank, keys in keys_of.items()}
             keys_of = {rank: keys for rank, keys in arrived.items() if keys is not None}
@@ -256,7 +277,7 @@ class ControlServer:
         return [(rank, parcel) for (rank, _), parcel in pairs if parcel is not None]
 
     def _arrived(self, kind: str, rank: int, keys: list[str]) -> list[str] | None:
-        """Returns which of a rank's parcels are in the store; `None` if others may be on their way."""
+        """Returns the keys of a rank's parcels that are in the store; `None` if others may be on their way."""
         if self._store.check(keys):
             return keys
         self._late[kind, rank] += 1
@@ -265,9 +286,9 @@ class ControlServer:
         return [key for key in keys if self._store.check([key])]
 
     def _read_all(self, keys: list[str]) -> list[Any]:
-        """Returns the JSON values of keys that are in the store; `None` for one without a valid signature."""
+        """Returns the JSON values of keys that are in the store; `None` for a value without a valid signature."""
         try:
-            # One document is parsed faster than its values one by one.
+            # One JSON document is parsed faster than its values one by one.
             values: list[Any] = json.loads(b"[" + b",".join(self._store.multi_get(keys)) + b"]")
             return values
         except ClusterError:
@@ -278,9 +299,9 @@ class ControlServer:
         try:
             value = self._store.peek(key)
         except ClusterError as error:
-            if not self._forged:
+            if not self._has_warned:
                 _LOG.warning("%s", error)
-            self._forged = True
+            self._has_warned = True
             return None
         return None if value is None else json.loads(value)
 
@@ -292,14 +313,17 @@ class ControlServer:
                 return
 
     def _tell(self, **news: Any) -> None:
-        """Tells the ranks, by the driver's heartbeat."""
+        """Sends the driver's heartbeat with changed fields."""
         with self._saying:
             self._message |= news
             self._store.set("driver", json.dumps(self._message))
 
 
 def _first(failures: list[dict[str, Any]]) -> tuple[SparkTorchError | None, bool]:
-    """Returns the first of the reported failures, if any, and whether it may be the root cause."""
+    """Returns the first of the reported failures, if any, and whether it may be the root cause.
+
+    A failure that is the consequence of another one comes after all that are not.
+    """
     if not failures:
         return None, False
     first = min(failures, key=lambda form: (form["secondary"], form["order"]))

@@ -185,7 +185,7 @@ def test_the_first_rank_to_fail_looks_who_is_silent_and_none_ends_before_it_has(
         failing = [pool.submit(client.fail, RuntimeError("Connection reset by peer")) for client in clients[:2]]
         for each in as_completed(failing):
             each.result()
-            assert server.silent() == {2}
+            assert server.silent_peers() == {2}
 
 
 @pytest.mark.parametrize("rank", range(3))
@@ -346,7 +346,7 @@ def test_an_error_of_more_text_than_the_store_takes_is_told_shortened(
     assert failure.what.startswith("ValueError while starting: begin")
     assert failure.what.endswith(" end")
     assert "more characters" in failure.what
-    assert server.silent() == set()
+    assert server.silent_peers() == set()
 
 
 def test_an_error_does_not_replace_that_the_fit_was_cancelled(server: ControlServer, clients: list[Client]) -> None:
