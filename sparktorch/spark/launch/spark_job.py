@@ -77,7 +77,7 @@ class Job:
         return running_tasks(self._spark, self.tag)
 
     def is_starved(self) -> bool:
-        """Whether neither this job nor another busy `Job` of this process, which would free its slots, has a running task."""
+        """Whether no task of this job runs, nor one of another busy `Job` of this process, which would free slots."""
         if self.running_tasks() != 0:
             return False
         with _lock:
