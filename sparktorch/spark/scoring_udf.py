@@ -100,8 +100,8 @@ def rows_for_udf(dataset: DataFrame, columns: Sequence[Column]) -> DataFrame:
     """Returns the DataFrame in a form that Python UDFs accept; adds a filter that is always true if needed.
 
     From 4.2 on, Spark passes the batches of a columnar source unchanged to Python UDFs. It has no Arrow type for ML
-    vectors and for strings with a collation, and fails with UNSUPPORTED_DATATYPE if the UDF's `columns` have such types.
-    A filter makes Spark convert the batches to rows.
+    vectors and for strings with a collation, and fails with UNSUPPORTED_DATATYPE if the UDF's `columns` have such
+    types. A filter makes Spark convert the batches to rows.
     """
     schema = dataset.schema.json()
     if not ('"type":"udt"' in schema or "__COLLATIONS" in schema):

@@ -180,7 +180,7 @@ def texts() -> dict[str, list[str]]:
 
 
 TEXTS = texts()
-FROM_TABLES = {f"ST-{what.replace(' ', '-').upper()}" for what in preflight._OFF}
+FROM_TABLES = {f"ST-{switch.name.replace(' ', '-').upper()}" for switch in preflight._SWITCHES}
 FROM_TABLES |= {f"ST-{check.upper()}" for _, check, _ in doctor._FAILURES}
 CODES = {*TEXTS, *filter(None, BY_CLASS.values()), *FROM_TABLES}
 
