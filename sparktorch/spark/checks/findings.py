@@ -34,8 +34,8 @@ _SCRIPT = "spark.executor.resource.gpu.discoveryScript"
 _SHM = "spark.kubernetes.executor.volumes.emptyDir.shm"
 _PORTS = "net.ipv4.ip_local_port_range, on Linux usually 32768 to 60999"
 
-# What to do about each cause of findings: the setting to change, its value, and a hint. `finding_for` fills in the words
-# in braces.
+# What to do about each cause of findings: the setting to change, its value, and a hint. `finding_for` fills in the
+# words in braces.
 _TO_DO = {
     "switch": ("{name}", "false", "start the session with {name}=false{more}"),
     "descriptors": ("", "", "{hint}"),
@@ -232,10 +232,10 @@ def diagnose(answers: Sequence[ExecutorReport], expected: Expected) -> list[Find
         ("local-disk", _disks(executors), "the local directories have room"),
         ("checkpoint-dir", _checkpoints(answers, directory), checkpoints),
     ):
-        problem_findings = list(problems)
-        if not problem_findings and fine:
-            problem_findings = [ok(check, fine)]
-        findings += problem_findings
+        check_findings = list(problems)
+        if not check_findings and fine:
+            check_findings = [ok(check, fine)]
+        findings += check_findings
     return findings
 
 
@@ -319,7 +319,7 @@ def _gpus(answers: Sequence[ExecutorReport], expected: Expected) -> Iterator[Fin
     for answer in answers:
         yield from _unseen(answer)
     for uuid, holders in _holders_of_gpus(answers).items():
-        # NCCL refuses a GPU in the hands of two ranks. An index alone does not tell whether two hosts have one GPU.
+        # NCCL refuses a GPU in the hands of two ranks. Tasks on different hosts may have the same index.
         if len(holders) > 1 and not uuid.isdigit():
             text = f"the GPU {uuid} was given to tasks {', '.join(str(holder.rank) for holder in holders)}"
             yield finding_for(check, "failure", text, {"host": holders[0].host}, "shared gpu")
