@@ -91,30 +91,30 @@ class ColumnNames:
             field = self._field(name, [], self.schema, name)
             return [field.name], field.dataType
         path: list[str] = []
-        kind: T.DataType = self.schema
+        data_type: T.DataType = self.schema
         for part in name_parts(name):
-            element = kind.elementType if isinstance(kind, T.ArrayType) else None
+            element = data_type.elementType if isinstance(data_type, T.ArrayType) else None
             if isinstance(element, T.StructType):
                 # In Spark, a field of an array of structs is an array of the field's values; deeper arrays have none.
                 field = self._field(part, path, element, name)
-                kind = T.ArrayType(field.dataType)
+                data_type = T.ArrayType(field.dataType)
             else:
-                field = self._field(part, path, kind, name)
-                kind = field.dataType
+                field = self._field(part, path, data_type, name)
+                data_type = field.dataType
             path.append(field.name)
-        return path, kind
+        return path, data_type
 
-    def _field(self, part: str, path: list[str], kind: T.DataType, name: str) -> T.StructField:
+    def _field(self, part: str, path: list[str], data_type: T.DataType, name: str) -> T.StructField:
         """Returns the field to which `part` of `name` refers: in the struct `kind` at `path`, or a top-level column."""
-        fields = kind if isinstance(kind, T.StructType) else T.StructType()
+        fields = data_type if isinstance(data_type, T.StructType) else T.StructType()
         matches = self._alike(part, _by_lower(fields) if path else self._top)
         if len(matches) == 1:
             return matches[0]
         if matches:
             raise _ambiguous(name, [".".join([*path, field.name]) for field in matches])
         missing = f": {'.'.join(path)!r} has no field {part!r}" if path else ""
-        hint = f"its type is {kind.simpleString()}"
-        if kind is fields:
+        hint = f"its type is {data_type.simpleString()}"
+        if data_type is fields:
             hint = nearest(part if path else name, fields.names)
         raise ColumnError(f"there is no column {name!r}{missing}", hint=hint, column=name, code="ST-COLUMN-MISSING")
 
@@ -125,10 +125,10 @@ class ColumnNames:
         return exact if len(exact) == len(alike) or self._case_sensitive() else alike
 
 
-def _by_lower(kind: T.StructType) -> dict[str, list[T.StructField]]:
+def _by_lower(data_type: T.StructType) -> dict[str, list[T.StructField]]:
     """Returns the fields of a struct by their names in lower case."""
     by_lower: dict[str, list[T.StructField]] = {}
-    for field in kind.fields:
+    for field in data_type.fields:
         by_lower.setdefault(field.name.lower(), []).append(field)
     return by_lower
 
