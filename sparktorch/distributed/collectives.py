@@ -187,15 +187,15 @@ class Collectives:
         one_of("op", op, get_args(Reduction))
         tensor = _tensor(value)
         size = self.world_size
-        whole = not (tensor.is_floating_point() or tensor.is_complex())
-        if (op == "mean" and whole) or (tensor.dtype is torch.bool and op not in ("min", "max")):
+        is_whole = not (tensor.is_floating_point() or tensor.is_complex())
+        if (op == "mean" and is_whole) or (tensor.dtype is torch.bool and op not in ("min", "max")):
             raise TypeError(f"op={op!r} does not go together with {tensor.dtype}: convert it; for bool take min or max")
         calls = self._compare(f"{name}({op})", value)
         if len({call.layout for call in calls}) > 1:
             raise ValueError(f"{name} needs equal dtypes and shapes: {_by_description(map(str, calls))}")
         # No backend reduces all integers, and a half-precision sum may overflow.
         wide_dtype = tensor.dtype
-        if whole:
+        if is_whole:
             wide_dtype = torch.int64
         elif tensor.dtype.itemsize < 4:
             wide_dtype = torch.float32

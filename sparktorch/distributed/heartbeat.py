@@ -78,13 +78,15 @@ class Beats:
 
     def read(self) -> dict[int, Beat]:
         """Returns the last heartbeat of each rank that has begun."""
+        # Two threads may read at once, so both collections are replaced, never changed.
         if self._missing:
             keys = set(self._list_keys())
-            new = {rank for rank in self._missing if f"beat/{rank}" in keys}
-            self._begun = sorted([*self._begun, *new])
-            self._missing -= new
-        beats = self._read([f"beat/{rank}" for rank in self._begun])
-        return {rank: beat for rank, beat in zip(self._begun, beats, strict=True) if beat is not None}
+            begun_since = {rank for rank in self._missing if f"beat/{rank}" in keys}
+            self._begun = sorted({*self._begun, *begun_since})
+            self._missing = self._missing - begun_since
+        begun = self._begun
+        beats = zip(begun, self._read([f"beat/{rank}" for rank in begun]), strict=True)
+        return {rank: beat for rank, beat in beats if beat is not None}
 
 
 class Heart:
@@ -126,9 +128,9 @@ class Heart:
         # A rank that waits for others sees only with its next look, one interval later at most, that it must end.
         self._leaving_seconds = max(_LEAVING_SECONDS, 2 * interval)
         self._owner = threading.get_ident()
-        # The driver's last heartbeat, and how many answers have shown so far that the driver lives.
+        # The driver's last heartbeat, and the number of answers that have shown so far that the driver lives.
         self._driver_beat: bytes | None = None
-        self._heard = 0
+        self._beats_of_driver = 0
         self._has_ended = threading.Event()
 
     def run(self, stop: threading.Event) -> None:
@@ -139,15 +141,15 @@ class Heart:
         """
         beats = threading.Thread(target=self._beat, args=(stop,), name="sparktorch-beat", daemon=True)
         beats.start()
-        heard = self._heard
+        beats_before = self._beats_of_driver
         silent_for = 0.0
         while silent_for < self._patience and not self._has_ended.is_set():
             if stop.wait(self._interval):
                 beats.join(_LEAVING_SECONDS)
                 return
             # Waits are added up instead of reading the clock, which goes on while the process is suspended.
-            silent_for = silent_for + self._interval if self._heard == heard else 0.0
-            heard = self._heard
+            silent_for = silent_for + self._interval if self._beats_of_driver == beats_before else 0.0
+            beats_before = self._beats_of_driver
         if not stop.wait(self._leaving_seconds):
             why = "has gone, or has given up the fit"
             if silent_for >= self._patience:
@@ -191,7 +193,7 @@ class Heart:
         if message is None and self._driver_beat is not None:
             return True  # This is the store of a later attempt, at the same port.
         if message is None or message != self._driver_beat:
-            self._heard += 1
+            self._beats_of_driver += 1
         self._driver_beat = message
         request: dict[str, Any] = {"cancelled": False, "pause": False, "stacks": []}
         if message is not None:

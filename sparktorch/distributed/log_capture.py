@@ -44,8 +44,8 @@ class LogCapture:
         self.paused = False
         self._lock = threading.Lock()
         self._last: deque[str] = deque(maxlen=KEPT_LINES)
-        # The lines since the last `drain`, and the number of lines that `_new` has dropped since then.
-        self._new: deque[Line] = deque(maxlen=KEPT_LINES)
+        # The lines since the last `drain`, and the number of lines that `_unsent` has dropped since then.
+        self._unsent: deque[Line] = deque(maxlen=KEPT_LINES)
         self._lost = 0
 
     @contextmanager
@@ -81,12 +81,12 @@ class LogCapture:
             self._last.extend(lines)
             by_driver = self.shared and level >= self.driver_level
             # The driver gets the last lines only. Where lines would be lost, this process shows the whole text itself.
-            if by_driver and len(self._new) + len(lines) > KEPT_LINES:
+            if by_driver and len(self._unsent) + len(lines) > KEPT_LINES:
                 return False
             for line in lines:
-                if len(self._new) == KEPT_LINES:  # The deque drops its first line.
+                if len(self._unsent) == KEPT_LINES:  # The deque drops its first line.
                     self._lost += 1
-                self._new.append((level, line))
+                self._unsent.append((level, line))
         return by_driver
 
     def another(self) -> LogCapture:
@@ -96,8 +96,8 @@ class LogCapture:
     def drain(self) -> tuple[list[Line], int]:
         """Returns the last `KEPT_LINES` lines since the previous call, and how many earlier ones were dropped."""
         with self._lock:
-            lines, lost = list(self._new), self._lost
-            self._new.clear()
+            lines, lost = list(self._unsent), self._lost
+            self._unsent.clear()
             self._lost = 0
         return lines, lost
 

@@ -57,8 +57,8 @@ class Timeouts:
     """How long the driver and the ranks wait for each other.
 
     Attributes:
-        start: Seconds that a job may wait for slots.
-        stall: Seconds that a rank may make no progress, or may start after the first one.
+        start: Seconds for which a job may wait for slots.
+        stall: Seconds for which a rank may make no progress, and by which it may start later than the first rank.
         driver: Seconds without a heartbeat from the driver after which a rank ends its process.
     """
 
@@ -99,7 +99,7 @@ class Monitor:
         self._is_starved = is_starved
         self._has_slots = has_slots
         now = time.monotonic()
-        # The time from which on the job is starved or, once it has slots, its ranks start.
+        # Since when the job has been starved of slots or, once it has slots, some of its ranks have been missing.
         self._waiting_since = now
         self._look_seconds = paced(_LOOK_SECONDS, world_size)
         self._next_look = now
@@ -112,8 +112,8 @@ class Monitor:
     def look(self) -> None:
         """Forwards new reports and checks the heartbeats.
 
-        Raises a `ClusterError` if the ranks got no slots in time, and a `RankStalledError` if one makes no progress or
-        has not started in time.
+        Raises a `ClusterError` if the ranks got no slots in time, and a `RankStalledError` if a rank makes no progress
+        or has not started in time.
         """
         if self.server is None:
             return
@@ -274,13 +274,15 @@ class Monitor:
         stacks = self._stacks(server, ranks[:_MOST_NAMED])
         rank = max(idle_for, key=lambda rank: idle_for[rank])
         record = self._pulses[rank].record
-        phase, seconds = record["phase"], f"{idle_for[rank]:.0f} s"
+        phase = record["phase"]
+        seconds = f"{idle_for[rank]:.0f} s"
         trace = server.last_lines(rank)
         if len(ranks) > 1 and record["collectives"] is not None:
             hosts = [self._pulses[waiting].record["host"] for waiting in ranks[:_MOST_NAMED]]
             names = " and ".join(dict.fromkeys(hosts))
             hint = f"is the network between {names} cut? If one step may take so long, set stallTimeout higher"
-            trace += "".join(f"Stack of rank {waiting}:\n{stacks[waiting]}\n" for waiting in sorted(stacks))
+            for waiting in sorted(stacks):
+                trace += f"Stack of rank {waiting}:\n{stacks[waiting]}\n"
             what = f"ranks {_listed(ranks)} have waited for each other for {seconds} while {phase}"
             return self._stalled_error(rank, what, hint, trace)
         if rank in stacks:

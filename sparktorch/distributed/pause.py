@@ -1,4 +1,4 @@
-"""Ends an attempt of a training early: all ranks stop after the same step, which costs steps no messages before."""
+"""Ends an attempt of a training early: all ranks stop after the same step, and the steps before send no messages."""
 
 from __future__ import annotations
 

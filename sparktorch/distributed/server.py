@@ -30,20 +30,20 @@ _LATE_LOOKS = 10
 class ControlServer:
     """The store of one attempt, seen from the driver."""
 
-    def __init__(self, bind: str, advertise: str, *, beside: ControlServer | None = None) -> None:
+    def __init__(self, bind: str, advertise: str, *, pool: ControlServer | None = None) -> None:
         """Starts the store at the local address `bind`, and a thread that sends the driver's heartbeat.
 
-        Executors reach the store at `advertise`. With `beside`, this server shares the store of the other server, under
-        the token of that server's next task.
+        Executors reach the store at `advertise`. With `pool`, this server shares the store of a pool's server, under
+        the token of the pool's next task.
         """
         self._server: dist.TCPStore
-        if beside is None:
+        if pool is None:
             self._server, port = host_store(bind)
             token = secrets.token_hex(16)
         else:
-            self._server = beside._server
-            port = beside.rendezvous.port
-            token = beside._store.token_of(len(beside._orders))
+            self._server = pool._server
+            port = pool.rendezvous.port
+            token = pool._store.token_of(len(pool._orders))
         self.rendezvous: Rendezvous = Rendezvous(advertise, port, token)
         self._store: SealedStore = SealedStore(self.rendezvous.prefix, self._server)
         # Whether this server has warned of a value without a valid signature.
@@ -77,11 +77,11 @@ class ControlServer:
 
     def new_epochs(self) -> list[dict[str, Any]]:
         """Returns the records of the epochs finished since the last call, each exactly once."""
-        done = self._read("epochs")
-        if done is None:
+        last_epoch = self._read("epochs")
+        if last_epoch is None:
             return []
-        records = [self._read(f"epoch/{number}") for number in range(self._last_epoch + 1, done + 1)]
-        self._last_epoch = done
+        records = [self._read(f"epoch/{number}") for number in range(self._last_epoch + 1, last_epoch + 1)]
+        self._last_epoch = last_epoch
         # A training that resumes from a checkpoint starts with a later epoch: the earlier ones have no record.
         return [record for record in records if record is not None]
 
@@ -91,13 +91,13 @@ class ControlServer:
 
     def new_lines(self, beats: Sequence[dict[str, Any] | None]) -> list[tuple[int, int, str]]:
         """Returns the lines, logged and printed, that have come with `beats`, each with rank and level."""
-        new: list[tuple[int, int, str]] = []
+        lines: list[tuple[int, int, str]] = []
         for rank, parcel in self._new("lines", beats):
             if parcel["lost"]:
-                new.append((rank, 0, f"... {parcel['lost']} more lines"))
-            new += [(rank, level, line) for level, line in parcel["lines"]]
+                lines.append((rank, 0, f"... {parcel['lost']} more lines"))
+            lines += [(rank, level, line) for level, line in parcel["lines"]]
             self._last_lines[rank].extend(line for _, line in parcel["lines"])
-        return new
+        return lines
 
     def last_lines(self, rank: int) -> str:
         """Returns a rank's last lines under a heading, as far as `new_lines` has read them."""
@@ -189,7 +189,7 @@ class ControlServer:
 
     def another(self) -> ControlServer:
         """Returns a server for the next task of a pool, which shares the store under a token of its own."""
-        task = ControlServer("", self.rendezvous.host, beside=self)
+        task = ControlServer("", self.rendezvous.host, pool=self)
         self._earlier.append(task._store)
         return task
 
@@ -200,10 +200,10 @@ class ControlServer:
         those keys are deleted.
         """
         if len(self._orders) > 1:
-            old = len(self._orders) - 2
-            self._store.delete_key(f"order/{old}")
-            for number in range(self._orders[old]):
-                self._store.delete_key(f"order/{old}/{number}")
+            taken = len(self._orders) - 2
+            self._store.delete_key(f"order/{taken}")
+            for number in range(self._orders[taken]):
+                self._store.delete_key(f"order/{taken}/{number}")
         for store in self._earlier[:-2]:
             for key in store.list_keys():
                 store.delete_key(key)
@@ -247,8 +247,8 @@ class ControlServer:
     def _failures(self) -> list[dict[str, Any]]:
         """Returns the ranks' reports of failures."""
         if self._store.check(["errors"]):
-            new = [key for key in self._store.list_keys() if key.startswith("error/") and key not in self._failed]
-            forms = zip(new, self._read_all(new), strict=True)
+            keys = [key for key in self._store.list_keys() if key.startswith("error/") and key not in self._failed]
+            forms = zip(keys, self._read_all(keys), strict=True)
             self._failed |= {key: form for key, form in forms if form is not None}
             self._next_failures = time.monotonic() + paced(0.0, len(self._failed))
         return list(self._failed.values())

@@ -20,26 +20,10 @@ from sparktorch.data.fields.kinds import KINDS, kind_of
 from sparktorch.errors import ColumnError, ConfigError, failure_text
 from sparktorch.spark.column_names import ColumnNames, quoted_name
 from sparktorch.spark.compat import for_pandas
-from sparktorch.spark.frame.kinds import (
-    INTEGRAL,
-    NUMERIC,
-    SQL_TYPES,
-    Encoding,
-    element_of,
-    encoding_of,
-    number_as,
-)
+from sparktorch.spark.frame.kinds import INTEGRAL, NUMERIC, SQL_TYPES, Encoding, element_of, encoding_of, number_as
 from sparktorch.spark.frame.refusals import as_numbers, no_tensor, unsuitable
 
-__all__ = [
-    "NUMERIC",
-    "column_of",
-    "exact",
-    "input_columns",
-    "is_numeric",
-    "kept_as",
-    "plan_inputs",
-]
+__all__ = ["NUMERIC", "column_of", "exact", "input_columns", "is_numeric", "kept_as", "plan_inputs"]
 
 # The dtype by Spark's SQL type.
 _NUMPY_TYPES = {sql: dtype for dtype, sql in SQL_TYPES.items()} | {"boolean": "bool"}
@@ -176,10 +160,10 @@ def _check_fill(name: str, fill: float | None, dtype: str, *, hint: str) -> None
     if fill is None:
         return
     with np.errstate(over="ignore", invalid="ignore"):
-        held = np.float64(fill).astype(dtype)
-    is_lost = float(held) != fill
+        converted = np.float64(fill).astype(dtype)
+    is_lost = float(converted) != fill
     if np.dtype(dtype).kind == "f":  # Floats may round the value.
-        is_lost = bool(np.isinf(held)) and not math.isinf(fill)
+        is_lost = bool(np.isinf(converted)) and not math.isinf(fill)
     if is_lost:
         raise ConfigError(
             f"fillValue is {fill:g}, which column {name!r}, {dtype}, cannot hold",

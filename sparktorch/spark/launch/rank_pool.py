@@ -107,8 +107,10 @@ class RankPool(BarrierJob):
         """Runs a task in all ranks; returns their results, in rank order.
 
         `task` is called in each rank with its rows and its client; see `sparktorch.worker.Task`. `judge` gets the
-        record of each epoch, and returns whether training ends there; the ranks wait for it, if their task asks for
-        verdicts. After an error other than `RankLostError` and `RankStalledError`, the pool can run other tasks. A
+        record of each epoch, and returns whether the training ends there; the ranks wait for its verdict if their task
+        asks for verdicts.
+
+        After an error other than `RankLostError` and `RankStalledError`, the pool can run other tasks. A
         `KeyboardInterrupt` cancels the pool, and is raised again.
         """
         size = self._launch.world_size
@@ -119,15 +121,16 @@ class RankPool(BarrierJob):
         except ShippingError as error:
             raise unshippable(error) from error.__cause__
         with closing(self._orders.another()) as server:
-            listener = observer if judge is None else _JudgingObserver(observer, judge, server)
-            monitor = self._make_monitor(server, listener, has_slots=True)
+            if judge is not None:
+                observer = _JudgingObserver(observer, judge, server)
+            monitor = self._make_monitor(server, observer, has_slots=True)
             causes = RootCause(monitor)
             self._job.idle = False
             try:
                 self._orders.send(content)
                 looked_at = 0.0
                 while not server.over(size) and not self._job.wait(self._poll_seconds):
-                    # Ranks wait for a judge.
+                    # The ranks wait for a judge's verdict, so the driver looks as often as it can.
                     if judge is not None or time.monotonic() - looked_at > _LOOK_SECONDS:
                         monitor.look()
                         looked_at = time.monotonic()
@@ -139,10 +142,10 @@ class RankPool(BarrierJob):
             finally:
                 self._job.idle = True
             if not server.over(size):
-                error = self._job.error or RuntimeError("the barrier job of the pool has ended")
+                job_error = self._job.error or RuntimeError("the barrier job of the pool has ended")
                 # A rank that died before it took the task has no heartbeat in the task's store.
                 died_before = None in server.beats(size)
-                lost = (self._causes if died_before else causes).explain(error)
+                lost = (self._causes if died_before else causes).explain(job_error)
                 self.end()
                 raise lost
             if not server.ended(range(size)):
