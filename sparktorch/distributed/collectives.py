@@ -157,12 +157,15 @@ class Collectives:
         call = _Call(name, "nothing")
         error: Exception | None = None
         if failed is not None:
-            call, error = _Call(name, "failed"), ValueError(failed)
+            call = _Call(name, "failed")
+            error = ValueError(failed)
         elif values:
             try:
-                call, *_ = [_Call.of(name, value) for value in values]  # All values are checked, and one is compared.
+                # All values are checked, and the first one is compared.
+                call, *_ = [_Call.of(name, value) for value in values]
             except TypeError as raised:
-                call, error = _Call(name, "failed"), raised
+                call = _Call(name, "failed")
+                error = raised
         calls = [call]
         if self.world_size > 1:
             calls = _exchange(call, self.world_size, wait)

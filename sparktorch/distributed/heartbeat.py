@@ -139,13 +139,13 @@ class Heart:
         The last heartbeat takes the connection of all earlier ones, so none overtakes it. With it, the rank also
         answers a driver that asks for a pause.
         """
-        beats = threading.Thread(target=self._beat, args=(stop,), name="sparktorch-beat", daemon=True)
-        beats.start()
+        beat_thread = threading.Thread(target=self._beat, args=(stop,), name="sparktorch-beat", daemon=True)
+        beat_thread.start()
         beats_before = self._beats_of_driver
         silent_for = 0.0
         while silent_for < self._patience and not self._has_ended.is_set():
             if stop.wait(self._interval):
-                beats.join(_LEAVING_SECONDS)
+                beat_thread.join(_LEAVING_SECONDS)
                 return
             # Waits are added up instead of reading the clock, which goes on while the process is suspended.
             silent_for = silent_for + self._interval if self._beats_of_driver == beats_before else 0.0
@@ -162,14 +162,14 @@ class Heart:
         store: SealedStore | None = self._store
         self._store.set_timeout(timedelta(seconds=self._patience))
         while store is not None:
-            last = stop.wait(self._interval)
+            is_last = stop.wait(self._interval)
             try:
                 self._send(store)
-                if self._obey_driver(store, last=last) or last:
+                if self._obey_driver(store, is_last=is_last) or is_last:
                     break
             except (dist.DistError, RuntimeError):
                 # A broken connection does not mean that the driver is gone.
-                store = None if last else self._open(stop)
+                store = None if is_last else self._open(stop)
         self._has_ended.set()
 
     def _open(self, stop: threading.Event) -> SealedStore | None:
@@ -183,7 +183,7 @@ class Heart:
             stop.wait(_RETRY_SECONDS)
         return None
 
-    def _obey_driver(self, store: SealedStore, *, last: bool) -> bool:
+    def _obey_driver(self, store: SealedStore, *, is_last: bool) -> bool:
         """Reads the driver's heartbeat, and does what it asks for; returns whether the driver has cancelled the fit.
 
         It may ask for a pause, or for the rank's Python stack. If a rank hosts the store, the driver sends no
@@ -198,7 +198,8 @@ class Heart:
         request: dict[str, Any] = {"cancelled": False, "pause": False, "stacks": []}
         if message is not None:
             request = json.loads(message)
-        if request["pause"] or last:
+        # A rank whose training ends must still answer: the driver may have asked since, and the others wait for it.
+        if request["pause"] or is_last:
             self._pause(store)
         if self._rank in request["stacks"]:
             store.set(f"stack/{self._rank}", json.dumps({"stack": _stack_of(self._owner)}))
@@ -210,13 +211,13 @@ class Pulse(Generic[R]):
     """A rank's last heartbeat, and when it changed.
 
     Attributes:
-        beat: When the heartbeat last changed, by `time.monotonic`.
-        moved: When its progress fields last changed, by `time.monotonic`.
+        changed_at: When the heartbeat last changed, by `time.monotonic`.
+        moved_at: When its progress fields last changed, by `time.monotonic`.
         record: The heartbeat.
     """
 
-    beat: float
-    moved: float
+    changed_at: float
+    moved_at: float
     record: R
 
 
@@ -240,16 +241,16 @@ class Pulses(dict[int, Pulse[R]]):
         if last is None:
             self[rank] = Pulse(now, now, record)
             return
-        pulse = Pulse(last.beat, last.moved, record)
+        pulse = Pulse(last.changed_at, last.moved_at, record)
         if last.record != record:
-            pulse.beat = now
+            pulse.changed_at = now
             if self._progress_in(last.record) != self._progress_in(record):
-                pulse.moved = now
+                pulse.moved_at = now
         self[rank] = pulse
 
     def silence(self, rank: int) -> float:
         """Returns the seconds since a rank's heartbeat last changed."""
-        return time.monotonic() - self[rank].beat
+        return time.monotonic() - self[rank].changed_at
 
 
 def silent_among(
@@ -267,7 +268,7 @@ def silent_among(
         now = time.monotonic()
         for rank in undecided & beats.keys():
             pulses.note(rank, beats[rank], at=now)
-        silent |= {rank for rank in undecided if rank in pulses and now - pulses[rank].beat >= seconds}
+        silent |= {rank for rank in undecided if rank in pulses and now - pulses[rank].changed_at >= seconds}
         unchanged = {rank for rank in undecided & beats.keys() if beats[rank] == before.get(rank)}
         undecided = unchanged - silent
         if not undecided:

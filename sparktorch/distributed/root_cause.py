@@ -247,9 +247,9 @@ def _from_message(message: str) -> SparkTorchError:
         return ClusterError(what, hint="the log of its executor says why", trace=message)
     raised = re.search(_RAISED, message)
     if raised is None:
-        for pattern, kind, what, hint in _REPORTED_BY_SPARK:
+        for pattern, error_class, what, hint in _REPORTED_BY_SPARK:
             if re.search(pattern, message):
-                return kind(what, hint=hint, trace=message)
+                return error_class(what, hint=hint, trace=message)
         return ClusterError("the barrier job failed", trace=message)
     if "DistNetworkError" in raised[1]:
         what = f"a rank did not reach the store at which the ranks meet: {raised[1].partition(': ')[2]}"

@@ -49,23 +49,23 @@ class ControlServer:
         # Whether this server has warned of a value without a valid signature.
         self._has_warned = False
         self._last_epoch: int = 0
-        # The number of pieces of each of a pool's tasks.
+        # A pool's orders to its ranks: the number of pieces of each task.
         self._orders: list[int] = []
-        # The stores of the tasks whose keys are not deleted yet.
-        self._earlier: list[SealedStore] = []
+        # The stores of a pool's tasks whose keys are not deleted yet.
+        self._task_stores: list[SealedStore] = []
         # The readers of heartbeats, by number of ranks.
         self._readers: dict[int, Beats] = {}
         # By kind (lines or warnings) and rank: the number of parcels that were read, and of looks at which some were
         # late.
         self._read_parcels: Counter[tuple[str, int]] = Counter()
         self._late: Counter[tuple[str, int]] = Counter()
-        # The reports of failures, by key, and the time from which on further ones are read.
-        self._failed: dict[str, dict[str, Any]] = {}
+        # The ranks' reports of failures, by key, and the time from which on further reports are read.
+        self._failure_reports: dict[str, dict[str, Any]] = {}
         self._next_failures = 0.0
         self._last_lines: dict[int, deque[str]] = defaultdict(partial(deque, maxlen=KEPT_LINES))
         # The driver's heartbeat; its fields are what the ranks are told.
         self._message: dict[str, Any] = {"count": 0, "cancelled": False, "cause": False, "pause": False, "stacks": []}
-        self._saying = threading.Lock()
+        self._message_lock = threading.Lock()
         self._closed = threading.Event()
         self._heart = threading.Thread(target=self._beat, name="sparktorch-driver-beat", daemon=True)
         self._heart.start()
@@ -87,12 +87,12 @@ class ControlServer:
 
     def new_warnings(self, beats: Sequence[dict[str, Any] | None]) -> list[dict[str, Any]]:
         """Returns the warnings that have come with `beats`, each with rank, host and text."""
-        return [warning for _, warning in self._new("warning", beats)]
+        return [warning for _, warning in self._take_parcels("warning", beats)]
 
     def new_lines(self, beats: Sequence[dict[str, Any] | None]) -> list[tuple[int, int, str]]:
         """Returns the lines, logged and printed, that have come with `beats`, each with rank and level."""
         lines: list[tuple[int, int, str]] = []
-        for rank, parcel in self._new("lines", beats):
+        for rank, parcel in self._take_parcels("lines", beats):
             if parcel["lost"]:
                 lines.append((rank, 0, f"... {parcel['lost']} more lines"))
             lines += [(rank, level, line) for level, line in parcel["lines"]]
@@ -123,7 +123,7 @@ class ControlServer:
 
         Failures that ranks report because a peer is lost are consequences, and rank after all others.
         """
-        return _first(self._failures())
+        return _first_failure_in(self._failures())
 
     def acknowledge(self) -> SparkTorchError | None:
         """Returns the root cause once a rank has reported it, and tells the ranks that the driver knows it.
@@ -131,8 +131,8 @@ class ControlServer:
         Ranks that have failed wait for this word, see `Client.is_heard`.
         """
         # The more failures are reported, the less often the server looks for further ones.
-        failures = self._failures() if time.monotonic() >= self._next_failures else list(self._failed.values())
-        failure, is_primary = _first(failures)
+        failures = self._failures() if time.monotonic() >= self._next_failures else list(self._failure_reports.values())
+        failure, is_primary = _first_failure_in(failures)
         if not is_primary:
             return None
         if not self._message["cause"]:
@@ -150,7 +150,7 @@ class ControlServer:
         beats = enumerate(self.beats(world_size))
         return {rank: beat for rank, beat in beats if beat is not None and rank not in reported}
 
-    def ended(self, ranks: Iterable[int]) -> bool:
+    def have_ended(self, ranks: Iterable[int]) -> bool:
         """Returns whether all of `ranks` have ended without raising."""
         return bool(self._store.check([f"ended/{rank}" for rank in ranks]))
 
@@ -174,7 +174,7 @@ class ControlServer:
         """Returns whether the ranks were asked to pause, and all have ended so."""
         if not self._message["pause"]:
             return False
-        if self.first_failure()[0] is not None or not self.ended(range(world_size)):
+        if self.first_failure()[0] is not None or not self.have_ended(range(world_size)):
             return False
         ends = self._read_all([f"ended/{rank}" for rank in range(world_size)])
         return all(end is not None and end["paused"] for end in ends)
@@ -183,18 +183,18 @@ class ControlServer:
         """Closes the store and its port."""
         self._closed.set()
         self._heart.join()
-        self._earlier.clear()
+        self._task_stores.clear()
         self._readers.clear()  # The readers hold the store, whose port would stay open.
         del self._store, self._server
 
-    def another(self) -> ControlServer:
+    def server_for_next_task(self) -> ControlServer:
         """Returns a server for the next task of a pool, which shares the store under a token of its own."""
         task = ControlServer("", self.rendezvous.host, pool=self)
-        self._earlier.append(task._store)
+        self._task_stores.append(task._store)
         return task
 
     def send(self, content: bytes) -> None:
-        """Sends the ranks of a pool their next task, for which `another` has made a server.
+        """Sends the ranks of a pool their next task, for which `server_for_next_task` has made a server.
 
         Every rank has taken the previous task. So no rank still writes keys for the tasks before the previous one, and
         those keys are deleted.
@@ -204,17 +204,17 @@ class ControlServer:
             self._store.delete_key(f"order/{taken}")
             for number in range(self._orders[taken]):
                 self._store.delete_key(f"order/{taken}/{number}")
-        for store in self._earlier[:-2]:
+        for store in self._task_stores[:-2]:
             for key in store.list_keys():
                 store.delete_key(key)
-        del self._earlier[:-2]
-        self._order(self._store.set_pieces(f"order/{len(self._orders)}", content))
+        del self._task_stores[:-2]
+        self._write_order(self._store.set_pieces(f"order/{len(self._orders)}", content))
 
     def end_orders(self) -> None:
         """Tells the ranks of a pool that there are no more tasks."""
-        self._order(None)
+        self._write_order(None)
 
-    def _order(self, pieces: int | None) -> None:
+    def _write_order(self, pieces: int | None) -> None:
         """Writes the next order: the number of pieces of its task, or `None` for the end of the pool."""
         self._store.set(f"order/{len(self._orders)}", json.dumps({"pieces": pieces}))
         self._orders.append(pieces or 0)
@@ -223,15 +223,15 @@ class ControlServer:
         """Tells the ranks whether to end the training after an epoch, counted from 1."""
         self._store.set(f"verdict/{epoch}", json.dumps({"stop": stop}))
 
-    def ready(self, world_size: int) -> list[dict[str, Any]] | None:
+    def row_facts(self, world_size: int) -> list[dict[str, Any]] | None:
         """Returns what a pool's ranks report about their rows, in rank order; `None` until all have read their rows."""
         keys = [f"ready/{rank}" for rank in range(world_size)]
         return self._read_all(keys) if self._store.check(keys) else None
 
-    def over(self, world_size: int) -> bool:
+    def is_over(self, world_size: int) -> bool:
         """Returns whether every rank has ended a pool's task, with a result or with an error."""
         failed_ranks = {form["where"].get("rank") for form in self._failures()}
-        return self.ended(rank for rank in range(world_size) if rank not in failed_ranks)
+        return self.have_ended(rank for rank in range(world_size) if rank not in failed_ranks)
 
     def results(self, world_size: int) -> list[tuple[dict[str, Any], bytes]]:
         """Returns and deletes `(meta, payload)` of each rank of a pool's task, in rank order."""
@@ -247,13 +247,15 @@ class ControlServer:
     def _failures(self) -> list[dict[str, Any]]:
         """Returns the ranks' reports of failures."""
         if self._store.check(["errors"]):
-            keys = [key for key in self._store.list_keys() if key.startswith("error/") and key not in self._failed]
+            keys = [
+                key for key in self._store.list_keys() if key.startswith("error/") and key not in self._failure_reports
+            ]
             forms = zip(keys, self._read_all(keys), strict=True)
-            self._failed |= {key: form for key, form in forms if form is not None}
-            self._next_failures = time.monotonic() + paced(0.0, len(self._failed))
-        return list(self._failed.values())
+            self._failure_reports |= {key: form for key, form in forms if form is not None}
+            self._next_failures = time.monotonic() + paced(0.0, len(self._failure_reports))
+        return list(self._failure_reports.values())
 
-    def _new(self, kind: str, beats: Sequence[dict[str, Any] | None]) -> list[tuple[int, dict[str, Any]]]:
+    def _take_parcels(self, kind: str, beats: Sequence[dict[str, Any] | None]) -> list[tuple[int, dict[str, Any]]]:
         """Returns and deletes the ranks' new parcels of a kind, each with its rank."""
         # A heartbeat says how many parcels its rank has sent.
         sent = {rank: beat[kind] for rank, beat in enumerate(beats) if beat is not None}
@@ -264,8 +266,8 @@ class ControlServer:
         }
         # Nearly always, all parcels have arrived, and one question is enough.
         if keys_of and not self._store.check([key for keys in keys_of.values() for key in keys]):
-            arrived = {rank: self._arrived(kind, rank, keys) for rank, keys in keys_of.items()}
-            keys_of = {rank: keys for rank, keys in arrived.items() if keys is not None}
+            arrived_keys = {rank: self._arrived_keys(kind, rank, keys) for rank, keys in keys_of.items()}
+            keys_of = {rank: keys for rank, keys in arrived_keys.items() if keys is not None}
         ranks_and_keys = [(rank, key) for rank, keys in keys_of.items() for key in keys]
         parcels = self._read_all([key for _, key in ranks_and_keys])
         for rank in keys_of:
@@ -276,7 +278,7 @@ class ControlServer:
         pairs = zip(ranks_and_keys, parcels, strict=True)
         return [(rank, parcel) for (rank, _), parcel in pairs if parcel is not None]
 
-    def _arrived(self, kind: str, rank: int, keys: list[str]) -> list[str] | None:
+    def _arrived_keys(self, kind: str, rank: int, keys: list[str]) -> list[str] | None:
         """Returns the keys of a rank's parcels that are in the store; `None` if others may be on their way."""
         if self._store.check(keys):
             return keys
@@ -312,14 +314,14 @@ class ControlServer:
             if self._closed.wait(_BEAT_SECONDS):
                 return
 
-    def _tell(self, **news: Any) -> None:
-        """Sends the driver's heartbeat with changed fields."""
-        with self._saying:
-            self._message |= news
+    def _tell(self, **changes: Any) -> None:
+        """Changes fields of the driver's heartbeat, and sends it."""
+        with self._message_lock:
+            self._message |= changes
             self._store.set("driver", json.dumps(self._message))
 
 
-def _first(failures: list[dict[str, Any]]) -> tuple[SparkTorchError | None, bool]:
+def _first_failure_in(failures: list[dict[str, Any]]) -> tuple[SparkTorchError | None, bool]:
     """Returns the first of the reported failures, if any, and whether it may be the root cause.
 
     A failure that is the consequence of another one comes after all that are not.

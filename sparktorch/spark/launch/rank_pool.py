@@ -71,7 +71,7 @@ class RankPool(BarrierJob):
         super().__init__(data, body, launch, _NoObserver())
         # Where the driver hosts no store, nobody makes a pool: `obstacle` says so before (`ml/fit/prepared_data`).
         assert self._server is not None
-        self._orders = self._server
+        self._pool_server = self._server
         # One question to the store is for all ranks, so the pool may ask more often than a rank.
         self._poll_seconds = paced(_POLL_SECONDS, launch.world_size // 10)
         self.facts: list[dict[str, Any]] = []
@@ -100,7 +100,7 @@ class RankPool(BarrierJob):
             self.end()
 
     def _is_ready(self) -> bool:
-        self.facts = self._orders.ready(self._launch.world_size) or []
+        self.facts = self._pool_server.row_facts(self._launch.world_size) or []
         return bool(self.facts)
 
     def run(self, task: Callable[..., Any], observer: Observer | None = None, judge: Judge | None = None) -> Results:
@@ -120,16 +120,16 @@ class RankPool(BarrierJob):
             content = pickled(task)
         except ShippingError as error:
             raise unshippable(error) from error.__cause__
-        with closing(self._orders.another()) as server:
+        with closing(self._pool_server.server_for_next_task()) as server:
             if judge is not None:
                 observer = _JudgingObserver(observer, judge, server)
             monitor = self._make_monitor(server, observer, has_slots=True)
             causes = RootCause(monitor)
             self._job.idle = False
             try:
-                self._orders.send(content)
+                self._pool_server.send(content)
                 looked_at = 0.0
-                while not server.over(size) and not self._job.wait(self._poll_seconds):
+                while not server.is_over(size) and not self._job.wait(self._poll_seconds):
                     # The ranks wait for a judge's verdict, so the driver looks as often as it can.
                     if judge is not None or time.monotonic() - looked_at > _LOOK_SECONDS:
                         monitor.look()
@@ -141,21 +141,21 @@ class RankPool(BarrierJob):
                 raise
             finally:
                 self._job.idle = True
-            if not server.over(size):
+            if not server.is_over(size):
                 job_error = self._job.error or RuntimeError("the barrier job of the pool has ended")
                 # A rank that died before it took the task has no heartbeat in the task's store.
                 died_before = None in server.beats(size)
                 lost = (self._causes if died_before else causes).explain(job_error)
                 self.end()
                 raise lost
-            if not server.ended(range(size)):
+            if not server.have_ended(range(size)):
                 raise causes.explain(RuntimeError("a task of the pool failed"))
             return server.results(size)
 
     def close(self) -> None:
         """Ends the job after the current task; frees the rows and the slots; can be called twice."""
         if self.is_open:
-            self._orders.end_orders()
+            self._pool_server.end_orders()
             if not self._job.wait(_END_SECONDS):
                 _LOG.warning("the ranks did not end in %.0f s; their job is cancelled", _END_SECONDS)
                 self._job.cancel()

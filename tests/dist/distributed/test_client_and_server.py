@@ -319,7 +319,7 @@ def test_nothing_that_a_rank_sends_overtakes_that_it_has_ended(server: ControlSe
     (beat,) = server.beats(1)
     assert beat is not None
     assert beat["ended"]
-    assert server.ended([0])
+    assert server.have_ended([0])
 
 
 def test_a_pause_is_answered_while_the_connection_of_the_training_waits(server: ControlServer) -> None:
