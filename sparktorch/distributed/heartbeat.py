@@ -198,7 +198,7 @@ class Heart:
         request: dict[str, Any] = {"cancelled": False, "pause": False, "stacks": []}
         if message is not None:
             request = json.loads(message)
-        # A rank whose training ends must still answer: the driver may have asked since, and the others wait for it.
+        # A rank that ends answers before the driver asks: ranks that are asked later wait for its answer.
         if request["pause"] or is_last:
             self._pause(store)
         if self._rank in request["stacks"]:

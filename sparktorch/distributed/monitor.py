@@ -232,9 +232,8 @@ class Monitor:
         pulses = {rank: pulse for rank, pulse in self._pulses.items() if not pulse.record["ended"]}
         # Silent ranks are blamed first: their last heartbeat is outdated, and ranks without progress may wait for them.
         silent_after = min(_SILENT_BEATS * beat_seconds(self.world_size), self._timeouts.stall / 2)
-        silent_for = {
-            rank: now - pulse.changed_at for rank, pulse in pulses.items() if now - pulse.changed_at > silent_after
-        }
+        beat_age = {rank: now - pulse.changed_at for rank, pulse in pulses.items()}
+        silent_for = {rank: age for rank, age in beat_age.items() if age > silent_after}
         idle_for = {rank: now - pulses[rank].moved_at for rank in suspects(pulses)}
         are_silent = bool(silent_for)
         stalled_for = silent_for if are_silent else idle_for

@@ -60,7 +60,7 @@ class ControlServer:
         self._read_parcels: Counter[tuple[str, int]] = Counter()
         self._late: Counter[tuple[str, int]] = Counter()
         # The ranks' reports of failures, by key, and the time from which on further reports are read.
-        self._failure_reports: dict[str, dict[str, Any]] = {}
+        self._reports: dict[str, dict[str, Any]] = {}
         self._next_failures = 0.0
         self._last_lines: dict[int, deque[str]] = defaultdict(partial(deque, maxlen=KEPT_LINES))
         # The driver's heartbeat; its fields are what the ranks are told.
@@ -131,7 +131,7 @@ class ControlServer:
         Ranks that have failed wait for this word, see `Client.is_heard`.
         """
         # The more failures are reported, the less often the server looks for further ones.
-        failures = self._failures() if time.monotonic() >= self._next_failures else list(self._failure_reports.values())
+        failures = self._failures() if time.monotonic() >= self._next_failures else list(self._reports.values())
         failure, is_primary = _first_failure_in(failures)
         if not is_primary:
             return None
@@ -247,13 +247,11 @@ class ControlServer:
     def _failures(self) -> list[dict[str, Any]]:
         """Returns the ranks' reports of failures."""
         if self._store.check(["errors"]):
-            keys = [
-                key for key in self._store.list_keys() if key.startswith("error/") and key not in self._failure_reports
-            ]
+            keys = [key for key in self._store.list_keys() if key.startswith("error/") and key not in self._reports]
             forms = zip(keys, self._read_all(keys), strict=True)
-            self._failure_reports |= {key: form for key, form in forms if form is not None}
-            self._next_failures = time.monotonic() + paced(0.0, len(self._failure_reports))
-        return list(self._failure_reports.values())
+            self._reports |= {key: form for key, form in forms if form is not None}
+            self._next_failures = time.monotonic() + paced(0.0, len(self._reports))
+        return list(self._reports.values())
 
     def _take_parcels(self, kind: str, beats: Sequence[dict[str, Any] | None]) -> list[tuple[int, dict[str, Any]]]:
         """Returns and deletes the ranks' new parcels of a kind, each with its rank."""
