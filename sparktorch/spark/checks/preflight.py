@@ -212,11 +212,11 @@ def settled_slots(
 ) -> int | None:
     """Returns the number of slots once there are enough or no more are expected; `None` if unknown.
 
-    By default, more slots are expected for
+    By default, more slots are expected
 
-    - ten minutes after the last new slot if the session's settings promise enough,
-    - two seconds after it if the settings promise too few,
-    - until the session is a minute old if the settings say nothing. The first slot gets at least a minute.
+    - for ten minutes after the last new slot, if the session's settings promise enough,
+    - for two seconds after the last new slot, if the settings promise too few,
+    - until the session is a minute old, if the settings say nothing. The first slot gets at least a minute.
 
     `settle` is another number of seconds after the last new slot, `longest` the most to wait.
 
