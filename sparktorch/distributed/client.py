@@ -65,7 +65,12 @@ class Order:
 
 
 class Client:
-    """One rank's client of the store."""
+    """One rank's client of the store.
+
+    Attributes:
+        store: The rank's connection to the store.
+        pause: The rank's part in a pause.
+    """
 
     def __init__(
         self, open_store: OpenStore, world: World, *, console: LogCapture | None = None, patience: float = 30.0

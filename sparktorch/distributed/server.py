@@ -28,7 +28,11 @@ _LATE_LOOKS = 10
 
 
 class ControlServer:
-    """The store of one attempt, seen from the driver."""
+    """The store of one attempt, or of one task of a pool, seen from the driver.
+
+    Attributes:
+        rendezvous: Address and token with which ranks connect to the store.
+    """
 
     def __init__(self, bind: str, advertise: str, *, pool: ControlServer | None = None) -> None:
         """Starts the store at the local address `bind`, and a thread that sends the driver's heartbeat.
