@@ -134,7 +134,7 @@ def with_restarts(
             workers, paused = current.launch.world_size, False
             log.begin(workers)
             try:
-                results = run(current if checkpoint is None else current.with_launch(pauses=outlook))
+                results = run(current if checkpoint is None else current.with_launch(asks_to_pause=outlook))
             except RankLostError as error:
                 log.end(error.what)
                 if restarts == request.max_restarts:
