@@ -13,7 +13,7 @@ from pyspark.sql import DataFrame, SparkSession
 from sparktorch.base.config import above, at_least, one_of
 from sparktorch.base.imports import optuna
 from sparktorch.base.metric_names import best_by_name
-from sparktorch.errors import ConfigError, SparkTorchError
+from sparktorch.errors import ConfigError, ConflictError, SparkTorchError
 from sparktorch.ml.estimator import TorchEstimatorBase
 from sparktorch.ml.fit.listeners import callers
 from sparktorch.ml.fit.translate import Request, config_of, translate
@@ -181,11 +181,10 @@ class TorchTuner(Estimator[TorchTunerModel]):
                 code="ST-CLASH",
             )
         if self.storage is not None and not self.studyName:
-            raise ConfigError(
+            raise ConflictError(
                 "storage is given without studyName",
                 hint="a search goes on with the study of that name",
                 param="studyName",
-                code="ST-CLASH",
             )
         if isinstance(self.storage, str) and "://" not in self.storage:
             raise ConfigError(

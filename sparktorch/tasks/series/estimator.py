@@ -14,7 +14,7 @@ from pyspark.sql import functions as F
 from sparktorch.base.config import one_of
 from sparktorch.base.imports import import_path, is_object
 from sparktorch.data.columns import Window
-from sparktorch.errors import ColumnError, ConfigError, counted
+from sparktorch.errors import ColumnError, ConfigError, ConflictError, counted
 from sparktorch.ml.fit.task_training import TaskTraining
 from sparktorch.ml.fit.values import Values
 from sparktorch.ml.params.mixins import ForecasterParams
@@ -306,25 +306,20 @@ def _check_training(p: Values) -> None:
     if p["season"] is not None and p["season"] < 1:
         raise ConfigError(f"season is {p['season']}", hint="set 1 for no season", param="season", code="ST-CLASH")
     if p["quantiles"] and (p.is_set("loss") or p.is_set("lossParams")):
-        raise ConfigError(
-            "loss is set, and quantiles have a loss of their own",
-            hint="leave one of them out",
-            param="loss",
-            code="ST-CLASH",
+        raise ConflictError(
+            "loss is set, and quantiles have a loss of their own", hint="leave one of them out", param="loss"
         )
     if p["nullPolicy"] == "fill":
-        raise ConfigError(
+        raise ConflictError(
             "nullPolicy is 'fill', and what stands for a null depends on its series",
             hint="fill in what you know before fit, or set nullPolicy='drop', which leaves out windows with nulls",
             param="nullPolicy",
-            code="ST-CLASH",
         )
     if p.brings_its_training:
-        raise ConfigError(
+        raise ConflictError(
             "module is a LightningModule, whose training_step takes batches of its own",
             hint="pass its network, which is called as forward(past, ...)",
             param="module",
-            code="ST-CLASH",
         )
 
 

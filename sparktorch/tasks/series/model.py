@@ -12,7 +12,7 @@ from pyspark.sql import types as T
 
 from sparktorch.base.config import at_least
 from sparktorch.data.columns import input_name
-from sparktorch.errors import ColumnError, ConfigError
+from sparktorch.errors import ColumnError, ConfigError, ConflictError
 from sparktorch.ml.fit.checks import check_outputs, naming_params
 from sparktorch.ml.fit.prepared_data import make_room
 from sparktorch.ml.fit.refusals import check_set
@@ -227,11 +227,10 @@ def _check_forecast(p: Values) -> None:
     """Refuses a forecast without a context."""
     check_set(p, "context", "set it to some seasons' rows")
     if p["handleInvalid"] == "keep":
-        raise ConfigError(
+        raise ConflictError(
             "handleInvalid is 'keep', and a series without a context has no times to forecast",
             hint="set 'skip', which leaves it out, or 'error'",
             param="handleInvalid",
-            code="ST-CLASH",
         )
 
 
