@@ -95,8 +95,8 @@ class LightningRecipe(Recipe):
         """Builds optimizer and schedulers."""
         where = f"configure_optimizers of {type(module).__qualname__}"
         with refusing(f"{where} failed", "on the driver, self.trainer tells of 100 steps in an epoch", param="module"):
-            made: Configured = training_of(module).configured
-        trained = {parameter for group in made.optimizer.param_groups for parameter in group["params"]}
+            configured: Configured = training_of(module).configured
+        trained = {parameter for group in configured.optimizer.param_groups for parameter in group["params"]}
         if not trained <= set(module.parameters()):
             raise ModuleError(f"{where} has parameters that are not the module's", param="module")
 
@@ -105,5 +105,5 @@ class LightningRecipe(Recipe):
     ) -> tuple[Any, list[Any], dict[str, Any]]:
         """Returns the class of the module's optimizer, its own groups, and its options."""
         built = self.build_optimizer(module)
-        same = recipe_of(module, built)
-        return type(built), built.param_groups, {"lr": same.learning_rate, **same.optimizer_params}
+        recipe = recipe_of(module, built)
+        return type(built), built.param_groups, {"lr": recipe.learning_rate, **recipe.optimizer_params}

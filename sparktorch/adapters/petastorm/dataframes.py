@@ -72,7 +72,7 @@ def read_petastorm(
     )
     decoder.check()
     if any(field.codec == "image" for field in decoder.encoded) and not is_connect(spark):
-        pillow()  # fails early, if driver and executors have the same packages
+        pillow()  # It fails here, and not in a task, if driver and executors have the same packages.
     data = _read(spark, path, fields, stored)
     if where is not None:
         data = data.where(where)
@@ -145,7 +145,7 @@ def _read(
 def _scalar(data: DataFrame, field: UnischemaField) -> Column:
     column = quoted(field.name)
     if field.codec != "plain" or field.shape or field.dtype not in ARROW_TYPES or field.dtype == "bytes":
-        return column  # the type that it has in the files
+        return column  # It has the type that the files have.
     return column.cast(from_arrow_type(ARROW_TYPES[field.dtype])).alias(field.name)
 
 

@@ -57,7 +57,11 @@ class RankingModel(TabularModel, ValueModel, RankingModelParams):
 
     def _quality(self, scored: DataFrame, label: str) -> tuple[str, int, float]:
         check_numbers(ColumnNames.of(scored), [self.getPredictionCol()])
-        ranked = evaluate_ranker(self, lambda rows: rows, scored)
+
+        def as_it_is(rows: DataFrame) -> DataFrame:
+            return rows
+
+        ranked = evaluate_ranker(self, as_it_is, scored)
         return "NDCG at 10", ranked.numInstances, ranked.ndcg(10)
 
     @shortens

@@ -130,10 +130,12 @@ def adapted_parts(module: nn.Module) -> dict[str, nn.Module]:
 
 def arguments(batch: Batch, plain: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns the arguments with which its adapter calls a module for a batch."""
-    made: tuple[tuple[Any, ...], dict[str, Any]] = adapter_of(plain).call(
-        lambda *args, **kwargs: (args, kwargs), batch.inputs, batch.names, plain
-    )
-    return made
+
+    def taken(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return args, kwargs
+
+    passed: tuple[tuple[Any, ...], dict[str, Any]] = adapter_of(plain).call(taken, batch.inputs, batch.names, plain)
+    return passed
 
 
 def without_caches(module: nn.Module) -> nn.Module:

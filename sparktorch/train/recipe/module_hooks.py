@@ -11,9 +11,14 @@ from torch import nn
 
 from sparktorch.base.batch import Batch
 
-__all__ = ["ModuleHooks", "Within"]
+__all__ = ["ModuleHooks", "Within", "call_plainly"]
 
 Within = Callable[[nn.Module, Callable[[], Any]], Any]  # It has the arguments of `Strategy.within_forward`.
+
+
+def call_plainly(_module: nn.Module, function: Callable[[], Any]) -> Any:
+    """Calls a function, as the `Within` of a module that no strategy has wrapped."""
+    return function()
 
 
 class ModuleHooks:
