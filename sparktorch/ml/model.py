@@ -80,9 +80,9 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
         if self._trained is None:
             return html.block(type(self).__name__, self.uid)
         sizes = {name: html.number(size) for name, size in html.sizes(self).items()}
-        about = {"module": display_text(self._trained.source), **sizes, **html.settings(self)}
+        facts = {"module": display_text(self._trained.source), **sizes, **html.settings(self)}
         course = self._summary._repr_html_() if self._summary is not None else ""
-        return html.block(type(self).__name__, self.uid, html.pairs(about), course)
+        return html.block(type(self).__name__, self.uid, html.pairs(facts), course)
 
     @classmethod
     def fromModule(
@@ -322,9 +322,9 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
             AttributeError: The module is no model of transformers.
         """
         trained = self.trained
-        beside = trained.preprocess.load() if isinstance(trained.preprocess, LoadedPreprocess) else None
+        preprocessor = trained.preprocess.load() if isinstance(trained.preprocess, LoadedPreprocess) else None
         module = trained.build()
-        adapter_of(module).write(module, folder, trained.labels, beside)
+        adapter_of(module).write(module, folder, trained.labels, preprocessor)
 
     def export(self, path: str, format: str = "onnx") -> None:
         """Writes the module to a local file for other programs.

@@ -76,7 +76,7 @@ class _OwnStages:
         ours: The stages that are models of ours. Each stage of a pipeline has a folder.
     """
 
-    alone = True
+    all_ours = True
     loader = "sparktorch.tracking.pyfunc"
     # The serving machine may differ from the Param `device`'s, and its time zone from the session's.
     config: Mapping[str, Any] = {"device": "auto", "time_zone": "auto"}
@@ -148,7 +148,7 @@ class _SparkStages:
     that the first stage with a `predictionCol`, and the stages after it, add.
     """
 
-    alone = False
+    all_ours = False
     packages = ("pyspark",)
     loader = "sparktorch.tracking.spark_pyfunc"
     config: Mapping[str, Any] = {"time_zone": "auto"}

@@ -298,9 +298,9 @@ class RunContext(Collectives):
         manifest = None if self._checkpointer is None else self._checkpointer.start
         if self._checkpointer is None or manifest is None:
             return
-        store, same = self._checkpointer.store, manifest.world_size == self.world_size
+        store, same_ranks = self._checkpointer.store, manifest.world_size == self.world_size
         main = store.read_rest(manifest, 0)
-        rank_rest = store.read_rest(manifest, self.rank) if same else {"own": {}, "generators": None}
+        rank_rest = store.read_rest(manifest, self.rank) if same_ranks else {"own": {}, "generators": None}
         self.restored = {**main["state"], **rank_rest["own"]}
         self._generators = rank_rest["generators"]
         self._saves, self._reports = manifest.step, main["reports"]

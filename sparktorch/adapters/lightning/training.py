@@ -71,7 +71,7 @@ class LightningTraining(ModuleHooks):
         return self  # A copy of the module belongs to the same training.
 
     @property
-    def asked(self) -> bool:  # type: ignore[override]
+    def stop_requested(self) -> bool:  # type: ignore[override]
         """Whether `self.trainer.should_stop` is set."""
         return self.trainer.should_stop
 

@@ -115,9 +115,9 @@ class Ranker(TabularEstimator, RankerParams):
         p = Values(self)
         if p.trained is not None:
             return isinstance(p.trained.preprocess, TableColumns)
-        made = p["preprocess"] is not None and self._learned is None
+        has_preprocess = p["preprocess"] is not None and self._learned is None
         network = p["module"] is None or is_object(p["module"], TableNetwork)
-        return network and not (made or p.is_set("featuresCol"))
+        return network and not (has_preprocess or p.is_set("featuresCol"))
 
     def completed(self) -> Self:
         """Returns a copy with the Params that follow from the rows, once they were seen: inputs and network."""

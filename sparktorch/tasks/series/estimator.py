@@ -107,10 +107,10 @@ class Forecaster(LearningEstimator, ForecasterParams):
         check_windows(p)
         _check_training(p)
         one_of("scaling", p["scaling"], ("window", "none"))
-        if taken := next((name for name in (p["groupCol"], p["orderCol"]) if str(name).lower() in COMPARED), None):
+        if clash := next((name for name in (p["groupCol"], p["orderCol"]) if str(name).lower() in COMPARED), None):
             hint = f"rename it: {', '.join(COMPARED)} are the columns that evaluate and backtest add"
             raise ConfigError(
-                f"column {taken!r} would be there twice in the forecasts of evaluate", hint=hint, code="ST-COLUMN-TAKEN"
+                f"column {clash!r} would be there twice in the forecasts of evaluate", hint=hint, code="ST-COLUMN-TAKEN"
             )
         scaling = None if p["scaling"] == "none" else "window"
         training: dict[str, Any] = {"inputCols": [name for name, columns in _inputs(p).items() if columns]}
@@ -326,8 +326,8 @@ def _check_training(p: Values) -> None:
 def _check_kept(p: Values, trained: TrainedModule) -> None:
     """Refuses to train a fitted model on with other windows or columns: it would scale them as those it has learned."""
     model = Values(p["module"])
-    had = {name: model[name] for name in _KEPT} | {"scaling": trained.params.get("scaling", "window") or "none"}
-    for name, value in had.items():
+    saved = {name: model[name] for name in _KEPT} | {"scaling": trained.params.get("scaling", "window") or "none"}
+    for name, value in saved.items():
         if p[name] != value and not (name == "context" and p[name] is None):
             what = f"{name} is {p[name]!r}, and {value!r} in the fitted model that is to be trained on"
             raise ConfigError(what, hint="set the same, or train a module of its own", param=name)

@@ -130,8 +130,8 @@ class ForecastingModel(TorchModelBase, ForecastingModelParams):
             at_least(name, value, 1)
         columns = self.columns
         quantiles = dict(zip(columns.quantiles, columns_of_quantiles(columns), strict=True))
-        asked = Backtest(origins=origins, stride=stride, season=season)
-        return summary_of(self._forecast(dataframe_of(dataset, "backtest"), asked), columns.prediction, quantiles)
+        backtest = Backtest(origins=origins, stride=stride, season=season)
+        return summary_of(self._forecast(dataframe_of(dataset, "backtest"), backtest), columns.prediction, quantiles)
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
         return self.forecast(dataset)
@@ -198,8 +198,8 @@ def _rows(dataset: DataFrame, columns: SeriesColumns, backtest: Backtest | None)
     check_outputs(ColumnNames.of(dataset.select(*map(quoted, keys))), [name for name, _ in added])
     fields = [T.StructField(name, names.type_of(name)) for name in columns.keys]
     numbers = {name: names.column(name).cast("double") for name in columns.numbers}
-    read = [*map(names.column, columns.keys), *(numbers.get(name, names.column(name)) for name in columns.inputs)]
-    rows = dataset.select(*(column.alias(input_name(index)) for index, column in enumerate(read)))
+    sources = [*map(names.column, columns.keys), *(numbers.get(name, names.column(name)) for name in columns.inputs)]
+    rows = dataset.select(*(column.alias(input_name(index)) for index, column in enumerate(sources)))
     return rows, T.StructType([*fields, *(T.StructField(name, kind) for name, kind in added)])
 
 

@@ -79,8 +79,9 @@ class FolderClassifier(_OneColumn, LabelledEstimator, TorchClassifier):
         if not self.isDefined("numLabels"):
             classes = max(classes, getattr(config_in(folder), "num_labels", 2))
         params = classifier_in(folder, self._auto, classes)
-        made = self._preprocess_of(folder, params)
-        return super().completed().copy()._set(modelFolder=folder, module=folder, moduleParams=params, preprocess=made)
+        preprocess = self._preprocess_of(folder, params)
+        values = {"modelFolder": folder, "module": folder, "moduleParams": params, "preprocess": preprocess}
+        return super().completed().copy()._set(**values)
 
     def _check_params(self) -> None:
         """Refuses Params that the estimator sets itself, and those that contradict each other."""

@@ -147,8 +147,8 @@ def automatic_settings(
 
 def _batch(rows: int, task: TaskSettings) -> int:
     """Returns the power of two nearest to the rows of a step, within the task's bounds."""
-    wanted: int = 2 ** round(math.log2(max(1.0, rows / task.steps_per_epoch)))
-    return min(max(wanted, task.smallest_batch), task.largest_batch)
+    nearest: int = 2 ** round(math.log2(max(1.0, rows / task.steps_per_epoch)))
+    return min(max(nearest, task.smallest_batch), task.largest_batch)
 
 
 def _power(rows: int) -> int:

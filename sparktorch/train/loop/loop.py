@@ -116,14 +116,14 @@ def train(
             engine.end_epoch(record, validated=run.validation is not None)
             callbacks.add_to(record)
             # All ranks see the same losses and stop requests, so they stop after the same epoch.
-            asked = callbacks.ask_to_stop(engine.hooks.asked, partial(shared_numbers, engine))
-            if asked:
+            stops = callbacks.ask_to_stop(engine.hooks.stop_requested, partial(shared_numbers, engine))
+            if stops:
                 run.validate()
                 run.add_validations_to(record)
             progress.end_epoch(record)
             if world.is_main:
                 client.epoch_done(epoch + 1, record)
-            progress.ended = asked or progress.best.out_of_patience or client.told_to_stop(epoch + 1)
+            progress.ended = stops or progress.best.out_of_patience or client.told_to_stop(epoch + 1)
             run.check_clock(due=run.validation is None or run.validates_after(epoch))
             epoch += 1
             run.save(Position(run.context.step, epoch))
@@ -252,9 +252,9 @@ class _Run:
         counters = self.progress.counters
         for step in range(counters.taken, steps):
             self._client.at_step(step + 1)
-            asked = time.perf_counter()
+            began = time.perf_counter()
             batch = [next(batches)]
-            counters.waited += time.perf_counter() - asked
+            counters.waited += time.perf_counter() - began
             # While it is suspended, a generator keeps its variables. Popped, the batch is the caller's alone to free.
             yield step, batch.pop()
 

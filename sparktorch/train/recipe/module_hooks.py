@@ -28,11 +28,11 @@ class ModuleHooks:
     calls every method at the same point.
 
     Attributes:
-        asked: Whether the module has requested that training stops; `None` if it never does.
+        stop_requested: Whether the module has requested that training stops; `None` if it never does.
         sees_gradients: Whether `before_update` must find gradients without the factor of a loss scaler.
     """
 
-    asked: bool | None = None
+    stop_requested: bool | None = None
     sees_gradients = False
 
     def training_step(self, within: Within) -> Any:
