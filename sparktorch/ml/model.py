@@ -282,7 +282,7 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
 
     def _fields(self) -> tuple[dict[str, str], dict[str, str]]:
         """Returns the type of each field of the scores (SQL or "vector"), and the field of each output column."""
-        fields, outputs = self._own_fields()
+        fields, outputs = self._prediction_fields()
         output_layers = self.getOutputLayers()
         if not output_layers:
             return fields, outputs
@@ -291,7 +291,7 @@ class TorchModelBase(Model, ModelParams, MLReadable[Any], MLWritable):
         outputs = output_fields([*outputs.items(), *layers.items()])
         return {**fields, **dict.fromkeys(layers.values(), "array<float>")}, outputs
 
-    def _own_fields(self) -> tuple[dict[str, str], dict[str, str]]:
+    def _prediction_fields(self) -> tuple[dict[str, str], dict[str, str]]:
         """Returns the types of the fields and the output columns without those of `outputLayers`."""
         name = self.getPredictionCol()
         return ({"prediction": self._kind}, {name: "prediction"}) if name else ({}, {})
@@ -389,11 +389,11 @@ class TorchModel(TorchModelBase, GenericModelParams):
         """
         if len(self.trained.outputs) == 1:
             return self._score_row(value, "prediction")
-        _, outputs = self._own_fields()
+        _, outputs = self._prediction_fields()
         scored = self._score(value, list(outputs.values()))
         return dict(zip(outputs, scored, strict=True))
 
-    def _own_fields(self) -> tuple[dict[str, str], dict[str, str]]:
+    def _prediction_fields(self) -> tuple[dict[str, str], dict[str, str]]:
         specs = self.trained.outputs
         names = self.getOutputCols() if self.isDefined("outputCols") else []
         if len(specs) == 1 and not names:

@@ -33,7 +33,7 @@ __all__ = [
     *("opened", "rebuildable", "stamp"),
 ]
 
-_log = logging.getLogger(__name__)
+_LOG = logging.getLogger(__name__)
 
 _SILENT = ("gradient_checkpointing",)  # transformers reads these entries, which no configuration has.
 # A configuration keeps these, and leaves them out of its JSON.
@@ -160,7 +160,8 @@ def _described(kind: type, config: Any, chosen: Any = None) -> dict[str, Any]:
 def _class_of(config: Any) -> Any:
     """Returns the class of model that a configuration names."""
     names = config.architectures or ()
-    if names and (kind := getattr(transformers(), names[0], None)) is not None:
+    kind = getattr(transformers(), names[0], None) if names else None
+    if kind is not None:
         return kind
     what = f"the {type(config).__qualname__} names {f'{names[0]!r}, unknown' if names else 'no class of models'}"
     raise ModuleError(what, hint="set its architectures, such as ['BertForSequenceClassification']", param="module")
@@ -341,13 +342,14 @@ class ConvertedWeights(PartialWeights):
         """Logs what the model has and its folder has not, and the reverse, but for what transformers passes over."""
         differences = SimpleNamespace(missing_keys=set(built.lacking), unexpected_keys=set(self.unknown))
         self._model._adjust_missing_and_unexpected_keys(differences)
-        if lacking := [name for name in built.lacking if name in differences.missing_keys]:
-            _log.warning("new in the model, as the folder has no values for them: %s", _listed(lacking))
-        if unknown := [name for name in self.unknown if name in differences.unexpected_keys]:
-            _log.warning("in the folder, and not in the model: %s", _listed(unknown))
+        lacking = [name for name in built.lacking if name in differences.missing_keys]
+        if lacking:
+            _LOG.warning("new in the model, as the folder has no values for them: %s", _listed(lacking))
+        unknown = [name for name in self.unknown if name in differences.unexpected_keys]
+        if unknown:
+            _LOG.warning("in the folder, and not in the model: %s", _listed(unknown))
 
 
 def _listed(names: list[str]) -> str:
-    return ", ".join(names[:_MOST_NAMES]) + (
-        f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    )
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + more

@@ -75,9 +75,9 @@ def _model_loss(module: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def _unwrapped(module: Any) -> Any:
-    while (model := model_in(module)) is None:
+    while model_in(module) is None:
         module = module.module
-    return model
+    return model_in(module)
 
 
 def _row_labels(plain: Any, label: torch.Tensor) -> torch.Tensor:

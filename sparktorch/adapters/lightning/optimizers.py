@@ -86,7 +86,8 @@ class LightningSchedule(Schedule):
         for config in self._schedulers:
             if not config.reduce_on_plateau or record["epoch"] % config.frequency:
                 continue
-            if (value := self._trainer.callback_metrics.get(config.monitor or "")) is not None:
+            value = self._trainer.callback_metrics.get(config.monitor or "")
+            if value is not None:
                 config.scheduler.step(float(value))
             elif config.strict:
                 what = f"configure_optimizers monitors {config.monitor!r}, which is not logged"

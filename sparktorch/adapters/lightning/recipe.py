@@ -86,8 +86,9 @@ class LightningRecipe(Recipe):
             return
         states = module.state_dict(), replace(self, stage="predict")._make_module(0).state_dict()
         trained, scored = ({(name, tensor.shape) for name, tensor in state.items()} for state in states)
-        if differs := sorted(trained ^ scored):
-            what = f"setup('fit') and setup('predict') of {type(module).__qualname__} make another {differs[0][0]}"
+        if trained != scored:
+            name, _ = min(trained ^ scored)
+            what = f"setup('fit') and setup('predict') of {type(module).__qualname__} make another {name}"
             hint = "make weights and buffers in every stage, or in __init__: the fitted model is set up to predict"
             raise ModuleError(what, hint=hint, param="module")
 

@@ -56,8 +56,10 @@ def check_logged(name: str, reduce_fx: Any, where: str) -> str:
 
 def number_of(value: Any, where: str) -> torch.Tensor:
     """Returns a logged value as a tensor of one element."""
-    if isinstance(value, torch.Tensor | int | float) and (number := torch.as_tensor(value)).numel() == 1:
-        return number
+    if isinstance(value, torch.Tensor | int | float):
+        number = torch.as_tensor(value)
+        if number.numel() == 1:
+            return number
     shape = f" of the shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
     hint = "log a number, a tensor of one element, or a torchmetrics metric that is the module's attribute"
     raise ModuleError(f"{where}: the value is a {type(value).__name__}{shape}", hint=hint)

@@ -165,7 +165,8 @@ class LightningTraining(ModuleHooks):
                 what = f"on_train_batch_start of {self.name} returned -1, which would end the epoch in this rank only"
                 hint = "set self.trainer.should_stop = True, which ends the training after the epoch"
                 raise ModuleError(what, hint=hint, param="module")
-            loss = loss_of(output := call(step), self.name)
+            output = call(step)
+            loss = loss_of(output, self.name)
             module.on_before_backward(loss)
         more = {key: value for key, value in output.items() if key != "loss"} if isinstance(output, Mapping) else {}
         self._last = {"loss": loss.detach(), **more}, batch, index
@@ -290,7 +291,8 @@ class LightningTraining(ModuleHooks):
             self.end_validation_rows()
             metrics = ({} if loss is None else {"val_loss": float(loss)}) | logs.over_ranks(World())
             self.end_validation(metrics)
-        if (name := self._needs_metric) is not None and name not in metrics:
+        name = self._needs_metric
+        if name is not None and name not in metrics:
             what = f"earlyStoppingMetric is {name!r}, which {self.name} does not log"
             hint = f"log it in validation_step; {nearest(name, metrics)}"
             raise ModuleError(what, hint=hint, param="earlyStoppingMetric")

@@ -124,9 +124,8 @@ class _Unpickler(pickle.Unpickler):
         if path == "collections.OrderedDict":
             return dict
         if path in _ADMITTED:
-            return type(
-                name, (_Record,), {"path": path}
-            )  # The class is new each time, so that no pickle changes another one's.
+            # The class is new each time, so that no pickle can change what another one gets.
+            return type(name, (_Record,), {"path": path})
         raise DatasetError(
             f"the pickled schema asks for {path!r}, which is no part of a schema: refused, nothing was run",
             hint="custom codecs cannot be read; if it is none of yours, do not trust the data set",

@@ -241,7 +241,8 @@ class Recommender(Paired, LearningEstimator, RecommenderParams):
         p, names = Values(self), ColumnNames.of(dataset)
         rating = p["ratingCol"]
         columns = [p["userCol"], p["itemCol"], *p["userFeatures"], *p["itemFeatures"], *([rating] if rating else [])]
-        if repeated := names.repeated(columns):
+        repeated = names.repeated(columns)
+        if repeated:
             raise ConfigError(f"column {repeated!r} has two roles", hint="name another one for each", param="userCol")
         check_numbers(names, columns[2:])
         # Where the estimator holds rows out itself, users and items are those of all rows.

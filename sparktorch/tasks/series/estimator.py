@@ -107,7 +107,8 @@ class Forecaster(LearningEstimator, ForecasterParams):
         check_windows(p)
         _check_training(p)
         one_of("scaling", p["scaling"], ("window", "none"))
-        if clash := next((name for name in (p["groupCol"], p["orderCol"]) if str(name).lower() in COMPARED), None):
+        clash = next((name for name in (p["groupCol"], p["orderCol"]) if str(name).lower() in COMPARED), None)
+        if clash is not None:
             hint = f"rename it: {', '.join(COMPARED)} are the columns that evaluate and backtest add"
             raise ConfigError(
                 f"column {clash!r} would be there twice in the forecasts of evaluate", hint=hint, code="ST-COLUMN-TAKEN"

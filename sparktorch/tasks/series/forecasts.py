@@ -235,7 +235,8 @@ def _window(series: _Series, origin: int, columns: SeriesColumns, backtest: Back
 
     def present(rows: slice, names: Sequence[str]) -> Floats:
         values = np.column_stack([series.values[name][rows] for name in names])
-        if (missing := np.argwhere(~np.isfinite(values))).size:
+        missing = np.argwhere(~np.isfinite(values))
+        if missing.size:
             row, column = missing[0].tolist()
             time = order[rows.start + row].as_py()
             refuse(f"has no number in column {names[column]!r} where {columns.order} is {time}", names[column])

@@ -197,10 +197,9 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
     def _distinguishing_columns(self, names: ColumnNames) -> Sequence[str]:
         """Returns the columns that tell rows apart: inputs and label."""
         p = Values(self)
-        return [
-            *(p["inputCols"] or [self.getFeaturesCol()]),
-            *(p["labelCols"] or [p["labelCol"]] * bool(p["labelCol"])),
-        ]
+        inputs = p["inputCols"] or [self.getFeaturesCol()]
+        label = [p["labelCol"]] if p["labelCol"] else []
+        return [*inputs, *(p["labelCols"] or label)]
 
     def _required_columns(self, names: ColumnNames) -> Sequence[str]:
         """Returns the columns in which a null drops the row from a training under `nullPolicy` "drop"."""
@@ -293,7 +292,8 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
         estimator._sample, estimator._marks = other._sample, other._marks
         if estimator._marks and not self.isSet("validationIndicatorCol"):
             estimator._set(validationIndicatorCol=estimator._marks)
-        if differing := estimator._differing(other):
+        differing = estimator._differing(other)
+        if differing:
             raise needs_other_rows(differing)
         return estimator
 

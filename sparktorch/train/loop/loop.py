@@ -313,8 +313,8 @@ class _Run:
         config = self._config
         return config.validation_unit == "epoch" and (epoch + 1) % config.validation_interval == 0
 
-    def check_clock(self, *, due: bool = True) -> bool:
-        """Returns whether the minutes of the training are over, by the clock of rank 0.
+    def check_clock(self, *, due: bool = True) -> None:
+        """Sets `out_of_time` if the minutes of the training are over, by the clock of rank 0.
 
         It is a collective of all ranks, unless no look at the clock is `due`.
         """
@@ -323,7 +323,6 @@ class _Run:
             # Clocks of hosts differ: only rank 0's counts, so that all ranks stop after the same step.
             over = self._world.is_main and time.perf_counter() - self._began > 60.0 * minutes
             self.out_of_time = bool(max_over_ranks(torch.tensor([float(over)]), self._world))
-        return self.out_of_time
 
     def validate(self) -> None:
         """Validates and keeps the best weights; does nothing if this step has been validated already."""

@@ -39,7 +39,7 @@ from sparktorch.train.recipe.task import (
 
 __all__ = ["ArgumentSpec", "DryRunResult", "OutputSpec", "arguments_of", "describe_outputs", "dry_run", "try_forward"]
 
-_log = logging.getLogger(__name__)
+_LOG = logging.getLogger(__name__)
 
 _WITH_VALUES = (
     "with modelDir, the driver tries shapes alone; dryRun='worker' tries values, in one worker, which then holds the "
@@ -139,7 +139,8 @@ def dry_run(
     if built is not None:
         if isinstance(built.saved, PartialWeights):
             built.saved.log_differences(built)
-        if jagged := [name for name, tensor in inputs.items() if tensor.is_nested]:
+        jagged = [name for name, tensor in inputs.items() if tensor.is_nested]
+        if jagged:
             what = f"{jagged[0]} is jagged, which has no shape to try alone"
             raise ModuleError(what, hint=_WITH_VALUES, param="modelDir")
     module = _with_values(recipe.build_module(seed), device) if built is None else built.module
@@ -393,7 +394,7 @@ def _check_classes(task: Task, output: Any, rows: int, loss: Loss | None) -> int
             param="loss",
         )
     if output.device.type != "meta" and output.dim() == 2 and are_shares(output):
-        _log.warning(
+        _LOG.warning(
             "the module's scores of the first row are at least 0 and sum to 1: if it ends with a softmax, take that "
             "out; scoring applies one, and so does CrossEntropyLoss"
         )
