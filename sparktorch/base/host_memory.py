@@ -16,10 +16,7 @@ import torch
 
 from sparktorch.base.devices import is_host, module_of
 
-__all__ = [
-    *("available_bytes", "forget_peaks", "given_back", "out_of_memory_kills", "peaks", "resident_bytes"),
-    "trim",
-]
+__all__ = [*("available_bytes", "forget_peaks", "given_back", "out_of_memory_kills", "peaks", "resident_bytes"), "trim"]
 
 # glibc's mallopt numbers its parameters so.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3

@@ -296,11 +296,7 @@ def _classify(scores: torch.Tensor, thresholds: torch.Tensor | None) -> dict[str
     prediction[scores.isnan().any(1)] = math.nan  # It is no class.
     if scores.shape[1] == 2:  # The scores are centred, because Spark's evaluators order rows by the second one alone.
         scores = (scores - scores.flip(1)) / 2
-    return {
-        "scores": scores.numpy(),
-        "probability": probability.numpy(),
-        "prediction": prediction.numpy(),
-    }
+    return {"scores": scores.numpy(), "probability": probability.numpy(), "prediction": prediction.numpy()}
 
 
 def _keep_output(outputs: dict[str, Any], field: str, module: torch.nn.Module, arguments: Any, output: Any) -> None:

@@ -26,13 +26,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from mlflow.models import Model, ModelSignature
 
-__all__ = [
-    "form_of",
-    "read_own_stages",
-    "read_spark_stages",
-    "with_doubles",
-    "without_vectors",
-]
+__all__ = ["form_of", "read_own_stages", "read_spark_stages", "with_doubles", "without_vectors"]
 
 _COLUMNS = "columns.json"
 _EXAMPLE_ROWS = 5

@@ -308,12 +308,7 @@ def find_checkpoint(job: RankJob, identity: Mapping[str, Any], world: World, cli
         return None
     client.enter("looking for a checkpoint")
     return Checkpointer(
-        config,
-        {**config.job, **identity},
-        world,
-        client,
-        fixed=job.fixed_epochs,
-        best_delta=job.config.best_delta,
+        config, {**config.job, **identity}, world, client, fixed=job.fixed_epochs, best_delta=job.config.best_delta
     )
 
 

@@ -28,10 +28,7 @@ from sparktorch.base.state_dict import pack_state
 from sparktorch.base.weights_folder import WeightsFolder, is_weights_folder
 from sparktorch.errors import ModuleError, nearest, refusing
 
-__all__ = [
-    *("ConvertedWeights", "classifier_in", "config_in", "has_new_weights"),
-    *("opened", "rebuildable", "stamp"),
-]
+__all__ = [*("ConvertedWeights", "classifier_in", "config_in", "has_new_weights"), *("opened", "rebuildable", "stamp")]
 
 _LOG = logging.getLogger(__name__)
 
@@ -310,11 +307,9 @@ class ConvertedWeights(PartialWeights):
         return name in self._sources
 
     def __iter__(self) -> Iterator[str]:
-        """Yields the names of the parameters."""
         return iter(self._sources)
 
     def __len__(self) -> int:
-        """Returns the number of parameters."""
         return len(self._sources)
 
     def _parameter(self, name: str, device: str) -> torch.Tensor:

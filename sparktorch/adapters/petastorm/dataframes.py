@@ -122,12 +122,7 @@ def _fetch(batches: Iterator[pa.RecordBatch], *, file: str) -> Iterator[pa.Recor
         yield pa.RecordBatch.from_pydict({"content": pa.array([content], pa.binary())})
 
 
-def _read(
-    spark: SparkSession,
-    path: str,
-    fields: Sequence[UnischemaField],
-    stored: frozenset[str],
-) -> DataFrame:
+def _read(spark: SparkSession, path: str, fields: Sequence[UnischemaField], stored: frozenset[str]) -> DataFrame:
     """Reads the Parquet files; partition columns of dtype str are read as strings."""
     data = spark.read.parquet(path)
     # Spark infers the types of partition columns, and reads "007" as a number.

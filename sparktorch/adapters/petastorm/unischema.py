@@ -168,11 +168,8 @@ def _opened(record: Any, admitted: Container[str]) -> tuple[str, tuple[Any, ...]
 def _dtype(value: Any, field: str) -> str:
     if isinstance(value, type) and issubclass(value, _Record) and value.path in _DTYPES:
         return _DTYPES[value.path]
-    if isinstance(value, _Record) and value.path == _NUMPY_DTYPE and _is_code(value.args[0]):
-        return _DTYPES[f"numpy.{np.dtype(value.args[0]).type.__name__}"]
+    if isinstance(value, _Record) and value.path == _NUMPY_DTYPE:
+        code = value.args[0]
+        if isinstance(code, str) and re.fullmatch(r"[a-zA-Z]\d*", code):  # It is that of a simple dtype, such as `f4`.
+            return _DTYPES[f"numpy.{np.dtype(code).type.__name__}"]
     raise ValueError(f"the type of field {field!r} is none of NumPy's that Petastorm stores")
-
-
-def _is_code(text: Any) -> bool:
-    """Whether a value is the NumPy code of a simple dtype, such as `f4`."""
-    return isinstance(text, str) and re.fullmatch(r"[a-zA-Z]\d*", text) is not None

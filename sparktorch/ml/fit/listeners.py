@@ -143,12 +143,7 @@ class FitReport:
     """
 
     def __init__(
-        self,
-        fit: Fit,
-        *,
-        title: str = "fit",
-        stays: bool = True,
-        judge: Callable[[dict[str, Any]], bool] | None = None,
+        self, fit: Fit, *, title: str = "fit", stays: bool = True, judge: Callable[[dict[str, Any]], bool] | None = None
     ) -> None:
         """Creates the report; entering its block creates the listeners.
 

@@ -172,10 +172,7 @@ def _check_names(estimator: EstimatorParams, space: Any) -> None:
         check_param_names(estimator, [param])
         if dot and not isinstance(_value(estimator, param), dict):
             raise ConfigError(
-                f"{name!r} in the space: {param} is no dict",
-                hint=f"call it {param!r}",
-                param=param,
-                code="ST-SEARCH",
+                f"{name!r} in the space: {param} is no dict", hint=f"call it {param!r}", param=param, code="ST-SEARCH"
             )
 
 

@@ -20,26 +20,10 @@ from sparktorch.data.fields.kinds import KINDS, kind_of
 from sparktorch.errors import ColumnError, ConfigError, failure_text
 from sparktorch.spark.column_names import ColumnNames, quoted_name
 from sparktorch.spark.compat import for_pandas
-from sparktorch.spark.frame.kinds import (
-    INTEGRAL,
-    NUMERIC,
-    SQL_TYPES,
-    Encoding,
-    element_of,
-    encoding_of,
-    number_as,
-)
+from sparktorch.spark.frame.kinds import INTEGRAL, NUMERIC, SQL_TYPES, Encoding, element_of, encoding_of, number_as
 from sparktorch.spark.frame.refusals import as_numbers, no_tensor, unsuitable
 
-__all__ = [
-    "NUMERIC",
-    "column_of",
-    "exact",
-    "input_columns",
-    "is_numeric",
-    "kept_as",
-    "plan_inputs",
-]
+__all__ = ["NUMERIC", "column_of", "exact", "input_columns", "is_numeric", "kept_as", "plan_inputs"]
 
 _NUMPY_TYPES = {sql: dtype for dtype, sql in SQL_TYPES.items()} | {"boolean": "bool"}
 _CHANNELS = (1, 3, 4)

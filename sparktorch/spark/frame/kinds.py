@@ -161,30 +161,10 @@ def _is_image(kind: T.DataType) -> bool:
 
 
 ENCODINGS = (
-    Encoding(
-        "vector",
-        _is_vector,
-        _vectors,
-        layouts=("dense", "sparse_csr"),
-        dtypes=("float32", "float64"),
-    ),
+    Encoding("vector", _is_vector, _vectors, layouts=("dense", "sparse_csr"), dtypes=("float32", "float64")),
     Encoding("number", _is_number, _numbers, free=True),
-    Encoding(
-        "number",
-        _is_list_of_numbers,
-        _numbers,
-        layouts=("dense", "padded", "jagged"),
-        free=True,
-    ),
-    Encoding(
-        "binary",
-        _is_binary,
-        _bytes,
-        layouts=("raw", "image"),
-        dtypes=(),
-        free=True,
-        asks=True,
-    ),
+    Encoding("number", _is_list_of_numbers, _numbers, layouts=("dense", "padded", "jagged"), free=True),
+    Encoding("binary", _is_binary, _bytes, layouts=("raw", "image"), dtypes=(), free=True, asks=True),
     Encoding("binary", _is_file, _content, layouts=("image",)),
     Encoding("binary", _is_image, _image, layouts=("image",)),
 )

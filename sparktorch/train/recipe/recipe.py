@@ -20,14 +20,7 @@ from sparktorch.base.weights_folder import WeightsFolder
 from sparktorch.base.world import World
 from sparktorch.errors import ConfigError, ModuleError, refusing
 from sparktorch.train.recipe.frozen_base import lacks_base, load_weights, seed_of
-from sparktorch.train.recipe.lookup import (
-    building,
-    has_fused_kernel,
-    look_up,
-    name_of,
-    parameters_of,
-    signature_of,
-)
+from sparktorch.train.recipe.lookup import building, has_fused_kernel, look_up, name_of, parameters_of, signature_of
 from sparktorch.train.recipe.loss import Loss, TrainingStep
 from sparktorch.train.recipe.module_hooks import ModuleHooks
 from sparktorch.train.recipe.parameter_groups import freeze, group
@@ -351,11 +344,7 @@ def recipe_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> Recipe:
     ]
     rate = options.pop("lr")
     return Recipe(
-        module=module,
-        optimizer=type(optimizer),
-        optimizer_params=options,
-        learning_rate=rate,
-        parameter_groups=groups,
+        module=module, optimizer=type(optimizer), optimizer_params=options, learning_rate=rate, parameter_groups=groups
     )
 
 
