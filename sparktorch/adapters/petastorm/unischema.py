@@ -140,7 +140,7 @@ def _fields(root: Any) -> tuple[UnischemaField, ...]:
 def _field(record: Any) -> UnischemaField:
     _, args, _ = _opened(record, {_FIELD})
     name, dtype, shape, codec = (*args, None)[:4]
-    codec_path, _, state = _opened(codec, _CODECS) if codec is not None else ("", (), None)
+    codec_path, _, state = _opened(codec, _CODECS) if codec is not None else ("", (), {})
     kind: Codec = _CODECS[codec_path] if codec_path else "plain"
     return UnischemaField(
         name=name,

@@ -17,7 +17,7 @@ from sparktorch import TabularClassifier, TorchEstimator, TorchRegressor  # noqa
 from sparktorch.base.config import TrainConfig  # noqa: E402
 from sparktorch.errors import ConfigError, ModuleError  # noqa: E402
 from sparktorch.ml.fit.translate import translate  # noqa: E402
-from sparktorch.ml.tuning import tuner  # noqa: E402
+from sparktorch.ml.tuning import example, tuner  # noqa: E402
 from sparktorch.ml.tuning.example import valid_example  # noqa: E402
 from sparktorch.ml.tuning.search import value_of  # noqa: E402
 from sparktorch.ml.tuning.space import Space, applied  # noqa: E402
@@ -166,7 +166,7 @@ def test_an_error_that_is_no_refusal_is_that_of_its_trial(error: Exception, monk
             raise error
         return translate(estimator, task)
 
-    monkeypatch.setattr(tuner, "translate", translated)
+    monkeypatch.setattr(example, "translate", translated)
     estimator, _ = valid_example(ESTIMATOR, Space({"epochs": [1, 2, 3]}, ESTIMATOR), "loss")
     assert estimator.getEpochs() != 2
 
