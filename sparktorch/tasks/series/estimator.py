@@ -145,7 +145,7 @@ class Forecaster(LearningEstimator, ForecasterParams):
         season = p["season"]
         network_params = p["moduleParams"]
         if _starts_from_season(p):
-            learned_season = 1
+            learned_season: int | None = 1
             start: dict[str, float] = {}
             if self._learned is not None:
                 learned_season = self._learned.season

@@ -59,9 +59,10 @@ class SeriesPyFunc:
             arrays[name] = _arrow_array(rows[name], name, kind)
         batch = pa.RecordBatch.from_pydict(arrays)
         tables = [forecasts.to_pandas() for forecasts in forecast([batch], columns, self._scorer)]
-        if tables:
-            return pd.concat(tables, ignore_index=True)
-        return pd.DataFrame(columns=[*columns.keys, columns.prediction, *columns_of_quantiles(columns)])
+        if not tables:
+            return pd.DataFrame(columns=[*columns.keys, columns.prediction, *columns_of_quantiles(columns)])
+        all_forecasts: pd.DataFrame = pd.concat(tables, ignore_index=True)
+        return all_forecasts
 
 
 def _without_categories(column: pd.Series[Any]) -> pd.Series[Any]:
