@@ -24,7 +24,7 @@ from sparktorch.tasks.series.learned import LearnedSeries, check_columns, learn_
 from sparktorch.tasks.series.loss import QuantileLoss, SeriesStep
 from sparktorch.tasks.series.model import COMPARED, ForecastingModel, check_windows
 from sparktorch.tasks.series.network import SeriesModule, SeriesNetwork
-from sparktorch.tasks.series.season import context_for, learned_season, longest_context, middle_length
+from sparktorch.tasks.series.season import context_for, learn_season, longest_context, middle_length
 from sparktorch.tasks.shared.held_out import MOST_HELD_OUT, windows_held_out
 from sparktorch.tasks.shared.layers import UNTRAINED
 from sparktorch.tasks.shared.learning import LearningEstimator
@@ -145,12 +145,12 @@ class Forecaster(LearningEstimator, ForecasterParams):
         season = p["season"]
         network_params = p["moduleParams"]
         if _starts_from_season(p):
-            learned_season: int | None = 1
+            best_season: int | None = 1
             start: dict[str, float] = {}
             if self._learned is not None:
-                learned_season = self._learned.season
+                best_season = self._learned.season
                 start = self._learned.start
-            season = season or learned_season
+            season = season or best_season
             network_params = {**start, **network_params}
         params = {
             "module": import_path(module) or module,
@@ -205,7 +205,7 @@ class Forecaster(LearningEstimator, ForecasterParams):
             rows = middle_length(self._lengths(dataset))
             season = p["season"] or 1
             if p["season"] is None and _starts_from_season(p):
-                season = learned_season(dataset, names, p, longest_context(rows, p["horizon"]))
+                season = learn_season(dataset, names, p, longest_context(rows, p["horizon"]))
             estimator._set(context=context_for(rows, p["horizon"], season))
             estimator._chose_context = True
         return super(Forecaster, estimator)._learn_and_hold_out(dataset)

@@ -14,8 +14,8 @@ from sparktorch.ml.fit.values import Values
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.session import setting
 from sparktorch.tasks.series.model import check_categories, check_series
-from sparktorch.tasks.series.season import learned_start
-from sparktorch.tasks.shared.column_statistics import column_statistics, rounded
+from sparktorch.tasks.series.season import learn_start
+from sparktorch.tasks.shared.column_statistics import column_statistics, round_figure
 
 __all__ = ["LearnedSeries", "check_columns", "learn_series"]
 
@@ -54,7 +54,7 @@ def learn_series(dataset: DataFrame, names: ColumnNames, p: Values, *, starts_fr
     texts = check_columns(dataset, names, p)
     zone = setting(dataset.sparkSession, "spark.sql.session.timeZone")
     figures = _figures(dataset, names, p, [name for name in columns if name not in texts])
-    season, start = learned_start(dataset, names, p, p["context"]) if starts_from_season else (None, {})
+    season, start = learn_start(dataset, names, p, p["context"]) if starts_from_season else (None, {})
     order = (names.type_of(p["orderCol"]).simpleString(), zone)
     return LearnedSeries(figures, order, season, start, _categories(dataset, names, p, texts))
 
@@ -118,5 +118,5 @@ def _figures(
             what = f"column {name!r} has {counted(missing, 'row', 'rows')} with null, NaN or infinity"
             hint = "fill them before fit, leave rows out that are yet to come, or set nullPolicy='drop', which leaves "
             raise ColumnError(what, hint=f"{hint}out windows that hold a null", column=name)
-        figures[name] = rounded(row[f"mean_{index}"]), rounded(row[f"deviation_{index}"]) or 1.0
+        figures[name] = round_figure(row[f"mean_{index}"]), round_figure(row[f"deviation_{index}"]) or 1.0
     return figures

@@ -17,7 +17,7 @@ from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.compat import table_of
 from sparktorch.tasks.series.seasonal import season_of, start_of
 
-__all__ = ["context_for", "learned_season", "learned_start", "longest_context", "middle_length"]
+__all__ = ["context_for", "learn_season", "learn_start", "longest_context", "middle_length"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -62,12 +62,12 @@ def context_for(rows: int, horizon: int, season: int) -> int:
     return max(2, min(longest, max(_HORIZONS * horizon, _SHORTEST_CONTEXT)), seasons * season)
 
 
-def learned_season(dataset: DataFrame, names: ColumnNames, p: Values, context: int) -> int:
+def learn_season(dataset: DataFrame, names: ColumnNames, p: Values, context: int) -> int:
     """Returns the season from which the last rows of some series are forecast best."""
     return _season_of(_last_values(dataset, names, p, context), context, p["horizon"])
 
 
-def learned_start(dataset: DataFrame, names: ColumnNames, p: Values, context: int) -> tuple[int, dict[str, float]]:
+def learn_start(dataset: DataFrame, names: ColumnNames, p: Values, context: int) -> tuple[int, dict[str, float]]:
     """Returns the season and the start from which the last rows are forecast best; a season that is set is kept."""
     values = _last_values(dataset, names, p, context)
     season = p["season"] or _season_of(values, context, p["horizon"])

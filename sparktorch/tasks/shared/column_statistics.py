@@ -18,7 +18,7 @@ from sparktorch.data.distribution import MOST_VALUES, DistinctValues, Distributi
 from sparktorch.distributed.root_cause import missing_module
 from sparktorch.tasks.shared.columns import as_doubles
 
-__all__ = ["ColumnStatistics", "Figures", "column_statistics", "rounded"]
+__all__ = ["ColumnStatistics", "Figures", "column_statistics", "round_figure"]
 
 # Executors return two kinds of rows: the figures of a column in one batch, which have no value, and one value of a
 # column with its count. Values of numbers also have the hash by which they are chosen if there are too many of them.
@@ -119,14 +119,14 @@ def column_statistics(
     most_distinct = [(most_values or {})[name] for name in numbers]
     numbered = [column.alias(f"c{position}") for position, column in enumerate(columns.values())]
     statistics_of_batches = partial(_statistics_of_batches, texts=len(texts), most_distinct=most_distinct)
-    statistics = _merged(dataset.select(*numbered).mapInArrow(statistics_of_batches, _DDL))
+    statistics = _merge(dataset.select(*numbered).mapInArrow(statistics_of_batches, _DDL))
     limit = F.when(F.col("position") < len(categories), most_categories)
     limit = limit.when(F.col("position") < len(texts), most_labels)
     limit = limit.when(F.col("position") < len(columns), 1)
     if most_distinct:
         limit = limit.otherwise(F.get(F.array(*map(F.lit, most_distinct)), F.col("position") - len(columns)))
     rows_at: dict[int, list[Row]] = defaultdict(list)
-    for row in sorted(_collected(statistics, limit), key=lambda row: (row["position"], row["rank"])):
+    for row in sorted(_collect(statistics, limit), key=lambda row: (row["position"], row["rank"])):
         rows_at[row["position"]].append(row)
 
     def counts(kind: str, name: str) -> dict[str, int]:
@@ -148,12 +148,12 @@ def column_statistics(
     )
 
 
-def rounded(value: float | None) -> float:
+def round_figure(value: float | None) -> float:
     """Returns a figure without its last digits, which depend on the order in which Spark adds up; 0 for null."""
     return float(f"{value or 0.0:.8g}")
 
 
-def _merged(statistics: DataFrame) -> DataFrame:
+def _merge(statistics: DataFrame) -> DataFrame:
     """Merges the statistics of all batches: a row for each value of a position, and one for its figures."""
     batch_figures = F.when(F.col("value").isNull(), F.struct("rows", "mean", "squares"))
     groups = statistics.groupBy("position", "value").agg(
@@ -174,7 +174,7 @@ def _add_squares(squares: Column, batch: Column) -> Column:
     return squares + batch["squares"] + batch["rows"] * difference * difference
 
 
-def _collected(statistics: DataFrame, limit: Column) -> list[Row]:
+def _collect(statistics: DataFrame, limit: Column) -> list[Row]:
     """Collects the first `limit` values of each position: frequent texts, and numbers with the smallest hashes.
 
     Each row has its `rank` among the values, and the `size`, the number of values that the limit leaves.

@@ -18,7 +18,7 @@ from sparktorch.ml.scoring.column_metadata import check_numbers, classes_of
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.frame.encoding import NUMERIC, is_numeric, kept_as
 from sparktorch.spark.frame.refusals import unsuitable
-from sparktorch.tasks.shared.column_statistics import Figures, column_statistics, rounded
+from sparktorch.tasks.shared.column_statistics import Figures, column_statistics, round_figure
 from sparktorch.tasks.shared.learning import check_rows
 from sparktorch.tasks.tables.preprocess import BINS, TableColumns, scaled_edges
 
@@ -95,7 +95,7 @@ class _Statistics(NamedTuple):
     Attributes:
         categories: The number of rows of each value, by column.
         numbers: The figures of numbers and times, by column.
-        label_numbers: The figures of labels that are numbers, by column; those of classes come from all rows if the
+        label_numbers: The figures of labels that are numbers, by column; for classes, from all rows if the
             estimator holds rows out itself.
         trained_labels: The labels that are texts.
         validated_labels: The labels that are texts, in the validation rows.
@@ -150,7 +150,7 @@ def learn_table(dataset: DataFrame, estimator: Any) -> LearnedTable:
         if figures.smallest == figures.largest and name not in missing
     ]
     centres = {
-        name: [*figures.distribution.centre_and_scale(rounded(figures.deviation))]
+        name: [*figures.distribution.centre_and_scale(round_figure(figures.deviation))]
         for name, figures in statistics.numbers.items()
     }
     edges = [
@@ -159,10 +159,10 @@ def learn_table(dataset: DataFrame, estimator: Any) -> LearnedTable:
     ]
     return LearnedTable(
         table=TableColumns(categories, kinds.times, centres, missing, _BOUND),
-        inputs=_ordered(p, names, kinds),
+        inputs=_order_inputs(p, names, kinds),
         outputs=outputs,
         labels=labels,
-        scales=[[rounded(figures.mean), rounded(figures.deviation)] for figures in label_figures],
+        scales=[[round_figure(figures.mean), round_figure(figures.deviation)] for figures in label_figures],
         edges=edges,
         rows=statistics.rows,
         held_out=statistics.held_out,
@@ -445,7 +445,7 @@ def _check_inputs(
         )
 
 
-def _ordered(p: Values, names: ColumnNames, kinds: _Kinds) -> list[str]:
+def _order_inputs(p: Values, names: ColumnNames, kinds: _Kinds) -> list[str]:
     """Returns the input columns in the order of `inputCols`, or of the table."""
     inputs = {*kinds.categorical, *kinds.times, *kinds.numeric}
     order = [*(p["inputCols"] or names.schema.names), *(p["categoricalCols"] or ()), *(p["numericCols"] or ())]
