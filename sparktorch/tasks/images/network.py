@@ -27,7 +27,7 @@ class ImageNetwork(nn.Module):
         """Builds the layers.
 
         Args:
-            classes: The number of classes, which is that of the outputs.
+            classes: The number of classes, and so of outputs.
             shape: Channels, height and width of the images.
         """
         super().__init__()

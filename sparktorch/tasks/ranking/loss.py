@@ -40,7 +40,7 @@ def _accepts_members(loss: GroupLoss) -> GroupLoss:
 
 @_accepts_members
 def listnet(scores: torch.Tensor, labels: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-    """Returns the cross entropy between the softmax of a group's labels and that of its scores, of shape `(groups,)`.
+    """Returns the cross entropy between the softmax of a group's labels and the softmax of its scores.
 
     Source: Cao et al., "Learning to rank: from pairwise approach to listwise approach", ICML 2007, with top-one
     probabilities.

@@ -81,7 +81,7 @@ class LearnedPairs(NamedTuple):
         items: The items, likewise.
         mean: The mean of the ratings.
         deviation: The standard deviation of the ratings; 0 if they are equal.
-        group: The column that groups the rows of a user, those for training apart from those for validation.
+        group: The column that groups the rows of a user, with one group for training and one for validation.
         weight: The column of weights.
         rows: The number of rows.
         rare: The number of rows whose user has too few rows to hold some out, plus the number whose item has.
@@ -292,7 +292,7 @@ class Recommender(Paired, LearningEstimator, RecommenderParams):
             F.max(score).alias("most"),
         ]
         users = _grouped_by_id(rows, names, p["userCol"], p["userFeatures"])
-        # The ratings of all items are all ratings: their figures follow from those of the items.
+        # The figures of all ratings follow from the figures of each item's ratings.
         items = _grouped_by_id(rows, names, p["itemCol"], p["itemFeatures"], score_figures)
         mean, deviation = _moments(*(items[name].to_numpy() for name in ("rows", "mean", "variance")))
         least = pc.min(items["least"]).as_py()
@@ -478,13 +478,13 @@ def _id_structs(table: pa.Table, name: str, features: Sequence[str]) -> pa.Struc
 
 
 def _rare_rows(table: pa.Table) -> int:
-    """Returns the number of rows of those users or items that have too few to hold some out."""
+    """Returns the number of rows whose user or item has too few rows to hold some out."""
     is_rare = pc.less(table["rows"], _FEWEST_ROWS)
     return pc.sum(table["rows"].filter(is_rare)).as_py() or 0  # A sum of nothing is null.
 
 
 def _moments(rows: Any, means: Any, variances: Any) -> tuple[float, float]:
-    """Returns mean and standard deviation of all ratings, from the number, mean and variance of those of each group.
+    """Returns mean and standard deviation of all ratings, from the number, mean and variance of each group's ratings.
 
     The last digits, which depend on the order in which Spark adds up, are left out.
     """

@@ -82,7 +82,7 @@ def best_candidates(rows: DataFrame, candidates: Vectors, count: int, *, name: s
 
 
 def _lists(batch: pa.RecordBatch, candidates: Vectors, count: int, candidate_name: str) -> pa.Array:
-    """Returns a list of structs for each row of a batch, whose columns are those of `rows` in `best_candidates`."""
+    """Returns a list of structs for each row of a batch, which has the columns of `rows` in `best_candidates`."""
     row_vectors = torch.tensor(batch.column(1).flatten().to_numpy()).view(batch.num_rows, -1)
     candidate_vectors = torch.from_numpy(candidates.values).T
     excluded = _excluded_scores(batch.column(2), candidates) if batch.num_columns > 2 else None

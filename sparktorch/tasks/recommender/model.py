@@ -41,7 +41,7 @@ class Paired:
     """A mixin for columns of users, items and their features in place of `inputCols`."""
 
     def getInputCols(self) -> list[str]:
-        """Gets the columns of users and items, and those of their features."""
+        """Gets the columns of users and items, and the columns of their features."""
         p = Values(self)  # type: ignore[arg-type]  # a mixin of Params
         return [p["userCol"], p["itemCol"], *p["userFeatures"], *p["itemFeatures"]]
 
@@ -123,7 +123,7 @@ class RecommenderModel(Paired, TorchModelBase, RecommenderModelParams):
     def itemFactors(self) -> DataFrame:
         """The columns `id` and `features`, an array of floats: an item's vector, 1, and its bias.
 
-        The product of the features of an item and those of a user is the prediction.
+        The prediction is the product of an item's features and a user's features.
         """
         return frame_of_rows(session_of(None), self._vectors_of("item").table())
 
@@ -157,7 +157,7 @@ class RecommenderModel(Paired, TorchModelBase, RecommenderModelParams):
         return self._recommend("item", dataset, numUsers, exclude)
 
     def evaluate(self, dataset: DataFrame, k: int = 10, exclude: DataFrame | None = None) -> RankingMetrics:
-        """Compares the `k` best items of each user with those of a dataset, in `itemCol`; see `recommendForAllUsers`.
+        """Compares the `k` best items of each user with the user's items in a dataset; see `recommendForAllUsers`.
 
         Users that the fit did not have are left out. For the error of ratings, there is Spark's `RegressionEvaluator`.
 
@@ -171,7 +171,7 @@ class RecommenderModel(Paired, TorchModelBase, RecommenderModelParams):
         return ranking_metrics(lists, user, item, k)
 
     def _recommend(self, side: str, dataset: DataFrame | None, count: int, exclude: DataFrame | None) -> DataFrame:
-        """Returns lists for the ids on one side, "user" or "item", or for those of them that a dataset has."""
+        """Returns lists for all ids on one side, "user" or "item", or only for the ids that a dataset has."""
         other_side = "item" if side == "user" else "user"
         at_least("numItems" if side == "user" else "numUsers", count, 1)
         rows = frame_of_rows(session_of(dataset), self._vectors_of(side).table())

@@ -324,7 +324,7 @@ class PairLoss:
         return losses if batch.sizes is None else self._group_means(losses, batch.sizes, batch.label)
 
     def _losses(self, scores: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Returns squared errors, or estimates of cross-entropies; the first score of a row is that of its own item."""
+        """Returns squared errors, or estimates of cross-entropies; the first score of a row is for its own item."""
         if self.items is None:
             assert batch.label is not None
             return (scores - batch.label).square()

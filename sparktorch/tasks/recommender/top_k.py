@@ -42,8 +42,8 @@ def top_k(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
 def _sort_keys(scores: torch.Tensor) -> torch.Tensor:
     """Returns int64 numbers in the order of the scores; of equal scores, the first column has the largest number.
 
-    The upper 32 bits are those of the score, which order as whole numbers once those of negative scores are flipped.
-    The lower 32 bits count the columns down.
+    The upper 32 bits are the bits of the score. As whole numbers, they are in the order of the scores once the bits of
+    negative scores are flipped. The lower 32 bits count the columns down.
     """
     bits = (scores + 0.0).view(torch.int32)  # Adding zero makes 0.0 of -0.0, whose bits differ.
     ordered_bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)

@@ -379,7 +379,7 @@ def _check_training(p: Values) -> None:
 
 
 def _check_model_params(p: Values, trained: TrainedModule) -> None:
-    """Refuses other windows or columns than those of a fitted model, which it would scale as the columns it learned."""
+    """Refuses windows or columns that differ from a fitted model's: they would be scaled as the model's columns are."""
     model = Values(p["module"])
     model_values = {name: model[name] for name in _MODEL_PARAMS} | {
         "scaling": trained.params.get("scaling", "window") or "none"

@@ -218,8 +218,8 @@ def _statistics_of_batches(
 ) -> Iterator[pa.RecordBatch]:
     """Yields the counts of each batch's texts, the figures of its numbers, and at the end their distinct values.
 
-    The first `texts` columns are texts, and all others numbers. The first of these have distinct values, of which each
-    keeps as many as `most_distinct` says.
+    The first `texts` columns are texts, and all other columns numbers. The distinct values of the first columns of
+    numbers are returned; `most_distinct` has the most distinct values for each of these columns.
     """
     distinct_values = [DistinctValues(most) for most in most_distinct]
     columns = 0

@@ -73,8 +73,8 @@ def windows_held_out(rows: int, window: Window, share: float, most: float = 1.0,
     """Divides the windows of a series with `rows` rows.
 
     - A row that a held-out window forecasts is forecast by no window that trains: the windows between them do neither.
-    - Fewer windows than a horizon has rows forecast much the same rows, and say too little about others. So none are
-      held out where the share has no more windows, or would leave less than half of the windows to train.
+    - Few windows forecast much the same rows, and say too little about others. So none are held out if the share has
+      fewer windows than begin in the rows of a horizon, or if less than half of the windows would be left to train.
     - With `few`, for users who ask for validation, one held-out window is enough.
     - The share that is held out is at most `most`.
     """

@@ -120,7 +120,7 @@ class TabularEstimator(LearningEstimator):
 
         The penalty is added to the loss of all rows. The loss of a frequent category outweighs it. The vector of a rare
         category stays near zero, where an average category is, as a random effect of a mixed model does. Adam adds the
-        penalty to the gradients, as "coupled" weight decay; all other parameters have the decoupled one of AdamW.
+        penalty to the gradients, as "coupled" weight decay; all other parameters have AdamW's decoupled decay.
         """
         p = Values(self)
         rows = learned.rows if self._sample is None else self._sample.trained
@@ -236,7 +236,7 @@ class TabularClassificationModel(TabularModel, TorchClassificationModel):
 class TabularClassifier(TabularEstimator, TorchClassifier, TabularClassifierParams):
     """Trains a classifier on the columns of a table as they are: strings, booleans, numbers, dates and timestamps.
 
-    All columns but the label and those that other Params name are inputs. Labels are strings, booleans, or whole
+    All columns are inputs but the label and the columns that other Params name. Labels are strings, booleans, or whole
     numbers `0 ... classes - 1`. By default, it trains a multilayer perceptron with embeddings.
 
     Example:
@@ -264,8 +264,8 @@ class TabularRegressionModel(TabularModel, TorchRegressionModel):
 class TabularRegressor(TabularEstimator, TorchRegressor, TabularRegressorParams):
     """Trains a regressor on the columns of a table as they are: strings, booleans, numbers, dates and timestamps.
 
-    All columns but the label and those that other Params name are inputs. By default, it trains a multilayer perceptron
-    with embeddings.
+    All columns are inputs but the label and the columns that other Params name. By default, it trains a multilayer
+    perceptron with embeddings.
 
     Raises:
         ConfigError, ColumnError, ModuleError, ClusterError: From `fit`, before training starts.

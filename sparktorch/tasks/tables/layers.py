@@ -91,9 +91,9 @@ class MemberLinear(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Returns the outputs of the members, `(members, rows, outputs)`.
 
-        Inputs of the first layer are the same for all members, `(rows, inputs)`; those of other layers have the shape
-        `(members, rows, inputs)`. The factors scale the weights: a batch has more inputs and outputs than there are
-        weights.
+        In the first layer, the inputs are the same for all members, `(rows, inputs)`; in other layers, they have the
+        shape `(members, rows, inputs)`. The factors scale the weights, because a batch has more inputs and outputs than
+        there are weights.
         """
         weight = self.weight * self.input_factors.unsqueeze(1) * self.output_factors.unsqueeze(2)
         if self.first:

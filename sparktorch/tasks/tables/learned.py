@@ -42,7 +42,7 @@ CROSS_VALIDATION_COLUMN = re.compile(r"_[0-9a-f]{12}_rand$")
 _BOUND = 3.0  # Scaled numbers do not exceed it, as in RealMLP.
 _MOST_LABELS = 100_000  # All labels come to the driver, and the network has an output for each.
 _LARGEST_INTEGER = 2.0**53  # Spark and torch get larger integers as doubles, which are not exact.
-# In a table with more columns of integers than this, those that repeat are measurements, such as pixels.
+# In a table with more columns of integers than this, integers that repeat are measurements, such as pixels.
 _MOST_INTEGER_COLUMNS = 100
 _FEWEST_ROWS_OF_INTEGER = 2  # Integers are measured, not codes, if a value has fewer rows than this on average.
 _SHORT_RANGE = 32  # If a range has no more integers than this, all are categories, even those that no row has.
@@ -80,7 +80,7 @@ class _Kinds(NamedTuple):
 
     Attributes:
         categorical: The columns of categories.
-        times: The columns of dates and timestamps, each with those of its parts that become categories.
+        times: The columns of dates and timestamps, each with the parts that become categories, such as "month".
         numeric: The columns of numbers.
     """
 
@@ -239,12 +239,12 @@ def _boolean(text: str) -> bool:
 
 
 def _integer_columns(names: ColumnNames, columns: Iterable[str]) -> list[str]:
-    """Returns those of the columns whose type is an integer."""
+    """Returns the columns whose type is an integer."""
     return [name for name in columns if isinstance(names.type_of(name), T.IntegralType)]
 
 
 def _are_measurements(integers: Sequence[str]) -> bool:
-    """Whether columns of integers are so many that those that repeat are taken as measurements."""
+    """Whether there are so many columns of integers that even integers that repeat are taken as measurements."""
     return len(integers) > _MOST_INTEGER_COLUMNS
 
 
