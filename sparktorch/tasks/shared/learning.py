@@ -1,4 +1,4 @@
-"""The base class of estimators that learn something of rows before they train on them."""
+"""The base class of estimators that learn something from the rows before they train on them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ __all__ = ["LearningEstimator", "check_rows"]
 
 
 def check_rows(count: int) -> None:
-    """Refuses to learn of no rows."""
+    """Refuses to learn from no rows."""
     if not count:
         what, hint = "the DataFrame has no rows that train", "check the filter or the path it comes from"
         raise ColumnError(what, hint=hint, code="ST-NO-ROWS")
 
 
 class LearningEstimator(AutomaticEstimator):
-    """An estimator whose `_learn` returns what it learns of rows, and whose `completed` sets what follows from that.
+    """An estimator that learns something from the rows before it trains on them.
+
+    `_learn_from` calls `_learn`, whose result is kept in `_learned`. From then on, `completed` sets the Params that
+    follow from it.
 
     Attributes:
         _learned: What was learned; `None` before.
@@ -40,6 +43,7 @@ class LearningEstimator(AutomaticEstimator):
         return self._learned is not None
 
     def _learn(self, dataset: DataFrame) -> Any:
+        """Returns what follows from the rows; a subclass defines it."""
         raise NotImplementedError
 
     def _learn_rows(self, rows: DataFrame) -> None:
