@@ -196,7 +196,7 @@ def scorer_here(sent: Sent, scoring: Scoring, local: bool) -> Scorer:
         trained, weights = sent.load().unpacked()
         _scorers[key] = Scorer(trained, scoring, device=device, weights=weights)
         if len(_scorers) > _KEPT_SCORERS:
-            evicted = weakref.ref(_scorers.popitem(last=False)[1]._plain)
+            evicted = weakref.ref(_scorers.popitem(last=False)[1]._uncompiled)
             # A module in a reference cycle is freed by a collection only, and only if it is not frozen.
             if evicted() is not None:
                 gc.unfreeze()

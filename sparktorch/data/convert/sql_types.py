@@ -44,9 +44,9 @@ def empty_value(kind: pa.DataType) -> Any:
 
 def arrow_type(sql: str) -> pa.DataType:
     """Returns the Arrow type of a Spark SQL type; a `ValueError` says that `preprocess` does not support it."""
-    rest = _TOKEN.findall(sql)[::-1]
+    rest = _TOKEN.findall(sql)[::-1]  # The first token is last, where `pop` takes it.
     try:
-        kind = _taken(rest)
+        kind = _pop_type(rest)
     except (KeyError, IndexError):  # A word is unknown, or the text ends early.
         kind = None
     if kind is None or rest:
@@ -54,8 +54,8 @@ def arrow_type(sql: str) -> pa.DataType:
     return kind
 
 
-def _taken(rest: list[str]) -> pa.DataType:
-    """Takes the tokens of a type from the end of a list, and returns the type."""
+def _pop_type(rest: list[str]) -> pa.DataType:
+    """Removes the tokens of a type from the end of a list, and returns the type."""
     word = rest.pop()
     if word not in ("array", "struct"):
         return _PLAIN[word]
@@ -65,9 +65,11 @@ def _taken(rest: list[str]) -> pa.DataType:
         name = ""
         if word == "struct":
             name = rest.pop()
+            if name.startswith("`"):
+                name = name[1:-1].replace("``", "`")
             rest.pop()  # It is ":".
-        fields.append((name[1:-1].replace("``", "`") if name.startswith("`") else name, _taken(rest)))
+        fields.append((name, _pop_type(rest)))
         if rest[-1] == ",":
             rest.pop()
-    rest.pop()
+    rest.pop()  # It is ">".
     return pa.list_(fields[0][1]) if word == "array" else pa.struct(fields)
