@@ -193,7 +193,7 @@ def scorer_here(sent: Sent, scoring: Scoring, local: bool) -> Scorer:
             del _scorers[other]
             let_go(other[2])
     if key not in _scorers:
-        trained, weights = sent.load().unpacked()
+        trained, weights = sent.load().unpack()
         _scorers[key] = Scorer(trained, scoring, device=device, weights=weights)
         if len(_scorers) > _KEPT_SCORERS:
             evicted = weakref.ref(_scorers.popitem(last=False)[1]._uncompiled)

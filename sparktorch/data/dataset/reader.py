@@ -24,7 +24,7 @@ from sparktorch.data.sampling.row_keys import RowDigests, RowKeys
 from sparktorch.data.storage import RowStorage
 from sparktorch.errors import ColumnError
 
-__all__ = ["balanced", "read_shard"]
+__all__ = ["balanced_weights", "read_shard"]
 
 
 def read_shard(
@@ -128,7 +128,7 @@ def _digests(rows: pa.RecordBatch, columns: Columns) -> RowDigests | None:
     return RowDigests(keys.view(np.uint64))
 
 
-def balanced(sums: Sequence[float]) -> list[float]:
+def balanced_weights(sums: Sequence[float]) -> list[float]:
     """Returns the class weights that balance the classes: `rows / (classes * rows of the class)`.
 
     `sums` has for each class the number of its rows, or the sum of their weights. Classes without rows are not counted,
