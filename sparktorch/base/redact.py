@@ -42,7 +42,7 @@ def display_text(value: Any, name: object = "") -> str:
         arguments = [display_text(argument) for argument in value.args]
         arguments += [f"{key}={display_text(item, key)}" for key, item in value.keywords.items()]
         return f"{display_text(value.func)}({', '.join(arguments)})"
-    has_no_repr = type(value).__repr__ is object.__repr__
-    if callable(value) or has_no_repr:
+    repr_method: object = type(value).__repr__
+    if callable(value) or repr_method is object.__repr__:
         return getattr(value, "__qualname__", None) or type(value).__qualname__
     return redacted(re.sub(r" at 0x[0-9a-f]+", "", repr(value)))

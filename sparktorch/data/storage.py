@@ -53,12 +53,12 @@ class Runs:
     @classmethod
     def of(cls, rows: npt.NDArray[np.integer[Any]]) -> Runs:
         """Returns the runs of row numbers of shape `(rows,)`, in their order."""
-        rows = rows.astype(np.int64, copy=False)
-        if not len(rows):
-            return cls(rows, rows)
-        cuts = np.flatnonzero(np.diff(rows) != 1) + 1
-        starts = rows[np.concatenate([[0], cuts])]
-        return cls(starts, starts + np.diff(np.concatenate([[0], cuts, [len(rows)]])))
+        numbers = rows.astype(np.int64, copy=False)
+        if not len(numbers):
+            return cls(numbers, numbers)
+        cuts = np.flatnonzero(np.diff(numbers) != 1) + 1
+        starts = numbers[np.concatenate([[0], cuts])]
+        return cls(starts, starts + np.diff(np.concatenate([[0], cuts, [len(numbers)]])))
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
