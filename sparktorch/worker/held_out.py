@@ -48,7 +48,7 @@ def score_fold(
             payload is empty if this rank has no row of the fold, or too many, which `beyond` says.
     """
     client.enter("scoring")
-    trained, weights = trained.unpacked()
+    trained, weights = trained.unpack()
     scorer = Scorer(trained, scoring, device=rows.world.device, weights=weights)
     carried = rows.carried(fold)
     inputs = rows.inputs(fold, first_batch_size(scoring.batch_size))

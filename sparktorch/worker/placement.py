@@ -9,7 +9,7 @@ from typing import Any
 from sparktorch.base.config import TrainConfig
 from sparktorch.base.world import World
 from sparktorch.data.dataset.base import Shard
-from sparktorch.data.dataset.reader import balanced
+from sparktorch.data.dataset.reader import balanced_weights
 from sparktorch.data.sampling.plan import SamplingPlan
 from sparktorch.distributed.client import Client
 from sparktorch.errors import ColumnError, ConfigError
@@ -80,5 +80,5 @@ def _weigh_classes(shard: Shard, weights: Sequence[float] | str | None, classes:
     if isinstance(weights, str):
         sums = shard.weight_by_class(classes)
         sums_by_rank = [sums] if client is None else [peer["sums"] for peer in client.agree("classes", {"sums": sums})]
-        weights = balanced([sum(of_class) for of_class in zip(*sums_by_rank, strict=True)])
+        weights = balanced_weights([sum(of_class) for of_class in zip(*sums_by_rank, strict=True)])
     shard.weigh_classes(weights)
