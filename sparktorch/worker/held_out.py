@@ -52,7 +52,8 @@ def score_fold(
     scorer = Scorer(trained, scoring, device=rows.world.device, weights=weights)
     carried = rows.carried(fold)
     inputs = rows.inputs(fold, first_batch_size(scoring.batch_size))
-    parts, size = [], 0
+    parts = []
+    size = 0
     for part in client.moving(inputs):
         scored = scorer.score_tensors(part)
         parts.append([scored[name] for name in results])

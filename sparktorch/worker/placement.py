@@ -27,11 +27,13 @@ def assign_positions(
     Returns the world of the ranks that train one model together, in which an independent rank is alone, this rank's
     configuration, and its sampling plan.
     """
-    config, counts = job.config, [peer["rows"] for peer in peers]
+    config = job.config
+    counts = [peer["rows"] for peer in peers]
     strategy, options = strategy_for(config.strategy, config.strategy_params)
     independent = strategy.own_batches
     if not (min(counts) if independent else sum(counts)):
-        groups, validation = job.columns.groups, job.columns.validation
+        groups = job.columns.groups
+        validation = job.columns.validation
         hint = "is every row marked for validation?" if validation else "check the filter or the path they come from"
         if groups is not None and groups.window is not None:
             gaps = " without a gap" if any(peer["groups"]["gaps"] for peer in peers) else ""
@@ -45,7 +47,8 @@ def assign_positions(
     marked = [peer["validation"] for peer in peers]
     early = "earlyStoppingMetric" if config.patience is None else "earlyStoppingPatience"
     if config.needs_metric and validation is not None and not (min(marked) if independent else sum(marked)):
-        says, hint = "marks none", "it is to be true in some rows"
+        says = "marks none"
+        hint = "it is to be true in some rows"
         lacking = [peers[marked.index(0)]] if independent else peers
         window = None if job.columns.groups is None else job.columns.groups.window
         if window is not None and any(peer["groups"]["marked"] for peer in lacking):
@@ -58,10 +61,14 @@ def assign_positions(
             param=early,
             code="ST-NO-VALIDATION",
         )
-    team, rows, first = world, sum(counts), sum(counts[: world.rank])
+    team = world
+    rows = sum(counts)
+    first = sum(counts[: world.rank])
     if independent:
         # The rank trains by itself.
-        team, rows, first = replace(world, rank=0, world_size=1, local_rank=0), counts[world.rank], 0
+        team = replace(world, rank=0, world_size=1, local_rank=0)
+        rows = counts[world.rank]
+        first = 0
         if not strategy.makes_validation(options):  # Models of folds differ in their rows alone, not in their seeds.
             config = replace(config, seed=config.seed + world.rank)
     plan = SamplingPlan(

@@ -117,7 +117,8 @@ def run_held(rows: HeldRows, *, client: Client, body: Callable[..., RankResult])
 
 def _carry_out(order: Order, rows: HeldRows, client: Client) -> None:
     """Runs a task, and sends its result, or reports its error, to the driver."""
-    task_client, device = client.joined(order), rows.world.device
+    task_client = client.joined(order)
+    device = rows.world.device
     try:
         with task_client.beating(), leaving_none_of(device):
             try:

@@ -34,7 +34,8 @@ def torchrun_environment(world: World, client: Client, *, hosts_store: bool = Fa
     CPUs, it is the rank's index on its host. If `hosts_store`, rank 0 hosts a store at `MASTER_ADDR` and `MASTER_PORT`,
     as torchrun's agent does: `init_process_group` without arguments then joins the ranks.
     """
-    address, store = world.address or "127.0.0.1", None
+    address = world.address or "127.0.0.1"
+    store = None
     offer = {"host": world.host, "address": address, "port": "0", "id": uuid.uuid4().hex}
     if hosts_store and world.is_main:
         store, port = host_store(address)
@@ -72,16 +73,22 @@ def torchrun_environment(world: World, client: Client, *, hosts_store: bool = Fa
 @contextmanager
 def left_as_before() -> Iterator[None]:
     """Context after which environment, arguments, import path, folder and torch's defaults are as before."""
-    environment, argv, path, folder = dict(os.environ), sys.argv, list(sys.path), os.getcwd()
-    dtype, device = torch.get_default_dtype(), torch.get_default_device()
-    grad, precision = torch.is_grad_enabled(), torch.get_float32_matmul_precision()
+    environment = dict(os.environ)
+    argv = sys.argv
+    path = list(sys.path)
+    folder = os.getcwd()
+    dtype = torch.get_default_dtype()
+    device = torch.get_default_device()
+    grad = torch.is_grad_enabled()
+    precision = torch.get_float32_matmul_precision()
     try:
         yield
     finally:
         for name in os.environ.keys() - environment.keys():
             del os.environ[name]
         os.environ.update(environment)
-        sys.argv, sys.path[:] = argv, path
+        sys.argv = argv
+        sys.path[:] = path
         os.chdir(folder)
         torch.set_default_dtype(dtype)
         if torch.get_default_device() != device:
@@ -100,7 +107,8 @@ def run_script(
     says that the exit status is not 0.
     """
     with tempfile.TemporaryDirectory(prefix="sparktorch-") as folder:
-        name, file = path.name, Path(folder, path.name)
+        name = path.name
+        file = Path(folder, path.name)
         file.write_text(source, encoding="utf-8")
         main = sys.modules.get("__main__")
         sys.argv = [str(file), *arguments]

@@ -138,7 +138,7 @@ class Logs(Means):
     def over_ranks(self, world: World) -> dict[str, float]:
         """Returns the values over all ranks; a collective, called by every rank."""
         whole = Logs(self._computed)
-        for state in self._of_ranks(world):  # In rank order, so that all ranks see the same names in the same order.
+        for state in self._gather_sums(world):  # In rank order, so that all ranks see the same names in the same order.
             whole.load_state_dict(state)
         self.metrics = whole.logged_metrics
         values: dict[str, float] = {}

@@ -234,7 +234,7 @@ class _Run:
             engine.means.clear()
             self.callbacks.call("on_epoch_start")
         weights = sum_over_ranks(self._dataset.step_weights(epoch), self._world)
-        scales = step_scales(weights, engine.sync.divisor)
+        scales = step_scales(weights, engine.gradient_sync.divisor)
         engine.micro_batches.begin(self._dataset, epoch, counters.taken)
         # The time that this start of the training spends in steps is summed up, without that of validation.
         waited_before, entered = counters.waited, time.perf_counter() - counters.validating
@@ -242,7 +242,7 @@ class _Run:
         with closing(self._dataset.epoch(epoch, min_rows=engine.min_rows, first=counters.taken)) as batches:
             engine.training_mode()
             engine.hooks.begin_epoch(epoch, fresh=not counters.taken)
-            engine.trained.look(engine.optimizer)
+            engine.trained_parameters.refresh(engine.optimizer)
             yield _Epoch(epoch, weights, scales, started), self._steps_left(batches, len(scales))
         self._waited += counters.waited - waited_before
         self._seconds += time.perf_counter() - counters.validating - entered
@@ -289,7 +289,7 @@ class _Run:
         self._next_progress = now + _PROGRESS_SECONDS
         if self._world.is_main:
             # Rank 0 knows its own loss only: scaled to a whole batch, it stands for the losses of all ranks.
-            mean = loss.item() * epoch.scales[step] / self.engine.sync.divisor * self._world.world_size
+            mean = loss.item() * epoch.scales[step] / self.engine.gradient_sync.divisor * self._world.world_size
             self._client.progress(
                 epoch=epoch.number + 1,
                 epochs=self._config.epochs,
@@ -337,7 +337,7 @@ class _Run:
             metrics, counts = self.validation.run(module)
         progress.counters.validations.append({"step": self.context.step, **metrics})
         # Copying the best weights may be a collective. All ranks have the same metrics, so all copy or none does.
-        if progress.best.offer(metrics, self._weights.copied):
+        if progress.best.offer(metrics, self._weights.copy):
             progress.confusion = counts
         self.callbacks.call("on_validation_end", dict(metrics))  # It is a copy, so that callbacks change no record.
         progress.counters.validating += time.perf_counter() - started
@@ -414,7 +414,7 @@ class _Run:
         """Saves a checkpoint if one is due, or the training pauses or has no time; without one it does not pause."""
         if self._checkpointer is None or self.cut:  # An epoch that was cut has saved its own checkpoint.
             return
-        if not (self.pauses or self.out_of_time or self._checkpointer.due(position)):
+        if not (self.pauses or self.out_of_time or self._checkpointer.is_due(position)):
             return
         self._look_back(now=True)
         self._checkpointer.save(position, self._state.share(), self._config.judged(self.progress.last_validation()))
@@ -439,5 +439,5 @@ class _Run:
     def _look_back(self, *, now: bool = False) -> None:
         """Raises if a loss was not finite; it looks at once if `now`, as before the weights are used."""
         counters = self.progress.counters
-        if self.engine.watch is not None and counters.taken:
-            self.engine.watch.look_back(counters.losses, counters.taken, now=now)
+        if self.engine.loss_watch is not None and counters.taken:
+            self.engine.loss_watch.look_back(counters.losses, counters.taken, now=now)
