@@ -183,15 +183,15 @@ class Collectives:
         """Returns the result of `all_reduce` or `reduce_scatter`, whichever has the `name`."""
         one_of("op", op, get_args(Reduction))
         tensor, size = _tensor(value), self.world_size
-        whole = not (tensor.is_floating_point() or tensor.is_complex())
-        if (op == "mean" and whole) or (tensor.dtype is torch.bool and op not in ("min", "max")):
+        is_whole = not (tensor.is_floating_point() or tensor.is_complex())
+        if (op == "mean" and is_whole) or (tensor.dtype is torch.bool and op not in ("min", "max")):
             raise TypeError(f"op={op!r} does not go together with {tensor.dtype}: convert it; for bool take min or max")
         calls = self._compare(f"{name}({op})", value)
         if len({call.layout for call in calls}) > 1:
             raise ValueError(f"{name} needs equal dtypes and shapes: {_listed(map(str, calls))}")
         # No backend reduces all integers, and a half-precision sum may overflow.
         wide = tensor.dtype
-        if whole:
+        if is_whole:
             wide = torch.int64
         elif tensor.dtype.itemsize < 4:
             wide = torch.float32

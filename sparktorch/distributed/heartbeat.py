@@ -71,8 +71,8 @@ class Beats:
         """Returns the last heartbeat of each rank that has begun."""
         if self._missing:
             keys = set(self._list_keys())
-            new = {rank for rank in self._missing if f"beat/{rank}" in keys}
-            self._begun, self._missing = sorted({*self._begun, *new}), self._missing - new
+            begun_since = {rank for rank in self._missing if f"beat/{rank}" in keys}
+            self._begun, self._missing = sorted({*self._begun, *begun_since}), self._missing - begun_since
         begun = self._begun
         beats = zip(begun, self._read([f"beat/{rank}" for rank in begun]), strict=True)
         return {rank: beat for rank, beat in beats if beat is not None}
@@ -108,7 +108,7 @@ class Heart:
         self._leaving = max(_LEAVING_SECONDS, 2 * interval)  # A rank that waits looks as often as it beats.
         self._owner = threading.get_ident()
         self._driver: bytes | None = None
-        self._heard = 0
+        self._beats_of_driver = 0
         self._over = threading.Event()
 
     def run(self, stop: threading.Event) -> None:
@@ -119,13 +119,13 @@ class Heart:
         beats = threading.Thread(target=self._beat, args=(stop,), name="sparktorch-beat", daemon=True)
         beats.start()
         # Checks are counted, not the time of the clock: the process may have been suspended.
-        heard, silent = self._heard, 0.0
+        beats_before, silent = self._beats_of_driver, 0.0
         while silent < self._patience and not self._over.is_set():
             if stop.wait(self._interval):
                 beats.join(_LEAVING_SECONDS)
                 return
-            silent = silent + self._interval if self._heard == heard else 0.0
-            heard = self._heard
+            silent = silent + self._interval if self._beats_of_driver == beats_before else 0.0
+            beats_before = self._beats_of_driver
         if not stop.wait(self._leaving):
             silence = f"has not been heard of for driverTimeout ({self._patience:g} s)"
             why = silence if silent >= self._patience else "has gone, or has given up the fit"
@@ -167,7 +167,7 @@ class Heart:
         if message is None and self._driver is not None:
             return True  # This is the store of a later attempt, at the same port.
         if message is None or message != self._driver:
-            self._heard += 1
+            self._beats_of_driver += 1
         self._driver = message
         request: dict[str, Any] = {"cancelled": False, "pause": False, "stacks": []}
         if message is not None:

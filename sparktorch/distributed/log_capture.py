@@ -42,7 +42,7 @@ class LogCapture:
         self.paused = False
         self._lock = threading.Lock()
         self._last: deque[str] = deque(maxlen=KEPT_LINES)
-        self._new: deque[Line] = deque(maxlen=KEPT_LINES)
+        self._unsent: deque[Line] = deque(maxlen=KEPT_LINES)
         self._lost = 0
 
     @contextmanager
@@ -77,12 +77,12 @@ class LogCapture:
             self._last.extend(lines)
             by_driver = self.shared and level >= self.driver_level
             # The driver gets the last lines only. Where lines would be lost, this process shows all of them itself.
-            if by_driver and len(self._new) + len(lines) > KEPT_LINES:
+            if by_driver and len(self._unsent) + len(lines) > KEPT_LINES:
                 return False
             for line in lines:
-                if len(self._new) == KEPT_LINES:  # The deque drops its first line.
+                if len(self._unsent) == KEPT_LINES:  # The deque drops its first line.
                     self._lost += 1
-                self._new.append((level, line))
+                self._unsent.append((level, line))
         return by_driver
 
     def another(self) -> LogCapture:
@@ -92,8 +92,8 @@ class LogCapture:
     def drain(self) -> tuple[list[Line], int]:
         """Returns the last `KEPT_LINES` lines since the previous call, and how many earlier ones were dropped."""
         with self._lock:
-            lines, lost = list(self._new), self._lost
-            self._new.clear()
+            lines, lost = list(self._unsent), self._lost
+            self._unsent.clear()
             self._lost = 0
         return lines, lost
 

@@ -260,9 +260,9 @@ def _moves(beat: dict[str, Any]) -> tuple[Any, ...]:
 
 def _state_of(rank: int, record: dict[str, Any], *, mute: bool) -> str:
     """Returns as text where a rank runs, and in which phase it has stayed."""
-    at = f", epoch {record['epoch']}, step {record['step']}," if record["step"] is not None else ""
+    position = f", epoch {record['epoch']}, step {record['step']}," if record["step"] is not None else ""
     state = f"has not been heard of, since it was {record['phase']}" if mute else f"has been {record['phase']}"
-    return f"rank {rank} on {record['host']} (pid {record['pid']}) {state}{at}"
+    return f"rank {rank} on {record['host']} (pid {record['pid']}) {state}{position}"
 
 
 def _named(ranks: list[int]) -> str:

@@ -141,9 +141,9 @@ class RootCause:
         named = re.search(_FIRST, message)
         first = {int(named[1])} if named else set[int]()
         # Where Spark has seen that the process of the task is gone, no heartbeat needs to be waited for.
-        gone = first & quiet.keys() if re.search(_GONE, message) else set[int]()
+        lost = first & quiet.keys() if re.search(_GONE, message) else set[int]()
         for suspects in (first & quiet.keys(), server.silent() & quiet.keys(), set(quiet)):
-            dead = gone or self._watch.dead(suspects)
+            dead = lost or self._watch.dead(suspects)
             if dead:
                 break
         else:

@@ -30,14 +30,14 @@ _LATE_LOOKS = 10
 class ControlServer:
     """The store of one attempt, seen from the driver."""
 
-    def __init__(self, bind: str, advertise: str, *, beside: ControlServer | None = None) -> None:
+    def __init__(self, bind: str, advertise: str, *, pool: ControlServer | None = None) -> None:
         """Starts the store at the local address `bind`, and a thread that sends the driver's heartbeat.
 
-        Executors reach it at `advertise`. `beside` shares the store of that server, under the token of its next task.
+        Executors reach it at `advertise`. `pool` shares the store of that server, under the token of its next task.
         """
         self._server: dist.TCPStore
-        self._server, port = host_store(bind) if beside is None else (beside._server, beside.rendezvous.port)
-        token = secrets.token_hex(16) if beside is None else beside._store.token_of(len(beside._orders))
+        self._server, port = host_store(bind) if pool is None else (pool._server, pool.rendezvous.port)
+        token = secrets.token_hex(16) if pool is None else pool._store.token_of(len(pool._orders))
         self.rendezvous: Rendezvous = Rendezvous(advertise, port, token)
         self._store: SealedStore = SealedStore(self.rendezvous.prefix, self._server)
         # Whether a value had no valid signature.
@@ -66,11 +66,11 @@ class ControlServer:
 
     def new_epochs(self) -> list[dict[str, Any]]:
         """Returns the records of the epochs finished since the last call, each exactly once."""
-        done = self._read("epochs")
-        if done is None:
+        last_epoch = self._read("epochs")
+        if last_epoch is None:
             return []
-        records = [self._read(f"epoch/{number}") for number in range(self._last_epoch + 1, done + 1)]
-        self._last_epoch = done
+        records = [self._read(f"epoch/{number}") for number in range(self._last_epoch + 1, last_epoch + 1)]
+        self._last_epoch = last_epoch
         # A training that resumes from a checkpoint starts with a later epoch: the earlier ones have no record.
         return [record for record in records if record is not None]
 
@@ -80,13 +80,13 @@ class ControlServer:
 
     def new_lines(self, beats: Sequence[dict[str, Any] | None]) -> list[tuple[int, int, str]]:
         """Returns the lines, logged and printed, that have come with these `beats`, each with rank and level."""
-        new: list[tuple[int, int, str]] = []
+        lines: list[tuple[int, int, str]] = []
         for rank, parcel in self._new("lines", beats):
             if parcel["lost"]:
-                new.append((rank, 0, f"... {parcel['lost']} more lines"))
-            new += [(rank, level, line) for level, line in parcel["lines"]]
+                lines.append((rank, 0, f"... {parcel['lost']} more lines"))
+            lines += [(rank, level, line) for level, line in parcel["lines"]]
             self._last_lines[rank].extend(line for _, line in parcel["lines"])
-        return new
+        return lines
 
     def last_lines(self, rank: int) -> str:
         """Returns a rank's last lines under a heading, as far as `new_lines` has read them."""
@@ -171,7 +171,7 @@ class ControlServer:
 
     def another(self) -> ControlServer:
         """Returns a server for the next task of a pool, which shares the store under a token of its own."""
-        task = ControlServer("", self.rendezvous.host, beside=self)
+        task = ControlServer("", self.rendezvous.host, pool=self)
         self._earlier.append(task._store)
         return task
 
@@ -181,8 +181,8 @@ class ControlServer:
         Every rank has taken the task before. So none still writes keys of the tasks before that one, which are deleted.
         """
         if len(self._orders) > 1:
-            old = len(self._orders) - 2
-            for key in (f"order/{old}", *(f"order/{old}/{number}" for number in range(self._orders[old]))):
+            last = len(self._orders) - 2
+            for key in (f"order/{last}", *(f"order/{last}/{number}" for number in range(self._orders[last]))):
                 self._store.delete_key(key)
         for store in self._earlier[:-2]:
             for key in store.list_keys():
@@ -226,8 +226,8 @@ class ControlServer:
     def _failures(self) -> list[dict[str, Any]]:
         """Returns the ranks' reports of failures."""
         if self._store.check(["errors"]):
-            new = [key for key in self._store.list_keys() if key.startswith("error/") and key not in self._failed]
-            forms = zip(new, self._read_all(new), strict=True)
+            keys = [key for key in self._store.list_keys() if key.startswith("error/") and key not in self._failed]
+            forms = zip(keys, self._read_all(keys), strict=True)
             self._failed |= {key: form for key, form in forms if form is not None}
             self._next_failures = time.monotonic() + paced(0.0, len(self._failed))
         return list(self._failed.values())

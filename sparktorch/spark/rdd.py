@@ -187,10 +187,10 @@ def moved(rdd: RDD[Any]) -> RDD[Any]:
         return ((number, element) for element in elements)
 
     # A key is the number of its partition already.
-    def same(number: int) -> int:
+    def identity(number: int) -> int:
         return number
 
-    return rdd.mapPartitionsWithIndex(numbered).partitionBy(rdd.getNumPartitions(), same).values()
+    return rdd.mapPartitionsWithIndex(numbered).partitionBy(rdd.getNumPartitions(), identity).values()
 
 
 def _needs_spark(kind: T.DataType) -> bool:
@@ -226,18 +226,18 @@ def _tensors(
 
 def _resized(batches: Iterable[pa.RecordBatch], size: int | None) -> Iterator[pa.RecordBatch]:
     """Yields the rows in batches of a size; only rows on both sides of a border are copied."""
-    held: list[pa.RecordBatch] = []
+    pending: list[pa.RecordBatch] = []
     for batch in batches:
         if size is None:
             yield batch
             continue
-        rows = pa.Table.from_batches([*held, batch])
-        whole = rows.num_rows - rows.num_rows % size
-        for start in range(0, whole, size):
+        rows = pa.Table.from_batches([*pending, batch])
+        full = rows.num_rows - rows.num_rows % size
+        for start in range(0, full, size):
             yield from rows.slice(start, size).combine_chunks().to_batches()
-        held = rows.slice(whole).to_batches()
-    if held:
-        yield from pa.Table.from_batches(held).combine_chunks().to_batches()
+        pending = rows.slice(full).to_batches()
+    if pending:
+        yield from pa.Table.from_batches(pending).combine_chunks().to_batches()
 
 
 def _tensor(values: Any) -> torch.Tensor:

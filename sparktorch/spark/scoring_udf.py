@@ -144,24 +144,24 @@ def rechunk(
     A batch of more than `size` rows is not split: the scorer splits it evenly.
     """
     pending: list[tuple[pa.Array, ...]] = []
-    rows = held = 0
+    rows = pending_bytes = 0
     for batch in batches:
-        for part, taken in _cut(batch, limit):
-            if pending and (rows + len(part[0]) > size or held + taken > limit):
+        for part, size_bytes in _cut(batch, limit):
+            if pending and (rows + len(part[0]) > size or pending_bytes + size_bytes > limit):
                 yield _joined(pending)
-                pending, rows, held = [], 0, 0
+                pending, rows, pending_bytes = [], 0, 0
             pending.append(part)
             rows += len(part[0])
-            held += taken
+            pending_bytes += size_bytes
     if pending:
         yield _joined(pending)
 
 
 def _cut(batch: tuple[pa.Array, ...], limit: int) -> Iterator[tuple[tuple[pa.Array, ...], int]]:
     """Yields a batch, halved until each part has one row or at most `limit` bytes, with the size of each in bytes."""
-    rows, taken = len(batch[0]), sum(column.nbytes for column in batch)
-    if taken <= limit or rows < 2:
-        yield batch, taken
+    rows, size_bytes = len(batch[0]), sum(column.nbytes for column in batch)
+    if size_bytes <= limit or rows < 2:
+        yield batch, size_bytes
         return
     for half in (slice(0, rows // 2), slice(rows // 2, rows)):
         yield from _cut(tuple(column[half] for column in batch), limit)

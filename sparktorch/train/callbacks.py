@@ -188,12 +188,12 @@ class Callbacks:
         world = self._context.world
         if not self._all and module_asked is None:
             return False
-        asked = float(self.has_stop_request(module_asked))
+        stop_requested = float(self.has_stop_request(module_asked))
         numbers = shared() if world.world_size > 1 else {}
         # One collective finds the maximum over ranks of the request, and maximum and minimum of each number: the
         # minimum is the negative of the maximum of the negative numbers.
         negative = [-number for number in numbers.values()]
-        values = torch.tensor([asked, *numbers.values(), *negative], dtype=torch.float64)
+        values = torch.tensor([stop_requested, *numbers.values(), *negative], dtype=torch.float64)
         any_asked, *bounds = max_over_ranks(values, world).tolist()
         largest = bounds[: len(numbers)]
         smallest = [-bound for bound in bounds[len(numbers) :]]

@@ -20,26 +20,10 @@ from sparktorch.data.fields.kinds import KINDS, kind_of
 from sparktorch.errors import ColumnError, ConfigError, failure_text
 from sparktorch.spark.column_names import ColumnNames, quoted_name
 from sparktorch.spark.compat import for_pandas
-from sparktorch.spark.frame.kinds import (
-    INTEGRAL,
-    NUMERIC,
-    SQL_TYPES,
-    Encoding,
-    element_of,
-    encoding_of,
-    number_as,
-)
+from sparktorch.spark.frame.kinds import INTEGRAL, NUMERIC, SQL_TYPES, Encoding, element_of, encoding_of, number_as
 from sparktorch.spark.frame.refusals import as_numbers, no_tensor, unsuitable
 
-__all__ = [
-    "NUMERIC",
-    "column_of",
-    "exact",
-    "input_columns",
-    "is_numeric",
-    "kept_as",
-    "plan_inputs",
-]
+__all__ = ["NUMERIC", "column_of", "exact", "input_columns", "is_numeric", "kept_as", "plan_inputs"]
 
 _NUMPY_TYPES = {sql: dtype for dtype, sql in SQL_TYPES.items()} | {"boolean": "bool"}
 _CHANNELS = (1, 3, 4)
@@ -163,9 +147,9 @@ def _check_fill(name: str, fill: float | None, dtype: str, *, hint: str) -> None
     if fill is None:
         return
     with np.errstate(over="ignore", invalid="ignore"):
-        held = np.float64(fill).astype(dtype)
-    whole = np.dtype(dtype).kind != "f"
-    if (float(held) != fill) if whole else (np.isinf(held) and not math.isinf(fill)):
+        converted = np.float64(fill).astype(dtype)
+    is_whole = np.dtype(dtype).kind != "f"
+    if (float(converted) != fill) if is_whole else (np.isinf(converted) and not math.isinf(fill)):
         raise ConfigError(
             f"fillValue is {fill:g}, which column {name!r}, {dtype}, cannot hold",
             hint=f"set one that fits all the input columns, {hint}",
@@ -240,8 +224,8 @@ def exact(columns: ColumnNames, spec: TensorSpec, wire: Column) -> Column:
 
 def _is_wide(kind: T.DataType) -> bool:
     """Whether a type is of whole numbers that float32 may round."""
-    whole = isinstance(kind, T.DecimalType) and kind.scale <= 0 and kind.precision > 7
-    return whole or isinstance(kind, (T.IntegerType, T.LongType))
+    is_whole = isinstance(kind, T.DecimalType) and kind.scale <= 0 and kind.precision > 7
+    return is_whole or isinstance(kind, (T.IntegerType, T.LongType))
 
 
 def column_of(columns: ColumnNames, spec: TensorSpec) -> Column:

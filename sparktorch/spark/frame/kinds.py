@@ -72,13 +72,13 @@ def element_of(kind: T.DataType) -> tuple[T.DataType, int]:
 def number_as(columns: ColumnNames, name: str, dtype: str) -> Column:
     """Returns a column of numbers, or of nested lists of them, as a dtype."""
     element, depth = element_of(columns.type_of(name))
-    if np.dtype(dtype).kind == "i" and not _held(element, dtype):
+    if np.dtype(dtype).kind == "i" and not _holds_all(element, dtype):
         # Out-of-range values become null, for `nullPolicy`; a cast would raise or wrap, depending on ANSI mode.
         return F.expr(f"try_cast({columns.sql(name)} as {_listed(dtype, depth)})")
     return columns.column(name).cast(_listed(dtype, depth))
 
 
-def _held(kind: T.DataType, dtype: str) -> bool:
+def _holds_all(kind: T.DataType, dtype: str) -> bool:
     """Whether an integer dtype holds every value of a type."""
     if isinstance(kind, T.BooleanType):
         return True
@@ -112,10 +112,10 @@ def _vectors(columns: ColumnNames, spec: TensorSpec) -> Column:
         least, most = float(np.iinfo(dtype).min), float(np.iinfo(dtype).max)
 
         # A value that the dtype cannot hold becomes null, for `nullPolicy`.
-        def held(value: Column) -> Column:
+        def null_beyond_limits(value: Column) -> Column:
             return F.when(((value == least) | (value > least - 1)) & (value < most + 1), value)
 
-        values = F.transform(values, held)
+        values = F.transform(values, null_beyond_limits)
     parts = F.struct(
         fields["size"].alias("size"), indices.alias("indices"), values.cast(_listed(dtype, 1)).alias("values")
     )
@@ -161,30 +161,10 @@ def _is_image(kind: T.DataType) -> bool:
 
 
 ENCODINGS = (
-    Encoding(
-        "vector",
-        _is_vector,
-        _vectors,
-        layouts=("dense", "sparse_csr"),
-        dtypes=("float32", "float64"),
-    ),
+    Encoding("vector", _is_vector, _vectors, layouts=("dense", "sparse_csr"), dtypes=("float32", "float64")),
     Encoding("number", _is_number, _numbers, free=True),
-    Encoding(
-        "number",
-        _is_list_of_numbers,
-        _numbers,
-        layouts=("dense", "padded", "jagged"),
-        free=True,
-    ),
-    Encoding(
-        "binary",
-        _is_binary,
-        _bytes,
-        layouts=("raw", "image"),
-        dtypes=(),
-        free=True,
-        asks=True,
-    ),
+    Encoding("number", _is_list_of_numbers, _numbers, layouts=("dense", "padded", "jagged"), free=True),
+    Encoding("binary", _is_binary, _bytes, layouts=("raw", "image"), dtypes=(), free=True, asks=True),
     Encoding("binary", _is_file, _content, layouts=("image",)),
     Encoding("binary", _is_image, _image, layouts=("image",)),
 )

@@ -30,14 +30,14 @@ def gpu_profile(spark: SparkSession, device: Device, world_size: int) -> Resourc
     if device == "cpu":
         return None
     local, task = is_local(spark), float(setting(spark, TASK_AMOUNT, "0"))
-    gpus, asked, what, hint = float(setting(spark, AMOUNT, "0")), device != "auto", "", ""
-    count = device_count(device) if local and asked else 0
-    if local and asked and count < world_size:
+    gpus, wants_device, what, hint = float(setting(spark, AMOUNT, "0")), device != "auto", "", ""
+    count = device_count(device) if local and wants_device else 0
+    if local and wants_device and count < world_size:
         what = f"device={device!r} with numWorkers={world_size}, but torch sees {count} such devices on this machine"
         hint = f"set numWorkers={count}, or device='cpu' or 'auto'"
         if not count:
             hint = f"is torch {torch.__version__} a build for it, and its driver installed? Else set device='cpu'"
-    elif not local and asked and gpus < 1:
+    elif not local and wants_device and gpus < 1:
         what = f"device={device!r}, but the executors have no GPU"
         hint = f"start the session with {AMOUNT}=1 and "
         hint += "spark.executor.resource.gpu.discoveryScript=conf/gpu_discovery.sh, or set device='cpu'"

@@ -15,7 +15,7 @@ from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F
 
 from sparktorch.base.config import at_least, one_of
-from sparktorch.errors import ColumnError, ConfigError
+from sparktorch.errors import ColumnError, ConfigError, ConflictError
 from sparktorch.ml.fit.task_training import TaskTraining
 from sparktorch.ml.fit.values import Values
 from sparktorch.ml.params.mixins import RecommenderParams
@@ -241,7 +241,8 @@ class Recommender(Paired, LearningEstimator, RecommenderParams):
         p, names = Values(self), ColumnNames.of(dataset)
         rating = p["ratingCol"]
         columns = [p["userCol"], p["itemCol"], *p["userFeatures"], *p["itemFeatures"], *([rating] if rating else [])]
-        if repeated := names.repeated(columns):
+        repeated = names.repeated(columns)
+        if repeated:
             raise ConfigError(f"column {repeated!r} has two roles", hint="name another one for each", param="userCol")
         check_numbers(names, columns[2:])
         # Where the estimator holds rows out itself, users and items are those of all rows.
@@ -356,18 +357,16 @@ class Recommender(Paired, LearningEstimator, RecommenderParams):
 def _check_params(p: Values) -> None:
     """Refuses ratings without a column of them, and a number in place of a user."""
     if not (p["ratingCol"] or p["implicitPrefs"]):
-        raise ConfigError(
+        raise ConflictError(
             "ratingCol is '', and without implicitPrefs the ratings are what is learned",
             hint="name the column, or set implicitPrefs=True",
             param="ratingCol",
-            code="ST-CLASH",
         )
     if p["nullPolicy"] == "fill":
-        raise ConfigError(
+        raise ConflictError(
             "nullPolicy is 'fill', and no number stands for a user",
             hint="set nullPolicy='drop', or fill features before",
             param="nullPolicy",
-            code="ST-CLASH",
         )
 
 

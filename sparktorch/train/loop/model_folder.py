@@ -70,7 +70,7 @@ class ModelFolder:
         self._path = Path(path)
         self._token = self._path.name
         self._world = world
-        self._new = self._path.with_name(f".{self._token}.{secrets.token_hex(4)}")
+        self._temporary = self._path.with_name(f".{self._token}.{secrets.token_hex(4)}")
 
     def check(self) -> None:
         """Checks that rank 0 can write, and that all ranks see its files; removes what an earlier attempt has begun."""
@@ -144,7 +144,7 @@ class ModelFolder:
         if world.is_main:
             size = sum(meta.nbytes for meta in metas.values())
             index = {"metadata": {"total_size": size, "sparktorch": self._token}, "weight_map": file_of}
-            (self._new / INDEX).write_text(json.dumps(index, indent=1))
+            (self._temporary / INDEX).write_text(json.dumps(index, indent=1))
 
     def _tensor_metas(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, _TensorMeta]:
         """Returns metadata of every tensor that a rank has, in the same order in all ranks; it is a collective."""
@@ -202,10 +202,10 @@ class ModelFolder:
             yield
             return
         try:
-            self._new.mkdir()
+            self._temporary.mkdir()
             yield
             try:
-                _put_in_place(self._new, self._path)
+                _put_in_place(self._temporary, self._path)
             except OSError:
                 # There may be a model already: an earlier attempt has written the same one, and was lost just then.
                 if not (self._path / INDEX).is_file():
@@ -218,7 +218,7 @@ class ModelFolder:
                 code="ST-MODEL-DIR",
             ) from error
         finally:
-            shutil.rmtree(self._new, ignore_errors=True)
+            shutil.rmtree(self._temporary, ignore_errors=True)
 
     def _write(self, file: str, tensors: dict[str, torch.Tensor]) -> None:
         from safetensors import SafetensorError
@@ -227,31 +227,31 @@ class ModelFolder:
         tensors = apart(tensors)
         metadata = {"format": "pt"}
         try:
-            save_file(tensors, self._new / file, metadata=metadata)
+            save_file(tensors, self._temporary / file, metadata=metadata)
         except (OSError, SafetensorError):
             # `save_file` begins with a sparse file, which mounts of object stores refuse. `save` holds the file twice.
-            (self._new / file).write_bytes(save(tensors, metadata=metadata))
+            (self._temporary / file).write_bytes(save(tensors, metadata=metadata))
 
     def _wait(self) -> None:
         """Waits until all ranks are here."""
         sum_over_ranks(torch.zeros(1), self._world)
 
 
-def _put_in_place(new: Path, target: Path) -> None:
+def _put_in_place(temporary: Path, target: Path) -> None:
     """Renames a folder of files.
 
     If the file system cannot rename folders, it moves the files, and last the index that names them. An `OSError` says
     that this is impossible, too, or that there is a folder of the new name already.
     """
     try:
-        new.rename(target)
+        temporary.rename(target)
     except OSError as error:
         if error.errno not in _NO_FOLDER_RENAME:
             raise
         if (target / INDEX).is_file():
             raise FileExistsError(errno.EEXIST, "a model is there", str(target)) from error
         target.mkdir(exist_ok=True)  # The folder exists if an earlier attempt was lost while it moved files.
-        for file in sorted(new.iterdir(), key=lambda file: file.name == INDEX):
+        for file in sorted(temporary.iterdir(), key=lambda file: file.name == INDEX):
             file.replace(target / file.name)
 
 

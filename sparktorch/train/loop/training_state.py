@@ -110,7 +110,7 @@ class TrainingState:
             "schedule": engine.schedule.state_dict(),
             "scaler": engine.scaler.state_dict(),
             "callbacks": self._callbacks.state_dict(),
-            "asked": self._callbacks.has_stop_request(engine.hooks.asked),
+            "asked": self._callbacks.has_stop_request(engine.hooks.stop_requested),
             "module": engine.hooks.state_dict(),
             "means": engine.means.state_dict(),
             "micro_batch_size": engine.micro_batches.size if engine.micro_batches.searches else None,

@@ -118,11 +118,11 @@ class Validation:
                 if self._shows_output:
                     self._metrics.update(output, label)
         summed = sum_over_ranks(torch.cat([totals, counts]), self._world)
-        loss_sum, loss_weight_sum, weight_sum, right, losses = summed[:5].tolist()
+        loss_sum, loss_weight_sum, weight_sum, correct_weight, losses = summed[:5].tolist()
         hooks.end_validation_rows()
         measured = {"val_loss": mean_of(loss_sum, loss_weight_sum)} if losses else {}
         if self._task == "classification":
-            measured["val_accuracy"] = mean_of(right, weight_sum)
+            measured["val_accuracy"] = mean_of(correct_weight, weight_sum)
         if step is None:
             metrics = measured
         elif step.logs_validation:  # A value that the module logs replaces the one that is measured under its name.
@@ -347,16 +347,16 @@ def check_loss(engine: Engine, config: TrainConfig, world: World, dataset: RankD
             first = group * size % batch.rows  # A rank with fewer rows than others begins with its first rows again.
             with engine.strategy.shared_rows(batch.slice(first, min(first + size, batch.rows))) as rows:
                 losses = _losses(engine, config, module, rows)
-                whole = next(losses)
+                loss_of_all = next(losses)
                 if group == 0:
                     # Only a loss that is one number is compared. A pass may be a collective: every rank takes as many
                     # passes as the rank with the most rows.
-                    is_number = isinstance(whole, torch.Tensor) and whole.dim() == 0
+                    is_number = isinstance(loss_of_all, torch.Tensor) and loss_of_all.dim() == 0
                     count = math.ceil(min(batch.rows, _CHECKED_ROWS) / size) if is_number else 0
                     groups = int(max_over_ranks(torch.tensor(count), world))
                     if groups == 0:
                         break
-                compared = [whole, *losses]
+                compared = [loss_of_all, *losses]
             half = rows.rows // 2
             if half:
                 check_mean(compared, (half, rows.rows - half), **subject, rough=is_rough)

@@ -85,16 +85,16 @@ class Adapter:
         """
         return None
 
-    def write(self, module: Any, folder: str, labels: Sequence[str], beside: Any = None) -> None:
-        """Writes a module as a folder that its library opens, and `beside` it what prepares its inputs.
+    def write(self, module: Any, folder: str, labels: Sequence[str], preprocessor: Any = None) -> None:
+        """Writes a module as a folder that its library opens, and into it the `preprocessor` of the module's inputs.
 
         `labels` are the names of the classes. A `PersistenceError` says that there is a file instead of a folder.
         """
         if Path(folder).is_file():
             raise PersistenceError(f"{folder} is a file", hint="name a folder, which is made if it is missing")
         module.save_pretrained(folder)
-        if beside is not None:
-            beside.save_pretrained(folder)
+        if preprocessor is not None:
+            preprocessor.save_pretrained(folder)
 
     def to_json(self, value: Any) -> dict[str, Any] | None:
         """Returns the value of a Param as JSON, if it belongs to the library, such as a configuration; else `None`."""

@@ -24,6 +24,7 @@ from sparktorch.train.recipe.hints import hints_for
 from sparktorch.train.recipe.loss import Loss, TrainingStep, check_mean, full_precision
 from sparktorch.train.recipe.loss_tensors import check_parameters, unchanged_buffers
 from sparktorch.train.recipe.metrics import ones_for, try_metrics
+from sparktorch.train.recipe.module_hooks import call_plainly
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.recipe.task import (
     align,
@@ -38,7 +39,7 @@ from sparktorch.train.recipe.task import (
 
 __all__ = ["ArgumentSpec", "DryRunResult", "OutputSpec", "arguments_of", "describe_outputs", "dry_run", "try_forward"]
 
-_log = logging.getLogger(__name__)
+_LOG = logging.getLogger(__name__)
 
 _WITH_VALUES = (
     "with modelDir, the driver tries shapes alone; dryRun='worker' tries values, in one worker, which then holds the "
@@ -249,7 +250,7 @@ def _try_passes(
         raise ModuleError(what, hint=hint, param="module", code="ST-NO-PARAMETERS")
     check_state(module.state_dict())
     hooks = recipe.build_hooks(module, World(device=device), _STEPS)
-    training_step = hooks.training_step(lambda _, function: function()) or recipe.build_training_step()
+    training_step = hooks.training_step(call_plainly) or recipe.build_training_step()
     loss = None if training_step else recipe.build_loss()
     recipe.check_optimizer(module)
     recipe.check_scheduler()
@@ -348,8 +349,8 @@ def _try_loss(
     loss: Loss, task: Task, output: Any, label: torch.Tensor | None, weight: torch.Tensor | None, *, values: bool
 ) -> torch.Tensor:
     """Runs a loss forward and backward on a few rows, and forward on one and on two rows; returns its value."""
-    got = "" if label is None else f" and labels {described(label)}"
-    hint = f"the module returned {described(output)}{got}"
+    labels = "" if label is None else f" and labels {described(label)}"
+    hint = f"the module returned {described(output)}{labels}"
     if task == "classification":
         hint += "; CrossEntropyLoss takes a score for each class, BCEWithLogitsLoss one a row, for two classes"
     elif label is not None and not label.is_floating_point() and getattr(output, "shape", None) == label.shape:
@@ -365,19 +366,19 @@ def _try_loss(
     return total
 
 
-def _try_step(step: TrainingStep, module: nn.Module, whole: Batch, *, values: bool) -> torch.Tensor:
+def _try_step(step: TrainingStep, module: nn.Module, batch: Batch, *, values: bool) -> torch.Tensor:
     """Runs a training step forward and backward on a few rows, and forward on one and on two; returns its loss."""
-    arrives = ", ".join(described(tensor) for tensor in whole.inputs)
-    got = "" if whole.label is None else f" and label {described(whole.label)}"
-    hint = f"{step.hint or 'it is called with the module and a batch'}; inputs ({arrives}){got}"
+    inputs = ", ".join(described(tensor) for tensor in batch.inputs)
+    label = "" if batch.label is None else f" and label {described(batch.label)}"
+    hint = f"{step.hint or 'it is called with the module and a batch'}; inputs ({inputs}){label}"
 
     def loss_between(start: int, end: int) -> Any:
-        losses, _ = step.per_row(module, whole.slice(start, end))
+        losses, _ = step.per_row(module, batch.slice(start, end))
         return losses
 
     with refusing(f"{step.what} failed on the first row", hint, param=step.param, code="ST-LOSS"):
         _check_rows(loss_between, step.what, step.param, hint, values=values)
-        total, _ = step(module, whole)
+        total, _ = step(module, batch)
         total.backward()  # type: ignore[no-untyped-call]
     return total
 
@@ -445,7 +446,7 @@ def _check_classes(task: Task, output: Any, rows: int, loss: Loss | None) -> int
             param="loss",
         )
     if output.device.type != "meta" and output.dim() == 2 and are_shares(output):
-        _log.warning(
+        _LOG.warning(
             "the module's scores of the first row are at least 0 and sum to 1: if it ends with a softmax, take that "
             "out; scoring applies one, and so does CrossEntropyLoss"
         )

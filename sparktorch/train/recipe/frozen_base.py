@@ -63,8 +63,8 @@ class FrozenBase:
         if not state:
             return {}
         record = json.dumps({"sha256": self.digest, "seed": self.seed}).encode()
-        rest = {name: value for name, value in state.items() if name not in self.names}
-        return rest | {_RECORD: torch.tensor(list(record), dtype=torch.uint8)}
+        trained = {name: value for name, value in state.items() if name not in self.names}
+        return trained | {_RECORD: torch.tensor(list(record), dtype=torch.uint8)}
 
     def check(self, state: Mapping[str, torch.Tensor]) -> None:
         """Raises a `ModuleError` if training has changed the base; an empty state dict is not checked."""

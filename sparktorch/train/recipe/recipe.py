@@ -20,14 +20,7 @@ from sparktorch.base.weights_folder import WeightsFolder
 from sparktorch.base.world import World
 from sparktorch.errors import ConfigError, ModuleError, refusing
 from sparktorch.train.recipe.frozen_base import lacks_base, load_weights, seed_of
-from sparktorch.train.recipe.lookup import (
-    building,
-    has_fused_kernel,
-    look_up,
-    name_of,
-    parameters_of,
-    signature_of,
-)
+from sparktorch.train.recipe.lookup import building, has_fused_kernel, look_up, name_of, parameters_of, signature_of
 from sparktorch.train.recipe.loss import Loss, TrainingStep
 from sparktorch.train.recipe.module_hooks import ModuleHooks
 from sparktorch.train.recipe.parameter_groups import freeze, group
@@ -140,10 +133,15 @@ class Recipe:
             with refusing("the module instance cannot be copied", SHIPPING_HINT, param="module"):
                 return copy.deepcopy(self.module)
         factory = load_object(self.module) if isinstance(self.module, str) else self.module
+
+        def make() -> nn.Module:
+            module: nn.Module = factory(**self._arguments(factory))
+            return module
+
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(self.module_seed(seed))
             try:
-                module = build(lambda: factory(**self._arguments(factory)))
+                module = build(make)
             except Exception:
                 # The hint is written only now, because moduleParams may be large.
                 hint = f"its parameters are {signature_of(factory)}; moduleParams are {dict(self.module_params)}"
@@ -342,11 +340,7 @@ def recipe_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> Recipe:
         groups.append({"params": patterns, **changed, "lr": parameter_group["lr"]})
     rate = options.pop("lr")
     return Recipe(
-        module=module,
-        optimizer=type(optimizer),
-        optimizer_params=options,
-        learning_rate=rate,
-        parameter_groups=groups,
+        module=module, optimizer=type(optimizer), optimizer_params=options, learning_rate=rate, parameter_groups=groups
     )
 
 
