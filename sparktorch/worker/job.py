@@ -28,8 +28,9 @@ class RankJob:
         checkpoint: Where checkpoints are saved, and how often; `None` saves none.
         placeholder: One row of the training set, the placeholder row of ranks without rows.
         storage: Where ranks hold their rows.
-        by_key: Whether training orders rows by their row keys; otherwise by their position in the partitions.
-        by_place: Whether the row's position in the source is mixed into its key, so that equal rows have other keys.
+        order_by_key: Whether training orders rows by their row keys; otherwise by their position in the partitions.
+        by_position: Whether each row's position in the source is mixed into its key, so that equal rows have different
+            keys.
         collective_seconds: Seconds that a rank waits for the others in a collective.
     """
 
@@ -39,8 +40,8 @@ class RankJob:
     checkpoint: CheckpointConfig | None = None
     placeholder: pa.RecordBatch | None = None
     storage: StorageConfig = field(default_factory=StorageConfig)
-    by_key: bool = True
-    by_place: bool = False
+    order_by_key: bool = True
+    by_position: bool = False
     collective_seconds: float = 1800.0
 
     @property

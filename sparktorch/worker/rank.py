@@ -73,7 +73,7 @@ def on_rows(batches: Iterable[pa.RecordBatch], world: World, job: RankJob, clien
         torch.set_num_threads(world.threads)
         forget_peaks("cpu")
         with closing(HeldRows(batches, world, job, client)) as rows:
-            if rows.imbalanced:
+            if rows.needs_new_split:
                 return RankResult({"imbalanced": True, "rows": rows.shard.rows})
             return work(rows)
 
