@@ -30,9 +30,9 @@ def torchrun_environment(world: World, client: Client, *, hosts_store: bool = Fa
     """Context with the environment variables of torchrun, after which the process is as before.
 
     See `torch/distributed/elastic/agent/server/local_elastic_agent.py` and `torch/distributed/rendezvous.py`.
-    `LOCAL_RANK` is the index of the rank's device, which Spark may have chosen, as scripts pass it to `set_device`; on
+    Scripts pass `LOCAL_RANK` to `set_device`, so it is the index of the rank's device, which Spark may have chosen; on
     CPUs, it is the rank's index on its host. If `hosts_store`, rank 0 hosts a store at `MASTER_ADDR` and `MASTER_PORT`,
-    as torchrun's agent does: `init_process_group` without arguments then joins the ranks.
+    as torchrun's agent does: then `init_process_group` without arguments joins the ranks.
     """
     address = world.address or "127.0.0.1"
     store = None
@@ -66,8 +66,8 @@ def torchrun_environment(world: World, client: Client, *, hosts_store: bool = Fa
         os.environ.update({name: str(value) for name, value in values.items()})
         yield
         if hosts_store:
-            client.agree("torchrun-end", {})  # Until all ranks are here, others may need the store.
-    del store
+            client.agree("torchrun-end", {})  # Other ranks may need the store until all are here.
+    del store  # It has lived until here; without a reference, it ends.
 
 
 @contextmanager
@@ -102,9 +102,9 @@ def run_script(
 ) -> None:
     """Runs a script as `python path arguments` would, in this process.
 
-    `path` is that on the driver, and `source` its text. If this host has its folder, too, the script can import the
-    modules in it. `report` is called with an exception of the script before its process group is closed; a `RankError`
-    says that the exit status is not 0.
+    `path` is the script's path on the driver, and `source` its text. If this host has the same folder, the script can
+    import the modules in it. If the script raises an exception, `report` is called with it before the process group is
+    closed. A `RankError` says that the exit status is not 0.
     """
     with tempfile.TemporaryDirectory(prefix="sparktorch-") as folder:
         name = path.name
