@@ -137,13 +137,16 @@ class RunContext(Collectives):
                     self._client.at_step(step + 1)
                     batch = next(batches)
                     self.continue_generators()
-                    self._epoch, self._step, self._loss = epoch, step + 1, None
+                    self._epoch = epoch
+                    self._step = step + 1
+                    self._loss = None
                     with self._shared_rows(batch) as shared:
                         yield global_batch(shared, step, float(scales[step]), self._note)
                     self._show(epoch, step)
             finally:
                 # A loop that leaves early goes on with the next epoch, after a resume, too.
-                self._epoch, self._step = epoch + 1, 0
+                self._epoch = epoch + 1
+                self._step = 0
 
     def validation(self, size: int = 4096) -> Iterator[GlobalBatch]:
         """Yields this rank's rows with a true `validationIndicatorCol`, in the same number of batches in every rank.
@@ -325,13 +328,16 @@ class RunContext(Collectives):
         manifest = None if self._checkpointer is None else self._checkpointer.start
         if self._checkpointer is None or manifest is None:
             return
-        store, same_ranks = self._checkpointer.store, manifest.world_size == self.world_size
+        store = self._checkpointer.store
+        same_ranks = manifest.world_size == self.world_size
         main = store.read_rest(manifest, 0)
         rank_rest = store.read_rest(manifest, self.rank) if same_ranks else {"own": {}, "generators": None}
         self.restored = {**main["state"], **rank_rest["own"]}
         self._generators = rank_rest["generators"]
-        self._saves, self._reports = manifest.step, main["reports"]
-        self._epoch, self._step = manifest.epoch, manifest.step_in_epoch
+        self._saves = manifest.step
+        self._reports = main["reports"]
+        self._epoch = manifest.epoch
+        self._step = manifest.step_in_epoch
 
     @contextmanager
     def _shared_rows(self, batch: Batch) -> Iterator[Batch]:
