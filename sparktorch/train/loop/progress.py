@@ -165,7 +165,7 @@ class Progress:
         weights = weights.clone()
         weights[self.counters.skipped] = 0
         weight = float(weights[: self.counters.taken].sum())  # Steps are missing if the epoch has ended early.
-        record = {
+        record: dict[str, Any] = {
             "epoch": number,
             "loss": total.loss / max(weight, torch.finfo(torch.float64).tiny),
             "learning_rate": learning_rate,
