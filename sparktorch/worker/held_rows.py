@@ -98,7 +98,7 @@ class GroupContext:
 
 
 class HeldRows:
-    """The rows of one rank, which are read and checked, and about which the other ranks know the facts.
+    """The rows of one rank, read and checked; the other ranks know how many they are.
 
     Attributes:
         world: This rank's position among the ranks, and its device.
@@ -143,7 +143,7 @@ class HeldRows:
         return self._is_uneven(self._peers)
 
     def _is_uneven(self, peers: Sequence[Mapping[str, Any]]) -> bool:
-        """Returns whether ranks have more different numbers of rows than the job allows."""
+        """Returns whether the numbers of rows in the ranks differ by more than the job allows."""
         return self._max_imbalance is not None and is_imbalanced([peer["rows"] for peer in peers], self._max_imbalance)
 
     def _move_to_device(self) -> None:
