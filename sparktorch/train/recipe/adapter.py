@@ -114,7 +114,7 @@ def _adapters() -> tuple[Adapter, ...]:
 
 
 def adapter_of(source: Any) -> Adapter:
-    """Returns the adapter for a value that a user passes as module: an instance, its class, an import path, ...."""
+    """Returns the adapter for a value that a user passes as module, such as an instance, its class or import path."""
     adapter = _find_adapter(source)
     if adapter is _PLAIN_ADAPTER and isinstance(source, str):
         with suppress(ModuleError):  # It may be that only the ranks can import the module.

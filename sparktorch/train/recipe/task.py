@@ -45,7 +45,7 @@ def align(task: Task, output: Any, label: torch.Tensor | None) -> tuple[Any, tor
 
 
 def check_rows(output: torch.Tensor, rows: int) -> None:
-    """Refuses an output that does not have one row per row of the input; in the dry run, it may still have had."""
+    """Refuses an output that does not have one row per row of the input; the dry run does not notice all of these."""
     if output.dim() == 0 or len(output) != rows:
         raise ModuleError(
             f"forward returned {counted(len(output), 'row', 'rows') if output.dim() else 'a scalar'} for "
