@@ -24,8 +24,8 @@ def split(data: DataFrame, parts: int, *, by_position: bool = False, in_order: b
 
     Rows in groups are split by their group, whose hash is the key. `by_position` mixes each row's position in the
     source into its key first, for data with many equal rows, which have equal keys. The split then depends on the
-    partitioning of the source. `in_order` sorts the rows of each partition by key, validation rows last; rows in groups by group,
-    and by their order in it.
+    partitioning of the source. `in_order` sorts the rows of each partition by key, validation rows last; rows in
+    groups by group, and by their order in it.
     """
     if by_position:
         data = data.withColumn(KEY, F.xxhash64(F.col(KEY), F.monotonically_increasing_id()))
