@@ -146,7 +146,8 @@ class Ranker(TabularEstimator, RankerParams):
     @property
     def _network_arguments(self) -> dict[str, Any]:
         arguments = super()._network_arguments
-        del arguments["scales"]  # Scores have no unit.
+        del arguments["scales"]  # Scores have no unit, and may be negative.
+        arguments.pop("nonnegative", None)
         if _is_custom(self.getLoss()):
             arguments["members"] = 1
         return arguments

@@ -92,6 +92,9 @@ class TabularEstimator(LearningEstimator):
             arguments["members"] = 1  # A user's step expects one output for each row.
         if self._task == "regression":
             arguments["scales"] = learned.scales
+            if _predicts_label(Values(self)["loss"]):
+                # A price or a count below 0 is wrong in any case, and 0 is nearer to every label.
+                arguments["nonnegative"] = list(learned.nonnegative)
         return arguments
 
     def completed(self) -> Self:
@@ -212,6 +215,13 @@ class TabularEstimator(LearningEstimator):
         # `withMetadata` would take a dot in the name for a path into a struct. If the label is a field of a struct, the
         # new column has the path as its name, and columns are looked up before paths.
         return dataset.withColumn(column, index.alias(column, metadata=nominal(len(labels), labels)))
+
+
+def _predicts_label(loss: Any) -> bool:
+    """Whether a loss of torch is least where the output is the label itself, and not, say, its logarithm."""
+    names = ("MSELoss", "L1Loss", "SmoothL1Loss", "HuberLoss")
+    name = loss.rpartition(":")[2] if isinstance(loss, str) else getattr(loss, "__name__", type(loss).__name__)
+    return name in names
 
 
 def _is_squared_error(loss: Any) -> bool:

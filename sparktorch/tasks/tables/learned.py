@@ -58,6 +58,7 @@ class LearnedTable(NamedTuple):
         outputs: The number of outputs of the network.
         labels: The labels of a classifier's classes, empty if they are numbers.
         scales: Mean and standard deviation of each label of a regressor.
+        nonnegative: The positions of a regressor's labels that are 0 or more in all training rows.
         edges: The edges of the bins of each column of numbers.
         rows: The number of training rows.
         held_out: The number of validation rows.
@@ -73,6 +74,7 @@ class LearnedTable(NamedTuple):
     rows: int = 0
     held_out: int = 0
     constants: tuple[str, ...] = ()
+    nonnegative: tuple[int, ...] = ()
 
 
 class _Kinds(NamedTuple):
@@ -167,6 +169,9 @@ def learn_table(dataset: DataFrame, estimator: Any) -> LearnedTable:
         rows=statistics.rows,
         held_out=statistics.held_out,
         constants=tuple(constants),
+        nonnegative=tuple(
+            index for index, figures in enumerate(label_figures) if figures.rows and figures.smallest >= 0
+        ),
     )
 
 

@@ -42,6 +42,7 @@ class TableNetwork(nn.Module):
         edges: Sequence[Sequence[float]] = (),
         members: int = 1,
         number_width: int = 16,
+        nonnegative: Sequence[int] = (),
     ) -> None:
         """Makes the layers.
 
@@ -55,6 +56,7 @@ class TableNetwork(nn.Module):
             edges: Ascending edges of bins, for each of the first columns of numbers. These columns get an embedding.
             members: Number of perceptrons.
             number_width: Number of elements in the embedding of a number.
+            nonnegative: Outputs that are never less than 0 outside of training, such as prices and counts.
         """
         super().__init__()
         self.embeddings = nn.ModuleList(CategoryEmbedding.of(count) for count in cardinalities)
@@ -67,6 +69,7 @@ class TableNetwork(nn.Module):
         else:
             self.layers = _members(width, hidden, outputs, dropout, members)
         self.scales = [(mean, deviation or 1.0) for mean, deviation in scales]
+        self.nonnegative = [*nonnegative]
 
     def forward(self, categories: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
         """Returns the outputs, of shape `(rows, outputs)`.
@@ -83,9 +86,17 @@ class TableNetwork(nn.Module):
         if self.scales:
             scaled = [outputs[..., column] * deviation + mean for column, (mean, deviation) in enumerate(self.scales)]
             outputs = torch.stack(scaled, dim=-1)
-        if self.members == 1:
-            return outputs
-        return {"members": outputs} if self.training else outputs.mean(1)
+        if self.training:  # A bound would have no gradient for outputs below it.
+            return outputs if self.members == 1 else {"members": outputs}
+        if self.members > 1:
+            outputs = outputs.mean(1)
+        if self.nonnegative:
+            columns = [
+                column.clamp(min=0.0) if index in self.nonnegative else column
+                for index, column in enumerate(outputs.unbind(-1))
+            ]
+            outputs = torch.stack(columns, dim=-1)
+        return outputs
 
 
 def _members(width: int, hidden: Sequence[int], outputs: int, dropout: float, members: int) -> nn.Sequential:

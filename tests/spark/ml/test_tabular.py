@@ -271,6 +271,7 @@ def test_labels_of_any_size_are_learned_and_the_order_of_columns_is_the_users(
     model = TabularRegressor(labelCol="price", inputCols=["size", "kind"], epochs=20, **chosen).fit(prices)
     assert model.getInputCols() == ["size", "kind"]
     assert model.evaluate(prices).r2 > 0.99
+    assert model.trained.params["nonnegative"] == [0]
     with pytest.raises(ColumnError, match=r"labels 1 \.\.\. 3, and classes are counted from 0"):
         TabularClassifier(labelCol="rating", **chosen).fit(prices)
     with pytest.raises(ColumnError, match="the same label in all rows"):

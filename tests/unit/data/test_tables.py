@@ -122,6 +122,22 @@ def test_members_are_trained_one_by_one_and_score_as_their_mean() -> None:
     assert float(every[..., 0].detach().mean()) == pytest.approx(100.0, abs=20.0)
 
 
+@pytest.mark.parametrize("members", [1, 3])
+def test_amounts_are_never_negative_outside_of_training(members: int) -> None:
+    def network(**nonnegative: Any) -> TableNetwork:
+        torch.manual_seed(0)
+        return TableNetwork(**SIZES, outputs=2, members=members, scales=[[-1.0, 10.0]] * 2, **nonnegative)
+
+    torch.manual_seed(1)
+    rows = torch.zeros(500, 1, dtype=torch.int64), 9 * torch.randn(500, 3)
+    free, bound = network(), network(nonnegative=[1])
+    torch.testing.assert_close(bound(*rows), free(*rows))
+    scores, expected = bound.eval()(*rows), free.eval()(*rows)
+    assert (expected < 0).any(0).all()
+    assert torch.equal(scores[:, 0], expected[:, 0])
+    assert torch.equal(scores[:, 1], expected[:, 1].clamp(min=0))
+
+
 def test_an_embedded_number_is_linear_between_the_edges_of_its_bins() -> None:
     torch.manual_seed(0)
     layer = TableNetwork(**SIZES, outputs=1).numbers

@@ -231,6 +231,27 @@ def test_the_network_of_a_ranker_has_one_member_for_a_loss_of_ones_own(loss: Any
     assert ranker._network_arguments["members"] == members
 
 
+@pytest.mark.parametrize(
+    ("loss", "nonnegative"),
+    [
+        ("MSELoss", [0]),
+        (nn.L1Loss(), [0]),
+        (nn.HuberLoss, [0]),
+        ("torch.nn:SmoothL1Loss", [0]),
+        ("PoissonNLLLoss", None),
+        (Unhashable(), None),
+    ],
+)
+def test_predictions_of_amounts_are_never_negative_where_the_loss_compares_them_with_the_label(
+    loss: Any, nonnegative: list[int] | None
+) -> None:
+    learned = LearnedTable(TableColumns(), [], 1, [], [[3.0, 1.0]], [], rows=100, nonnegative=(0,))
+    regressor, ranker = TabularRegressor(loss=loss), Ranker(groupCol="query", loss="MSELoss")
+    regressor._learned = ranker._learned = learned
+    assert regressor._network_arguments.get("nonnegative") == nonnegative
+    assert "nonnegative" not in ranker._network_arguments
+
+
 @pytest.mark.parametrize("source", [TableNetwork, PATH])
 def test_a_loss_of_ones_own_is_refused_where_a_fitted_model_has_several_members(source: Any) -> None:
     def fitted(members: int) -> RankingModel:
