@@ -213,7 +213,7 @@ class Engine:
         """Returns what `losses_of` does, of validation rows; no loss if the training step computes none for them."""
         assert self.training_step is not None
         with self._autocast:
-            return self.training_step.evaluate(self.strategy.shown(module), batch)
+            return self.training_step.evaluate(self.strategy.for_training_step(module), batch)
 
     def new_means(self, prefix: str) -> Means:
         """Returns an empty collection for the values of the training step's metrics."""
