@@ -15,11 +15,11 @@ from torch.utils import _pytree as pytree
 
 from sparktorch.base.batch import Batch
 from sparktorch.errors import ModuleError, line_of_user, refusing
+from sparktorch.train.numerics.comparison import Results, is_fake, norms_of_gradients, results_of
 from sparktorch.train.numerics.determinism import untouched_generators
 from sparktorch.train.pipeline.cut import HOW, Cut, bare
 from sparktorch.train.recipe.loss import Step
 from sparktorch.train.sharding.arguments import Arguments
-from sparktorch.train.sharding.comparison import Results, is_fake, norms_of_gradients, results_of
 
 __all__ = ["MicroLosses", "arguments_of", "check_equal", "check_rows", "check_step", "stand_in"]
 

@@ -207,7 +207,7 @@ class Stage(nn.Module):
         values = [value.clone() if value.requires_grad else value for value in received]
         with self.autocast:
             leaves, spec = pytree.tree_flatten(self._run(self, values, args, kwargs))
-        outputs = []
+        outputs: list[torch.Tensor] = []
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
                 leaves[index] = Output(len(outputs))

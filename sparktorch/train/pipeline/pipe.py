@@ -202,11 +202,11 @@ class Pipe(nn.Module):
         with untouched_generators(self._device), torch.set_grad_enabled(training):
             for number in range(len(self._stages) * self._group.size()):
                 source, stage = number % self._group.size(), self._stages.get(number)
-                outputs: Sequence[torch.Tensor] = ()
+                outputs: Sequence[torch.Tensor | None] = ()
                 if stage is not None:
                     stage.expected = None
-                    outputs = stage(*values, **inputs)
-                    forms = [([(tuple(v.shape), v.dtype, v.requires_grad) for v in outputs], stage.returned)]
+                    outputs = returned = stage(*values, **inputs)
+                    forms = [([(tuple(v.shape), v.dtype, v.requires_grad) for v in returned], stage.returned)]
                 dist.broadcast_object_list(forms, group=self._group, group_src=source)
                 metas = [torch.empty(s, dtype=d, device="meta", requires_grad=g) for s, d, g in forms[0][0]]
                 values = []

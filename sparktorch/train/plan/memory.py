@@ -240,8 +240,8 @@ class _Measured:
         outside = self._of_row[""] - sum(
             self._of_row[f"{name}:within"] - self._of_row[f"{name}:more"] for name in within
         )
-        again = max(self._of_row[f"{name}:within"] for name in within)
-        again *= of_rows / max(self._of_row[""], 1) * (pipeline / options.count if pipeline > 1 else 1.0)
+        divided_share = of_rows / max(self._of_row[""], 1) * (pipeline / options.count if pipeline > 1 else 1.0)
+        again = divided_share * max(self._of_row[f"{name}:within"] for name in within)
         largest = max(_size(unit.parameters()) for unit in repeated) / max(_size(self._parameters.values()), 1)
         # The most is kept at the end of the forward pass, or while a unit computes again.
         return (

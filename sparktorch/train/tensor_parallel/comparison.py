@@ -13,8 +13,8 @@ from torch import nn
 
 from sparktorch.base.devices import free_bytes, is_host, let_go
 from sparktorch.errors import ClusterError, ModuleError, refusing
+from sparktorch.train.numerics.comparison import Results, norms_of_gradients, results_of
 from sparktorch.train.sharding.arguments import Arguments
-from sparktorch.train.sharding.comparison import Results, norms_of_gradients, results_of
 from sparktorch.train.sharding.dtensor import TENSOR, undivided
 
 __all__ = ["compare_division"]
