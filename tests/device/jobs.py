@@ -52,8 +52,8 @@ ALLOWED = {
         8,
         "what a training step calls a pipeline with is compared once, in the last stage",
     ),
-    "prepared.schedule.step(target=places": (2, "stages of a pipeline meet before their first pass"),
-    "dist.broadcast_object_list(told": (8, "and tell each other the shapes that they pass on, once for each"),
+    "prepared.schedule.step(target=positions": (2, "stages of a pipeline meet before their first pass"),
+    "dist.broadcast_object_list(forms": (8, "and tell each other the shapes that they pass on, once for each"),
     "counters.losses.sum().item()": (None, "before a validation within an epoch, so that its time is its own"),
     "backward()  # type": (None, "a simulated device's buckets come back from Gloo as the CPU's; NCCL's stay there"),
 }

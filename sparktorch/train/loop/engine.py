@@ -204,7 +204,7 @@ class Engine:
         """Returns loss and metric sums of the training step for validation rows; the loss is `None` if it has none."""
         assert self.training_step is not None
         with self._autocast:
-            return self.training_step.evaluate(self.strategy.shown(module), batch)
+            return self.training_step.evaluate(self.strategy.for_training_step(module), batch)
 
     def new_means(self, prefix: str) -> Means:
         """Returns an empty collection for the values of the training step's metrics."""

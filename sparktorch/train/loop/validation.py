@@ -402,5 +402,5 @@ def _losses(engine: Engine, config: TrainConfig, module: nn.Module, batch: Batch
     assert step is not None
     for start, end in spans:
         with autocast(batch.inputs[0].device, config.precision):
-            loss, _ = step.per_row(engine.strategy.shown(module), batch.slice(start, end))
+            loss, _ = step.per_row(engine.strategy.for_training_step(module), batch.slice(start, end))
         yield loss

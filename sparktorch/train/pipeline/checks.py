@@ -6,6 +6,7 @@ A training step runs where the module that it calls is a pipeline: first for the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,15 +15,14 @@ from torch.utils import _pytree as pytree
 
 from sparktorch.base.batch import Batch
 from sparktorch.errors import ModuleError, line_of_user, refusing
+from sparktorch.train.numerics.comparison import Results, is_fake, norms_of_gradients, results_of
 from sparktorch.train.numerics.determinism import untouched_generators
 from sparktorch.train.pipeline.cut import HOW, Cut, bare
 from sparktorch.train.recipe.loss import Step
 from sparktorch.train.sharding.arguments import Arguments
-from sparktorch.train.tensor_parallel.comparison import as_before, emptied, filled, is_fake, results_of, tolerance_of
 
 __all__ = ["MicroLosses", "arguments_of", "check_equal", "check_rows", "check_step", "stand_in"]
 
-_TOLERANCE = 1e-4
 _SHARD = "use strategyParams.shard instead of pipeline"
 _ONE_CALL = "compute the loss from what one call of the module returns, or use strategyParams.shard"
 
@@ -44,67 +44,56 @@ def check_rows(values: Iterable[Any], rows: int, what: str = "the module returns
             )
 
 
-def check_equal(cut: Cut, given: Arguments, module: nn.Module) -> None:
-    """Compares the stages, one after another, with the module: outputs and, in training, gradients, under one seed.
+def check_equal(cut: Cut, arguments: Arguments, module: nn.Module) -> None:
+    """Compares the module, which gets a row at a time, with its stages, which get two: outputs and gradients.
 
-    In evaluation, the module gets two rows together, and the stages one after another. Of tensors without values,
-    shapes are compared, in training.
+    It does so in evaluation. Of tensors without values, it compares shapes.
 
     Raises:
-        ModuleError: They differ, or the forward pass changes a buffer, or returns no row for each row.
+        ModuleError: They differ, or the forward pass changes a buffer in training, or returns no row for each row.
     """
-    fake = is_fake((*module.parameters(), *given.tensors))
-    zeros = [] if fake else filled(module)
-
-    def whole() -> Any:
-        returned = given.call_again(module)
-        check_rows(pytree.tree_leaves(returned), given.rows)
-        return returned
-
-    try:
-        with as_before(module) as before:
-            module.train()
-            expected = results_of(module, whole)
-            changed = [name for name, b in module.named_buffers() if not fake and not torch.equal(b, before[name])]
-            if changed:
-                raise _differs(
-                    f"the forward pass of {type(module).__name__} changes buffer {changed[0]!r}, and a pipeline "
-                    "computes on a micro-batch and its padding at a time",
-                    f"leave it as it is in training, or {_SHARD}",
-                )
-            staged = results_of(module, lambda: _composed(cut, given, module, given.tensors))
-            if expected.difference(staged, tolerance_of(module, _TOLERANCE)):
-                raise _differs(f"{_stages(module)} compute something else than it: other outputs or gradients")
-            if not fake:
-                _check_evaluation(cut, given, module)
-    finally:
-        emptied(module, zeros)
+    if is_fake((*module.parameters(), *arguments.tensors)):
+        expected = results_of(module, partial(_whole, [arguments], module), norms_of_gradients)
+    else:
+        _check_buffers(arguments, module)
+        arguments, expected = _of_two_rows(arguments, module)
+    if expected.difference(results_of(module, partial(_staged, cut, arguments, module), norms_of_gradients)):
+        raise _differs(
+            f"{_stages(module)} and two rows at a time, compute something else than it: other outputs or gradients",
+            f"compute each row by itself, as nn.LayerNorm does, and {HOW}",
+        )
 
 
 @torch.no_grad()
-def _check_evaluation(cut: Cut, given: Arguments, module: nn.Module) -> None:
-    """Compares outputs in evaluation: of the first row and a made-up one together, and of each in the stages."""
-    module.eval()
-    first = [tensor[:1] for tensor in given.tensors]
-    other = [_another(row) for row in first]
+def _check_buffers(arguments: Arguments, module: nn.Module) -> None:
+    """Refuses a module whose forward pass, in the mode in which it was made, changes a buffer."""
+    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    with untouched_generators(torch.device("cpu")):
+        _whole([arguments], module)
+    for name, buffer in module.named_buffers():
+        if not torch.equal(buffer, before[name]):
+            raise _differs(
+                f"the forward pass of {type(module).__name__} changes buffer {name!r}, and a pipeline "
+                "computes on a micro-batch and its padding at a time",
+                f"leave it as it is in training, or {_SHARD}",
+            )
 
-    def both() -> Any:
-        return given.call(module, *(torch.cat(pair) for pair in zip(first, other, strict=True)))
 
-    def apart() -> list[torch.Tensor]:
-        composed = (_composed(cut, given, module, row) for row in (first, other))
-        return [torch.cat(pair) for pair in zip(*composed, strict=True)]
+def _of_two_rows(arguments: Arguments, module: nn.Module) -> tuple[Arguments, Results]:
+    """Returns arguments of two rows, and what the module computes of each by itself.
 
-    try:
-        together = results_of(module, both)
-    except Exception:  # The module does not take the second row, which is made up.
-        return
-    if not together.drawn and together.difference(results_of(module, apart), tolerance_of(module, _TOLERANCE)):
-        raise _differs(
-            f"{type(module).__name__} computes another output of a row beside another one, or in evaluation something "
-            "else than its stages, and a pipeline computes on a micro-batch at a time",
-            f"compute each row by itself, as nn.LayerNorm does, or {_SHARD}",
-        )
+    The second one is made up, or else the first again: the rows of a trial are copies of one.
+    """
+    first = [tensor[:1] for tensor in arguments.tensors]
+    for second in ([_another(row) for row in first], first):
+        rows = [arguments.with_tensors(first), arguments.with_tensors(second)]
+        try:
+            results = results_of(module, partial(_whole, rows, module), norms_of_gradients)
+            return arguments.with_tensors(map(torch.cat, zip(first, second, strict=True))), results
+        except Exception:  # The module may not take a row that is made up.
+            if second is first:
+                raise
+    raise AssertionError("the last of the rows is returned or raises")
 
 
 def _another(row: torch.Tensor) -> torch.Tensor:
@@ -114,18 +103,28 @@ def _another(row: torch.Tensor) -> torch.Tensor:
     return row.flip(-1) if row.dim() > 1 and row.dtype is not torch.bool else row
 
 
-def _composed(cut: Cut, given: Arguments, module: nn.Module, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _whole(parts: Iterable[Arguments], module: nn.Module) -> list[torch.Tensor]:
+    """Returns the tensors that the module returns for some rows after others, which have a row for each row."""
+    outputs = []
+    for arguments in parts:
+        leaves = pytree.tree_leaves(arguments.call(module))
+        check_rows(leaves, arguments.rows)
+        outputs.append([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+    return [torch.cat(tensors) for tensors in zip(*outputs, strict=True)]
+
+
+def _staged(cut: Cut, arguments: Arguments, module: nn.Module) -> Sequence[torch.Tensor]:
     """Returns what the stages return, one after another."""
     passed: Sequence[torch.Tensor] = ()
     try:
         for number in range(len(cut.starts)):
             stage = cut.stage(number)
-            stage.given = given
-            passed = stage(*passed, **{str(place): tensor.clone() for place, tensor in enumerate(tensors)})
+            stage.arguments = arguments
+            passed = stage(*passed, **{name: tensor.clone() for name, tensor in arguments.named.items()})
     except Exception as error:
         what = f"fail{line_of_user(error)}: {type(error).__name__}: {error}"
         raise _differs(f"{_stages(module)} {what}") from error
-    return list(passed)
+    return passed
 
 
 def _stages(module: nn.Module) -> str:
@@ -146,9 +145,9 @@ def stand_in(module: nn.Module, instead: Callable[..., Any]) -> nn.Module:
     def refuse(*_: Any, **__: Any) -> Any:
         raise _refused("uses parameters or parts of the module, of which a stage of a pipeline has its own only")
 
-    made: nn.Module = bare(module, instead)
-    vars(made).update(named_parameters=refuse, named_modules=refuse, state_dict=refuse)
-    return made
+    copied: nn.Module = bare(module, instead)
+    vars(copied).update(named_parameters=refuse, named_modules=refuse, state_dict=refuse)
+    return copied
 
 
 class _Called(BaseException):
@@ -157,16 +156,16 @@ class _Called(BaseException):
 
 def arguments_of(step: Step, module: nn.Module, batch: Batch) -> Arguments:
     """Returns what a training step calls the module with."""
-    found: list[Arguments] = []
+    calls: list[Arguments] = []
 
     def called(*args: Any, **kwargs: Any) -> Any:
-        found.append(Arguments.of(args, kwargs))
+        calls.append(Arguments.of(args, kwargs))
         raise _Called
 
     try:
         step(stand_in(module, called), batch)
     except _Called:
-        return found[0]
+        return calls[0]
     raise _refused(
         "does not call the module, which strategyParams.pipeline passes rows through",
         "call module(...) once in trainingStep, or use strategyParams.shard instead of pipeline",
@@ -187,28 +186,30 @@ def check_step(step: Step, module: nn.Module, batch: Batch) -> Arguments | None:
             expected = step(module, batch)[0]
     except Exception:
         return None
-    fails = "the training step fails where a pipeline stands for its module"  # such as a part of the module
+    # It may take a part of the module, which the stand-in has not.
+    fails = "the training step fails where a pipeline stands for its module"
     with refusing(fails, _ONE_CALL, param="trainingStep"), untouched_generators(device):
-        given = arguments_of(step, module, batch)
-        check_rows(given.tensors, len(batch.inputs[0]), "the training step calls the module with", "trainingStep")
-        output = given.call(module, *map(torch.clone, given.tensors))  # it may change them in place
-        check_rows(pytree.tree_leaves(output), given.rows)
-        values = not is_fake(given.tensors)
-        found = MicroLosses(step, module, batch, given, compare=values)(output, 0, given.rows)
-    if values and not torch.allclose(expected.sum(), found.sum(), rtol=1e-3, equal_nan=True):
+        arguments = arguments_of(step, module, batch)
+        check_rows(arguments.tensors, len(batch.inputs[0]), "the training step calls the module with", "trainingStep")
+        output = arguments.call(module)
+        check_rows(pytree.tree_leaves(output), arguments.rows)
+        values = not is_fake(arguments.tensors)
+        loss = MicroLosses(step, module, batch, arguments, compare=values)(output, 0, arguments.rows)
+    if values and not torch.allclose(expected.sum(), loss.sum(), rtol=1e-3, equal_nan=True):
         raise _refused("computes another loss where a pipeline stands for its module")
-    return given
+    return arguments
 
 
 class MicroLosses:
     """Runs a training step for the micro-batches of a pipeline, whose outputs the module has returned."""
 
-    def __init__(self, step: Step, module: nn.Module, batch: Batch, given: Arguments, *, compare: bool) -> None:
+    def __init__(self, step: Step, module: nn.Module, batch: Batch, arguments: Arguments, *, compare: bool) -> None:
         """Takes a step, the user's module, all rows, and what the step calls the module with for them.
 
         With `compare`, the arguments for a micro-batch must be those of its rows among all.
         """
-        self._step, self._module, self._batch, self._given, self._compare = step, module, batch, given, compare
+        self._step, self._module, self._batch, self._arguments = step, module, batch, arguments
+        self._compare = compare
         self.metrics: dict[str, Any] = {}
 
     def __call__(self, output: Any, first: int, last: int) -> torch.Tensor:
@@ -218,7 +219,7 @@ class MicroLosses:
         def instead(*args: Any, **kwargs: Any) -> Any:
             nonlocal calls
             calls += 1
-            if calls > 1 or (self._compare and not self._is_given(Arguments.of(args, kwargs), first, last)):
+            if calls > 1 or (self._compare and not self._has_rows(Arguments.of(args, kwargs), first, last)):
                 how = "more than once" if calls > 1 else "with other values for some rows than for all of them"
                 raise _refused(
                     f"calls the module {how}",
@@ -227,13 +228,14 @@ class MicroLosses:
                 )
             return output
 
-        found, sums = self._step(stand_in(self._module, instead), self._batch.slice(first, last))
+        loss, sums = self._step(stand_in(self._module, instead), self._batch.slice(first, last))
         for name, (value, count) in sums.items():
             before = self.metrics.get(name, (0.0, 0.0))
             self.metrics[name] = before[0] + value, before[1] + count
-        return found
+        return loss
 
-    def _is_given(self, other: Arguments, first: int, last: int) -> bool:
-        pairs = zip(self._given.tensors, other.tensors, strict=True)
+    def _has_rows(self, other: Arguments, first: int, last: int) -> bool:
+        """Whether other arguments are the rows from `first` to `last` of those for all rows."""
+        pairs = zip(self._arguments.tensors, other.tensors, strict=True)
         same = all(torch.equal(a[first:last].nan_to_num(), b.nan_to_num()) for a, b in pairs)
-        return same and str(self._given.spec) == str(other.spec)
+        return same and str(self._arguments.spec) == str(other.spec)

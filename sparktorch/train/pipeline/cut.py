@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, pairwise
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -38,7 +37,7 @@ class Outline(nn.Module):
         super().__init__()
         like = {
             id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in module.parameters()
-        }  # tied ones stay tied
+        }  # Tied ones stay tied.
         self._named = [(name, like[id(p)]) for name, p in module.named_parameters(remove_duplicate=False)]
         self.state = {name: torch.empty_like(t, device="meta") for name, t in module.state_dict().items()}
 
@@ -50,14 +49,11 @@ class Outline(nn.Module):
 class Cut:
     """A module in stages: the unit that each starts with, and the stage of each parameter and buffer, by name."""
 
-    def __init__(
-        self, module: nn.Module, stages: int, split: Sequence[str], styles: Mapping[str, str] = MappingProxyType({})
-    ) -> None:
+    def __init__(self, module: nn.Module, stages: int, split: Sequence[str]) -> None:
         """Cuts a module."""
         self._module = module
         self._units, self._run = _units_of(module)
-        places = self._places(styles)
-        self.starts = self._named(split, stages, places) if split else self._balanced(stages, places)
+        self.starts = self._named(split, stages) if split else self._balanced(stages)
         self.outline = Outline(module)
         owners: dict[int, set[int]] = defaultdict(set)
         for stage, part in self._parts():
@@ -78,90 +74,80 @@ class Cut:
         parts = [part for stage, part in self._parts() if stage == number]
         return Stage(parts, self._run, is_first=number == 0, is_last=number == len(self.starts) - 1)
 
-    def keep(self, own: Collection[int]) -> None:
+    def keep(self, stages: Collection[int]) -> None:
         """Leaves the module the tensors of these stages, and those of none."""
-        inside = {below for stage, part in self._parts() if stage in own for below in part.modules()}
+        inside = {below for stage, part in self._parts() if stage in stages for below in part.modules()}
         outside = {below for _, part in self._parts() for below in part.modules()} - inside
-        kept = {id(t) for part in inside for t in (*part.parameters(), *part.buffers())}
+        tensors_inside = {id(t) for part in inside for t in (*part.parameters(), *part.buffers())}
         for part in self._module.modules():
             for name, tensor in list(part.named_parameters(recurse=False, remove_duplicate=False)):
-                if id(tensor) not in kept:
-                    setattr(part, name, None)  # nn.RNNBase has them in a list, too
+                if id(tensor) not in tensors_inside:
+                    setattr(part, name, None)  # nn.RNNBase has them in a list, too, which this updates.
             if part in outside:
                 for name, buffer in list(part.named_buffers(recurse=False, remove_duplicate=False)):
-                    if id(buffer) not in kept:
+                    if id(buffer) not in tensors_inside:
                         setattr(part, name, None)
                 vars(part).update({name: None for name, value in vars(part).items() if isinstance(value, torch.Tensor)})
 
     def aliases(self, stages: Iterable[Stage]) -> list[tuple[nn.Module, str, nn.Module, str]]:
         """Returns where the module has parameters of stages outside of their modules, and where these have them."""
         inside = [part for stage in stages for part in stage.modules()]
-        places = {id(p): (part, name) for part in inside for name, p in part.named_parameters(recurse=False)}
+        holders = {id(p): (part, name) for part in inside for name, p in part.named_parameters(recurse=False)}
         outside = (part for part in self._module.modules() if part not in {*inside})
         return [
-            (part, name, *places[id(p)])
+            (part, name, *holders[id(p)])
             for part in outside
             for name, p in part.named_parameters(recurse=False, remove_duplicate=False)
-            if id(p) in places
+            if id(p) in holders
         ]
 
-    def _places(self, styles: Mapping[str, str]) -> list[int]:
-        """Returns the units that a stage may begin with: not between a "colwise" layer and its "rowwise" partner."""
-        style_of = {self._module.get_submodule(name): style for name, style in styles.items()}
-        found, opened = [], False
-        for place, parts in enumerate(self._units):
-            if place and not opened:
-                found.append(place)
-            inside = {below for part in parts for below in part.modules()}
-            styles_here = {style for part, style in style_of.items() if part in inside} & {"colwise", "rowwise"}
-            opened = styles_here == {"colwise"} if styles_here else opened
-        return found
-
-    def _balanced(self, stages: int, places: Sequence[int]) -> list[int]:
+    def _balanced(self, stages: int) -> list[int]:
         """Returns where stages begin so that the largest has as few parameters as can be."""
         sizes = [sum(p.numel() for part in unit for p in part.parameters()) for unit in self._units]
         sums = [0, *accumulate(sizes)]
-        places = [place for place in places if sizes[place]]
+        beginnings = [number for number in range(1, len(sizes)) if sizes[number]]
 
         @cache
         def best(end: int, count: int) -> tuple[int, tuple[int, ...]]:
+            """Returns the size of the largest of so many stages of the units before `end`, and where each begins."""
             if count == 1:
                 return sums[end], (0,)
-            found = []
-            for place in places:
-                if place < end and sums[place]:
-                    most, starts = best(place, count - 1)
-                    found.append((max(most, sums[end] - sums[place]), (*starts, place)))
-            return min(found, default=(sums[-1] + 1, ()))
+            cuts = []
+            for last in beginnings:
+                if last < end and sums[last]:
+                    most, starts = best(last, count - 1)
+                    cuts.append((max(most, sums[end] - sums[last]), (*starts, last)))
+            return min(cuts, default=(sums[-1] + 1, ()))
 
         most, starts = best(len(sizes), stages)
         if most > sums[-1]:
             raise ConfigError(
                 f"strategyParams.pipeline makes {stages} stages, and {type(self._module).__name__} has "
-                f"{len(places) + 1} units with parameters that one can begin with",
+                f"{len(beginnings) + 1} units with parameters that one can begin with",
                 hint="make fewer stages, or return smaller modules from stages()",
                 param=_PARAM,
                 code="ST-PIPELINE",
             )
         return list(starts)
 
-    def _named(self, split: Sequence[str], stages: int, places: Sequence[int]) -> list[int]:
+    def _named(self, split: Sequence[str], stages: int) -> list[int]:
         """Returns the units that begin with the named layers."""
         modules = dict(self._module.named_modules(remove_duplicate=False))
-        known = {part: name for name, part in reversed(modules.items())}
-        begins: dict[nn.Module | None, int] = {}
-        for place, parts in reversed(list(enumerate(self._units))):
-            for part in parts:  # of one that `stages` has made, its parts
-                begins |= dict.fromkeys([part] if part in known else part.modules(), place)
-        found = [begins.get(modules.get(name), -1) for name in split]
-        if len(found) == stages - 1 and found == [place for place in places if place in found]:
-            return [0, *found]
-        firsts = (self._units[place][0] for place in places)
-        shown = ", ".join(next((known[p] for p in first.modules() if p in known), "a function") for first in firsts)
+        name_of = {part: name for name, part in reversed(modules.items())}
+        units: dict[nn.Module | None, int] = {}
+        for number, parts in reversed(list(enumerate(self._units))):
+            for part in parts:
+                # A module that `stages` has made has no name, and is known by its parts.
+                units |= dict.fromkeys([part] if part in name_of else part.modules(), number)
+        starts = [units.get(modules.get(name), -1) for name in split]
+        if len(starts) == stages - 1 and starts == sorted({*starts}) and min(starts, default=1) > 0:
+            return [0, *starts]
+        firsts = (unit[0] for unit in self._units[1:])
+        names = (next((name_of[p] for p in first.modules() if p in name_of), "a function") for first in firsts)
         raise ConfigError(
             f"strategyParams.split names {', '.join(map(repr, split))}, and the {stages} stages of "
-            f"{type(self._module).__name__} begin, but for the first, with {stages - 1} of: {shown}",
-            hint="keep the order of the forward pass, and what tensor divides by 'colwise' with its 'rowwise' partner",
+            f"{type(self._module).__name__} begin, but for the first, with {stages - 1} of: {', '.join(names)}",
+            hint="keep the order of the forward pass",
             param=_PARAM,
             code="ST-PIPELINE",
         )
@@ -170,11 +156,11 @@ class Cut:
 def _misplaced(module: nn.Module, owners: Mapping[int, set[int]], stages: int) -> Iterator[tuple[str, str]]:
     """Yields what is wrong with the stages that parameters are in, and what to do about it."""
     for name, parameter in module.named_parameters():
-        found = sorted(owners.get(id(parameter), ()))
-        if len(found) > 1:
+        stages_of_it = sorted(owners.get(id(parameter), ()))
+        if len(stages_of_it) > 1:
             hint = "untie it, name other layers in strategyParams.split, or use strategyParams.shard"
-            yield f"parameter {name!r} is in stages {found[0]} and {found[1]} of the pipeline", hint
-        if not found:
+            yield f"parameter {name!r} is in stages {stages_of_it[0]} and {stages_of_it[1]} of the pipeline", hint
+        if not stages_of_it:
             yield f"parameter {name!r} is in none of the stages", HOW
     trained = {stage for p in module.parameters() if p.requires_grad for stage in owners[id(p)]}
     for stage in set(range(stages)) - trained if trained else ():
@@ -184,9 +170,9 @@ def _misplaced(module: nn.Module, owners: Mapping[int, set[int]], stages: int) -
 
 @dataclass(frozen=True)
 class Output:
-    """A tensor in what a module returns: its place among the tensors there."""
+    """A tensor in what a module returns: its position among the tensors there."""
 
-    place: int
+    position: int
 
 
 class Stage(nn.Module):
@@ -196,19 +182,19 @@ class Stage(nn.Module):
         parts: The modules of these units.
         is_first: Whether the module's first unit is among them.
         is_last: Whether its last one is.
-        given: The module's arguments, of which `forward` gets the tensors by name.
+        arguments: The module's, of which `forward` gets the tensors by name.
         expected: Shape, dtype and gradients of what it returns; `None` where that is not known yet.
         returned: What it has returned last, with an `Output` for each tensor.
         autocast: Context of its forward pass.
     """
 
-    given: Arguments
+    arguments: Arguments
 
     def __init__(self, parts: Sequence[nn.Module], run: Callable[..., Any], *, is_first: bool, is_last: bool) -> None:
         """Takes its modules, and what computes with them; see `_units_of`."""
         super().__init__()
         self.parts = nn.ModuleList(parts)
-        self.originals = tuple(parts)  # activation checkpointing wraps those in `parts`
+        self.originals = tuple(parts)  # Activation checkpointing wraps those in `parts`.
         self.is_first, self.is_last, self._run = is_first, is_last, run
         self.expected: list[torch.Tensor] | None = None
         self.returned: Any = None
@@ -216,16 +202,17 @@ class Stage(nn.Module):
 
     def forward(self, *received: torch.Tensor, **inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Computes with what the stage before has returned, and with the module's inputs."""
-        args, kwargs = self.given.filled(inputs.values())
+        args, kwargs = self.arguments.filled(inputs.values())
         # What a stage receives is a leaf, or a view of FSDP's, which nothing may change in place.
         values = [value.clone() if value.requires_grad else value for value in received]
         with self.autocast:
-            found = self._run(self, values, args, kwargs)
-        leaves, spec = pytree.tree_flatten(found)
-        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        sent = tuple(map(_to_send, (leaves[place] for place in places)))
-        for number, place in enumerate(places):
-            leaves[place] = Output(number)
+            leaves, spec = pytree.tree_flatten(self._run(self, values, args, kwargs))
+        outputs: list[torch.Tensor] = []
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor):
+                leaves[index] = Output(len(outputs))
+                outputs.append(_to_send(leaf))
+        sent = tuple(outputs)
         self.returned = pytree.tree_unflatten(leaves, spec)
         if self.expected is not None and list(map(_kind, sent)) != list(map(_kind, self.expected)):
             raise ModuleError(
@@ -254,9 +241,9 @@ def _units_of(module: Any) -> tuple[Sequence[Sequence[nn.Module]], Callable[...,
     what = "cannot be cut into stages: it is no nn.Sequential, has no method stages(), and is no model of transformers "
     what += "with a pipeline plan"
     if callable(getattr(type(module), "stages", None)):
-        found = list(module.stages())
-        if found and all(isinstance(part, nn.Module) for part in found):
-            return [[part] for part in found], _chained
+        parts = list(module.stages())
+        if parts and all(isinstance(part, nn.Module) for part in parts):
+            return [[part] for part in parts], _chained
         what = "has a method stages() that returns no list of modules"
         raise ModuleError(f"{type(module).__name__} {what}", hint=HOW, param="module", code="ST-PIPELINE")
     if type(module).forward is nn.Sequential.forward:
@@ -265,40 +252,43 @@ def _units_of(module: Any) -> tuple[Sequence[Sequence[nn.Module]], Callable[...,
     plan = getattr(getattr(base, "config", None), _PLAN, None)
     if plan:
         without_caches(module)
-        named = [part for name in plan if (part := getattr(base, name, None)) is not None]
-        place = next(place for place, part in enumerate(named) if isinstance(part, nn.ModuleList))
-        (first, *layers), head = named[place], [part for part in module.children() if part is not base]
-        ends = [*named[place + 1 :], *(head if module is not base else [])]
-        units = [[*named[:place], first], *([layer] for layer in layers), ends]
+        named = [getattr(base, name) for name in plan if getattr(base, name, None) is not None]
+        index = next(index for index, part in enumerate(named) if isinstance(part, nn.ModuleList))
+        (first, *layers), head = named[index], [part for part in module.children() if part is not base]
+        ends = [*named[index + 1 :], *(head if module is not base else [])]
+        units = [[*named[:index], first], *([layer] for layer in layers), ends]
         return units, _Within(module, base, units)
     raise ModuleError(f"{type(module).__name__} {what}", hint=HOW, param="module", code="ST-PIPELINE")
 
 
 def _flat(module: nn.Module) -> list[nn.Module]:
     """Returns the parts of a sequence, and those of sequences within it; one that is there twice, twice."""
-    parts = [part for part in module._modules.values() if part is not None]
-    return [each for part in parts for each in (_flat(part) if type(part) is nn.Sequential else [part])]
+    parts: list[nn.Module] = []
+    for part in module._modules.values():
+        if part is not None:
+            parts += _flat(part) if type(part) is nn.Sequential else [part]
+    return parts
 
 
 def _chained(stage: Stage, received: Sequence[torch.Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Calls parts one after another, the first of a module with its arguments."""
     args, kwargs = (args, kwargs) if stage.is_first else (received, {})
-    found: Any = args
+    output: Any = args
     for part in stage.parts:
-        found = part(*args, **kwargs)
-        args, kwargs = found if isinstance(found, tuple) else (found,), {}
-    return found
+        output = part(*args, **kwargs)
+        args, kwargs = output if isinstance(output, tuple) else (output,), {}
+    return output
 
 
 def bare(module: Any, forward: Callable[..., Any] | None = None) -> Any:
     """Returns a copy of a module with its attributes and methods, but without its tensors, parts and hooks."""
-    made = object.__new__(type(module))
-    nn.Module.__init__(made)
-    vars(made).update({name: value for name, value in vars(module).items() if name not in vars(made)})
-    made.training = module.training
+    copied = object.__new__(type(module))
+    nn.Module.__init__(copied)
+    vars(copied).update({name: value for name, value in vars(module).items() if name not in vars(copied)})
+    copied.training = module.training
     if forward is not None:
-        vars(made)["forward"] = forward
-    return made
+        vars(copied)["forward"] = forward
+    return copied
 
 
 class _Within:
@@ -311,7 +301,7 @@ class _Within:
     def __init__(self, module: Any, base: Any, units: Sequence[Sequence[nn.Module]]) -> None:
         """Takes the module, the part of it that has the loop, and the units."""
         self._module, self._base = module, base
-        self._order = {part: place for place, part in enumerate(part for unit in units for part in unit)}
+        self._order = {part: number for number, part in enumerate(part for unit in units for part in unit)}
         self._views: dict[Stage, tuple[Any, Any]] = {}
         self._received: Any = None
 
@@ -325,9 +315,9 @@ class _Within:
         base.training, module.training = self._base.training, self._module.training
         if not stage.is_first:
             (self._received,) = received
-        found = (module if stage.is_last else base).forward(*args, **kwargs)
+        output = (module if stage.is_last else base).forward(*args, **kwargs)
         self._received = None
-        return found if stage.is_last else getattr(found, "last_hidden_state", found)
+        return output if stage.is_last else getattr(output, "last_hidden_state", output)
 
     def _view(self, owner: Any, stage: Stage, base: nn.Module | None = None) -> Any:
         """Returns a copy of a module that has the parts of a stage, and stubs for those of others."""
@@ -341,13 +331,21 @@ class _Within:
                 return nn.ModuleList(map(of_stage, part))
             if part in now or part not in self._order:
                 return now.get(part, part)
-            before = self._order[part] < first
-            stub: nn.Module = bare(part, lambda found, *_, **__: self._received if before else found)
+            stub: nn.Module = bare(part, self._returns_received if self._order[part] < first else _returns_input)
             return stub
 
-        made = bare(owner)
+        view = bare(owner)
         for name, buffer in owner.named_buffers(recurse=False):
-            made.register_buffer(name, buffer)
+            view.register_buffer(name, buffer)
         for name, part in owner.named_children():
-            made.add_module(name, of_stage(part))
-        return made
+            view.add_module(name, of_stage(part))
+        return view
+
+    def _returns_received(self, *_: Any, **__: Any) -> Any:
+        """The forward pass of a part of an earlier stage."""
+        return self._received
+
+
+def _returns_input(value: Any, *_: Any, **__: Any) -> Any:
+    """The forward pass of a part of a later stage."""
+    return value

@@ -24,7 +24,7 @@ from sparktorch.train.sharding.arguments import Arguments
 
 __all__ = ["MicroLoss", "Pipe", "as_bytes"]
 
-_MOST_PREPARED = 8  # schedules that a rank keeps, for shapes that it has met
+_MOST_PREPARED = 8  # A rank keeps so many schedules, for shapes that it has met.
 
 # Returns the loss of the output for the rows from the first to the second number.
 MicroLoss = Callable[[Any, int, int], torch.Tensor]
@@ -51,7 +51,7 @@ class Pipe(nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        own: Mapping[int, Stage],
+        stages: Mapping[int, Stage],
         group: dist.ProcessGroup,
         device: torch.device,
         schedule: str,
@@ -61,63 +61,65 @@ class Pipe(nn.Module):
     ) -> None:
         """Takes the module, this rank's stages by number, and how they run."""
         super().__init__()
-        self.module, self.stages = module, nn.ModuleList(own.values())
-        self._own, self._group, self._device, self._copies = own, group, device, copies
+        self.module, self.stages = module, nn.ModuleList(stages.values())
+        self._stages, self._group, self._device, self._copies = stages, group, device, copies
         self._schedule, self._micro_batches = schedule, micro_batches
         self._prepared: dict[Any, _Prepared] = {}
         self._loss: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
-        self._busy, self._idle, self._whole = 0.0, 0.0, 0.0  # seconds of passes, between them, and of schedules
+        # Seconds of passes, between them, and of whole schedules.
+        self._busy, self._idle, self._whole = 0.0, 0.0, 0.0
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the output of all rows."""
-        given = Arguments.of(args, kwargs)
-        inputs, size = self._padded(given)
-        prepared = self._prepare(given, inputs, size, training=False)
+        arguments = Arguments.of(args, kwargs)
+        inputs, size = self._padded(arguments)
+        prepared = self._prepare(arguments, inputs, size, training=False)
         outputs = prepared.schedule.step(**inputs)
         for stage in prepared.stages:
-            stage.clear_runtime_states()  # it keeps outputs
-        found = []
-        for place, one in enumerate(prepared.passed[-1]):
-            every = one.new_empty(size * self._micro_batches, *one.shape[1:])
-            value = None if outputs is None else outputs[place]
-            found.append(self._told(value, every, self._group.size() - 1)[: given.rows])
-        return _nested(prepared.returned, found)
+            stage.clear_runtime_states()  # They would keep the outputs.
+        in_all_ranks = []
+        for index, of_micro_batch in enumerate(prepared.passed[-1]):
+            meta = of_micro_batch.new_empty(size * self._micro_batches, *of_micro_batch.shape[1:])
+            output = None if outputs is None else outputs[index]
+            in_all_ranks.append(self._broadcast(output, meta, self._group.size() - 1)[: arguments.rows])
+        return _nested(prepared.returned, in_all_ranks)
 
     def train_rows(
-        self, given: Arguments, loss: MicroLoss, scale: float, autocast: AbstractContextManager[Any]
+        self, arguments: Arguments, loss: MicroLoss, scale: float, autocast: AbstractContextManager[Any]
     ) -> torch.Tensor:
         """Runs forward and backward on rows that all ranks of the group have; returns the sum of the losses.
 
         It is the same in all ranks, and without the factor `scale`. `loss` is called in the last stage.
         """
-        inputs, size = self._padded(given)
-        total = torch.zeros((), dtype=torch.float64, device=self._device)  # in all ranks, whatever the loss has
-        for own in self._own.values():
-            own.autocast = autocast
-        prepared = self._prepare(given, inputs, size, training=True)
+        inputs, size = self._padded(arguments)
+        # It has this dtype in all ranks, whatever that of the loss is, which the last one computes.
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for stage in self._stages.values():
+            stage.autocast = autocast
+        prepared = self._prepare(arguments, inputs, size, training=True)
 
         def of_micro_batch(outputs: Any, target: torch.Tensor) -> torch.Tensor:
             nonlocal total
             first = int(target[0])
-            kept = min(first + size, given.rows) - first
-            if kept <= 0:  # nothing but padding
+            rows = min(first + size, arguments.rows) - first
+            if rows <= 0:  # There is nothing but padding.
                 return sum((output.sum() * 0 for output in outputs if output.requires_grad), torch.zeros_like(total))
-            found = loss(_nested(prepared.returned, [output[:kept] for output in outputs]), first, first + kept)
-            total = total + found.detach()
-            return found * scale
+            value = loss(_nested(prepared.returned, [output[:rows] for output in outputs]), first, first + rows)
+            total = total + value.detach()
+            return value * scale
 
         self._loss, self._busy, started = of_micro_batch, 0.0, time.perf_counter()
         with _accumulating(self.stages, fresh=not prepared.used):
-            places = torch.arange(size * self._micro_batches)
-            prepared.schedule.step(target=places, return_outputs=False, **inputs)
+            positions = torch.arange(size * self._micro_batches)
+            prepared.schedule.step(target=positions, return_outputs=False, **inputs)
         seconds = time.perf_counter() - started
         self._whole += seconds
         self._idle += seconds - self._busy
         prepared.used, self._loss = True, None
-        for stage in prepared.stages:
-            stage.clear_runtime_states()
-        for own in self._own.values():
-            own.autocast = nullcontext()
+        for of_torch in prepared.stages:
+            of_torch.clear_runtime_states()
+        for stage in self._stages.values():
+            stage.autocast = nullcontext()
         dist.all_reduce(total, group=self._group)
         return total
 
@@ -130,9 +132,9 @@ class Pipe(nn.Module):
 
     def idle(self) -> tuple[float, float]:
         """Returns the seconds this rank was idle in schedules since the last call, and their seconds; zeros on GPUs."""
-        found = (self._idle, self._whole) if is_host(self._device) else (0.0, 0.0)
+        seconds = (self._idle, self._whole) if is_host(self._device) else (0.0, 0.0)
         self._idle = self._whole = 0.0
-        return found
+        return seconds
 
     @contextmanager
     def _passing(self) -> Iterator[None]:
@@ -144,17 +146,17 @@ class Pipe(nn.Module):
             raise error.__cause__ or error from None
         self._busy += time.perf_counter() - started
 
-    def _padded(self, given: Arguments) -> tuple[dict[str, torch.Tensor], int]:
+    def _padded(self, arguments: Arguments) -> tuple[dict[str, torch.Tensor], int]:
         """Returns the tensors by name, the last row repeated, and the rows of a micro-batch: as many in all groups.
 
         Groups that have the same stages gather shards as often, and so meet new shapes at the same time.
         """
-        rows, tensors = given.rows, given.tensors
+        rows, tensors = arguments.rows, arguments.tensors
         if self._copies:
             form = zlib.crc32(repr([(tuple(tensor.shape[1:]), tensor.dtype) for tensor in tensors]).encode())
-            met = torch.tensor([rows, form, -form])
-            dist.all_reduce(met, dist.ReduceOp.MAX)
-            rows, highest, lowest = met.tolist()
+            most = torch.tensor([rows, form, -form])
+            dist.all_reduce(most, dist.ReduceOp.MAX)
+            rows, highest, lowest = most.tolist()
             if highest != -lowest:
                 raise ModuleError(
                     "ranks that have the same stages call the module with tensors of other shapes or dtypes",
@@ -162,19 +164,21 @@ class Pipe(nn.Module):
                     param="strategyParams",
                 )
         size = math.ceil(rows / self._micro_batches)
-        missing = size * self._micro_batches - given.rows
+        missing = size * self._micro_batches - arguments.rows
         if missing:
-            tensors = [torch.cat([each, each[-1:].expand(missing, *each.shape[1:])]) for each in tensors]
-        return {f"input_{place}": tensor for place, tensor in enumerate(tensors)}, size
+            tensors = [torch.cat([tensor, tensor[-1:].expand(missing, *tensor.shape[1:])]) for tensor in tensors]
+        return arguments.with_tensors(tensors).named, size
 
-    def _prepare(self, given: Arguments, inputs: dict[str, torch.Tensor], size: int, *, training: bool) -> _Prepared:
+    def _prepare(
+        self, arguments: Arguments, inputs: dict[str, torch.Tensor], size: int, *, training: bool
+    ) -> _Prepared:
         """Returns the schedule for some shapes, and sets the stages to the arguments."""
-        for stage in self._own.values():
-            stage.given = given
-        mode = training, self.module.training, torch.is_autocast_enabled(self._device.type), given.form
+        for stage in self._stages.values():
+            stage.arguments = arguments
+        mode = training, self.module.training, torch.is_autocast_enabled(self._device.type), arguments.form
         key = (*mode, *((tensor.shape, tensor.dtype) for tensor in inputs.values()))
         if key not in self._prepared:
-            first = {name: tensor[:size].clone() for name, tensor in inputs.items()}  # a module may change its inputs
+            first = {name: tensor[:size].clone() for name, tensor in inputs.items()}  # It may change them in place.
             passed, returned = self._tried(first, training=training)
             check_rows(passed[-1], size)
             schedule, stages = self._scheduled(passed, training=training)
@@ -182,7 +186,7 @@ class Pipe(nn.Module):
             if len(self._prepared) > _MOST_PREPARED:
                 del self._prepared[next(iter(self._prepared))]
         prepared = self._prepared[key]
-        for number, stage in self._own.items():
+        for number, stage in self._stages.items():
             stage.expected = prepared.passed[number]
         return prepared
 
@@ -194,29 +198,29 @@ class Pipe(nn.Module):
         """
         values: list[torch.Tensor] = []
         passed: list[list[torch.Tensor]] = []
-        told: list[Any] = [None]
+        forms: list[Any] = [None]
         with untouched_generators(self._device), torch.set_grad_enabled(training):
-            for number in range(len(self._own) * self._group.size()):
-                source, own = number % self._group.size(), self._own.get(number)
-                found: Any = None
-                if own is not None:
-                    own.expected = None
-                    found = own(*values, **inputs)
-                    told = [([(tuple(v.shape), v.dtype, v.requires_grad) for v in found], own.returned)]
-                dist.broadcast_object_list(told, group=self._group, group_src=source)
-                metas = [torch.empty(s, dtype=d, device="meta", requires_grad=g) for s, d, g in told[0][0]]
-                sent = [None] * len(metas) if found is None else found
-                pairs = zip(sent, metas, strict=True)
-                values = [self._told(value, meta, source).requires_grad_(meta.requires_grad) for value, meta in pairs]
+            for number in range(len(self._stages) * self._group.size()):
+                source, stage = number % self._group.size(), self._stages.get(number)
+                outputs: Sequence[torch.Tensor | None] = ()
+                if stage is not None:
+                    stage.expected = None
+                    outputs = returned = stage(*values, **inputs)
+                    forms = [([(tuple(v.shape), v.dtype, v.requires_grad) for v in returned], stage.returned)]
+                dist.broadcast_object_list(forms, group=self._group, group_src=source)
+                metas = [torch.empty(s, dtype=d, device="meta", requires_grad=g) for s, d, g in forms[0][0]]
+                values = []
+                for output, meta in zip(outputs or [None] * len(metas), metas, strict=True):
+                    values.append(self._broadcast(output, meta, source).requires_grad_(meta.requires_grad))
                 passed.append(metas)
-        return passed, told[0][1]
+        return passed, forms[0][1]
 
-    def _told(self, value: torch.Tensor | None, meta: torch.Tensor, source: int) -> torch.Tensor:
-        """Returns a rank's tensor in all ranks."""
-        every = torch.empty(meta.shape, dtype=meta.dtype, device=self._device) if value is None else value.detach()
-        every = every.contiguous()
-        dist.broadcast(as_bytes(every), group=self._group, group_src=source)
-        return every
+    def _broadcast(self, value: torch.Tensor | None, meta: torch.Tensor, source: int) -> torch.Tensor:
+        """Returns a rank's tensor in all ranks; `meta` has its shape and dtype."""
+        tensor = torch.empty(meta.shape, dtype=meta.dtype, device=self._device) if value is None else value.detach()
+        tensor = tensor.contiguous()
+        dist.broadcast(as_bytes(tensor), group=self._group, group_src=source)
+        return tensor
 
     def _scheduled(self, passed: list[list[torch.Tensor]], *, training: bool) -> tuple[Any, list[Any]]:
         """Returns torch's schedule, and the stages that it runs."""
@@ -238,9 +242,9 @@ class Pipe(nn.Module):
             return self._loss(outputs, target)
 
         stages = []
-        for number, own in self._own.items():
+        for number, stage in self._stages.items():
             received, sent = tuple(passed[number - 1] if number else ()), tuple(passed[number])
-            stages.append(Timed(own, number, len(passed), self._device, received, sent, group=self._group))
+            stages.append(Timed(stage, number, len(passed), self._device, received, sent, group=self._group))
         many = len(stages) > 1
         single: Any = Schedule1F1B if self._schedule == "1f1b" else ScheduleGPipe
         kind: Any = ScheduleInterleaved1F1B if many else single
@@ -255,7 +259,7 @@ def _accumulating(stages: nn.Module, *, fresh: bool) -> Iterator[None]:
 
     for part in stages.modules() if fresh else ():
         if isinstance(part, FSDPModule):
-            part.reshard()  # shards have the gradients, and `_tried` has gathered them
+            part.reshard()  # Shards have the gradients, and `_tried` has gathered them.
     held = [(p, p.grad) for p in stages.parameters() if p.grad is not None] if fresh else []
     for parameter, _ in held:
         parameter.grad = None
@@ -271,4 +275,8 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def _nested(returned: Any, outputs: Sequence[torch.Tensor]) -> Any:
     """Returns what the module returns, made of the tensors among its outputs."""
-    return pytree.tree_map(lambda leaf: outputs[leaf.place] if isinstance(leaf, Output) else leaf, returned)
+
+    def tensor_of(leaf: Any) -> Any:
+        return outputs[leaf.position] if isinstance(leaf, Output) else leaf
+
+    return pytree.tree_map(tensor_of, returned)

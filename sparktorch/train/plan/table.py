@@ -72,10 +72,10 @@ class Plan:
         table = [["strategy", *names[:2], "optimizer", *names[3:6], "sent a step", ""]]
         for need in self.needs:
             title = " ".join([need.strategy, *(f"{name}={value}" for name, value in need.options.items())])
-            figures = ["-" if need.refused else _shown(getattr(need, name)) for name in names]
+            figures = ["-" if need.refused else _in_units(getattr(need, name)) for name in names]
             fits = "" if self.memory is None else "fits" if need.total <= self.memory else "too large"
             if need.on_host:
-                fits = f"{fits}, {_shown(need.on_host)} in the host's memory".removeprefix(", ")
+                fits = f"{fits}, {_in_units(need.on_host)} in the host's memory".removeprefix(", ")
             table.append([title, *figures, need.refused or fits])
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = [
@@ -83,14 +83,15 @@ class Plan:
             for row in table
         ]
         workers = "1 worker" if self.workers == 1 else f"{self.workers} workers"
-        each = f"{self.parameters:,} parameters, {workers}, {self.rows:,} rows of each at a time"
-        return "\n".join([each, "", *lines])
+        title = f"{self.parameters:,} parameters, {workers}, {self.rows:,} rows of each at a time"
+        return "\n".join([title, "", *lines])
 
     __repr__ = __str__
 
 
-def _shown(count: int) -> str:
+def _in_units(count: int) -> str:
+    """Returns a number of bytes as text."""
     for size, unit in ((1e3, "KB"), (1e6, "MB")):
-        if round(count / size, 1) < 1000:  # as it is shown
+        if round(count / size, 1) < 1000:
             return f"{count / size:.1f} {unit}"
     return f"{count / 1e9:,.2f} GB"

@@ -18,11 +18,11 @@ __all__ = ["Arguments"]
 
 @dataclass(frozen=True)
 class Arguments:
-    """What a module is called with: all values, flattened, how they were nested, and which are tensors with rows."""
+    """The arguments of a call: all values, flattened, how they were nested, and the positions of tensors with rows."""
 
     values: list[Any]
     spec: Any
-    places: list[int]
+    positions: list[int]
 
     @classmethod
     def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
@@ -42,7 +42,12 @@ class Arguments:
     @property
     def tensors(self) -> list[torch.Tensor]:
         """The tensors with rows."""
-        return [self.values[place] for place in self.places]
+        return [self.values[position] for position in self.positions]
+
+    @property
+    def named(self) -> dict[str, torch.Tensor]:
+        """The tensors with rows, by names in their order."""
+        return {f"input_{number}": tensor for number, tensor in enumerate(self.tensors)}
 
     @property
     def rows(self) -> int:
@@ -52,25 +57,26 @@ class Arguments:
     @property
     def form(self) -> str:
         """All but the tensors, as text."""
-        return repr(([None if i in self.places else value for i, value in enumerate(self.values)], self.spec))
+        values = [None if i in self.positions else value for i, value in enumerate(self.values)]
+        return repr((values, self.spec))
 
     def filled(self, tensors: Iterable[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the positional and named arguments with other tensors in place of these."""
         values = list(self.values)
-        for place, tensor in zip(self.places, tensors, strict=True):
-            values[place] = tensor
+        for position, tensor in zip(self.positions, tensors, strict=True):
+            values[position] = tensor
         args, kwargs = pytree.tree_unflatten(values, self.spec)
         return args, kwargs
+
+    def with_tensors(self, tensors: Iterable[torch.Tensor]) -> Arguments:
+        """Returns arguments with other tensors in place of these."""
+        return Arguments.of(*self.filled(tensors))
 
     def to(self, device: torch.device) -> Arguments:
         """Returns arguments whose tensors lie on a device."""
         return replace(self, values=[v.to(device) if isinstance(v, torch.Tensor) else v for v in self.values])
 
-    def call_again(self, module: nn.Module) -> Any:
+    def call(self, module: nn.Module) -> Any:
         """Calls a module with copies of the tensors, which it may change in place."""
-        return self.call(module, *map(torch.clone, self.tensors))
-
-    def call(self, module: nn.Module, *tensors: torch.Tensor) -> Any:
-        """Calls a module with other tensors in place of these."""
-        args, kwargs = self.filled(tensors)
+        args, kwargs = self.filled(map(torch.clone, self.tensors))
         return module(*args, **kwargs)

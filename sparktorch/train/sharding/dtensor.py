@@ -24,8 +24,8 @@ __all__ = [
     *("mesh_of_training", "part_of", "sharded_like", "step_on_both", "unadvised", "undivided", "unviewed", "whole"),
 ]
 
-PIPELINE = "pipeline"  # the dimension of a mesh along which ranks have different parameters
-TENSOR = "tensor"  # the dimension along which they have parts of layers
+# Along these dimensions of a mesh, ranks have different parameters, and parts of layers.
+PIPELINE, TENSOR = "pipeline", "tensor"
 _trainings = itertools.count()
 
 
@@ -52,32 +52,20 @@ class _Unviewed(torch.autograd.Function):
         return gradient
 
 
-def unviewed(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-    """A forward hook, with keywords, after which a caller may change the outputs in place.
+def unviewed(module: nn.Module, inputs: Any, output: Any) -> Any:
+    """A forward hook after which a caller may change the outputs in place, as `nn.ReLU(inplace=True)` does.
 
     Autograd forgets the hooks of a view that is changed in place, FSDP's among them, and refuses to change one that a
-    function has made, as those of divided layers. An output in the memory of an input stays a view: a change is one of
-    the input, too, whose gradient would be another one.
+    function has made, as those of divided layers.
     """
-    if torch.compiler.is_compiling():  # which makes other operators of changes in place
+    if torch.compiler.is_compiling():  # Compiled code has other operators in place of changes.
         return output
 
-    def of_its_own(tensor: torch.Tensor) -> Any:
-        if not (tensor.requires_grad and tensor._is_view() and (memory := _memory(tensor))):
-            return tensor
-        given = (_memory(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
-        return tensor if memory in given else _Unviewed.apply(tensor)  # type: ignore[no-untyped-call]
+    def without_view(tensor: torch.Tensor) -> Any:
+        is_view = tensor.requires_grad and tensor._is_view()
+        return _Unviewed.apply(tensor) if is_view else tensor  # type: ignore[no-untyped-call]
 
-    return pytree.tree_map_only(torch.Tensor, of_its_own, output)
-
-
-def _memory(tensor: torch.Tensor) -> int | None:
-    """Returns the address of a tensor's memory; `None` if it has none of its own, as in `torch.vmap`."""
-    plain = not hasattr(tensor, "to_local") and tensor.layout == torch.strided
-    if not plain or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        return None
-    found: int = tensor.untyped_storage()._cdata
-    return found
+    return pytree.tree_map_only(torch.Tensor, without_view, output)
 
 
 def divide_gradients(module: nn.Module) -> None:
@@ -96,8 +84,8 @@ def divide_gradients(module: nn.Module) -> None:
 def first_copy(tensor: torch.Tensor) -> bool:
     """Whether this rank is the first of those that have the same shard of a `DTensor`."""
     ranks, sharded = _sharded(tensor)
-    places = zip(_plain(ranks), ranks.get_coordinate() or [], strict=True)
-    return all(place == 0 for name, place in places if name not in sharded)
+    coordinates = zip(_plain(ranks), ranks.get_coordinate() or [], strict=True)
+    return all(coordinate == 0 for name, coordinate in coordinates if name not in sharded)
 
 
 def gradients_by_copies(module: nn.Module, ranks: int, plain: int = 1) -> dict[int, list[torch.Tensor]]:
@@ -105,16 +93,16 @@ def gradients_by_copies(module: nn.Module, ranks: int, plain: int = 1) -> dict[i
 
     `plain` is how many have the same plain tensor.
     """
-    found: dict[int, list[torch.Tensor]] = {}
+    gradients: dict[int, list[torch.Tensor]] = {}
     for parameter in module.parameters():
         if parameter.grad is None:
             continue
         count = plain
         if hasattr(parameter.grad, "to_local"):
             mesh, sharded = _sharded(parameter.grad)
-            count = ranks // math.prod(mesh.size(i) for i, of in enumerate(_plain(mesh)) if of in sharded)
-        found.setdefault(count, []).append(local(parameter.grad))
-    return found
+            count = ranks // math.prod(mesh.size(axis) for axis, name in enumerate(_plain(mesh)) if name in sharded)
+        gradients.setdefault(count, []).append(local(parameter.grad))
+    return gradients
 
 
 def mesh_of_training(
@@ -126,21 +114,21 @@ def mesh_of_training(
     are this rank's along each dimension, and `ranks` all ranks, of a shape with a size for each. The names of the
     mesh's dimensions have a number behind an underscore.
     """
-    with suppress(ImportError, AttributeError):  # private to torch; without it, what was cached stays in memory
+    with suppress(ImportError, AttributeError):  # This is private to torch; without it, the cache stays in memory.
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
         _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
     number = next(_trainings)
     unique = tuple(f"{name}_{number}" for name in names)
-    of_groups = list(groups) if len(groups) > 1 else groups[0]
-    return DeviceMesh.from_group(of_groups, device, mesh=ranks, mesh_dim_names=unique)
+    one_or_more = list(groups) if len(groups) > 1 else groups[0]
+    return DeviceMesh.from_group(one_or_more, device, mesh=ranks, mesh_dim_names=unique)
 
 
 def part_of(mesh: DeviceMesh, *names: str) -> DeviceMesh:
     """Returns some dimensions of a mesh that `mesh_of_training` has made."""
     (number,) = {name.rpartition("_")[2] for name in mesh.mesh_dim_names or ()}
-    wanted = tuple(f"{name}_{number}" for name in names)
-    return mesh[wanted if len(wanted) > 1 else wanted[0]]
+    unique = tuple(f"{name}_{number}" for name in names)
+    return mesh[unique if len(unique) > 1 else unique[0]]
 
 
 def _plain(mesh: DeviceMesh) -> list[str]:
@@ -159,8 +147,8 @@ def _sharded(tensor: torch.Tensor) -> tuple[DeviceMesh, set[str]]:
     Ranks of other stages of a pipeline do not have it at all.
     """
     divided: Any = tensor
-    of_names = zip(_plain(divided.device_mesh), divided.placements, strict=True)
-    names = {name for name, of in of_names if not of.is_replicate()}
+    placements = zip(_plain(divided.device_mesh), divided.placements, strict=True)
+    names = {name for name, placement in placements if not placement.is_replicate()}
     root: DeviceMesh = divided.device_mesh._get_root_mesh()
     return root, names | ({PIPELINE} & set(_plain(root)))
 
@@ -188,7 +176,7 @@ def step_on_both(optimizer: torch.optim.Optimizer) -> None:
         with implicit_replication():
             return step(*args, **kwargs)
 
-    vars(optimizer)["step"] = MethodType(on_both, optimizer)  # a method, as schedulers want it
+    vars(optimizer)["step"] = MethodType(on_both, optimizer)  # Schedulers want a method.
 
 
 def unadvised() -> AbstractContextManager[None]:

@@ -19,7 +19,7 @@ from sparktorch.errors import ModuleError
 
 __all__ = ["SameCalls", "SameParameters"]
 
-_END, _BACKWARD = -1, -2  # of a forward pass, in place of the number of a unit
+_END, _BACKWARD = -1, -2  # They stand for a forward pass where a unit has its number.
 # Its name since torch 2.13, which warns of the other one.
 _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -47,9 +47,9 @@ class SameCalls:
     def __init__(self, groups: Sequence[dist.ProcessGroup]) -> None:
         """Takes the groups of ranks that share units, each along one dimension of a mesh; without any, none compare."""
         self._groups, self._names = groups, list[str]()
-        self._calls: tuple[int, ...] = ()  # of the forward pass that runs now
-        self._depth = 0  # of calls of the whole module
-        self._known: set[tuple[int, ...]] = set()  # how passes have begun
+        self._calls: tuple[int, ...] = ()  # The forward pass that runs now has made these.
+        self._depth = 0  # The whole module may call itself.
+        self._beginnings: set[tuple[int, ...]] = set()  # Forward passes have begun so.
         self._compares = True
 
     def add(self, name: str, unit: nn.Module, *, root: bool) -> None:
@@ -61,13 +61,13 @@ class SameCalls:
 
     def end_step(self) -> None:
         """Ends a step; what later steps call must be known by then, unless it was of several kinds."""
-        self._depth, self._compares = 0, sum(calls[-1] == _END for calls in self._known) > 1
+        self._depth, self._compares = 0, sum(calls[-1] == _END for calls in self._beginnings) > 1
 
     def _call(self, number: int, root: bool, unit: nn.Module, *_: Any) -> None:
         if root and torch.is_grad_enabled() and unit.training:
             self._calls = self._calls if self._depth else ()
             self._depth += 1
-        if self._depth:  # not in backward, where activations may be computed again
+        if self._depth:  # In backward, where activations may be computed again, it is 0.
             self._note(number)
 
     def _end(self, _: Any, __: Any, output: Any) -> None:
@@ -77,20 +77,21 @@ class SameCalls:
         if self._depth:
             return
         self._note(_END)
-        outputs = [each for each in pytree.tree_leaves(output) if isinstance(each, torch.Tensor) and each.requires_grad]
-        if self._compares and outputs:  # or another rank calls the module once more
-            torch.autograd.graph.register_multi_grad_hook(outputs, lambda _: self._compare(_BACKWARD), mode="any")
+        outputs = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        if self._compares and outputs:  # Another rank may call the module once more instead.
+            begin_backward = partial(self._compare, _BACKWARD)
+            torch.autograd.graph.register_multi_grad_hook(outputs, begin_backward, mode="any")
 
     def _note(self, number: int) -> None:
         self._calls = (*self._calls, number)
-        if not self._compares and self._calls not in self._known:
-            expected = [known[-1] for known in self._known if known[:-1] == self._calls[:-1]]
+        if not self._compares and self._calls not in self._beginnings:
+            expected = [calls[-1] for calls in self._beginnings if calls[:-1] == self._calls[:-1]]
             raise self._refused(number, expected, "the first step")
-        self._known.add(self._calls)
+        self._beginnings.add(self._calls)
         if self._compares:
             self._compare(number)
 
-    def _compare(self, number: int) -> None:
+    def _compare(self, number: int, *_: Any) -> None:
         """Compares a call with those of the other ranks."""
         for group in self._groups:
             others = {*_extremes(number, group)} - {number}
@@ -117,22 +118,19 @@ class SameParameters:
 
     def __init__(self, name: str, unit: nn.Module) -> None:
         """Takes a unit before it is sharded, and after those within it; its name is empty for the whole module."""
-        from torch.distributed.fsdp import FSDPModule  # slow to import
+        from torch.distributed.fsdp import FSDPModule  # This is slow to import.
 
         self._name = name or type(unit).__name__
-        within = {
-            each
-            for part in unit.modules()
-            if part is not unit and isinstance(part, FSDPModule)
-            for each in part.modules()
-        }
-        self._parts = {prefix: part for prefix, part in unit.named_modules() if part not in within}
-        self._sizes = {
-            f"{prefix}.{each}".lstrip("."): parameter.shape
+        inner_units = [part for part in unit.modules() if part is not unit and isinstance(part, FSDPModule)]
+        of_others = {part for inner in inner_units for part in inner.modules()}
+        self._parts = {prefix: part for prefix, part in unit.named_modules() if part not in of_others}
+        self._shapes = {
+            f"{prefix}.{name}".lstrip("."): parameter.shape
             for prefix, part in self._parts.items()
-            for each, parameter in part.named_parameters(recurse=False)
+            for name, parameter in part.named_parameters(recurse=False)
         }
-        self._known: dict[tuple[bool, ...], int] = {}
+        # The number of elements in the first step, by which parameters are trained.
+        self._counts: dict[tuple[bool, ...], int] = {}
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Returns a tensor for the communication."""
@@ -152,24 +150,24 @@ class SameParameters:
             ModuleError: This rank, or in the first step another one, has gradients of other parameters.
         """
         count = input_tensor.numel()
-        own = (parameter for part in self._parts.values() for parameter in part._parameters.values())
-        trained = tuple(parameter is not None and parameter.requires_grad for parameter in own)
-        known = self._known.get(trained, count)
-        most, least = max(known, count), min(known, count)
-        if trained not in self._known and is_host(input_tensor.device):  # a step waits for no accelerator
+        parameters = (parameter for part in self._parts.values() for parameter in part._parameters.values())
+        trained = tuple(parameter is not None and parameter.requires_grad for parameter in parameters)
+        before = self._counts.get(trained, count)
+        most, least = max(before, count), min(before, count)
+        if trained not in self._counts and is_host(input_tensor.device):  # No step waits for an accelerator.
             most, least = _extremes(count, group)
-        self._known[trained] = most
+        self._counts[trained] = most
         if least < most:
             raise self._refused(most - least, group.size())
         return _REDUCE_SCATTER(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
 
     def _refused(self, missing: int, ranks: int) -> ModuleError:
         """Returns an error that names the parameters and parts which have that many elements, if there are any."""
-        padded = {name: -(-shape[0] // ranks) * ranks * shape[1:].numel() for name, shape in self._sizes.items()}
+        padded = {name: -(-shape[0] // ranks) * ranks * shape[1:].numel() for name, shape in self._shapes.items()}
         parts = {name: [p for p in padded if p.startswith(f"{name}.")] for name in self._parts if name}
         fits = [
             *(f"parameter {name!r}" for name in padded if padded[name] == missing),
-            *(f"parameters of {name!r}" for name, own in parts.items() if sum(padded[p] for p in own) == missing),
+            *(f"parameters of {name!r}" for name, inside in parts.items() if sum(padded[p] for p in inside) == missing),
         ]
         what = " or ".join(fits) if fits else f"parameters of {self._name!r}"
         return _refused(

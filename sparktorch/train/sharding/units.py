@@ -104,9 +104,9 @@ def _undivided(module: nn.Module, parts: Sequence[nn.Module]) -> Iterator[tuple[
             yield f"{name or 'the module'} has {what}", "leave sparse and max_norm out"
     taken: set[nn.Parameter] = set()
     for part in [*parts, module]:
-        own = {name: p for name, p in part.named_parameters() if p.requires_grad and p not in taken}
-        taken |= set(own.values())
-        names = {p.dtype: name for name, p in own.items()}
+        of_unit = {name: p for name, p in part.named_parameters() if p.requires_grad and p not in taken}
+        taken |= set(of_unit.values())
+        names = {p.dtype: name for name, p in of_unit.items()}
         if len(names) > 1:
             (one, first), (other, second), *_ = names.items()
             yield (
@@ -121,16 +121,16 @@ def check_parts(module: nn.Module, *, staged: bool) -> None:
     `staged` says whether they have stages of the module, not parts of its layers.
     """
     for name, part in module.named_modules():
-        found = {
+        obstacles = {
             "batch normalisation": isinstance(part, nn.modules.batchnorm._BatchNorm),
             "sparse gradients": isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse,
             "extra state": staged and type(part).get_extra_state is not nn.Module.get_extra_state,
             "adapters": adapter_of(part).has_frozen_base,
         }
-        what = [each for each, there in found.items() if there]
-        if what:
+        what = next((obstacle for obstacle, is_there in obstacles.items() if is_there), None)
+        if what is not None:
             raise ModuleError(
-                f"{name or 'the module'} has {what[0]}, which ranks that compute on the same rows do not train as one "
+                f"{name or 'the module'} has {what}, which ranks that compute on the same rows do not train as one "
                 "process does",
                 hint="normalise each row by itself, as nn.LayerNorm does; leave sparse=True out; or use "
                 f"strategyParams.shard instead of {'pipeline' if staged else 'tensor'}",
@@ -165,7 +165,6 @@ def units(module: nn.Module, options: ShardingOptions, whole: nn.Module | None =
     `whole` is the module that `module` is a stage of, and has the blocks.
     """
     owners = Counter(p for part in module.modules() for p in part.parameters(recurse=False))
-    found: list[nn.Module] = []
     if options.wrap_classes:
         present = {type(part).__name__ for part in module.modules()}
         for name in options.wrap_classes:
@@ -181,8 +180,9 @@ def units(module: nn.Module, options: ShardingOptions, whole: nn.Module | None =
     at_once = {part for part in module.modules() if isinstance(part, nn.MultiheadAttention)} | {
         block for block in blocks if all(owners[p] == 1 for p in block.parameters())
     }
-    _visit(module, module, options, owners, at_once, found)
-    return found
+    chosen: list[nn.Module] = []
+    _visit(module, module, options, owners, at_once, chosen)
+    return chosen
 
 
 def _blocks(module: nn.Module) -> set[nn.Module]:
@@ -245,7 +245,7 @@ def _visit(
     options: ShardingOptions,
     owners: Counter[nn.Parameter],
     at_once: Collection[nn.Module],
-    found: list[nn.Module],
+    chosen: list[nn.Module],
 ) -> tuple[int, bool]:
     """Appends the units of a part of the module; returns its number of parameters in no unit, and whether any is tied.
 
@@ -254,14 +254,14 @@ def _visit(
     A function in `units` that calls itself would be a reference cycle, which keeps the whole parameters in device
     memory until the garbage collector finds it.
     """
-    own = list(part.parameters(recurse=part in at_once))
-    count, tied = sum(p.numel() for p in own), any(owners[p] > 1 for p in own)
+    parameters = list(part.parameters(recurse=part in at_once))
+    count, tied = sum(p.numel() for p in parameters), any(owners[p] > 1 for p in parameters)
     for child in () if part in at_once else part.children():
-        below, tied_below = _visit(child, module, options, owners, at_once, found)
+        below, tied_below = _visit(child, module, options, owners, at_once, chosen)
         count, tied = count + below, tied or tied_below
-    chosen = type(part).__name__ in options.wrap_classes if options.wrap_classes else count >= options.min_parameters
+    fits = type(part).__name__ in options.wrap_classes if options.wrap_classes else count >= options.min_parameters
     # Tied parameters must be gathered with all submodules that share them: with the whole module.
-    if chosen and count and not tied and part is not module and _has_forward(part):
-        found.append(part)
+    if fits and count and not tied and part is not module and _has_forward(part):
+        chosen.append(part)
         count = 0
     return count, tied

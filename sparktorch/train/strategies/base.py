@@ -341,7 +341,7 @@ class Strategy(ABC, Generic[O]):
         broadcast(module.buffers(), self._world)
         yield module
 
-    def shown(self, module: nn.Module) -> nn.Module:
+    def for_training_step(self, module: nn.Module) -> nn.Module:
         """Returns what stands for a module that `evaluating` has yielded where a training step calls it."""
         return module
 
@@ -376,8 +376,8 @@ class Strategy(ABC, Generic[O]):
 def broadcast(tensors: Iterable[torch.Tensor], world: World) -> None:
     """Gives all ranks rank 0's tensors."""
     for tensor in tensors if world.world_size > 1 else ():
-        own = tensor.detach()
-        whole = own.contiguous()  # of one in another memory format, a copy
-        dist.broadcast(whole, 0)
-        if whole is not own:
-            own.copy_(whole)
+        values = tensor.detach()
+        contiguous = values.contiguous()  # This is a copy of a tensor in another memory format.
+        dist.broadcast(contiguous, 0)
+        if contiguous is not values:
+            values.copy_(contiguous)

@@ -19,14 +19,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparktorch.base.config import at_least, one_of
 from sparktorch.base.devices import backend_of, is_host
-from sparktorch.errors import ConfigError, ModuleError
+from sparktorch.errors import ConfigError, ConflictError, ModuleError
 from sparktorch.train.recipe.recipe import Recipe, makes_sparse_gradients
 from sparktorch.train.strategies.base import GradientSync, Job, Kind, OwnState, Start, Strategy, check_optimizer_class
 from sparktorch.train.strategies.ddp_gradients import DDPGradients, call_instead, parameters_with_sparse_gradients
 
 __all__ = ["DDP", "KIND", "ZERO1", "DDPOptions"]
 
-_MEMORIES = ("error_dict", "p_memory_dict", "q_memory_dict")  # PowerSGD's state, by bucket index
+_MEMORIES = ("error_dict", "p_memory_dict", "q_memory_dict")  # PowerSGD has these by the index of a bucket.
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -60,7 +60,7 @@ class DDPOptions:
         if self.bucket_cap_mb is not None:
             at_least("strategyParams.bucket_cap_mb", self.bucket_cap_mb, 0)
         at_least("strategyParams.powersgd_rank", self.powersgd_rank, 1)
-        at_least("strategyParams.powersgd_start_step", self.powersgd_start_step, 2)  # torch's own bound
+        at_least("strategyParams.powersgd_start_step", self.powersgd_start_step, 2)  # This is torch's own bound.
         if self.comm_hook is not None:
             one_of("strategyParams.comm_hook", self.comm_hook, ("fp16", "bf16", "powerSGD"))
 
@@ -79,7 +79,7 @@ class DDP(Strategy[DDPOptions]):
         if "nccl" in backend_of(self._world.device) and not self._alone:
             _refuse_sparse(module)
         tensors = [*module.parameters(), *module.buffers()]
-        if any(tensor.device != self._device for tensor in tensors):  # a module without values cannot be moved
+        if any(tensor.device != self._device for tensor in tensors):  # A module without values cannot be moved.
             module.to(self._device)
         if self._alone:
             return module
@@ -153,7 +153,7 @@ class Zero1(DDP):
         """Builds the optimizer of this rank's share of the trainable parameters; a single rank's has all of them."""
         if self._alone:
             return recipe.build_optimizer(module)
-        from torch.distributed.optim import ZeroRedundancyOptimizer  # slow to import
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # This is slow to import.
 
         factory, parameters, options = recipe.optimizer_call(module)
         # A bucket per rank saves an accelerator one message per parameter. It needs a single dtype, and weights in the
@@ -182,36 +182,27 @@ class _Compression(OwnState):
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Returns it, as tensors by name."""
-        _, keys, place, *_ = self._state.rng.get_state()
-        found = {
+        _, keys, position, *_ = self._state.rng.get_state()
+        tensors = {
             "steps": torch.tensor([self._state.iter]),
-            "generator": torch.tensor([*keys.tolist(), place]),
+            "generator": torch.tensor([*keys.tolist(), position]),
         }
         for name in _MEMORIES:
             for bucket, value in getattr(self._state, name).items():
-                found[f"{name}.{self._sizes}.{bucket}"] = value
-        return found
+                tensors[f"{name}.{self._sizes}.{bucket}"] = value
+        return tensors
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Restores it, without the buckets' tensors if the number of ranks or the options differ."""
         if "steps" not in state:
             return
         self._state.iter = int(state["steps"])
-        *keys, place = state["generator"].tolist()
-        self._state.rng.set_state(("MT19937", keys, place))
+        *keys, position = state["generator"].tolist()
+        self._state.rng.set_state(("MT19937", keys, position))
         for name in _MEMORIES:
             prefix = f"{name}.{self._sizes}."
             values = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
             setattr(self._state, name, {int(key): value.to(self._device) for key, value in values.items()})
-
-
-def _in_one_bucket(options: DDPOptions, device: str) -> bool:
-    """Whether one bucket has all gradients: with PowerSGD over Gloo.
-
-    PowerSGD's hook makes three all-reduces per bucket, the later ones from Gloo's threads when the earlier ones are
-    done. With several buckets, their order would differ between ranks, which is a deadlock.
-    """
-    return options.comm_hook == "powerSGD" and backend_of(device).endswith("gloo")
 
 
 def _refuse_sparse(module: nn.Module) -> None:
@@ -223,6 +214,15 @@ def _refuse_sparse(module: nn.Module) -> None:
                 hint="make it with sparse=False, or set device='cpu'",
                 param="module",
             )
+
+
+def _in_one_bucket(options: DDPOptions, device: str) -> bool:
+    """Whether one bucket has all gradients: with PowerSGD over Gloo.
+
+    PowerSGD's hook makes three all-reduces for a bucket, the later ones from Gloo's threads when the earlier ones are
+    done. With several buckets, their order would differ between ranks, which is a deadlock.
+    """
+    return options.comm_hook == "powerSGD" and backend_of(device).endswith("gloo")
 
 
 def _check_dtypes(job: Job) -> None:
@@ -245,8 +245,8 @@ def _without_buffers(options: DDPOptions) -> dict[str, bool]:
     """Returns the argument that turns off the broadcast of buffers, by its name in this version of torch."""
     if options.forward_sync_buffers:
         return {}
-    known = inspect.signature(DistributedDataParallel).parameters
-    return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
+    arguments = inspect.signature(DistributedDataParallel).parameters
+    return {"forward_sync_buffers" if "forward_sync_buffers" in arguments else "broadcast_buffers": False}
 
 
 def _narrow_all_reduce(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -263,7 +263,7 @@ def _narrow_all_reduce(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.fut
 
 
 def _check_settings(job: Job) -> None:
-    # torch records the graph in the first backward pass, which must reduce gradients.
+    # Torch records the graph in the first backward pass, which must reduce gradients.
     if job.options.static_graph and job.in_micro_batches:
         raise ConfigError(
             "strategyParams.static_graph does not go together with micro-batches",
@@ -280,11 +280,10 @@ def _check_zero1_settings(job: Job) -> None:
 
 def _check_device(job: Job) -> None:
     if job.options.bucket_cap_mb is not None and _in_one_bucket(job.options, job.device):
-        raise ConfigError(
+        raise ConflictError(
             "strategyParams.bucket_cap_mb has no effect: on CPUs, 'powerSGD' sends all gradients in one bucket",
             hint="leave it out, or compress by 'fp16' or 'bf16'",
             param="strategyParams",
-            code="ST-CLASH",
         )
 
 

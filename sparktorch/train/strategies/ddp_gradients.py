@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ class DDPGradients(GradientsOfRows):
     which DDP takes for missing.
     """
 
-    warm_up_passes = 2  # buckets are rebuilt after the first backward (pytorch#35137)
+    warm_up_passes = 2  # Buckets are rebuilt after the first backward pass (pytorch#35137).
 
     def __init__(
         self, module: DistributedDataParallel, divisor: int, *, searches: bool, static_graph: bool, in_users_loop: bool
@@ -35,14 +36,14 @@ class DDPGradients(GradientsOfRows):
         self._trained = {p: name for name, p in module.module.named_parameters() if p.requires_grad}
         self._sparse = parameters_with_sparse_gradients(module)
         self._compares = not (in_users_loop or searches or static_graph)
-        self._before: dict[nn.Parameter, tuple[torch.Tensor, int]] = {}  # gradients, and their versions
+        self._before: dict[nn.Parameter, tuple[torch.Tensor, int]] = {}  # They are gradients, and their versions.
         self.discards = self._reduces_apart(rows=False)
-        self._sends: bool | None = None  # whether DDP's next pass sends buffers, after one without rows
+        self._sends: bool | None = None  # After a pass without rows, it says whether DDP's next pass sends buffers.
 
     def backward(self, loss: torch.Tensor, *, rows: bool) -> None:
         """Runs the backward pass; of placeholder rows, it leaves no gradients."""
-        if not rows and self.discards and self._searches:  # DDP counts a parameter as used once it has a gradient
-            trained = [parameter for parameter in self._trained if parameter.requires_grad]  # a callback freezes some
+        if not rows and self.discards and self._searches:  # DDP counts a parameter as used once it has a gradient.
+            trained = [parameter for parameter in self._trained if parameter.requires_grad]  # A callback freezes some.
             torch.autograd.grad(loss, trained, allow_unused=True)
         else:
             super().backward(loss, rows=rows)
@@ -63,7 +64,8 @@ class DDPGradients(GradientsOfRows):
         Raises:
             ConfigError: A hook has frozen a parameter, and torch expects the gradients of the first step in each.
         """
-        if self._static and (frozen := [name for p, name in self._trained.items() if not p.requires_grad]):
+        frozen = [name for p, name in self._trained.items() if not p.requires_grad] if self._static else []
+        if frozen:
             raise ConfigError(
                 f"a hook has frozen {frozen[0]!r}, and strategyParams.static_graph says that all steps use the same "
                 "parameters",
@@ -78,7 +80,7 @@ class DDPGradients(GradientsOfRows):
         module = self._ddp
         with self.no_sync(), nullcontext() if warm_up else _sending_buffers(module):
             yield
-        if not warm_up:  # the pass has sent buffers as that of a rank that reduces in it does
+        if not warm_up:  # The pass has sent buffers as that of a rank that reduces in it does.
             self._sends, module.require_forward_param_sync = module.require_forward_param_sync, False
         self.reduce(rows=rows and not warm_up)
 
@@ -114,7 +116,7 @@ class DDPGradients(GradientsOfRows):
 
     def _pass_nothing(self) -> torch.Tensor:
         """Calls DDP in place of a forward pass that uses all parameters."""
-        nothing: torch.Tensor = call_instead(self._ddp, lambda: self._nothing(self._trained))
+        nothing: torch.Tensor = call_instead(self._ddp, partial(self._nothing, self._trained))
         return nothing
 
     def _nothing(self, parameters: Collection[nn.Parameter]) -> torch.Tensor:
@@ -122,8 +124,8 @@ class DDPGradients(GradientsOfRows):
         empty = [_no_rows(p) if p in self._sparse and p.grad is None else None for p in parameters]
         nothing = torch.zeros((), device=self._device, requires_grad=True)
         with self._unfrozen():
-            found: torch.Tensor = _NoGradients.apply(empty, nothing, *parameters)  # type: ignore[no-untyped-call]
-        return found
+            zero: torch.Tensor = _NoGradients.apply(empty, nothing, *parameters)  # type: ignore[no-untyped-call]
+        return zero
 
     @contextmanager
     def _unfrozen(self) -> Iterator[None]:
@@ -145,7 +147,7 @@ class DDPGradients(GradientsOfRows):
                 continue
             if not parameter.requires_grad:
                 parameter.grad = None
-            elif gradient.is_sparse:  # its indices tell
+            elif gradient.is_sparse:  # Its indices tell.
                 parameter.grad = gradient if gradient._nnz() else None
             elif rows and not self._searches and not gradient.any():
                 raise UnusedParameterError(
@@ -176,7 +178,7 @@ class _Calling(nn.Module):
 
     def __init__(self, plain: nn.Module, function: Callable[[], Any]) -> None:
         super().__init__()
-        self.plain = plain  # DDP looks for its buffers
+        self.plain = plain  # DDP looks for its buffers.
         self._function = function
 
     def forward(self, _: torch.Tensor) -> Any:
@@ -210,7 +212,8 @@ def _sending_buffers(module: DistributedDataParallel) -> Iterator[None]:
     """Context in which every forward pass but the first sends buffers, as one does whose gradients are reduced."""
 
     def again(*_: Any) -> None:
-        module.require_forward_param_sync = torch.is_grad_enabled()  # as torch sets it where gradients are reduced
+        # Torch sets it so where gradients are reduced.
+        module.require_forward_param_sync = torch.is_grad_enabled()
 
     with module.register_forward_hook(again):
         yield

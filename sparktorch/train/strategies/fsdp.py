@@ -21,8 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from sparktorch.base.devices import download, is_host
 from sparktorch.base.host_memory import available_bytes, given_back
+from sparktorch.base.no_op import no_op
 from sparktorch.distributed.process_group import attach
-from sparktorch.errors import ConfigError
+from sparktorch.errors import ConfigError, ConflictError
 from sparktorch.train.recipe.adapter import without_caches
 from sparktorch.train.sharding.dtensor import gradients_by_copies, mesh_of_training, unadvised, unviewed, whole
 from sparktorch.train.sharding.same_units import SameCalls, SameParameters
@@ -47,8 +48,9 @@ __all__ = [
 
 S = TypeVar("S", bound="ShardingOptions")
 
-_LEAST_BYTES = 1 << 20  # of a block of host memory that is worth giving back
-_KEPT = 16  # times the model: more than what a rank was seen to grow by, but for activations, if it keeps freed blocks
+_LEAST_BYTES = 1 << 20  # Smaller blocks of host memory are not worth giving back.
+# Without activations, a rank that keeps freed blocks grows by less than so many times the model.
+_GROWTH = 16
 
 
 class Zero3(Strategy[S]):
@@ -58,9 +60,9 @@ class Zero3(Strategy[S]):
     """
 
     _reshard_after_forward = True
-    _compares_calls = True  # between ranks, unless the loop is a user's
-    _calls: SameCalls | None = None  # of units
-    _bytes = 0  # of the parameters that have been wrapped, as wide as they are gathered or reduced
+    _compares_calls = True  # Ranks compare which units they call, unless the loop is a user's.
+    _calls: SameCalls | None = None
+    _bytes = 0  # Parameters that have been wrapped have so many, as wide as they are gathered or reduced.
 
     @classmethod
     def shards(cls, options: S, workers: int) -> bool:
@@ -92,11 +94,12 @@ class Zero3(Strategy[S]):
     def _divided(self, module: nn.Module, options: ShardingOptions, start: Start, whole: nn.Module) -> nn.Module:
         """Shards the parameters of a module or of a part of `whole`; see `prepare`."""
         parts = units(module, options, whole)
-        if again := recomputed(parts, options, whole):
+        again = recomputed(parts, options, whole)
+        if again:
             from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
             # A cache that is there in the first pass would be added to in the second.
-            apply_activation_checkpointing(without_caches(module), check_fn=lambda part: part in again)
+            apply_activation_checkpointing(without_caches(module), check_fn=again.__contains__)
         if not self._wraps:
             for part in [*parts, module]:
                 start.materialise(part)
@@ -114,10 +117,10 @@ class Zero3(Strategy[S]):
         names = {part: name for name, part in module.named_modules()}
         groups = [self.mesh.get_group(axis) for axis in range(self.mesh.ndim) if self.mesh.size(axis) > 1]
         if groups and self._compares_calls and not (self._in_users_loop or self._config.compile):
-            self._calls = SameCalls(groups if is_host(self._device) else [])  # a step waits for no accelerator
+            self._calls = SameCalls(groups if is_host(self._device) else [])  # No step waits for an accelerator.
         for part in [*parts, module]:
             start.materialise(part)
-            part.register_forward_hook(unviewed, with_kwargs=True)  # before FSDP's, which gathers in backward
+            part.register_forward_hook(unviewed)  # FSDP's hook, which gathers in backward, comes after it.
             alike: Any = SameParameters(names[part], part)
             sharded = fully_shard(
                 part,
@@ -129,7 +132,7 @@ class Zero3(Strategy[S]):
             )
             if self._calls is not None:
                 self._calls.add(names[part], part, root=part is module)
-            if not self._in_users_loop:  # which may train two networks in turn
+            if not self._in_users_loop:  # A user's loop may train two networks in turn.
                 sharded.set_custom_reduce_scatter(alike)
         return module
 
@@ -141,8 +144,8 @@ class Zero3(Strategy[S]):
         widths = [dtype.itemsize for dtype in (policy.param_dtype, policy.reduce_dtype) if dtype is not None]
         self._bytes += sum(p.numel() * max([p.element_size(), *widths]) for p in module.parameters())
         largest = [max(p.nbytes for p in part.parameters()) for part in parts]
-        wanted = 2 * _KEPT * self._world.local_size * self._bytes
-        if max(largest, default=0) >= _LEAST_BYTES and wanted > available_bytes():
+        needed = 2 * _GROWTH * self._world.local_size * self._bytes
+        if max(largest, default=0) >= _LEAST_BYTES and needed > available_bytes():
             attach(given_back(max(_LEAST_BYTES, min(largest) // (2 * self.mesh.size(-1)))))
 
     def within_forward(self, module: nn.Module, function: Callable[[], Any]) -> Any:
@@ -151,7 +154,7 @@ class Zero3(Strategy[S]):
             return function()
 
         def instead(_: torch.Tensor) -> Any:
-            del vars(module)["forward"]  # the function may call the module
+            del vars(module)["forward"]  # The function may call the module.
             return function()
 
         vars(module)["forward"] = instead
@@ -199,23 +202,24 @@ class Zero3(Strategy[S]):
             return super().state_dict(module, copy=copy, leave_out=leave_out)
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-        found: dict[str, torch.Tensor] = {}
+        gathered: dict[str, torch.Tensor] = {}
         with unadvised(), self.evaluating(module):
             self._let_go(module)
             for name, value in cast(dict[str, torch.Tensor], get_model_state_dict(module)).items():
-                tensor = whole(value.detach().to(self._device) if hasattr(value, "to_local") else value)  # a collective
+                # This is a collective. A device may hold no more than one whole tensor at a time.
+                tensor = whole(value.detach().to(self._device) if hasattr(value, "to_local") else value)
                 if self._world.is_main and name not in leave_out:
-                    found[name] = tensor.cpu()  # one after another, for a device may hold no more
-        return download(found, copy=copy)
+                    gathered[name] = tensor.cpu()
+        return download(gathered, copy=copy)
 
     def shares(self, module: nn.Module, *, copy: bool = False) -> dict[str, torch.Tensor]:
         """Returns this rank's shards by name, and its buffers, which are rank 0's."""
         with self.evaluating(module):
             self._let_go(module)
             named = self._tensors(module)
-            once = {id(tensor): name for name, tensor in reversed(named.items())}
-            found = {name: named[name].detach() for name in named if once[id(named[name])] == name}
-            return {name: tensor.cpu().clone() for name, tensor in found.items()} if copy else found
+            first_name = {id(tensor): name for name, tensor in reversed(named.items())}
+            shares = {name: tensor.detach() for name, tensor in named.items() if first_name[id(tensor)] == name}
+            return {name: tensor.cpu().clone() for name, tensor in shares.items()} if copy else shares
 
     def _tensors(self, module: nn.Module) -> dict[str, torch.Tensor]:
         """Returns the tensors that this rank has a share of, by name."""
@@ -241,10 +245,20 @@ class Zero2(Zero3[ShardingOptions]):
 class ShardedGradients(GradientSync):
     """Gradients that `fully_shard` reduces in backward."""
 
-    def __init__(self, module: nn.Module | None, divisor: int, calls: SameCalls | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module | None,
+        divisor: int,
+        calls: SameCalls | None = None,
+        complete: Callable[[], None] = no_op,
+    ) -> None:
         """Takes the module; `None` if gradients are not sharded, or a schedule reduces them."""
         super().__init__(divisor)
-        self._root, self._calls = cast("FSDPModule | None", module), calls
+        self._root, self._calls, self._complete = cast("FSDPModule | None", module), calls, complete
+
+    def complete(self) -> None:
+        """Completes gradients of which ranks have computed parts."""
+        self._complete()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -311,11 +325,10 @@ def check_sharded_settings(job: Job) -> None:
 
 def _check_device(job: Job) -> None:
     if job.options.cpu_offload and is_host(job.device):
-        raise ConfigError(
+        raise ConflictError(
             "strategyParams.cpu_offload is set, and not every worker has a GPU to offload",
             hint="leave it out, or start as many workers as there are GPUs",
             param="strategyParams",
-            code="ST-CLASH",
         )
 
 

@@ -73,13 +73,13 @@ class LocalSGD(Strategy[LocalSGDOptions]):
             yield module
             return
         tensors = self._averaged(module)
-        own = [tensor.detach().clone() for tensor in tensors]
+        of_this_rank = [tensor.detach().clone() for tensor in tensors]
         _average(tensors)
         try:
             yield module
         finally:
             with torch.no_grad():
-                for tensor, before in zip(tensors, own, strict=True):
+                for tensor, before in zip(tensors, of_this_rank, strict=True):
                     tensor.copy_(before)
 
     def state_dict(
@@ -117,20 +117,21 @@ class _FirstSteps(GradientsOfRows):
 
 def _average_gradients(parameters: list[nn.Parameter]) -> None:
     """Replaces gradients by their means over all ranks; a parameter without a gradient in any rank keeps none."""
-    there = torch.tensor([p.grad is not None for p in parameters], dtype=torch.float32)
-    dist.all_reduce(there, dist.ReduceOp.MAX)
-    met = [p for p, found in zip(parameters, there.tolist(), strict=True) if found]
-    for parameter in met:
-        if parameter.grad is None:
+    has_gradient = torch.tensor([p.grad is not None for p in parameters], dtype=torch.float32)
+    dist.all_reduce(has_gradient, dist.ReduceOp.MAX)
+    gradients: list[Any] = []
+    for parameter, has_any in zip(parameters, has_gradient.tolist(), strict=True):
+        if has_any and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    gradients: list[Any] = [p.grad for p in met]
+        if has_any:
+            gradients.append(parameter.grad)
     _average([torch.view_as_real(grad) if grad.is_complex() else grad for grad in gradients])
 
 
 @torch.no_grad()
 def _average(tensors: list[torch.Tensor]) -> None:
     """Replaces the tensors by their means over all ranks, in one all-reduce for each dtype."""
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):  # not a set, whose order may differ between ranks
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):  # The order of a set may differ between ranks.
         same = [tensor for tensor in tensors if tensor.dtype == dtype]
         flat = torch.cat([tensor.flatten() for tensor in same]).div_(dist.get_world_size())
         dist.all_reduce(flat)

@@ -51,7 +51,7 @@ from sparktorch.train.strategies.fsdp import (
     needs_group,
 )
 from sparktorch.train.strategies.mesh_options import MeshOptions, Sizes
-from sparktorch.train.tensor_parallel.comparison import Comparison
+from sparktorch.train.tensor_parallel.comparison import compare_division
 from sparktorch.train.tensor_parallel.shared_rows import compare_first_call, shared_rows
 from sparktorch.train.tensor_parallel.styles import SUMMED, check_plan, left_whole, shard_layers
 
@@ -63,8 +63,10 @@ _log = logging.getLogger(__name__)
 class Mesh(Zero3[MeshOptions]):
     """As `zero3` within each group of `shard` ranks; between groups, gradients are averaged."""
 
-    _summed: Sequence[nn.Module] = ()  # parts whose gradients ranks that share layers compute in parts
-    _whole: nn.Module | None = None  # has the shapes of all parameters where this rank has those of some layers only
+    # Ranks that share layers compute the gradients of these modules in parts.
+    _summed: Sequence[nn.Module] = ()
+    # It has the shapes of all parameters where this rank has those of some layers only.
+    _whole: nn.Module | None = None
 
     @cached_property
     def _sizes(self) -> Sizes:
@@ -151,36 +153,42 @@ class Mesh(Zero3[MeshOptions]):
 
     def gradients(self, module: nn.Module) -> GradientSync:
         """Returns what reduces the gradients of the ranks with other rows, and completes those of divided layers."""
-        root = module if self._wraps and self._options.stacked == 1 else None  # a schedule reduces those of stages
-        divisor = self._sizes.data * self._sizes.shard  # number of ranks over which gradients are averaged
+        root = module if self._wraps and self._options.stacked == 1 else None  # A schedule reduces those of stages.
+        divisor = self._sizes.data * self._sizes.shard  # Gradients are averaged over so many ranks.
         if self._sizes.tensor == 1:
             return ShardedGradients(root, divisor, self._calls)
-        return _DividedGradients(self, module, root, divisor)
+        sync = ShardedGradients(root, divisor, self._calls, partial(self._complete, module))
+        sync.completes = bool(self._summed) or isinstance(self._options.plan, str)
+        return sync
 
     def prepare(self, module: nn.Module, start: Start) -> nn.Module:
         """Divides layers, and shards what is left of each rank's parameters, in place."""
         if self._sizes.tensor > 1:
-            given = self._first_row(module, start)
-            comparison = None if given is None else Comparison(module, given, self._layers, self._device)
-            self._divide_layers(module, self._styles(module), start)
-            if comparison is not None:
-                comparison.check(module.to(self._device), partial(self._complete, module))
+            styles = self._styles(module)
+            self._compare_division(module, styles, start)
+            self._divide_layers(module, styles, start)
             if self._in_users_loop:
                 compare_first_call(module, self._layers)
         return super().prepare(module, start)
 
-    def _first_row(self, module: nn.Module, start: Start) -> Arguments | None:
-        """Returns what a module is called with for one row, the same in the ranks that compute on the same rows.
+    def _compare_division(self, module: nn.Module, styles: Mapping[str, str], start: Start) -> None:
+        """Compares a divided copy of the module with an undivided one, where values and rows are known.
 
-        It is `None` where nothing is compared: one group of ranks compares for all, that of rank 0, and only if values
-        and rows are known, and the device may hold a rank's part of the module at once.
+        The ranks that share layers with rank 0 do so for all.
         """
         offloads = self._options.cpu_offload and not is_host(self._device)
-        if self._sizes.tensor == 1 or offloads or start.example is None or any(p.is_meta for p in module.parameters()):
-            return None
+        if offloads or start.example is None or any(parameter.is_meta for parameter in module.parameters()):
+            return
+        # Ranks exchange rows here as in each pass, so that all draw as many numbers.
         with self.shared_rows(start.example()) as batch:
-            given = Arguments.of_batch(batch.slice(0, 1), without_caches(module))
-        return given if 0 in dist.get_process_group_ranks(self._sharing) else None
+            arguments = Arguments.of_batch(batch.slice(0, 1), without_caches(module))
+
+        def divide(copied: nn.Module) -> Callable[[], None]:
+            self._divide_layers(copied, styles, start)
+            return partial(self._complete, copied)
+
+        if 0 in dist.get_process_group_ranks(self._layers):
+            compare_division(module, divide, arguments, self._layers, self._device)
 
     def _styles(self, module: nn.Module) -> dict[str, str]:
         """Returns the style of each layer that is divided, and warns of those that could be but for their sizes."""
@@ -208,9 +216,6 @@ class Mesh(Zero3[MeshOptions]):
         built = recipe.build_optimizer(module, self._whole)
         if len({hasattr(parameter, "to_local") for parameter in module.parameters()}) > 1:
             step_on_both(built)
-        if self.ranks_of_rows > 1 and isinstance(built, torch.optim.ASGD):
-            for group in built.param_groups:
-                group["foreach"] = False  # its kernels take those of one mesh only
         return built
 
     def _complete(self, module: nn.Module) -> None:
@@ -224,7 +229,7 @@ class Mesh(Zero3[MeshOptions]):
     @contextmanager
     def evaluating(self, module: nn.Module) -> Iterator[nn.Module]:
         """Context in which ranks that share layers have the same bits of what is not divided."""
-        if self._sizes.tensor > 1 and not is_host(self._device):  # kernels of accelerators may differ in the last bits
+        if self._sizes.tensor > 1 and not is_host(self._device):  # Kernels of accelerators may differ in last bits.
             group = self._layers
             source = dist.get_global_rank(group, 0)
             for parameter in module.parameters():
@@ -241,30 +246,17 @@ class Mesh(Zero3[MeshOptions]):
         """Clips each rank's part of the gradients; torch's functions take no tensors of several meshes."""
         if self._alone:
             return super().clip_gradients(module, norm=norm, value=value)
-        own = [part for parts in self._gradients(module).values() for part in parts]
-        if value is not None and own:
-            torch._foreach_clamp_min_(own, -value)
-            torch._foreach_clamp_max_(own, value)
+        gradients = [local(p.grad) for p in module.parameters() if p.grad is not None]
+        if value is not None and gradients:
+            torch._foreach_clamp_min_(gradients, -value)
+            torch._foreach_clamp_max_(gradients, value)
         if norm is None:
             return None
         total = self.gradient_norm(module)
         factor = (norm / (total + 1e-6)).clamp(max=1.0)
-        if own:
-            torch._foreach_mul_(own, factor.to(own[0].device, torch.float32))
+        if gradients:
+            torch._foreach_mul_(gradients, factor.to(gradients[0].device, torch.float32))
         return total
-
-
-class _DividedGradients(ShardedGradients):
-    """Gradients of divided layers, some of which ranks that share these have computed in parts."""
-
-    def __init__(self, mesh: Mesh, module: nn.Module, root: nn.Module | None, divisor: int) -> None:
-        super().__init__(root, divisor, mesh._calls)
-        self._mesh, self._module = mesh, module
-        self.completes = bool(mesh._summed) or isinstance(mesh._options.plan, str)
-
-    def complete(self) -> None:
-        """Completes them."""
-        self._mesh._complete(self._module)
 
 
 def styles_of(module: nn.Module, options: MeshOptions) -> dict[str, str]:
@@ -291,7 +283,7 @@ def _divided_by_function(path: str, module: nn.Module, mesh: DeviceMesh) -> None
         )
     for part in module.modules():
         if any(hasattr(parameter, "to_local") for parameter in part.parameters(recurse=False)):
-            part.register_forward_hook(unviewed, with_kwargs=True)
+            part.register_forward_hook(unviewed)
 
 
 def check_mesh(job: Job) -> None:

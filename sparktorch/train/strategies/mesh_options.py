@@ -10,7 +10,7 @@ from sparktorch.errors import ConfigError
 from sparktorch.train.sharding.units import ShardingOptions
 from sparktorch.train.tensor_parallel.styles import STYLES
 
-__all__ = ["MeshOptions", "Sizes", "refuse_former"]
+__all__ = ["MeshOptions", "Sizes"]
 
 
 class Sizes(NamedTuple):
@@ -20,18 +20,6 @@ class Sizes(NamedTuple):
     pipeline: int
     shard: int
     tensor: int
-
-
-# Options and styles of earlier versions, and what to use instead of them.
-_NO_LONGER = {
-    **dict.fromkeys(
-        ("sequence", "recompute_allgather"),
-        "leave it out; activation_checkpointing and a smaller microBatchSize save memory of activations",
-    ),
-    "heads": "write attention with an nn.Linear each for queries, keys and values ('colwise') and for the output "
-    "('rowwise'), or use strategy='zero3'",
-    "colwise_own_rows": "use 'colwise_gather_output', and a smaller microBatchSize if the scores are too large",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,20 +57,19 @@ class MeshOptions(ShardingOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, value in self._given().items():
-            at_least(f"strategyParams.{name}", value, 1)
-        for pattern, style in {} if isinstance(self.plan, str) else self.plan.items():
-            refuse_former(style, f"strategyParams.plan[{pattern!r}] is {style!r}, which")
-            one_of(f"strategyParams.plan[{pattern!r}]", style, STYLES)
+        for name in (*Sizes._fields, "stages_per_rank", "micro_batches"):
+            value = getattr(self, name)
+            if value is not None:
+                at_least(f"strategyParams.{name}", value, 1)
+        if not isinstance(self.plan, str):
+            for pattern, style in self.plan.items():
+                one_of(f"strategyParams.plan[{pattern!r}]", style, STYLES)
         one_of("strategyParams.schedule", self.schedule, ("1f1b", "gpipe"))
-        at_least("strategyParams.stages_per_rank", self.stages_per_rank, 1)
-        if self.micro_batches is not None:
-            at_least("strategyParams.micro_batches", self.micro_batches, 1)
         self._check_each_other()
 
     def _check_each_other(self) -> None:
         """Refuses options that do not fit each other."""
-        if not self._given():
+        if not self._set_sizes():
             raise _clash(
                 "strategy 'mesh' has no dimension",
                 "strategyParams={'shard': n} divides the model among n workers, as many as a host has GPUs",
@@ -166,27 +153,19 @@ class MeshOptions(ShardingOptions):
         shard = self.shard or left // data if data else 0
         if data * shard * tensor * pipeline == workers:
             return Sizes(data, pipeline, shard, tensor)
-        given = " x ".join(f"{name} {value}" for name, value in self._given().items())
+        sizes = " x ".join(f"{name} {value}" for name, value in self._set_sizes().items())
         possible = [size for size in range(1, workers + 1) if workers % size == 0]
         raise ConfigError(
-            f"strategyParams has {given}, which {workers} workers cannot be divided into",
+            f"strategyParams has {sizes}, which {workers} workers cannot be divided into",
             hint=f"set one of them to {', '.join(map(str, possible))}, or change numWorkers",
             param="strategyParams",
             code="ST-MESH",
         )
 
-    def _given(self) -> dict[str, int]:
-        """Returns the dimensions that are set."""
-        return {name: value for name in Sizes._fields if (value := getattr(self, name)) is not None}
+    def _set_sizes(self) -> dict[str, int]:
+        """Returns the sizes of the dimensions that are set."""
+        return {name: getattr(self, name) for name in Sizes._fields if getattr(self, name) is not None}
 
 
 def _clash(what: str, hint: str) -> ConfigError:
     return ConfigError(what, hint=hint, param="strategyParams", code="ST-MESH")
-
-
-def refuse_former(name: str, what: str) -> None:
-    """Refuses an option or style of earlier versions with a `ConfigError`, which says what to use instead."""
-    if name in _NO_LONGER:
-        raise ConfigError(
-            f"{what} is no longer there", hint=_NO_LONGER[name], param="strategyParams", code="ST-TENSOR-PARALLEL"
-        )

@@ -6,11 +6,10 @@ Huang et al. 2019, GPipe (https://arxiv.org/abs/1811.06965). How a module become
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,25 +17,22 @@ import torch.distributed as dist
 from torch import nn
 
 from sparktorch.base.batch import Batch
-from sparktorch.base.devices import is_host, seed
+from sparktorch.base.devices import seed
 from sparktorch.base.no_op import no_op
 from sparktorch.distributed.process_group import sum_over_ranks
 from sparktorch.errors import ConfigError
 from sparktorch.train.checkpoint.tensors import OPTIMIZER
 from sparktorch.train.pipeline.checks import MicroLosses, arguments_of, check_equal, check_rows, check_step, stand_in
-from sparktorch.train.pipeline.cut import Cut, Stage
+from sparktorch.train.pipeline.cut import Cut
 from sparktorch.train.pipeline.pipe import Pipe, as_bytes
 from sparktorch.train.recipe.loss import Step, Sums
 from sparktorch.train.sharding.arguments import Arguments
 from sparktorch.train.sharding.dtensor import PIPELINE, part_of, unadvised, whole
 from sparktorch.train.sharding.units import check_checkpointing, check_parts, units
 from sparktorch.train.strategies.base import Job, Start
-from sparktorch.train.strategies.mesh import MESH, Mesh, check_mesh, check_mesh_settings, styles_of
-from sparktorch.train.tensor_parallel.comparison import Comparison, in_evaluation, moved
+from sparktorch.train.strategies.mesh import MESH, Mesh, check_mesh, check_mesh_settings
 
 __all__ = ["KIND"]
-
-_log = logging.getLogger(__name__)
 
 
 class PipelineMesh(Mesh):
@@ -56,75 +52,37 @@ class PipelineMesh(Mesh):
     def prepare(self, module: nn.Module, start: Start) -> Pipe:
         """Leaves this rank the parameters of its stages, and divides these."""
         options, styles = self._options, self._styles(module)
-        cut = Cut(module, options.stages, options.split, styles)
-        group = self._stacked
-        own = {number: cut.stage(number) for number in range(group.rank(), options.stages, group.size())}
-        aliases = cut.aliases(own.values())
-        given = self._first_row(module, start)
-        comparisons = {} if given is None else self._comparisons(cut, own, given.to(self._device))
-        cut.keep(own)
+        if self._sizes.tensor > 1:
+            self._compare_division(module, styles, start)
+        cut, group = Cut(module, options.stages, options.split), self._stacked
+        stages = {number: cut.stage(number) for number in range(group.rank(), options.stages, group.size())}
+        aliases = cut.aliases(stages.values())
+        cut.keep(stages)
         self._divide_layers(module, styles, start)
-        for stage, comparison in comparisons.items():
-            comparison.check(stage.to(self._device), partial(self._complete, module))
-        for stage in own.values():
+        for stage in stages.values():
             present = {type(part).__name__ for part in stage.modules()}
             classes = [name for name in options.wrap_classes if name in present]
             self._divided(stage, replace(options, wrap_classes=classes), start, module)
-        for part, name, other, same in aliases:
-            setattr(part, name, getattr(other, same))
-        start.materialise(module)  # the buffers of no stage
-        for part in {*module.modules(), *(below for stage in own.values() for below in stage.modules())}:
+        for part, name, holder, name_there in aliases:
+            setattr(part, name, getattr(holder, name_there))
+        start.materialise(module)  # This makes the buffers that are in no stage.
+        for part in {*module.modules(), *(below for stage in stages.values() for below in stage.modules())}:
             for name, buffer in list(part.named_buffers(recurse=False)):
                 setattr(part, name, buffer.to(self._device))
         self._cut, self._whole = cut, cut.outline
         copies = self._sharing.size() < self._world.world_size
-        self._pipe = Pipe(module, own, group, self._device, options.schedule, options.count, copies=copies)
+        self._pipe = Pipe(module, stages, group, self._device, options.schedule, options.count, copies=copies)
         return self._pipe
-
-    def _comparisons(self, cut: Cut, own: dict[int, Stage], given: Arguments) -> dict[Stage, Comparison]:
-        """Returns what this rank's stages compute of a row before their layers are divided.
-
-        The first rank of those with the same rows calls all stages, one after another on its device, and the first rank
-        of those that share a stage's layers once more with gradients. Nothing is compared if it cannot.
-        """
-        inputs = {str(place): tensor for place, tensor in enumerate(given.tensors)}
-        stages = {number: own.get(number) or cut.stage(number) for number in range(self._options.stages)}
-        for stage in stages.values():
-            stage.given = given
-        sent: list[Any] = [self._passed_on(stages, inputs) if self._sharing.rank() == 0 else None]
-        dist.broadcast_object_list(sent, group=self._sharing, group_src=0)
-        return {
-            own[number]: Comparison(own[number], Arguments.of(passed, inputs), self._layers, self._device)
-            for number, passed in sent[0].items()
-            if number in own
-        }
-
-    def _passed_on(
-        self, stages: dict[int, Stage], inputs: dict[str, torch.Tensor]
-    ) -> dict[int, Sequence[torch.Tensor]]:
-        """Returns what each stage receives, on the host; nothing if a stage fails on an accelerator."""
-        passed: dict[int, Sequence[torch.Tensor]] = {0: ()}
-        try:
-            for number, stage in list(stages.items())[:-1]:
-                with moved(stage, self._device), torch.no_grad(), in_evaluation(stage):
-                    returned = stage(*(tensor.to(self._device) for tensor in passed[number]), **inputs)
-                passed[number + 1] = [tensor.cpu() for tensor in returned]
-        except Exception as error:
-            if is_host(self._device):
-                raise
-            _log.warning("the plan is not compared with the undivided module, which fails: %s", error)
-            return {}
-        return passed
 
     def shared_rows(self, batch: Batch, before: Callable[[], object] = no_op) -> AbstractContextManager[Batch]:
         """Returns a context of a pass on the rows of all ranks of a pipeline, padded as those of its copies are."""
         if batch.pads:
-            longest = torch.tensor([batch.inputs[place].shape[1] for place in batch.pads])
+            longest = torch.tensor([batch.inputs[position].shape[1] for position in batch.pads])
             dist.all_reduce(longest, dist.ReduceOp.MAX)
             batch = batch.padded(dict(zip(batch.pads, longest.tolist(), strict=True)))
         return super().shared_rows(batch, before)
 
-    def shown(self, module: nn.Module) -> nn.Module:
+    def for_training_step(self, module: nn.Module) -> nn.Module:
         """Returns what stands for the pipeline: it has the methods of the user's module, and no parts."""
         return stand_in(self._pipe.module, module.__call__)
 
@@ -135,12 +93,12 @@ class PipelineMesh(Mesh):
         pipe = self._pipe
         # Lengths and tokens are left out, by which a micro-batch would be cut to its longest row.
         batch = replace(batch, lengths={}, tokens=None)
-        given = arguments_of(step, pipe.module, batch).to(self._device)
+        arguments = arguments_of(step, pipe.module, batch).to(self._device)
         # From here on, stages drop other activations, and ranks that share a layer the same.
         seed(torch.initial_seed() + self._stacked.rank(), self._device)
-        losses = MicroLosses(step, pipe.module, batch, given, compare=not self._compared_step)
+        losses = MicroLosses(step, pipe.module, batch, arguments, compare=not self._compared_step)
         self._compared_step = True
-        return pipe.train_rows(given, losses, scale, autocast), losses.metrics
+        return pipe.train_rows(arguments, losses, scale, autocast), losses.metrics
 
     def metrics(self) -> dict[str, float]:
         """Returns the share of the time that ranks of a pipeline were idle, and that of equal stages by formula."""
@@ -150,8 +108,8 @@ class PipelineMesh(Mesh):
     def saves(self, name: str) -> bool:
         """Returns whether this rank saves an unsharded tensor; of a stage, a rank of that stage does."""
         if name.startswith(OPTIMIZER) or name.partition(".")[2] in self._cut.stage_of:
-            places = (self._layout == self._world.rank).nonzero()[0]
-            return all(place == 0 for name, place in zip(self._sizes._fields, places, strict=True) if name != PIPELINE)
+            coordinates = zip(self._sizes._fields, (self._layout == self._world.rank).nonzero()[0], strict=True)
+            return all(coordinate == 0 for name, coordinate in coordinates if name != PIPELINE)
         return super().saves(name)
 
     def _common_buffers(self, module: nn.Module) -> Iterable[torch.Tensor]:
@@ -161,8 +119,8 @@ class PipelineMesh(Mesh):
 
     def _tensors(self, module: nn.Module) -> dict[str, torch.Tensor]:
         """Returns the tensors of this rank's stages by name; the first rank has those that are in no stage, too."""
-        own = self._pipe.module.state_dict(keep_vars=True)
-        return {name: own[name] for name in self._cut.outline.state if self._rank_of(name) == self._stacked.rank()}
+        state = self._pipe.module.state_dict(keep_vars=True)
+        return {name: state[name] for name in self._cut.outline.state if self._rank_of(name) == self._stacked.rank()}
 
     def _rank_of(self, name: str) -> int:
         """Returns the rank in the group that has a parameter or buffer; the first for those of no stage."""
@@ -172,24 +130,26 @@ class PipelineMesh(Mesh):
         self, module: nn.Module, *, copy: bool = False, leave_out: Collection[str] = ()
     ) -> dict[str, torch.Tensor]:
         """Gathers the whole model's state dict in rank 0; returns an empty dict in other ranks."""
-        group, main, found = self._stacked, self._world.is_main, dict[str, torch.Tensor]()
-        first = 0 in dist.get_process_group_ranks(group)
+        group, main, gathered = self._stacked, self._world.is_main, dict[str, torch.Tensor]()
+        with_rank_0 = 0 in dist.get_process_group_ranks(group)
         with unadvised(), self.evaluating(module):
             self._let_go(module)
-            own = self._pipe.module.state_dict()
+            state = self._pipe.module.state_dict()
             for name, meta in self._cut.outline.state.items():
                 source = self._rank_of(name)
-                tensor = whole(own[name].detach()) if source == group.rank() else None  # a collective of the stage's
-                if not first or name in leave_out:
+                # This is a collective of the ranks that have the stage.
+                tensor = whole(state[name].detach()) if source == group.rank() else None
+                if not with_rank_0 or name in leave_out:
                     continue
-                if source and tensor is not None:  # to rank 0 alone: devices of the others may be nearly full
+                # Rank 0 alone receives it: devices of the others may be nearly full.
+                if source and tensor is not None:
                     dist.send(as_bytes(tensor.to(self._device).contiguous()), group=group, group_dst=0)
                 elif source and main:
                     tensor = torch.empty(meta.shape, dtype=meta.dtype, device=self._device)
                     dist.recv(as_bytes(tensor), group=group, group_src=source)
                 if main and tensor is not None:
-                    found[name] = tensor.to("cpu", copy=True)
-        return found
+                    gathered[name] = tensor.to("cpu", copy=True)
+        return gathered
 
 
 def _check(job: Job) -> None:
@@ -201,10 +161,10 @@ def _check(job: Job) -> None:
     if module is None or batch is None:
         return
     check_rows(batch.inputs, batch.rows, "the job gives", "inputLayouts")
-    cut = Cut(module, options.stages, options.split, styles_of(module, options))
+    cut = Cut(module, options.stages, options.split)
     step = job.recipe.build_training_step()
-    given = None if step is None else check_step(step, module, batch)
-    check_equal(cut, given or Arguments.of_batch(batch, module), module)
+    arguments = None if step is None else check_step(step, module, batch)
+    check_equal(cut, arguments or Arguments.of_batch(batch, module), module)
     parts = nn.ModuleList(cut.stage(number) for number in range(options.stages))
     check_checkpointing(options, f"{type(module).__name__} in stages", units(parts, options, module))
 

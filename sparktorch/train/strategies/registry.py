@@ -12,12 +12,12 @@ from sparktorch.base.batch import Batch
 from sparktorch.base.config import TrainConfig, from_dict, one_of
 from sparktorch.base.state_dict import check_returned
 from sparktorch.base.world import World
-from sparktorch.errors import ConfigError, ModuleError
+from sparktorch.errors import ConfigError, ConflictError, ModuleError
 from sparktorch.train.recipe.adapter import adapted_parts
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.strategies import ddp, fsdp, independent, local_sgd, mesh, pipeline_mesh
 from sparktorch.train.strategies.base import Job, Kind, Strategy
-from sparktorch.train.strategies.mesh_options import MeshOptions, refuse_former
+from sparktorch.train.strategies.mesh_options import MeshOptions
 from sparktorch.train.strategies.parameter_server import strategy as parameter_server
 
 __all__ = [
@@ -50,24 +50,22 @@ def strategy_for(name: str, params: Mapping[str, Any]) -> tuple[Kind, Any]:
     """
     kind = strategy_type(name)
     unknown = params.keys() - _names(kind)
-    owners = [repr(each) for each, other in STRATEGIES.items() if unknown <= _names(other)] if unknown else []
-    if owners:
+    owners = [repr(owner) for owner, other in STRATEGIES.items() if unknown <= _names(other)]
+    if unknown and owners:
         raise ConfigError(
             f"strategyParams.{min(unknown)} is no option of strategy {name!r}",
             hint=f"set strategy={' or '.join(owners)}, which has it, or leave it out",
             param="strategyParams",
             code="ST-UNKNOWN-NAME",
         )
-    for option in unknown:
-        refuse_former(option, f"strategyParams.{option}")
     options = from_dict(kind.options, params, where="strategyParams")
-    staged = isinstance(options, MeshOptions) and (options.pipeline or 1) > 1
+    staged = isinstance(options, MeshOptions) and options.stacked > 1
     return pipeline_mesh.KIND if staged else kind, options
 
 
 def _names(kind: Kind) -> set[str]:
     """Returns the names of a strategy's options."""
-    return {each.name for each in fields(kind.options)}
+    return {option.name for option in fields(kind.options)}
 
 
 def resumable() -> str:
@@ -76,10 +74,10 @@ def resumable() -> str:
     return f"{', '.join(names)} or {last}"
 
 
-def _job(config: TrainConfig, recipe: Recipe | None = None, **known: Any) -> Job:
-    """Returns what is known of a job."""
+def _job(config: TrainConfig, recipe: Recipe | None = None, **facts: Any) -> Job:
+    """Returns a job with what else is known of it."""
     kind, options = strategy_for(config.strategy, config.strategy_params)
-    return Job(config, recipe, options, kind, **known)
+    return Job(config, recipe, options, kind, **facts)
 
 
 def check_strategy(config: TrainConfig, recipe: Recipe) -> None:
@@ -111,18 +109,16 @@ def check_loop(config: TrainConfig) -> None:
     """Refuses strategies and options that do not suit a loop of the user's own with a `ConfigError`."""
     job = _job(config)
     if job.kind.own_batches:
-        raise ConfigError(
+        raise ConflictError(
             f"strategy {config.strategy!r} trains a model in each worker, and a function has a loop of its own",
             hint="leave strategy out, and do not wrap the module: then each worker trains its own",
             param="strategy",
-            code="ST-CLASH",
         )
     if job.kind.runs_passes:
-        raise ConfigError(
+        raise ConflictError(
             "strategyParams.pipeline runs forward and backward passes itself, which a loop of your own does too",
             hint="use strategyParams.shard, or fit an estimator",
             param="strategyParams",
-            code="ST-CLASH",
         )
 
 

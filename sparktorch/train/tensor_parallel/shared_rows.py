@@ -54,10 +54,11 @@ def _of_all(batch: Batch, group: dist.ProcessGroup) -> tuple[Batch, int]:
     counts = [batch.rows, len(real.inputs[0]), batch.sample_count, len(batch.inputs[0])]
     facts = [*counts, *weighted, _form(batch), int(torch.randint(2**31, ()))]
     # One exchange of small numbers precedes those of rows, for their sizes and for refusals that all ranks raise.
-    sent = torch.tensor([*facts, *(batch.inputs[place].shape[1] for place in batch.pads)])
-    met = [torch.empty_like(sent) for _ in range(group.size())]
-    dist.all_gather(met, sent, group=group)
-    samples, rows, all_samples, all_rows, weights, loss_weights, forms, numbers, *lengths = torch.stack(met).T.tolist()
+    sent = torch.tensor([*facts, *(batch.inputs[position].shape[1] for position in batch.pads)])
+    of_ranks = [torch.empty_like(sent) for _ in range(group.size())]
+    dist.all_gather(of_ranks, sent, group=group)
+    columns = torch.stack(of_ranks).T.tolist()
+    samples, rows, all_samples, all_rows, weights, loss_weights, forms, numbers, *lengths = columns
     if -1 in forms:
         raise ModuleError(
             "ranks that share layers or have stages of a pipeline exchange rows, and inputs are sparse or nested",
@@ -94,7 +95,7 @@ def _of_all(batch: Batch, group: dist.ProcessGroup) -> tuple[Batch, int]:
         weight=of_samples(part.weight),
         loss_weight=of_samples(part.loss_weight),
         rows=total,
-        lengths={place: of_rows(counts) for place, counts in part.lengths.items()},
+        lengths={position: of_rows(counts) for position, counts in part.lengths.items()},
         tokens=of_rows(part.tokens),
         sizes=of_samples(part.sizes),
     )
@@ -105,8 +106,8 @@ def _form(batch: Batch) -> int:
     """Returns a number for all that the batches of several ranks must have in common; -1 of sparse and nested ones."""
     if any(tensor.layout is not torch.strided or tensor.is_nested for tensor in batch.inputs):
         return -1
-    padded = {place + more for place in batch.pads for more in (0, 1)}  # The second one is the mask.
-    shapes = [(t.shape[1 + (place in padded) :], t.dtype) for place, t in enumerate(batch.inputs)]
+    padded = {*batch.pads, *(position + 1 for position in batch.pads)}  # The mask follows what is padded.
+    shapes = [(t.shape[2 if index in padded else 1 :], t.dtype) for index, t in enumerate(batch.inputs)]
     label = None if batch.label is None else (batch.label.shape[1:], batch.label.dtype)
     others = (batch.tokens is None, batch.sizes is None, sorted(batch.lengths))
     return zlib.crc32(repr((shapes, label, others)).encode())
@@ -116,7 +117,7 @@ def _exchanged(tensor: torch.Tensor, counts: Sequence[int], group: dist.ProcessG
     """Returns the rows of all ranks, given those of this rank; `counts` are the numbers of rows of each."""
     every = tensor.new_empty(sum(counts), *tensor.shape[1:])
     copies = tensor.detach().expand(group.size(), *tensor.shape).contiguous()
-    received, sent = (each.view(-1, tensor.shape[1:].numel()).view(torch.uint8) for each in (every, copies))
+    received, sent = (rows.view(-1, tensor.shape[1:].numel()).view(torch.uint8) for rows in (every, copies))
     dist.all_to_all_single(received, sent, list(counts), [len(tensor)] * group.size(), group=group)
     return every
 
@@ -134,9 +135,9 @@ def compare_first_call(module: nn.Module, group: dist.ProcessGroup) -> None:
         for tensor in tensors:
             content = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
             checksum.fill_(zlib.crc32(content, int(checksum)))
-        met = [torch.empty_like(checksum) for _ in range(group.size())]
-        dist.all_gather(met, checksum, group=group)
-        if len(set(map(int, met))) > 1:
+        checksums = [torch.empty_like(checksum) for _ in range(group.size())]
+        dist.all_gather(checksums, checksum, group=group)
+        if len(set(map(int, checksums))) > 1:
             raise ModuleError(
                 "ranks that share layers call the module with other rows",
                 hint="take batches from context.loader and context.validation, which have the rows of all of them, or "

@@ -68,20 +68,20 @@ def shard_layers(
         materialise(part)
         of_table = kind == "rowwise" and isinstance(part, nn.Embedding)
         style = RowwiseParallel(input_layouts=Replicate()) if of_table else of_torch[kind]
-        parallelize_module(part, mesh, style, src_data_rank=None)  # all ranks have the same parameters
+        parallelize_module(part, mesh, style, src_data_rank=None)  # No rank sends the others its parameters.
         if isinstance(part, nn.Embedding):
             part.register_forward_pre_hook(_check_index)
-        part.register_forward_hook(unviewed, with_kwargs=True)
+        part.register_forward_hook(unviewed)
     for part in parts.values():
         if isinstance(part, nn.TransformerEncoder):
-            part.use_nested_tensor = False  # it makes nested tensors for kernels that take whole layers
+            part.use_nested_tensor = False  # Its kernels for nested tensors take whole layers.
 
 
 def _check_index(part: Any, inputs: Any) -> None:
     """Refuses what is no row of a table: of a divided one, torch returns zeros for it."""
     index = local(inputs[0])
-    known: Any = ((index >= 0) & (index < part.num_embeddings)).all()
-    torch._assert_async(known, f"an index is not one of the {part.num_embeddings} rows of an nn.Embedding")
+    in_range: Any = ((index >= 0) & (index < part.num_embeddings)).all()
+    torch._assert_async(in_range, f"an index is not one of the {part.num_embeddings} rows of an nn.Embedding")
 
 
 def check_plan(module: nn.Module, plan: Mapping[str, str], size: int) -> dict[str, str]:
@@ -93,10 +93,10 @@ def check_plan(module: nn.Module, plan: Mapping[str, str], size: int) -> dict[st
     `ConfigError` says that a pattern matches no layer, or one that cannot be divided, or that nothing is known of the
     module.
     """
-    found = _matched(module, plan, size) if plan else _own_plan(module, size)
-    if found is None:
-        found, _ = _known(module, size)
-    if not found:
+    styles = _matched(module, plan, size) if plan else _plan_of_model(module, size)
+    if styles is None:
+        styles, _ = _styles_of_pairs(module, size)
+    if not styles:
         layers = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)][:4]
         raise ConfigError(
             f"strategyParams.tensor is {size}, and {type(module).__name__} has no layers that are known to be divisible"
@@ -106,30 +106,32 @@ def check_plan(module: nn.Module, plan: Mapping[str, str], size: int) -> dict[st
             param=_PARAM,
             code="ST-TENSOR-PARALLEL",
         )
-    return found
+    return styles
 
 
 def left_whole(module: nn.Module, size: int) -> list[tuple[str, str]]:
     """Returns the layers that `check_plan` does not divide without a plan, though it knows their kind, and why."""
-    return [] if _own_plan(module, size) is not None else _known(module, size)[1]
+    return [] if _plan_of_model(module, size) is not None else _styles_of_pairs(module, size)[1]
 
 
-def _known(module: nn.Module, size: int) -> tuple[dict[str, str], list[tuple[str, str]]]:
+def _styles_of_pairs(module: nn.Module, size: int) -> tuple[dict[str, str], list[tuple[str, str]]]:
     """Returns the styles of known layers; and of those that cannot be divided together, the first, and why."""
-    found: dict[str, str] = {}
+    styles: dict[str, str] = {}
     whole: list[tuple[str, str]] = []
     for pair in _known_pairs(module):
-        reasons = [(name, reason) for name, style in pair if (reason := _obstacle(module, size, name, style))]
-        found |= {} if reasons else dict(pair)
+        obstacles = [(name, _obstacle(module, size, name, style)) for name, style in pair]
+        reasons = [(name, obstacle) for name, obstacle in obstacles if obstacle]
+        if not reasons:
+            styles |= dict(pair)
         whole += reasons[:1]
     whole += [(name, _PACKED) for name, part in module.named_modules() if isinstance(part, nn.MultiheadAttention)]
-    return found, whole
+    return styles, whole
 
 
 def _matched(module: nn.Module, plan: Mapping[str, str], size: int) -> dict[str, str]:
     """Returns the style of each layer that matches a pattern; the first that matches decides."""
     parts = {name: part for name, part in module.named_modules() if name}
-    found: dict[str, str] = {}
+    styles: dict[str, str] = {}
     for pattern, style in plan.items():
         matching = [name for name in parts if fnmatchcase(name, pattern)]
         if not matching:
@@ -139,7 +141,7 @@ def _matched(module: nn.Module, plan: Mapping[str, str], size: int) -> dict[str,
                 param=_PARAM,
                 code="ST-TENSOR-PARALLEL",
             )
-        for name in (name for name in matching if name not in found):
+        for name in (name for name in matching if name not in styles):
             reason = _obstacle(module, size, name, style)
             if reason:
                 raise ConfigError(
@@ -147,20 +149,20 @@ def _matched(module: nn.Module, plan: Mapping[str, str], size: int) -> dict[str,
                     hint="make the pattern narrower, or choose another number of workers for strategyParams.tensor",
                     param=_PARAM,
                 )
-            found[name] = style
-    return found
+            styles[name] = style
+    return styles
 
 
 def _obstacle(module: nn.Module, size: int, name: str, style: str) -> str:
     """Returns why a layer cannot be divided; empty if it can."""
     part: Any = module.get_submodule(name)
     if _tied(module, part):
-        return "whose weights are tied to those of another part"  # gradients would be summed once for each
+        return "whose weights are tied to those of another part"  # Gradients would be summed once for each.
     if style == SUMMED:
         return "" if list(part.parameters(recurse=False)) else "which has no parameters of its own"
     if isinstance(part, nn.MultiheadAttention):
         return _PACKED
-    if type(part) not in DIVIDED:  # a subclass may compute something else
+    if type(part) not in DIVIDED:  # A subclass may compute something else.
         kind = f"{type(part).__module__}.{type(part).__qualname__}"
         return f"a {kind}, and {style!r} divides only nn.Linear and nn.Embedding, no subclass"
     if {n for n, _ in part.named_parameters()} - {"weight", "bias"} or list(part.buffers()):
@@ -173,7 +175,7 @@ def _obstacle(module: nn.Module, size: int, name: str, style: str) -> str:
     return "" if divides else f"whose {tuple(part.weight.shape)} weights are not divisible by {size} under {style!r}"
 
 
-def _own_plan(module: Any, size: int) -> dict[str, str] | None:
+def _plan_of_model(module: Any, size: int) -> dict[str, str] | None:
     """Returns the plan that a model brings; `None` if it has none."""
     plan = getattr(module, "_tp_plan", None)
     if not plan or not isinstance(plan, Mapping):
@@ -188,7 +190,7 @@ def _own_plan(module: Any, size: int) -> dict[str, str] | None:
                 param=_PARAM,
                 code="ST-TENSOR-PARALLEL",
             )
-    found: dict[str, str] = {}
+    styles: dict[str, str] = {}
     for pattern, style in plan.items():
         for name, part in module.named_modules():
             if not fnmatchcase(name, pattern) or _tied(module, part):
@@ -196,20 +198,20 @@ def _own_plan(module: Any, size: int) -> dict[str, str] | None:
             ours = _OTHER_NAMES.get(style, style or "nothing")
             reason = _obstacle(module, size, name, ours) if ours in STYLES else f"by {style!r}, which is not supported"
             if not reason:
-                found[name] = ours
-            elif style not in _WITHOUT_PARTNER:  # a vocabulary of any size is held whole
+                styles[name] = ours
+            elif style not in _WITHOUT_PARTNER:  # A vocabulary of any size is held whole.
                 raise ConfigError(
                     f"the plan of {type(module).__name__} divides {name!r}, {reason}",
                     hint=f"give a plan of your own, {_EXAMPLE}",
                     param=_PARAM,
                 )
-    return found
+    return styles
 
 
 def _tied(module: nn.Module, part: nn.Module) -> bool:
     """Whether another part of a module has a parameter of this one, too."""
-    owners = Counter(p for each in module.modules() for p in each.parameters(recurse=False))
-    return any(owners[p] > 1 for p in part.parameters(recurse=False))
+    holders = Counter(p for holder in module.modules() for p in holder.parameters(recurse=False))
+    return any(holders[p] > 1 for p in part.parameters(recurse=False))
 
 
 def _known_pairs(module: nn.Module) -> Iterable[list[tuple[str, str]]]:
@@ -221,9 +223,9 @@ def _known_pairs(module: nn.Module) -> Iterable[list[tuple[str, str]]]:
             if activation in _ACTIVATIONS or isinstance(activation, _ELEMENTWISE):
                 yield [(f"{prefix}linear1", "colwise"), (f"{prefix}linear2", "rowwise")]
         elif type(part).forward is nn.Sequential.forward:
-            shown = [(name, child) for name, child in part.named_children() if not isinstance(child, _ELEMENTWISE)]
+            layers = [(name, child) for name, child in part.named_children() if not isinstance(child, _ELEMENTWISE)]
             last = ""
-            for (name, child), (following, after) in pairwise(shown):
+            for (name, child), (following, after) in pairwise(layers):
                 if name != last and isinstance(child, nn.Linear) and isinstance(after, nn.Linear):
                     last = following
                     yield [(f"{prefix}{name}", "colwise"), (f"{prefix}{following}", "rowwise")]

@@ -79,6 +79,9 @@ DEAR = {
     "all forward passes first": Case(2, {"pipeline": 2, "schedule": "gpipe", "micro_batches": 3}),
     "two stages of each rank": Case(2, {"pipeline": 2, "stages_per_rank": 2, "micro_batches": 4}),
     "stages of shards of layers": Case(8, {"pipeline": 2, "shard": 2, "tensor": 2, "micro_batches": 2}),
+    "a stage that begins between two parts of layers": Case(
+        4, {"pipeline": 2, "tensor": 2, "micro_batches": 2, "split": ["second.3"]}
+    ),
     "stages of torch's layers": Case(4, {"tensor": 2, "pipeline": 2, "micro_batches": 2}, Encoder, STEEP, FEW_STEPS),
 }
 

@@ -18,14 +18,12 @@ from sparktorch.base.config import TrainConfig
 from sparktorch.base.world import World
 from sparktorch.errors import ConfigError
 from sparktorch.train.checkpoint.tensors import own_optimizer
-from sparktorch.train.pipeline.cut import Cut
 from sparktorch.train.plan.memory import plan
 from sparktorch.train.plan.table import Need
 from sparktorch.train.recipe.recipe import Recipe
 from sparktorch.train.sharding.dtensor import local
 from sparktorch.train.strategies.base import Start
-from sparktorch.train.strategies.registry import build_strategy, check_module
-from sparktorch.train.tensor_parallel.styles import check_plan
+from sparktorch.train.strategies.registry import build_strategy
 from tests.support.attention_nets import Encoder
 from tests.support.nets import Paired, Tower
 from tests.support.ranks import in_group
@@ -33,7 +31,6 @@ from tests.support.strategies import PARTED
 
 RANKS = 4
 FEW = Batch((torch.ones(2, 5),), torch.ones(2), None, 2, names=("x",))
-OF_EIGHT = Batch((torch.ones(2, 100),), torch.ones(2, 8), None, 2, names=("x",))
 WIDE = Batch((torch.ones(2, 100),), torch.ones(2, 1), None, 2, names=("x",))
 
 
@@ -218,15 +215,6 @@ def test_averages_and_weights_as_autocast_has_them_are_counted_and_narrow_parame
     assert narrow.sent == plain.sent // 2
 
 
-def test_shares_of_layers_that_are_compared_before_they_are_sharded_are_counted() -> None:
-    pair = nn.Sequential(nn.Linear(100, 64), nn.Tanh(), nn.Linear(64, 8))
-    needs = plan(Recipe(module=pair, optimizer="SGD"), TrainConfig(task="regression", batch_size=64), 8, OF_EIGHT).needs
-    found = {(need.strategy, *need.options.items()): need for need in needs}
-    shared, sharded = found["mesh", ("tensor", 2)], found["mesh", ("tensor", 2), ("shard", 4)]
-    assert sharded.parameters < shared.parameters / 3
-    assert sharded.total - sharded.activations == shared.parameters + shared.gradients
-
-
 def test_a_plan_of_sparse_inputs_is_refused() -> None:
     first = Batch((torch.eye(2).to_sparse(),), torch.ones(2), None, 2, names=("x",))
     with pytest.raises(ConfigError, match=r"input 'x' is sparse or jagged, and a plan is made of rows"):
@@ -274,30 +262,3 @@ def test_a_module_that_needs_values_is_planned_with_values() -> None:
     first = Batch((torch.ones(2, 5),), torch.ones(2, 1), None, 2, names=("x",))
     table = plan(Recipe(module=partial(Looks, 5, 1)), TrainConfig(task="regression"), 2, first)
     assert (table.parameters, table.needs[0].gradients) == (6, 24)
-
-
-class Thirds(nn.Sequential):
-    """Three pairs of layers; equal stages would part the second pair."""
-
-    def __init__(self) -> None:
-        super().__init__(*(nn.Sequential(nn.Linear(5, 16), nn.GELU(), nn.Linear(16, 5)) for _ in range(3)))
-
-
-def of_stages(split: list[str], plan: dict[str, str]) -> dict[str, int]:
-    first = Batch((torch.ones(2, 5),), None, None, 2)
-    options = {"pipeline": 2, "tensor": 2, "split": split, "plan": plan}
-    config = TrainConfig(task="regression", strategy="mesh", strategy_params=options)
-    module = Thirds()
-    check_module(config, Recipe(module=Thirds, loss="MSELoss"), 4, module, first)
-    return Cut(module, 2, split, check_plan(module, plan, 2)).stage_of
-
-
-@pytest.mark.parametrize("plan", [{}, {"*.2": "rowwise", "*.0": "colwise"}], ids=["known pairs", "a plan"])
-def test_no_stage_begins_between_a_divided_output_and_the_layer_that_takes_it(plan: dict[str, str]) -> None:
-    cut = Cut(Thirds(), 2, []).stage_of
-    assert cut["1.0.weight"] != cut["1.2.weight"]  # without `tensor`
-    found = of_stages([], plan)
-    assert all(found[f"{pair}.0.weight"] == found[f"{pair}.2.weight"] for pair in range(3))
-    assert set(found.values()) == {0, 1}
-    with pytest.raises(ConfigError, match=r"names '1\.2', and the 2 stages"):
-        of_stages(["1.2"], plan)

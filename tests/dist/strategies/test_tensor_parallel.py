@@ -172,7 +172,7 @@ def test_a_plan_that_computes_something_else_is_refused_before_the_first_step(
 def test_a_plan_that_computes_something_else_in_a_stage_is_refused_before_the_first_step() -> None:
     module = nn.Sequential(nn.Linear(5, 8), nn.Softmax(-1), nn.Linear(8, 4), nn.Linear(4, 1), nn.Flatten(0))
     sizes = {"tensor": 2, "pipeline": 2, "split": ["3"], "plan": {"0": "colwise", "2": "rowwise"}}
-    with pytest.raises(ModuleError, match="Stage, with its layers divided, returns something else"):
+    with pytest.raises(ModuleError, match="Sequential, with its layers divided, returns something else"):
         trained(job_for(recipe={"module": module}, sizes=sizes, accumulation_steps=1), 4)
 
 

@@ -123,7 +123,7 @@ def unlike(module: Any, _: list[nn.Module]) -> list[nn.Module]:
 def zeroed() -> nn.Module:
     """Returns a module whose output is zero whatever is before its head."""
     module = Cuts(lambda m, stages: [m.first, m.norm, m.second, stages[-1]])
-    for parameter in module.second.parameters():
+    for parameter in module.second[3].parameters():
         nn.init.zeros_(parameter)
     return module
 
@@ -175,8 +175,8 @@ class Without(nn.Module):
         (partial(Cuts, lambda m, stages: [*stages, Unit(lambda x: x[:1])]), "compute something else than it"),
         (zeroed, "compute something else than it"),
         (partial(Cuts, otherwise), "other outputs or gradients"),
-        (partial(Changes, lambda m, out: out * (1 if m.training else 2)), "or in evaluation something else"),
-        (Centring, "computes another output of a row beside another one"),
+        (partial(Changes, lambda m, out: out * (1 if m.training else 2)), "compute something else than it"),
+        (Centring, r"(?s)two rows at a time, compute something else.*compute each row by itself"),
         (Counting, "changes buffer 'seen'"),
         (partial(Changes, lambda m, out: out.mean()), r"returns a tensor of shape \(\) for 2 rows"),
         (

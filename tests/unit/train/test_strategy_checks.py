@@ -36,13 +36,7 @@ PAIR = {"fc1": "colwise", "fc2": "rowwise"}
         ("mesh", {"shard": 2, "split": ["norm"]}, "no pipeline ranks"),
         ("mesh", {**TWO, "schedule": "gpipe", "stages_per_rank": 2}, "several stages of a rank take turns by '1f1b'"),
         ("mesh", {**TWO, "micro_batches": 1}, "'1f1b' keeps 2 ranks busy"),
-        (
-            "mesh",
-            {"tensor": 2, "plan": {"part": "colwise_own_rows"}},
-            "'colwise_own_rows', which is no longer there",
-        ),
-        ("mesh", {"tensor": 2, "plan": {"part": "heads"}}, "is 'heads', which is no longer there"),
-        ("mesh", {"tensor": 2, "sequence": True}, "strategyParams.sequence is no longer there"),
+        ("mesh", {"tensor": 2, "plan": {"part": "heads"}}, "strategyParams.plan['part'] 'heads' is unknown"),
         ("mesh", {**TWO, "param_dtype": "bf16"}, "strategyParams.param_dtype is set"),
     ],
 )

@@ -27,8 +27,8 @@ _HELLO_SECONDS = 5
 _TOKEN_BYTES = 16
 # A connection to a host that has vanished fails after a minute and a half.
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
-_ALIGNED = 16  # bytes: the widest element of a tensor
-_CHANGING = ("lr", "weight_decay", "momentum", "betas")  # what schedules and callbacks set while training
+_ALIGNED = 16  # The widest element of a tensor has so many bytes.
+_CHANGING = ("lr", "weight_decay", "momentum", "betas")  # Schedules and callbacks set these while training.
 
 
 def assign(sizes: Sequence[int], servers: int) -> list[int]:
@@ -49,10 +49,14 @@ def read_numbers(groups: Iterable[dict[str, Any]]) -> list[float]:
 def write_numbers(groups: Iterable[dict[str, Any]], numbers: Sequence[float]) -> None:
     """Writes numbers from `read_numbers` into groups with the same options."""
     left = iter(numbers)
+
+    def next_number(_: float) -> float:
+        return next(left)
+
     for group in groups:
         for name in _CHANGING:
             if name in group:
-                group[name] = tree_map(lambda _: next(left), group[name])
+                group[name] = tree_map(next_number, group[name])
 
 
 class Message:
@@ -60,7 +64,8 @@ class Message:
 
     def __init__(self, like: Sequence[torch.Tensor], numbers: int, *, pinned: bool = False) -> None:
         """Allocates `bytes`, the buffer, for tensors like some and float64 numbers; pinned for a device's copies."""
-        head = 8 * (1 + len(like) + numbers)  # last-message flag, gradient flags, numbers
+        # Before the tensors stand a flag of the last message, flags of the gradients, and the numbers.
+        head = 8 * (1 + len(like) + numbers)
         sizes = [head, *(tensor.nbytes for tensor in like)]
         padded = [-(-size // _ALIGNED) * _ALIGNED for size in sizes]
         buffer = torch.zeros(sum(padded), dtype=torch.uint8)
@@ -130,9 +135,9 @@ class ParameterShare:
         self.failure: BaseException | None = None
         self._masters, self._optimizer, self._staleness = masters, optimizer, staleness
         self._changed = threading.Condition()
-        self._clock = [0] * ranks  # pushes of each rank
-        self._version = 0  # updates so far
-        self._seen = [0] * ranks  # the version that each rank has
+        self._clock = [0] * ranks  # It counts the pushes of each rank.
+        self._version = 0  # It counts the updates.
+        self._seen = [0] * ranks  # Each rank has the parameters of this version.
         self._waiting: dict[int, Message] = {}
         self._stale: list[int] = []
 
@@ -144,7 +149,8 @@ class ParameterShare:
                 least = 0 if self._staleness is None else self._clock[rank] - self._staleness
                 self._take(rank, frame)
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: self.failure is not None or min(self._clock) >= least)
+                while self.failure is None and min(self._clock) < least:
+                    self._changed.wait()
                 if self.failure is not None:
                     raise self.failure
                 frame.store(self._masters)
@@ -178,7 +184,7 @@ class ParameterShare:
             return
         self._waiting[rank] = frame
         if len(self._waiting) == len(self._clock):
-            frames = [self._waiting[rank] for rank in sorted(self._waiting)]  # a fixed order makes sums reproducible
+            frames = [self._waiting[rank] for rank in sorted(self._waiting)]  # A fixed order makes sums reproducible.
             self._waiting = {}
             self._update(_mean([frame.gradients for frame in frames]), frame.numbers, share=1)
 
@@ -234,7 +240,7 @@ class Connection:
 
     def shut(self) -> None:
         """Shuts the connection down: its thread gets an error if it waits, and must close the connection."""
-        with suppress(OSError):  # closed already
+        with suppress(OSError):  # It may be closed already.
             self._end.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
@@ -258,19 +264,20 @@ def connect(world: World, servers: Sequence[int]) -> tuple[dict[int, Connection]
     """
     token, serves = secrets.token_bytes(_TOKEN_BYTES), world.rank in servers
     family = socket.AF_INET6 if ":" in world.address else socket.AF_INET
-    places = [""] * world.world_size
+    listeners = [""] * world.world_size
     with closing(socket.socket(family)) as listener:
         if serves:
             listener.bind((world.address, 0))
             listener.listen(world.world_size)
-        place = f"{world.address or socket.gethostname()} {listener.getsockname()[1]} {token.hex()}"
-        dist.all_gather_object(places, place)
-        ups = {server: _call(places[server], world.rank) for server in servers if server != world.rank}
+        listening = f"{world.address or socket.gethostname()} {listener.getsockname()[1]} {token.hex()}"
+        dist.all_gather_object(listeners, listening)
+        ups = {server: _call(listeners[server], world.rank) for server in servers if server != world.rank}
         return ups, _accept(listener, token, world.world_size - 1) if serves else {}
 
 
-def _call(place: str, rank: int) -> Connection:
-    host, port, token = place.split()
+def _call(listening: str, rank: int) -> Connection:
+    """Connects a rank with a server, which listens at a host and a port, and wants a token."""
+    host, port, token = listening.split()
     end = socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS)
     end.sendall(bytes.fromhex(token) + rank.to_bytes(4, "big"))
     return Connection(end)
@@ -284,7 +291,7 @@ def _accept(listener: socket.socket, token: bytes, count: int) -> dict[int, Conn
         end, _ = listener.accept()
         end.settimeout(_HELLO_SECONDS)
         hello = b""
-        with suppress(OSError):  # the peer has left, or sends nothing
+        with suppress(OSError):  # The peer may have left, or send nothing.
             hello = end.recv(len(token) + 4, socket.MSG_WAITALL)
         if len(hello) == len(token) + 4 and secrets.compare_digest(hello[: len(token)], token):
             lines[int.from_bytes(hello[len(token) :], "big")] = Connection(end)

@@ -100,8 +100,8 @@ class ParameterServer(Strategy[ParameterServerOptions]):
         shares = {
             i * ranks // count: [p for p, s in zip(parameters, server, strict=True) if s == i] for i in range(count)
         }
-        own = shares.get(self._world.rank)
-        share = None if own is None else self._share(recipe, module, groups, own)
+        served = shares.get(self._world.rank)
+        share = None if served is None else self._share(recipe, module, groups, served)
         self._exchange = _Exchange(self._world, shares, share, numbers=len(read_numbers(groups)))
         attach(self._exchange)
         return _Pushing(optimizer, self._exchange.step)
@@ -159,7 +159,7 @@ class _Exchange:
         """Takes this rank's copies of each server's parameters, by the server's rank, and the share that it serves."""
         self._world, self._parameters, self.share = world, parameters, share
         pinned = not is_host(world.device)
-        self._frames = {server: Message(own, numbers, pinned=pinned) for server, own in parameters.items()}
+        self._frames = {server: Message(served, numbers, pinned=pinned) for server, served in parameters.items()}
         self._ups, self._downs = connect(world, list(parameters))
         self._threads = [
             threading.Thread(
@@ -177,30 +177,31 @@ class _Exchange:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        found = error
+        failure = error
         try:
             for server, line in self._ups.items() if error is None else ():
                 self._frames[server].end()
                 line.send(self._frames[server].bytes)
         except dist.DistError as gone:
-            found = gone
-        if found is not None:
-            self._stop(found)
+            failure = gone
+        if failure is not None:
+            self._stop(failure)
         for thread in self._threads:
             thread.join()
         for line in self._ups.values():
             line.close()
         if self.share is not None:
-            found = self.share.failure
-        if found not in (None, error) and isinstance(error, RuntimeError | None):
-            raise found  # an existing error is of a collective whose peers left because of this one
+            failure = self.share.failure
+        # An error that is there already may be of a collective whose peers have left because of this one.
+        if failure not in (None, error) and isinstance(error, RuntimeError | None):
+            raise failure
 
     def step(self, groups: list[dict[str, Any]]) -> None:
         """Pushes the gradients and the groups' options to all servers, and sets the parameters to what they reply."""
         numbers = read_numbers(groups)
         for server, frame in self._frames.items():
             frame.push(numbers, [parameter.grad for parameter in self._parameters[server]])
-        wait_for(self._world.device)  # once for all gradients' copies to the host
+        wait_for(self._world.device)  # It waits once for the copies of all gradients to the host.
         for server, line in self._ups.items():
             line.send(self._frames[server].bytes)
         if self.share is not None:
@@ -213,7 +214,7 @@ class _Exchange:
     def pull_together(self) -> None:
         """Sets every rank's parameters to those of the servers, after the pushes of all ranks."""
         dist.barrier()
-        wait_for(self._world.device)  # the device may still copy from the frames
+        wait_for(self._world.device)  # The device may still copy from the frames.
         for server, frame in self._frames.items():
             if server == self._world.rank and self.share is not None:
                 self.share.read(frame)
