@@ -28,7 +28,7 @@ __all__ = ["DEFAULT", "Search", "side_by_side", "value_of"]
 DEFAULT = "sparktorch.default"  # The trial that sets nothing has this user attribute.
 
 _LOG = logging.getLogger(__name__)
-_HOPELESS = 5  # A search ends after so many failures without a success, or two for each group if there are many.
+_HOPELESS = 5  # A search ends after so many failures without a success; with many groups, after two for each.
 _LONGEST_CAUSE = 2000
 _LOOK_SECONDS = 0.1  # Within this time, the search notices an interrupt that sends no signal.
 _END_SECONDS = 20.0
@@ -40,8 +40,10 @@ G = TypeVar("G", bound=PreparedData)
 class _Judge:
     """Reports every epoch of a trial to its study, and says whether the training ends there.
 
-    It ends if the pruner says so, unless the trial is that of the default settings, or if a record has numbers, but not
-    the metric.
+    A training ends in two cases:
+
+    - The pruner says so, and the trial does not have the default settings.
+    - A record has numbers, but not the metric.
 
     Attributes:
         epochs: The last epoch that was reported.
@@ -50,8 +52,13 @@ class _Judge:
     """
 
     def __init__(self, trial: Any, metric: str, estimator: Any) -> None:
-        self.epochs, self.pruned, self.unknown = 0, False, list[str]()
-        self._trial, self._metric, self._last, self._reported = trial, metric, config_of(estimator).epochs, False
+        self.epochs = 0
+        self.pruned = False
+        self.unknown = list[str]()
+        self._trial = trial
+        self._metric = metric
+        self._last = config_of(estimator).epochs
+        self._reported = False
         self._is_default = bool(trial.user_attrs.get(DEFAULT))
         # Callbacks may add a number to some records only.
         self._varies = bool(estimator.getOrDefault("callbacks"))
@@ -75,14 +82,23 @@ class _Judge:
 
 
 class Search:
-    """The trials of one search; `left` may still begin, and `models` has the best of the study, by its number."""
+    """The trials of one search.
+
+    Attributes:
+        left: The number of trials that may still begin.
+        models: The model of the study's best trial, by the number of the trial; empty if an earlier run trained it.
+    """
 
     _bar: tqdm[Any]
 
     def __init__(self, estimator: Any, space: Space, study: Any, *, metric: str, trials: int, named: bool) -> None:
-        """Takes how many `trials` the study is to have; if `named`, MLflow gets a run for each, named for the trial."""
-        self._estimator, self._space, self._study = estimator, space, study
-        self.metric, self._trials, self._named = metric, trials, named
+        """Takes how many `trials` the study is to have; if `named`, MLflow gets a run for each, named by its number."""
+        self._estimator = estimator
+        self._space = space
+        self._study = study
+        self.metric = metric
+        self._trials = trials
+        self._named = named
         earlier = study.get_trials(deepcopy=False)
         self.left = max(0, trials - sum(trial.state.is_finished() for trial in earlier))
         self._had_success = any(trial.state.name == "COMPLETE" for trial in earlier)
@@ -95,9 +111,9 @@ class Search:
         self._succeeded = self._stopped = False
 
     def run(self, groups: list[PreparedData], *, timeout: float | None, show: bool) -> None:
-        """Runs trials, one at a time on each group, until the budget is used up, and closes the groups.
+        """Runs trials, one at a time on each group, until none is left or the time is over, and closes the groups.
 
-        If all trials have failed, it raises the first cause; after an interrupt, all trials are cancelled.
+        If all trials have failed, it raises the first cause. An interrupt cancels all trials.
         """
         self._hopeless = max(_HOPELESS, 2 * len(groups))
         progress: dict[str, Any] = {"total": self._trials, "initial": self._trials - self.left, "disable": not show}
@@ -131,7 +147,7 @@ class Search:
         group.title = f"trial {trial.number}"
         judge = unneeded = None
         try:
-            with self._lock:  # The function of a user may not be safe in several threads.
+            with self._lock:  # A user's function, as the space, may not be safe in several threads.
                 values = self._space.values(trial)
             estimator = self._for_trial(values, trial.number)._knowing(group.estimator)
             judge = _Judge(trial, self.metric, estimator)
@@ -174,7 +190,8 @@ class Search:
         with self._lock:
             unneeded: int | None = trial.number
             if trial.number in self.models and not self._stopped and study.best_trial.number == trial.number:
-                unneeded, self._best = self._best, trial.number
+                unneeded = self._best
+                self._best = trial.number
                 self._bar.set_postfix_str(f"best {self.metric} {trial.value:.4g}", refresh=False)
             model = None if unneeded is None else self.models.pop(unneeded, None)
             self._bar.update()
@@ -193,9 +210,9 @@ class Search:
 
 
 def value_of(history: list[dict[str, Any]], metric: str, config: TrainConfig) -> float | None:
-    """Returns the metric of a model; `None` if no record has it.
+    """Returns the metric of a model; `None` if no record has the metric.
 
-    With patience, the model has the weights of the best validation, not the last ones.
+    With patience, the model has the weights of the best validation, so the metric is from there, not from the end.
     """
     records = [record for record in history if metric in record]
     if config.patience is not None:
@@ -205,7 +222,7 @@ def value_of(history: list[dict[str, Any]], metric: str, config: TrainConfig) ->
 
 
 def side_by_side(groups: Sequence[G], work: Callable[[G], None], stop: Callable[[], object]) -> None:
-    """Calls `work` with each group, in a thread of its own, which does not hold up the interpreter's exit.
+    """Calls `work` with each group, in a thread of its own that does not hold up the interpreter's exit.
 
     After the first error, or an interrupt, it calls `stop`, cancels all groups, and raises the error.
     """
@@ -213,7 +230,7 @@ def side_by_side(groups: Sequence[G], work: Callable[[G], None], stop: Callable[
     running: set[Future[None]] = set()
     try:
         for group in groups:
-            running.add(_begun(inheriting(spark, partial(work, group))))
+            running.add(_start(inheriting(spark, partial(work, group))))
         while running:
             done, running = wait(running, _LOOK_SECONDS, FIRST_EXCEPTION)
             for ended in done:
@@ -226,7 +243,8 @@ def side_by_side(groups: Sequence[G], work: Callable[[G], None], stop: Callable[
         raise
 
 
-def _begun(work: Callable[[], None]) -> Future[None]:
+def _start(work: Callable[[], None]) -> Future[None]:
+    """Starts a daemon thread; a `ThreadPoolExecutor` would hold up the interpreter's exit."""
     future: Future[None] = Future()
 
     def run() -> None:
