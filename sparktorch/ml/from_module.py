@@ -1,4 +1,4 @@
-"""Modules that were trained elsewhere, as trained modules that score."""
+"""Makes models that score from modules that were trained elsewhere."""
 
 from __future__ import annotations
 
@@ -44,11 +44,12 @@ def trained_from(
 ) -> TrainedModule:
     """Returns the module that an estimator names, tried on the first row; see `TorchModelBase.fromModule`."""
     settings = input_columns(estimator)
-    # A row with nulls does not show its shapes, so the first row without nulls is tried.
+    # The first row without nulls is tried, because a null does not show its shape.
     options = replace(settings["options"], drop=settings["options"].fill is None)
     with naming_params(estimator, fits=False):
         frame, rows = first_inputs(prepare(dataset, task, label=None, **{**settings, "options": options}))
-    columns, arguments = frame.columns, arguments_of(rows)
+    columns = frame.columns
+    arguments = arguments_of(rows)
     preprocess = columns.preprocess
     takes = columns.inputs if preprocess is None else arguments
     source = _source_of(_read(estimator.getModule()), estimator.getModuleParams(), weights, takes)
@@ -69,14 +70,14 @@ def trained_from(
 
 
 def _check_evaluates(program: nn.Module, takes: Any) -> None:
-    """Refuses a program of a module in training mode, whose rows depend on each other or on chance."""
+    """Refuses the program of a module in training mode, in which rows depend on each other or on chance."""
     try:
         inputs = example_inputs(takes)
         with torch.no_grad():
             whole = pytree.tree_leaves(program(*inputs))
             repeated = pytree.tree_leaves(program(*inputs))
             part = pytree.tree_leaves(program(*(tensor[:-1] for tensor in inputs)))
-    except Exception:  # The program does not take the columns; the trial on the first row says so.
+    except Exception:  # The program does not take the columns, which the trial on the first row will say.
         return
     try:
         torch.testing.assert_close([tensor[: len(tensor) - 1] for tensor in whole], part, equal_nan=True)
@@ -88,7 +89,7 @@ def _check_evaluates(program: nn.Module, takes: Any) -> None:
 
 
 def _read(module: Any) -> Any:
-    """Returns a TorchScript module, the program in a file or a model in MLflow as an object; all else as it is."""
+    """Returns TorchScript, the program in a file, or the module in an MLflow model as an object; all else as it is."""
     if isinstance(module, torch.jit.ScriptModule):
         return Script.of(module)
     if isinstance(module, str | os.PathLike) and (str(module).startswith(_MLFLOW) or Path(module, "MLmodel").is_file()):
@@ -106,7 +107,10 @@ def _read(module: Any) -> Any:
 
 
 def _source_of(module: Any, params: Mapping[str, Any], weights: Weights | None, takes: Any) -> dict[str, Any]:
-    """Returns code, parameters and weights of a module, as fields of a `TrainedModule`."""
+    """Returns a module's code, parameters and weights as fields of a `TrainedModule`.
+
+    `takes` says what the module is called with: the input columns, or what `preprocess` returns.
+    """
     if not isinstance(module, torch.export.ExportedProgram | torch.fx.GraphModule | Script):
         return _fields_of_module(module, params, weights)
     if params or weights is not None:
@@ -116,15 +120,17 @@ def _source_of(module: Any, params: Mapping[str, Any], weights: Weights | None, 
     _check_evaluates(graph, takes)
     if isinstance(module, Script):
         return {"source": module, "params": {}, "weights": pack_state({})}
-    hint = "it is called with the input columns in their order, and any number of rows: export it with positional "
-    hint += "arguments, and torch.export.Dim for the first dimension"
+    hint = (
+        "it is called with the input columns in their order, and any number of rows: export it with positional "
+        "arguments, and torch.export.Dim for the first dimension"
+    )
     with refusing("the program does not take the columns", hint, param="module"):
         program = export_program(graph, takes)
     return {"source": program, "params": {}, "weights": pack_state(graph.state_dict())}
 
 
 def _fields_of_module(module: Any, params: Mapping[str, Any], weights: Weights | None) -> dict[str, Any]:
-    """Returns the fields of an instance, a class or factory, or of what a library makes a module of."""
+    """Returns the fields for an instance, a class, a factory, or whatever a library makes a module from."""
     adapter = adapter_of(module)
     recipe = adapter.recipe_fields(module, params, seed=0, complete=weights is None)
     source = recipe["module"]
@@ -146,12 +152,12 @@ def _fields_of_module(module: Any, params: Mapping[str, Any], weights: Weights |
     state_bytes = pack_state(built.state_dict())
     if is_class:
         return {"source": source, "params": recipe["module_params"], "weights": state_bytes}
-    # A function is not called again on the executors: what it reads may be on this machine alone.
+    # The built module is sent in place of a factory: what the factory reads may be on this machine alone.
     return {"source": built, "params": {}, "weights": state_bytes}
 
 
 def _state(weights: Weights) -> Mapping[str, torch.Tensor]:
-    """Returns a state dict, which may be in a file of safetensors or of `torch.save`, also under `state_dict`."""
+    """Returns a state dict, or the state dict in a file of safetensors or `torch.save`, also under `state_dict`."""
     if isinstance(weights, Mapping):
         return weights
     path = os.fspath(weights)

@@ -116,7 +116,7 @@ class TorchCrossValidator(CrossValidator):
             # If the search fails, the stack `unreturned` discards its models; `over` is set before it closes.
             unreturned = stack.enter_context(ExitStack())
             stack.callback(over.set)
-            # All groups share one set of contents, so that a group notices if it has read other rows than another group.
+            # All groups share one set of contents, so that a group notices if it has read other rows than the others.
             rows_of_group = partial(
                 FoldedRows, self, estimators[0], dataset, carried=carried, weight=weight, contents=set()
             )
