@@ -27,7 +27,7 @@ class Configured:
 
 
 def configured(module: Any) -> Configured:
-    """Calls `configure_optimizers`; what Lightning's Trainer cannot use raises its errors."""
+    """Calls `configure_optimizers`; Lightning's own functions raise errors for what its Trainer cannot use."""
     read: Any = import_module(f"{base_of(type(module)).__module__.rpartition('.')[0]}.optimizer")
     returned = module.configure_optimizers()
     if isinstance(returned, dict) and returned.get("lr_scheduler", ...) is None:
@@ -58,15 +58,18 @@ class LightningSchedule(Schedule):
     """Steps the module's own schedulers, after each step or each epoch."""
 
     def __init__(self, made: Configured, optimizer: Optimizer, trainer: TrainerView) -> None:
-        """Takes the schedulers, the optimizer in use, which has the same groups, and what tells of the epoch."""
-        self._optimizer, self._schedulers, self._trainer = optimizer, made.schedulers, trainer
-        self._step, self._scheduler = 0, None
+        """Takes the module's schedulers, the optimizer in use, with the same groups, and the trainer with the epoch."""
+        self._optimizer = optimizer
+        self._schedulers = made.schedulers
+        self._trainer = trainer
+        self._step = 0
+        self._scheduler = None
         without_step_warning(optimizer)
         without_step_warning(made.optimizer)
         self._last_rate = optimizer.param_groups[0]["lr"]
 
     def step(self, take: Callable[[], object]) -> None:
-        """Calls `take`, an optimizer step, and steps the schedulers without `monitor`: before a validation."""
+        """Calls `take`, an optimizer step, and then steps the schedulers that look at no logged value."""
         self._step += 1
         self._last_rate = self._groups[0]["lr"]
         take()
@@ -86,7 +89,8 @@ class LightningSchedule(Schedule):
         for config in self._schedulers:
             if not config.reduce_on_plateau or record["epoch"] % config.frequency:
                 continue
-            if (value := self._trainer.callback_metrics.get(config.monitor or "")) is not None:
+            value = self._trainer.callback_metrics.get(config.monitor or "")
+            if value is not None:
                 config.scheduler.step(float(value))
             elif config.strict:
                 what = f"configure_optimizers monitors {config.monitor!r}, which is not logged"

@@ -1,4 +1,4 @@
-"""How a step of a training, and one of a validation, calls a LightningModule, and what that logs over all ranks."""
+"""Calls a LightningModule in training steps and validation steps, and reduces what it logs over all ranks."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from sparktorch.train.recipe.module_hooks import Within
 __all__ = ["Call", "LightningStep", "Logs", "arguments_of", "called", "check_logged", "loss_of", "number_of"]
 
 Call = Callable[[Callable[[], Any]], Any]
-Pair = tuple[Any, Any]  # a value, for a mean times its weight, and the weight
+Pair = tuple[Any, Any]  # A value and its weight; for a mean, the value is multiplied by the weight.
 
-_OF_EPOCH = {"loss", "learning_rate", "gradient_norm"}  # the record's own; a value of one step does not replace them
+_OF_EPOCH = {"loss", "learning_rate", "gradient_norm"}  # The value of one step does not replace these record entries.
 _RECORD = {"epoch", "seconds", "rows_per_second", "data_wait_share", "steps", "validations", "skipped_steps"}
 
 
@@ -46,7 +46,7 @@ _REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def check_logged(name: str, reduce_fx: Any, where: str) -> str:
-    """Returns how values of a name are reduced; refuses names that the record of the epoch has."""
+    """Returns how the values under a name are reduced; refuses names that the record of the epoch has itself."""
     reduce = "mean" if reduce_fx == "avg" else str(getattr(reduce_fx, "__name__", reduce_fx))
     what = hint = ""
     if name in _RECORD:
@@ -69,52 +69,71 @@ def number_of(value: Any, where: str) -> torch.Tensor:
 
 @dataclass
 class _Logged:
-    """The values of one name, reduced for the last step that has one, and for the epoch."""
+    """The values under one name, reduced for the last step that has a value, and for the epoch.
 
-    reduce: str  # a key of `_REDUCTIONS`
+    Attributes:
+        reduce: A key of `_REDUCTIONS`.
+        on_step: Whether the record gets the value of the last step.
+        on_epoch: Whether the record gets the value of the epoch.
+        step: The last step that has a value.
+        metric: The path of the torchmetrics metric that has the epoch's value; empty if there is none.
+        last: The reduced value of this step.
+        epoch: The reduced value of the epoch.
+    """
+
+    reduce: str
     on_step: bool
     on_epoch: bool
     step: int
-    metric: str = ""  # path of the torchmetrics metric that has the epoch's value
+    metric: str = ""
     last: Pair | None = None
     epoch: Pair | None = None
 
     def merge(self, other: _Logged) -> None:
         """Adds the values that another rank has logged under this name, or this rank later."""
-        self.epoch = self._both(self.epoch, other.epoch)
+        self.epoch = self._reduce(self.epoch, other.epoch)
         if other.step > self.step:
-            self.step, self.last = other.step, other.last
+            self.step = other.step
+            self.last = other.last
         elif other.step == self.step:
-            self.last = self._both(self.last, other.last)
+            self.last = self._reduce(self.last, other.last)
 
     def value(self, pair: Pair) -> float:
         """Returns the reduced value."""
         return mean_of(*pair) if self.reduce == "mean" else float(pair[0])
 
     def plain(self) -> dict[str, Any]:
-        """Returns its fields as plain values."""
+        """Returns the fields as plain values."""
         last, epoch = (None if pair is None else (float(pair[0]), float(pair[1])) for pair in (self.last, self.epoch))
         return asdict(replace(self, last=last, epoch=epoch))
 
-    def _both(self, one: Pair | None, other: Pair | None) -> Pair | None:
-        if one is None or other is None:
-            return other if one is None else one
+    def _reduce(self, one: Pair | None, other: Pair | None) -> Pair | None:
+        if one is None:
+            return other
+        if other is None:
+            return one
         return _REDUCTIONS[self.reduce](one[0], other[0]), one[1] + other[1]
 
 
 class Logs(Means):
-    """Logged values by name. They stay on the device until the ranks exchange them, and know all ranks' metrics."""
+    """Logged values by name, which stay on the device until the ranks exchange them.
+
+    Attributes:
+        metrics: After `over_ranks`, the paths of the torchmetrics metrics that any rank has logged.
+    """
 
     def __init__(self, computed: Callable[[str], float]) -> None:
-        """Takes a function that computes the value of a metric, given its path; it is a collective."""
+        """Takes a function that computes the value of a metric from its path; this function is a collective."""
         super().__init__()
         self._computed = computed
         self._logged: dict[str, _Logged] = {}
         self.metrics: set[str] = set()
 
     def log(self, name: str, value: torch.Tensor | None, weight: int, *, reduce: str, **how: Any) -> None:
-        """Adds a value, `how` as the fields of `_Logged`; `None` only notes the name of a metric."""
-        pair = None if value is None else (value.double() * (weight if reduce == "mean" else 1), weight)
+        """Adds a value, with `how` as the other fields of `_Logged`; `None` only notes the name of a metric."""
+        pair = None
+        if value is not None:
+            pair = (value.double() * (weight if reduce == "mean" else 1), weight)
         self._add(name, _Logged(reduce, **how, last=pair, epoch=None if how.get("metric") else pair))
 
     @property
@@ -131,7 +150,7 @@ class Logs(Means):
         return {name: logged.plain() for name, logged in self._logged.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Adds such values."""
+        """Adds the values that `state_dict` returned."""
         for name, values in state.items():
             self._add(name, _Logged(**values))
 
@@ -143,12 +162,15 @@ class Logs(Means):
         self.metrics = whole.logged_metrics
         values: dict[str, float] = {}
         for name, logged in whole._logged.items():
-            both = logged.on_step and logged.on_epoch
-            if logged.on_step and logged.last is not None and (both or name not in _OF_EPOCH):
-                values[f"{name}_step" if both else name] = logged.value(logged.last)
+            # As in Lightning, a name that is logged both ways gets the suffixes "_step" and "_epoch".
+            has_both = logged.on_step and logged.on_epoch
+            if logged.on_step and logged.last is not None and (has_both or name not in _OF_EPOCH):
+                values[f"{name}_step" if has_both else name] = logged.value(logged.last)
             if logged.on_epoch and (logged.metric or logged.epoch is not None):
                 value = self._computed(logged.metric) if logged.metric else logged.value(logged.epoch or (0, 0))
-                values |= {name: value, f"{name}_epoch": value} if both else {name: value}
+                values[name] = value
+                if has_both:
+                    values[f"{name}_epoch"] = value
         return values
 
     def _add(self, name: str, logged: _Logged) -> None:
@@ -168,19 +190,20 @@ class LightningStep(TrainingStep):
     def __init__(self, training: Any, within: Within) -> None:
         """Takes a `LightningTraining`, and what calls a function within the module's forward pass."""
         self.what = f"training_step of {training.name}"
-        self._training, self._within = training, within
+        self._training = training
+        self._within = within
 
     def means(self, prefix: str) -> Logs:
-        """Returns an empty collection, into which values are logged from now on."""
+        """Returns an empty collection, into which the module logs values from now on."""
         logs: Logs = self._training.new_logs(prefix)
         return logs
 
     def per_row(self, module: nn.Module, batch: Batch) -> tuple[Any, Mapping[str, Any]]:
-        """Returns the loss; what the module logs does not pass here."""
+        """Returns the loss, and no metrics: what the module logs goes to `Logs`."""
         return self._training.train(partial(self._within, module), batch), {}
 
     def evaluate(self, module: nn.Module, batch: Batch) -> tuple[torch.Tensor | None, Sums]:
-        """Returns the weighted sum of the losses that `validation_step` returned; `None` if it returned none."""
+        """Returns the weighted sum of the losses that `validation_step` returned; `None` if it returned no loss."""
         loss = self._training.validate(partial(self._within, module), batch)
         if loss is None or not batch.rows:
             return None, {}
@@ -195,7 +218,7 @@ def arguments_of(batch: Batch) -> tuple[torch.Tensor, ...]:
 
 
 def called(method: Callable[..., Any], batch: tuple[torch.Tensor, ...], index: int) -> Any:
-    """Calls a step, whose `batch_idx` may be left out."""
+    """Calls a step of a module, which may leave out the argument `batch_idx`."""
     try:
         inspect.signature(method).bind(batch, index)
     except TypeError:
@@ -204,7 +227,7 @@ def called(method: Callable[..., Any], batch: tuple[torch.Tensor, ...], index: i
 
 
 def loss_of(output: Any, name: str) -> torch.Tensor:
-    """Returns the loss in what `training_step` of a module returned."""
+    """Returns the loss in the output of a module's `training_step`; refuses an output without a loss."""
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if isinstance(loss, torch.Tensor):
         return loss
