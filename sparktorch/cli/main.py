@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command with arguments, by default those of the process, and returns its exit status.
+    """Runs a command with arguments, by default the arguments of the process, and returns the exit status.
 
     The status 0 is success, 1 failure, and 2 says that the input cannot work. Invalid arguments end the process. With
     the arguments of the process, modules in the working folder can be imported, as with `python -m`.

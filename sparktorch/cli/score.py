@@ -1,7 +1,8 @@
-"""Scores rows with a model from MLflow, and writes them: those of a job file's `score.data`, or those it held out.
+"""Scores rows with a model from MLflow, and writes the scored rows.
 
-What was there is replaced once all rows are scored. It also prints how good the predictions are, or why that is not
-known. Under spark-submit (jobs/score.py) the session is the submission's.
+The rows are those in the job file's `score.data`, or those that its training held out. An older output is replaced once
+all rows are scored. The command also prints how good the predictions are, or why this is not known. Under spark-submit
+(jobs/score.py) the session is the submission's.
 """
 
 from __future__ import annotations

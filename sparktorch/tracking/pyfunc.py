@@ -193,8 +193,10 @@ class PyFuncModel:
         if isinstance(model_input, np.ndarray):
             fields = {name: model_input[name] for name in model_input.dtype.names or ()}
             return {self._inputs[0]: model_input} if len(self._inputs) == 1 else fields
-        single = [bool(spec.sources) or not pa.types.is_nested(kind_of(spec).arrow(spec)) for spec in self._specs]
-        if not (isinstance(model_input, pd.DataFrame) and len(model_input) == 1 and all(single)):
+        has_plain_cells = [
+            bool(spec.sources) or not pa.types.is_nested(kind_of(spec).arrow(spec)) for spec in self._specs
+        ]
+        if not (isinstance(model_input, pd.DataFrame) and len(model_input) == 1 and all(has_plain_cells)):
             return model_input
         names = [name for name in self._names(model_input) if name in model_input]
         values = [model_input[name].iloc[0] for name in names]

@@ -67,7 +67,7 @@ def _flat(model: Any) -> list[Any]:
 
 
 class _OwnStages:
-    """The form of a model of ours, or of a pipeline of such models. `write` is called before the other methods.
+    """The form of one of our models, or of a pipeline of our models. `write` is called before the other methods.
 
     Attributes:
         alone: Whether all stages are ours.
@@ -144,7 +144,7 @@ def _columns(model: Any) -> dict[str, Any]:
 
 
 class _SparkStages:
-    """The form of a pipeline with stages of Spark's, which a session serves; with the methods of `_OwnStages`.
+    """The form of a pipeline with Spark's own stages, which a session serves. It has the methods of `_OwnStages`.
 
     The inputs are the columns of the example without which the pipeline does not transform. The outputs are the columns
     that the first stage with a `predictionCol`, and the stages after it, add.
@@ -205,7 +205,7 @@ class _SparkStages:
 
         rows = self._example
         inputs: list[Any] = [
-            # pandas has other types for integers and booleans beside a null, and MLflow refuses them.
+            # Beside a null, pandas has other types for integers and booleans, which MLflow refuses.
             types.ColSpec(AnyType() if kind in _WITHOUT_NULLS and rows[name].isna().any() else _input_type(kind), name)
             for name, kind in self._inputs.items()
         ]

@@ -136,14 +136,21 @@ class LightningTraining(ModuleHooks):
         if self._muted or (rank_zero_only and not self._world.is_main):
             number = None
         if path or number is not None:
-            rows = self._rows if batch_size is None else batch_size
-            step = self.trainer.global_step
-            how = {"on_step": on_step, "on_epoch": on_epoch, "step": step, "metric": path}
-            self._logs.log(name, number, rows, reduce=reduce, **how)
+            self._logs.log(
+                name,
+                number,
+                self._rows if batch_size is None else batch_size,
+                reduce=reduce,
+                on_step=on_step,
+                on_epoch=on_epoch,
+                step=self.trainer.global_step,
+                metric=path,
+            )
 
     def new_logs(self, prefix: str) -> Logs:
         """Returns an empty collection, into which `log` puts values from now on."""
-        self._logs = logs = Logs(self._metrics.compute)
+        logs = Logs(self._metrics.compute)
+        self._logs = logs
         if prefix == "train_":
             self._training_logs = logs
         return logs
@@ -172,10 +179,11 @@ class LightningTraining(ModuleHooks):
                 what = f"on_train_batch_start of {self.name} returned -1, which would end the epoch in this rank only"
                 hint = "set self.trainer.should_stop = True, which ends the training after the epoch"
                 raise ModuleError(what, hint=hint, param="module")
-            loss = loss_of(output := call(step), self.name)
+            output = call(step)
+            loss = loss_of(output, self.name)
             module.on_before_backward(loss)
         more = {key: value for key, value in output.items() if key != "loss"} if isinstance(output, Mapping) else {}
-        self._last = {"loss": loss.detach(), **more}, batch, index
+        self._last = ({"loss": loss.detach(), **more}, batch, index)
         self._batch_index += 1
         self._step_rows += batch.rows
         return loss
@@ -302,9 +310,13 @@ class LightningTraining(ModuleHooks):
             self.begin_validation()
             loss, _ = step.evaluate(self._module, batch)
             self.end_validation_rows()
-            metrics = ({} if loss is None else {"val_loss": float(loss)}) | logs.over_ranks(World())
+            metrics: dict[str, float] = {}
+            if loss is not None:
+                metrics["val_loss"] = float(loss)
+            metrics |= logs.over_ranks(World())
             self.end_validation(metrics)
-        if (name := self._needs_metric) is not None and name not in metrics:
+        name = self._needs_metric
+        if name is not None and name not in metrics:
             what = f"earlyStoppingMetric is {name!r}, which {self.name} does not log"
             hint = f"log it in validation_step; {nearest(name, metrics)}"
             raise ModuleError(what, hint=hint, param="earlyStoppingMetric")
@@ -349,8 +361,12 @@ class LightningTraining(ModuleHooks):
         self._within_step = within_step
         self._muted = self._rehearsing or not batch.rows
         try:
-            # In a training step, the module keeps changed attributes: a restored counter would differ between ranks.
-            restored = [*(() if within_step else self._parts), *self._metrics.collections] if self._muted else []
+            restored: list[nn.Module] = []
+            if self._muted:
+                # In a training step, attributes keep their changes: a restored counter would differ between ranks.
+                if not within_step:
+                    restored += self._parts
+                restored += self._metrics.collections
             with self._metrics.restored(self._muted), unchanged(restored):
                 yield
         finally:

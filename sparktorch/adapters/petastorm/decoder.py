@@ -139,7 +139,7 @@ class Decoder:
 
 
 def _lists(values: pa.Array, lengths: npt.NDArray[np.int64], present: npt.NDArray[np.bool_] | None) -> pa.ListArray:
-    """Returns lists with so many values as `lengths` says where `present` is true, and nulls elsewhere.
+    """Returns a list of values where `present` is true, with its length in `lengths`, and nulls elsewhere.
 
     If `present` is `None`, there are lists everywhere.
     """

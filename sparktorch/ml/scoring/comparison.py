@@ -148,16 +148,20 @@ def described(
     no_weight = rows - sum(row["weights"] or 0 for row in totals)
     no_prediction = rows - sum(row["predictions"] for row in totals)
     total_weight = sum(row["weight"] or 0 for row in totals)
-    out = "leave them out with a filter"
-    or_drop = f"{out}, or set nullPolicy='drop'"
-    what_weight = f"{no_weight} rows are null, NaN, infinite or negative in column {weight!r}"
-    refuse_rows(
-        (not rows, None, "the DataFrame has no rows", "check the filter or the path it comes from", "ST-NO-ROWS"),
-        (no_label, label, f"{no_label} rows are null or NaN in column {label!r}", or_drop, ""),
-        (no_weight, weight, what_weight, out, ""),
-        (no_prediction, None, f"{no_prediction} rows are without a prediction", "set handleInvalid='skip'", ""),
-        (not total_weight, weight, "all rows have the weight 0", "unset weightCol", "ST-WEIGHT"),
-    )
+    leave_out = "leave them out with a filter"
+    if not rows:
+        hint = "check the filter or the path it comes from"
+        raise ColumnError("the DataFrame has no rows", hint=hint, code="ST-NO-ROWS")
+    if no_label:
+        what = f"{no_label} rows are null or NaN in column {label!r}"
+        raise ColumnError(what, hint=f"{leave_out}, or set nullPolicy='drop'", column=label)
+    if no_weight:
+        what = f"{no_weight} rows are null, NaN, infinite or negative in column {weight!r}"
+        raise ColumnError(what, hint=leave_out, column=weight)
+    if no_prediction:
+        raise ColumnError(f"{no_prediction} rows are without a prediction", hint="set handleInvalid='skip'")
+    if not total_weight:
+        raise ColumnError("all rows have the weight 0", hint="unset weightCol", column=weight, code="ST-WEIGHT")
     return {
         "predictions": predictions,
         "predictionCol": model.getPredictionCol(),

@@ -18,8 +18,9 @@ from pyspark.sql import Column, DataFrame, Row, Window
 from pyspark.sql import functions as F
 
 from sparktorch.base.config import above, one_of
+from sparktorch.errors import ColumnError
 from sparktorch.ml.params.declare import input_names
-from sparktorch.ml.scoring.comparison import compared, refuse_rows, weight_column
+from sparktorch.ml.scoring.comparison import compared, weight_column
 from sparktorch.ml.scoring.evaluation import no_class
 from sparktorch.spark.column_names import ColumnNames, quoted
 from sparktorch.spark.session import setting, switched_on
@@ -98,7 +99,8 @@ def importance_of(
         classes = getattr(model, "numClasses", None)  # A regressor has none.
         by_variant = {row["variant"]: row for row in _by_variant(complete, metric, origin, classes).collect()}
     hint = "check the filter or the path it comes from"
-    refuse_rows((_UNSHUFFLED not in by_variant, None, "no row has a label and a prediction", hint, ""))
+    if _UNSHUFFLED not in by_variant:
+        raise ColumnError("no row has a label and a prediction", hint=hint)
     unshuffled = by_variant.pop(_UNSHUFFLED)
     _check(unshuffled, model, metric)
     shuffled_metrics = np.array([by_variant[number]["metric"] for number in sorted(by_variant)]).reshape(-1, repeats)
@@ -131,11 +133,12 @@ def _check(row: Row, model: Any, metric: str) -> None:
         # The index -1 stands for all strings that are no class.
         stranger = None if model.labels and row["stranger"] == -1 else row["stranger"]
         raise no_class(stranger, row["strangers"], model.numClasses, label, model.labels)
-    differ = f"{metric!r} compares rows of different labels: take rows that have them"
-    refuse_rows(
-        (not row["weight"], weight_column(model), "all rows have the weight 0", "unset weightCol", "ST-WEIGHT"),
-        (row["metric"] is None, label, "all rows have the same label", differ, "ST-ONE-LABEL"),
-    )
+    if not row["weight"]:
+        weight = weight_column(model)
+        raise ColumnError("all rows have the weight 0", hint="unset weightCol", column=weight, code="ST-WEIGHT")
+    if row["metric"] is None:
+        hint = f"{metric!r} compares rows of different labels: take rows that have them"
+        raise ColumnError("all rows have the same label", hint=hint, column=label, code="ST-ONE-LABEL")
 
 
 def _variants(

@@ -227,13 +227,13 @@ class TorchCrossValidator(CrossValidator):
             raise NotInOnePass(f"{name} learns from the training rows of each fold anew, or is from another package")
         evaluator = self.getEvaluator()
         names = ColumnNames.of(dataset)
-        read = columns_of(evaluator)
+        read_columns = columns_of(evaluator)
         # Each set has the output columns of the models of one estimator.
         outputs_of = [
             {candidate.getOrDefault(name) for name in _OUTPUTS if candidate.hasParam(name)} - {""}
             for candidate in estimators
         ]
-        carried = [name for name in dict.fromkeys(read) if any(name not in outputs for outputs in outputs_of)]
+        carried = [name for name in dict.fromkeys(read_columns) if any(name not in outputs for outputs in outputs_of)]
         strange = [
             name for name in carried if not names.called(name) or not isinstance(names.type_of(name), T.NumericType)
         ]
@@ -247,7 +247,7 @@ class TorchCrossValidator(CrossValidator):
         elif any(names.called(name) for name in set().union(*outputs_of)):
             # `CrossValidator` itself calls `transform`, which refuses this and says so.
             why = "the DataFrame already has an output column of the model"
-        elif not any(outputs.intersection(read) for outputs in outputs_of):
+        elif not any(outputs.intersection(read_columns) for outputs in outputs_of):
             why = f"{type(evaluator).__name__} names no output column of the model"
         elif strange:
             why = f"the evaluator reads {strange[0]!r}, which is no number, and not every model makes it"

@@ -1,4 +1,4 @@
-"""The metrics of a cross-validation: NumPy computes those of Spark's evaluators, and jobs those of other evaluators."""
+"""The metrics of a cross-validation: for Spark's evaluators by NumPy, and for other evaluators by Spark jobs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def metric_of(evaluator: Evaluator, rows: pa.Table) -> float | None:
     if compute is None:
         return None
     spark_evaluator: Any = evaluator
-    weight_column = spark_evaluator.isDefined("weightCol") and spark_evaluator.getWeightCol()
+    weight_column = spark_evaluator.getWeightCol() if spark_evaluator.isDefined("weightCol") else ""
     label = _numbers(rows, spark_evaluator.getLabelCol())
     weight = _numbers(rows, weight_column) if weight_column else np.ones(rows.num_rows)
     if label is None or weight is None or weight.min() < 0 or not weight.sum():
@@ -163,33 +163,37 @@ def _two_classes(evaluator: Any, rows: pa.Table, label: Floats, weight: Floats) 
     score = score if score.ndim == 1 else score[:, 1]
     if len(np.unique(np.signbit(score[score == 0]))) == 2:  # Spark orders -0.0 before 0.0, and NumPy takes them as one.
         return None
-    falling, threshold_index = np.unique(-score, return_inverse=True)
-    positive = label > 0.5
-    right = np.bincount(threshold_index, weight * positive, len(falling))
-    wrong = np.bincount(threshold_index, weight * ~positive, len(falling))
+    descending, threshold_index = np.unique(-score, return_inverse=True)
+    thresholds = len(descending)
+    is_positive = label > 0.5
+    # The weight of the rows whose score is the threshold, by threshold from the highest one.
+    positives = np.bincount(threshold_index, weight * is_positive, thresholds)
+    negatives = np.bincount(threshold_index, weight * ~is_positive, thresholds)
     bins = evaluator.getNumBins()
-    thresholds_per_bin = len(falling) // bins if bins else 0
+    thresholds_per_bin = thresholds // bins if bins else 0
     if thresholds_per_bin > 1:
-        starts = np.arange(0, len(falling), thresholds_per_bin)
-        right = np.add.reduceat(right, starts)
-        wrong = np.add.reduceat(wrong, starts)
-    right = right.cumsum()
-    wrong = wrong.cumsum()
-    if not right[-1] or not wrong[-1]:
+        starts = np.arange(0, thresholds, thresholds_per_bin)
+        positives = np.add.reduceat(positives, starts)
+        negatives = np.add.reduceat(negatives, starts)
+    # Rows at or above a threshold are predicted as positive.
+    true_positives = positives.cumsum()
+    false_positives = negatives.cumsum()
+    if not true_positives[-1] or not false_positives[-1]:
         return None
-    start = np.zeros(1)
-    recall = right / right[-1]
     name = evaluator.getMetricName()
     if name not in ("areaUnderROC", "areaUnderPR"):
         return None
+    start = np.zeros(1)
+    recall = np.concatenate([start, true_positives / true_positives[-1]])
     if name == "areaUnderROC":
-        return _area(np.concatenate([start, wrong / wrong[-1]]), np.concatenate([start, recall]))
-    both = right + wrong
-    precision = np.divide(right, both, out=np.ones_like(both), where=both > 0)
-    return _area(np.concatenate([start, recall]), np.concatenate([precision[:1], precision]))
+        return _area(np.concatenate([start, false_positives / false_positives[-1]]), recall)
+    predicted = true_positives + false_positives
+    precision = np.divide(true_positives, predicted, out=np.ones_like(predicted), where=predicted > 0)
+    return _area(recall, np.concatenate([precision[:1], precision]))
 
 
 def _area(x: Floats, y: Floats) -> float:
+    """Returns the area under a curve, by the trapezoidal rule."""
     return float((np.diff(x) * (y[1:] + y[:-1])).sum() / 2)
 
 
@@ -198,14 +202,14 @@ def _numbers(rows: pa.Table, name: str) -> Floats | None:
     if name not in rows.column_names or not rows.num_rows:
         return None
     column = rows[name].combine_chunks()
-    nested = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
-    flat = column.flatten() if nested else column
+    is_nested = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
+    flat = column.flatten() if is_nested else column
     if len(flat) % rows.num_rows or not (pa.types.is_floating(flat.type) or pa.types.is_integer(flat.type)):
         return None
     values = np.asarray(flat, np.float64)
     if not np.isfinite(values).all():
         return None
-    return values.reshape(rows.num_rows, -1) if nested else values
+    return values.reshape(rows.num_rows, -1) if is_nested else values
 
 
 _COMPUTED: dict[type[Evaluator], Callable[[Any, pa.Table, Floats, Floats], float | None]] = {

@@ -74,9 +74,11 @@ class _Judge:
                 self._trial.report(value, self.epochs)
                 self.pruned = self.epochs < self._last and not self._is_default and self._trial.should_prune()
             return self.pruned
+        # Not every epoch is validated, so a later record may have the metric.
         unvalidated = self._metric.startswith("val_") and "val_loss" not in record
-        if unvalidated or self._reported or (self._varies and self.epochs < self._last):
-            return False  # A later record may have the metric.
+        may_come_later = self._varies and self.epochs < self._last
+        if unvalidated or self._reported or may_come_later:
+            return False
         self.unknown = [name for name, number in record.items() if isinstance(number, int | float)]
         return True
 
@@ -145,13 +147,15 @@ class Search:
     def _trial(self, group: PreparedData, trial: Any) -> float:
         """Trains a trial; returns its value of the metric."""
         group.title = f"trial {trial.number}"
-        judge = unneeded = None
+        judge = None
+        unneeded = None  # This model is discarded, unless the trial ends with a value.
         try:
             with self._lock:  # A user's function, as the space, may not be safe in several threads.
                 values = self._space.values(trial)
             estimator = self._for_trial(values, trial.number)._knowing(group.estimator)
             judge = _Judge(trial, self.metric, estimator)
-            model = unneeded = estimator._fit_on(group, judge)
+            model = estimator._fit_on(group, judge)
+            unneeded = model
             if judge.unknown:
                 what = f"the records of epochs have no metric {self.metric!r}"
                 self._fatal = ConfigError(what, hint=nearest(self.metric, judge.unknown), param="metric")
@@ -186,16 +190,17 @@ class Search:
         return estimator
 
     def _after_trial(self, study: Any, trial: Any) -> None:
-        """Keeps the model if it is the best so far, and says whether another trial begins on this group."""
+        """Keeps the model if it is the best so far, and stops the group's loop if no trial is left."""
         with self._lock:
-            unneeded: int | None = trial.number
+            unneeded_number: int | None = trial.number
             if trial.number in self.models and not self._stopped and study.best_trial.number == trial.number:
-                unneeded = self._best
+                unneeded_number = self._best
                 self._best = trial.number
                 self._bar.set_postfix_str(f"best {self.metric} {trial.value:.4g}", refresh=False)
-            model = None if unneeded is None else self.models.pop(unneeded, None)
+            model = None if unneeded_number is None else self.models.pop(unneeded_number, None)
             self._bar.update()
-            self._succeeded |= trial.state.name != "FAIL"
+            if trial.state.name != "FAIL":
+                self._succeeded = True
             if not self._succeeded and len(self._causes) >= self._hopeless:
                 self._fatal = self._causes[0]
             if self.left and not self._stopped:
