@@ -143,8 +143,12 @@ class MLflowListener:
             # A search must not delete the folder of the weights, which the logged model may name.
             model._mlflow_logged = True  # type: ignore[attr-defined]
             send(partial(_log_model, model, autologs.registered_model_name))
-        self._environment |= {"world_size": summary.numWorkers, "attempts": list(summary.attempts)}
-        self._environment |= {f"{name}s": [rank[name] for rank in summary.ranks] for name in ("host", "device")}
+        self._environment |= {
+            "world_size": summary.numWorkers,
+            "attempts": list(summary.attempts),
+            "hosts": [rank["host"] for rank in summary.ranks],
+            "devices": [rank["device"] for rank in summary.ranks],
+        }
         self._end("FINISHED")
         if autologs is not None:
             # Autologging adds the metrics of evaluators to this run.

@@ -188,6 +188,7 @@ def choose(estimator: Params, caller: ActiveRun | None, autologs: Autologging | 
         return None
     # `_take` comes before `here is None`: it must mark the run as taken, also if that is active in another thread.
     creates_run = is_named or parent is None or not _take(parent) or here is None
+    extra_tags = None if autologs is None else autologs.extra_tags
     return Target(
         name=name or estimator.uid,
         uri=parent.uri if parent else None,
@@ -196,7 +197,7 @@ def choose(estimator: Params, caller: ActiveRun | None, autologs: Autologging | 
         creates_run=creates_run,
         elsewhere=here is None and caller is not None,
         asked=asked,
-        tags=(autologs and autologs.extra_tags) or {},
+        tags=extra_tags or {},
     )
 
 

@@ -59,13 +59,13 @@ def opened(
         ModuleError: The folder holds no model, or the configuration does not name the class of the model.
     """
     if is_config(module):
-        return _recipe_fields(_class_of(module), _changed(module, params))
+        return _recipe_fields(_class_of(module), _with_params(module, params))
     if not is_folder(module):
         return None
     folder = os.path.abspath(module)
     config = config_in(folder)
     if in_place:
-        config = _changed(config, params)
+        config = _with_params(config, params)
         if not is_weights_folder(folder):
             hint = "write them with save_pretrained(folder), or leave modelDir out"
             raise ModuleError(
@@ -156,7 +156,7 @@ def stamp(folder: str) -> tuple[tuple[str, int], ...]:
     return tuple(sorted((file.name, file.stat().st_mtime_ns) for file in files))
 
 
-def _untied(folder: str, model: Any, one: str, other: str) -> ModuleError:
+def _untied_error(folder: str, model: Any, one: str, other: str) -> ModuleError:
     """Returns the error for two saved tensors that differ, although they are one parameter of the model."""
     what = f"{one!r} and {other!r} in {folder} differ, and are one parameter of {type(model).__qualname__}"
     hint = "set tie_word_embeddings to false, in config.json or moduleParams; or keep one of them in the folder"
@@ -183,7 +183,7 @@ def _class_of(config: Any) -> Any:
     raise ModuleError(what, hint="set its architectures, such as ['BertForSequenceClassification']", param="module")
 
 
-def _changed(config: Any, params: Mapping[str, Any], *, within: bool = False) -> Any:
+def _with_params(config: Any, params: Mapping[str, Any], *, within: bool = False) -> Any:
     """Returns a copy of a configuration in float32 with the values in `params`.
 
     A dict changes the entries of a configuration `within` this one. There, the `_CHOICES` are refused: they hold for
@@ -202,7 +202,7 @@ def _changed(config: Any, params: Mapping[str, Any], *, within: bool = False) ->
         if what:
             raise ModuleError(what, hint=hint, param="moduleParams")
         below = getattr(changed, name, None)
-        entry = _changed(below, value, within=True) if is_config(below) and isinstance(value, Mapping) else value
+        entry = _with_params(below, value, within=True) if is_config(below) and isinstance(value, Mapping) else value
         with refusing(f"{name} of {kind} cannot be {value!r}", param="moduleParams"):
             setattr(changed, name, entry)
     return changed
@@ -237,17 +237,17 @@ def _read(
     }
     hint = "to train from new weights, pass its configuration: transformers.AutoConfig.from_pretrained(folder)"
     with refusing(f"the model in {folder} cannot be read", hint, param="module"), torch.random.fork_rng(devices=()):
-        config = _changed(config_in(folder), changed)
+        config = _with_params(config_in(folder), changed)
         kind = _class_of(config)
         torch.manual_seed(seed)
         model, info = kind.from_pretrained(folder, config=config, **options)
     for one, other in model.get_expanded_tied_weights_keys(all_submodels=True).items():
         if model.get_parameter_or_buffer(one) is not model.get_parameter_or_buffer(other):
-            raise _untied(folder, model, other, one)
+            raise _untied_error(folder, model, other, one)
     # The values are set once more: transformers removes entries such as `_SILENT` from the model's configuration.
     lacking = sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])})
     return (
-        _recipe_fields(kind, _changed(model.config, changed), config),
+        _recipe_fields(kind, _with_params(model.config, changed), config),
         pack_state(model.state_dict()),
         tuple(lacking),
     )
@@ -304,7 +304,7 @@ class ConvertedWeights(PartialWeights):
         for name, tensor in model.state_dict(keep_vars=True).items():
             other = first.setdefault(id(tensor), name) if name in self else name
             if other != name and not torch.equal(self[other], self[name]):
-                raise _untied(saved.path, model, other, name)
+                raise _untied_error(saved.path, model, other, name)
 
     def _wrong(self, what: str, hint: str) -> ModuleError:
         return ModuleError(f"the weights in {self._saved.path} {what}", hint=hint, param="module")

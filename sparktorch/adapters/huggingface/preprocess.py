@@ -35,11 +35,11 @@ class FromFolder(LoadedPreprocess):
             what = f"there is no folder {self.folder} on {socket.gethostname()}"
             hint = "copy it to this path on each machine, or name one that all of them mount"
             raise ModuleError(what, hint=hint, param="modelFolder")
-        return _loaded(self.auto, self.folder, stamp(self.folder))
+        return _load(self.auto, self.folder, stamp(self.folder))
 
 
 @functools.lru_cache(maxsize=4)
-def _loaded(auto: str, folder: str, _: tuple[tuple[str, int], ...]) -> Any:
+def _load(auto: str, folder: str, _: tuple[tuple[str, int], ...]) -> Any:
     hint = "save_pretrained(folder) of the tokenizer or image processor writes its files beside the model's"
     with refusing(f"{auto} finds nothing to read in {folder} on {socket.gethostname()}", hint, param="modelFolder"):
         return getattr(transformers(), auto).from_pretrained(folder, local_files_only=True, trust_remote_code=False)

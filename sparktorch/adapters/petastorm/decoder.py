@@ -124,7 +124,7 @@ class Decoder:
 
     def _column(self, column: pa.Array, field: UnischemaField, first_row: int) -> dict[str, pa.Array]:
         present = column.is_valid().to_numpy(zero_copy_only=False)
-        flat, shapes = _decoded(column, field, first_row)
+        flat, shapes = _decode_values(column, field, first_row)
         if not field.shape:
             return {field.name: flat.take(pa.array(np.cumsum(present) - 1, mask=~present))}
         if self.layout == "nested":
@@ -153,7 +153,7 @@ def _lists(values: pa.Array, lengths: npt.NDArray[np.int64], present: npt.NDArra
     return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32), mask=mask), values)
 
 
-def _decoded(column: pa.Array, field: UnischemaField, first_row: int) -> tuple[pa.Array, npt.NDArray[np.int64]]:
+def _decode_values(column: pa.Array, field: UnischemaField, first_row: int) -> tuple[pa.Array, npt.NDArray[np.int64]]:
     """Decodes the rows of a binary column that are not null.
 
     Returns the elements, row after row in C order, and each row's shape, as int64 of shape `(rows, dimensions)`. A

@@ -63,14 +63,17 @@ def class_index(dataset: DataFrame, column: str, labels: Sequence[str]) -> Colum
     if labels and isinstance(kind, T.StringType):
         # `array_position` counts from 1, and returns 0 for a string that is not in the array.
         return (F.array_position(F.array(*map(F.lit, labels)), values) - 1).cast("double")
-    same = "; transform the rows with the StringIndexerModel that indexed those of the fit"
+    use_same_indexer = "; transform the rows with the StringIndexerModel that indexed those of the fit"
     if not isinstance(kind, NUMERIC):
-        hint = f"labels are the numbers 0, 1, ... of their classes{same if isinstance(kind, T.StringType) else ''}"
+        hint = "labels are the numbers 0, 1, ... of their classes"
+        if isinstance(kind, T.StringType):
+            hint += use_same_indexer
         raise no_number(kind, column, hint)
     for index, (ours, theirs) in enumerate(zip(labels, labels_of(dataset, column), strict=False)):
         if ours != theirs:
             what = f"index {index} of column {column!r} is the label {theirs!r}, the model's class {index} is {ours!r}"
-            raise ColumnError(what, hint=f"set labelCol to a column of the labels themselves{same}", column=column)
+            hint = f"set labelCol to a column of the labels themselves{use_same_indexer}"
+            raise ColumnError(what, hint=hint, column=column)
     return values
 
 

@@ -40,7 +40,8 @@ def score_row(
         device = "cpu" if scoring.device == "auto" else scoring.device
         # The module is not compiled: that would take longer than to score single rows.
         scorer = Scorer(trained, replace(scoring, compiled=False), device=device)
-        cached = _scorers[model] = scoring, scorer
+        cached = (scoring, scorer)
+        _scorers[model] = cached
     _, scorer = cached
     return [column[0].as_py() for column in scorer.score_arrow(columns, names)]
 

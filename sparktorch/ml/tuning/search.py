@@ -137,7 +137,8 @@ class Search:
 
     def _work(self, group: PreparedData, timeout: float | None) -> None:
         """Lets Optuna run trials on a group; its loop ends when no trial is left, or the sampler knows no other."""
-        group.bar_stays = group.gives_way = False
+        group.bar_stays = False
+        group.gives_way = False
         study = copy(self._study)  # `stop` ends the loop of this copy only, and other groups go on.
         with group:
             study.optimize(
