@@ -34,7 +34,7 @@ _BUCKETS = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class DataSection:
-    """The section `data`: the rows come from a function, or from anything that Spark reads.
+    """The section `data`. The rows come from a function, or from anything that Spark reads.
 
     Attributes:
         source: Import path of a function `(spark) -> DataFrame`.
@@ -270,7 +270,7 @@ def read_job(path: str | os.PathLike[str]) -> JobConfig:
 
 
 def _section(kind: type[Any], values: Any, where: str, name: str = "") -> Any:
-    """Returns a section of the file, and the sections within it; messages call it `name`, or else `where`."""
+    """Returns a section of the file with the sections inside; messages call the section `name`, or else `where`."""
     if not isinstance(values, dict):
         raise ConfigError(f"{name or where} must be a mapping, got {values!r}", section=name or where)
     inner = {}

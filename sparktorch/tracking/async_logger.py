@@ -51,7 +51,7 @@ class Outbox:
     """
 
     def __init__(self, connect: Callable[[], MlflowClient], open_run: Callable[[MlflowClient], str | None]) -> None:
-        """Starts the thread; `connect` makes the client, `open_run` returns the run's id, or `None` to log nothing."""
+        """Starts the thread. `connect` makes the client; `open_run` returns the run's id, or `None` to log nothing."""
         self.run_id: str | None = None
         self._connect = connect
         self._open_run = open_run

@@ -27,7 +27,7 @@ _KNOWN = (
 _PLAIN = (type(None), bool, int, float, str)
 _LISTS = (list, deque)
 _OTHERS = (dict, defaultdict, OrderedDict, set)
-_OF_TORCH = frozenset(vars(nn.Module()))  # torch has parameters, buffers, parts, hooks and the mode in these.
+_OF_TORCH = frozenset(vars(nn.Module()))  # Here, torch keeps parameters, buffers, parts, hooks and the mode.
 
 
 class TrainerView:

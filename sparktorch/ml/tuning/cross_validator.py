@@ -228,7 +228,7 @@ class TorchCrossValidator(CrossValidator):
         evaluator = self.getEvaluator()
         names = ColumnNames.of(dataset)
         read_columns = columns_of(evaluator)
-        # Each set has the output columns of the models of one estimator.
+        # Each set has the output columns of the models that one of the estimators fits.
         outputs_of = [
             {candidate.getOrDefault(name) for name in _OUTPUTS if candidate.hasParam(name)} - {""}
             for candidate in estimators
@@ -258,11 +258,12 @@ class TorchCrossValidator(CrossValidator):
     def _fit_pipeline(self, dataset: DataFrame) -> CrossValidatorModel:
         """Lets Spark's `CrossValidator` fit a pipeline whose first stages are fitted once per fold."""
         pipeline: Any = self.getEstimator()
-        ours = [index for index, stage in enumerate(pipeline.getStages()) if isinstance(stage, TorchEstimatorBase)]
-        if not ours:
+        stages = pipeline.getStages()
+        positions = [position for position, stage in enumerate(stages) if isinstance(stage, TorchEstimatorBase)]
+        if not positions:
             return super()._fit(dataset)
         inner = CrossValidator.copy(self)
-        inner._set(estimator=_PrefixFittedOnce(pipeline, ours[0]))
+        inner._set(estimator=_PrefixFittedOnce(pipeline, positions[0]))
         model = CrossValidator._fit(inner, dataset)
         model._set(estimator=pipeline)
         return model
