@@ -1,4 +1,4 @@
-"""Models of Nixtla's neuralforecast as modules of windows."""
+"""Models of Nixtla's neuralforecast as modules that forecast windows of series."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ __all__ = ["NeuralForecastNetwork"]
 class NeuralForecastNetwork(nn.Module):
     """Calls a model of neuralforecast with windows: `module` of a `Forecaster`, with `model` in `moduleParams`.
 
-    The model's `forward` alone is used. Its `training_step` draws windows of its own from whole series, and scales
-    them; here, both are done before.
+    Only the model's `forward` is used. The model's own `training_step` would draw windows from whole series and scale
+    the windows, which the `Forecaster` has done before.
     """
 
     def __init__(
@@ -34,17 +34,18 @@ class NeuralForecastNetwork(nn.Module):
         """Makes the model.
 
         Args:
-            model: Its class, or the import path, such as "neuralforecast.models:NHITS".
-            context: Its `input_size`.
-            horizon: Its `h`.
-            past_columns: Columns of the context, the target among them.
-            future_columns: Columns known ahead.
-            static_columns: Columns of the series.
-            quantiles: The quantiles that it returns; without, one value.
-            params: Its other keyword arguments.
+            model: The model's class, or the import path of the class, such as "neuralforecast.models:NHITS".
+            context: The model's `input_size`.
+            horizon: The model's `h`.
+            past_columns: Number of columns in the context; the target is one of them.
+            future_columns: Number of columns that are known ahead.
+            static_columns: Number of columns that are constant in a series.
+            quantiles: The quantiles that the model returns; if empty, the model returns one value.
+            params: Other keyword arguments of the model.
         """
         super().__init__()
-        self.past, self.future = past_columns - future_columns, future_columns
+        self.past = past_columns - future_columns
+        self.future = future_columns
         columns = {"hist_exog_list": self.past - 1, "futr_exog_list": future_columns, "stat_exog_list": static_columns}
         named = {name: [f"{name}{index}" for index in range(count)] for name, count in columns.items() if count}
         if quantiles:
@@ -54,14 +55,17 @@ class NeuralForecastNetwork(nn.Module):
 
     def forward(self, past: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
         """Returns forecasts of shape `(samples, horizon, 1 or quantiles)`; arguments are as for `SeriesNetwork`."""
-        target, history, future_values = past[:, :, :1], past[:, :, 1 : self.past], past[:, :, self.past :]
+        target = past[:, :, :1]
+        history = past[:, :, 1 : self.past]
+        future_values = past[:, :, self.past :]
+        expected = 1 if self.future else 0  # The future columns are one tensor; the static columns come after it.
         outputs: torch.Tensor = self.model(
             {
                 "insample_y": target,
                 "insample_mask": torch.ones_like(target),
                 "hist_exog": history if self.past > 1 else None,
                 "futr_exog": torch.cat([future_values, more[0]], 1) if self.future else None,
-                "stat_exog": more[-1] if len(more) > (self.future > 0) else None,
+                "stat_exog": more[-1] if len(more) > expected else None,
             }
         )
         return outputs

@@ -12,7 +12,7 @@ __all__ = ["PeftAdapter"]
 
 
 class PeftAdapter(HuggingFaceAdapter):
-    """Modules whose adapters alone are trained; all else that transformers' models have, they have of their base."""
+    """Modules whose adapters alone are trained; everything else is as for the transformers model that they adapt."""
 
     has_frozen_base = True
 
@@ -21,5 +21,5 @@ class PeftAdapter(HuggingFaceAdapter):
         return isinstance(getattr(source, "peft_config", None), dict)
 
     def loss_step(self, source: Any) -> TrainingStep | None:
-        """Returns the step for the loss of the base; `None` if that is no model of transformers."""
+        """Returns the step for the loss of the base model; `None` if the base is no model of transformers."""
         return None if model_in(source) is None else super().loss_step(source)

@@ -1,7 +1,7 @@
 """Says whether a cluster can run a fit.
 
-Starts a Spark session and checks its settings and, by one short job, its executors. Under spark-submit
-(jobs/doctor.py) it is the submission's session.
+Starts a Spark session, and checks the session's settings and, by one short job, the executors. Under spark-submit
+(jobs/doctor.py) the session is the submission's.
 """
 
 from __future__ import annotations
@@ -94,9 +94,10 @@ def print_table(findings: Sequence[Finding], title: str) -> None:
     groups: dict[tuple[str, ...], list[Finding]] = {}
     for finding in findings:
         groups.setdefault((finding.status, finding.check, finding.found, finding.advice), []).append(finding)
-    for (status, check, text, advice), equal in groups.items():
+    for (status, check, text, advice), equal_findings in groups.items():
         colour = _COLOURS[status]
-        table.add_row(f"[{colour}]{status}[/]", check, _plain(_locations(equal)), _plain(text), _plain(advice))
+        locations = _locations(equal_findings)
+        table.add_row(f"[{colour}]{status}[/]", check, _plain(locations), _plain(text), _plain(advice))
     console.print(table)
     console.print(_SUMMARIES[worst(findings)])
 

@@ -34,7 +34,7 @@ _BUCKETS = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class DataSection:
-    """The section `data`: the rows come from a function, or from anything that Spark reads.
+    """The section `data`. The rows come from a function, or from anything that Spark reads.
 
     Attributes:
         source: Import path of a function `(spark) -> DataFrame`.
@@ -42,8 +42,8 @@ class DataSection:
         path: The path to read.
         options: Options of the format.
         schema: The columns as DDL, for formats without a schema.
-        holdout: Share of the rows held out from training for scoring, chosen by their contents; of an estimator with a
-            `groupCol`, whole groups are held out, chosen by that column.
+        holdout: The share of rows to hold out from training for scoring. The contents of a row decide whether the row
+            is held out; with an estimator's `groupCol`, this column decides, so that whole groups are held out.
     """
 
     source: str | None = None
@@ -69,9 +69,9 @@ class DataSection:
         return reader.load(self.path)
 
     def stream(self, spark: SparkSession) -> DataFrame:
-        """Returns the rows of a `path`, existing ones and those that arrive later, as a streaming DataFrame.
+        """Returns the existing rows under `path`, and the rows that arrive later, as a streaming DataFrame.
 
-        The columns are those of `schema`, or else of the existing data. A `ConfigError` refuses a `source`.
+        `schema` says the columns, or, without `schema`, the existing data does. A `ConfigError` refuses a `source`.
         """
         if self.path is None:
             raise ConfigError(
@@ -83,7 +83,7 @@ class DataSection:
         return reader.schema(self.schema or self.load(spark).schema).load(self.path)
 
     def split(self, data: DataFrame, group: str | None = None) -> tuple[DataFrame, DataFrame]:
-        """Splits the rows by their contents, or by a column; returns those to train on and those held out."""
+        """Splits the rows by their contents, or by a column; returns the training rows and the held-out rows."""
         if not self.holdout:  # This comes first, because some columns, such as maps, cannot be hashed.
             return data, data.limit(0)
         hashed = [ColumnNames.of(data).column(group)] if group else [*map(quoted, data.columns)]
@@ -97,7 +97,7 @@ class EstimatorSection:
     """The estimator and its Params.
 
     Attributes:
-        kind: An estimator: `TabularClassifier`, `TabularRegressor`, `TorchClassifier`, `TorchRegressor`,
+        kind: The name of an estimator: `TabularClassifier`, `TabularRegressor`, `TorchClassifier`, `TorchRegressor`,
             `TorchEstimator`, `TextClassifier`, `ImageClassifier`, `Recommender`, `Ranker` or `Forecaster`.
         params: The Params of the estimator by name.
     """
@@ -108,12 +108,12 @@ class EstimatorSection:
     def __post_init__(self) -> None:
         one_of("estimator.kind", self.kind, _ESTIMATORS)
         _, *valid = inspect.signature(getattr(sparktorch, self.kind).__init__).parameters
-        # Scoring builds no estimator, so names are checked here.
+        # The names are checked here and not in `build`, because scoring builds no estimator.
         for name in self.params:
             one_of("estimator.params", name, tuple(valid))
 
     def build(self, *, planned: bool = False, **more: Any) -> Any:
-        """Returns the estimator, with `more` Params, after all checks that need no session.
+        """Builds the estimator, with `more` Params, and makes all checks that need no session.
 
         An estimator that is only `planned` may lack a strategy. A `ConfigError` or `ModuleError` refuses a Param.
         """
@@ -132,7 +132,7 @@ class EstimatorSection:
 
 @contextmanager
 def _may_be_shipped() -> Iterator[None]:
-    """Lets it pass that a Python module is missing, which the session may ship."""
+    """Context that ignores a missing Python module, because the session may ship the module."""
     try:
         yield
     except ModuleError as error:
@@ -145,7 +145,7 @@ class TrackingSection:
     """The section `tracking`: where MLflow logs to.
 
     Attributes:
-        uri: The tracking URI; by default, that of MLflow's own settings.
+        uri: The tracking URI; by default, MLflow's own settings name one.
         artifacts: Where a new experiment keeps its artifacts.
         experiment: Name of the experiment.
         model: The name under which the model is registered.
@@ -179,9 +179,9 @@ class ScoreSection:
     """The section `score`: what scoring reads and writes.
 
     Attributes:
-        data: The rows to score; by default those held out from training.
-        model: URI of the model in MLflow; by default the newest registered one.
-        output: Path the scored rows are written to.
+        data: The rows to score; by default the rows that are held out from training.
+        model: URI of the model in MLflow; by default the newest registered version.
+        output: The path to which the scored rows are written.
         format: A format of `DataFrame.write`.
         options: Options of the format.
     """
@@ -220,7 +220,7 @@ class JobConfig:
 
     @property
     def label(self) -> str:
-        """The column with which predictions are compared; empty for choices, which have no ratings."""
+        """The column with which predictions are compared; empty for a `Recommender` whose rows have no ratings."""
         params = self.estimator.params
         if self.estimator.kind != "Recommender":
             return str(params.get("labelCol", "label"))
@@ -234,11 +234,14 @@ class JobConfig:
         return None if group is None else str(group)
 
     def rows(self, spark: SparkSession) -> tuple[DataFrame, DataFrame]:
-        """Returns the rows to train on, and those that are held out."""
+        """Returns the training rows and the held-out rows."""
         return self.data.split(self.data.load(spark), self._group)
 
     def to_score(self) -> DataSection | None:
-        """Returns the section that names the rows to score, `None` for those held out, or raises a `ConfigError`."""
+        """Returns the section that names the rows to score, or `None` for the held-out rows.
+
+        A `ConfigError` says that there are neither.
+        """
         if self.scoring.data is None and not self.data.holdout:
             raise ConfigError(
                 "no rows are named to score: data.holdout is 0, and score.data is not set",
@@ -257,7 +260,7 @@ _SECTIONS: dict[str, type[Any]] = {
 
 
 def read_job(path: str | os.PathLike[str]) -> JobConfig:
-    """Reads a job file; a `ConfigError` refuses what is no YAML mapping, and unknown, missing and mistyped keys."""
+    """Reads a job file; a `ConfigError` refuses a file that is no YAML mapping, or has wrong keys or values."""
     try:
         values = yaml.safe_load(Path(path).read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -267,11 +270,12 @@ def read_job(path: str | os.PathLike[str]) -> JobConfig:
 
 
 def _section(kind: type[Any], values: Any, where: str, name: str = "") -> Any:
-    """Returns a section of the file, and the sections within it; messages call it `name`, or else `where`."""
+    """Returns a section of the file with the sections inside; messages call the section `name`, or else `where`."""
     if not isinstance(values, dict):
         raise ConfigError(f"{name or where} must be a mapping, got {values!r}", section=name or where)
     inner = {}
     for key in fields(kind):
-        if key.name in _SECTIONS and values.get(key.name, key.default) is not key.default:
+        is_set = values.get(key.name, key.default) is not key.default
+        if key.name in _SECTIONS and is_set:
             inner[key.name] = _section(_SECTIONS[key.name], values[key.name], f"{where}.{key.name}".removeprefix("."))
     return from_dict(kind, {**values, **inner}, where=where)

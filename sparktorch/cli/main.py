@@ -18,7 +18,7 @@ from sparktorch.errors import SparkTorchError
 __all__ = ["COMMANDS", "main", "parser"]
 
 _LOG = logging.getLogger(__name__)
-_NO_FORMAT = "[DATA_SOURCE_NOT_FOUND]"  # Spark's message about a format that it does not have begins so.
+_NO_FORMAT = "[DATA_SOURCE_NOT_FOUND]"  # Spark's message about an unknown format begins so.
 
 COMMANDS = {"doctor": doctor, "plan": plan, "run": run, "train": train, "score": score}
 _STATUS = (
@@ -42,10 +42,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command with arguments, by default those of the process, and returns its exit status.
+    """Runs a command with arguments, by default the arguments of the process, and returns the exit status.
 
     The status 0 is success, 1 failure, and 2 says that the input cannot work. Invalid arguments end the process. With
-    the arguments of the process, modules of the working folder can be imported, as with `python -m`.
+    the arguments of the process, modules in the working folder can be imported, as with `python -m`.
     """
     if arguments is None and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _message(error: Exception) -> str | None:
-    """Returns what a user of a command reads of an error; `None` for errors in the user's code, or in ours."""
+    """Returns the message of an error for the user of a command; `None` for errors in the user's code, or in ours."""
     kind = type(error).__name__
     if kind == "Py4JJavaError":  # pyspark has no class for this exception of Java's.
         return str(cast(Any, error).java_exception.toString()).partition("\n")[0]

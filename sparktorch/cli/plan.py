@@ -1,6 +1,6 @@
-"""Says what each strategy would take of a worker, for the training of a job file.
+"""Says what each strategy would need from a worker, for the training of a job file.
 
-Prints the table of `estimator.plan(df)`: memory, and bytes sent in a step. It reads the first row, and trains nothing.
+Prints the table from `estimator.plan(df)`: memory, and bytes sent in a step. Reads the first row, and trains nothing.
 The job file's modules must be on the Python path.
 """
 
@@ -14,7 +14,7 @@ from sparktorch.cli.session import add_session_arguments, session
 
 __all__ = ["HELP", "add_arguments", "run"]
 
-HELP = "say what each strategy would take of a worker"
+HELP = "say what each strategy would need from a worker"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,8 +1,8 @@
 """Runs a script in the tasks of a barrier job, as torchrun runs it in processes.
 
-Each task has the environment variables that torchrun gives: a script that torchrun can start runs as it is. Options may
-stand before or after the script; all others are the script's own, and so is all that follows "--". Under spark-submit
-(jobs/run.py) the session is the submission's.
+Each task has the environment variables that torchrun gives, so a script that torchrun can start runs as it is. The
+options below may stand before or after the script. All other options are the script's own, and so is all that follows
+"--". Under spark-submit (jobs/run.py) the session is the submission's.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def run(options: argparse.Namespace) -> int:
     """Runs the command; returns 0."""
     arguments = options.arguments
     end = arguments.index("--") if "--" in arguments else len(arguments)
-    # argparse has left all that follows the script as it is; a second parser takes our options out of it.
+    # argparse has left all that follows the script as it is. A second parser takes our options from there.
     later = argparse.ArgumentParser(prog="sparktorch run", add_help=False, allow_abbrev=False)
     _add_options(later)
     options, script_arguments = later.parse_known_args(arguments[:end], options)
@@ -53,9 +53,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _print_lines_of_ranks() -> None:
-    """Lets standard output have the lines that ranks print, with the number of the rank."""
+    """Writes the lines that ranks print to standard output, with the number of the rank."""
     logger = logging.getLogger("sparktorch.ranks")
-    logger.handlers, logger.propagate = [logging.StreamHandler(sys.stdout)], False
+    logger.handlers = [logging.StreamHandler(sys.stdout)]
+    logger.propagate = False
     logger.setLevel(logging.DEBUG)  # `--log-level` has left out lines in the ranks already.
 
 

@@ -1,7 +1,8 @@
-"""Scores rows with a model from MLflow, and writes them: those of a job file's `score.data`, or those it held out.
+"""Scores rows with a model from MLflow, and writes the scored rows.
 
-What was there is replaced once all rows are scored. It also prints how good the predictions are, or why that is not
-known. Under spark-submit (jobs/score.py) the session is the submission's.
+The rows are those in the job file's `score.data`, or those that its training held out. An older output is replaced once
+all rows are scored. The command also prints how good the predictions are, or why this is not known. Under spark-submit
+(jobs/score.py) the session is the submission's.
 """
 
 from __future__ import annotations
@@ -53,10 +54,10 @@ def run(options: argparse.Namespace) -> int:
 def score(
     spark: SparkSession, job: JobConfig, model_uri: str | None = None, *, streamed: bool, every: str | None = None
 ) -> None:
-    """Scores the job's rows as a whole, or as they arrive, and prints their number.
+    """Scores the job's rows, all at once or `streamed` as they arrive, and prints how many rows were scored.
 
-    As a whole, they are scored and evaluated before they replace an older output; a `ColumnError` says that there are
-    none.
+    If they are not streamed, the rows are scored and evaluated before they replace an older output; a `ColumnError`
+    says that there are no rows.
     """
     from sparktorch.tracking import load_model
 
@@ -64,11 +65,12 @@ def score(
     uri = model_uri or job.scoring.model or f"models:/{job.tracking.model}/latest"
     model = load_model(uri)
     if streamed:
-        rows, quality = _stream(model.transform((job.scoring.data or job.data).stream(spark)), job, every), ""
+        rows = _stream(model.transform((job.scoring.data or job.data).stream(spark)), job, every)
+        quality = ""
     else:
         section = job.to_score()
         to_score = section.load(spark) if section else job.rows(spark)[1]
-        # The rows are counted, evaluated and written: on disk, they are scored once.
+        # The rows are kept on disk, so that they are scored once, and then counted, evaluated and written.
         scored = model.transform(to_score).persist(StorageLevel.DISK_ONLY)
         try:
             rows, quality = evaluated(model, scored, job.label)
@@ -85,8 +87,8 @@ def score(
 
 
 def _stream(scored: DataFrame, job: JobConfig, every: str | None) -> int:
-    """Appends scored rows to the output, each exactly once, also after failures; returns their number."""
-    # The number is a sum over the progress reports, of which Spark keeps only the last 100 by default.
+    """Appends scored rows to the output, each exactly once, also after failures; returns the number of rows."""
+    # The number is a sum over all progress reports, and by default Spark keeps only the last 100 reports.
     scored.sparkSession.conf.set("spark.sql.streaming.numRecentProgressUpdates", 100_000)
     writer = scored.writeStream.format(job.scoring.format).options(**job.scoring.options)
     writer = writer.option("checkpointLocation", f"{job.scoring.output}.checkpoint")
@@ -111,5 +113,5 @@ def evaluated(model: Any, scored: DataFrame, label: str) -> tuple[int, str]:
         return rows, f"not evaluated: {error.what}"
     if not compared:
         return rows, f"not evaluated: no row has both a prediction and a label in column {label!r}"
-    some = "" if compared == rows else f", of {counted(compared, 'row', 'rows')} with a label and a prediction"
-    return rows, f"held-out {name}: {value:.4f}{some}"
+    scope = "" if compared == rows else f", of {counted(compared, 'row', 'rows')} with a label and a prediction"
+    return rows, f"held-out {name}: {value:.4f}{scope}"

@@ -68,7 +68,7 @@ def session(options: argparse.Namespace, name: str, *, quiet: bool = False) -> I
     if options.remote:
         builder = builder.remote(options.remote)
     try:
-        _knock(options.remote or "")
+        _check_server_answers(options.remote or "")
         spark = builder.getOrCreate()
     except Exception as error:  # py4j, gRPC and imports have errors of their own.
         raise NoSessionError(_about_session(options, error)) from error
@@ -81,7 +81,7 @@ def session(options: argparse.Namespace, name: str, *, quiet: bool = False) -> I
             spark.stop()
 
 
-def _knock(url: str) -> None:
+def _check_server_answers(url: str) -> None:
     """Connects once to the server of an `sc://` URL: a Connect client would retry for minutes."""
     server = urlsplit(url)
     if server.scheme == "sc" and server.hostname:
@@ -91,7 +91,7 @@ def _knock(url: str) -> None:
 
 def _about_session(options: argparse.Namespace, error: Exception) -> Finding:
     text = " ".join(str(error).split()) or type(error).__name__
-    if "stopped SparkContext" in text:  # Spark says no more than this after a minute of retries.
+    if "stopped SparkContext" in text:  # After a minute of retries, Spark says no more than this.
         text = "the master does not answer, or refuses the application"
     return Finding(
         check="session",

@@ -28,7 +28,8 @@ def run(options: argparse.Namespace) -> int:
     started = time.perf_counter()
     # A mistake in the job file, and a missing library, are refused before Spark starts.
     job = read_job(options.job)
-    estimator, runs = job.estimator.build(), mlflow()
+    estimator = job.estimator.build()
+    runs = mlflow()
     from sparktorch.tracking import log_model
 
     with session(options, f"train {job.name}") as spark:

@@ -1,4 +1,4 @@
-"""The classifier and its model. Outputs are those of Spark ML's own classifiers: scores, probabilities, classes."""
+"""The classifier and its model, whose outputs are as in Spark ML's classifiers: scores, probabilities, classes."""
 
 from __future__ import annotations
 
@@ -79,32 +79,33 @@ class TorchClassificationModel(TorchModelBase, ClassificationModelParams):
 
     @shortens
     def evaluate(self, dataset: DataFrame) -> ClassificationSummary:
-        """Scores rows and compares with `labelCol`, weighted by `weightCol` if that is set.
+        """Scores rows and compares the predictions with `labelCol`, weighted by `weightCol` if that Param is set.
 
-        Labels are the numbers of the classes or, where the model has `labels`, these strings.
+        Labels are the numbers of the classes or, if the model has `labels`, these strings.
 
         Returns:
             The metrics of Spark's own summaries; for two classes, a `BinaryClassificationSummary`.
 
         Raises:
-            ColumnError: A column is missing or not numeric, or a row has no weight, no prediction, or a label that
-                is not a class of the model; or the numbers stand for other labels by the column's metadata.
+            ColumnError: A column is missing or not numeric; a row has no weight or no prediction; a label is not a
+                class of the model; or the numbers stand for other labels by the column's metadata.
         """
-        named, dataset = self._named(), dataframe_of(dataset, "evaluate")
+        named = self._named()
+        dataset = dataframe_of(dataset, "evaluate")
         return evaluate_classifier(named, named.transform, dataset, classes=self.numClasses, names=self.labels)
 
     @shortens
     def importance(
         self, dataset: DataFrame, metric: str | None = None, repeats: int = 5, seed: int = 0
     ) -> pd.DataFrame:
-        """Returns how much each input column matters: the drop of a metric when its values are shuffled among rows.
+        """Returns how much each input column matters: the drop of a metric when the column's values are shuffled.
 
-        The rows are read once, mixed, and shuffled within Arrow batches. Each is scored `1 + columns * repeats` times;
-        rows without a label or a prediction do not count.
+        The rows are read once and mixed, and values are shuffled within Arrow batches. Each row is scored
+        `1 + columns * repeats` times; rows without a label or a prediction do not count.
 
         Args:
-            dataset: Rows with the inputs, `labelCol`, and `weightCol` if that is set; best not those of the training.
-            metric: "accuracy"; or, of two classes, "areaUnderROC", which is the default then.
+            dataset: Rows with the inputs, `labelCol`, and `weightCol` if that is set; best not the training rows.
+            metric: "accuracy", or, for two classes, "areaUnderROC", which is their default.
             repeats: How often each column is shuffled (> 0).
             seed: The seed of the shuffling.
 
@@ -113,9 +114,10 @@ class TorchClassificationModel(TorchModelBase, ClassificationModelParams):
 
         Raises:
             ConfigError: `metric` or `repeats` is invalid.
-            ColumnError: A column is missing, or is of another type than in the fit; or there are no rows.
+            ColumnError: A column is missing, or has another type than in the fit; or there are no rows.
         """
-        named, valid = self._named(), ["accuracy"]
+        named = self._named()
+        valid = ["accuracy"]
         score = F.lit(0.0)
         if self.numClasses == 2:
             valid.insert(0, "areaUnderROC")

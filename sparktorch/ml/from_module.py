@@ -1,4 +1,4 @@
-"""Modules that were trained elsewhere, as trained modules that score."""
+"""Makes models that score from modules that were trained elsewhere."""
 
 from __future__ import annotations
 
@@ -44,14 +44,15 @@ def trained_from(
 ) -> TrainedModule:
     """Returns the module that an estimator names, tried on the first row; see `TorchModelBase.fromModule`."""
     settings = input_columns(estimator)
-    # A row with nulls does not show its shapes, so the first row without nulls is tried.
+    # The first row without nulls is tried, because a null does not show its shape.
     options = replace(settings["options"], drop=settings["options"].fill is None)
     with naming_params(estimator, fits=False):
         frame, rows = first_inputs(prepare(dataset, task, label=None, **{**settings, "options": options}))
-    columns, arguments = frame.columns, arguments_of(rows)
+    columns = frame.columns
+    arguments = arguments_of(rows)
     preprocess = columns.preprocess
-    argument_specs = columns.inputs if preprocess is None else arguments
-    source = _source_of(_read(estimator.getModule()), estimator.getModuleParams(), weights, argument_specs)
+    takes = columns.inputs if preprocess is None else arguments
+    source = _source_of(_read(estimator.getModule()), estimator.getModuleParams(), weights, takes)
     trained = TrainedModule(
         **source,
         inputs=columns.inputs,
@@ -68,19 +69,19 @@ def trained_from(
     return replace(trained, outputs=outputs)
 
 
-def _check_evaluates(program: nn.Module, argument_specs: Any) -> None:
-    """Refuses a program of a module in training mode, whose rows depend on each other or on chance."""
+def _check_evaluates(program: nn.Module, takes: Any) -> None:
+    """Refuses the program of a module in training mode, in which rows depend on each other or on chance."""
     try:
-        inputs = example_inputs(argument_specs)
+        inputs = example_inputs(takes)
         with torch.no_grad():
-            outputs = pytree.tree_leaves(program(*inputs))
+            whole = pytree.tree_leaves(program(*inputs))
             repeated = pytree.tree_leaves(program(*inputs))
-            outputs_of_first = pytree.tree_leaves(program(*(tensor[:-1] for tensor in inputs)))
-    except Exception:  # The program does not take the columns; the trial on the first row says so.
+            part = pytree.tree_leaves(program(*(tensor[:-1] for tensor in inputs)))
+    except Exception:  # The program does not take the columns, which the trial on the first row will say.
         return
     try:
-        torch.testing.assert_close([tensor[: len(tensor) - 1] for tensor in outputs], outputs_of_first, equal_nan=True)
-        torch.testing.assert_close(outputs, repeated, equal_nan=True)
+        torch.testing.assert_close([tensor[: len(tensor) - 1] for tensor in whole], part, equal_nan=True)
+        torch.testing.assert_close(whole, repeated, equal_nan=True)
     except AssertionError as error:
         what = "the program's rows depend on each other or on chance, as those of a module in training mode"
         hint = "call module.eval() before it is exported or traced"
@@ -88,7 +89,7 @@ def _check_evaluates(program: nn.Module, argument_specs: Any) -> None:
 
 
 def _read(module: Any) -> Any:
-    """Returns a TorchScript module, the program in a file or a model in MLflow as an object; all else as it is."""
+    """Returns TorchScript, the program in a file, or the module in an MLflow model as an object; all else as it is."""
     if isinstance(module, torch.jit.ScriptModule):
         return Script.of(module)
     if isinstance(module, str | os.PathLike) and (str(module).startswith(_MLFLOW) or Path(module, "MLmodel").is_file()):
@@ -105,26 +106,31 @@ def _read(module: Any) -> Any:
     return script
 
 
-def _source_of(module: Any, params: Mapping[str, Any], weights: Weights | None, argument_specs: Any) -> dict[str, Any]:
-    """Returns code, parameters and weights of a module, as fields of a `TrainedModule`."""
+def _source_of(module: Any, params: Mapping[str, Any], weights: Weights | None, takes: Any) -> dict[str, Any]:
+    """Returns a module's code, parameters and weights as fields of a `TrainedModule`.
+
+    `takes` says what the module is called with: the input columns, or what `preprocess` returns.
+    """
     if not isinstance(module, torch.export.ExportedProgram | torch.fx.GraphModule | Script):
         return _fields_of_module(module, params, weights)
     if params or weights is not None:
         raise ConfigError("module is a program, which has its weights with it", hint="pass it alone", param="module")
     graph = module() if isinstance(module, Script) else module
     graph = graph.module() if isinstance(graph, torch.export.ExportedProgram) else graph
-    _check_evaluates(graph, argument_specs)
+    _check_evaluates(graph, takes)
     if isinstance(module, Script):
         return {"source": module, "params": {}, "weights": pack_state({})}
-    hint = "it is called with the input columns in their order, and any number of rows: export it with positional "
-    hint += "arguments, and torch.export.Dim for the first dimension"
+    hint = (
+        "it is called with the input columns in their order, and any number of rows: export it with positional "
+        "arguments, and torch.export.Dim for the first dimension"
+    )
     with refusing("the program does not take the columns", hint, param="module"):
-        program = export_program(graph, argument_specs)
+        program = export_program(graph, takes)
     return {"source": program, "params": {}, "weights": pack_state(graph.state_dict())}
 
 
 def _fields_of_module(module: Any, params: Mapping[str, Any], weights: Weights | None) -> dict[str, Any]:
-    """Returns the fields of an instance, a class or factory, or of what a library makes a module of."""
+    """Returns the fields for an instance, a class, a factory, or whatever a library makes a module from."""
     adapter = adapter_of(module)
     recipe = adapter.recipe_fields(module, params, seed=0, complete=weights is None)
     source = recipe["module"]
@@ -146,12 +152,12 @@ def _fields_of_module(module: Any, params: Mapping[str, Any], weights: Weights |
     state_bytes = pack_state(built.state_dict())
     if is_class:
         return {"source": source, "params": recipe["module_params"], "weights": state_bytes}
-    # A function is not called again on the executors: what it reads may be on this machine alone.
+    # The built module is sent in place of a factory: what the factory reads may be on this machine alone.
     return {"source": built, "params": {}, "weights": state_bytes}
 
 
 def _state(weights: Weights) -> Mapping[str, torch.Tensor]:
-    """Returns a state dict, which may be in a file of safetensors or of `torch.save`, also under `state_dict`."""
+    """Returns a state dict, or the state dict in a file of safetensors or `torch.save`, also under `state_dict`."""
     if isinstance(weights, Mapping):
         return weights
     path = os.fspath(weights)

@@ -1,8 +1,8 @@
 """Saving and loading through Spark: JSON metadata in Spark ML's format, and files in a Parquet data set.
 
 `Pipeline` and `CrossValidator` read `<path>/metadata` of any stage. `<path>/data` holds the files of the
-artifact as rows `(batch, name, part, content)`. Spark can write a DataFrame to every file system it
-supports, also on Connect, where the client cannot reach them otherwise. Data is written and read in
+artifact as rows `(batch, name, part, content)`: Spark can write a DataFrame to every file system that it
+supports, also on Connect, whose client cannot reach a file system otherwise. Data is written and read in
 batches, so a model may be larger than the result of a job.
 """
 
@@ -77,7 +77,7 @@ class _Writer(MLWriter):
 
         Raises:
             PersistenceError: The path holds the model's weights, or the file system refuses to replace what is there.
-                If it exists, Spark's own exception says so; on Connect, for `data` and `metadata` under the path.
+            Exception: The path exists, or, on Connect, `data` or `metadata` under the path; this exception is Spark's.
         """
         spark = self.sparkSession
         weights = getattr(getattr(self._instance, "trained", None), "weights", None)
@@ -129,7 +129,7 @@ class _Reader(MLReader[R]):
         self._option: str | None = None
 
     def option(self, key: str, value: Any) -> Self:
-        """Sets an option. `allowPickle` = `true` runs pickled code; use it only for trusted sources."""
+        """Sets an option. With `allowPickle` = `true`, pickled code is run; set it only for sources that you trust."""
         if key.lower() == "allowpickle":
             self._option = str(value)
         return self
@@ -195,10 +195,10 @@ def write_local(model: Any, directory: Path, *, allow_pickle: bool) -> None:
 
 
 def read_local(directory: Path, *, allow_pickle: bool, cls: type[Any] | None = None, code: Path | None = None) -> Any:
-    """Reads a model of `write_local`, of an expected class or of the saved one; `code` is for `TrainedModule.load`.
+    """Reads a model that `write_local` wrote, as an instance of `cls`, or by default of the saved class.
 
-    A `PersistenceError` says that it is no model of sparktorch, has a newer format, or is pickled without
-    `allow_pickle`.
+    `code` is for `TrainedModule.load`. A `PersistenceError` says that there is no model of sparktorch, that the model
+    has a newer format, or that it is pickled and `allow_pickle` is not set.
     """
     form = json.loads((directory / "model.json").read_text())
     cls = cls or load_object(form["class"])
@@ -208,11 +208,10 @@ def read_local(directory: Path, *, allow_pickle: bool, cls: type[Any] | None = N
     model._resetUid(form["uid"])
     model._setDefault(**form.get("defaults", {}))
     model._set(**form["params"])
-    course = TrainingSummary(**form["summary"]) if form["summary"] else None
-    # All models have `_with` by their common base, which imports this file.
-    return model._with(  # type: ignore[attr-defined]
-        TrainedModule.load(directory, allow_pickle=allow_pickle, code=code), course
-    )
+    summary = TrainingSummary(**form["summary"]) if form["summary"] else None
+    trained = TrainedModule.load(directory, allow_pickle=allow_pickle, code=code)
+    # All models have `_with` from their common base, which imports this file.
+    return model._with(trained, summary)  # type: ignore[attr-defined]
 
 
 class ModelWriter(_Writer):
@@ -328,7 +327,7 @@ def _json_form(value: Any) -> Any:
 
 
 def _config(path: str, values: dict[str, Any]) -> Any:
-    """Returns a configuration that is a module; no other class is called."""
+    """Returns a configuration of the class that `path` names; refuses any other class, and does not call it."""
     kind = load_object(path)
     config = adapter_of(kind).from_json(kind, values)
     if config is None:

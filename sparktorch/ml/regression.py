@@ -64,7 +64,7 @@ class TorchRegressionModel(ValueModel):
 
     @shortens
     def evaluate(self, dataset: DataFrame) -> RegressionSummary:
-        """Scores rows and compares with `labelCol`, weighted by `weightCol` if that is set.
+        """Scores rows and compares the predictions with `labelCol`, weighted by `weightCol` if that Param is set.
 
         Raises:
             ColumnError: A column is missing or not numeric, or a row has no weight, prediction or label.
@@ -77,19 +77,20 @@ class TorchRegressionModel(ValueModel):
     def importance(self, dataset: DataFrame, metric: str = "r2", repeats: int = 5, seed: int = 0) -> pd.DataFrame:
         """Returns how much each input column matters; see `TorchClassificationModel.importance`.
 
-        `metric` is "r2", "rootMeanSquaredError", "meanSquaredError" or "meanAbsoluteError"; of errors, the importance
-        is the increase.
+        `metric` is "r2", "rootMeanSquaredError", "meanSquaredError" or "meanAbsoluteError". For an error, the
+        importance is its increase.
         """
         valid = ["r2", "rootMeanSquaredError", "meanSquaredError", "meanAbsoluteError"]
-        named, rows = self._single("importance"), dataframe_of(dataset, "importance")
+        named = self._single("importance")
+        rows = dataframe_of(dataset, "importance")
         label = ColumnNames.of(rows).column(self.getLabelCol())
         return importance_of(named, rows, label, metric, valid, F.lit(0.0), repeats, seed)
 
-    def _single(self, what: str) -> Self:
-        """Returns the model, with a name for its output column; refuses several values per row."""
+    def _single(self, method: str) -> Self:
+        """Returns the model, with a name for its output column; refuses `method` for several values per row."""
         if self._kind != "double":
             raise ConfigError(
-                f"{what} compares one value a row, and the model predicts several",
+                f"{method} compares one value a row, and the model predicts several",
                 hint="give Spark's RegressionEvaluator one at a time, prediction[0], prediction[1], ...",
             )
         return self._named()

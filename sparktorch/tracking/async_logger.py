@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 __all__ = ["Outbox", "Sample", "Send"]
 
 _LOG = logging.getLogger(__name__)
-_PACE_SECONDS = 1.0  # This is the pause between two batches of metrics.
-_CLOSE_SECONDS = 10.0  # After so long without a delivery, `close` asks whether the server answers.
-_MOST_IDLE = 60  # `close` gives up after so many such waits in a row.
+_PACE_SECONDS = 1.0  # Between two batches of metrics, there is a pause of so many seconds.
+_CLOSE_SECONDS = 10.0  # After so many seconds without a delivery, `close` asks whether the server answers.
+_MOST_IDLE = 60  # `close` gives up after so many waits without a delivery in a row.
 _PROBE_SECONDS = 5.0
 _MOST_METRICS = 1000  # MLflow takes no more metrics in a request.
 _MOST_WAITING = 100_000  # The queue holds at most so many values of metrics.
@@ -45,26 +45,27 @@ class Sample(NamedTuple):
 class Outbox:
     """Queues log entries without blocking; a thread sends them in order and retries.
 
-    Queued metrics are sent in batches. While MLflow is unreachable, entries stay queued, but only the latest metrics.
-    An entry that MLflow rejects permanently is dropped with a warning; of a batch, only the metrics of that name are.
+    Queued metrics are sent in batches. While MLflow is unreachable, entries stay queued, and only the latest metrics.
+    An entry that MLflow rejects permanently is dropped with a warning; from a batch, only the metrics with the rejected
+    name are dropped.
     """
 
     def __init__(self, connect: Callable[[], MlflowClient], open_run: Callable[[MlflowClient], str | None]) -> None:
-        """Starts the thread; `connect` makes the client, `open_run` returns the run's id, or `None` to log nothing."""
+        """Starts the thread. `connect` makes the client; `open_run` returns the run's id, or `None` to log nothing."""
         self.run_id: str | None = None
         self._connect = connect
         self._open_run = open_run
         self._uri = "its tracking URI"
         self._queue: deque[Send | Sample] = deque()
-        self._waiting = 0  # So many values of metrics are in the queue.
-        self._leaving = 0  # So many entries have left the queue and are not delivered yet.
-        self._refused: set[str] = set()  # MLflow has refused the metrics of these names.
+        self._waiting = 0  # The number of metric values in the queue.
+        self._leaving = 0  # The number of entries that have left the queue and are not delivered yet.
+        self._refused: set[str] = set()  # MLflow has refused the metrics with these names.
         self._changed = threading.Condition()
         self._urged = threading.Event()
         self._closing = False
         self._done = False
         self._attempts = 0
-        self._failures = 0  # The last attempts have failed, so many in a row.
+        self._failures = 0  # The number of the last attempts in a row that have failed.
         self._warned: set[tuple[str, str]] = set()
         _open.add(self)
         threading.Thread(target=self._work, name="sparktorch-mlflow", daemon=True).start()
@@ -80,8 +81,8 @@ class Outbox:
     def close(self, seconds: float = _CLOSE_SECONDS) -> bool:
         """Closes the queue, waits until all is sent or MLflow turns out to be unreachable; returns whether all is sent.
 
-        The thread goes on sending the rest in the background. `seconds` is how long to wait for a delivery, before the
-        server is asked whether it is there.
+        The thread goes on to send the rest in the background. `seconds` is how long to wait for a delivery before the
+        server is asked whether it answers.
         """
         with self._changed:
             tried = self._attempts
@@ -152,7 +153,7 @@ class Outbox:
             _open.discard(self)
 
     def _next_request(self) -> list[Send | Sample]:
-        """Waits for the next request: one call, or the metrics before the next call; empty once the queue has ended."""
+        """Waits for the next request: one call, or the metrics before the next call; empty once the queue is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._closing)
             request: list[Send | Sample] = []
@@ -165,7 +166,7 @@ class Outbox:
             return request
 
     def _hand_over(self, items: list[Send | Sample], client: MlflowClient, run_id: str) -> None:
-        """Delivers a request; if MLflow refuses it, the metrics of each name by themselves."""
+        """Delivers a request; if MLflow refuses a batch, delivers the metrics with each name by themselves."""
         try:
             self._deliver(partial(_send, items, client, run_id))
         except Exception as error:
@@ -184,7 +185,8 @@ class Outbox:
 
     def _deliver(self, send: Callable[[], T]) -> T:
         """Retries until success; raises errors that a retry does not fix."""
-        refusals, pauses = 0, chain((1.0, 2.0, 4.0, 8.0, 16.0), repeat(30.0))
+        refusals = 0
+        pauses = chain((1.0, 2.0, 4.0, 8.0, 16.0), repeat(30.0))
         while True:
             reached = False
             try:
@@ -229,7 +231,7 @@ def _send(items: list[Send | Sample], client: MlflowClient, run_id: str) -> None
 
 
 def _probe(uri: str) -> None:
-    """Fails within seconds if the server does not answer; MLflow's own retries would take minutes."""
+    """Raises an error within seconds if the server does not answer; MLflow's own retries would take minutes."""
     import requests
 
     if uri.startswith(("http:", "https:")):
@@ -246,7 +248,7 @@ def _may_pass(error: Exception) -> bool:
     response = getattr(error, "response", None)
     status: int | None = getattr(response, "status_code", None)
     if isinstance(error, MlflowException):
-        # MLflow counts a status that it has no code for as an internal error, but the message has the status.
+        # A status for which MLflow has no code counts as an internal error there, but the message has the status.
         in_message = re.search(r"failed with error code (\d{3}) != ", str(error))
         status = int(in_message[1]) if in_message else error.get_http_status_code()
     if status is not None:

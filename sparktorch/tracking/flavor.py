@@ -2,9 +2,9 @@
 
 In the model's directory, `sparktorch/` holds the plain files of the saved model, with `model.json` (class, uid
 and Params of the Spark model), and `columns.json` (for the pyfunc). If `torch.export` can capture the module's
-graph, `data/model.pt2` holds it for MLflow's own `pytorch` flavour. For a pipeline, `sparktorch/` has a folder for
-each stage. For a pipeline with stages of Spark's, it has the columns only, and MLflow's own `spark` flavour writes the
-stages.
+graph, `data/model.pt2` holds the graph for MLflow's own `pytorch` flavour. For a pipeline, `sparktorch/` has a
+folder for each stage. For a pipeline with Spark's own stages, `sparktorch/` has the columns only, and MLflow's own
+`spark` flavour writes the stages.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ _LOG = logging.getLogger(__name__)
 
 FLAVOR_NAME = "sparktorch"
 _DATA = "sparktorch"
-_CONDA, _PYTHON = "conda.yaml", "python_env.yaml"
+_CONDA = "conda.yaml"
+_PYTHON = "python_env.yaml"
 _SCORING = ("numpy", "pandas", "pyarrow", "safetensors", "torch")
 
 
@@ -66,14 +67,14 @@ def log_model(
         code_paths: Files and folders of code to save with the model; by default the file or
             package of the module, unless it is installed.
         allow_pickle: Whether to pickle a module that has neither an import path nor an exportable graph.
-        pytorch: Whether to add the `pytorch` flavour, if the graph can be exported; it stores the weights a second
-            time, and is left out of a model that was fitted with `modelDir`.
+        pytorch: Whether to add the `pytorch` flavour, if the graph can be exported. This flavour stores the weights a
+            second time, and a model that was fitted with `modelDir` does not get it.
         kwargs: Passed to `save_model` (`signature=`, `input_example=`, `conda_env=`, `pip_requirements=`,
             `extra_pip_requirements=`) and to `mlflow.models.Model.log`: `step=`, `model_id=`, `metadata=`, ...
 
     Raises:
-        PersistenceError: The module could only be pickled, and `allow_pickle` is not set; or a pipeline with stages of
-            Spark's comes without an `input_example`, or from Spark Connect.
+        PersistenceError: The module could only be pickled, and `allow_pickle` is not set; or a pipeline with Spark's
+            own stages comes without an `input_example`, or from Spark Connect.
         TypeError: `model` is not a fitted model or pipeline, or a keyword argument is unknown.
         ValueError: Several of `conda_env`, `pip_requirements` and `extra_pip_requirements` are given.
     """
@@ -119,8 +120,8 @@ def save_model(
         pytorch: As for `log_model`.
         signature: Replaces the signature from the model's columns; `False` for none.
         input_example: A DataFrame of pandas or Spark with the input columns; by default two rows of zeros. A pipeline
-            with stages of Spark's needs one of raw rows, which says the types of its input columns. Of Spark's, the
-            first five rows are saved.
+            with Spark's own stages needs an example with raw rows, which says the types of the input columns. From a
+            DataFrame of Spark, the first five rows are saved.
         conda_env: Replaces the environment, as a dict or the path of a YAML file.
         pip_requirements: Replaces the pinned requirements; a list, or the path of a requirements file.
         extra_pip_requirements: Added to the pinned requirements.
@@ -149,12 +150,15 @@ def save_model(
     else:
         environment = _process_conda_env(conda_env)
     mlflow_model = mlflow_model or Model()
-    with _code_of(*(source for trained in models for source in (trained.source, trained.preprocess))) as found_paths:
-        _check_target(path, found_paths if code_paths is None else code_paths)
+    sources: list[Any] = []
+    for trained in models:
+        sources += [trained.source, trained.preprocess]
+    with _code_of(*sources) as own_code:
+        _check_target(path, own_code if code_paths is None else code_paths)
         _validate_and_prepare_target_save_path(path)
         data = Path(path) / _DATA
         data.mkdir()
-        code = form.write(data, mlflow_model, code_paths or found_paths, environment[0], allow_pickle=allow_pickle)
+        code = form.write(data, mlflow_model, code_paths or own_code, environment[0], allow_pickle=allow_pickle)
     if signature is not False:
         mlflow_model.signature = signature or mlflow_model.signature or form.signature()
     if metadata is not None:
@@ -170,7 +174,7 @@ def save_model(
         python_env=_PYTHON,
     )
     mlflow_model.add_flavor(FLAVOR_NAME, version=sparktorch.__version__, data=_DATA, code=code)
-    # A graph would hold the weights that are in a folder.
+    # With weights in a folder (`modelDir`), no graph is written, because it would hold the weights again.
     if pytorch and form.all_ours and len(models) == 1 and isinstance(models[0].weights, bytes):
         _add_pytorch(mlflow_model, models[0], Path(path), code)
     mlflow_model.save(os.path.join(path, MLMODEL_FILE_NAME))
@@ -178,13 +182,16 @@ def save_model(
 
 
 def requirements(models: Iterable[TrainedModule], *others: str) -> list[str]:
-    """Returns the pinned requirements of scoring with models, without pyspark. MLflow adds itself.
+    """Returns the pinned requirements for scoring with models, without pyspark. MLflow adds itself.
 
-    These are the libraries that every model needs, those that have the classes of the modules' parts, and `preprocess`,
-    and those of the packages `others`.
+    The requirements have three parts:
+
+    - the libraries that every model needs,
+    - the libraries with the classes of the modules' parts, and with `preprocess`,
+    - the libraries that install the packages `others`.
     """
     packages = set(others).union(*map(_packages, models))
-    names = [*_SCORING, *sorted({*_distributions(packages)} - {*_SCORING})]
+    names = [*_SCORING, *sorted({*_libraries(packages)} - {*_SCORING})]
     # A local version, such as 2.9.1+cpu, is on no index.
     pinned = [f"{name}=={version(name).partition('+')[0]}" for name in names]
     return [f"sparktorch-estimator=={sparktorch.__version__}", *pinned]
@@ -194,7 +201,8 @@ def _packages(trained: TrainedModule) -> set[str]:
     """Returns the names of the packages that have a model's code, installed or not."""
     modules = [_module_of(source) for source in (trained.source, trained.preprocess) if source is not None]
     with suppress(SparkTorchError):  # The weights may be in a folder that this process cannot read.
-        modules += [kind.__module__ for part in trained.parts() for kind in type(part).__mro__]
+        for part in trained.parts():
+            modules += [kind.__module__ for kind in type(part).__mro__]
     if isinstance(trained.preprocess, LoadedPreprocess):
         modules += trained.preprocess.libraries
     if any(spec.layout == "image" for spec in trained.inputs):
@@ -202,14 +210,14 @@ def _packages(trained: TrainedModule) -> set[str]:
     return {module.partition(".")[0] for module in modules}
 
 
-def _distributions(packages: Iterable[str]) -> Iterator[str]:
-    """Yields the libraries that install packages; a namespace may belong to many libraries, and is left out."""
-    distributions = packages_distributions()
+def _libraries(packages: Iterable[str]) -> Iterator[str]:
+    """Yields the libraries that install packages; leaves out namespaces, which may belong to many libraries."""
+    libraries = packages_distributions()
     for package in packages:
         with suppress(ValueError):  # A module that was run, and not imported, has no spec.
             spec = find_spec(package)
             if spec is not None and spec.origin and _is_installed(Path(spec.origin)):
-                yield from distributions.get(package, ())
+                yield from libraries.get(package, ())
 
 
 def _module_of(source: Any) -> str:
@@ -230,8 +238,10 @@ def _is_installed(path: Path) -> bool:
 
 
 def _check_target(path: str, code: Iterable[str]) -> None:
-    """Refuses a target directory inside the code that is copied into it."""
-    for root in code if isinstance(code, list) else ():  # MLflow refuses any other type.
+    """Refuses a target directory inside the code that is copied into this directory."""
+    if not isinstance(code, list):  # MLflow refuses any other type.
+        return
+    for root in code:
         if Path(path).resolve().is_relative_to(Path(root).resolve()):
             raise PersistenceError(
                 f"{path} lies within {root}, whose code the model keeps a copy of",
@@ -242,15 +252,15 @@ def _check_target(path: str, code: Iterable[str]) -> None:
 def load_model(model_uri: str, *, allow_pickle: bool = False) -> Any:
     """Loads a model from MLflow as the Spark model, or the `PipelineModel`, that was logged.
 
-    The code that was saved with it is also added to the executors of each session that uses the model.
+    The code that was saved with the model is also added to the executors of each session that uses the model.
 
     Args:
         model_uri: `models:/name/1`, `models:/name@alias`, `runs:/<run_id>/model`, or a path.
         allow_pickle: Whether pickled code may be run; only for models you trust.
 
     Raises:
-        PersistenceError: The model is of another flavour, or holds pickled code, or this process has imported another
-            version of its code.
+        PersistenceError: The model has no flavour of sparktorch, or holds pickled code, or this process has imported
+            another version of the model's code.
     """
     from sparktorch.tracking.stages import read_own_stages, read_spark_stages
 
@@ -267,11 +277,11 @@ def load_model(model_uri: str, *, allow_pickle: bool = False) -> Any:
 
 
 def load_module(model_uri: str) -> Any:
-    """Loads the module of a model of MLflow's `pytorch` flavour, which runs its code.
+    """Loads the module of a model with MLflow's `pytorch` flavour; this runs the model's code.
 
     Raises:
         ModuleError: The model was logged by sparktorch.
-        MlflowException: It is of another flavour.
+        MlflowException: The model has no `pytorch` flavour.
     """
     import mlflow.pytorch
 
@@ -284,7 +294,7 @@ def load_module(model_uri: str) -> Any:
 
 
 def _downloaded(model_uri: str) -> tuple[Path, dict[str, Any]]:
-    """Returns a local folder of a model of MLflow's, and its flavours."""
+    """Returns a local folder with an MLflow model, and the model's flavours."""
     from mlflow.models import Model
     from mlflow.tracking.artifact_utils import _download_artifact_from_uri
 
@@ -293,7 +303,7 @@ def _downloaded(model_uri: str) -> tuple[Path, dict[str, Any]]:
 
 
 def _add_code(local: Path, conf: Mapping[str, Any]) -> Path | None:
-    """Adds the code that a flavour has with it to the Python path, here and on the executors; returns its folder."""
+    """Adds a flavour's code to the Python path, here and on the executors; returns the folder, `None` without code."""
     from mlflow.utils.model_utils import _add_code_from_conf_to_system_path
 
     from sparktorch.spark.shipping import add_code
@@ -307,7 +317,7 @@ def _add_code(local: Path, conf: Mapping[str, Any]) -> Path | None:
 
 @contextmanager
 def _code_of(*sources: Any) -> Iterator[list[str]]:
-    """Yields files and package folders of the sources that are not installed; out of a zip, they last for the block."""
+    """Yields the files and package folders of sources that are not installed; copies from a zip last for the block."""
     with tempfile.TemporaryDirectory(prefix="sparktorch-code-") as unpacked:
         paths = [_code_path(source, Path(unpacked)) for source in sources if source is not None]
         yield list(dict.fromkeys(str(path) for path in paths if path is not None))
@@ -325,7 +335,7 @@ def _code_path(source: Any, unpacked: Path) -> Path | None:
         return None
     if path.exists():
         return path
-    # Spark imports code that it has shipped out of a zip: a path into an archive does not exist.
+    # A path into an archive does not exist as a file: Spark imports the code that it has shipped from a zip.
     archive = next((folder for folder in path.parents if zipfile.is_zipfile(folder)), None)
     if archive is None:
         return None

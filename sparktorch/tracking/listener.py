@@ -64,7 +64,11 @@ def listener_for(fit: Fit) -> MLflowListener | None:
 
 
 class MLflowListener:
-    """Logs one fit. Everything goes through an `Outbox`, so only the end waits for MLflow."""
+    """Logs one fit. Everything goes through an `Outbox`, so only the end of the fit waits for MLflow.
+
+    The fit calls `prepared` after its checks, `progress` and `epoch` while it trains, and then `finished`, or `ended`
+    for a function; if the fit fails at any time, it calls `failed`.
+    """
 
     def __init__(self, fit: Fit, target: Target, autologs: Autologging | None) -> None:
         """Starts logging: at once to the fit's own run, to the caller's run only after the checks (`prepared`)."""
@@ -81,7 +85,9 @@ class MLflowListener:
     def prepared(self) -> None:
         """Logs the Params to the caller's run."""
         if not self._target.creates_run:
-            self._outbox.send(_forget_error)  # An earlier fit may have been refused, and the run have its error.
+            self._outbox.send(
+                _forget_error
+            )  # An earlier fit may have been refused, and have left its error in the run.
             self._begin()
 
     def _begin(self) -> None:
@@ -97,17 +103,16 @@ class MLflowListener:
         self._log({"step_loss": record["loss"]}, (record["epoch"] - 1) * record["steps"] + record["step"])
 
     def epoch(self, record: dict[str, Any]) -> None:
-        """Logs the epoch's metrics with the epoch as MLflow's step, and validations by step with their step."""
+        """Logs the epoch's metrics with the epoch as MLflow's step, and validations within it with their own step."""
         for validation in record.get("validations", ()):
-            self._log(
-                {f"step_{name}": value for name, value in validation.items() if name != "step"}, validation["step"]
-            )
+            by_step = {f"step_{name}": value for name, value in validation.items() if name != "step"}
+            self._log(by_step, validation["step"])
         left_out = ("epoch", "steps", "validations", "untrained")
         by_epoch = {name: value for name, value in record.items() if name not in left_out}
         self._log(by_epoch, record["epoch"])
 
     def finished(self, model: Model, summary: TrainingSummary) -> None:
-        """Logs data set, figures, environment and phase times."""
+        """Logs the data set, figures, the environment, and the seconds of each phase; ends the fit's own run."""
         self._log({f"seconds.{name}": value for name, value in summary.seconds.items()}, 0)
         if summary.goodput is not None:
             self._log({"goodput": summary.goodput, "attempts": len(summary.attempts)}, 0)
@@ -124,8 +129,10 @@ class MLflowListener:
                 "sparktorch.num_workers": summary.numWorkers,
             }
         )
-        send, autologs, columns = self._outbox.send, self._autologs, self._fit.columns
-        # Data set and figures are made in the thread of the outbox, so that the fit does not wait for them.
+        send = self._outbox.send
+        autologs = self._autologs
+        columns = self._fit.columns
+        # The outbox makes data set and figures in its thread, so that the fit does not wait for them.
         if columns is not None and (autologs is None or autologs.log_datasets):
             send(partial(_log_data_set, partial(data_set, columns, summary)))
         send(partial(_log_figure, "loss", partial(figures.loss_curve, summary.history)))
@@ -133,11 +140,15 @@ class MLflowListener:
             matrix = partial(figures.confusion_matrix, summary.confusionMatrix, getattr(model, "labels", ()))
             send(partial(_log_figure, "confusion_matrix", matrix))
         if autologs is not None and autologs.log_models and not self._target.elsewhere:
-            # What is logged may name the folder of the weights, so a search must not delete it.
+            # A search must not delete the folder of the weights, which the logged model may name.
             model._mlflow_logged = True  # type: ignore[attr-defined]
             send(partial(_log_model, model, autologs.registered_model_name))
-        self._environment |= {"world_size": summary.numWorkers, "attempts": list(summary.attempts)}
-        self._environment |= {f"{name}s": [rank[name] for rank in summary.ranks] for name in ("host", "device")}
+        self._environment |= {
+            "world_size": summary.numWorkers,
+            "attempts": list(summary.attempts),
+            "hosts": [rank["host"] for rank in summary.ranks],
+            "devices": [rank["device"] for rank in summary.ranks],
+        }
         self._end("FINISHED")
         if autologs is not None:
             # Autologging adds the metrics of evaluators to this run.
@@ -168,8 +179,12 @@ class MLflowListener:
         self._outbox.metrics(Sample(self._named(name), value, now, step) for name, value in values.items())
 
     def _named(self, name: str) -> str:
-        """Returns a metric's name in MLflow: only with characters that it takes, and with "_" until no other has it."""
-        in_mlflow, count = re.sub(r"[^/\w.\- :]", "_", name), len(self._names)
+        """Returns a metric's name in MLflow.
+
+        Characters that MLflow refuses become "_", and "_" is appended until no other metric has the name.
+        """
+        in_mlflow = re.sub(r"[^/\w.\- :]", "_", name)
+        count = len(self._names)
         while self._names.setdefault(in_mlflow, name) != name:
             in_mlflow += "_"
         if in_mlflow != name and len(self._names) > count:
@@ -191,13 +206,13 @@ class MLflowListener:
 
 
 def _log_params(values: dict[str, str], client: MlflowClient, run_id: str) -> None:
-    """Logs the Params that the run does not have; MLflow would reject all if one had another value."""
+    """Logs the Params that the run does not have; MLflow would reject all Params if one had another value before."""
     from mlflow.entities import Param
 
     logged = client.get_run(run_id).data.params
-    differing = [name for name, value in values.items() if logged.get(name, value) != value]
-    if differing:
-        _LOG.warning("the MLflow run has other values of %s already, and keeps them", ", ".join(differing))
+    conflicts = [name for name, value in values.items() if logged.get(name, value) != value]
+    if conflicts:
+        _LOG.warning("the MLflow run has other values of %s already, and keeps them", ", ".join(conflicts))
     client.log_batch(run_id, params=[Param(name, value) for name, value in values.items() if name not in logged])
 
 
@@ -252,7 +267,7 @@ def params(estimator: Params) -> dict[str, str]:
 
 
 def environment(fit: Fit) -> dict[str, Any]:
-    """Returns versions and cluster of the fit, JSON-serializable."""
+    """Returns the versions and the cluster of a fit, as values that JSON can hold."""
     return {
         "python": platform.python_version(),
         "sparktorch": sparktorch.__version__,
@@ -265,7 +280,7 @@ def environment(fit: Fit) -> dict[str, Any]:
 
 
 def data_set(columns: Columns, summary: TrainingSummary) -> DatasetInput:
-    """Returns the training set as the input of a run; needs no Spark job."""
+    """Returns the training set as the input of a run, without a Spark job."""
     from mlflow.data.code_dataset_source import CodeDatasetSource
     from mlflow.entities import Dataset, DatasetInput, InputTag
     from mlflow.tracking.context.registry import resolve_tags
@@ -291,21 +306,21 @@ def data_set(columns: Columns, summary: TrainingSummary) -> DatasetInput:
 def _version(name: str) -> str | None:
     try:
         return version(name)
-    except PackageNotFoundError:  # For example, mlflow-skinny has no distribution of the name mlflow.
+    except PackageNotFoundError:  # For example, mlflow-skinny has no distribution with the name mlflow.
         return None
 
 
 class SystemMetrics:
-    """Measures at MLflow's interval and once more at the end.
+    """Measures system metrics at MLflow's interval, and once more at the end.
 
-    MLflow's monitor measures, and the fit's `Outbox` sends, because it survives an outage. Nothing is
-    measured without psutil, if system metrics are switched off, or if MLflow measures the run already.
+    MLflow's monitor measures. The fit's `Outbox` sends the values, because the outbox survives an outage. Nothing is
+    measured if psutil is missing, if system metrics are switched off, or if MLflow measures the run already.
     """
 
     def __init__(self, run_id: str | None, log: Callable[[dict[str, float], int], None]) -> None:
-        """Prepares to measure for a run that existed before the fit, or a new one (`None`).
+        """Prepares to measure for a run that existed before the fit, or for a new run (`None`).
 
-        `log` is called with the values of each measurement by name, and its number.
+        `log` is called with the values of each measurement by name, and with the measurement's number.
         """
         self._run_id = run_id
         self._log = log

@@ -25,12 +25,12 @@ from sparktorch.model.trained_module import TrainedModule
 
 __all__ = [*("PyFuncModel", "PyFuncPipeline", "Served", "check_columns", "pickles_allowed", "zone_of")]
 
-# Models that do not return a row for each row have classes of their own, by the key of their columns in columns.json.
+# Models that do not return a row for each row are served by these classes. In columns.json, such a model has the key.
 _SCORERS = {"series": "sparktorch.tasks.series.pyfunc:SeriesPyFunc"}
 
 
 class Served:
-    """A model as MLflow calls it, whose refusals are exceptions of MLflow's.
+    """A model as MLflow calls it, which raises its refusals as exceptions of MLflow.
 
     MLflow's scoring server answers any other exception with a sentence that does not say what was wrong.
     """
@@ -65,7 +65,8 @@ def _load_pyfunc(path: str, model_config: Mapping[str, Any] | None = None) -> Se
     directory = Path(path)
     settings = json.loads((directory / "columns.json").read_text())
     config = model_config or {}
-    device, time_zone = config.get("device", "auto"), config.get("time_zone", "auto")
+    device = config.get("device", "auto")
+    time_zone = config.get("time_zone", "auto")
     if device == "auto":
         device = MLFLOW_DEFAULT_PREDICTION_DEVICE.get()
         if not device and torch.accelerator.is_available():
@@ -97,7 +98,7 @@ def pickles_allowed() -> bool:
 
 
 def check_columns(model_input: Any, names: Iterable[str]) -> None:
-    """Refuses rows without one of the columns that a model takes: MLflow lets them pass where there is no signature."""
+    """Refuses rows that lack a column of the model; MLflow lets such rows pass if there is no signature."""
     columns = [*map(str, model_input)] if isinstance(model_input, pd.DataFrame | Mapping) else []
     name = ""
     try:
@@ -128,10 +129,11 @@ class PyFuncModel:
     def __init__(self, trained: TrainedModule, settings: dict[str, Any], device: str, time_zone: str = "auto") -> None:
         """Builds the module.
 
-        In `settings`, `inputs` are the input columns in order, `outputs` the output column of each field of
-        `Scorer.score`; the others are as from `Scoring.to_dict`. `time_zone` is as for `zone_of`.
+        In `settings`, `inputs` are the input columns in order, and `outputs` has the output column for each field of
+        `Scorer.score`; the other entries are from `Scoring.to_dict`. `time_zone` is as for `zone_of`.
         """
-        self._trained, self._time_zone = trained, time_zone
+        self._trained = trained
+        self._time_zone = time_zone
         self._inputs: list[str] = settings["inputs"]
         self._outputs: dict[str, str] = settings["outputs"]
         scoring = Scoring.from_dict(settings)
@@ -140,12 +142,12 @@ class PyFuncModel:
 
     @property
     def outputs(self) -> list[str]:
-        """The columns that it adds."""
+        """The columns that the model adds."""
         return list(self._outputs.values())
 
     @property
     def skips(self) -> bool:
-        """Whether it leaves rows with nulls, NaN or infinity out in Spark."""
+        """Whether `transform` leaves out rows with nulls, NaN or infinity."""
         return self._invalid == "skip"
 
     def predict(self, model_input: pd.DataFrame, params: dict[str, Any] | None = None) -> pd.DataFrame:
@@ -181,7 +183,7 @@ class PyFuncModel:
 
     @property
     def _specs(self) -> list[TensorSpec]:
-        """The spec of each input column, of which packed inputs have several."""
+        """The spec for each input column; the columns of a packed input share its spec."""
         return [spec for spec in self._trained.inputs for _ in spec.sources or (spec.column,)]
 
     def _rows(self, model_input: Any) -> Any:
@@ -189,19 +191,21 @@ class PyFuncModel:
         if isinstance(model_input, np.ndarray):
             fields = {name: model_input[name] for name in model_input.dtype.names or ()}
             return {self._inputs[0]: model_input} if len(self._inputs) == 1 else fields
-        single = [bool(spec.sources) or not pa.types.is_nested(kind_of(spec).arrow(spec)) for spec in self._specs]
-        if not (isinstance(model_input, pd.DataFrame) and len(model_input) == 1 and all(single)):
+        has_plain_cells = [
+            bool(spec.sources) or not pa.types.is_nested(kind_of(spec).arrow(spec)) for spec in self._specs
+        ]
+        if not (isinstance(model_input, pd.DataFrame) and len(model_input) == 1 and all(has_plain_cells)):
             return model_input
         names = [name for name in self._names(model_input) if name in model_input]
         values = [model_input[name].iloc[0] for name in names]
-        # MLflow makes one row of a dict, or of the "inputs" of a request, whose columns are all lists of text.
+        # From a dict, or the "inputs" of a request, MLflow makes one row if all columns are lists of text.
         if not names or not all(isinstance(value, list) for value in values):
             return model_input
         lengths = {name: len(value) for name, value in zip(names, values, strict=True)}
         if len(set(lengths.values())) > 1:
             raise ColumnError(f"the columns have different numbers of rows: {lengths}", code="ST-SHAPE")
         count = len(values[0])
-        # Columns of later stages of a pipeline are unpacked as well.
+        # In a pipeline, the columns for later stages are unpacked as well.
         packed = {name: model_input[name].iloc[0] for name in model_input}
         unpacked = {name: cells for name, cells in packed.items() if isinstance(cells, list) and len(cells) == count}
         return pd.DataFrame(unpacked)
@@ -212,7 +216,8 @@ class PyFuncModel:
         return [quoted if quoted in rows else plain for quoted, plain in pairs]
 
     def _columns(self, rows: Any) -> list[pa.Array]:
-        names, specs = self._names(rows), self._specs
+        names = self._names(rows)
+        specs = self._specs
         check_columns(rows, names)
         nulls = self._invalid != "error"
         timed = any(spec.as_it_is and has_instants(kind_of(spec).arrow(spec)) for spec in specs)
@@ -224,7 +229,7 @@ class PyFuncModel:
 
 
 class PyFuncPipeline:
-    """Models in a row, each of which may take what those before it return."""
+    """A chain of models, in which a model may take the outputs of earlier models."""
 
     def __init__(self, stages: Sequence[PyFuncModel]) -> None:
         """Stores the models."""
@@ -235,19 +240,20 @@ class PyFuncPipeline:
         columns: Any = self._stages[0]._rows(model_input)
         outputs: list[pd.DataFrame] = []
         index: Any = None
-        # These are the numbers of the rows that no stage has left out: as in Spark, later stages get only these rows.
-        row_numbers: Any = None
+        # These are the positions of the rows that no stage has left out. As in Spark, later stages get only these rows.
+        positions: Any = None
         for stage in self._stages:
-            is_empty = row_numbers is not None and not len(row_numbers)
+            is_empty = positions is not None and not len(positions)
             scored = pd.DataFrame(columns=stage.outputs) if is_empty else stage.predict(columns)
-            if row_numbers is None:
-                index, row_numbers = scored.index, np.arange(len(scored))
-            outputs.append(scored.set_axis(row_numbers))
+            if positions is None:
+                index = scored.index
+                positions = np.arange(len(scored))
+            outputs.append(scored.set_axis(positions))
             columns = {**{name: columns[name] for name in columns}, **scored}
             if stage.skips:
                 is_scored = scored.notna().any(axis=1).to_numpy()
-                row_numbers = row_numbers[is_scored]
+                positions = positions[is_scored]
                 for name, values in columns.items():
                     columns[name] = [value for value, stays in zip(values, is_scored, strict=True) if stays]
-        table: pd.DataFrame = pd.concat(outputs, axis=1).loc[row_numbers].reindex(range(len(outputs[0])))
+        table: pd.DataFrame = pd.concat(outputs, axis=1).loc[positions].reindex(range(len(outputs[0])))
         return table.set_axis(index)

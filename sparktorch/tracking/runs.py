@@ -1,4 +1,4 @@
-"""Chooses the MLflow run of a fit: the active run, a nested run, or a new one."""
+"""Chooses the MLflow run of a fit: the active run, a nested run, or a new run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ID_TAG = "sparktorch.fit"
 _AUTOLOG = "pyspark.ml"
 
 _lock = threading.Lock()
-_taken: set[str] = set()  # A fit, or the fits of a cross-validation, log to the runs of these ids.
+_taken: set[str] = set()  # A fit, or the fits of a cross-validation, log to the runs with these ids.
 
 
 class ActiveRun(NamedTuple):
@@ -59,8 +59,8 @@ class Target:
 
     Attributes:
         name: Name of a new run.
-        uri: The tracking URI; `None` for that of the process.
-        experiment: Name of the experiment; `None` for that of the parent or the process.
+        uri: The tracking URI; `None` for the tracking URI of the process.
+        experiment: Name of the experiment; `None` for the experiment of the parent or the process.
         parent: The run to log to, or to nest a new run under.
         creates_run: Whether the fit gets a new run; otherwise it logs to `parent`.
         elsewhere: Whether `parent` was active in another thread; it may have ended before the fit began.
@@ -73,7 +73,7 @@ class Target:
     parent: ActiveRun | None = None
     creates_run: bool = True
     elsewhere: bool = False
-    requested: bool = False
+    asked: bool = False
     tags: dict[str, str] = field(default_factory=dict)
     _id: str = field(default_factory=_new_id)
     _started: int = field(default_factory=milliseconds)
@@ -85,7 +85,7 @@ class Target:
         return None if self.creates_run or self.parent is None else self.parent.run_id
 
     def give_back(self) -> None:
-        """Releases the existing run for the next fit, because this one was refused."""
+        """Releases the existing run for the next fit, because this fit was refused."""
         with _lock:
             _taken.discard(self.existing_run or "")
 
@@ -98,14 +98,14 @@ class Target:
     def open(self, client: MlflowClient) -> str | None:
         """Returns the run's id, and creates the run if needed.
 
-        It is `None` if `parent` ended before the fit, and nothing else asks for a run.
+        Returns `None` if `parent` ended before the fit, and nothing else asks for a run.
         """
         if self.existing_run:
             return self.existing_run
         if self.elsewhere and self.parent:
             ended = client.get_run(self.parent.run_id).info.end_time
             if ended is not None and ended < self._started:
-                if not self.requested:
+                if not self.asked:
                     return None
                 self.parent = None
         experiment = self._experiment(client)
@@ -174,29 +174,30 @@ def autologging() -> Autologging | None:
 
 
 def choose(estimator: Params, caller: ActiveRun | None, autologs: Autologging | None) -> Target | None:
-    """Decides where a fit in this thread is logged; `None` if it is not.
+    """Decides where a fit in this thread is logged; returns `None` if the fit is not logged.
 
     `caller` is the run that was active in the thread that copied the estimator.
     """
     experiment = estimator.getOrDefault("mlflowExperiment") if estimator.isDefined("mlflowExperiment") else None
     name = estimator.getOrDefault("mlflowRunName") if estimator.isDefined("mlflowRunName") else None
-    active = active_run()
-    parent = active or caller
+    here = active_run()
+    parent = here or caller
     is_named = experiment is not None or name is not None
-    requested = is_named or autologs is not None
-    if parent is None and not requested:
+    asked = is_named or autologs is not None
+    if parent is None and not asked:
         return None
-    # `_take` comes before `here`: it marks the caller's run as taken, also if the caller is in another thread.
-    creates_run = is_named or parent is None or not _take(parent) or active is None
+    # `_take` comes before `here is None`: it must mark the run as taken, also if that is active in another thread.
+    creates_run = is_named or parent is None or not _take(parent) or here is None
+    extra_tags = None if autologs is None else autologs.extra_tags
     return Target(
         name=name or estimator.uid,
         uri=parent.uri if parent else None,
         experiment=experiment,
         parent=parent,
         creates_run=creates_run,
-        elsewhere=active is None and caller is not None,
-        requested=requested,
-        tags=(autologs and autologs.extra_tags) or {},
+        elsewhere=here is None and caller is not None,
+        asked=asked,
+        tags=extra_tags or {},
     )
 
 

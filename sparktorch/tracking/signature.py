@@ -1,4 +1,4 @@
-"""The MLflow signature of models, and their input example, which is of zeros."""
+"""The MLflow signature of models, and an input example with zeros."""
 
 from __future__ import annotations
 
@@ -23,10 +23,15 @@ __all__ = ["column_type", "signature_of", "type_of", "zeros_for"]
 def signature_of(stages: Sequence[TorchModelBase]) -> ModelSignature:
     """Returns inputs and outputs as columns.
 
-    `stages` are the models of a pipeline, or a single model; the output of a stage is no input. Inputs have the type
-    `Any`, except bytes, which MLflow decodes from JSON: the pyfunc takes what `transform` takes, and checks it itself.
-    Other types of MLflow's refuse too much, or read it wrongly: tensors need a pandas index that has a 0, and one
-    dtype; numbers need the exact size; times are read from whole numbers as nanoseconds.
+    `stages` are the models of a pipeline, or a single model; the output of a stage is no input.
+
+    Inputs have the type `Any`, because the pyfunc takes what `transform` takes, and checks the values itself. Only
+    bytes have their own type, by which MLflow decodes them from JSON. MLflow's other types refuse too much, or read
+    values wrongly:
+
+    - Tensors need a pandas index with a 0, and one dtype.
+    - Numbers need the exact size.
+    - Times are read from whole numbers as nanoseconds.
     """
     from mlflow import types
     from mlflow.models import ModelSignature
@@ -55,13 +60,13 @@ def zeros_for(stages: Sequence[TorchModelBase]) -> pd.DataFrame:
 
 
 def type_of(sql: str) -> Any:
-    """Returns MLflow's type of a column of Spark's, whose type is SQL or "vector"; a `ValueError` if it has none."""
+    """Returns MLflow's type for a SQL type, or for "vector"; a `ValueError` says that MLflow has none."""
     return _mlflow_type(arrow_type("array<double>" if sql == "vector" else sql))
 
 
 def _columns_of(stages: Sequence[TorchModelBase]) -> Iterator[tuple[TorchModelBase, str, TensorSpec]]:
-    """Yields the stage and name of each input column in a pandas frame, and the spec that it belongs to."""
-    # An input that an earlier stage takes or adds is not asked for again.
+    """Yields, for each input column in a pandas frame, its stage, its name, and the spec that it belongs to."""
+    # A column that an earlier stage takes or adds is no further input.
     available: set[str] = set()
     for stage in stages:
         specs = {name: spec for spec in stage._inputs() for name in spec.sources or (spec.column,)}
@@ -73,7 +78,7 @@ def _columns_of(stages: Sequence[TorchModelBase]) -> Iterator[tuple[TorchModelBa
 
 
 def column_type(spec: TensorSpec) -> Any:
-    """Returns MLflow's type of a column."""
+    """Returns MLflow's type for a column that `spec` reads."""
     kind = kind_of(spec).arrow(spec)
     return _mlflow_type(kind.value_type if spec.sources else kind)
 

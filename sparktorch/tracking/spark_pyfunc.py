@@ -1,4 +1,4 @@
-"""A pipeline with stages of Spark's as an MLflow `python_function`: scores pandas in a Spark session of the process."""
+"""A pipeline with Spark's own stages as an MLflow `python_function`: scores pandas in the process's Spark session."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _load_pyfunc(path: str, model_config: Mapping[str, Any] | None = None) -> Se
     """
     from mlflow.utils._spark_utils import _create_local_spark_session_for_loading_spark_model, _get_active_spark_session
 
-    # Without this, workers run the first Python on the PATH, which need not be this one.
+    # Workers must run this Python; by default they run the first one on the PATH.
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     spark = _get_active_spark_session() or _create_local_spark_session_for_loading_spark_model()
     directory = Path(path)
@@ -57,7 +57,9 @@ class SparkPyFunc:
         self, spark: SparkSession, model: PipelineModel, settings: Mapping[str, Any], time_zone: str = "auto"
     ) -> None:
         """Takes a pipeline; `settings` has the SQL types of its `inputs` and `outputs`, by column."""
-        self._spark, self._model, self._time_zone = spark, model, time_zone
+        self._spark = spark
+        self._model = model
+        self._time_zone = time_zone
         self._inputs: Mapping[str, str] = settings["inputs"]
         self._outputs = list(settings["outputs"])
         self._logged_zone: str = settings["zone"]  # The session that has logged the pipeline has this time zone.
@@ -66,13 +68,14 @@ class SparkPyFunc:
         """Scores rows.
 
         Args:
-            model_input: A pandas DataFrame with the input columns. What pandas counts as missing is null; times without
-                a time zone are in that of the session that has logged it, in a UDF in that of its session.
+            model_input: A pandas DataFrame with the input columns. What pandas counts as missing is null. Times without
+                a time zone are in the zone of the session that has logged the pipeline; in a UDF, they are in the zone
+                of the UDF's session.
             params: Not used.
 
         Returns:
             A DataFrame with the output columns, vectors as arrays, and the index of `model_input`. A row that the
-            pipeline leaves out has nulls, unless it makes several rows of others.
+            pipeline leaves out has nulls, unless the pipeline makes several rows from another row.
 
         Raises:
             ColumnError: An input column is missing, or has values of another type.
@@ -91,13 +94,13 @@ class SparkPyFunc:
         table = without_vectors(scored.select(*map(quoted, self._outputs), *numbered)).toPandas()
         if not numbered:
             return table
-        if not table[_ROW].is_unique:  # A stage has made several rows of one.
+        if not table[_ROW].is_unique:  # A stage has made several rows from one.
             return table.drop(columns=_ROW).set_axis(index[table[_ROW].to_numpy()])
         return table.set_index(_ROW).reindex(range(rows)).set_axis(index)
 
 
 def _arrow(model_input: pd.DataFrame, name: str, kind: str, zone: tzinfo | None) -> pa.Array:
-    """Returns a column as Arrow, of the type from which Spark casts to `kind`."""
+    """Returns a column as Arrow, with the type from which Spark casts to `kind`."""
     values = pd.Series(model_input[name])
     hint = ""
     try:

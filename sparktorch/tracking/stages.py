@@ -1,4 +1,4 @@
-"""How the stages of a model are written for MLflow, and read: ours as plain files, Spark's by its flavour `spark`."""
+"""Writes a model's stages for MLflow, and reads them: ours as plain files, Spark's by MLflow's flavour `spark`."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ __all__ = ["form_of", "read_own_stages", "read_spark_stages", "with_doubles", "w
 
 _COLUMNS = "columns.json"
 _EXAMPLE_ROWS = 5
-_WITHOUT_NULLS = ("tinyint", "smallint", "int", "bigint", "boolean")  # pandas has no nulls in such columns.
+_WITHOUT_NULLS = ("tinyint", "smallint", "int", "bigint", "boolean")  # In pandas, such columns have no nulls.
 
 
 def form_of(model: Any, input_example: Any) -> _OwnStages | _SparkStages:
-    """Returns the form in which a model, a pipeline or the model of a search is written; see `flavor.save_model`."""
+    """Returns the form in which a model, a pipeline or a search's model is written; see `flavor.save_model`."""
     model = getattr(model, "bestModel", model)
     stages = _flat(model)
     ours = [stage for stage in stages if isinstance(stage, TorchModelBase)]
@@ -61,23 +61,25 @@ def _flat(model: Any) -> list[Any]:
 
 
 class _OwnStages:
-    """The form of a model of ours, or of a pipeline of such models. `write` is called before the other methods.
+    """The form of one of our models, or of a pipeline of our models. `write` is called before the other methods.
 
     Attributes:
-        alone: Whether all stages are ours.
+        all_ours: Whether all stages are ours.
         loader: The module that loads the pyfunc, with `config`.
-        packages: The packages that it needs besides those of our models.
-        ours: The stages that are models of ours. Each stage of a pipeline has a folder.
+        packages: The packages that `loader` needs besides those that our models need.
+        ours: The stages that are our models. Each stage of a pipeline has a folder.
     """
 
     all_ours = True
     loader = "sparktorch.tracking.pyfunc"
-    # The serving machine may differ from the Param `device`'s, and its time zone from the session's.
+    # The serving machine may lack the device in the Param `device`, and may be in another time zone than the session.
     config: Mapping[str, Any] = {"device": "auto", "time_zone": "auto"}
     packages: tuple[str, ...] = ()
 
     def __init__(self, model: Any, ours: list[TorchModelBase], input_example: Any) -> None:
-        self.ours, self._model, self._example = ours, model, input_example
+        self.ours = ours
+        self._model = model
+        self._example = input_example
 
     def write(
         self, data: Path, mlflow_model: Model, code_paths: list[str], conda_env: Any, *, allow_pickle: bool
@@ -112,7 +114,7 @@ class _OwnStages:
 
 
 class _Alone(_OwnStages):
-    """The form of a model that does not return a row for each row that it gets, and so is no stage among others."""
+    """The form of a model that is no stage among others: it does not return a row for each row that it gets."""
 
     def signature(self) -> ModelSignature:
         signature: ModelSignature = self._model._mlflow_signature()
@@ -136,7 +138,7 @@ def _columns(model: Any) -> dict[str, Any]:
 
 
 class _SparkStages:
-    """The form of a pipeline with stages of Spark's, which a session serves; with the methods of `_OwnStages`.
+    """The form of a pipeline with Spark's own stages, which a session serves. It has the methods of `_OwnStages`.
 
     The inputs are the columns of the example without which the pipeline does not transform. The outputs are the columns
     that the first stage with a `predictionCol`, and the stages after it, add.
@@ -160,7 +162,7 @@ class _SparkStages:
             what = "MLflow saves no stages of Spark's from Spark Connect"
             raise PersistenceError(what, hint="log the stages that are sparktorch's, or log it in a classic session")
         self._spark = rows.sparkSession
-        self._model.transform(rows)  # This raises what is wrong with the rows, if anything is.
+        self._model.transform(rows)  # If anything is wrong with the rows, this raises the error.
         needed = [name for name in rows.columns if not _transforms(self._model, rows.drop(name))]
         first = next((index for index, stage in enumerate(stages) if stage.hasParam("predictionCol")), 0)
         rows = rows.select(*map(quoted, needed))
@@ -197,7 +199,7 @@ class _SparkStages:
 
         rows = self._example
         inputs: list[Any] = [
-            # pandas has other types for integers and booleans beside a null, and MLflow refuses them.
+            # Beside a null, pandas has other types for integers and booleans, which MLflow refuses.
             types.ColSpec(AnyType() if kind in _WITHOUT_NULLS and rows[name].isna().any() else _input_type(kind), name)
             for name, kind in self._inputs.items()
         ]
@@ -209,7 +211,7 @@ class _SparkStages:
 
 
 def _transforms(model: PipelineModel, rows: DataFrame) -> bool:
-    """Whether a pipeline takes rows of these columns; this starts no job."""
+    """Whether a pipeline takes rows with these columns; this starts no job."""
     try:
         with unlogged_errors():
             model.transform(rows)
@@ -239,7 +241,7 @@ def _input_type(sql: str) -> Any:
 
 
 def _is_frame(rows: Any) -> bool:
-    """Whether rows are a DataFrame of Spark's, classic or Connect."""
+    """Whether rows are a DataFrame of Spark, classic or Connect."""
     return hasattr(rows, "sparkSession")
 
 
@@ -280,7 +282,7 @@ def without_vectors(rows: DataFrame) -> DataFrame:
 
 @contextmanager
 def _pickles(spark: SparkSession, allowed: bool) -> Iterator[None]:
-    """Allows pickles for the block by a setting of the session, because stages get no options."""
+    """Allows pickles for the block, by a setting of the session, because stages get no options."""
     before = setting(spark, FOR_ALL, "false")
     if allowed:
         spark.conf.set(FOR_ALL, "true")
@@ -291,7 +293,7 @@ def _pickles(spark: SparkSession, allowed: bool) -> Iterator[None]:
 
 
 def read_own_stages(data: Path, *, allow_pickle: bool, code: Path | None) -> Any:
-    """Reads a model of ours, or a pipeline of them."""
+    """Reads one of our models, or a pipeline of our models."""
     settings = json.loads((data / _COLUMNS).read_text())
     if "stages" not in settings:
         return read_local(data, allow_pickle=allow_pickle, code=code)

@@ -1,4 +1,4 @@
-"""The adapter of Hugging Face's models: instances, classes, configurations, and local folders."""
+"""The adapter for Hugging Face models: instances, classes, configurations, and local folders."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["HuggingFaceAdapter"]
 
 
 class HuggingFaceAdapter(Adapter):
-    """Models of transformers, which are called by names of arguments, and have losses of their own."""
+    """Models of transformers, which take their inputs by name, and have losses of their own."""
 
     recipe = HuggingFaceRecipe
 
@@ -30,7 +30,7 @@ class HuggingFaceAdapter(Adapter):
     def recipe_fields(
         self, source: Any, params: Mapping[str, Any], *, seed: int, in_place: bool = False, complete: bool = False
     ) -> dict[str, Any]:
-        """Returns those of the model in a folder, or of a configuration: `params` replace its entries."""
+        """Returns the fields for a folder's model or a configuration; `params` replace entries of the configuration."""
         fields = opened(source, params, seed=seed, in_place=in_place, complete=complete)
         return super().recipe_fields(source, params, seed=seed) if fields is None else fields
 
@@ -39,7 +39,7 @@ class HuggingFaceAdapter(Adapter):
         return ModelLossStep()
 
     def argument_names(self, module: Any, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Returns the names of the arguments of `forward` that take the inputs; a single one may have any name."""
+        """Returns the names of the arguments of `forward` that take the inputs; a single input may have any name."""
         return argument_names(module, names)
 
     def ignores_padding(self, module: nn.Module) -> bool:
@@ -51,7 +51,7 @@ class HuggingFaceAdapter(Adapter):
         return rebuildable(module)
 
     def write(self, module: Any, folder: str, labels: Sequence[str], preprocessor: Any = None) -> None:
-        """Writes a folder that `from_pretrained` opens; of adapters what `peft` does, without the base."""
+        """Writes a folder that `from_pretrained` opens; from a model with adapters, peft writes the adapters alone."""
         model = model_in(module)
         if labels and model is not None:
             model.config.id2label = dict(enumerate(labels))
@@ -66,7 +66,7 @@ class HuggingFaceAdapter(Adapter):
         return values
 
     def from_json(self, kind: Any, values: dict[str, Any]) -> Any:
-        """Returns a configuration of a class of them."""
+        """Returns a configuration from JSON; `None` if `kind` is no class of configurations."""
         if not (isinstance(kind, type) and is_config(kind)):
             return None
         return cast(Any, kind).from_dict(values)

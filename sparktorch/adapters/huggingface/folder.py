@@ -1,8 +1,8 @@
-"""Models of transformers from folders and configurations, as fields of a `Recipe`, and back into a folder.
+"""Reads transformers models from folders and configurations, as fields of a `Recipe`.
 
-Weights may be read one at a time, under the names that a model has: `from_pretrained` renames what older versions have
-saved, adds or removes the name of the model without its head, and makes some parameters of several saved tensors, as
-those of experts. Rules, and what they do, are transformers' own here, too.
+Each weight may be read by itself, under the name that the model has for it. `from_pretrained` renames what older
+versions have saved, adds or removes the name of the model without its head, and makes some parameters, such as those of
+experts, from several saved tensors. `ConvertedWeights` does the same, by transformers' own rules.
 """
 
 from __future__ import annotations
@@ -28,14 +28,19 @@ from sparktorch.base.state_dict import pack_state
 from sparktorch.base.weights_folder import WeightsFolder, is_weights_folder
 from sparktorch.errors import ModuleError, nearest, refusing
 
-__all__ = [*("ConvertedWeights", "classifier_in", "config_in", "has_new_weights"), *("opened", "rebuildable", "stamp")]
+__all__ = [
+    *("ConvertedWeights", "classifier_in", "config_in", "has_new_weights"),
+    *("opened", "rebuildable", "stamp"),
+]
 
-_LOG = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
-_SILENT = ("gradient_checkpointing",)  # transformers reads these entries, which no configuration has.
-# A configuration keeps these, and leaves them out of its JSON.
-_CHOICES = ("attn_implementation", "experts_implementation")
-_MOST_NAMES = 6  # A message names so many parameters.
+_SILENT = ("gradient_checkpointing",)  # transformers reads these entries, although no configuration has them.
+_CHOICES = (
+    "attn_implementation",
+    "experts_implementation",
+)  # A configuration keeps these entries, and leaves them out of its JSON.
+_SHOWN = 6  # A message lists at most so many names.
 
 
 def opened(
@@ -43,24 +48,30 @@ def opened(
 ) -> dict[str, Any] | None:
     """Returns the fields of a `Recipe` for a configuration or a folder; `None` for any other module.
 
-    `params` replace entries of the configuration; `seed` draws the weights that the folder lacks, unless each worker
-    reads it `in_place`. If it is to be `complete`, none may be lacking. A `ModuleError` says that the folder holds
-    no model, or that the configuration does not say of which class.
+    Args:
+        module: A configuration, the path of a folder, or anything else.
+        params: Values that replace entries of the configuration.
+        seed: The seed for weights that the folder lacks.
+        in_place: Whether each worker reads the folder itself; then nothing is read here but the configuration.
+        complete: Whether a folder that lacks weights is refused.
+
+    Raises:
+        ModuleError: The folder holds no model, or the configuration does not name the class of the model.
     """
     if is_config(module):
-        return _described(_class_of(module), _changed(module, params))
+        return _recipe_fields(_class_of(module), _with_params(module, params))
     if not is_folder(module):
         return None
     folder = os.path.abspath(module)
     config = config_in(folder)
     if in_place:
-        config = _changed(config, params)
+        config = _with_params(config, params)
         if not is_weights_folder(folder):
             hint = "write them with save_pretrained(folder), or leave modelDir out"
             raise ModuleError(
                 f"{folder} holds no weights as safetensors", hint=hint, param="module", code="ST-MODEL-FOLDER"
             )
-        return {**_described(_class_of(config), config), "initial": WeightsFolder(folder)}
+        return {**_recipe_fields(_class_of(config), config), "initial": WeightsFolder(folder)}
     fields, weights, lacking = _read(folder, json.dumps(dict(params), sort_keys=True), seed, stamp(folder))
     if complete and lacking:
         hint = "train it first: the values would be random"
@@ -71,27 +82,29 @@ def opened(
 
 
 def rebuildable(module: Any) -> dict[str, Any] | None:
-    """Returns the fields of a `Recipe` that make a module like an instance of a transformers model, or `None`.
+    """Returns the fields of a `Recipe` that build an instance of a transformers model again; `None` if none can.
 
-    The user may have changed the instance; then its class and configuration make another.
+    A user may have changed the instance: if its class and configuration build another module, this returns `None`.
     """
     if not is_model(module) or import_path(type(module)) is None:
         return None
     config = _of_dtype(copy.deepcopy(module.config), module.dtype)
     try:
         with torch.device("meta"):
-            rebuilt = type(module)(copy.deepcopy(config))
-    except Exception:
+            again = type(module)(copy.deepcopy(config))
+    except Exception:  # The class needs more than a configuration.
         return None
-    shapes, rebuilt_shapes = (
-        {name: tensor.shape for name, tensor in model.state_dict().items()} for model in (module, rebuilt)
-    )
-    same = shapes == rebuilt_shapes and repr(module) == repr(rebuilt)
-    return _described(type(module), config) if same else None
+    is_same = _shapes(module) == _shapes(again) and repr(module) == repr(again)
+    return _recipe_fields(type(module), config) if is_same else None
+
+
+def _shapes(model: Any) -> dict[str, torch.Size]:
+    """Returns the shapes of a model's parameters and buffers by name."""
+    return {name: tensor.shape for name, tensor in model.state_dict().items()}
 
 
 def config_in(folder: str) -> Any:
-    """Returns the configuration in a folder; a `ModuleError` says that there is none, or none that can be read."""
+    """Returns the configuration in a folder; a `ModuleError` says that there is none, or that it cannot be read."""
     if not (Path(folder) / "config.json").is_file():
         hint = "give the path of a folder that save_pretrained wrote, on this machine"
         raise ModuleError(
@@ -105,7 +118,7 @@ def config_in(folder: str) -> Any:
 def has_new_weights(folder: str) -> bool:
     """Whether most vectors among the weights, such as biases, are all 0 or all 1, as transformers initializes them.
 
-    A step of any training changes them. False where the folder has no weights as safetensors, or no vectors.
+    Any step of a training changes such vectors. Returns `False` if the folder has no safetensors, or no vectors.
     """
     return is_weights_folder(folder) and _are_new(folder, stamp(folder))
 
@@ -114,13 +127,17 @@ def has_new_weights(folder: str) -> bool:
 def _are_new(folder: str, _: tuple[tuple[str, int], ...]) -> bool:
     weights = WeightsFolder(folder)
     vectors = [tensor for tensor in map(weights.__getitem__, weights) if tensor.dim() == 1 and len(tensor)]
-    constant = sum(bool(torch.all(vector == vector[0]) and vector[0] in (0, 1)) for vector in vectors)
-    return 2 * constant > len(vectors)
+    new = [vector for vector in vectors if torch.all(vector == vector[0]) and vector[0] in (0, 1)]
+    return 2 * len(new) > len(vectors)
 
 
 def classifier_in(folder: str, auto: str, classes: int | None) -> dict[str, Any]:
-    """Returns the entries of a folder's configuration that make its model a classifier, one that `auto` names."""
-    config, classes_by_config = config_in(folder), getattr(transformers(), auto)._model_mapping
+    """Returns the entries of a folder's configuration that make its model a classifier.
+
+    `auto` is the name of a class in transformers that maps configurations to classifiers.
+    """
+    config = config_in(folder)
+    classes_by_config = getattr(transformers(), auto)._model_mapping
     if type(config) not in classes_by_config:
         raise ModuleError(
             f"{auto} knows no {config.model_type}",
@@ -135,21 +152,24 @@ def classifier_in(folder: str, auto: str, classes: int | None) -> dict[str, Any]
 
 def stamp(folder: str) -> tuple[tuple[str, int], ...]:
     """Returns the files in a folder and when they were written, as the key of what was read from them."""
-    files = filter(Path.exists, Path(folder).iterdir())  # A link may lead nowhere.
+    files = filter(Path.exists, Path(folder).iterdir())  # This leaves out links that lead nowhere.
     return tuple(sorted((file.name, file.stat().st_mtime_ns) for file in files))
 
 
-def _untied(folder: str, model: Any, name: str, twin: str) -> ModuleError:
-    """Returns the error for two values of one parameter, which transformers would not tie, and its module does."""
-    what = f"{name!r} and {twin!r} in {folder} differ, and are one parameter of {type(model).__qualname__}"
+def _untied_error(folder: str, model: Any, one: str, other: str) -> ModuleError:
+    """Returns the error for two saved tensors that differ, although they are one parameter of the model."""
+    what = f"{one!r} and {other!r} in {folder} differ, and are one parameter of {type(model).__qualname__}"
     hint = "set tie_word_embeddings to false, in config.json or moduleParams; or keep one of them in the folder"
     return ModuleError(what, hint=hint, param="module")
 
 
-def _described(kind: type, config: Any, chosen: Any = None) -> dict[str, Any]:
-    """Returns an import path and JSON of a class and a configuration; `chosen` has its choices if it has lost them."""
+def _recipe_fields(kind: type, config: Any, with_choices: Any = None) -> dict[str, Any]:
+    """Returns the import path of a class and the JSON of a configuration, as fields of a `Recipe`.
+
+    If the configuration has lost its `_CHOICES`, they come from the configuration `with_choices`.
+    """
     values = json.loads(config.to_json_string(use_diff=False))
-    choices = {name: getattr(chosen or config, f"_{name}_internal", None) for name in _CHOICES}
+    choices = {name: getattr(with_choices or config, f"_{name}_internal", None) for name in _CHOICES}
     values |= {name: choice for name, choice in choices.items() if isinstance(choice, str)}
     return {"module": import_path(kind), "module_params": {"config": values}}
 
@@ -157,19 +177,20 @@ def _described(kind: type, config: Any, chosen: Any = None) -> dict[str, Any]:
 def _class_of(config: Any) -> Any:
     """Returns the class of model that a configuration names."""
     names = config.architectures or ()
-    kind = getattr(transformers(), names[0], None) if names else None
-    if kind is not None:
+    if names and (kind := getattr(transformers(), names[0], None)) is not None:
         return kind
     what = f"the {type(config).__qualname__} names {f'{names[0]!r}, unknown' if names else 'no class of models'}"
     raise ModuleError(what, hint="set its architectures, such as ['BertForSequenceClassification']", param="module")
 
 
-def _changed(config: Any, params: Mapping[str, Any], *, within: bool = False) -> Any:
-    """Returns a copy of a configuration in float32 with other values; dicts change entries of configurations in it.
+def _with_params(config: Any, params: Mapping[str, Any], *, within: bool = False) -> Any:
+    """Returns a copy of a configuration in float32 with the values in `params`.
 
-    A choice of how attention is computed must hold for all: in one `within` another, JSON would lose it.
+    A dict changes the entries of a configuration `within` this one. There, the `_CHOICES` are refused: they hold for
+    the whole model, and the JSON of an inner configuration loses them.
     """
-    changed, kind = _of_dtype(copy.deepcopy(config), torch.float32), type(config).__qualname__
+    changed = _of_dtype(copy.deepcopy(config), torch.float32)
+    kind = type(config).__qualname__
     for name, value in params.items():
         what = hint = ""
         if name in _CHOICES and (within or not isinstance(value, str | None)):
@@ -181,52 +202,71 @@ def _changed(config: Any, params: Mapping[str, Any], *, within: bool = False) ->
         if what:
             raise ModuleError(what, hint=hint, param="moduleParams")
         below = getattr(changed, name, None)
-        if is_config(below) and isinstance(value, Mapping):
-            value = _changed(below, value, within=True)
+        entry = _with_params(below, value, within=True) if is_config(below) and isinstance(value, Mapping) else value
         with refusing(f"{name} of {kind} cannot be {value!r}", param="moduleParams"):
-            setattr(changed, name, value)
+            setattr(changed, name, entry)
     return changed
 
 
 def _of_dtype(config: Any, dtype: torch.dtype) -> Any:
-    """Sets the dtype of a configuration and of those in it, by which transformers makes the models within a model."""
+    """Sets the dtype of a configuration and of the configurations in it; returns the configuration.
+
+    transformers makes the models within a model by the inner configurations.
+    """
     config.dtype = dtype
     for below in filter(is_config, vars(config).values()):
         _of_dtype(below, dtype)
     return config
 
 
-@functools.lru_cache(maxsize=1)  # The settings of a search share one copy of the weights.
+@functools.lru_cache(maxsize=1)  # All trials of a search share one copy of the weights.
 def _read(
     folder: str, params: str, seed: int, _: tuple[tuple[str, int], ...]
 ) -> tuple[dict[str, Any], bytes, tuple[str, ...]]:
-    """Reads the configuration and weights of a folder, and the names of those that it lacks."""
+    """Returns the fields of a `Recipe` for a folder, its weights, and the names of the weights that it lacks.
+
+    `params` is JSON, so that it can be a key of the cache; the last argument is the folder's `stamp`.
+    """
     changed = json.loads(params)
     other_head = not changed.keys().isdisjoint({"num_labels", "id2label"})
-    options = {"dtype": torch.float32, "local_files_only": True, "ignore_mismatched_sizes": other_head}
-    options["output_loading_info"] = True
+    options = {
+        "dtype": torch.float32,
+        "local_files_only": True,
+        "ignore_mismatched_sizes": other_head,
+        "output_loading_info": True,
+    }
     hint = "to train from new weights, pass its configuration: transformers.AutoConfig.from_pretrained(folder)"
     with refusing(f"the model in {folder} cannot be read", hint, param="module"), torch.random.fork_rng(devices=()):
-        config = _changed(config_in(folder), changed)
+        config = _with_params(config_in(folder), changed)
         kind = _class_of(config)
         torch.manual_seed(seed)
         model, info = kind.from_pretrained(folder, config=config, **options)
-    for name, twin in model.get_expanded_tied_weights_keys(all_submodels=True).items():
-        if model.get_parameter_or_buffer(name) is not model.get_parameter_or_buffer(twin):
-            raise _untied(folder, model, twin, name)
-    # transformers removes an entry that no configuration has from the one that it has made the model with.
-    fields = _described(kind, _changed(model.config, changed), config)
-    lacking = {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}
-    return fields, pack_state(model.state_dict()), tuple(sorted(lacking))
+    for one, other in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+        if model.get_parameter_or_buffer(one) is not model.get_parameter_or_buffer(other):
+            raise _untied_error(folder, model, other, one)
+    # The values are set once more: transformers removes entries such as `_SILENT` from the model's configuration.
+    lacking = sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])})
+    return (
+        _recipe_fields(kind, _with_params(model.config, changed), config),
+        pack_state(model.state_dict()),
+        tuple(lacking),
+    )
 
 
 @dataclass
 class _Source:
-    """What a parameter is made of: saved tensors, each with the part of the rule that asks for it, by that rule."""
+    """How a parameter is made from saved tensors.
 
-    name: str  # Where a rule makes several parameters, it is the first one's.
+    Attributes:
+        name: The name of the parameter; if the rule makes several parameters, the name of the first one.
+        dtype: The dtype of the parameter.
+        rule: The rule of transformers that converts the tensors; `None` if one saved tensor is the parameter.
+        tensors: For each saved tensor, the pattern in the rule that asks for it, and its name in the folder.
+    """
+
+    name: str
     dtype: torch.dtype
-    rule: Any = None  # A single saved tensor that stays as it is has none.
+    rule: Any = None
     tensors: list[tuple[str, str]] = field(default_factory=list)
 
 
@@ -234,117 +274,124 @@ class ConvertedWeights(PartialWeights):
     """A model's parameters and buffers by name, as far as a folder has them; each is made when it is asked for.
 
     Attributes:
-        unknown: What is in the folder and not in the model, by the names that transformers' rules make of those there.
+        unknown: The names of weights that the folder has and the model has not, as transformers' rules rename them.
     """
 
     def __init__(self, model: Any, saved: WeightsFolder) -> None:
-        """Takes a model of transformers, which needs no values, and what is saved."""
-        self._model, self._saved, kind = model, saved, type(model).__qualname__
+        """Takes a transformers model, which may be on the "meta" device, and the saved weights."""
+        self._model = model
+        self._saved = saved
+        kind = type(model).__qualname__
         if getattr(model.config, "quantization_config", None) is not None:
             raise self._wrong("are quantized", "leave modelDir out, or give a folder with weights that are not")
         self.unknown: list[str] = []
-        state = model.state_dict()
-        self._sources = self._matched(state)
+        wanted = model.state_dict()
+        self._sources = self._match(wanted)
         other_head = self._shapes_of_other_head()
         for name in list(self._sources):
-            shape = self._parameter(name, "meta").shape
-            if shape != state[name].shape and shape == other_head.get(name):
+            shape = self._make(name, "meta").shape
+            if shape != wanted[name].shape and shape == other_head.get(name):
                 del self._sources[name]
-            elif shape != state[name].shape:
+            elif shape != wanted[name].shape:
                 raise self._wrong(
                     f"do not fit: {name!r} has the shape {tuple(shape)}, and that of {kind} has "
-                    f"{tuple(state[name].shape)}",
+                    f"{tuple(wanted[name].shape)}",
                     "config.json and moduleParams must fit the weights, but for num_labels",
                 )
         if not self._sources:
             raise self._wrong(f"are not those of {kind}", "config.json and the weights must be those of one model")
         first: dict[int, str] = {}
         for name, tensor in model.state_dict(keep_vars=True).items():
-            twin = first.setdefault(id(tensor), name) if name in self else name
-            if twin != name and not torch.equal(self[twin], self[name]):
-                raise _untied(saved.path, model, twin, name)
+            other = first.setdefault(id(tensor), name) if name in self else name
+            if other != name and not torch.equal(self[other], self[name]):
+                raise _untied_error(saved.path, model, other, name)
 
     def _wrong(self, what: str, hint: str) -> ModuleError:
         return ModuleError(f"the weights in {self._saved.path} {what}", hint=hint, param="module")
 
     def _shapes_of_other_head(self) -> dict[str, torch.Size]:
-        """Returns the shapes of a model with as many labels as the folder's; what has these, and no others, is new."""
-        labels, config = config_in(self._saved.path).num_labels, copy.deepcopy(self._model.config)
+        """Returns the shapes of the model with the number of labels in the folder, if the model has another number.
+
+        Saved weights with such a shape belong to another head, and are left out.
+        """
+        labels = config_in(self._saved.path).num_labels
+        config = copy.deepcopy(self._model.config)
         if labels == config.num_labels:
             return {}
         config.num_labels = labels
         with torch.device("meta"):
-            return {name: tensor.shape for name, tensor in type(self._model)(config).state_dict().items()}
+            return _shapes(type(self._model)(config))
 
-    def _matched(self, state: Mapping[str, torch.Tensor]) -> dict[str, _Source]:
+    def _match(self, wanted: Mapping[str, torch.Tensor]) -> dict[str, _Source]:
         """Returns the source of each parameter that the folder has, as transformers matches them."""
         loading: Any = import_module("transformers.core_model_loading")
         rules = import_module("transformers.conversion_mapping").get_model_conversion_mapping(self._model)
         renamings = [rule for rule in rules if isinstance(rule, loading.WeightRenaming)]
         converters = [rule for rule in rules if isinstance(rule, loading.WeightConverter)]
         by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
-        prefix, sources = self._model.base_model_prefix, dict[str, _Source]()
+        prefix = self._model.base_model_prefix
+        sources = dict[str, _Source]()
         for key in sorted(self._saved, key=loading.dot_natural_key):  # Some rules depend on the order.
-            name, pattern = loading.rename_source_key(key, renamings, converters, prefix, state)
-            if name not in state and key in state:
-                name, pattern = loading.rename_source_key(key, [], [], prefix, state)
-            if name not in state:
+            name, pattern = loading.rename_source_key(key, renamings, converters, prefix, wanted)
+            if name not in wanted and key in wanted:
+                name, pattern = loading.rename_source_key(key, [], [], prefix, wanted)
+            if name not in wanted:
                 self.unknown.append(name)
                 continue
-            source = sources.setdefault(name, _Source(name, state[name].dtype, by_pattern.get(pattern)))
+            source = sources.setdefault(name, _Source(name, wanted[name].dtype, by_pattern.get(pattern)))
             source.tensors.append((pattern or key, key))
         for source in [source for source in sources.values() if source.rule is not None]:
-            for name in self._converted(source, "meta"):  # One rule may make several.
+            for name in self._convert(source, "meta"):  # A rule may make several parameters.
                 sources.setdefault(name, source)
-        return {name: source for name, source in sources.items() if name in state}
+        return {name: source for name, source in sources.items() if name in wanted}
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """Returns a parameter, on the CPU."""
-        return self._parameter(name, "cpu")
+        return self._make(name, "cpu")
 
     def __contains__(self, name: object) -> bool:
         """Whether the folder has a parameter; reads nothing."""
         return name in self._sources
 
     def __iter__(self) -> Iterator[str]:
+        """Yields the names of the parameters."""
         return iter(self._sources)
 
     def __len__(self) -> int:
+        """Returns the number of parameters."""
         return len(self._sources)
 
-    def _parameter(self, name: str, device: str) -> torch.Tensor:
-        """Returns a parameter; on the "meta" device, its shape alone."""
+    def _make(self, name: str, device: str) -> torch.Tensor:
+        """Returns a parameter on a device; on "meta", it has a shape and no values."""
         source = self._sources[name]
         if source.rule is None:
             return self._read(source.tensors[0][1], device, source.dtype)
-        return self._converted(source, device)[name]
+        return self._convert(source, device)[name]
 
-    def _converted(self, source: _Source, device: str) -> dict[str, torch.Tensor]:
-        """Returns what a rule makes, by name; it cannot if tensors are lacking."""
+    def _convert(self, source: _Source, device: str) -> dict[str, torch.Tensor]:
+        """Returns the parameters that a rule makes, by name; a `ModuleError` says that tensors are lacking."""
         rule = copy.deepcopy(source.rule)
         for pattern, key in source.tensors:
             rule.add_tensor(source.name, key, pattern, functools.partial(self._read, key, device, source.dtype))
         what = f"the weights in {self._saved.path} lack tensors of {source.name!r}, or have some of other shapes"
         hint = "the folder must have all the files and tensors that save_pretrained wrote"
         with refusing(what, hint, param="module"):
-            converted = rule.convert(source.name, model=self._model, config=self._model.config)
-        return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
+            made = rule.convert(source.name, model=self._model, config=self._model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
     def _read(self, key: str, device: str, dtype: torch.dtype) -> torch.Tensor:
         return self._saved[key].to(device, dtype)
 
     def log_differences(self, built: Deferred) -> None:
-        """Logs what the model has and its folder has not, and the reverse, but for what transformers passes over."""
+        """Logs the weights that only the model or only the folder has, but for those that transformers ignores."""
         differences = SimpleNamespace(missing_keys=set(built.lacking), unexpected_keys=set(self.unknown))
         self._model._adjust_missing_and_unexpected_keys(differences)
-        lacking = [name for name in built.lacking if name in differences.missing_keys]
-        if lacking:
-            _LOG.warning("new in the model, as the folder has no values for them: %s", _listed(lacking))
-        unknown = [name for name in self.unknown if name in differences.unexpected_keys]
-        if unknown:
-            _LOG.warning("in the folder, and not in the model: %s", _listed(unknown))
+        if lacking := [name for name in built.lacking if name in differences.missing_keys]:
+            _log.warning("new in the model, as the folder has no values for them: %s", _listed(lacking))
+        if unknown := [name for name in self.unknown if name in differences.unexpected_keys]:
+            _log.warning("in the folder, and not in the model: %s", _listed(unknown))
 
 
 def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return ", ".join(names[:_MOST_NAMES]) + more
+    text = ", ".join(names[:_SHOWN])
+    return text if len(names) <= _SHOWN else f"{text} and {len(names) - _SHOWN} more"

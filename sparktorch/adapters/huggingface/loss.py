@@ -1,4 +1,4 @@
-"""The loss that a model of transformers has itself, as a training step."""
+"""The loss that a transformers model computes itself, as a training step."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ from sparktorch.train.recipe.loss import TrainingStep
 __all__ = ["ModelLossStep"]
 
 _PER_ROW = ("ForSequenceClassification", "ForImageClassification", "ForVideoClassification", "ForAudioClassification")
-# By how many tokens the labels are ahead of the logits; transformers takes an unknown kind for that of a causal model.
+# The number says by how many tokens the labels are ahead of the logits. transformers takes models without a type of
+# loss for causal models.
 _PER_TOKEN = {"ForCausalLM": 1, None: 1, "ForMaskedLM": 0, "ForTokenClassification": 0}
 
 
 class ModelLossStep(TrainingStep):
     """The loss that a model has, which is used where a fit names neither a loss nor a training step."""
 
-    param, rowwise = "loss", "set loss, such as 'CrossEntropyLoss', or trainingStep: the rows have weights"
+    param = "loss"
+    rowwise = "set loss, such as 'CrossEntropyLoss', or trainingStep: the rows have weights"
     has_metrics = False
 
     def __init__(self) -> None:
@@ -39,9 +41,10 @@ class ModelLossStep(TrainingStep):
     def check(self, module: nn.Module, batch: Batch) -> None:
         """Compares the loss of the training step on equal rows with the loss that the model returns itself."""
         _, inputs = arguments(batch, module)
-        if "labels" not in inputs:  # Then the step has returned what the model returned.
+        if "labels" not in inputs:  # The labels come from the column, so the step has returned the model's own loss.
             return
-        expected, step = float(module(**inputs).loss), float(_model_loss(module, batch).mean())
+        expected = float(module(**inputs).loss)
+        step = float(_model_loss(module, batch).mean())
         if math.isfinite(expected) and abs(expected - step) > 1e-4 * max(1.0, abs(expected)):
             kind = type(module).__qualname__
             what = f"the loss of {kind} is no mean over tokens with a label: {expected:.6g}, not {step:.6g}"
@@ -52,19 +55,20 @@ class ModelLossStep(TrainingStep):
 def _model_loss(module: nn.Module, batch: Batch) -> torch.Tensor:
     """Returns one loss per row, or their mean.
 
-    A classifier or regressor of rows gets the labels and returns the mean over rows. The loss of a model of tokens is a
-    mean over tokens, which the rows of other ranks would have to be known for: here it is one loss per row, the mean
-    over those of its tokens that have a label.
+    A classifier or regressor for rows gets the labels, and returns the mean over rows. The own loss of a model for
+    tokens is a mean over all tokens, for which a rank would have to know the rows of other ranks. Here, such a model
+    has one loss per row: the mean over the row's tokens with a label.
     """
     plain = _unwrapped(module)
     _, inputs = arguments(batch, plain)
-    labels, label = inputs.pop("labels", None), batch.label
+    token_labels = inputs.pop("labels", None)  # These labels come from `preprocess`.
+    label = batch.label
     kind = getattr(plain, "loss_type", None)
-    if kind in _PER_ROW and (labels is None) != (label is None):
-        loss: torch.Tensor = module(**inputs, labels=_row_labels(plain, labels if label is None else label)).loss
+    if kind in _PER_ROW and (token_labels is None) != (label is None):
+        loss: torch.Tensor = module(**inputs, labels=_row_labels(plain, token_labels if label is None else label)).loss
         return loss
-    if kind in _PER_TOKEN and labels is not None and label is None:
-        return _token_losses(module(**inputs).logits, labels, ahead=_PER_TOKEN[kind])
+    if kind in _PER_TOKEN and token_labels is not None and label is None:
+        return _token_losses(module(**inputs).logits, token_labels, ahead=_PER_TOKEN[kind])
     what, hint = "no labels of tokens", "set labelCol='', and return 'labels' from preprocess"
     if kind in _PER_ROW:
         what, hint = f"{'no' if label is None else 'two'} labels", "set labelCol, or return 'labels'"
@@ -81,15 +85,16 @@ def _unwrapped(module: Any) -> Any:
 
 
 def _row_labels(plain: Any, label: torch.Tensor) -> torch.Tensor:
-    """Returns labels of the dtype by which transformers tells classes from values."""
-    single = plain.config.num_labels > 1 and plain.config.problem_type in (None, "single_label_classification")
-    return label.long() if single and label.dim() == 1 else label.float()
+    """Returns labels with the dtype by which transformers tells classes from values."""
+    has_classes = plain.config.num_labels > 1 and plain.config.problem_type in (None, "single_label_classification")
+    return label.long() if has_classes and label.dim() == 1 else label.float()
 
 
 def _token_losses(logits: torch.Tensor, labels: torch.Tensor, *, ahead: int) -> torch.Tensor:
     """Returns the mean loss of each row over its tokens that have a label; 0 for a row without any."""
     virtual = logits.shape[1] - labels.shape[1]  # The tokens that an adapter puts in front have no labels.
     labels = nn.functional.pad(labels, (virtual, 0), value=IGNORED)
-    logits, labels = logits[:, : logits.shape[1] - ahead].float(), labels[:, ahead:].long()
+    logits = logits[:, : logits.shape[1] - ahead].float()
+    labels = labels[:, ahead:].long()
     losses = nn.functional.cross_entropy(logits.transpose(1, 2), labels, ignore_index=IGNORED, reduction="none")
     return losses.sum(1) / (labels != IGNORED).sum(1).clamp(min=1)

@@ -1,4 +1,4 @@
-"""Models of transformers, known without importing it, and the names of their arguments."""
+"""Recognises models of transformers without importing the library, and names their arguments."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def is_model(value: Any) -> bool:
 
 
 def model_in(module: Any) -> Any:
-    """Returns the model of transformers that a module is, or has adapters on (a `PeftModel`); `None` for any other."""
+    """Returns the transformers model: the module, or what a `PeftModel` adapts; `None` for any other module."""
     base = module.get_base_model() if hasattr(type(module), "get_base_model") else module
     return base if is_model(base) else None
 
@@ -45,7 +45,7 @@ def names_of_arguments(kind: Any) -> tuple[str, ...]:
 
 
 def argument_names(module: Any, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the names by which a model takes inputs of these names; `()` if there is no model of transformers."""
+    """Returns the names by which a model takes inputs with these names; `()` for a module that is no such model."""
     return _argument_names(_kind(model_in(module) or module), names)
 
 

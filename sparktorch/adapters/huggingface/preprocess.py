@@ -1,4 +1,4 @@
-"""`preprocess` by what a folder of Hugging Face's has beside its model: a tokenizer, or an image processor."""
+"""A `preprocess` that Hugging Face folders have beside the model: a tokenizer, or an image processor."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ __all__ = ["FromFolder", "Pixels", "Tokens"]
 
 @dataclass(frozen=True)
 class FromFolder(LoadedPreprocess):
-    """A `preprocess` of one column, that is sent as a path and read in the process that needs it."""
+    """A `preprocess` for one column. Its folder's path is sent, and the process that needs the files reads them."""
 
-    folder: str  # The path is the same on each machine.
-    auto: ClassVar[str]  # This class of transformers reads the folder.
+    folder: str  # The path must be the same on each machine.
+    auto: ClassVar[str]  # The class in transformers with this name reads the folder.
     libraries: ClassVar[tuple[str, ...]] = ("transformers",)
 
     def load(self) -> Any:
@@ -35,11 +35,11 @@ class FromFolder(LoadedPreprocess):
             what = f"there is no folder {self.folder} on {socket.gethostname()}"
             hint = "copy it to this path on each machine, or name one that all of them mount"
             raise ModuleError(what, hint=hint, param="modelFolder")
-        return _loaded(self.auto, self.folder, stamp(self.folder))
+        return _load(self.auto, self.folder, stamp(self.folder))
 
 
 @functools.lru_cache(maxsize=4)
-def _loaded(auto: str, folder: str, _: tuple[tuple[str, int], ...]) -> Any:
+def _load(auto: str, folder: str, _: tuple[tuple[str, int], ...]) -> Any:
     hint = "save_pretrained(folder) of the tokenizer or image processor writes its files beside the model's"
     with refusing(f"{auto} finds nothing to read in {folder} on {socket.gethostname()}", hint, param="modelFolder"):
         return getattr(transformers(), auto).from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -47,14 +47,19 @@ def _loaded(auto: str, folder: str, _: tuple[tuple[str, int], ...]) -> Any:
 
 @dataclass(frozen=True)
 class Tokens(FromFolder):
-    """Tokenizes a column of text, padded to its longest row."""
+    """Tokenizes a column of text, padded to the longest row.
 
-    max_length: int  # A row is cut off after so many tokens.
-    arguments: tuple[str, ...] = ()  # The model takes these; if empty, it gets all that the tokenizer returns.
+    Attributes:
+        max_length: The number of tokens after which a row is cut off.
+        arguments: The names of the tensors that the model takes; other tensors are left out. If empty, all are taken.
+    """
+
+    max_length: int
+    arguments: tuple[str, ...] = ()
     auto: ClassVar[str] = "AutoTokenizer"
 
     def load(self) -> Any:
-        """Returns the tokenizer; a folder without its files is refused, of which transformers makes an empty one."""
+        """Returns the tokenizer; refuses a folder without its files, where transformers would make an empty one."""
         tokenizer = super().load()
         words = tokenizer.vocab_files_names
         files = {"tokenizer.json", *words.values()} if words else {"tokenizer_config.json"}
@@ -88,7 +93,7 @@ class Pixels(FromFolder):
 
 
 def _values(columns: Mapping[str, Any], kinds: tuple[pa.DataType, ...], what: str, hint: str, param: str) -> list[Any]:
-    """Returns the values of the only column, which is of one of these types: numbers arrive as tensors."""
+    """Returns the values of the only column; refuses other types, such as numbers, which arrive as tensors."""
     ((name, column),) = columns.items()
     if getattr(column, "type", None) not in kinds:
         raise ModuleError(f"column {name!r} holds no {what}", hint=hint, param=param)

@@ -1,4 +1,4 @@
-"""The recipe of a model of transformers: its configuration is JSON, and its weights may be in a folder."""
+"""The recipe of a transformers model, whose configuration is JSON, and whose weights may be in a folder."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class HuggingFaceRecipe(Recipe):
     """What is trained, with a model of transformers."""
 
     def _arguments(self, factory: Any) -> Mapping[str, Any]:
-        """Returns the arguments of the factory; of a class of models, `config` as its configuration."""
+        """Returns the arguments of the factory; a class of models gets `config` as a configuration, not as a dict."""
         config = self.module_params.get("config")
         if not is_model(factory) or not isinstance(config, Mapping):
             return self.module_params
         return {**self.module_params, "config": factory.config_class.from_dict(dict(config))}
 
     def _saved_of(self, module: nn.Module) -> Mapping[str, torch.Tensor]:
-        """Returns the initial weights under the names of a module, which those of a folder get from transformers."""
+        """Returns the initial weights under a module's names; transformers' rules rename the weights of a folder."""
         folder = self.initial
         if isinstance(folder, bytes) or folder.token or not is_model(module):
             return super()._saved_of(module)

@@ -1,4 +1,4 @@
-"""The adapter of LightningModules."""
+"""The adapter for LightningModules."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["LightningAdapter"]
 
 
 class LightningAdapter(Adapter):
-    """LightningModules, which bring their training."""
+    """LightningModules, which bring their loss, optimizer and schedule."""
 
     recipe = LightningRecipe
     brings_training = True

@@ -27,15 +27,15 @@ class Configured:
 
 
 def configured(module: Any) -> Configured:
-    """Calls `configure_optimizers`; what Lightning's Trainer cannot use raises its errors."""
-    lightning: Any = import_module(f"{base_of(type(module)).__module__.rpartition('.')[0]}.optimizer")
+    """Calls `configure_optimizers`; Lightning's own functions raise errors for what its Trainer cannot use."""
+    read: Any = import_module(f"{base_of(type(module)).__module__.rpartition('.')[0]}.optimizer")
     returned = module.configure_optimizers()
     if isinstance(returned, dict) and returned.get("lr_scheduler", ...) is None:
         returned = {name: value for name, value in returned.items() if name != "lr_scheduler"}
-    optimizers, returned_schedulers, monitor = lightning._configure_optimizers(returned)
-    schedulers = lightning._configure_schedulers_automatic_opt(returned_schedulers, monitor)
-    lightning._validate_optimizers_attached(optimizers, schedulers)
-    lightning._validate_scheduler_api(schedulers, module)
+    optimizers, returned_schedulers, monitor = read._configure_optimizers(returned)
+    schedulers = read._configure_schedulers_automatic_opt(returned_schedulers, monitor)
+    read._validate_optimizers_attached(optimizers, schedulers)
+    read._validate_scheduler_api(schedulers, module)
     what, hint = "", ""
     if len(optimizers) != 1:
         what = f"{len(optimizers)} optimizers, and a fit has one"
@@ -57,26 +57,29 @@ def configured(module: Any) -> Configured:
 class LightningSchedule(Schedule):
     """Steps the module's own schedulers, after each step or each epoch."""
 
-    def __init__(self, configured: Configured, optimizer: Optimizer, trainer: TrainerView) -> None:
-        """Takes the schedulers, the optimizer in use, which has the same groups, and what tells of the epoch."""
-        self._optimizer, self._schedulers, self._trainer = optimizer, configured.schedulers, trainer
-        self._step, self._scheduler = 0, None
+    def __init__(self, made: Configured, optimizer: Optimizer, trainer: TrainerView) -> None:
+        """Takes the module's schedulers, the optimizer in use, with the same groups, and the trainer with the epoch."""
+        self._optimizer = optimizer
+        self._schedulers = made.schedulers
+        self._trainer = trainer
+        self._step = 0
+        self._scheduler = None
         without_step_warning(optimizer)
-        without_step_warning(configured.optimizer)
+        without_step_warning(made.optimizer)
         self._last_rate = optimizer.param_groups[0]["lr"]
 
     def step(self, take: Callable[[], object]) -> None:
-        """Calls `take`, an optimizer step, and steps the schedulers without `monitor`: before a validation."""
+        """Calls `take`, an optimizer step, and then steps the schedulers that look at no logged value."""
         self._step += 1
         self._last_rate = self._groups[0]["lr"]
         take()
         trainer = self._trainer
         batches = self._step * trainer.accumulate_grad_batches
-        counts = {"step": batches}
+        done = {"step": batches}
         if batches == trainer.num_training_batches:
-            counts["epoch"] = trainer.current_epoch + 1
+            done["epoch"] = trainer.current_epoch + 1
         for config in self._schedulers:
-            count = counts.get(config.interval)
+            count = done.get(config.interval)
             if count and not config.reduce_on_plateau and count % config.frequency == 0:
                 config.scheduler.step()
 

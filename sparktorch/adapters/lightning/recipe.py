@@ -81,19 +81,21 @@ class LightningRecipe(Recipe):
         return training_of(module).configured.optimizer
 
     def check_scored(self, module: nn.Module) -> None:
-        """Checks that what `setup("fit")` makes is what `setup("predict")` makes."""
+        """Refuses a module whose `setup("fit")` makes other weights than `setup("predict")`."""
         if not overrides(module, "setup"):
             return
-        states = module.state_dict(), replace(self, stage="predict")._make_module(0).state_dict()
-        trained, scored = ({(name, tensor.shape) for name, tensor in state.items()} for state in states)
-        if trained != scored:
-            name, _ = min(trained ^ scored)
+        to_score = replace(self, stage="predict")._make_module(0)
+        trained = {(name, tensor.shape) for name, tensor in module.state_dict().items()}
+        scored = {(name, tensor.shape) for name, tensor in to_score.state_dict().items()}
+        differences = sorted(trained ^ scored)
+        if differences:
+            name, _ = differences[0]
             what = f"setup('fit') and setup('predict') of {type(module).__qualname__} make another {name}"
             hint = "make weights and buffers in every stage, or in __init__: the fitted model is set up to predict"
             raise ModuleError(what, hint=hint, param="module")
 
     def check_optimizer(self, module: nn.Module) -> None:
-        """Builds optimizer and schedulers."""
+        """Builds optimizer and schedulers; refuses parameters that are not the module's."""
         where = f"configure_optimizers of {type(module).__qualname__}"
         with refusing(f"{where} failed", "on the driver, self.trainer tells of 100 steps in an epoch", param="module"):
             configured: Configured = training_of(module).configured
@@ -105,6 +107,6 @@ class LightningRecipe(Recipe):
         self, module: nn.Module, whole: nn.Module | None = None
     ) -> tuple[Any, list[Any], dict[str, Any]]:
         """Returns the class of the module's optimizer, its own groups, and its options."""
-        built = self.build_optimizer(module)
-        recipe = recipe_of(module, built)
-        return type(built), built.param_groups, {"lr": recipe.learning_rate, **recipe.optimizer_params}
+        optimizer = self.build_optimizer(module)
+        recipe = recipe_of(module, optimizer)
+        return type(optimizer), optimizer.param_groups, {"lr": recipe.learning_rate, **recipe.optimizer_params}

@@ -43,18 +43,19 @@ def base_of(kind: type) -> type | None:
     """Returns the LightningModule that a class inherits from, or `None`."""
     for base in kind.__mro__:
         home = base.__module__
-        if base.__name__ == "LightningModule" and any(home == p or home.startswith(f"{p}.") for p in _PACKAGES):
+        is_lightning = any(home == package or home.startswith(f"{package}.") for package in _PACKAGES)
+        if base.__name__ == "LightningModule" and is_lightning:
             return base
     return None
 
 
 def parts(module: nn.Module) -> list[nn.Module]:
-    """Returns the LightningModules in a module, itself first."""
+    """Returns the LightningModules in a module; the module itself comes first."""
     return [part for part in module.modules() if base_of(type(part)) is not None]
 
 
 def overrides(source: Any, name: str) -> bool:
-    """Returns whether a LightningModule's class, or the instance itself, has its own version of a method."""
+    """Whether a LightningModule's class, or the instance itself, has its own version of a method."""
     kind = source if isinstance(source, type) else type(source)
     base = base_of(kind)
     in_instance = not isinstance(source, type) and name in vars(source)
@@ -62,11 +63,15 @@ def overrides(source: Any, name: str) -> bool:
 
 
 def check_class(source: Any, *, validated: bool) -> None:
-    """Refuses methods that a fit would not call, and the lack of those that it does, for validation rows too."""
+    """Refuses a class that has methods that a fit would not call, or lacks methods that a fit calls.
+
+    A `validated` fit also calls `validation_step`.
+    """
     source = load_object(source) if isinstance(source, str) else source
     kind: Any = source if isinstance(source, type) else type(source)
     needed = {name: hint for name, hint in _NEEDED.items() if validated or name != "validation_step"}
-    wrong = {f"overrides {n}, which a fit does not call": hint for n, hint in _REFUSED.items() if overrides(source, n)}
+    refused = {name: hint for name, hint in _REFUSED.items() if overrides(source, name)}
+    wrong = {f"overrides {name}, which a fit does not call": hint for name, hint in refused.items()}
     wrong |= {f"has no {name}": hint for name, hint in needed.items() if not overrides(source, name)}
     if wrong:
         what, hint = next(iter(wrong.items()))
@@ -74,7 +79,7 @@ def check_class(source: Any, *, validated: bool) -> None:
 
 
 def check_instance(module: Any) -> None:
-    """Refuses manual optimization, which is known of an instance only."""
+    """Refuses manual optimization, which only an instance can say."""
     if not module.automatic_optimization:
         what = f"{type(module).__qualname__} sets automatic_optimization = False, and a fit takes the steps itself"
         hint = "leave it True and return the loss from training_step; sparktorch.run trains with a loop of your own"
@@ -82,7 +87,7 @@ def check_instance(module: Any) -> None:
 
 
 def without_trainer(module: Any) -> Any:
-    """Returns a LightningModule that refers to no Trainer, a copy if it did; classes and paths as they are."""
+    """Returns a LightningModule without a Trainer: a copy if it had one, else the module; classes and paths stay."""
     if not isinstance(module, nn.Module):
         return module
     trainers = [vars(part).get("_trainer") for part in parts(module)]

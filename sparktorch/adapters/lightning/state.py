@@ -1,4 +1,4 @@
-"""What a LightningModule has in a training besides parameters: `self.trainer`, attributes of its own, and metrics."""
+"""What a LightningModule has in a training besides parameters: `self.trainer`, its own attributes, and metrics."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ _KNOWN = (
     "optimizers, lr_scheduler_configs, callback_metrics, logged_metrics, should_stop, logger"
 )
 _PLAIN = (type(None), bool, int, float, str)
-_LISTS, _OTHERS = (list, deque), (dict, defaultdict, OrderedDict, set)
-_OF_TORCH = frozenset(vars(nn.Module()))  # They hold parameters, buffers, parts, hooks and the mode.
+_LISTS = (list, deque)
+_OTHERS = (dict, defaultdict, OrderedDict, set)
+_OF_TORCH = frozenset(vars(nn.Module()))  # Here, torch keeps parameters, buffers, parts, hooks and the mode.
 
 
 class TrainerView:
@@ -37,12 +38,16 @@ class TrainerView:
     logger = progress_bar_callback = None
 
     def __init__(self, world: World, *, epochs: int, steps: int, accumulation: int) -> None:
-        self.global_rank, self.local_rank, self.world_size = world.rank, world.local_rank, world.world_size
-        self.max_epochs, self.accumulate_grad_batches = epochs, accumulation
+        self.global_rank = world.rank
+        self.local_rank = world.local_rank
+        self.world_size = world.world_size
+        self.max_epochs = epochs
+        self.accumulate_grad_batches = accumulation
         self.num_training_batches = steps * accumulation
         self.estimated_stepping_batches = epochs * steps
         self.current_epoch = self.global_step = 0
-        self.training, self.validating = True, False
+        self.training = True
+        self.validating = False
         self.should_stop = False
         self.optimizers: list[torch.optim.Optimizer] = []
         self.lr_scheduler_configs: list[Any] = []
@@ -69,20 +74,23 @@ class TrainerView:
 
 
 class Saved:
-    """What a module adds to a checkpoint besides weights: its hooks for it, and plain attributes that have changed."""
+    """What a module adds to a checkpoint besides weights: what its hooks save, and changed plain attributes."""
 
     def __init__(self, module: nn.Module, trainer: TrainerView) -> None:
         """Notes the plain attributes that the module was built with."""
         self._module: Any = module
-        self._trainer, self._built = trainer, _plain(module)
+        self._trainer = trainer
+        self._built = _plain(module)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what `on_save_checkpoint` adds, and the plain attributes that are not as built."""
-        checkpoint, built = self._checkpoint(), self._built
+        checkpoint = self._checkpoint()
+        built = self._built
         self._module.on_save_checkpoint(checkpoint)
         saved = {name: value for name, value in checkpoint.items() if name not in self._checkpoint()}
-        now = _plain(self._module).items()
-        return {"saved": saved, "attributes": {n: v for n, v in now if n not in built or built[n] != v}}
+        now = _plain(self._module)
+        attributes = {name: value for name, value in now.items() if name not in built or built[name] != value}
+        return {"saved": saved, "attributes": attributes}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what `state_dict` returned."""
@@ -91,20 +99,20 @@ class Saved:
             self._module.on_load_checkpoint(self._checkpoint() | state["saved"])
 
     def _checkpoint(self) -> dict[str, Any]:
-        """Returns the checkpoint that the hooks see: weights are saved elsewhere, each rank its share."""
+        """Returns the checkpoint that the hooks see, without weights, which each rank saves elsewhere."""
         return {"epoch": self._trainer.current_epoch, "global_step": self._trainer.global_step, "state_dict": {}}
 
 
 @contextmanager
 def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Context after which modules have their attributes of before, and lists, dicts and sets their items.
+    """Context after which modules have their old attributes again, and lists, dicts and sets their old items.
 
     Parameters, buffers, parts, hooks and tensors that are changed in place are left as they are.
     """
     before = [(vars(module), {n: v for n, v in vars(module).items() if n not in _OF_TORCH}) for module in modules]
-    contents: dict[int, tuple[Any, Any]] = {}
+    held: dict[int, tuple[Any, Any]] = {}
     for _, attributes in before:
-        _add_contents(list(attributes.values()), contents)
+        _hold(list(attributes.values()), held)
     try:
         yield
     finally:
@@ -112,36 +120,38 @@ def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
             for name in now.keys() - attributes.keys() - _OF_TORCH:
                 del now[name]
             now |= attributes
-        for container, items in contents.values():
+        for container, items in held.values():
             container.clear()
             (container.extend if type(container) in _LISTS else container.update)(items)
 
 
-def _add_contents(values: Iterable[Any], contents: dict[int, tuple[Any, Any]]) -> None:
-    """Adds the lists, dicts and sets among values, and in each other, with copies of them."""
+def _hold(values: Iterable[Any], held: dict[int, tuple[Any, Any]]) -> None:
+    """Adds the lists, dicts and sets among values, and those inside, each with a copy, to `held`."""
     for value in values:
-        if type(value) in (*_LISTS, *_OTHERS) and id(value) not in contents:
-            contents[id(value)] = value, copy.copy(value)
-            _add_contents(value.values() if isinstance(value, dict) else value, contents)
+        if type(value) in (*_LISTS, *_OTHERS) and id(value) not in held:
+            held[id(value)] = value, copy.copy(value)
+            _hold(value.values() if isinstance(value, dict) else value, held)
 
 
 def _plain(module: nn.Module) -> dict[str, Any]:
-    """Returns copies of a module's own attributes that are numbers, strings, or lists and dicts of them."""
+    """Returns copies of a module's public attributes that are numbers, strings, or lists and dicts of such values."""
     public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
     return {name: copy.deepcopy(value) for name, value in public.items() if name != "training" and _is_plain(value)}
 
 
 def _is_plain(value: Any) -> bool:
-    if type(value) in (list, tuple, dict):
-        return all(map(_is_plain, (*value, *value.values()) if type(value) is dict else value))
+    if type(value) is dict:
+        return all(map(_is_plain, value.keys())) and all(map(_is_plain, value.values()))
+    if type(value) in (list, tuple):
+        return all(map(_is_plain, value))
     return type(value) in _PLAIN
 
 
 class ModuleMetrics:
-    """The metrics in a module, by their paths, and collections of them; none if torchmetrics has not been imported."""
+    """A module's metrics by their paths, and its collections of metrics; none unless torchmetrics was imported."""
 
     def __init__(self, module: nn.Module) -> None:
-        """Finds the metrics, and lets them reduce their states over ranks of which some may have no rows."""
+        """Finds the metrics, and makes them reduce their states over ranks, some of which may have no rows."""
         torchmetrics = sys.modules.get("torchmetrics")
         kind = getattr(torchmetrics, "Metric", ())
         groups = getattr(torchmetrics, "MetricCollection", ())
@@ -151,7 +161,7 @@ class ModuleMetrics:
             reduce_over_ranks(metric)
 
     def path_of(self, value: Any) -> str:
-        """Returns the path of a metric in the module; empty if it is none of them."""
+        """Returns the path of a metric in the module; empty if the value is none of the module's metrics."""
         return next((path for path, metric in self._by_path.items() if metric is value), "")
 
     def to(self, device: torch.device) -> None:
@@ -162,7 +172,7 @@ class ModuleMetrics:
     def compute(self, path: str) -> float:
         """Returns a metric's value over the rows of all ranks; a collective."""
         metric = self._by_path[path]
-        with quiet():  # A rank without rows has not called update.
+        with quiet():  # torchmetrics would warn in a rank without rows, which has not called `update`.
             value = metric.compute()
         with refusing(f"metric {path!r} does not give one number", "log its values one by one"):
             return float(value)
@@ -174,28 +184,35 @@ class ModuleMetrics:
 
     @contextmanager
     def restored(self, restores: bool) -> Iterator[None]:
-        """Context after which the metrics are as before, if it `restores` them."""
-        before = self.states() if restores else {}
+        """Context after which the metrics are as before, if `restores` is set."""
+        before = self.held() if restores else {}
         yield
-        # As in the other ranks, a value that is computed stays so, and one that an update has removed is gone.
+        # As in the other ranks, a value that was computed stays, and a value that an update has removed is gone.
         self.put_back({path: (*state[:2], self._by_path[path]._computed) for path, state in before.items()})
 
     def set_aside(self, paths: Iterable[str]) -> dict[str, Any]:
-        """Resets metrics; returns what `put_back` takes."""
-        states = self.states()
-        aside = {path: states[path] for path in paths}
+        """Resets metrics; returns their old states, for `put_back`."""
+        held = self.held()
+        aside = {path: held[path] for path in paths}
         self.reset(aside)
         return aside
 
-    def states(self) -> dict[str, Any]:
-        """Returns copies of the metrics' states by path, how many updates made them, and what was computed of them."""
-        return {path: (m._copy_state_dict(), m._update_count, m._computed) for path, m in self._by_path.items()}
+    def held(self) -> dict[str, Any]:
+        """Returns, for each metric's path, a copy of the state, the number of updates, and the computed value."""
+        return {
+            path: (metric._copy_state_dict(), metric._update_count, metric._computed)
+            for path, metric in self._by_path.items()
+        }
 
-    def put_back(self, states: Mapping[str, Any]) -> None:
-        """Restores such states."""
-        for path, (values, updates, computed) in states.items():
+    def put_back(self, held: Mapping[str, Any]) -> None:
+        """Restores states that `held` or `set_aside` returned."""
+        for path, (values, updates, computed) in held.items():
             metric = self._by_path[path]
             for name, value in values.items():
-                is_list = isinstance(value, list)
-                setattr(metric, name, [v.to(metric.device) for v in value] if is_list else value.to(metric.device))
-            metric._update_count, metric._computed = updates, computed
+                setattr(metric, name, _on(metric.device, value))
+            metric._update_count = updates
+            metric._computed = computed
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    return [part.to(device) for part in value] if isinstance(value, list) else value.to(device)

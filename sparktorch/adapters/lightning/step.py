@@ -1,4 +1,4 @@
-"""How a step of a training, and one of a validation, calls a LightningModule, and what that logs over all ranks."""
+"""Calls a LightningModule in training steps and validation steps, and reduces what it logs over all ranks."""
 
 from __future__ import annotations
 
@@ -21,28 +21,32 @@ from sparktorch.train.recipe.module_hooks import Within
 __all__ = ["Call", "LightningStep", "Logs", "arguments_of", "called", "check_logged", "loss_of", "number_of"]
 
 Call = Callable[[Callable[[], Any]], Any]
-Pair = tuple[Any, Any]  # It is a value, for a mean times its weight, and the weight.
+Pair = tuple[Any, Any]  # A value and its weight; for a mean, the value is multiplied by the weight.
 
-# The record of an epoch has these itself, and no value of one step replaces them.
-_OF_EPOCH = {"loss", "learning_rate", "gradient_norm"}
+_OF_EPOCH = {"loss", "learning_rate", "gradient_norm"}  # The value of one step does not replace these record entries.
 _RECORD = {"epoch", "seconds", "rows_per_second", "data_wait_share", "steps", "validations", "skipped_steps"}
 
 
-def _larger(first: Any, second: Any) -> torch.Tensor:
+def _larger(one: Any, other: Any) -> torch.Tensor:
     """Returns the larger of two numbers. Unlike Python's `max`, it does not wait for the device."""
-    return torch.as_tensor(first).maximum(torch.as_tensor(second))
+    return torch.as_tensor(one).maximum(torch.as_tensor(other))
 
 
-def _smaller(first: Any, second: Any) -> torch.Tensor:
+def _smaller(one: Any, other: Any) -> torch.Tensor:
     """Returns the smaller of two numbers. Unlike Python's `min`, it does not wait for the device."""
-    return torch.as_tensor(first).minimum(torch.as_tensor(second))
+    return torch.as_tensor(one).minimum(torch.as_tensor(other))
 
 
-_REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {"mean": add, "sum": add, "max": _larger, "min": _smaller}
+_REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "mean": add,
+    "sum": add,
+    "max": _larger,
+    "min": _smaller,
+}
 
 
 def check_logged(name: str, reduce_fx: Any, where: str) -> str:
-    """Returns how values of a name are reduced; refuses names that the record of the epoch has."""
+    """Returns how the values under a name are reduced; refuses names that the record of the epoch has itself."""
     reduce = "mean" if reduce_fx == "avg" else str(getattr(reduce_fx, "__name__", reduce_fx))
     what = hint = ""
     if name in _RECORD:
@@ -56,10 +60,8 @@ def check_logged(name: str, reduce_fx: Any, where: str) -> str:
 
 def number_of(value: Any, where: str) -> torch.Tensor:
     """Returns a logged value as a tensor of one element."""
-    if isinstance(value, torch.Tensor | int | float):
-        number = torch.as_tensor(value)
-        if number.numel() == 1:
-            return number
+    if isinstance(value, torch.Tensor | int | float) and (number := torch.as_tensor(value)).numel() == 1:
+        return number
     shape = f" of the shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
     hint = "log a number, a tensor of one element, or a torchmetrics metric that is the module's attribute"
     raise ModuleError(f"{where}: the value is a {type(value).__name__}{shape}", hint=hint)
@@ -67,52 +69,71 @@ def number_of(value: Any, where: str) -> torch.Tensor:
 
 @dataclass
 class _Logged:
-    """The values of one name, reduced for the last step that has one, and for the epoch."""
+    """The values under one name, reduced for the last step that has a value, and for the epoch.
 
-    reduce: str  # It is a key of `_REDUCTIONS`.
+    Attributes:
+        reduce: A key of `_REDUCTIONS`.
+        on_step: Whether the record gets the value of the last step.
+        on_epoch: Whether the record gets the value of the epoch.
+        step: The last step that has a value.
+        metric: The path of the torchmetrics metric that has the epoch's value; empty if there is none.
+        last: The reduced value of this step.
+        epoch: The reduced value of the epoch.
+    """
+
+    reduce: str
     on_step: bool
     on_epoch: bool
     step: int
-    metric: str = ""  # The torchmetrics metric at this path has the epoch's value.
+    metric: str = ""
     last: Pair | None = None
     epoch: Pair | None = None
 
     def merge(self, other: _Logged) -> None:
         """Adds the values that another rank has logged under this name, or this rank later."""
-        self.epoch = self._reduced(self.epoch, other.epoch)
+        self.epoch = self._reduce(self.epoch, other.epoch)
         if other.step > self.step:
-            self.step, self.last = other.step, other.last
+            self.step = other.step
+            self.last = other.last
         elif other.step == self.step:
-            self.last = self._reduced(self.last, other.last)
+            self.last = self._reduce(self.last, other.last)
 
     def value(self, pair: Pair) -> float:
         """Returns the reduced value."""
         return mean_of(*pair) if self.reduce == "mean" else float(pair[0])
 
     def plain(self) -> dict[str, Any]:
-        """Returns its fields as plain values."""
+        """Returns the fields as plain values."""
         last, epoch = (None if pair is None else (float(pair[0]), float(pair[1])) for pair in (self.last, self.epoch))
         return asdict(replace(self, last=last, epoch=epoch))
 
-    def _reduced(self, first: Pair | None, second: Pair | None) -> Pair | None:
-        if first is None or second is None:
-            return second if first is None else first
-        return _REDUCTIONS[self.reduce](first[0], second[0]), first[1] + second[1]
+    def _reduce(self, one: Pair | None, other: Pair | None) -> Pair | None:
+        if one is None:
+            return other
+        if other is None:
+            return one
+        return _REDUCTIONS[self.reduce](one[0], other[0]), one[1] + other[1]
 
 
 class Logs(Means):
-    """Logged values by name. They stay on the device until the ranks exchange them, and know all ranks' metrics."""
+    """Logged values by name, which stay on the device until the ranks exchange them.
+
+    Attributes:
+        metrics: After `over_ranks`, the paths of the torchmetrics metrics that any rank has logged.
+    """
 
     def __init__(self, computed: Callable[[str], float]) -> None:
-        """Takes a function that computes the value of a metric, given its path; it is a collective."""
+        """Takes a function that computes the value of a metric from its path; this function is a collective."""
         super().__init__()
         self._computed = computed
         self._logged: dict[str, _Logged] = {}
         self.metrics: set[str] = set()
 
     def log(self, name: str, value: torch.Tensor | None, weight: int, *, reduce: str, **how: Any) -> None:
-        """Adds a value, `how` as the fields of `_Logged`; `None` only notes the name of a metric."""
-        pair = None if value is None else (value.double() * (weight if reduce == "mean" else 1), weight)
+        """Adds a value, with `how` as the other fields of `_Logged`; `None` only notes the name of a metric."""
+        pair = None
+        if value is not None:
+            pair = (value.double() * (weight if reduce == "mean" else 1), weight)
         self._add(name, _Logged(reduce, **how, last=pair, epoch=None if how.get("metric") else pair))
 
     @property
@@ -129,24 +150,27 @@ class Logs(Means):
         return {name: logged.plain() for name, logged in self._logged.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Adds such values."""
+        """Adds the values that `state_dict` returned."""
         for name, values in state.items():
             self._add(name, _Logged(**values))
 
     def over_ranks(self, world: World) -> dict[str, float]:
         """Returns the values over all ranks; a collective, called by every rank."""
-        of_all_ranks = Logs(self._computed)
+        whole = Logs(self._computed)
         for state in self._gather_sums(world):  # In rank order, so that all ranks see the same names in the same order.
-            of_all_ranks.load_state_dict(state)
-        self.metrics = of_all_ranks.logged_metrics
+            whole.load_state_dict(state)
+        self.metrics = whole.logged_metrics
         values: dict[str, float] = {}
-        for name, logged in of_all_ranks._logged.items():
-            both = logged.on_step and logged.on_epoch
-            if logged.on_step and logged.last is not None and (both or name not in _OF_EPOCH):
-                values[f"{name}_step" if both else name] = logged.value(logged.last)
+        for name, logged in whole._logged.items():
+            # As in Lightning, a name that is logged both ways gets the suffixes "_step" and "_epoch".
+            has_both = logged.on_step and logged.on_epoch
+            if logged.on_step and logged.last is not None and (has_both or name not in _OF_EPOCH):
+                values[f"{name}_step" if has_both else name] = logged.value(logged.last)
             if logged.on_epoch and (logged.metric or logged.epoch is not None):
                 value = self._computed(logged.metric) if logged.metric else logged.value(logged.epoch or (0, 0))
-                values |= {name: value, f"{name}_epoch": value} if both else {name: value}
+                values[name] = value
+                if has_both:
+                    values[f"{name}_epoch"] = value
         return values
 
     def _add(self, name: str, logged: _Logged) -> None:
@@ -166,19 +190,20 @@ class LightningStep(TrainingStep):
     def __init__(self, training: Any, within: Within) -> None:
         """Takes a `LightningTraining`, and what calls a function within the module's forward pass."""
         self.what = f"training_step of {training.name}"
-        self._training, self._within = training, within
+        self._training = training
+        self._within = within
 
     def means(self, prefix: str) -> Logs:
-        """Returns an empty collection, into which values are logged from now on."""
+        """Returns an empty collection, into which the module logs values from now on."""
         logs: Logs = self._training.new_logs(prefix)
         return logs
 
     def per_row(self, module: nn.Module, batch: Batch) -> tuple[Any, Mapping[str, Any]]:
-        """Returns the loss; what the module logs does not pass here."""
+        """Returns the loss, and no metrics: what the module logs goes to `Logs`."""
         return self._training.train(partial(self._within, module), batch), {}
 
     def evaluate(self, module: nn.Module, batch: Batch) -> tuple[torch.Tensor | None, Sums]:
-        """Returns the weighted sum of the losses that `validation_step` returned; `None` if it returned none."""
+        """Returns the weighted sum of the losses that `validation_step` returned; `None` if it returned no loss."""
         loss = self._training.validate(partial(self._within, module), batch)
         if loss is None or not batch.rows:
             return None, {}
@@ -188,12 +213,12 @@ class LightningStep(TrainingStep):
 
 def arguments_of(batch: Batch) -> tuple[torch.Tensor, ...]:
     """Returns the batch that the module's steps get: the inputs, and the label if there is one."""
-    batch = batch.complete()
-    return batch.inputs if batch.label is None else (*batch.inputs, batch.label)
+    whole = batch.complete()
+    return whole.inputs if whole.label is None else (*whole.inputs, whole.label)
 
 
 def called(method: Callable[..., Any], batch: tuple[torch.Tensor, ...], index: int) -> Any:
-    """Calls a step, whose `batch_idx` may be left out."""
+    """Calls a step of a module, which may leave out the argument `batch_idx`."""
     try:
         inspect.signature(method).bind(batch, index)
     except TypeError:
@@ -202,7 +227,7 @@ def called(method: Callable[..., Any], batch: tuple[torch.Tensor, ...], index: i
 
 
 def loss_of(output: Any, name: str) -> torch.Tensor:
-    """Returns the loss in what `training_step` of a module returned."""
+    """Returns the loss in the output of a module's `training_step`; refuses an output without a loss."""
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if isinstance(loss, torch.Tensor):
         return loss

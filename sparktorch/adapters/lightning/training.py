@@ -28,7 +28,7 @@ from sparktorch.base.world import World
 from sparktorch.errors import ModuleError, nearest, refusing
 from sparktorch.train.recipe.loss import TrainingStep
 from sparktorch.train.recipe.metrics import quiet
-from sparktorch.train.recipe.module_hooks import ModuleHooks, Within, call_plainly
+from sparktorch.train.recipe.module_hooks import ModuleHooks, Within
 
 __all__ = ["LightningTraining", "training_of"]
 
@@ -44,25 +44,27 @@ class LightningTraining(ModuleHooks):
     def __init__(
         self, module: nn.Module, world: World, trainer: TrainerView, *, validates: bool, needs_metric: str | None
     ) -> None:
-        """Attaches the training to a module that no strategy has wrapped, and to the LightningModules in it."""
+        """Attaches the training to a module that no strategy has wrapped, and to the LightningModules inside."""
         self._module: Any = module
         self.sees_gradients = overrides(module, "on_before_optimizer_step")
-        self.name, self._world = type(module).__qualname__, world
-        self._validates, self._needs_metric = validates, needs_metric
-        self.trainer, self._parts = trainer, parts(module)
+        self.name = type(module).__qualname__
+        self._world = world
+        self._validates = validates
+        self._needs_metric = needs_metric
+        self.trainer = trainer
+        self._parts = parts(module)
         for part in self._parts:
             vars(part).update(_trainer=trainer, log=self.log, optimizers=self._optimizers)
         self._metrics = ModuleMetrics(module)
-        self._aside: dict[str, Any] = {}  # In a validation, it has the states of the training's metrics.
+        self._aside: dict[str, Any] = {}  # In a validation, the training's states of metrics are here.
         self._logs = self._training_logs = self._early = Logs(self._metrics.compute)
-        self._muted = False  # Whether logged values are dropped.
+        self._muted = False  # If this is set, logged values are dropped.
         self._within_step = False
-        self._rows = 1  # The rows of the batch whose values are logged.
-        self._step_rows = 0  # The rows of the step so far.
+        self._rows = 1  # The batch whose values are logged has so many rows.
+        self._step_rows = 0  # The step has had so many rows so far.
         self._rehearsing = False
         self._batch_index = self._validation_index = 0
-        # The output, batch and number of the last batch, which `on_train_batch_end` gets.
-        self._last: tuple[dict[str, Any], Batch, int] | None = None
+        self._last: tuple[dict[str, Any], Batch, int] | None = None  # These are the arguments for `on_train_batch_end`.
         self._began = False
         self._evaluating: list[nn.Module] = []
         self._saved = Saved(module, trainer)
@@ -78,9 +80,10 @@ class LightningTraining(ModuleHooks):
     @cached_property
     def configured(self) -> Configured:
         """The module's optimizer and schedulers."""
-        returned = configured(self._module)
-        self.trainer.optimizers, self.trainer.lr_scheduler_configs = [returned.optimizer], list(returned.schedulers)
-        return returned
+        configuration = configured(self._module)
+        self.trainer.optimizers = [configuration.optimizer]
+        self.trainer.lr_scheduler_configs = list(configuration.schedulers)
+        return configuration
 
     def training_step(self, within: Within) -> TrainingStep:
         """Returns the step that calls the module's `training_step`, and its `validation_step`."""
@@ -88,9 +91,9 @@ class LightningTraining(ModuleHooks):
 
     def schedule(self, optimizer: torch.optim.Optimizer) -> LightningSchedule:
         """Returns the schedule of the module's schedulers."""
-        from_module = self.configured  # When it is made, it sets the trainer's optimizers, too.
+        configuration = self.configured  # When it is read first, this sets the trainer's optimizers.
         self.trainer.optimizers = [optimizer]
-        return LightningSchedule(from_module, optimizer, self.trainer)
+        return LightningSchedule(configuration, optimizer, self.trainer)
 
     def _optimizers(self, use_pl_optimizer: bool = True) -> Any:
         """Returns the optimizer: `self.optimizers()` of the module."""
@@ -113,10 +116,10 @@ class LightningTraining(ModuleHooks):
         metric_attribute: str | None = None,
         rank_zero_only: bool = False,
     ) -> None:
-        """Logs a value: `self.log` of the module, with the same arguments. Values are always those over all ranks.
+        """Logs a value: the module's `self.log`, with the same arguments. Values are always reduced over all ranks.
 
         Raises:
-            ModuleError: The name is taken by the record of the epoch, or the value is no number and no metric.
+            ModuleError: The record of the epoch has an entry with this name, or the value is no number and no metric.
         """
         where = f"self.log({name!r}, ...) of {self.name}"
         reduce = check_logged(name, reduce_fx, where)
@@ -124,28 +127,37 @@ class LightningTraining(ModuleHooks):
         on_epoch = not self._within_step if on_epoch is None else on_epoch
         if not (on_step or on_epoch):
             raise ModuleError(f"{where} with on_step=False and on_epoch=False logs nothing", hint="set one of them")
-        path, number = self._metrics.path_of(value), None
+        path = self._metrics.path_of(value)
+        number = None
         if path:
-            value = getattr(value, "_forward_cache", None)  # There is none after `update`.
+            value = getattr(value, "_forward_cache", None)  # After `update`, the metric has no value of the batch.
         if not path or value is not None:
             number = number_of(value, where).detach().reshape(()).to(self._world.device)
         if self._muted or (rank_zero_only and not self._world.is_main):
             number = None
         if path or number is not None:
-            rows, step = self._rows if batch_size is None else batch_size, self.trainer.global_step
-            how = {"on_step": on_step, "on_epoch": on_epoch, "step": step, "metric": path}
-            self._logs.log(name, number, rows, reduce=reduce, **how)
+            self._logs.log(
+                name,
+                number,
+                self._rows if batch_size is None else batch_size,
+                reduce=reduce,
+                on_step=on_step,
+                on_epoch=on_epoch,
+                step=self.trainer.global_step,
+                metric=path,
+            )
 
     def new_logs(self, prefix: str) -> Logs:
-        """Returns an empty collection, into which values are logged from now on."""
-        self._logs = logs = Logs(self._metrics.compute)
+        """Returns an empty collection, into which `log` puts values from now on."""
+        logs = Logs(self._metrics.compute)
+        self._logs = logs
         if prefix == "train_":
             self._training_logs = logs
         return logs
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """Context for passes that do not count: no hooks, nothing is logged, and the module counts nothing."""
+        """Context for passes that do not count: no hook is called, nothing is logged, and no attribute changes."""
         with unchanged([*self._parts, *self._metrics.collections]):
             self._rehearsing = True
             try:
@@ -156,7 +168,9 @@ class LightningTraining(ModuleHooks):
     def train(self, call: Call, batch: Batch) -> torch.Tensor:
         """Calls the module's `training_step`, within its forward pass, and the hooks around it; returns its loss."""
         self._end_batch()
-        module, index, arguments = self._module, self._batch_index, arguments_of(batch)
+        module = self._module
+        index = self._batch_index
+        arguments = arguments_of(batch)
         step = partial(called, module.training_step, arguments, index)
         with self._logging(batch):
             if self._rehearsing:
@@ -169,14 +183,16 @@ class LightningTraining(ModuleHooks):
             loss = loss_of(output, self.name)
             module.on_before_backward(loss)
         more = {key: value for key, value in output.items() if key != "loss"} if isinstance(output, Mapping) else {}
-        self._last = {"loss": loss.detach(), **more}, batch, index
+        self._last = ({"loss": loss.detach(), **more}, batch, index)
         self._batch_index += 1
         self._step_rows += batch.rows
         return loss
 
     def validate(self, call: Call, batch: Batch) -> torch.Tensor | None:
         """Calls the module's `validation_step`, and the hooks around it; returns its loss if it returned one."""
-        module, index, arguments = self._module, self._validation_index, arguments_of(batch)
+        module = self._module
+        index = self._validation_index
+        arguments = arguments_of(batch)
         with self._logging(batch, within_step=False):
             module.on_validation_batch_start(arguments, index)
             output = call(partial(called, module.validation_step, arguments, index))
@@ -185,16 +201,17 @@ class LightningTraining(ModuleHooks):
         if isinstance(output, Mapping):
             output = output.get("loss")
         elif isinstance(output, torch.Tensor) and output.dim():
-            return None  # The module has returned outputs for a hook.
+            return None  # This is no loss, but outputs for a hook.
         return output if isinstance(output, torch.Tensor) and output.is_floating_point() else None
 
     def begin_fit(self, epoch: int, step: int) -> None:
         """Calls `on_fit_start`, `on_train_start` and the first `on_train_epoch_start`."""
-        self.trainer.current_epoch, self.trainer.global_step = epoch, step
+        self.trainer.current_epoch = epoch
+        self.trainer.global_step = step
         device = torch.device(self._world.device)
         self._metrics.to(device)
         for part in parts(self._module):
-            vars(part)["_device"] = device  # Strategies that shard a module do not move it as a whole.
+            vars(part)["_device"] = device  # Strategies that shard a module do not move the module as a whole.
         self._logs = self._early
         for hook in ("on_fit_start", "on_train_start", "on_train_epoch_start"):
             self._hook(hook)
@@ -213,7 +230,7 @@ class LightningTraining(ModuleHooks):
         self._began = True
 
     def keep_modes(self) -> None:
-        """Sets the parts to evaluation mode that were in it before a validation, or before the training."""
+        """Sets parts to evaluation mode again that were in this mode before a validation, or before the training."""
         for part in self._evaluating:
             part.training = False
 
@@ -239,8 +256,10 @@ class LightningTraining(ModuleHooks):
         """Sets the module to evaluation mode, and calls `on_validation_start` and `on_validation_epoch_start`."""
         self._note_modes()
         self._module.eval()
-        self.trainer.training, self.trainer.validating = False, True
-        self._validation_index, self._aside = 0, self._metrics.set_aside(self._training_logs.logged_metrics)
+        self.trainer.training = False
+        self.trainer.validating = True
+        self._validation_index = 0
+        self._aside = self._metrics.set_aside(self._training_logs.logged_metrics)
         for hook in ("on_validation_start", "on_validation_epoch_start"):
             self._hook(hook)
 
@@ -256,11 +275,12 @@ class LightningTraining(ModuleHooks):
         self._metrics.put_back(self._aside)
         self._module.train()
         self.keep_modes()
-        self.trainer.training, self.trainer.validating = True, False
+        self.trainer.training = True
+        self.trainer.validating = False
         self._logs = self._training_logs
 
     def end_epoch(self, record: dict[str, Any]) -> None:
-        """Calls `on_train_epoch_end`, and adds what it logs to the record."""
+        """Calls `on_train_epoch_end`, and adds to the record what this hook logs."""
         self._publish(record)
         logged = self._training_logs.metrics
         if overrides(self._module, "on_train_epoch_end"):
@@ -268,7 +288,8 @@ class LightningTraining(ModuleHooks):
             self._hook("on_train_epoch_end")
             record |= late.over_ranks(self._world)
             self._publish(record)
-            self._logs, logged = self._training_logs, logged | late.metrics
+            self._logs = self._training_logs
+            logged = logged | late.metrics
         self._metrics.reset(logged)
         self.trainer.current_epoch += 1
 
@@ -279,17 +300,20 @@ class LightningTraining(ModuleHooks):
         self._module.teardown("fit")
 
     def try_validation(self, batch: Batch) -> None:
-        """Validates on the first row, if the training will validate; the metric to stop early by must be logged."""
+        """Validates on the first row, if the training will validate; refuses a module without the metric to stop by."""
         if not self._validates:
             return
-        step = self.training_step(call_plainly)
+        step = self.training_step(lambda _, function: function())
         what, hint = f"validation_step of {self.name} failed", "it gets (*inputs, label), as training_step does"
         with refusing(f"{what} on the first row", hint, param="module"), torch.no_grad():
             logs = self.new_logs("val_")
             self.begin_validation()
             loss, _ = step.evaluate(self._module, batch)
             self.end_validation_rows()
-            metrics = ({} if loss is None else {"val_loss": float(loss)}) | logs.over_ranks(World())
+            metrics: dict[str, float] = {}
+            if loss is not None:
+                metrics["val_loss"] = float(loss)
+            metrics |= logs.over_ranks(World())
             self.end_validation(metrics)
         name = self._needs_metric
         if name is not None and name not in metrics:
@@ -298,26 +322,31 @@ class LightningTraining(ModuleHooks):
             raise ModuleError(what, hint=hint, param="earlyStoppingMetric")
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns counters, metrics, what the module saves, and its plain attributes that the training has changed."""
+        """Returns counters, metrics, what the module saves, and the plain attributes that the training has changed."""
         return {
             **self._saved.state_dict(),
             "batch_index": self._batch_index,
-            "metrics": {path: state[:2] for path, state in self._metrics.states().items()},
+            "metrics": {path: state[:2] for path, state in self._metrics.held().items()},
             "values": {name: float(value) for name, value in self.trainer.callback_metrics.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, same_ranks: bool) -> None:
-        """Restores what `state_dict` returned; states of metrics only if the number of ranks is the same."""
+        """Restores what `state_dict` returned; restores the states of metrics only for the same number of ranks."""
         self._batch_index = state["batch_index"]
         self._publish(state["values"])
         if same_ranks:
-            self._metrics.put_back({path: (*of_metric, None) for path, of_metric in state["metrics"].items()})
+            self._metrics.put_back({path: (*held, None) for path, held in state["metrics"].items()})
         self._saved.load_state_dict(state)
 
     def _hook(self, name: str, *arguments: Any, rows: int | None = None) -> None:
-        """Calls a hook of the module. What it logs counts for the rows of a step, or once for each rank."""
+        """Calls a hook of the module.
+
+        What the hook logs counts for `rows` rows of a step; without `rows`, it counts once for each rank.
+        """
         before = self._within_step, self._muted
-        self._rows, self._within_step, self._muted = 1 if rows is None else rows, rows is not None, rows == 0
+        self._rows = 1 if rows is None else rows
+        self._within_step = rows is not None
+        self._muted = rows == 0
         try:
             if not self._rehearsing:
                 with quiet() if rows is None else nullcontext():  # A rank without rows computes metrics, too.
@@ -327,19 +356,26 @@ class LightningTraining(ModuleHooks):
 
     @contextmanager
     def _logging(self, batch: Batch, *, within_step: bool = True) -> Iterator[None]:
-        """Context in which values are logged for a batch; those of placeholder rows are dropped."""
-        self._rows, self._within_step = batch.rows, within_step
+        """Context in which values are logged for a batch; values from placeholder rows are dropped."""
+        self._rows = batch.rows
+        self._within_step = within_step
         self._muted = self._rehearsing or not batch.rows
         try:
-            # Attributes of a training are left to the module: a counter that differed between ranks would part them.
-            restored = [*(() if within_step else self._parts), *self._metrics.collections] if self._muted else []
+            restored: list[nn.Module] = []
+            if self._muted:
+                # In a training step, attributes keep their changes: a restored counter would differ between ranks.
+                if not within_step:
+                    restored += self._parts
+                restored += self._metrics.collections
             with self._metrics.restored(self._muted), unchanged(restored):
                 yield
         finally:
-            self._muted, self._within_step = False, False
+            self._muted = False
+            self._within_step = False
 
     def _end_batch(self) -> None:
-        last, self._last = self._last, None
+        last = self._last
+        self._last = None
         if last is not None:
             output, batch, index = last
             with self._logging(batch):

@@ -1,4 +1,4 @@
-"""Reads Petastorm data sets as DataFrames."""
+"""Reads Petastorm data sets as Spark DataFrames."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def read_petastorm(
     )
     decoder.check()
     if any(field.codec == "image" for field in decoder.encoded) and not is_connect(spark):
-        pillow()  # It fails here, and not in a task, if driver and executors have the same packages.
+        pillow()  # If Pillow is missing here, it is probably missing on the executors, too.
     data = _read(spark, path, fields, stored)
     if where is not None:
         data = data.where(where)
@@ -126,21 +126,23 @@ def _read(spark: SparkSession, path: str, fields: Sequence[UnischemaField], stor
     """Reads the Parquet files; partition columns of dtype str are read as strings."""
     data = spark.read.parquet(path)
     # Spark infers the types of partition columns, and reads "007" as a number.
-    guessed = {
+    text_partitions = {
         field.name
         for field in fields
         if field.dtype == "str" and field.name in data.columns and field.name not in stored
     }
-    if all(data.schema[name].dataType == T.StringType() for name in guessed):
+    if all(data.schema[name].dataType == T.StringType() for name in text_partitions):
         return data
-    kinds = [T.StructField(f.name, T.StringType() if f.name in guessed else f.dataType) for f in data.schema.fields]
-    return spark.read.schema(T.StructType(kinds)).parquet(path)
+    schema = T.StructType()
+    for column in data.schema.fields:
+        schema.add(column.name, T.StringType() if column.name in text_partitions else column.dataType)
+    return spark.read.schema(schema).parquet(path)
 
 
 def _scalar(data: DataFrame, field: UnischemaField) -> Column:
     column = quoted(field.name)
     if field.codec != "plain" or field.shape or field.dtype not in ARROW_TYPES or field.dtype == "bytes":
-        return column  # It has the type that the files have.
+        return column  # The column keeps the type that it has in the files.
     return column.cast(from_arrow_type(ARROW_TYPES[field.dtype])).alias(field.name)
 
 

@@ -28,7 +28,7 @@ __all__ = ["ARROW_TYPES", "SHAPE_SUFFIX", "Decoder", "Layout", "reader_batches",
 Array = npt.NDArray[Any]
 Layout = Literal["nested", "flat"]
 
-# Arrow types of decoded values. Spark has no unsigned integers and no float16: those become wider, uint64 int64.
+# Arrow types of decoded values. Spark has no unsigned integers and no float16. They become wider types; uint64, int64.
 ARROW_TYPES = {
     **{name: pa.type_for_alias(name) for name in ("bool", "int8", "int16", "int32", "int64", "float32", "float64")},
     **{"uint8": pa.int16(), "uint16": pa.int32(), "uint32": pa.int64(), "uint64": pa.int64(), "float16": pa.float32()},
@@ -79,9 +79,11 @@ class Decoder:
     def check(self) -> None:
         """Refuses fields that cannot be decoded, with a `DatasetError`; reads no rows."""
         for field in self.encoded:
-            colours = field.codec == "image" and len(field.shape) == 3
-            if field.dtype not in ARROW_TYPES or (colours and field.dtype == "uint16"):
-                what = "is of 16-bit colours, which Pillow reads as 8-bit ones" if colours else "cannot become a column"
+            has_colours = field.codec == "image" and len(field.shape) == 3
+            if field.dtype not in ARROW_TYPES or (has_colours and field.dtype == "uint16"):
+                what = "cannot become a column"
+                if has_colours:
+                    what = "is of 16-bit colours, which Pillow reads as 8-bit ones"
                 hint = "read it undecoded with undecoded=[...], or leave it out with columns=[...]"
                 raise DatasetError(f"{field.describe()} {what}", hint=hint, field=field.name)
 
@@ -94,13 +96,15 @@ class Decoder:
             for _ in field.shape:
                 kind = pa.list_(kind)
             return {field.name: kind}
-        return {field.name: pa.list_(kind)} | (
-            {field.name + SHAPE_SUFFIX: pa.list_(pa.int32())} if len(field.shape) > 1 and None in field.shape else {}
-        )
+        columns: dict[str, pa.DataType] = {field.name: pa.list_(kind)}
+        if len(field.shape) > 1 and None in field.shape:
+            columns[field.name + SHAPE_SUFFIX] = pa.list_(pa.int32())
+        return columns
 
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Yields decoded batches of about `batch_bytes`; a `ColumnError` names column and row of a corrupt value."""
-        first_row, rows = 0, _FIRST_ROWS
+        first_row = 0
+        rows = _FIRST_ROWS
         for batch in batches:
             start = 0
             while start < batch.num_rows:
@@ -114,12 +118,13 @@ class Decoder:
         fields = {field.name: field for field in self.encoded}
         columns: dict[str, pa.Array] = {}
         for name, column in zip(batch.schema.names, batch.columns, strict=True):
-            columns |= self._column(column, fields[name], first_row) if name in fields else {name: column}
+            field = fields.get(name)
+            columns |= {name: column} if field is None else self._column(column, field, first_row)
         return pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns))
 
     def _column(self, column: pa.Array, field: UnischemaField, first_row: int) -> dict[str, pa.Array]:
         present = column.is_valid().to_numpy(zero_copy_only=False)
-        flat, shapes = _decoded(column, field, first_row)
+        flat, shapes = _decode_values(column, field, first_row)
         if not field.shape:
             return {field.name: flat.take(pa.array(np.cumsum(present) - 1, mask=~present))}
         if self.layout == "nested":
@@ -134,26 +139,31 @@ class Decoder:
 
 
 def _lists(values: pa.Array, lengths: npt.NDArray[np.int64], present: npt.NDArray[np.bool_] | None) -> pa.ListArray:
-    """Returns lists of `lengths` values where `present` is true (`None`: everywhere), and nulls elsewhere."""
+    """Returns a list of values where `present` is true, with its length in `lengths`, and nulls elsewhere.
+
+    If `present` is `None`, there are lists everywhere.
+    """
     if present is not None:
-        spread = np.zeros(len(present), np.int64)
-        spread[present] = lengths
-        lengths = spread
+        all_lengths = np.zeros(len(present), np.int64)
+        all_lengths[present] = lengths
+        lengths = all_lengths
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     assert offsets[-1] <= np.iinfo(np.int32).max, "a batch has about `batch_bytes`"
     mask = None if present is None or present.all() else np.append(~present, False)
     return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32), mask=mask), values)
 
 
-def _decoded(column: pa.Array, field: UnischemaField, first_row: int) -> tuple[pa.Array, npt.NDArray[np.int64]]:
+def _decode_values(column: pa.Array, field: UnischemaField, first_row: int) -> tuple[pa.Array, npt.NDArray[np.int64]]:
     """Decodes the rows of a binary column that are not null.
 
-    Returns their elements, row after row in C order, and each row's shape, int64 of shape `(rows, dimensions)`. A
-    `ColumnError` names the row of a value that is broken, or not what the field says; `first_row` is that of the first.
+    Returns the elements, row after row in C order, and each row's shape, as int64 of shape `(rows, dimensions)`. A
+    `ColumnError` names the row of a value that is broken, or not what the field says; `first_row` is the position of
+    the column's first row.
     """
     if field.codec == "image":
-        pillow()  # It says whether Pillow is missing.
-    kind, files = ARROW_TYPES[field.dtype], column.drop_null().cast(pa.large_binary())
+        pillow()  # This raises an error if Pillow is missing.
+    kind = ARROW_TYPES[field.dtype]
+    files = column.drop_null().cast(pa.large_binary())
     if not len(files):
         return pa.array([], kind), np.empty((0, len(field.shape)), np.int64)
     numbers = first_row + np.flatnonzero(column.is_valid())
@@ -165,7 +175,7 @@ def _decoded(column: pa.Array, field: UnischemaField, first_row: int) -> tuple[p
         rows = [_row(file, field, number) for number, file in zip(numbers, files.to_pylist(), strict=True)]
         values = np.concatenate([row.reshape(-1) for row in rows])
         shapes = np.array([row.shape for row in rows], np.int64).reshape(len(rows), len(field.shape))
-    if values.dtype.kind == "u":  # Arrow refuses what int64 does not hold.
+    if values.dtype.kind == "u":  # Unsigned values stay so: then Arrow refuses those that int64 cannot hold.
         values = values.astype(values.dtype.newbyteorder("="), copy=False)
     elif values.dtype.kind not in _NUMPY_NAMES:
         values = values.astype(kind.to_pandas_dtype(), copy=False)
@@ -197,7 +207,7 @@ def _row(blob: bytes, field: UnischemaField, number: np.int64) -> Array:
 
 
 def _alike(files: pa.LargeBinaryArray, first: Array) -> Array | None:
-    """Returns the elements of `.npy` files at once if all have the first one's header and length, else `None`."""
+    """Returns the elements of all `.npy` files at once; `None` if any has another header or length than the first."""
     _, offsets, data = files.buffers()
     bounds = np.frombuffer(offsets, np.int64)[files.offset :][: len(files) + 1]
     if not first.nbytes or not first.flags.c_contiguous or np.ptp(np.diff(bounds)):
@@ -212,14 +222,14 @@ def _alike(files: pa.LargeBinaryArray, first: Array) -> Array | None:
 def _npy(blob: bytes, field: UnischemaField) -> Array:
     size = 10 + int.from_bytes(blob[8:10], "little")  # Petastorm writes headers of version 1.
     shape, fortran, dtype = _header(blob[:size])
-    if not dtype.itemsize:  # All strings are empty.
+    if not dtype.itemsize:  # All values are empty strings.
         return np.zeros(shape, dtype)
     return np.frombuffer(blob, dtype, offset=size).reshape(shape, order="F" if fortran else "C")
 
 
 @lru_cache(maxsize=1024)
 def _header(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Returns the shape, the order and the dtype of a `.npy` file; NumPy takes longer for a header than for values."""
+    """Returns shape, order and dtype of a `.npy` file; cached, as NumPy takes longer for headers than for values."""
     stream = io.BytesIO(header)
     np.lib.format.read_magic(stream)
     return np.lib.format.read_array_header_1_0(stream)
@@ -233,7 +243,8 @@ def _npz(blob: bytes, field: UnischemaField) -> Array:
 def _image(blob: bytes, field: UnischemaField) -> Array:
     """Decodes an image: 8-bit RGB, 8-bit grayscale or 16-bit grayscale."""
     with pillow().open(io.BytesIO(blob), formats=(field.image_format,)) as image:
-        mode, pixels = image.mode, np.asarray(image)
+        mode = image.mode
+        pixels = np.asarray(image)
     if mode.startswith("I"):
         return pixels.astype(np.uint16)
     if mode not in ("L", "RGB"):
@@ -255,7 +266,8 @@ def reader_batches(reader: Iterable[Any], columns: Columns, *, key: str) -> Iter
             of the other columns.
     """
     names = {spec.name: spec.column for spec in columns.tensors}
-    names |= {VALIDATION: columns.validation} if columns.validation else {}
+    if columns.validation:
+        names[VALIDATION] = columns.validation
     for batch in reader:
         by_name = batch._asdict() if hasattr(batch, "_asdict") else batch
         arrays = {wire: _rows(by_name[name]) for wire, name in names.items()}

@@ -83,9 +83,9 @@ class UnischemaField:
 
 
 def read_unischema(pickled: bytes) -> tuple[UnischemaField, ...]:
-    """Returns the fields of a Unischema that petastorm 0.4 or newer pickled, in its order.
+    """Returns the fields of a Unischema that petastorm 0.4 or newer has pickled, in the order of the Unischema.
 
-    A `DatasetError` refuses pickles of anything else, such as a custom codec or code to run.
+    A `DatasetError` refuses pickles with anything else in them, such as a custom codec or code to run.
     """
     try:
         root = _Unpickler(io.BytesIO(pickled), encoding="utf-8").load()
@@ -124,8 +124,7 @@ class _Unpickler(pickle.Unpickler):
         if path == "collections.OrderedDict":
             return dict
         if path in _ADMITTED:
-            # The class is new each time, so that no pickle can change what another one gets.
-            return type(name, (_Record,), {"path": path})
+            return type(name, (_Record,), {"path": path})  # A new class each time leaves a pickle none to tamper with.
         raise DatasetError(
             f"the pickled schema asks for {path!r}, which is no part of a schema: refused, nothing was run",
             hint="custom codecs cannot be read; if it is none of yours, do not trust the data set",
@@ -152,11 +151,15 @@ def _field(record: Any) -> UnischemaField:
 
 
 def _opened(record: Any, admitted: Container[str]) -> tuple[str, tuple[Any, ...], Any]:
-    """Returns class path, arguments and state of an object of an admitted class, however it was pickled."""
+    """Returns the class path, arguments and state of an object, in whichever way it was pickled.
+
+    A `ValueError` refuses classes that are not admitted.
+    """
     path, args = (record.path, record.args) if isinstance(record, _Record) else ("", ())
     if path == _RECONSTRUCTOR:
         cls, base, content = args
-        path, args = cls.path, content if base.path == "builtins.tuple" else ()
+        path = cls.path
+        args = content if base.path == "builtins.tuple" else ()
     elif path == _RESTORE:
         name, _, args = args
         path = _FIELD if name == "UnischemaField" else ""
@@ -173,3 +176,12 @@ def _dtype(value: Any, field: str) -> str:
         if isinstance(code, str) and re.fullmatch(r"[a-zA-Z]\d*", code):  # It is that of a simple dtype, such as `f4`.
             return _DTYPES[f"numpy.{np.dtype(code).type.__name__}"]
     raise ValueError(f"the type of field {field!r} is none of NumPy's that Petastorm stores")
+
+
+def _is_code(text: Any) -> bool:
+    """Whether a value is the NumPy code of a simple dtype, such as `f4`."""
+    return isinstance(text, str) and re.fullmatch(r"[a-zA-Z]\d*", text) is not None
+
+
+def _image_format(state: Any) -> str:
+    return _FORMATS[state["_image_codec"].lstrip(".").lower()]  # Petastorm has no other formats.

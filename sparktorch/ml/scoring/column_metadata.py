@@ -1,6 +1,6 @@
-"""ML attributes: column metadata that later Spark stages read; and checks of columns of numbers and labels.
+"""ML attributes, the column metadata that later Spark stages read, and checks of columns with numbers and labels.
 
-`VectorAssembler` reads vector sizes from them without a job, also on streams; `IndexToString` reads the labels.
+`VectorAssembler` reads vector sizes from ML attributes without a job, also on streams; `IndexToString` reads labels.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["check_numbers", "class_index", "classes_of", "double_or_null", "labe
 
 
 def check_numbers(names: ColumnNames, columns: Iterable[str]) -> None:
-    """Refuses columns of other types than numbers and booleans."""
+    """Refuses columns that hold neither numbers nor booleans."""
     for column in columns:
         kind = names.type_of(column)
         if not isinstance(kind, NUMERIC):
@@ -39,7 +39,7 @@ def labels_of(dataset: DataFrame, column: str) -> tuple[str, ...]:
 
 
 def classes_of(dataset: DataFrame, column: str) -> int:
-    """Returns the number of classes by a column's metadata, as Spark's classifiers take it; 0 if it says none."""
+    """Returns the number of classes in a column's metadata, as Spark's classifiers take it; 0 if it has none."""
     attribute = _attribute(dataset, column)
     if attribute.get("type") == "binary":
         return 2
@@ -54,36 +54,40 @@ def _attribute(dataset: DataFrame, column: str) -> dict[str, Any]:
 def class_index(dataset: DataFrame, column: str, labels: Sequence[str]) -> Column:
     """Returns a column of labels as class indices.
 
-    Strings become their indices in `labels`, and -1 where they are not in it; numbers are indices already. A
-    `ColumnError` refuses other types, and numbers that stand for other labels by the column's metadata.
+    Strings become their indices in `labels`, or -1 if `labels` lacks them; numbers are indices already. A `ColumnError`
+    refuses other types, and numbers that stand for other labels by the column's metadata.
     """
     names = ColumnNames.of(dataset)
-    kind, values = names.type_of(column), names.column(column)
+    kind = names.type_of(column)
+    values = names.column(column)
     if labels and isinstance(kind, T.StringType):
         # `array_position` counts from 1, and returns 0 for a string that is not in the array.
         return (F.array_position(F.array(*map(F.lit, labels)), values) - 1).cast("double")
-    same = "; transform the rows with the StringIndexerModel that indexed those of the fit"
+    use_same_indexer = "; transform the rows with the StringIndexerModel that indexed those of the fit"
     if not isinstance(kind, NUMERIC):
-        hint = f"labels are the numbers 0, 1, ... of their classes{same if isinstance(kind, T.StringType) else ''}"
+        hint = "labels are the numbers 0, 1, ... of their classes"
+        if isinstance(kind, T.StringType):
+            hint += use_same_indexer
         raise no_number(kind, column, hint)
     for index, (ours, theirs) in enumerate(zip(labels, labels_of(dataset, column), strict=False)):
         if ours != theirs:
             what = f"index {index} of column {column!r} is the label {theirs!r}, the model's class {index} is {ours!r}"
-            raise ColumnError(what, hint=f"set labelCol to a column of the labels themselves{same}", column=column)
+            hint = f"set labelCol to a column of the labels themselves{use_same_indexer}"
+            raise ColumnError(what, hint=hint, column=column)
     return values
 
 
 def nominal(classes: int, labels: Sequence[str]) -> dict[str, Any]:
-    """Returns the attribute of class indices, with labels if known."""
+    """Returns the attribute for class indices, with the labels if there are any."""
     values = {"vals": list(labels)} if labels else {"num_vals": classes}
     return {"ml_attr": {"type": "nominal", **values}}
 
 
 def numeric() -> dict[str, Any]:
-    """Returns the attribute of numbers, without a type, as Spark writes it."""
+    """Returns the attribute for numbers, without a type, as Spark writes it."""
     return {"ml_attr": {}}
 
 
 def vector(size: int) -> dict[str, Any]:
-    """Returns the attribute of ML vectors of this size."""
+    """Returns the attribute for ML vectors with so many elements."""
     return {"ml_attr": {"num_attrs": size}}

@@ -1,4 +1,4 @@
-"""Parts of all evaluations: rows that are compared with their labels, and the base class of the summaries."""
+"""What all evaluations share: the comparison of scored rows with their labels, and the summaries' base class."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Summary:
     """Base class of the summaries.
 
     Attributes:
-        predictions: The output of `transform`; not cached, so each action on it scores again.
-        predictionCol: Its column of predictions.
-        labelCol: Its column of true values.
-        weightCol: Its column of weights, used by all metrics; "" for equal weights.
+        predictions: The output of `transform`. It is not cached, so each action on it scores the rows again.
+        predictionCol: The column of predictions in `predictions`.
+        labelCol: The column of true values in `predictions`.
+        weightCol: The column of weights in `predictions`, which all metrics use; "" for equal weights.
         numInstances: Number of rows.
     """
 
@@ -78,11 +78,18 @@ def compared(
 ) -> Iterator[tuple[DataFrame, DataFrame]]:
     """Yields two DataFrames: the output of `transform`, and its `label`, `prediction` and `weight` as double.
 
-    `more` are further columns of the second DataFrame. If it is `persisted` until the block ends, several jobs score
-    the rows once. `label` is the class index that `labelCol` stands for; by default `labelCol` is a number itself. Rows
-    without label or weight are left out if the model's `nullPolicy` is "drop", as in the fit.
+    Rows without label or weight are left out if the model's `nullPolicy` is "drop", as in the fit.
+
+    Args:
+        model: A model whose output columns have names.
+        transform: The model's `transform`.
+        dataset: Rows with inputs and labels.
+        more: Further columns of the second DataFrame.
+        persisted: Whether the second DataFrame is persisted until the block ends, so that several jobs score rows once.
+        label: The class index that `labelCol` stands for; by default `labelCol` has numbers.
     """
-    names, weight_name = ColumnNames.of(dataset), weight_column(model)
+    names = ColumnNames.of(dataset)
+    weight_name = weight_column(model)
     if label is None:
         check_numbers(names, [model.getLabelCol()])
         label = names.column(model.getLabelCol())
@@ -111,7 +118,9 @@ def compared(
 
 def weight_column(model: ClassificationModelParams | RegressionModelParams) -> str:
     """Returns the name of the column of weights; empty if there is none."""
-    return model.getWeightCol() or "" if model.isDefined(model.weightCol) else ""
+    if not model.isDefined(model.weightCol):
+        return ""
+    return model.getWeightCol() or ""
 
 
 def refuse_rows(*cases: tuple[Any, str | None, str, str, str]) -> None:
@@ -127,23 +136,32 @@ def refuse_rows(*cases: tuple[Any, str | None, str, str, str]) -> None:
 def described(
     model: ClassificationModelParams | RegressionModelParams, predictions: DataFrame, totals: list[Row]
 ) -> dict[str, Any]:
-    """Returns the fields of all summaries, from rows that have labels, weights and predictions."""
-    label, weight = model.getLabelCol(), weight_column(model)
+    """Returns the fields that all summaries have; refuses rows without label, valid weight or prediction.
+
+    `totals` are the rows that the aggregates of the function `totals` return, one for each group of scored rows.
+    """
+    label = model.getLabelCol()
+    weight = weight_column(model)
     rows = sum(row["rows"] for row in totals)
     no_label = rows - sum(row["labels"] for row in totals)
-    # The sum of no valid weights is null.
+    # A group without any valid weight has null as the sum.
     no_weight = rows - sum(row["weights"] or 0 for row in totals)
     no_prediction = rows - sum(row["predictions"] for row in totals)
     total_weight = sum(row["weight"] or 0 for row in totals)
-    out, or_drop = "leave them out with a filter", "leave them out with a filter, or set nullPolicy='drop'"
-    what_weight = f"{no_weight} rows are null, NaN, infinite or negative in column {weight!r}"
-    refuse_rows(
-        (not rows, None, "the DataFrame has no rows", "check the filter or the path it comes from", "ST-NO-ROWS"),
-        (no_label, label, f"{no_label} rows are null or NaN in column {label!r}", or_drop, ""),
-        (no_weight, weight, what_weight, out, ""),
-        (no_prediction, None, f"{no_prediction} rows are without a prediction", "set handleInvalid='skip'", ""),
-        (not total_weight, weight, "all rows have the weight 0", "unset weightCol", "ST-WEIGHT"),
-    )
+    leave_out = "leave them out with a filter"
+    if not rows:
+        hint = "check the filter or the path it comes from"
+        raise ColumnError("the DataFrame has no rows", hint=hint, code="ST-NO-ROWS")
+    if no_label:
+        what = f"{no_label} rows are null or NaN in column {label!r}"
+        raise ColumnError(what, hint=f"{leave_out}, or set nullPolicy='drop'", column=label)
+    if no_weight:
+        what = f"{no_weight} rows are null, NaN, infinite or negative in column {weight!r}"
+        raise ColumnError(what, hint=leave_out, column=weight)
+    if no_prediction:
+        raise ColumnError(f"{no_prediction} rows are without a prediction", hint="set handleInvalid='skip'")
+    if not total_weight:
+        raise ColumnError("all rows have the weight 0", hint="unset weightCol", column=weight, code="ST-WEIGHT")
     return {
         "predictions": predictions,
         "predictionCol": model.getPredictionCol(),

@@ -1,8 +1,8 @@
 """Evaluates a fitted model: the metrics of Spark's own summaries, under the same names.
 
-The rows are scored once. A classifier's metrics come from its confusion matrix, which one aggregation counts; with many
-classes, they come from the sums of its rows and columns. Spark's evaluators compute the areas under curves and the
-metrics of regression.
+The rows are scored once. A classifier's metrics come from its confusion matrix, which one aggregation counts. With many
+classes, the metrics come from the sums over the matrix's rows and columns. Spark's evaluators compute the areas under
+curves and the metrics of regression.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 _MATRIX_CLASSES = 500  # Up to this many classes, the confusion matrix comes to the driver unasked.
-# All labels that are no class count as this one: a column of identifiers would have too many for the driver.
+# All labels that are no class count as the class -1: a column of identifiers would have too many for the driver.
 _UNKNOWN = -1.0
 
 Floats = npt.NDArray[np.float64]
@@ -84,7 +84,8 @@ class Confusion:
 
     def f_measure(self, beta: float) -> Floats:
         """For each class: the harmonic mean of precision and recall; `beta` is the weight of recall."""
-        precision, recall = self.precision, self.recall
+        precision = self.precision
+        recall = self.recall
         measure = _ratio((1 + beta**2) * precision * recall, beta**2 * precision + recall)
         return np.nan_to_num(measure, nan=0.0)
 
@@ -109,7 +110,7 @@ class ClassificationSummary(Summary):
     numClasses: int
     _names: Sequence[str] = ()  # The classes may have names.
     _confusion: Confusion
-    _cells: Callable[[], list[Row]]  # This returns the cells of the confusion matrix that have rows.
+    _cells: Callable[[], list[Row]]  # This function returns the cells of the confusion matrix that have rows.
 
     _main_metrics: ClassVar[tuple[str, ...]] = (
         *Summary._main_metrics,
@@ -135,7 +136,7 @@ class ClassificationSummary(Summary):
     def confusionMatrix(self) -> list[list[float]]:
         """The weight of the rows of class `i` (row) that are predicted as class `j` (column).
 
-        Of more than 500 classes, it is counted when it is asked for, which scores the rows again.
+        With more than 500 classes, the matrix is counted when it is asked for, which scores the rows again.
         """
         matrix = np.zeros((self.numClasses, self.numClasses))
         for cell in self._cells():
@@ -257,9 +258,9 @@ def evaluate_classifier(
     classes: int,
     names: Sequence[str] = (),
 ) -> ClassificationSummary:
-    """Scores the rows and compares with the labels; all output columns of the model have names.
+    """Scores the rows and compares the predictions with the labels.
 
-    `names` are the names of the classes, if they have any.
+    All output columns of the model must have names. `names` are the names of the classes, if they have any.
 
     A `ColumnError` refuses columns that are missing or not numeric, and rows without weight or prediction, or with a
     label that is not a class of the model.
@@ -267,7 +268,8 @@ def evaluate_classifier(
     column = model.getLabelCol()
     index = class_index(dataset, column, names)
     original_label = ColumnNames.of(dataset).column(column).alias("original_label")
-    binary, many = classes == 2, classes > _MATRIX_CLASSES
+    binary = classes == 2
+    many = classes > _MATRIX_CLASSES
     score = [quoted(model.getProbabilityCol()).alias("score")] if binary else []
     label = F.col("label")
     is_class = label.isNull() | ((label >= 0) & (label < classes) & (label == F.rint(label)))
@@ -277,12 +279,13 @@ def evaluate_classifier(
     more = [original_label, *score]
     with compared(model, transform, dataset, *more, persisted=binary or many, label=index) as (predictions, rows):
         cells = rows.groupBy(class_of, "prediction").agg(*sums)
-        # The cells of many classes are too many for the driver, which then gets sums by label and by prediction.
+        # Many classes have too many cells for the driver, which then gets sums by label and by prediction.
         groups = (rows.groupBy(class_of).agg(*sums) if many else cells).collect()
         fields = described(model, predictions, groups)
         unknown = [group for group in groups if group["class"] == _UNKNOWN]
         if unknown:
-            least, count = min(group["least"] for group in unknown), sum(group["rows"] for group in unknown)
+            least = min(group["least"] for group in unknown)
+            count = sum(group["rows"] for group in unknown)
             raise no_class(least, count, classes, column, names)
         by_prediction = rows.groupBy("prediction").agg(*totals()).collect() if many else groups
         labels = np.unique(_values(groups, "class").astype(np.int64))
@@ -305,7 +308,7 @@ def evaluate_classifier(
 
 
 def evaluate_regressor(model: RegressionModelParams, transform: Transform, dataset: DataFrame) -> RegressionSummary:
-    """Scores the rows and compares with the labels; the model's output column has a name, and is a number."""
+    """Scores the rows and compares the predictions with the labels; the output column has a name, and holds numbers."""
     with compared(model, transform, dataset, persisted=True) as (predictions, rows):
         fields = described(model, predictions, rows.agg(*totals()).collect())
         evaluator = RegressionEvaluator(weightCol="weight")
@@ -323,18 +326,19 @@ def _values(groups: list[Row], name: str) -> Floats:
 
 
 def _sums_by_class(groups: list[Row], key: str, name: str, classes: int) -> Floats:
-    """Returns the sum of a column of groups for each class that `key` has."""
+    """Returns, for each class, the sum of the column `name` over the groups whose column `key` has the class."""
     index = _values(groups, key).astype(np.int64)
     return np.asarray(np.bincount(index, _values(groups, name), classes), np.float64)
 
 
 def no_class(label: Any, rows: int, classes: int, column: str, labels: Sequence[str]) -> ColumnError:
-    """Returns the refusal of rows whose label is not a class of the model; `labels` are the names of its classes.
+    """Returns the error for rows whose label is not a class of the model; `labels` are the names of the classes.
 
-    `label` is the label of one of these rows, or `None` if it is some string.
+    `label` is the label in one of these rows, or `None` for a string that is not at hand.
     """
     if isinstance(label, int | float):
-        value, hint = f"{label:g}", "index the labels as they were for fit"
+        value = f"{label:g}"
+        hint = "index the labels as they were for fit"
     else:
         value = "another label" if label is None else repr(label)
         hint = "leave out rows with labels that fit did not see"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from typing import TYPE_CHECKING, Any
 
 from sparktorch.base.imports import matplotlib
@@ -34,7 +35,7 @@ def curves(history: Sequence[dict[str, Any]]) -> Figure:
         name: name.removeprefix("val_") for name in names if name.startswith(("val_", "train_")) and name != "val_loss"
     }
     rates = {record.get("learning_rate") for record in history}
-    # A panel has the label of each curve by its column, and a title.
+    # A panel is a pair: a label for each curve, by the curve's column, and the panel's title.
     panels: list[tuple[dict[str, str], str]] = [({"loss": "training", "val_loss": "validation"}, "loss")]
     if metrics:
         panels.append((metrics, "metrics of validation"))
@@ -47,7 +48,10 @@ def curves(history: Sequence[dict[str, Any]]) -> Figure:
 
 
 def confusion_matrix(counts: Sequence[Sequence[float]], labels: Sequence[str] = ()) -> Figure:
-    """Draws the weight of rows by class (row) and predicted class (column); without labels, classes have numbers."""
+    """Draws the weight of the rows by class (row) and predicted class (column).
+
+    Without labels, classes have their numbers as names.
+    """
     classes = len(counts)
     side = 2.5 + 0.45 * min(classes, _MOST_NUMBERS)
     figure = _figure(side, side)
@@ -57,11 +61,11 @@ def confusion_matrix(counts: Sequence[Sequence[float]], labels: Sequence[str] = 
         figure.colorbar(image, ax=axes, shrink=0.7)
     else:
         middle = max(max(row) for row in counts) / 2
-        for row, of_class in enumerate(counts):
-            for column, count in enumerate(of_class):
+        for row, counts_in_row in enumerate(counts):
+            for column, count in enumerate(counts_in_row):
                 color = "white" if count > middle else "black"
                 axes.text(column, row, f"{count:.6g}", ha="center", va="center", color=color)
-    ticks = list(range(0, classes, -(-classes // _MOST_NUMBERS)))
+    ticks = list(range(0, classes, math.ceil(classes / _MOST_NUMBERS)))
     names = [labels[tick] if labels else str(tick) for tick in ticks]
     axes.set_xticks(ticks, labels=names, rotation=90 if any(len(name) > _SHORT for name in names) else 0)
     axes.set_yticks(ticks, labels=names)
@@ -90,7 +94,7 @@ def picture(figure: Figure) -> bytes:
 
 
 def _figure(width: float, height: float) -> Figure:
-    """Returns a figure of this size in inches, which notebooks show without pyplot; pyplot would show it twice."""
+    """Returns a figure of this size in inches; notebooks show it without pyplot, which would show it twice."""
     kind: Any = type("Figure", (matplotlib().Figure,), {"_repr_png_": _png})
     figure: Figure = kind(figsize=(width, height), layout="constrained")
     return figure
@@ -109,7 +113,8 @@ def _draw(axes: Axes, history: Sequence[dict[str, Any]], labels: dict[str, str],
     for name, label in labels.items():
         records = [record for record in history if name in record]  # Not every epoch is validated.
         if records:
-            epochs, values = [record["epoch"] for record in records], [record[name] for record in records]
+            epochs = [record["epoch"] for record in records]
+            values = [record[name] for record in records]
             axes.plot(epochs, values, marker=".", label=label)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.set(xlabel="epoch", ylabel=title)

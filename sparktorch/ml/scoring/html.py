@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 __all__ = ["Shown", "block", "drawn", "grid", "number", "pairs", "settings", "sizes"]
 
 _LONGEST = 100  # A value is cut to so many characters.
-# Notebooks have styles of their own for tables, in light and dark; these keep them narrow and to the left.
+# Notebooks style tables themselves, in light and dark. These styles keep tables narrow, and text to the left.
 _TABLE = "border-collapse: collapse; margin: 0.3em 0"
 _CELL = "text-align: left; vertical-align: top; padding: 0.15em 0.8em 0.15em 0"
 
 
 class Shown(Params):
-    """An estimator that shows the Params that are set."""
+    """Base class of estimators, which show the Params that are set."""
 
     def __repr__(self) -> str:
-        """Returns the class with its Params, as they would be given to it; `uid` has the identifier."""
+        """Returns the class and the Params that are set, like a call of the constructor; `uid` has the identifier."""
         return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in settings(self).items())})"
 
     def _repr_html_(self) -> str:
@@ -42,7 +42,7 @@ def settings(params: Params) -> dict[str, str]:
 
 
 def sizes(model: Any) -> dict[str, int]:
-    """Returns the numbers of a model's classes and input values, without those that it does not have or know."""
+    """Returns the number of a model's classes, and of its input values, as far as the model has and knows them."""
     counts = {name: getattr(model, name, -1) for name in ("numClasses", "numFeatures")}
     return {name: count for name, count in counts.items() if count >= 0}
 

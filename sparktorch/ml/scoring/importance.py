@@ -1,7 +1,7 @@
-"""Permutation importance: how much worse a model scores rows among which the values of one column are shuffled.
+"""Permutation importance: how much worse a model scores rows when the values of one column are shuffled.
 
-One job reads the rows once. Its tasks repeat each Arrow batch as it is, and with one column after another shuffled;
-`transform` scores all of these variants, and Spark computes the metric of each.
+One job reads the rows once. Its tasks repeat each Arrow batch as it is, and then with one column after another
+shuffled. `transform` scores all of these variants, and Spark computes the metric of each variant.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from pyspark.sql import Column, DataFrame, Row, Window
 from pyspark.sql import functions as F
 
 from sparktorch.base.config import above, one_of
+from sparktorch.errors import ColumnError
 from sparktorch.ml.params.declare import input_names
-from sparktorch.ml.scoring.comparison import compared, refuse_rows, weight_column
+from sparktorch.ml.scoring.comparison import compared, weight_column
 from sparktorch.ml.scoring.evaluation import no_class
 from sparktorch.spark.column_names import ColumnNames, quoted
 from sparktorch.spark.session import setting, switched_on
@@ -30,12 +31,12 @@ _UNSHUFFLED = -1  # This is the number of the variant whose rows are as they cam
 
 
 def _ratio(part: Column, whole: Column) -> Column:
-    """Returns a quotient, null for a zero divisor, where Spark raises an error or not, depending on a setting."""
+    """Returns a quotient, null for a zero divisor, for which Spark raises an error with `spark.sql.ansi.enabled`."""
     return part / F.nullif(whole, F.lit(0.0))
 
 
 def _metric(name: str) -> Column:
-    """Returns a metric, by its name in the summaries, as an expression of the sums of a variant."""
+    """Returns the metric that the summaries call `name`, as an expression over the sums of a variant."""
     weight = F.sum("weight")
     if name == "accuracy":
         return _ratio(F.sum("hits"), weight)
@@ -52,7 +53,7 @@ def _metric(name: str) -> Column:
 def importance_of(
     model: Any, dataset: DataFrame, label: Column, metric: str, valid: list[str], score: Column, repeats: int, seed: int
 ) -> pd.DataFrame:
-    """Returns `column`, `importance` and `deviation` of each input column, the most important first.
+    """Returns a table with `column`, `importance` and `deviation` for each input column, the most important first.
 
     Args:
         model: A model whose output columns have names.
@@ -60,19 +61,20 @@ def importance_of(
         label: The labels, as numbers.
         metric: Name of the metric.
         valid: Names of the metrics that the model has.
-        score: The column of the output of `transform` that is larger for class 1, of a classifier with two classes.
+        score: A column of `transform`'s output that is larger for class 1, if the model has two classes; else 0.
         repeats: How often each column is shuffled (> 0).
         seed: The seed of the shuffling.
 
     Raises:
-        ConfigError: `metric` is none of the model's, or `repeats` is out of range.
-        ColumnError: A column is missing, or is of another type than in the fit; there are no rows; a label is no class
-            of the model; or the metric needs different labels, and there is one.
+        ConfigError: The model has no such `metric`, or `repeats` is out of range.
+        ColumnError: A column is missing, or has another type than in the fit; there are no rows; a label is no class of
+            the model; or all labels are the same, and the metric needs different ones.
     """
     above("repeats", repeats, 0)
     one_of("metric", metric, tuple(valid))
-    inputs, names = input_names(model), ColumnNames.of(dataset)
-    # Inputs get names of their own: one column may be two inputs, or an input and the label.
+    inputs = input_names(model)
+    names = ColumnNames.of(dataset)
+    # Inputs get new names, because one column may be two inputs, or an input and the label.
     renamed = [f"{model.uid}_{index}" for index in range(len(inputs))]
     columns = dict(zip(renamed, map(names.column, inputs), strict=True))
     columns[model.getLabelCol()] = label
@@ -80,7 +82,7 @@ def importance_of(
     if weight:
         columns[weight] = names.column(weight)
     rows = dataset.select(*[column.alias(name) for name, column in columns.items()])
-    # Rows are shuffled within batches, whose rows must not be alike, as neighbours in a file are: a hash mixes them.
+    # A hash mixes the rows: values are shuffled within batches, and neighbours in a file are often alike.
     row_hash = F.xxhash64(F.lit(seed), *map(quoted, columns))
     parts = _partitions(dataset)
     rows = rows.repartition(parts, row_hash) if parts else rows.repartition(row_hash)
@@ -97,7 +99,8 @@ def importance_of(
         classes = getattr(model, "numClasses", None)  # A regressor has none.
         by_variant = {row["variant"]: row for row in _by_variant(complete, metric, origin, classes).collect()}
     hint = "check the filter or the path it comes from"
-    refuse_rows((_UNSHUFFLED not in by_variant, None, "no row has a label and a prediction", hint, ""))
+    if _UNSHUFFLED not in by_variant:
+        raise ColumnError("no row has a label and a prediction", hint=hint)
     unshuffled = by_variant.pop(_UNSHUFFLED)
     _check(unshuffled, model, metric)
     shuffled_metrics = np.array([by_variant[number]["metric"] for number in sorted(by_variant)]).reshape(-1, repeats)
@@ -109,7 +112,7 @@ def importance_of(
 
 
 def _partitions(dataset: DataFrame) -> int | None:
-    """Returns in how many partitions each has a full batch to shuffle; `None` if Spark joins small ones itself."""
+    """Returns for how many partitions there are full batches to shuffle; `None` if Spark joins small ones itself."""
     spark = dataset.sparkSession
     if all(switched_on(spark, f"spark.sql.adaptive.{name}") for name in ("enabled", "coalescePartitions.enabled")):
         return None
@@ -118,29 +121,33 @@ def _partitions(dataset: DataFrame) -> int | None:
 
 
 def _some_label(labels: DataFrame) -> float:
-    """Returns any label: where all are large, as times are, they differ less from it than from 0."""
+    """Returns any one label; large labels, such as times, differ less from this label than from 0."""
     row = labels.toDF("label").where("label is not null and not isnan(label)").first()
     return float(row["label"]) if row else 0.0
 
 
 def _check(row: Row, model: Any, metric: str) -> None:
-    """Refuses labels that are no classes or of which there is no metric; `row` has the sums of the unshuffled rows."""
+    """Refuses labels that are no classes, or for which the metric is undefined; `row` has the unshuffled rows' sums."""
     label = model.getLabelCol()
     if row["stranger"] is not None:
         # The index -1 stands for all strings that are no class.
         stranger = None if model.labels and row["stranger"] == -1 else row["stranger"]
         raise no_class(stranger, row["strangers"], model.numClasses, label, model.labels)
-    differ = f"{metric!r} compares rows of different labels: take rows that have them"
-    refuse_rows(
-        (not row["weight"], weight_column(model), "all rows have the weight 0", "unset weightCol", "ST-WEIGHT"),
-        (row["metric"] is None, label, "all rows have the same label", differ, "ST-ONE-LABEL"),
-    )
+    if not row["weight"]:
+        weight = weight_column(model)
+        raise ColumnError("all rows have the weight 0", hint="unset weightCol", column=weight, code="ST-WEIGHT")
+    if row["metric"] is None:
+        hint = f"{metric!r} compares rows of different labels: take rows that have them"
+        raise ColumnError("all rows have the same label", hint=hint, column=label, code="ST-ONE-LABEL")
 
 
 def _variants(
     batches: Iterator[pa.RecordBatch], names: list[str], columns: int, repeats: int, seed: int
 ) -> Iterator[pa.RecordBatch]:
-    """Yields each batch as it is, and with each of the first `columns` shuffled, `repeats` times each."""
+    """Yields each batch as it is, and then with each of the first `columns` shuffled, `repeats` times.
+
+    The last column of a batch has the number of its variant.
+    """
     context = TaskContext.get()
     draw = np.random.default_rng([seed, context.partitionId() if context else 0])
     for batch in batches:
@@ -154,13 +161,16 @@ def _variants(
 
 
 def _by_variant(scored: DataFrame, metric: str, origin: float, classes: int | None) -> DataFrame:
-    """Returns `variant`, `metric` and `weight` of each variant, and its labels that are no class.
+    """Returns `variant`, `metric`, `weight`, `stranger` and `strangers` of each variant.
 
-    Of these labels, `stranger` is the least one, and `strangers` their number. `scored` has `label`, `prediction`,
-    `weight`, `score` and `variant`; `origin` is near the labels.
+    `strangers` is the number of rows whose label is no class, and `stranger` is the least of these labels. `scored` has
+    `label`, `prediction`, `weight`, `score` and `variant`; `origin` is near the labels.
     """
-    label, weight, error = F.col("label"), F.col("weight"), F.col("label") - F.col("prediction")
-    deviation = label - origin  # Squares of large labels would differ by less than their last digit.
+    label = F.col("label")
+    weight = F.col("weight")
+    error = label - F.col("prediction")
+    # Without the origin, the squares of large labels would differ by less than their last digit.
+    apart = label - origin
     strange = F.lit(False) if classes is None else (label < 0) | (label >= classes) | (label != F.rint(label))
     sums: Mapping[str, Column] = {
         "weight": weight,
@@ -169,18 +179,23 @@ def _by_variant(scored: DataFrame, metric: str, origin: float, classes: int | No
         "negative": F.when(label == 1, 0.0).otherwise(weight),
         "differences": weight * F.abs(error),
         "squares": weight * error * error,
-        "label1": weight * deviation,
-        "label2": weight * deviation * deviation,
+        "label1": weight * apart,
+        "label2": weight * apart * apart,
         "strangers": strange.cast("long"),
     }
     stranger = F.min(F.when(strange, label))
     groups = scored.groupBy("variant", "score").agg(
         *[F.sum(column).alias(name) for name, column in sums.items()], stranger.alias("stranger")
     )
-    # The area under the curve counts the negative rows below each positive one, and half of those with its score.
+    # The area under the curve counts, for each positive row, the negative rows with lower scores, and half of the
+    # negative rows with the same score.
     lower = Window.partitionBy("variant").orderBy("score").rowsBetween(Window.unboundedPreceding, -1)
     below = F.coalesce(F.sum("negative").over(lower), F.lit(0.0))
     groups = groups.withColumn("ordered", F.col("positive") * (below + F.col("negative") / 2))
-    columns = {"metric": _metric(metric), "weight": F.sum("weight"), "stranger": F.min("stranger")}
-    columns["strangers"] = F.sum("strangers")
+    columns = {
+        "metric": _metric(metric),
+        "weight": F.sum("weight"),
+        "stranger": F.min("stranger"),
+        "strangers": F.sum("strangers"),
+    }
     return groups.groupBy("variant").agg(*[column.alias(name) for name, column in columns.items()])

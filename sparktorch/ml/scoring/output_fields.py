@@ -11,7 +11,7 @@ __all__ = ["check_apart", "layer_field", "output_fields", "sql_type"]
 
 
 def output_fields(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Returns pairs of column and field as a dict, without the columns whose name is empty.
+    """Returns the field of each output column, from pairs of column and field; leaves out columns with an empty name.
 
     Raises:
         ConfigError: Two columns have the same name.
@@ -22,7 +22,7 @@ def output_fields(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
 
 
 def check_apart(names: Sequence[str], columns: ColumnNames | None = None) -> None:
-    """Refuses two output columns of the same name, or of names that Spark takes as one by the rules of `columns`."""
+    """Refuses two output columns with the same name, or with names that Spark takes as one by `columns`."""
     twice = next(((name, name) for name in names if names.count(name) > 1), None)
     if twice is None and columns is not None:
         twice = columns.alike(names)
@@ -35,7 +35,7 @@ def check_apart(names: Sequence[str], columns: ColumnNames | None = None) -> Non
 
 
 def layer_field(index: int) -> str:
-    """Returns the field of the scores that has the output of a layer, by its index in `outputLayers`."""
+    """Returns the name of the field that has the output of a layer; `index` is the layer's index in `outputLayers`."""
     return f"layer:{index}"
 
 

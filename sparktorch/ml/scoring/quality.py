@@ -1,4 +1,4 @@
-"""One metric of scored rows, over those that have both a prediction and a label."""
+"""One metric of scored rows, over the rows that have both a prediction and a label."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["accuracy", "rmse"]
 
 
 def accuracy(scored: DataFrame, prediction: str, label: str, labels: Sequence[str]) -> tuple[str, int, float]:
-    """Returns "accuracy", the number of rows with a prediction and a label, and the share of them that are right."""
+    """Returns "accuracy", the number of rows with a prediction and a label, and the share of right predictions."""
     names = ColumnNames.of(scored)
     check_numbers(names, [prediction])
     error = double_or_null(class_index(scored, label, labels)) - double_or_null(names.column(prediction))
@@ -24,7 +24,7 @@ def accuracy(scored: DataFrame, prediction: str, label: str, labels: Sequence[st
 
 
 def rmse(scored: DataFrame, prediction: str, label: str) -> tuple[str, int, float]:
-    """Returns "rmse", the number of rows with a prediction and a label, and the root of their mean squared error."""
+    """Returns "rmse", the number of rows with a prediction and a label, and the root of the mean squared error."""
     names = ColumnNames.of(scored)
     check_numbers(names, [prediction, label])
     error = double_or_null(names.column(label)) - double_or_null(names.column(prediction))
@@ -33,6 +33,6 @@ def rmse(scored: DataFrame, prediction: str, label: str) -> tuple[str, int, floa
 
 
 def _mean(scored: DataFrame, values: Column) -> tuple[int, float]:
-    """Returns how many rows have a value, and the mean of the values, 0 if there are none."""
+    """Returns how many rows have a value, and the mean of the values; the mean is 0 if no row has a value."""
     (row,) = scored.agg(F.count(values).alias("rows"), F.avg(values).alias("mean")).collect()
     return row["rows"], row["mean"] or 0.0

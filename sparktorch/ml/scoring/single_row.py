@@ -21,7 +21,8 @@ from sparktorch.model.trained_module import TrainedModule
 
 __all__ = ["columns_of", "score_row"]
 
-# Each model has its scorer, and the settings of that. It is no attribute of the model, which user functions may pickle.
+# Each model has its scorer here, beside the settings that the scorer was made with. The scorer is no attribute of the
+# model, because functions of users may pickle the model.
 _scorers: WeakKeyDictionary[Any, tuple[Scoring, Scorer]] = WeakKeyDictionary()
 
 
@@ -31,16 +32,16 @@ def score_row(
     """Scores one row: the value of the only input column, or a `Row` or mapping with the input columns.
 
     Returns, for each of `names` as in `Scorer.score`, a number or (nested) lists of numbers; `None` for a row that
-    `scoring.invalid` keeps or skips. The model's scorer is cached as long as it lives. Device "auto" means the CPU
-    here.
+    `scoring.invalid` keeps or skips. The scorer is cached as long as the model lives. Device "auto" means the CPU here.
     """
     columns = columns_of(row, inputs)
     cached = _scorers.get(model)
     if cached is None or cached[0] != scoring:
         device = "cpu" if scoring.device == "auto" else scoring.device
-        # To compile a module takes longer than to score single rows.
+        # The module is not compiled: that would take longer than to score single rows.
         scorer = Scorer(trained, replace(scoring, compiled=False), device=device)
-        cached = _scorers[model] = scoring, scorer
+        cached = (scoring, scorer)
+        _scorers[model] = cached
     _, scorer = cached
     return [column[0].as_py() for column in scorer.score_arrow(columns, names)]
 
@@ -65,12 +66,13 @@ def _is_struct(mapping: Mapping[Any, Any], spec: TensorSpec) -> bool:
     keys = [key for key in candidates if key is not None]
     if any(mapping[key] is None or isinstance(mapping[key], Mapping | Row) for key in keys):
         return False
-    # A struct may have a field of the column's name: then that must be one of the parts that the field's kind takes.
+    # A struct may have a field with the column's name. Then the name must be among the parts of a struct that the
+    # column's kind takes.
     return any(set(keys) <= set(parts) <= mapping.keys() for parts in kind_of(spec).parts(spec))
 
 
 def _named(row: Mapping[str, Any], name: str) -> Any:
-    """Returns the value of a column name, or of a path into structs and arrays of structs, as Spark finds it."""
+    """Returns the value under a column name, or under a path into structs and arrays of structs, as Spark reads it."""
 
     def field(value: Any, part: str) -> Any:
         if value is None:  # The fields of a null struct are null.
@@ -92,7 +94,7 @@ def _named(row: Mapping[str, Any], name: str) -> Any:
 
 
 def _key(fields: Mapping[str, Any], name: str) -> str | None:
-    """Returns the key of this name, or else one that differs only in case."""
+    """Returns the key with this name, or else a key that differs only in case; `None` if there is neither."""
     if name in fields:
         return name
     return next((key for key in fields if str(key).lower() == name.lower()), None)

@@ -50,10 +50,11 @@ _OUTPUTS = ("predictionCol", "probabilityCol", "rawPredictionCol")
 class TorchCrossValidator(CrossValidator):
     """Spark's `CrossValidator`, which reads the data set once for all folds and param maps.
 
-    The Params, the folds and the model that `fit` returns are those of `CrossValidator`. Ranks hold the rows with their
-    folds, in one barrier job: they train without a fold, score the fold, and the evaluator gets the scores. With
-    `parallelism`, as many groups of ranks as there are slots for train side by side, and each holds all rows. Where one
-    pass is impossible, `CrossValidator`'s own way is taken, and a line in the log (INFO) says why.
+    The Params, the folds and the model that `fit` returns are the same as with `CrossValidator`. Ranks hold the rows
+    with their folds, in one barrier job. They train on all folds but one and score this one, and the evaluator gets the
+    scores. With a `parallelism` above 1, several groups of ranks train side by side, as far as there are slots, and
+    each group holds all rows. Where one pass is impossible, the rows are read fold by fold, as by `CrossValidator`, and
+    a line in the log (INFO) says why.
 
     With a `Pipeline`, the stages before the estimator whose Params are in no param map are fitted once per fold.
 
@@ -100,18 +101,22 @@ class TorchCrossValidator(CrossValidator):
 
     def _in_one_pass(self, dataset: DataFrame, requests: list[Request[TrainJob]]) -> CrossValidatorModel:
         """Trains and scores all folds and param maps on rows that ranks hold."""
-        evaluator, folds, maps = self.getEvaluator(), self.getNumFolds(), self.getEstimatorParamMaps()
+        evaluator = self.getEvaluator()
+        folds = self.getNumFolds()
+        maps = self.getEstimatorParamMaps()
         estimators = [self.getEstimator().copy(params) for params in maps]
         carried = self._carried(estimators, requests, dataset)
         models: list[list[Any]] = [[None] * len(maps) for _ in range(folds)]
-        fits, weight = folds * len(maps) + 1, weight_of(evaluator, carried)
-        lock, over = Lock(), Event()
-        ended: list[FoldedRows] = []  # Each group is appended when it has no fit left.
+        fits = folds * len(maps) + 1
+        weight = weight_of(evaluator, carried)
+        lock = Lock()
+        over = Event()
+        ended: list[FoldedRows] = []  # A group is appended when no fit is left for it.
         with ExitStack() as stack:
-            # This stack discards the models that a failed search does not return; `over` is set before it closes.
+            # If the search fails, the stack `unreturned` discards its models; `over` is set before it closes.
             unreturned = stack.enter_context(ExitStack())
             stack.callback(over.set)
-            # All groups share one set of contents, so that they notice if they have read other rows than each other.
+            # All groups share one set of contents, so that a group notices if it has read other rows than the others.
             rows_of_group = partial(
                 FoldedRows, self, estimators[0], dataset, carried=carried, weight=weight, contents=set()
             )
@@ -128,13 +133,13 @@ class TorchCrossValidator(CrossValidator):
                 with ExitStack() as scored_once:
                     owner = unreturned if self.getCollectSubModels() else scored_once
                     owner.callback(discard, model)
-                    # After an error in another thread, the stack was closed before this model was on it.
+                    # After an error in another thread, `unreturned` may have closed before it got this model.
                     if over.is_set():
                         unreturned.close()
                     scorer = model.copy(maps[index])
                     metrics.add(fold, index, scorer, rows.score(scorer, fold, results_for(evaluator, scorer)))
 
-            # All groups take from one iterator: who is done with a fit takes the next one.
+            # All groups share one iterator: a group that has ended a fit takes the next pair of fold and param map.
             remaining = product(range(folds), range(len(maps)))
 
             def work(group: FoldedRows) -> None:
@@ -143,7 +148,7 @@ class TorchCrossValidator(CrossValidator):
                 with lock:
                     ended.append(group)
                     is_last = len(ended) == len(groups)
-                # The last group keeps its rows for the fit of the best Params on all of them.
+                # The last group keeps its rows, on all of which it fits the best Params.
                 if not is_last:
                     group.close()
 
@@ -165,7 +170,7 @@ class TorchCrossValidator(CrossValidator):
         return self._copyValues(CrossValidatorModel(model, means, sub_models, deviations))
 
     def _group_count(self, launch: Launch, fits: int, spark: SparkSession) -> int:
-        """Returns how many groups of ranks train side by side: `parallelism`, if there are free slots now."""
+        """Returns how many groups of ranks train side by side: at most `parallelism`, and as the free slots allow."""
         most = min(self.getParallelism(), fits)
         if most == 1:
             return 1
@@ -175,7 +180,7 @@ class TorchCrossValidator(CrossValidator):
         return max(1, min(most, free // launch.world_size))
 
     def _check(self) -> list[Request[TrainJob]]:
-        """Refuses a search that cannot work; returns what our estimators ask for with each param map."""
+        """Refuses a search that cannot work; returns what our estimators ask ranks to train with each param map."""
         _check_params(Values(self))
         estimator: Any = self.getEstimator()
         nested = MetaAlgorithmReadWrite.getAllNestedStages(estimator)
@@ -184,7 +189,8 @@ class TorchCrossValidator(CrossValidator):
         keys = [param for params in maps for param in params]
         strange = next((param for param in keys if getattr(param, "parent", "") not in uids), None)
         if strange is not None:
-            name, parent = getattr(strange, "name", str(strange)), getattr(strange, "parent", "a str")
+            name = getattr(strange, "name", str(strange))
+            parent = getattr(strange, "parent", "a str")
             names = [param.name for stage in nested for param in stage.params]
             raise ConfigError(
                 f"a param map sets {name!r} of {parent}, which is no stage of the estimator",
@@ -218,15 +224,16 @@ class TorchCrossValidator(CrossValidator):
             candidate._learns for candidate in estimators
         ):
             name = type(self.getEstimator()).__name__
-            raise NotInOnePass(f"{name} learns of the rows that train, of each fold anew, or is of another package")
-        evaluator, names = self.getEvaluator(), ColumnNames.of(dataset)
-        read = columns_of(evaluator)
-        # Each set has the output columns of the models of one estimator.
+            raise NotInOnePass(f"{name} learns from the training rows of each fold anew, or is from another package")
+        evaluator = self.getEvaluator()
+        names = ColumnNames.of(dataset)
+        read_columns = columns_of(evaluator)
+        # Each set has the output columns of the models that one of the estimators fits.
         outputs_of = [
             {candidate.getOrDefault(name) for name in _OUTPUTS if candidate.hasParam(name)} - {""}
             for candidate in estimators
         ]
-        carried = [name for name in dict.fromkeys(read) if any(name not in outputs for outputs in outputs_of)]
+        carried = [name for name in dict.fromkeys(read_columns) if any(name not in outputs for outputs in outputs_of)]
         strange = [
             name for name in carried if not names.called(name) or not isinstance(names.type_of(name), T.NumericType)
         ]
@@ -240,7 +247,7 @@ class TorchCrossValidator(CrossValidator):
         elif any(names.called(name) for name in set().union(*outputs_of)):
             # `CrossValidator` itself calls `transform`, which refuses this and says so.
             why = "the DataFrame already has an output column of the model"
-        elif not any(outputs.intersection(read) for outputs in outputs_of):
+        elif not any(outputs.intersection(read_columns) for outputs in outputs_of):
             why = f"{type(evaluator).__name__} names no output column of the model"
         elif strange:
             why = f"the evaluator reads {strange[0]!r}, which is no number, and not every model makes it"
@@ -251,11 +258,12 @@ class TorchCrossValidator(CrossValidator):
     def _fit_pipeline(self, dataset: DataFrame) -> CrossValidatorModel:
         """Lets Spark's `CrossValidator` fit a pipeline whose first stages are fitted once per fold."""
         pipeline: Any = self.getEstimator()
-        ours = [index for index, stage in enumerate(pipeline.getStages()) if isinstance(stage, TorchEstimatorBase)]
-        if not ours:
+        stages = pipeline.getStages()
+        positions = [position for position, stage in enumerate(stages) if isinstance(stage, TorchEstimatorBase)]
+        if not positions:
             return super()._fit(dataset)
         inner = CrossValidator.copy(self)
-        inner._set(estimator=_PrefixFittedOnce(pipeline, ours[0]))
+        inner._set(estimator=_PrefixFittedOnce(pipeline, positions[0]))
         model = CrossValidator._fit(inner, dataset)
         model._set(estimator=pipeline)
         return model
@@ -267,7 +275,7 @@ class TorchCrossValidator(CrossValidator):
 
 
 def _check_params(p: Values) -> None:
-    """Refuses a search that lacks a part, or has too few folds."""
+    """Refuses a search without an estimator, evaluator or param maps, or with too few folds."""
     for name in ("estimator", "evaluator", "estimatorParamMaps"):
         if p[name] is None:
             raise ConfigError(f"{name} is not set", hint=f"set {name}", param=name, code="ST-NOT-SET")
@@ -299,34 +307,41 @@ class _Reader(CrossValidatorReader):
 
 
 class _PrefixFittedOnce(Estimator[PipelineModel]):
-    """Fits the stages before our estimator once, and our estimator with `fitMultiple`.
+    """A pipeline that fits the stages before our estimator once, and our estimator with `fitMultiple`.
 
-    Settings that touch the stages before ours are fitted one by one.
+    A param map that sets Params of the earlier stages gets a fit of all stages.
     """
 
     def __init__(self, pipeline: Pipeline, position: int) -> None:
         """Sets the pipeline, and the position of our estimator among its stages."""
         super().__init__()
-        self._pipeline, self._position = pipeline, position
+        self._pipeline = pipeline
+        self._position = position
 
     def copy(self, extra: ParamMap | None = None) -> _PrefixFittedOnce:
-        """Copies it; the Params in `extra` are those of the pipeline."""
+        """Copies the pipeline, with the Params in `extra` set."""
         return _PrefixFittedOnce(self._pipeline.copy(extra), self._position)
 
     def _fit(self, dataset: DataFrame) -> PipelineModel:
         return self._pipeline.fit(dataset)
 
     def fitMultiple(self, dataset: DataFrame, paramMaps: Sequence[ParamMap]) -> Iterator[tuple[int, PipelineModel]]:
-        """Yields a model for each setting, with its index; thread-safe."""
+        """Yields the index of each param map and its model; several threads may take them."""
         return _Models(self._pipeline, self._position, dataset, paramMaps)
 
 
 class _Models(Iterator[tuple[int, PipelineModel]]):
-    """The models of a pipeline for several param maps, each with its index; several threads may take them."""
+    """The models of a pipeline for several param maps, each with its index; several threads may take them.
+
+    Our estimator's models come first, and then those of the param maps that need a fit of all stages.
+    """
 
     def __init__(self, pipeline: Pipeline, position: int, dataset: DataFrame, maps: Sequence[ParamMap]) -> None:
-        self._pipeline, self._dataset, self._maps = pipeline, dataset, maps
-        self._stages, self._position = pipeline.getStages(), position
+        self._pipeline = pipeline
+        self._dataset = dataset
+        self._maps = maps
+        self._stages = pipeline.getStages()
+        self._position = position
         # A param map that sets a Param of the pipeline, or of a stage before ours, needs a fit of all stages.
         uids_before = {pipeline.uid}
         for stage in self._stages[:position]:
@@ -343,13 +358,17 @@ class _Models(Iterator[tuple[int, PipelineModel]]):
         # Stages are fitted outside of the lock, so that several threads fit at once.
         if ours is None:
             return index, self._pipeline.fit(self._dataset, self._maps[index])
-        return index, self._completed(*ours)
+        return index, self._complete(*ours)
 
     def _fit_ours(self, indices: list[int]) -> Iterator[tuple[int, list[Any], DataFrame]]:
-        """Fits the stages before ours, and yields them with ours for each index, and the rows that ours gets."""
+        """Fits the stages before our estimator once, and our estimator with the param maps at the indices.
+
+        Yields the index, copies of the fitted stages with our model as the last one, and the rows that our model gets.
+        """
         if not indices:
             return
-        fitted, data = [], self._dataset
+        fitted = []
+        data = self._dataset
         for stage in self._stages[: self._position]:
             fitted.append(stage.fit(data) if isinstance(stage, Estimator) else stage)
             data = fitted[-1].transform(data)
@@ -357,13 +376,13 @@ class _Models(Iterator[tuple[int, PipelineModel]]):
         for number, model in ours.fitMultiple(data, [self._maps[index] for index in indices]):
             yield indices[number], [*(stage.copy() for stage in fitted), model], data
 
-    def _completed(self, index: int, fitted: list[Any], data: DataFrame) -> PipelineModel:
-        """Returns the pipeline's model, with the stages after ours fitted on what ours makes of the rows."""
+    def _complete(self, index: int, fitted: list[Any], data: DataFrame) -> PipelineModel:
+        """Fits the stages after our estimator on the output of our model; returns the pipeline's model."""
         # As in Spark's pipeline, rows are transformed only as far as the last estimator needs them.
         last = max(position for position, stage in enumerate(self._stages) if isinstance(stage, Estimator))
-        for position, unset in enumerate(self._stages[self._position + 1 :], self._position + 1):
+        for position, plain_stage in enumerate(self._stages[self._position + 1 :], self._position + 1):
             if position <= last:
                 data = fitted[-1].transform(data)
-            stage = unset.copy(self._maps[index])
+            stage = plain_stage.copy(self._maps[index])
             fitted.append(stage.fit(data) if isinstance(stage, Estimator) else stage)
         return PipelineModel(fitted)

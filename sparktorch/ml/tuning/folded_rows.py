@@ -1,4 +1,4 @@
-"""Rows that stay with their ranks, each with its fold: trained on without a fold, and scored in it."""
+"""Rows that stay with their ranks, each with its fold: ranks train on all folds but one, and score this one."""
 
 from __future__ import annotations
 
@@ -29,20 +29,21 @@ from sparktorch.worker import TrainJob, score_fold
 
 __all__ = ["MOST_BYTES", "FoldedRows", "NotInOnePass"]
 
-MOST_BYTES = 1 << 30  # A fold's scores that come to the driver take at most these bytes.
+MOST_BYTES = 1 << 30  # The scores of a fold that come to the driver take at most so many bytes.
 _IDLE_SECONDS = 600.0
 _IN_NO_FOLD = -1  # As in Spark, such a row trains in every fold.
 _OUT_OF_RANGE = -2
 
-# A tuple describes a fold: its number, its rows, those of them marked for validation, and the sum of the rows' keys.
+# A tuple describes a fold by four numbers: the fold's number, how many rows train, how many rows are marked for
+# validation, and the sum of the rows' keys.
 Content = frozenset[tuple[int, int, int, int]]
 
 
 class NotInOnePass(Exception):
-    """The rows, once read, do not allow folds to be masks; the message says why.
+    """The search cannot read the rows once for all folds; the message says why.
 
     Attributes:
-        expected: Whether listeners of the fit do not hear of it as a failure.
+        expected: Whether a fit that ends by this error is no failure to its listeners: another way is taken.
     """
 
     expected = True
@@ -61,26 +62,36 @@ class FoldedRows(PreparedData):
         weight: str | None,
         contents: set[Content],
     ) -> None:
-        """Reads nothing yet; equal scores are sent as one, with the sum of the column `weight`, unless it is `None`.
+        """Reads nothing yet.
 
-        `contents` gets what each fold has, whenever rows are read; it is one set for all groups of ranks of a search.
+        Args:
+            validator: The validator, whose Params say how rows are divided into folds.
+            estimator: The estimator that says which columns are read.
+            dataset: The rows.
+            carried: The numeric columns that the evaluator reads beside the predictions.
+            weight: Equal scores are sent as one row, with the sum of this column; `None` sends every row.
+            contents: The set to which the content of the folds is added whenever rows are read. All groups of ranks in
+                a search share this set.
         """
-        self._carried, self._folds = carried, validator.getNumFolds()
-        self._contents, self._weight = contents, weight
+        self._carried = carried
+        self._folds = validator.getNumFolds()
+        self._contents = contents
+        self._weight = weight
         name = f"{validator.uid}_fold".replace(".", "_")
         data = _with_folds(dataset, name, self._folds, validator.getSeed(), validator.getFoldCol())
         super().__init__(estimator, estimator._task, data, idle_timeout=_IDLE_SECONDS)
         self._more_columns = {"fold": name, "carried": carried}
-        self._scoring_task: Callable[..., Any] | None = None  # If it is set, ranks score in place of training.
+        self._scoring_task: Callable[..., Any] | None = None  # If this is set, ranks score instead of training.
         self._last: tuple[DataFrame, Request[TrainJob], FitReport] | None = None
 
     def fit(self, estimator: Any, *, without: int | None, title: str) -> Any:
-        """Fits on the rows outside of a fold, or on all rows.
+        """Fits on the rows outside of the fold `without`, or on all rows.
 
-        A `NotInOnePass` says that fits on the rows, which were just read, would not equal those on the folds.
+        A `NotInOnePass` says that this fit would not equal a fit on a DataFrame of the same rows.
         """
         with self._lock:
-            self._without, self.title = without, title
+            self._without = without
+            self.title = title
             return estimator._fit(self)
 
     def attempt(self, data: DataFrame, request: Request[TrainJob], report: FitReport) -> Results:
@@ -96,11 +107,13 @@ class FoldedRows(PreparedData):
     def score(self, model: TorchModelBase, fold: int, results: Mapping[str, str]) -> pa.Table:
         """Scores a fold, as `transform` does; if a rank is lost, reads the rows and scores again, up to `maxRestarts`.
 
-        The table has the carried columns and the results, named as asked for, with one row per row of the fold; or each
-        row that differs, and its weight. A `NotInOnePass` says that the driver does not take so many scores.
+        The table has the carried columns, and the results under the names in `results`. It has a row for each row of
+        the fold; with a weight, it has the different rows, each with the sum of its weights. A `NotInOnePass` says that
+        there are too many scores for the driver.
         """
-        scoring, weight = replace(model._scoring(), layers=()), self._weight  # No evaluator reads what layers return.
-        # Ranks know a carried column by its wire name; "" lets each row weigh 1, and None sends every row.
+        scoring = replace(model._scoring(), layers=())  # No evaluator reads the output of layers.
+        weight = self._weight
+        # Ranks call a carried column by its wire name. With "", each row weighs 1; with None, every row is sent.
         wire_weight = weight
         if weight is not None:
             wire_weight = carried_name(self._carried.index(weight)) if weight in self._carried else ""
@@ -144,7 +157,7 @@ class FoldedRows(PreparedData):
         elif any(fact["dropped"] or fact["nulls"] for fact in facts):
             why = "rows have nulls, NaN or infinity"
         elif not all(sizes[fold] for fold in range(self._folds)):
-            # Spark refuses empty folds of the user's, with its own message.
+            # Spark's own way refuses empty folds in the user's column, with Spark's message.
             why = "a fold is empty"
         elif read_with.by_position or any(fact["uneven_folds"] for fact in facts):
             why = "equal rows are split by their position"
@@ -157,7 +170,7 @@ class FoldedRows(PreparedData):
 
 
 def _content(facts: list[dict[str, Any]]) -> Content:
-    """Returns what all ranks have of each fold."""
+    """Returns a description of each fold, added up over all ranks."""
     sums: dict[int, list[int]] = {}
     for fact in facts:
         for fold, counts in fact["folds"].items():
@@ -167,7 +180,7 @@ def _content(facts: list[dict[str, Any]]) -> Content:
 
 
 def _with_folds(dataset: DataFrame, name: str, folds: int, seed: int, column: str) -> DataFrame:
-    """Adds an int column with the fold of each row, that of Spark's `CrossValidator`: the user's, or a drawn one."""
+    """Adds an int column with the fold that Spark's `CrossValidator` gives each row: from `column`, or drawn."""
     if column:
         names = ColumnNames.of(dataset)
         if not isinstance(names.type_of(column), T.NumericType):
@@ -176,7 +189,9 @@ def _with_folds(dataset: DataFrame, name: str, folds: int, seed: int, column: st
         whole = F.when(value == F.floor(value), value.cast("int")).otherwise(F.lit(_IN_NO_FOLD))
         inside = (F.lit(0) <= value) & (value < F.lit(folds))
         return dataset.select("*", F.when(inside, whole).otherwise(F.lit(_OUT_OF_RANGE)).alias(name))
-    draw, share, drawn_fold = F.col(name), 1.0 / folds, F.lit(_IN_NO_FOLD)
+    draw = F.col(name)
+    share = 1.0 / folds
+    drawn_fold = F.lit(_IN_NO_FOLD)
     for fold in range(folds):
         # The limits are computed as in Spark's code, to the last bit: another rounding would move rows to other folds.
         is_inside = (draw >= fold * share) & (draw < (fold + 1) * share)

@@ -1,4 +1,4 @@
-"""The metrics of a cross-validation: those of Spark's evaluators without a Spark job, and those of others by jobs."""
+"""The metrics of a cross-validation: for Spark's evaluators by NumPy, and for other evaluators by Spark jobs."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ from sparktorch.spark.session import slots
 __all__ = ["FoldMetrics", "columns_of", "metric_of", "results_for", "weight_of"]
 
 _LOG = logging.getLogger(__name__)
-_PATIENCE = 30.0  # After so many seconds without a metric, the ranks free their slots.
+_PATIENCE = 30.0  # If the evaluator's jobs end no metric in so many seconds, the ranks free their slots.
 
 Floats = npt.NDArray[np.float64]
 
 
 def metric_of(evaluator: Evaluator, rows: pa.Table) -> float | None:
-    """Returns an evaluator's metric of scored rows, up to the rounding of sums; `None` if only a job can compute it.
+    """Returns an evaluator's metric over scored rows, up to the rounding of sums; `None` if only a job can compute it.
 
-    That is so for evaluators of other classes, and for rows that the evaluator may refuse. Of more scores than bins,
-    the areas under curves are those of a DataFrame with one partition.
+    Only a job can compute the metrics of other evaluators than Spark's, and metrics over rows that the evaluator may
+    refuse. If there are more scores than bins, the areas under curves are as over a DataFrame with one partition.
     """
     compute = _COMPUTED.get(type(evaluator))
     if compute is None:
         return None
     spark_evaluator: Any = evaluator
-    weight_column = spark_evaluator.isDefined("weightCol") and spark_evaluator.getWeightCol()
+    weight_column = spark_evaluator.getWeightCol() if spark_evaluator.isDefined("weightCol") else ""
     label = _numbers(rows, spark_evaluator.getLabelCol())
     weight = _numbers(rows, weight_column) if weight_column else np.ones(rows.num_rows)
     if label is None or weight is None or weight.min() < 0 or not weight.sum():
@@ -57,18 +57,19 @@ def _regression(evaluator: Any, rows: pa.Table, label: Floats, weight: Floats) -
     prediction = _numbers(rows, evaluator.getPredictionCol())
     if prediction is None or prediction.ndim > 1:
         return None
-    total, difference = weight.sum(), label - prediction
+    total = weight.sum()
+    difference = label - prediction
     squares = (weight * difference**2).sum()
     mean = (weight * label).sum() / total
     name = evaluator.getMetricName()
     if name == "r2":
         if evaluator.getThroughOrigin():
-            around = (weight * label**2).sum()
+            spread = (weight * label**2).sum()
         elif label.min() < label.max():
-            around = _spread(label - mean, weight)
+            spread = _spread(label - mean, weight)
         else:  # The mean of equal labels differs from them by its rounding, which is no spread.
-            around = 0.0
-        return 1 - float(squares / around) if around else None
+            spread = 0.0
+        return 1 - float(squares / spread) if spread else None
     values = {
         "mse": squares / total,
         "rmse": math.sqrt(squares / total),
@@ -79,24 +80,28 @@ def _regression(evaluator: Any, rows: pa.Table, label: Floats, weight: Floats) -
 
 
 def _spread(differences: Floats, weight: Floats) -> float:
-    """Returns the sum of squares as Spark computes it.
+    """Returns the weighted sum of squares as Spark computes it.
 
-    That is the unbiased variance, whose weights say how reliable a row is, times the total weight minus one.
+    Spark multiplies the unbiased variance, whose weights say how reliable a row is, by the total weight minus one.
     """
     total = weight.sum()
-    freedom = total - (weight**2).sum() / total
-    return float((weight * differences**2).sum() / freedom * (total - 1)) if freedom > 0 else 0.0
+    degrees_of_freedom = total - (weight**2).sum() / total
+    if degrees_of_freedom <= 0:
+        return 0.0
+    return float((weight * differences**2).sum() / degrees_of_freedom * (total - 1))
 
 
 def _classes(evaluator: Any, rows: pa.Table, label: Floats, weight: Floats) -> float | None:
-    name, beta = evaluator.getMetricName(), evaluator.getBeta()
+    name = evaluator.getMetricName()
+    beta = evaluator.getBeta()
     if name == "logLoss":
         return _log_loss(evaluator, rows, label, weight)
     prediction = _numbers(rows, evaluator.getPredictionCol())
     if prediction is None or prediction.ndim > 1:
         return None
     classes, class_index = np.unique(np.concatenate([label, prediction]), return_inverse=True)
-    true, predicted = class_index[: len(label)], class_index[len(label) :]
+    true = class_index[: len(label)]
+    predicted = class_index[len(label) :]
     occurs = np.isin(classes, label)
 
     def weights_of(index: npt.NDArray[Any], weights: Floats) -> Floats:
@@ -127,7 +132,7 @@ def _classes(evaluator: Any, rows: pa.Table, label: Floats, weight: Floats) -> f
 
 
 def _metric_by_label(confusion: Confusion, kind: str, beta: float) -> Floats | None:
-    """Returns a metric of each class by the stem of its name; `None` if there is no such metric."""
+    """Returns the metric whose name has the stem `kind`, for each class; `None` if there is no such metric."""
     if kind in ("TruePositiveRate", "Recall"):
         return confusion.recall
     if kind == "FalsePositiveRate":
@@ -158,31 +163,37 @@ def _two_classes(evaluator: Any, rows: pa.Table, label: Floats, weight: Floats) 
     score = score if score.ndim == 1 else score[:, 1]
     if len(np.unique(np.signbit(score[score == 0]))) == 2:  # Spark orders -0.0 before 0.0, and NumPy takes them as one.
         return None
-    falling, threshold_index = np.unique(-score, return_inverse=True)
-    positive = label > 0.5
-    true_positives = np.bincount(threshold_index, weight * positive, len(falling))
-    false_positives = np.bincount(threshold_index, weight * ~positive, len(falling))
+    descending, threshold_index = np.unique(-score, return_inverse=True)
+    thresholds = len(descending)
+    is_positive = label > 0.5
+    # The weight of the rows whose score is the threshold, by threshold from the highest one.
+    positives = np.bincount(threshold_index, weight * is_positive, thresholds)
+    negatives = np.bincount(threshold_index, weight * ~is_positive, thresholds)
     bins = evaluator.getNumBins()
-    thresholds_per_bin = len(falling) // bins if bins else 0
+    thresholds_per_bin = thresholds // bins if bins else 0
     if thresholds_per_bin > 1:
-        starts = np.arange(0, len(falling), thresholds_per_bin)
-        true_positives = np.add.reduceat(true_positives, starts)
-        false_positives = np.add.reduceat(false_positives, starts)
-    true_positives, false_positives = true_positives.cumsum(), false_positives.cumsum()
+        starts = np.arange(0, thresholds, thresholds_per_bin)
+        positives = np.add.reduceat(positives, starts)
+        negatives = np.add.reduceat(negatives, starts)
+    # Rows at or above a threshold are predicted as positive.
+    true_positives = positives.cumsum()
+    false_positives = negatives.cumsum()
     if not true_positives[-1] or not false_positives[-1]:
         return None
-    start, recall = np.zeros(1), true_positives / true_positives[-1]
     name = evaluator.getMetricName()
     if name not in ("areaUnderROC", "areaUnderPR"):
         return None
+    start = np.zeros(1)
+    recall = np.concatenate([start, true_positives / true_positives[-1]])
     if name == "areaUnderROC":
-        return _area(np.concatenate([start, false_positives / false_positives[-1]]), np.concatenate([start, recall]))
-    positives = true_positives + false_positives
-    precision = np.divide(true_positives, positives, out=np.ones_like(positives), where=positives > 0)
-    return _area(np.concatenate([start, recall]), np.concatenate([precision[:1], precision]))
+        return _area(np.concatenate([start, false_positives / false_positives[-1]]), recall)
+    predicted = true_positives + false_positives
+    precision = np.divide(true_positives, predicted, out=np.ones_like(predicted), where=predicted > 0)
+    return _area(recall, np.concatenate([precision[:1], precision]))
 
 
 def _area(x: Floats, y: Floats) -> float:
+    """Returns the area under a curve, by the trapezoidal rule."""
     return float((np.diff(x) * (y[1:] + y[:-1])).sum() / 2)
 
 
@@ -191,14 +202,14 @@ def _numbers(rows: pa.Table, name: str) -> Floats | None:
     if name not in rows.column_names or not rows.num_rows:
         return None
     column = rows[name].combine_chunks()
-    nested = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
-    flat = column.flatten() if nested else column
+    is_nested = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
+    flat = column.flatten() if is_nested else column
     if len(flat) % rows.num_rows or not (pa.types.is_floating(flat.type) or pa.types.is_integer(flat.type)):
         return None
     values = np.asarray(flat, np.float64)
     if not np.isfinite(values).all():
         return None
-    return values.reshape(rows.num_rows, -1) if nested else values
+    return values.reshape(rows.num_rows, -1) if is_nested else values
 
 
 _COMPUTED: dict[type[Evaluator], Callable[[Any, pa.Table, Floats, Floats], float | None]] = {
@@ -211,15 +222,17 @@ _COMPUTED: dict[type[Evaluator], Callable[[Any, pa.Table, Floats, Floats], float
 class FoldMetrics:
     """The metrics of each fold and model.
 
-    `metric_of` computes them at once. Where it does not, the evaluator does, in threads; its jobs may have to wait for
-    the slots of the ranks.
+    `metric_of` computes most metrics at once. The evaluator computes the others, in threads, by jobs that may have to
+    wait until the ranks free their slots. `add` is called for each fold and model, and `all` at the end.
     """
 
     def __init__(
         self, evaluator: Evaluator, groups: Sequence[FoldedRows], *, parallelism: int, weight: str | None
     ) -> None:
         """Computes at most `parallelism` metrics at a time; `weight` is the column that `weight_of` returns."""
-        self._groups, self._evaluator, self._spark = groups, evaluator, groups[0].dataset.sparkSession
+        self._groups = groups
+        self._evaluator = evaluator
+        self._spark = groups[0].dataset.sparkSession
         if weight is not None:
             self._evaluator = evaluator.copy({evaluator.getParam("weightCol"): weight})
         self._pool = ThreadPoolExecutor(parallelism, "sparktorch-metrics")
@@ -234,9 +247,9 @@ class FoldMetrics:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def add(self, fold: int, index: int, model: TorchModelBase, table: pa.Table) -> None:
-        """Computes a metric of scored rows, or begins to; raises the error of an earlier one.
+        """Computes a metric over scored rows, or begins to; raises the error of an earlier metric.
 
-        It waits while the scores of metrics that are not computed take too much memory.
+        It waits while the scores of metrics that are still to be computed take too much memory.
         """
         value = metric_of(self._evaluator, table)
         if value is not None:
@@ -245,7 +258,8 @@ class FoldMetrics:
         kinds, outputs = model._fields()
 
         def column(name: str) -> Any:
-            scores, field = F.col(f"`{name}`"), outputs.get(name)
+            scores = F.col(f"`{name}`")
+            field = outputs.get(name)
             if field is None:
                 return scores
             typed = to_vector(scores) if kinds[field] == "vector" else scores
@@ -259,7 +273,7 @@ class FoldMetrics:
             self._settle(MOST_BYTES)
 
     def all(self, folds: int, models: int) -> list[list[float]]:
-        """Returns the metrics by fold and model once all are there; frees the ranks' slots if there are no others."""
+        """Returns the metrics by fold and model once all are computed; ranks that hold all slots free their slots."""
         self._settle(-1)
         return [[self._futures[fold, index].result() for index in range(models)] for fold in range(folds)]
 
@@ -267,10 +281,11 @@ class FoldMetrics:
         return self._evaluator.evaluate(frame_of_rows(self._spark, table).select(*columns))
 
     def _settle(self, most: int) -> None:
-        """Waits until the scores of missing metrics take at most that many bytes, or, below 0, until there are none."""
-        # If the ranks hold all slots, the evaluator's jobs get one only once the ranks free theirs.
-        count, slots_held = slots(self._spark), sum(group.slots_held for group in self._groups)
-        patience: float | None = _PATIENCE if count is None or count > slots_held else 0.0
+        """Waits until the scores of missing metrics take at most `most` bytes; with -1, until no metric is missing."""
+        # If the ranks hold all slots, the evaluator's jobs get a slot only once the ranks free theirs.
+        count = slots(self._spark)
+        held = sum(group.slots_held for group in self._groups)
+        patience: float | None = _PATIENCE if count is None or count > held else 0.0
         while True:
             for finished in [future for future in self._bytes if future.done()]:
                 del self._bytes[finished]
@@ -293,13 +308,13 @@ def columns_of(evaluator: Evaluator) -> list[str]:
 
 
 def results_for(evaluator: Evaluator, model: TorchModelBase) -> dict[str, str]:
-    """Returns the results of the scorer that an evaluator reads, with the name of the column of each."""
-    read_columns = columns_of(evaluator)
-    return {field: name for name, field in model._fields()[1].items() if name in read_columns}
+    """Returns the scorer's results that an evaluator reads, each with the name of its column."""
+    read = columns_of(evaluator)
+    return {field: name for name, field in model._fields()[1].items() if name in read}
 
 
 def weight_of(evaluator: Evaluator, carried: Sequence[str]) -> str | None:
-    """Returns the column that sums the weights of equal rows, if an evaluator takes them as one row; else `None`."""
+    """Returns the column for the summed weights of equal rows; `None` if an evaluator does not take them as one row."""
     if not _counts(evaluator):
         return None
     if not evaluator.isDefined("weightCol") or not evaluator.getOrDefault("weightCol"):

@@ -28,7 +28,7 @@ __all__ = ["DEFAULT", "Search", "side_by_side", "value_of"]
 DEFAULT = "sparktorch.default"  # The trial that sets nothing has this user attribute.
 
 _LOG = logging.getLogger(__name__)
-_HOPELESS = 5  # A search ends after so many failures without a success, or two for each group if there are many.
+_HOPELESS = 5  # A search ends after so many failures without a success; with many groups, after two for each.
 _LONGEST_CAUSE = 2000
 _LOOK_SECONDS = 0.1  # Within this time, the search notices an interrupt that sends no signal.
 _END_SECONDS = 20.0
@@ -40,8 +40,10 @@ G = TypeVar("G", bound=PreparedData)
 class _Judge:
     """Reports every epoch of a trial to its study, and says whether the training ends there.
 
-    It ends if the pruner says so, unless the trial is that of the default settings, or if a record has numbers, but not
-    the metric.
+    A training ends in two cases:
+
+    - The pruner says so, and the trial does not have the default settings.
+    - A record has numbers, but not the metric.
 
     Attributes:
         epochs: The last epoch that was reported.
@@ -50,8 +52,13 @@ class _Judge:
     """
 
     def __init__(self, trial: Any, metric: str, estimator: Any) -> None:
-        self.epochs, self.pruned, self.unknown = 0, False, list[str]()
-        self._trial, self._metric, self._last, self._reported = trial, metric, config_of(estimator).epochs, False
+        self.epochs = 0
+        self.pruned = False
+        self.unknown = list[str]()
+        self._trial = trial
+        self._metric = metric
+        self._last = config_of(estimator).epochs
+        self._reported = False
         self._is_default = bool(trial.user_attrs.get(DEFAULT))
         # Callbacks may add a number to some records only.
         self._varies = bool(estimator.getOrDefault("callbacks"))
@@ -67,22 +74,33 @@ class _Judge:
                 self._trial.report(value, self.epochs)
                 self.pruned = self.epochs < self._last and not self._is_default and self._trial.should_prune()
             return self.pruned
+        # Not every epoch is validated, so a later record may have the metric.
         unvalidated = self._metric.startswith("val_") and "val_loss" not in record
-        if unvalidated or self._reported or (self._varies and self.epochs < self._last):
-            return False  # A later record may have the metric.
+        may_come_later = self._varies and self.epochs < self._last
+        if unvalidated or self._reported or may_come_later:
+            return False
         self.unknown = [name for name, number in record.items() if isinstance(number, int | float)]
         return True
 
 
 class Search:
-    """The trials of one search; `left` may still begin, and `models` has the best of the study, by its number."""
+    """The trials of one search.
+
+    Attributes:
+        left: The number of trials that may still begin.
+        models: The model of the study's best trial, by the number of the trial; empty if an earlier run trained it.
+    """
 
     _bar: tqdm[Any]
 
     def __init__(self, estimator: Any, space: Space, study: Any, *, metric: str, trials: int, named: bool) -> None:
-        """Takes how many `trials` the study is to have; if `named`, MLflow gets a run for each, named for the trial."""
-        self._estimator, self._space, self._study = estimator, space, study
-        self.metric, self._trials, self._named = metric, trials, named
+        """Takes how many `trials` the study is to have; if `named`, MLflow gets a run for each, named by its number."""
+        self._estimator = estimator
+        self._space = space
+        self._study = study
+        self.metric = metric
+        self._trials = trials
+        self._named = named
         earlier = study.get_trials(deepcopy=False)
         self.remaining = max(0, trials - sum(trial.state.is_finished() for trial in earlier))
         self._had_success = any(trial.state.name == "COMPLETE" for trial in earlier)
@@ -95,9 +113,9 @@ class Search:
         self._succeeded = self._stopped = False
 
     def run(self, groups: list[PreparedData], *, timeout: float | None, show: bool) -> None:
-        """Runs trials, one at a time on each group, until the budget is used up, and closes the groups.
+        """Runs trials, one at a time on each group, until none is left or the time is over, and closes the groups.
 
-        If all trials have failed, it raises the first cause; after an interrupt, all trials are cancelled.
+        If all trials have failed, it raises the first cause. An interrupt cancels all trials.
         """
         self._hopeless = max(_HOPELESS, 2 * len(groups))
         progress: dict[str, Any] = {
@@ -123,7 +141,8 @@ class Search:
 
     def _work(self, group: PreparedData, timeout: float | None) -> None:
         """Lets Optuna run trials on a group; its loop ends when no trial is left, or the sampler knows no other."""
-        group.bar_stays = group.gives_way = False
+        group.bar_stays = False
+        group.gives_way = False
         study = copy(self._study)  # `stop` ends the loop of this copy only, and other groups go on.
         with group:
             study.optimize(
@@ -133,13 +152,15 @@ class Search:
     def _trial(self, group: PreparedData, trial: Any) -> float:
         """Trains a trial; returns its value of the metric."""
         group.title = f"trial {trial.number}"
-        judge = unneeded = None
+        judge = None
+        unneeded = None  # This model is discarded, unless the trial ends with a value.
         try:
-            with self._lock:  # The function of a user may not be safe in several threads.
+            with self._lock:  # A user's function, as the space, may not be safe in several threads.
                 values = self._space.values(trial)
             estimator = self._for_trial(values, trial.number)._knowing(group.estimator)
             judge = _Judge(trial, self.metric, estimator)
-            model = unneeded = estimator._fit_on(group, judge)
+            model = estimator._fit_on(group, judge)
+            unneeded = model
             if judge.unknown:
                 what = f"the records of epochs have no metric {self.metric!r}"
                 self._fatal = ConfigError(what, hint=nearest(self.metric, judge.unknown), param="metric")
@@ -174,15 +195,17 @@ class Search:
         return estimator
 
     def _after_trial(self, study: Any, trial: Any) -> None:
-        """Keeps the model if it is the best so far, and says whether another trial begins on this group."""
+        """Keeps the model if it is the best so far, and stops the group's loop if no trial is left."""
         with self._lock:
-            unneeded: int | None = trial.number
+            unneeded_number: int | None = trial.number
             if trial.number in self.models and not self._stopped and study.best_trial.number == trial.number:
-                unneeded, self._best = self._best, trial.number
+                unneeded_number = self._best
+                self._best = trial.number
                 self._bar.set_postfix_str(f"best {self.metric} {trial.value:.4g}", refresh=False)
-            model = None if unneeded is None else self.models.pop(unneeded, None)
+            model = None if unneeded_number is None else self.models.pop(unneeded_number, None)
             self._bar.update()
-            self._succeeded |= trial.state.name != "FAIL"
+            if trial.state.name != "FAIL":
+                self._succeeded = True
             if not self._succeeded and len(self._causes) >= self._hopeless:
                 self._fatal = self._causes[0]
             if self.remaining and not self._stopped:
@@ -197,9 +220,9 @@ class Search:
 
 
 def value_of(history: list[dict[str, Any]], metric: str, config: TrainConfig) -> float | None:
-    """Returns the metric of a model; `None` if no record has it.
+    """Returns the metric of a model; `None` if no record has the metric.
 
-    With patience, the model has the weights of the best validation, not the last ones.
+    With patience, the model has the weights of the best validation, so the metric is from there, not from the end.
     """
     records = [record for record in history if metric in record]
     if config.patience is not None:
@@ -209,7 +232,7 @@ def value_of(history: list[dict[str, Any]], metric: str, config: TrainConfig) ->
 
 
 def side_by_side(groups: Sequence[G], work: Callable[[G], None], stop: Callable[[], object]) -> None:
-    """Calls `work` with each group, in a thread of its own, which does not hold up the interpreter's exit.
+    """Calls `work` with each group, in a thread of its own that does not hold up the interpreter's exit.
 
     After the first error, or an interrupt, it calls `stop`, cancels all groups, and raises the error.
     """
@@ -217,7 +240,7 @@ def side_by_side(groups: Sequence[G], work: Callable[[G], None], stop: Callable[
     running: set[Future[None]] = set()
     try:
         for group in groups:
-            running.add(_begun(inheriting(spark, partial(work, group))))
+            running.add(_start(inheriting(spark, partial(work, group))))
         while running:
             done, running = wait(running, _LOOK_SECONDS, FIRST_EXCEPTION)
             for ended in done:
@@ -230,7 +253,8 @@ def side_by_side(groups: Sequence[G], work: Callable[[G], None], stop: Callable[
         raise
 
 
-def _begun(work: Callable[[], None]) -> Future[None]:
+def _start(work: Callable[[], None]) -> Future[None]:
+    """Starts a daemon thread; a `ThreadPoolExecutor` would hold up the interpreter's exit."""
     future: Future[None] = Future()
 
     def run() -> None:

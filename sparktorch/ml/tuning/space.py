@@ -1,4 +1,4 @@
-"""The space of a search: names of Params, and where their values come from."""
+"""The space of a search: the names of Params, and the values that trials may choose for them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ optuna_quiet = partial(quiet, "optuna", logging.ERROR)  # Optuna would log every
 class Space:
     """What trials choose from: a dict by name of Param, or a function that asks the trial itself.
 
-    A name is that of a Param, or of an entry in a dict Param: "moduleParams.hidden".
+    A name belongs to a Param, or to an entry in a dict Param, such as "moduleParams.hidden".
 
     Attributes:
         distributions: Optuna's distributions by name; empty if a function makes the values.
@@ -44,15 +44,16 @@ class Space:
         Args:
             source: Optuna's distributions or lists of choices by name, or a function (trial) -> values by name.
             estimator: The estimator whose Params the trials set.
-            of_estimator: Whether the estimator has made the space: then the first choice of each list is `None`, which
-                sets nothing.
+            of_estimator: Whether this is the estimator's own space. There, each list begins with the choice `None`,
+                which sets nothing.
 
         Raises:
             ConfigError: `source` is empty, a name is no Param, or a value is neither a distribution nor a list.
         """
-        self._estimator, self._of_estimator = estimator, of_estimator
+        self._estimator = estimator
+        self._of_estimator = of_estimator
         self._function = source if callable(source) else self._choose
-        # Optuna stores labels in place of choices that it cannot store; here are these choices, by name and label.
+        # Optuna stores labels in place of the choices that it cannot store. These are those choices, by name and label.
         self._choices: dict[str, dict[str, Any]] = {}
         self.distributions: dict[str, Any] = {}
         if callable(source):
@@ -66,7 +67,7 @@ class Space:
         A `ConfigError` says that the function returned no dict, or a name that is no Param.
         """
         trials = optuna().trial
-        # A user's function asks the trial itself, and a finished trial answers only as a `FixedTrial`.
+        # A user's function asks the trial itself. A finished trial cannot be asked; a `FixedTrial` with its values can.
         if isinstance(trial, trials.FrozenTrial) and not self.distributions:
             trial = trials.FixedTrial(trial.params, number=trial.number)
         values = self._function(trial)
@@ -77,7 +78,7 @@ class Space:
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The choices of the trial that sets nothing, in a space that the estimator has made; else empty."""
+        """The choices of the trial that sets nothing, in an estimator's own space; empty for any other space."""
         if not self._of_estimator:
             return {}
         return {name: distribution.choices[0] for name, distribution in self.distributions.items()}
@@ -92,24 +93,24 @@ class Space:
                 yield self.values(study.ask())
 
     def choices(self) -> Iterator[dict[str, Any]]:
-        """Yields each choice of a list as the only value that is set; of numbers, the least and the greatest."""
+        """Yields each choice in a list as the only value that is set; from numbers, the least and the greatest."""
         for name, distribution in self.distributions.items():
             labels = getattr(distribution, "choices", ())
-            if all(isinstance(label, int | float) for label in labels):
-                labels = sorted(labels)[:: max(1, len(labels) - 1)]
+            if len(labels) > 1 and all(isinstance(label, int | float) for label in labels):
+                labels = [min(labels), max(labels)]
             for label in labels:
                 value = self._choices.get(name, {}).get(label, label)
                 if not (self._of_estimator and value is None):
                     yield {name: value}
 
     def _choose(self, trial: Any) -> dict[str, Any]:
-        # A finished trial is not asked again: its values may be out of this space.
+        # A finished trial keeps its values, which may be out of this space.
         finished = trial.params
-        chosen = {
-            name: finished[name] if name in finished else _suggested(trial, name, distribution)
-            for name, distribution in self.distributions.items()
-        }
-        return {name: self._choices.get(name, {}).get(value, value) for name, value in chosen.items()}
+        values = {}
+        for name, distribution in self.distributions.items():
+            value = finished[name] if name in finished else _suggest(trial, name, distribution)
+            values[name] = self._choices.get(name, {}).get(value, value)
+        return values
 
     def _distribution(self, name: str, value: Any) -> Any:
         distributions = optuna().distributions
@@ -136,10 +137,10 @@ class Space:
 
 
 def applied(estimator: Any, values: Mapping[str, Any]) -> Any:
-    """Returns a copy of an estimator with values by name; a `TypeError` says that one has the wrong type."""
+    """Returns a copy of an estimator with values by name; a `TypeError` says that a value has the wrong type."""
     configured = estimator.copy()
     configured.setParams(**{name: value for name, value in values.items() if "." not in name})
-    # Entries come last: the dict that they belong to may be a value of its own.
+    # Entries come last, because the whole dict that an entry belongs to may be among the values.
     for name, value in values.items():
         param, dot, entry = name.partition(".")
         if dot:
@@ -148,7 +149,7 @@ def applied(estimator: Any, values: Mapping[str, Any]) -> Any:
 
 
 def check_no_checkpoints(p: Values) -> None:
-    """Refuses checkpoints of an estimator that a search trains many times."""
+    """Refuses a search with checkpoints: its many trainings would share one folder."""
     if p["checkpointDir"] is not None:
         raise ConflictError(
             "checkpointDir is set, and each training of a search is one of its own",
@@ -158,7 +159,7 @@ def check_no_checkpoints(p: Values) -> None:
 
 
 def _check_names(estimator: EstimatorParams, space: Any) -> None:
-    """Refuses what is no dict, and names in it that are neither Params nor entries in dict Params."""
+    """Refuses a space that is no dict, and names that belong neither to Params nor to entries in dict Params."""
     if not isinstance(space, Mapping) or not space:
         raise ConfigError(
             f"the space is {space!r}",
@@ -180,7 +181,7 @@ def _value(estimator: EstimatorParams, param: str) -> Any:
     return estimator.getOrDefault(param) if estimator.isDefined(param) else None
 
 
-def _suggested(trial: Any, name: str, distribution: Any) -> Any:
+def _suggest(trial: Any, name: str, distribution: Any) -> Any:
     if hasattr(distribution, "choices"):
         return trial.suggest_categorical(name, distribution.choices)
     is_int = isinstance(distribution, optuna().distributions.IntDistribution)

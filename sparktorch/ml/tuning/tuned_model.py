@@ -1,4 +1,4 @@
-"""The result of a search: the best model, and a table and plots of the trials. `discard` deletes the other models."""
+"""The result of a search: the best model, and a table and plots of the trials. `discard` deletes other models."""
 
 from __future__ import annotations
 
@@ -24,25 +24,28 @@ if TYPE_CHECKING:
 __all__ = ["CAUSE", "EPOCHS", "TorchTunerModel", "discard"]
 
 # Trials have these user attributes of Optuna's.
-CAUSE, EPOCHS = "sparktorch.cause", "sparktorch.epochs"
+CAUSE = "sparktorch.cause"
+EPOCHS = "sparktorch.epochs"
 
 _LOG = logging.getLogger(__name__)
 
 
 class TorchTunerModel(Model, MLWritable):
-    """The best model of a search; it transforms with it.
+    """The result of a search, which transforms with the best model.
 
     `save` saves `bestModel`, which is loaded by its own class; the trials stay in the study's storage.
 
     Attributes:
         bestModel: The model of the best trial.
-        bestParams: What this trial set, by the names in the space.
+        bestParams: The values that this trial set, by the names in the space.
         study: Optuna's study.
     """
 
     def __init__(self, bestModel: TorchModelBase, bestParams: dict[str, Any], study: Any) -> None:
         super().__init__()
-        self.bestModel, self.bestParams, self.study = bestModel, bestParams, study
+        self.bestModel = bestModel
+        self.bestParams = bestParams
+        self.study = study
 
     def copy(self, extra: ParamMap | None = None) -> TorchTunerModel:
         """Copies the model, with Params of `bestModel` set."""
@@ -52,11 +55,15 @@ class TorchTunerModel(Model, MLWritable):
 
     @property
     def trials(self) -> pd.DataFrame:
-        """A row for each trial of the study.
+        """A row for each trial of the study, with these columns.
 
-        `number`, `state` (COMPLETE, PRUNED, FAIL; RUNNING for those of a driver that runs, or has died), `value` of the
-        metric, for a pruned trial that of its last epoch, `duration`, `params_NAME`, `epochs` trained, and the `cause`
-        of a failure.
+        - `number`
+        - `state`: COMPLETE, PRUNED or FAIL; RUNNING if the trial's driver still runs, or has died.
+        - `value`: The metric; for a pruned trial, from its last epoch.
+        - `duration`
+        - `params_NAME`: The value of each Param.
+        - `epochs`: The number of epochs that were trained.
+        - `cause`: Why the trial failed.
         """
         table: pd.DataFrame = self.study.trials_dataframe(("number", "state", "value", "duration", "params"))
         trials = self.study.get_trials(deepcopy=False)
@@ -98,7 +105,7 @@ class TorchTunerModel(Model, MLWritable):
 def discard(model: TorchModelBase) -> None:
     """Deletes the folder of a model that a search does not return, if it was fitted with `modelDir`.
 
-    A model that MLflow logs stays: what was logged names its folder.
+    A model that MLflow logs is left alone, because the logged model names the folder.
     """
     if not isinstance(model.trained.weights, WeightsFolder) or hasattr(model, "_mlflow_logged"):
         return

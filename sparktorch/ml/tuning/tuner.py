@@ -42,37 +42,37 @@ class TorchTuner(Estimator[TorchTunerModel]):
     """Searches for the Params with which an estimator trains the best model.
 
     Optuna, an extra ("search"), chooses on the driver what the next trial sets. Groups of `workersPerTrial` ranks read
-    the rows once and train the trials side by side, report after every epoch, and go on with the next trial when one
-    ends or is pruned. The best model is, bit for bit, what a fit with its Params alone gives on as many workers.
+    the rows once and train the trials side by side. They report after every epoch, and begin the next trial when a
+    trial ends or is pruned. The best model is, bit for bit, what a single fit with its Params gives on as many workers.
 
-    A trial that raises, or loses a worker, has failed; the search goes on. It ends with the first cause if the first
-    five trials fail, or all. An interrupt cancels all trials.
+    A trial that raises an error, or loses a worker, has failed, and the search goes on. If the first five trials or all
+    trials fail, the search ends with the first cause. An interrupt cancels all trials.
 
     The tuner has arguments instead of Params of its own, and is not saved itself. `fit(dataset, params)` sets Params of
     its estimator. The model's `save` saves `bestModel`.
 
     Args:
-        estimator: The estimator. Its own values hold for what is not in the space.
+        estimator: The estimator to tune. Params that are not in the space keep its values.
         space: What trials choose from: a dict from the name of a Param, or of an entry in a dict Param such as
             "moduleParams.hidden", to a distribution of `optuna.distributions` or a list of choices. Or a function that
             takes an Optuna trial and returns the values by such names; it is also called before the search, on trials
-            that do not count, to check the names. Estimators for one task, such as `TabularClassifier`, have one of
-            their own, which holds if this is `None`: it leaves what you have set as it is, and its first trial is that
-            of the default settings, which no pruner ends.
-        trials: Number of trials, those included that a study from `storage` has finished before.
-        metric: A name in the records of `summary.history`. By default the estimator's `earlyStoppingMetric`, "val_loss"
-            if that is not set, where it has a `validationIndicatorCol` or holds rows out itself, else "loss". With
-            `earlyStoppingPatience`, a trial counts with the epoch whose weights it has.
-        direction: "minimize" or "maximize". By default the metric's name decides, as for `earlyStoppingMode`; one
-            that does not say is refused.
+            that do not count, to check the names. `None` takes the space that estimators for one task have, such as
+            `TabularClassifier`. That space leaves the Params alone that you have set. Its first trial has the default
+            settings, and no pruner ends this trial.
+        trials: Number of trials. The trials that a study from `storage` has finished before are included.
+        metric: A name in the records of `summary.history`. An estimator with a `validationIndicatorCol`, or that holds
+            rows out itself, has its `earlyStoppingMetric` as default ("val_loss" unless set), any other estimator
+            "loss". With `earlyStoppingPatience`, a trial's value is from the epoch whose weights the model has.
+        direction: "minimize" or "maximize". By default the metric's name decides, as for `earlyStoppingMode`; a name
+            that does not say which is better is refused.
         workersPerTrial: Number of workers that train a trial; by default the estimator's `numWorkers`.
-        parallelism: Number of trials at a time; by default as many as there are slots for, and 1 if the session does
-            not tell how many slots there are.
+        parallelism: Number of trials at a time. By default, there are as many as there are slots for, and one if the
+            session does not tell how many slots there are.
         sampler: One of `optuna.samplers`; by default TPE with the estimator's seed.
-        pruner: "asha", "hyperband", one of `optuna.pruners`, or `None` to prune nothing. "asha" prunes once the first
-            trial is complete.
-        storage: URL of a database, or a storage of Optuna's, that keeps the study.
-        studyName: Name of the study; with `storage`, a study of that name is resumed.
+        pruner: "asha", "hyperband", one of `optuna.pruners`, or `None` to prune nothing. "asha" prunes no trial before
+            the first trial is complete.
+        storage: The URL of a database that keeps the study, or one of Optuna's storages.
+        studyName: Name of the study. If `storage` has a study with this name, the search goes on with it.
         timeout: Seconds after which no further trial begins.
 
     Example:
@@ -112,11 +112,18 @@ class TorchTuner(Estimator[TorchTunerModel]):
         timeout: float | None = None,
     ) -> None:
         super().__init__()
-        self.estimator, self.space, self.trials = estimator, space, trials
-        self.metric, self.direction = metric, direction
-        self.workersPerTrial, self.parallelism = workersPerTrial, parallelism
-        self.sampler, self.pruner = sampler, pruner
-        self.storage, self.studyName, self.timeout = storage, studyName, timeout
+        self.estimator = estimator
+        self.space = space
+        self.trials = trials
+        self.metric = metric
+        self.direction = direction
+        self.workersPerTrial = workersPerTrial
+        self.parallelism = parallelism
+        self.sampler = sampler
+        self.pruner = pruner
+        self.storage = storage
+        self.studyName = studyName
+        self.timeout = timeout
 
     def copy(self, extra: ParamMap | None = None) -> TorchTuner:
         """Copies the tuner, with Params of its estimator set."""
@@ -126,7 +133,9 @@ class TorchTuner(Estimator[TorchTunerModel]):
 
     def _fit(self, dataset: DataFrame) -> TorchTunerModel:
         self._check()
-        workers = Values(self.estimator).workers[1] if self.workersPerTrial is None else self.workersPerTrial
+        settings = Values(self.estimator)
+        # An estimator that may train on fewer workers searches with the most.
+        workers = settings.workers[1] if self.workersPerTrial is None else self.workersPerTrial
         for name, value in (("trials", self.trials), ("workersPerTrial", workers), ("parallelism", self.parallelism)):
             if value is not None:
                 at_least(name, value, 1)
@@ -134,15 +143,17 @@ class TorchTuner(Estimator[TorchTunerModel]):
             above("timeout", self.timeout, 0)
         base = self.estimator._holding_out().setParams(numWorkers=workers)
         validates = base.isSet("validationIndicatorCol") or base._holds_out
-        stopping = Values(self.estimator)
-        metric = self.metric or (stopping["earlyStoppingMetric"] if validates else "loss")
-        mode = _DIRECTIONS.get(stopping["earlyStoppingMode"]) if metric == stopping["earlyStoppingMetric"] else None
-        direction = direction_of(metric, self.direction or mode)
+        metric = self.metric or (settings["earlyStoppingMetric"] if validates else "loss")
+        stopping_direction = None
+        if metric == settings["earlyStoppingMetric"]:
+            stopping_direction = _DIRECTIONS.get(settings["earlyStoppingMode"])
+        direction = direction_of(metric, self.direction or stopping_direction)
         space = Space(self.space, base) if self.space is not None else _space_of(base)
         reference, request = valid_example(base, space, metric)
         first = reference.prepare(dataset)
-        # Preparing may have learned statistics of the rows, and rearranged them; all groups share both.
-        learned, dataset = first.estimator, first.dataset
+        # Preparing may have learned statistics from the rows, and rearranged the rows; all groups of ranks share both.
+        learned = first.estimator
+        dataset = first.dataset
         if metric.startswith("val_") and not Values(learned).validated:
             first.close()
             raise no_validation(metric, "the rows are too few to hold some out")
@@ -157,7 +168,7 @@ class TorchTuner(Estimator[TorchTunerModel]):
         return self._result(dataset, base, space, study, search, learned)
 
     def _check(self) -> None:
-        """Refuses arguments of a wrong type, and a storage that the search could not go on from."""
+        """Refuses arguments with a wrong type, and a storage without the name of the study in it."""
         if not isinstance(self.estimator, TorchEstimatorBase):
             raise ConfigError(
                 f"the estimator is a {type(self.estimator).__name__}",
@@ -198,7 +209,7 @@ class TorchTuner(Estimator[TorchTunerModel]):
                 raise ConfigError(f"{name} must be a whole number, got {value!r}", param=name, code="ST-CLASH")
 
     def _study(self, estimator: Any, space: Space, metric: str, direction: str) -> Any:
-        """Returns the study of the search, which its storage may hold already."""
+        """Returns the search's study: the one that its storage has under this name, or a new one."""
         module = optuna()
         with optuna_quiet():
             study = module.create_study(
@@ -217,23 +228,25 @@ class TorchTuner(Estimator[TorchTunerModel]):
         return study
 
     def _optuna_pruner(self, estimator: Any, space: Space) -> Any:
-        """Returns the pruner, which is told the last epoch of all trials unless they choose it."""
+        """Returns the pruner. Hyperband gets the last epoch, unless trials choose the number of epochs."""
         pruners = optuna().pruners
         if self.pruner is None:
             return pruners.NopPruner()
         if self.pruner == "asha":
             return pruners.SuccessiveHalvingPruner()
         if self.pruner == "hyperband":
-            fixed = space.distributions and "epochs" not in space.distributions
-            return pruners.HyperbandPruner(max_resource=estimator.getEpochs() if fixed else "auto")
+            # A function as the space does not say in advance what trials choose.
+            has_fixed_epochs = space.distributions and "epochs" not in space.distributions
+            return pruners.HyperbandPruner(max_resource=estimator.getEpochs() if has_fixed_epochs else "auto")
         return self.pruner
 
     def _result(
         self, dataset: DataFrame, base: Any, space: Space, study: Any, search: Search, learned: Any
     ) -> TorchTunerModel:
-        """Returns the best trial's model; fits it again if the trial belongs to an earlier run of the study.
+        """Returns the best trial's model; fits again if the best trial belongs to an earlier run of the study.
 
-        `learned` is the estimator that has learned statistics of the rows; `dataset` has the rows as it arranged them.
+        `learned` is the estimator that has learned statistics from the rows; `dataset` has the rows as that estimator
+        has arranged them.
         """
         if all(trial.state.name != "COMPLETE" for trial in study.get_trials(deepcopy=False)):
             raise ConfigError(
@@ -248,14 +261,17 @@ class TorchTuner(Estimator[TorchTunerModel]):
         values = space.values(best)
         estimator = applied(base, values)._knowing(learned)
         model = estimator.fit(dataset)
-        # Only now: should that fit fail, these models are the best that there is.
+        # The models of this run are kept until here: if the fit above failed, they would be the best that there are.
         for other in search.models.values():
             discard(other.bestModel)
         value = value_of(model.summary.history, search.metric, config_of(estimator))
         if value != best.value:
             _LOG.warning(
                 "trial %d had %s %s, and now has %s: the estimator has other Params than then, or other rows",
-                *(best.number, search.metric, best.value, value),
+                best.number,
+                search.metric,
+                best.value,
+                value,
             )
         return TorchTunerModel(model, values, study)
 
@@ -263,7 +279,7 @@ class TorchTuner(Estimator[TorchTunerModel]):
 def direction_of(metric: str, direction: str | None) -> str:
     """Returns whether a search minimizes or maximizes its metric: `direction`, or what the metric's name says.
 
-    A `ConfigError` refuses a name that does not say, without a `direction`.
+    If there is no `direction`, a `ConfigError` refuses a name that does not say which values are better.
     """
     if direction is not None:
         one_of("direction", direction, ("minimize", "maximize"))
@@ -280,7 +296,7 @@ def direction_of(metric: str, direction: str | None) -> str:
 
 
 def _space_of(estimator: Any) -> Space:
-    """Returns the space that an estimator has of its own; refuses an estimator that has none."""
+    """Returns the estimator's own space; refuses an estimator that has none."""
     choices = estimator._search_space()
     if not choices:
         raise ConfigError(
@@ -294,7 +310,8 @@ def _space_of(estimator: Any) -> Space:
 
 def _group_count(spark: SparkSession, request: Request[TrainJob], workers: int, parallelism: int | None) -> int:
     """Returns how many groups of ranks train side by side: `parallelism`, or as many as there are slots for."""
-    launch, needed = request.launch, workers * (parallelism or 1)
+    launch = request.launch
+    needed = workers * (parallelism or 1)
     profile = gpu_profile(spark, launch.device, workers)
     finding, slots = enough_slots(
         spark, needed, profile, all_of_them=parallelism is None, longest=launch.patience.start
@@ -303,26 +320,34 @@ def _group_count(spark: SparkSession, request: Request[TrainJob], workers: int, 
         findings.refuse([finding])
     if slots is not None and slots < needed:
         if slots < workers:
-            name, setting, most = "workersPerTrial", f"{workers}", slots
+            name = "workersPerTrial"
+            setting = f"{workers}"
+            most = slots
         else:
-            name, setting, most = "parallelism", f"{parallelism} with {workers} workers a trial", slots // workers
+            name = "parallelism"
+            setting = f"{parallelism} with {workers} workers a trial"
+            most = slots // workers
         raise ConfigError(
             f"{name} is {setting}, and the cluster has {slots} slots",
             hint=f"set it to {most} or less",
             param=name,
             code="ST-SLOTS",
         )
-    return parallelism or (slots or workers) // workers
+    if parallelism is not None:
+        return parallelism
+    # A session that does not tell its slots gets one group.
+    return 1 if slots is None else slots // workers
 
 
 def _check_study(study: Any, space: Space, metric: str, direction: str) -> None:
-    """Refuses to go on with a study of another metric, direction or space."""
+    """Refuses to go on with a study that has another metric, direction or space."""
     stored_metric = study.user_attrs.get(_METRIC, metric)
     directions = [stored.name.lower() for stored in study.directions]
     what = ""
     if stored_metric != metric or directions != [direction]:
         what = f"is to {' and '.join(directions)} {stored_metric!r}, and this search to {direction} {metric!r}"
-    distributions, check = space.distributions, optuna().distributions.check_distribution_compatibility
+    distributions = space.distributions
+    check = optuna().distributions.check_distribution_compatibility
     for trial in study.get_trials(deepcopy=False) if distributions else ():
         before = trial.distributions
         if trial.state.name == "COMPLETE" and before.keys() != distributions.keys():
