@@ -4,28 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import reduce
-from operator import and_
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
-from pyspark.sql import Column, DataFrame, Window
+from pyspark.sql import DataFrame, Window
 from pyspark.sql import functions as F
 
 from sparktorch.base.config import at_least, one_of
-from sparktorch.errors import ColumnError, ConfigError
+from sparktorch.errors import ConfigError
 from sparktorch.ml.fit.task_training import TaskTraining
 from sparktorch.ml.fit.values import Values
-from sparktorch.ml.params.mixins import RecommenderParams
-from sparktorch.ml.scoring.column_metadata import check_numbers
 from sparktorch.spark.column_names import ColumnNames
-from sparktorch.spark.compat import table_of
-from sparktorch.tasks.recommender.model import Paired, RecommenderModel, id_type, structs
+from sparktorch.tasks.recommender.learned import LEAST_OF_EACH, LearnedPairs, learn_pairs
+from sparktorch.tasks.recommender.model import RecommenderModel
 from sparktorch.tasks.recommender.network import IdIndex, PairLoss, Pairs, Towers
-from sparktorch.tasks.shared.held_out import MOST_HELD_OUT, free_name
-from sparktorch.tasks.shared.learning import LearningEstimator, check_rows
+from sparktorch.tasks.recommender.pairs import PairColumns, Paired
+from sparktorch.tasks.recommender.params import RecommenderParams
+from sparktorch.tasks.shared.held_out import MOST_HELD_OUT
+from sparktorch.tasks.shared.learning import LearningEstimator
 from sparktorch.tasks.shared.settings import AutomaticSettings, TaskSettings
 from sparktorch.train.recipe.dry_run import OutputSpec
 
@@ -61,36 +56,11 @@ CHOICES = TaskSettings(
     unwatched_epochs=16,
 )
 
-_LEAST_OF_EACH = 3  # Users and items with fewer rows have none held out.
 _MOST_RANKED = 20_000  # The cross-entropy is that among all items, if they are no more than these.
 _DRAWN = 64  # Of more items, so many others are drawn for each row.
 _FEW = 4  # Sparse gradients are the faster ones of tables with more rows than this for each that a step reaches.
 _SMALL = 5_000  # Workers add up the gradients of tables of fewer rows faster if they are dense.
 _WHOLE_USERS = ("numNegatives", "strategy", "split")  # The Params that say whether a sample is a user.
-
-
-class LearnedPairs(NamedTuple):
-    """What an estimator has learned of the rows.
-
-    Attributes:
-        users: The users: structs of the id and of each feature.
-        items: The items, likewise.
-        mean: The mean of the ratings.
-        deviation: The standard deviation of the ratings; 0 if they are equal.
-        group: The column that tells apart what a user has chosen in training and in validation.
-        weight: The column of weights.
-        rows: The number of rows.
-        rare: The number of rows of users and items that have too few to hold some out.
-    """
-
-    users: pa.StructArray
-    items: pa.StructArray
-    mean: float
-    deviation: float = 1.0
-    group: str = ""
-    weight: str = ""
-    rows: int = 0
-    rare: int = 0
 
 
 class Recommender(Paired, LearningEstimator, RecommenderParams):
@@ -202,13 +172,13 @@ class Recommender(Paired, LearningEstimator, RecommenderParams):
         if p["numNegatives"] is not None:
             at_least("numNegatives", p["numNegatives"], 1)
         one_of("coldStartStrategy", p["coldStartStrategy"], ("nan", "drop"))
-        implicit, rating, learned = p["implicitPrefs"], p["ratingCol"], self._learned
+        columns, implicit, learned = PairColumns.of(self), p["implicitPrefs"], self._learned
         items = len(learned.items) if learned is not None else 1
         ranks_all = estimator._ranks_all and learned is not None
         estimator._set(
             module=Towers,
-            inputCols=self.getInputCols(),
-            labelCol=rating if ranks_all or not implicit else "",
+            inputCols=columns.inputs,
+            labelCol=columns.rating if ranks_all or not implicit else "",
             trainingStep=PairLoss(
                 items if implicit else None,
                 p["regParam"],
@@ -226,73 +196,36 @@ class Recommender(Paired, LearningEstimator, RecommenderParams):
             "items": items,
             "rank": p["rank"],
             "mean": 0.0 if implicit else learned.mean,
-            "user_features": len(p["userFeatures"]),
-            "item_features": len(p["itemFeatures"]),
+            "user_features": len(columns.user_features),
+            "item_features": len(columns.item_features),
             "sparse": _wants_sparse(p, len(learned.users) + items * (not ranks_all), self._drawn),
             "user_bias": not implicit,
             "scale": 1.0 if implicit else learned.deviation or 1.0,
             "ranks_all": ranks_all,
         }
-        pairs = Pairs(p["userCol"], p["itemCol"], learned.users, learned.items, self._drawn, p["seed"])
+        pairs = Pairs(columns.user, columns.item, learned.users, learned.items, self._drawn, p["seed"])
         return estimator._set(preprocess=pairs, moduleParams=params | self.getModuleParams())
 
     def _learn(self, dataset: DataFrame) -> LearnedPairs:
-        """Returns what two jobs learn of the rows that train."""
-        p, names = Values(self), ColumnNames.of(dataset)
-        rating = p["ratingCol"]
-        columns = [p["userCol"], p["itemCol"], *p["userFeatures"], *p["itemFeatures"], *([rating] if rating else [])]
-        if repeated := names.repeated(columns):
-            raise ConfigError(f"column {repeated!r} has two roles", hint="name another one for each", param="userCol")
-        check_numbers(names, columns[2:])
         # Where the estimator holds rows out itself, users and items are those of all rows.
-        marks = None if self._marks else p["validationIndicatorCol"]
-        complete = dataset.where(_complete(names, columns))  # The ranks refuse other rows, or leave them out.
-        rows = complete.where(~names.column(marks)) if marks else complete
-        score = names.column(rating).cast("double") if rating else F.lit(0.0)
-        tables: list[pa.StructArray] = []
-        rare = 0
-        for name, features in ((p["userCol"], p["userFeatures"]), (p["itemCol"], p["itemFeatures"])):
-            groups = rows.groupBy(names.column(name).cast(id_type(names, name)).alias("id"))
-            figures = [
-                F.max(names.column(feature).cast("double")).alias(f"f{index}") for index, feature in enumerate(features)
-            ]
-            of_ratings = [F.avg(score).alias("mean"), F.var_pop(score).alias("variance")]
-            extremes = [F.min(score).alias("least"), F.max(score).alias("most")]
-            groups_table = table_of(groups.agg(*figures, F.count(F.lit(1)).alias("rows"), *of_ratings, *extremes))
-            check_rows(groups_table.num_rows)
-            features_table = groups_table.sort_by("id").select([0, *range(1, 1 + len(features))])
-            tables.append(structs(features_table, [name, *features]))
-            count = pc.sum(groups_table["rows"]).as_py()
-            mean, deviation = _moments(*(groups_table[name].to_numpy() for name in ("rows", "mean", "variance")))
-            least, most = pc.min(groups_table["least"]).as_py(), pc.max(groups_table["most"]).as_py()
-            rare += pc.sum(groups_table["rows"].filter(pc.less(groups_table["rows"], _LEAST_OF_EACH))).as_py() or 0
-        if p["implicitPrefs"] and rating and marks:
-            least = complete.agg(F.min(score)).collect()[0][0]  # Rows for validation are weighed, too.
-        if p["implicitPrefs"] and rating and least < 0:
-            what, hint = f"column {rating!r} has ratings below 0", "leave these rows out, or learn what users rate"
-            raise ColumnError(what, hint=hint, column=rating, code="ST-WEIGHT")
-        users, items = tables
-        group = free_name(names, "_chosen_by") if p["implicitPrefs"] else ""
-        weight = free_name(names, "_weight") if p["implicitPrefs"] else ""
-        if least == most:  # What rounding leaves of equal ratings is no deviation.
-            deviation = 0.0
-        return LearnedPairs(users, items, mean, deviation, group, weight, count, rare)
+        marks = None if self._marks else Values(self)["validationIndicatorCol"]
+        return learn_pairs(dataset, PairColumns.of(self), implicit=self.getImplicitPrefs(), marks=marks)
 
     def _training_rows(self, dataset: DataFrame) -> DataFrame:
         """Returns the rows of implicit preferences with the weight of each, or of all that a user has chosen."""
-        p, names, learned = Values(self), ColumnNames.of(dataset), self._learned
-        if learned is None or not p["implicitPrefs"]:
+        names, columns, learned = ColumnNames.of(dataset), PairColumns.of(self), self._learned
+        if learned is None or not self.getImplicitPrefs():
             return dataset
-        weight, marks = F.lit(1.0), p["validationIndicatorCol"]
-        if p["ratingCol"]:
-            rating = names.column(p["ratingCol"]).cast("double")
-            weight = F.when(rating.isNotNull(), F.when(rating > 0, 1 + p["alpha"] * F.log1p(rating)).otherwise(0.0))
+        weight, marks = F.lit(1.0), Values(self)["validationIndicatorCol"]
+        if columns.rating:
+            rating = names.column(columns.rating).cast("double")
+            above = 1 + self.getAlpha() * F.log1p(rating)
+            weight = F.when(rating.isNotNull(), F.when(rating > 0, above).otherwise(0.0))
         if not self._ranks_all:
             return dataset.withColumn(self._weight, weight)
         # A row that is left out counts for nothing in the weight of its user, whose other rows train.
-        columns = [*self.getInputCols(), *([p["ratingCol"]] if p["ratingCol"] else [])]
-        weight = F.when(_complete(names, columns), weight).otherwise(0.0)
-        user = names.column(p["userCol"])
+        weight = F.when(columns.complete(names), weight).otherwise(0.0)
+        user = names.column(columns.user)
         held_out = F.coalesce(names.column(marks), F.lit(False)) if marks else F.lit(False)
         rows = dataset.withColumn(learned.group, F.xxhash64(user, held_out))
         return rows.withColumn(learned.weight, F.sum(weight).over(Window.partitionBy(learned.group)))
@@ -306,18 +239,17 @@ class Recommender(Paired, LearningEstimator, RecommenderParams):
 
     @property
     def _chosen_by(self) -> str:
-        return f"{super()._chosen_by}, but of users and items with less than {_LEAST_OF_EACH} rows none"
+        return f"{super()._chosen_by}, but of users and items with less than {LEAST_OF_EACH} rows none"
 
     def _distinguishing_columns(self, names: ColumnNames) -> Sequence[str]:
-        rating = Values(self)["ratingCol"]
-        return [*self.getInputCols(), *([rating] if rating else [])]
+        return PairColumns.of(self).with_rating
 
     def _mark_held_out(
         self, dataset: DataFrame, names: ColumnNames, share: float
     ) -> tuple[DataFrame, tuple[int, int] | None]:
         rows, counts = super()._mark_held_out(dataset, names, share)
         for name in self.getInputCols()[:2]:
-            often = F.count(F.lit(1)).over(Window.partitionBy(names.column(name))) >= _LEAST_OF_EACH
+            often = F.count(F.lit(1)).over(Window.partitionBy(names.column(name))) >= LEAST_OF_EACH
             rows = rows.withColumn(self._marks, F.col(self._marks) & often)
         return rows, counts
 
@@ -377,20 +309,3 @@ def _wants_sparse(p: Values, rows: int, drawn: int) -> bool:
     clips = p["gradientClipNorm"] is not None or p["gradientClipValue"] is not None
     plain = p["optimizer"] in ("Adagrad", "SGD") and not p["optimizerParams"]
     return rows > max(_SMALL, _FEW * rows_reached) and plain and not clips and not p.strategy.divides_parameters
-
-
-def _complete(names: ColumnNames, columns: Sequence[str]) -> Column:
-    """Returns whether a row has a user, an item and finite numbers, in columns in this order."""
-    user, item, *numbers = map(names.column, columns)
-    finite = (F.coalesce(F.abs(number.cast("double")) < float("inf"), F.lit(False)) for number in numbers)
-    return reduce(and_, finite, user.isNotNull() & item.isNotNull())
-
-
-def _moments(rows: Any, means: Any, variances: Any) -> tuple[float, float]:
-    """Returns mean and standard deviation of ratings by the number of rows, mean and variance of each group.
-
-    The last digits, which depend on the order in which Spark adds up, are left out.
-    """
-    mean = np.average(means, weights=rows)
-    variance = np.average(variances + np.square(means - mean), weights=rows)
-    return float(f"{mean:.8g}"), float(f"{variance**0.5:.6g}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,31 +12,18 @@ from pyspark.sql import types as T
 
 from sparktorch.data.distribution import MOST_VALUES
 from sparktorch.errors import ColumnError
-from sparktorch.ml.fit.values import Values
-from sparktorch.ml.scoring.column_metadata import check_numbers, classes_of
+from sparktorch.ml.scoring.column_metadata import classes_of
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.frame.encoding import NUMERIC, is_numeric, kept_as
 from sparktorch.spark.frame.refusals import unsuitable
 from sparktorch.tasks.shared.column_statistics import Figures, categories_and_figures, rounded
 from sparktorch.tasks.shared.learning import check_rows
+from sparktorch.tasks.tables.kinds import Kinds, TableParams, is_number, kinds_of_columns, ordered
 from sparktorch.tasks.tables.preprocess import BINS, TableColumns, scaled_edges
 
-__all__ = [
-    *(
-        "DRAWN",
-        "ROLES",
-        "LearnedTable",
-        "check_numbers_to_predict",
-        "integer_categories",
-        "kinds_of_columns",
-        "learn_table",
-    ),
-    "warn_of_constants",
-]
+__all__ = ["LearnedTable", "check_numbers_to_predict", "integer_categories", "learn_table", "warn_of_constants"]
 
 _LOG = logging.getLogger(__name__)
-ROLES = ("labelCol", "labelCols", "weightCol", "validationIndicatorCol", "idCol", "groupCol")
-DRAWN = re.compile(r"_[0-9a-f]{12}_rand$")  # Spark's CrossValidator and TrainValidationSplit mark rows in such columns.
 _BOUND = 3.0  # Scaled numbers do not exceed it, as in RealMLP.
 _MOST_LABELS = 100_000  # All of them come to the driver, and the network has an output for each.
 _MOST_INTEGER_COLUMNS = (
@@ -46,7 +32,6 @@ _MOST_INTEGER_COLUMNS = (
 _FEWEST_ROWS_OF_INTEGER = 2  # A column of integers whose values have fewer rows on average is measured, not a code.
 _SHORT_RANGE = 32  # In a range of at most so many integers, all are categories, even if no row has them.
 _LARGEST_INTEGER = 2.0**53  # Spark and torch get larger integers as doubles, which are not exact.
-_TIMES = (T.DateType, T.TimestampType, T.TimestampNTZType)
 
 
 class LearnedTable(NamedTuple):
@@ -75,14 +60,6 @@ class LearnedTable(NamedTuple):
     constants: tuple[str, ...] = ()
 
 
-class _Kinds(NamedTuple):
-    """The input columns by kind; of times, the parts that become categories."""
-
-    categorical: list[str]
-    times: dict[str, list[str]]
-    numeric: list[str]
-
-
 class _Statistics(NamedTuple):
     """What one job counts: of rows that train, but for the labels of those that validate."""
 
@@ -103,22 +80,23 @@ def learn_table(dataset: DataFrame, estimator: Any) -> LearnedTable:
     Raises:
         ColumnError: A column or a label is of no type that can be trained on, or there is nothing to learn.
     """
-    p, names = Values(estimator), ColumnNames.of(dataset)
+    params, names = TableParams.of(estimator), ColumnNames.of(dataset)
     holds_out = bool(estimator._marks)
     if estimator._task == "regression":
-        check_numbers_to_predict(names, p["labelCols"] or [p["labelCol"]], estimator)
-    kinds, classifies = kinds_of_columns(p, names), estimator._task == "classification"
-    statistics = _statistics(dataset, p, names, kinds, classifies=classifies, all_rows=holds_out)
+        check_numbers_to_predict(names, params.labels, estimator)
+    kinds, classifies = kinds_of_columns(params, names), estimator._task == "classification"
+    statistics = _statistics(dataset, params, names, kinds, classifies=classifies, all_rows=holds_out)
     check_rows(statistics.rows + statistics.held_out * holds_out)
     categories: dict[str, list[Any]] = {
-        name: _frequent(counts, names.type_of(name), p["minCount"]) for name, counts in statistics.categories.items()
+        name: _frequent(counts, names.type_of(name), params.min_count) for name, counts in statistics.categories.items()
     }
-    if _chooses_kinds(p):
-        categories |= integer_categories(statistics.numbers, names, p["maxIntegerCategories"], p["minCount"])
+    if params.chooses_kinds:
+        most, least = params.max_integer_categories, params.min_count
+        categories |= integer_categories(statistics.numbers, names, most, least)
     labels: list[str] = []
-    outputs = len(p["labelCols"] or ()) or 1
+    outputs = len(params.labels)
     if classifies:
-        labels, outputs = _classes(dataset, names, p["labelCol"], statistics, holds_out=holds_out)
+        labels, outputs = _classes(dataset, names, params.labels[0], statistics, holds_out=holds_out)
     missing = [
         name for name in kinds.numeric if 0 < statistics.numbers[name].rows < statistics.rows and name not in categories
     ]
@@ -128,7 +106,7 @@ def learn_table(dataset: DataFrame, estimator: Any) -> LearnedTable:
     }
     return LearnedTable(
         table=TableColumns(categories, kinds.times, centres, missing, _BOUND),
-        inputs=_ordered(p, names, kinds),
+        inputs=ordered(params, names, kinds),
         outputs=outputs,
         labels=labels,
         scales=[[rounded(figures.mean), rounded(figures.deviation)] for figures in statistics.labels],
@@ -147,17 +125,15 @@ def learn_table(dataset: DataFrame, estimator: Any) -> LearnedTable:
 
 
 def _statistics(
-    dataset: DataFrame, p: Values, names: ColumnNames, kinds: _Kinds, *, classifies: bool, all_rows: bool
+    dataset: DataFrame, params: TableParams, names: ColumnNames, kinds: Kinds, *, classifies: bool, all_rows: bool
 ) -> _Statistics:
     """Counts values and computes figures in one job; with `all_rows`, labels that are numbers are those of all rows."""
-    validates = names.column(p["validationIndicatorCol"]) if p["validationIndicatorCol"] else F.lit(False)
-    text_label, number_labels = "", [p["labelCol"]] if classifies else [*(p["labelCols"] or [p["labelCol"]])]
-    if classifies and isinstance(names.type_of(p["labelCol"]), T.StringType):
-        text_label = p["labelCol"]
+    validates = names.column(params.validation) if params.validation else F.lit(False)
+    text_label = params.labels[0] if classifies and isinstance(names.type_of(params.labels[0]), T.StringType) else ""
     number_labels = [
         name
-        for name in number_labels
-        if (isinstance(names.type_of(name), NUMERIC) if classifies else _is_number(names.type_of(name)))
+        for name in params.labels
+        if (isinstance(names.type_of(name), NUMERIC) if classifies else is_number(names.type_of(name)))
     ]
     numbers = [names.column(name).cast("double") for name in kinds.numeric]
     numbers += [names.column(name) for name in kinds.times]
@@ -166,8 +142,8 @@ def _statistics(
         for name in (*kinds.categorical, *([text_label] if text_label else ()))
     ]
     integers = {name for name in kinds.numeric if isinstance(names.type_of(name), T.IntegralType)}
-    few_columns = _chooses_kinds(p) and len(integers) <= _MOST_INTEGER_COLUMNS
-    most_integers = max(MOST_VALUES, p["maxIntegerCategories"] + 1 if few_columns else 0)
+    few_columns = params.chooses_kinds and len(integers) <= _MOST_INTEGER_COLUMNS
+    most_integers = max(MOST_VALUES, params.max_integer_categories + 1 if few_columns else 0)
     labels_of = F.lit(True) if classifies and all_rows else ~validates
     values, figures = categories_and_figures(
         dataset,
@@ -182,7 +158,7 @@ def _statistics(
         ],
         limited=len(kinds.categorical),
         distinct=[most_integers if name in integers else MOST_VALUES for name in (*kinds.numeric, *kinds.times)],
-        most=p["maxCategories"],
+        most=params.max_categories,
         labels=_MOST_LABELS + 1,
     )
     *figures, trained, held_out = figures
@@ -313,92 +289,3 @@ def warn_of_constants(learned: LearnedTable) -> None:
         _LOG.warning("the same number, or null, in all rows that train, and so without effect: %s", listed)
     if learned.rows and any(deviation == 0 for _, deviation in learned.scales):
         _LOG.warning("the label is the same in all rows that train, and so is what the model will predict")
-
-
-def _chooses_kinds(p: Values) -> bool:
-    """Whether the estimator decides which columns are categories."""
-    return p["categoricalCols"] is None and p["numericCols"] is None
-
-
-def kinds_of_columns(p: Values, names: ColumnNames) -> _Kinds:
-    """Returns the input columns by kind; refuses names that contradict each other, and types that it cannot take."""
-    with_role = {column for param in ROLES for name in _listed(p[param]) for column in names.called(name)}
-    free = [name for name in names.schema.names if name not in with_role and not DRAWN.search(name)]
-    named = _by_column(names, [*(p["categoricalCols"] or ()), *(p["numericCols"] or ())])
-    inputs = _by_column(names, p["inputCols"] or ())
-    rest = [name for column, name in (inputs or _by_column(names, free)).items() if column not in named]
-    numbers = [name for name in rest if _is_number(names.type_of(name))]
-    numeric = numbers if p["numericCols"] is None else p["numericCols"]
-    others = [name for name in rest if name not in numbers]
-    others = others if p["categoricalCols"] is None else p["categoricalCols"]
-    _check_inputs(p, names, named, inputs, [*numeric, *others])
-    kinds = _Kinds([], {}, numeric)
-    for name in others:
-        kind = names.type_of(name)
-        if isinstance(kind, _TIMES):
-            kinds.times[name] = ["month", "weekday", *([] if isinstance(kind, T.DateType) else ["hour"])]
-        elif isinstance(kind, (T.StringType, *NUMERIC)):
-            kinds.categorical.append(name)
-        else:
-            hint = "leave it out: inputCols names the columns to take"
-            what = f"column {name!r} is {kind.simpleString()}, neither text, number, boolean, date nor timestamp"
-            raise ColumnError(what, hint=hint, column=name)
-    check_numbers(names, numeric)
-    if not any(kinds):
-        hint = "its other columns are the inputs: text, numbers, booleans, dates and timestamps"
-        raise ColumnError("the table has no column but the label and those that have another role", hint=hint)
-    return kinds
-
-
-def _check_inputs(
-    p: Values, names: ColumnNames, named: Mapping[str, str], inputs: Mapping[str, str], used: Sequence[str]
-) -> None:
-    """Refuses inputs that one Param names and another leaves out, and the label among them."""
-    outside = [name for column, name in named.items() if inputs and column not in inputs]
-    if outside:
-        name = min(outside)
-        raise ColumnError(
-            f"column {name!r} is not among inputCols", hint="name it there, or leave that out", column=name
-        )
-    labels = [
-        name
-        for column, name in _by_column(names, p["labelCols"] or [p["labelCol"]]).items()
-        if column in inputs or column in named
-    ]
-    if labels:
-        name = min(labels)
-        hint = "leave it out: a model would only repeat it"
-        raise ColumnError(f"the label {name!r} is among the input columns", hint=hint, column=name)
-    columns = _by_column(names, used)
-    unused = [name for column, name in inputs.items() if column not in columns]
-    if unused:
-        name = min(unused)
-        raise ColumnError(
-            f"column {name!r} is among inputCols, and in neither categoricalCols nor numericCols",
-            hint="name it in one of them, or leave it out of inputCols",
-            column=name,
-        )
-
-
-def _ordered(p: Values, names: ColumnNames, kinds: _Kinds) -> list[str]:
-    """Returns the input columns in the order of `inputCols`, or of the table."""
-    taken = {*kinds.categorical, *kinds.times, *kinds.numeric}
-    order = [*(p["inputCols"] or names.schema.names), *(p["categoricalCols"] or ()), *(p["numericCols"] or ())]
-    return [name for name in dict.fromkeys(order) if name in taken]
-
-
-def _listed(value: Any) -> Sequence[str]:
-    """Returns the columns that a Param names: one, several, or none."""
-    return [value] if isinstance(value, str) else value or []
-
-
-def _by_column(names: ColumnNames, called: Iterable[str]) -> dict[str, str]:
-    """Returns names by the columns that they stand for: the first of each."""
-    by_column: dict[str, str] = {}
-    for name in called:
-        by_column.setdefault(names.sql(name), name)
-    return by_column
-
-
-def _is_number(kind: T.DataType) -> bool:
-    return isinstance(kind, NUMERIC) and not isinstance(kind, T.BooleanType)
