@@ -19,8 +19,8 @@ from sparktorch.tasks.recommender.model import RecommenderModel
 from sparktorch.tasks.recommender.network import IdIndex, PairLoss, Pairs, Towers
 from sparktorch.tasks.recommender.pairs import PairColumns, Paired
 from sparktorch.tasks.recommender.params import RecommenderParams
+from sparktorch.tasks.shared.estimator import LearningEstimator
 from sparktorch.tasks.shared.held_out import MOST_HELD_OUT
-from sparktorch.tasks.shared.learning import LearningEstimator
 from sparktorch.tasks.shared.settings import AutomaticSettings, TaskSettings
 from sparktorch.train.recipe.dry_run import OutputSpec
 

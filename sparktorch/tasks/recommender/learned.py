@@ -15,8 +15,8 @@ from sparktorch.ml.scoring.column_metadata import check_numbers
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.compat import table_of
 from sparktorch.tasks.recommender.pairs import PairColumns, id_type, structs
+from sparktorch.tasks.shared.column_statistics import check_rows
 from sparktorch.tasks.shared.held_out import free_name
-from sparktorch.tasks.shared.learning import check_rows
 
 __all__ = ["LEAST_OF_EACH", "LearnedPairs", "learn_pairs"]
 

@@ -15,9 +15,10 @@ from pyspark.sql import functions as F
 
 from sparktorch.data.distribution import MOST_VALUES, DistinctValues, Distribution
 from sparktorch.distributed.root_cause import missing_module
+from sparktorch.errors import ColumnError
 from sparktorch.tasks.shared.columns import as_doubles
 
-__all__ = ["Figures", "categories_and_figures", "rounded"]
+__all__ = ["Figures", "categories_and_figures", "check_rows", "rounded"]
 
 _SCHEMA = pa.schema(
     [
@@ -42,6 +43,13 @@ class Figures(NamedTuple):
     smallest: float = 0.0
     largest: float = 0.0
     distribution: Distribution = Distribution()
+
+
+def check_rows(count: int) -> None:
+    """Refuses to learn of no rows."""
+    if not count:
+        what, hint = "the DataFrame has no rows that train", "check the filter or the path it comes from"
+        raise ColumnError(what, hint=hint, code="ST-NO-ROWS")
 
 
 def categories_and_figures(

@@ -1,4 +1,4 @@
-"""The base class of estimators whose settings may be "auto", and which hold out rows to see when to end."""
+"""The base class of estimators for one task: they learn of rows, hold some out, and choose settings that are "auto"."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from pyspark.ml._typing import ParamMap
     from typing_extensions import Self
 
-__all__ = ["AutomaticEstimator"]
+__all__ = ["LearningEstimator"]
 
 _LOG = logging.getLogger(__name__)
 _MADE_OF = {"moduleParams": "module", "optimizerParams": "optimizer"}  # These dict Params are arguments of the others.
@@ -47,11 +47,12 @@ _NAMES = ("scheduler", "validationUnit")  # These Params take text other than "a
 _MANY_ROWS = 1 << 20  # Settings are checked for so many before the rows are counted.
 
 
-class AutomaticEstimator(TorchEstimatorBase[Any]):
-    """An estimator that chooses settings by the number of its samples, and holds out some of them.
+class LearningEstimator(TorchEstimatorBase[Any]):
+    """An estimator that learns of rows before it trains, chooses settings by their number, and holds out some of them.
 
-    `fit`, `prepare` and `plan` call `_learn_from`, which marks and counts them. From then on, `completed` returns a
-    copy in which each Param that is "auto" has a number for its default.
+    `fit`, `prepare` and `plan` call `_learn_from`, which marks the rows that are held out, lets `_learn` learn of the
+    others, and counts samples. From then on, `completed` returns a copy that has what follows from that: each Param
+    that is "auto" has a number for its default.
 
     Attributes:
         _task_settings: The constants of the task, a class attribute of most.
@@ -61,6 +62,7 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
         _searched_rates: Factors of the learning rate that it chooses from, too.
         _marks: The column that marks the rows which are held out, empty if none are.
         _sample: The number of samples; `None` before they are counted.
+        _learned: What `_learn` has returned; `None` before.
     """
 
     _unit = "rows"
@@ -69,6 +71,7 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
     _searched_rates: Sequence[float] = (0.3, 3.0)
     _marks = ""
     _sample: Sample | None = None
+    _learned: Any = None
 
     @property
     def _task_settings(self) -> TaskSettings:
@@ -134,7 +137,11 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
 
     @property
     def _learns(self) -> bool:
-        return self._needs_count
+        return True
+
+    def _learn(self, dataset: DataFrame) -> Any:
+        """Returns what is learned of rows."""
+        raise NotImplementedError
 
     def _holding_out(self) -> Self:
         """Returns a copy that holds out rows whatever its epochs are, if the estimator does."""
@@ -153,7 +160,7 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
 
     @property
     def _has_learned(self) -> bool:
-        return self._sample is not None
+        return self._learned is not None
 
     def _learn_and_hold_out(self, dataset: DataFrame) -> tuple[Self, DataFrame]:
         """Returns a copy with what it has learned of the rows, and the rows with the mark of those that are held out.
@@ -215,7 +222,7 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
         return without_nulls(rows, [*required, p["weightCol"]] if p["weightCol"] else required)
 
     def _learn_rows(self, rows: DataFrame) -> None:
-        """Learns of rows, in those that do."""
+        self._learned = self._learn(rows)
 
     def _count(self, rows: DataFrame) -> tuple[int, int]:
         """Returns how many samples train, and how many are marked for validation."""
@@ -287,10 +294,10 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
 
     def _knowing(self, other: Any) -> Self:
         """Returns a copy with what another estimator has learned of the same rows, if it has."""
-        if not isinstance(other, AutomaticEstimator) or not other._has_learned or self._has_learned:
+        if not isinstance(other, LearningEstimator) or not other._has_learned or self._has_learned:
             return self
         estimator = self.copy()
-        estimator._sample, estimator._marks = other._sample, other._marks
+        estimator._sample, estimator._marks, estimator._learned = other._sample, other._marks, other._learned
         if estimator._marks and not self.isSet("validationIndicatorCol"):
             estimator._set(validationIndicatorCol=estimator._marks)
         if differing := estimator._differing(other):
@@ -305,7 +312,7 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
 
     def _fit_on(self, source: Source, judge: Callable[[dict[str, Any]], bool] | None = None) -> Any:
         estimator = self._knowing(getattr(source, "estimator", None))
-        return super(AutomaticEstimator, estimator)._fit_on(source, judge)
+        return super(LearningEstimator, estimator)._fit_on(source, judge)
 
     def fitMultiple(
         self, dataset: DataFrame | PreparedData, paramMaps: Sequence[ParamMap]
@@ -323,7 +330,7 @@ class AutomaticEstimator(TorchEstimatorBase[Any]):
         if differ or any(param.name in changes for params in paramMaps for param in params):
             return Estimator.fitMultiple(self, dataset, paramMaps)
         estimator, rows = learning._learn_from(dataframe_of(dataset, "fit"))
-        return super(AutomaticEstimator, self._knowing(estimator)).fitMultiple(rows, paramMaps)
+        return super(LearningEstimator, self._knowing(estimator)).fitMultiple(rows, paramMaps)
 
 
 def _is_auto(value: Any) -> bool:

@@ -16,8 +16,7 @@ from sparktorch.ml.scoring.column_metadata import classes_of
 from sparktorch.spark.column_names import ColumnNames
 from sparktorch.spark.frame.encoding import NUMERIC, is_numeric, kept_as
 from sparktorch.spark.frame.refusals import unsuitable
-from sparktorch.tasks.shared.column_statistics import Figures, categories_and_figures, rounded
-from sparktorch.tasks.shared.learning import check_rows
+from sparktorch.tasks.shared.column_statistics import Figures, categories_and_figures, check_rows, rounded
 from sparktorch.tasks.tables.kinds import Kinds, TableParams, is_number, kinds_of_columns, ordered
 from sparktorch.tasks.tables.preprocess import BINS, TableColumns, scaled_edges
 
