@@ -131,9 +131,9 @@ class TrainConfig:
         for weight in self.class_weights if isinstance(self.class_weights, tuple) else ():
             at_least("classWeights", float(weight), 0)
         self._check_class_weights()
-        if self.ema_decay is not None and not 0 < self.ema_decay < 1:
+        if self.ema_decay is not None and not 0 <= self.ema_decay < 1:
             raise ConfigError(
-                f"emaDecay must be between 0 and 1, got {self.ema_decay}", param="emaDecay", code="ST-VALUE"
+                f"emaDecay must be at least 0 and less than 1, got {self.ema_decay}", param="emaDecay", code="ST-VALUE"
             )
         self._check_micro_batches()
 

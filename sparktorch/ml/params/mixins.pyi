@@ -143,7 +143,7 @@ class _PredictionColArguments(TypedDict, total=False):
     syncBatchNorm: bool
     """Whether batch normalisation takes its statistics over the rows of all workers. The default is False."""
     emaDecay: float | None
-    """Decay of an exponential moving average of the weights, which validation and the model then use (> 0, < 1)."""
+    """Decay of an exponential moving average of the weights, which validation and the model then use (< 1; 0 for none)."""
     nonFiniteLoss: str
     """What happens at a loss that is NaN or infinite: 'error', or 'skip' the step. The default is 'error'."""
     deterministic: bool
@@ -449,7 +449,7 @@ class EstimatorParams(_FeaturesColParams, _EstimatorAndRunParams, _LabelColParam
     def setSyncBatchNorm(self, value: bool) -> Self: """Sets the value of `syncBatchNorm`: whether batch normalisation takes its statistics over the rows of all workers."""
     emaDecay: Param[float]
     def getEmaDecay(self) -> float: ...
-    def setEmaDecay(self, value: float) -> Self: """Sets the value of `emaDecay`: decay of an exponential moving average of the weights, which validation and the model then use (> 0, < 1)."""
+    def setEmaDecay(self, value: float) -> Self: """Sets the value of `emaDecay`: decay of an exponential moving average of the weights, which validation and the model then use (< 1; 0 for none)."""
     nonFiniteLoss: Param[str]
     def getNonFiniteLoss(self) -> str: ...
     def setNonFiniteLoss(self, value: str) -> Self: """Sets the value of `nonFiniteLoss`: what happens at a loss that is NaN or infinite: 'error', or 'skip' the step."""

@@ -205,8 +205,8 @@ NUMERICS = (
     P("syncBatchNorm", "bool", False, "whether batch normalisation takes its statistics over the rows of all workers",
       field="config.sync_batch_norm", compared=True),
     P("emaDecay", "float", None,
-      "decay of an exponential moving average of the weights, which validation and the model then use (> 0, < "
-      "1)", field="config.ema_decay", compared=True),
+      "decay of an exponential moving average of the weights, which validation and the model then use (< 1; 0 for "
+      "none)", field="config.ema_decay", compared=True),
     P("nonFiniteLoss", "str", "error", "what happens at a loss that is NaN or infinite: 'error', or 'skip' the step",
       field="config.non_finite", compared=True),
     P("deterministic", "bool", False,

@@ -250,7 +250,7 @@ class Weights:
         """Takes the engine; checks that the ranks share the folder and can write it, if there is one."""
         self._engine = engine
         self.average: MovingAverage | None = None
-        if config.ema_decay is not None:
+        if config.ema_decay:
             self.average = MovingAverage(engine.module.parameters(), config.ema_decay)
         self._folder = ModelFolder(config.model_folder, world) if config.model_folder else None
         if self._folder is not None:

@@ -175,7 +175,7 @@ class _Measured:
                 min(shares, key=_size).append(parameter)
             state = max(sum(states[p] for p in share) for share in shares)
             sent += _gathered(gradients, self._workers)
-        state += 0 if self._config.ema_decay is None else own
+        state += own if self._config.ema_decay else 0
         parameters = sum(kept.values())
         gathered = int(gathered * width)
         if tensor > 1 and not (known.cpu_offload or self._config.model_folder):

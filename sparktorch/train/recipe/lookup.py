@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,7 +14,16 @@ from torch import nn, optim
 from sparktorch.base.imports import load_object
 from sparktorch.errors import ModuleError, nearest, refusing
 
-__all__ = ["building", "check_name", "has_fused_kernel", "look_up", "name_of", "parameters_of", "signature_of"]
+__all__ = [
+    "building",
+    "check_name",
+    "has_fused_kernel",
+    "look_up",
+    "name_of",
+    "parameters_of",
+    "signature_of",
+    "unknown_parameter",
+]
 
 # A name is that of a class in a namespace of torch, with a base class and an ending of the name.
 _OF_TORCH: dict[str, tuple[Any, type, str]] = {
@@ -87,6 +97,15 @@ def signature_of(factory: Any) -> str:
         return str(inspect.signature(factory))
     except (TypeError, ValueError):
         return "unknown"
+
+
+def unknown_parameter(factory: Any, names: Iterable[str]) -> str:
+    """Returns the parameter that a name is nearest to, if a callable has none of that name; empty without such."""
+    parameters = parameters_of(factory)
+    for name in names:
+        if name not in parameters and (close := difflib.get_close_matches(name, parameters, n=1)):
+            return f"did you mean {close[0]!r} by {name!r}? "
+    return ""
 
 
 def building(what: str, factory: Any) -> AbstractContextManager[None]:

@@ -27,6 +27,7 @@ from sparktorch.train.recipe.lookup import (
     name_of,
     parameters_of,
     signature_of,
+    unknown_parameter,
 )
 from sparktorch.train.recipe.loss import Loss, TrainingStep
 from sparktorch.train.recipe.module_hooks import ModuleHooks
@@ -139,6 +140,7 @@ class Recipe:
                 module = build(lambda: factory(**self._arguments(factory)))
             except Exception:  # moduleParams, which may be large, are written only then
                 hint = f"its parameters are {signature_of(factory)}; moduleParams are {dict(self.module_params)}"
+                hint = unknown_parameter(factory, self.module_params) + hint
                 if build is not called:
                     hint += "; with modelDir, only what is made by NumPy or device='cpu' has values there"
                 with refusing(f"module {name_of(factory)} cannot be built", hint, code="ST-BUILD"):

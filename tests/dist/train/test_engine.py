@@ -66,6 +66,12 @@ def test_early_stopping_keeps_the_average_of_the_best_validation() -> None:
     assert validated(VALIDATED, job, module)["val_loss"] == pytest.approx(min(losses), abs=1e-5)
 
 
+def test_a_decay_of_0_trains_the_weights_of_no_average() -> None:
+    plain, zero, averaged = (trained(VALIDATED, job_for(VALIDATED, ema_decay=decay))[0] for decay in (None, 0.0, 0.5))
+    assert all(torch.equal(zero[name], plain[name]) for name in plain)
+    assert not all(torch.equal(averaged[name], plain[name]) for name in plain)
+
+
 @pytest.mark.parametrize("module", [Spare, Logarithm])
 def test_a_module_that_one_process_trains_is_trained_by_several(module: type[nn.Module]) -> None:
     table = Table.random(ROWS)

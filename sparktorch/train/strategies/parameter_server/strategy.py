@@ -259,7 +259,7 @@ def _check_settings(job: Job) -> None:
         raise _clash("syncBatchNorm", "syncBatchNorm", "workers wait for each other in forward passes")
     if config.deterministic and asynchronous:
         raise _clash("deterministic", "deterministic", "updates come in another order each time")
-    if config.ema_decay is not None and asynchronous:
+    if config.ema_decay and asynchronous:
         raise _clash("emaDecay", "emaDecay", "each worker sees other weights")
 
 
